@@ -44,7 +44,7 @@ format: $(VENV)/.installed-dev ## format everything
 bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, tensor models reloaded under load, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (eighty in all)
+soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, tensor models reloaded under load, tensor calls left in every way and large bodies beside /health, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (eighty in all)
 	$(PIP) install -c constraints.txt "$$(sed -n 's/^ray = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates) \
 	MAITRED_OTHER_CLIENTS=$$($(BIN)/python benchmarks/other_clients.py $(VENV)/other-clients) $(BIN)/python -m pytest -m soak # what is given here replaces pyproject.toml's `not soak`
@@ -54,6 +54,7 @@ soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors a
 	$(BIN)/python benchmarks/soak_edge.py
 	$(BIN)/python benchmarks/soak_tenants.py
 	$(BIN)/python benchmarks/soak_tensors.py
+	$(BIN)/python benchmarks/soak_tensor_edge.py
 	$(BIN)/python benchmarks/soak_openapi.py
 	$(BIN)/python benchmarks/soak_server.py
 

@@ -20,8 +20,26 @@ def test_one_stop_string_and_none_are_written_as_users_of_vllm_do():
 
 
 @pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("max_new_tokens", "here it is max_tokens"),
+        ("do_sample", "here it is temperature, of which 0 is greedy"),
+        ("temprature", "did you mean temperature?"),
+    ],
+)
+def test_a_parameter_of_another_library_is_answered_with_ours(name: str, told: str):
+    with pytest.raises(TypeError, match=f"no argument {name!r}") as caught:
+        SamplingParams(**{name: 1})  # type: ignore[arg-type]
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        ("stop", 3, "stop is 3; it must be a list"),
+        ("stop", [3], r"stop is \[3\]; it must be strings"),
+        ("stop", ["a"] * 65, "stop has 65 strings; at most 64"),
+        ("stop_token_ids", 3, "stop_token_ids is 3; it must be a list"),
         ("temperature", -1, "temperature is -1; it must be from 0.0 to 100.0"),
         ("temperature", float("nan"), "temperature is nan"),
         ("temperature", "hot", "temperature is 'hot'; it must be a number"),

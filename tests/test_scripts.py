@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ SCRIPTS = sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "benchmarks").glob(
 def test_a_script_finds_what_it_imports(script: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(script.parent))  # as when it is run
     runpy.run_path(str(script), run_name="imported")
+
+
+def test_a_gpu_check_unpacks_only_wheels_of_its_python_that_the_machine_lacks(tmp_path: Path):
+    own = f"cp3{sys.version_info.minor}"
+    tags = {"pytest": "py3-none", "absent_a": "py2.py3-none", "absent_b": f"{own}-{own}", "absent_c": "cp30-abi3"}
+    for name, tag in {**tags, "absent_d": "cp30-cp30"}.items():
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-{tag}-any.whl", "w") as wheel:
+            wheel.writestr(name, "")
+    runpy.run_path(str(ROOT / "scripts" / "gpu_check.py"))["unpack"](tmp_path, tmp_path / "site")
+    assert sorted(path.name for path in (tmp_path / "site").iterdir()) == ["absent_a", "absent_b", "absent_c"]
 
 
 def python_of(folder: Path, name: str, version: str) -> Path:

@@ -81,8 +81,8 @@ class ModelConfig:
     tool_format: str | None = None
     """How the model writes calls of tools, by name; None reads it off the chat template."""
     allow_special_tokens_in_content: bool = False
-    """Read `<|im_end|>` and the like in a message as the token, so that whoever wrote it can end the turn and begin one
-    of any role; else they are plain text."""
+    """Read `<|im_end|>`, `<tool_call>` and the like in a message as the token, so that its author can end the turn and
+    begin one of any role; else they are plain text (`<tool_call>`, `<think>` in what users and tools say alone)."""
     forced_tokens: bool = True
     """Tokens that a grammar leaves no choice for are taken without computing logits for them. The text is the same."""
     generation_config: Mapping[str, float | int | None] = field(default_factory=dict)
@@ -95,7 +95,9 @@ class ModelConfig:
             object.__setattr__(self, name, DTYPE_ALIASES.get(dtype, dtype))
         require_choices(self)
         if self.model is not None and not self.model.strip():
-            raise ConfigError(f"model is {self.model!r}; name a folder or a hub id, or none for the built-in model")
+            raise ConfigError(
+                f"model is {self.model!r}; name a folder or a hub id, or leave it out for the built-in model"
+            )
         require_at_least("max_model_len", self.max_model_len, 2)
         require_at_least("num_threads", self.num_threads, 1)
         require_at_least("tensor_parallel", self.tensor_parallel, 1)

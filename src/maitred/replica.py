@@ -129,6 +129,7 @@ class ReplicaState:
     alive: bool = True
     error: str | None = None  # why it is not alive
     loading: bool = False  # not alive yet, or not yet again
+    lacking: str | None = None  # why new requests are not welcome all the same: what serves a part of them is not there
     asleep: bool = False  # alive, with no engine: it has ended on purpose, and the next request starts another
     # gauges
     num_running: int = 0

@@ -9,11 +9,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from maitred.errors import InvalidRequest
+from maitred.errors import InvalidRequest, did_you_mean
 from maitred.structured_outputs import StructuredOutputsParams
 
+# what other libraries call a parameter, or what stands for it here
+_FOREIGN = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "max_output_tokens", "n_predict"), "max_tokens"),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
+    **dict.fromkeys(("num_return_sequences", "best_of"), "n"),
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), "repetition_penalty"),
+    "min_new_tokens": "min_tokens",
+    "do_sample": "temperature, of which 0 is greedy",
+    "guided_decoding": "structured_outputs",
+}
 MAX_N = 128
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 128
 MAX_SEED = 2**63 - 1
@@ -87,12 +97,22 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """The shape that the text must have."""
 
+    def __new__(cls, **given: object) -> SamplingParams:
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            told = (
+                f"; here it is {_FOREIGN[name]}" if name in _FOREIGN else did_you_mean(name, cls.__dataclass_fields__)
+            )
+            raise TypeError(f"SamplingParams has no argument {name!r}{told}; help(SamplingParams) lists them")
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "bad_words", "stop_token_ids"):
             if getattr(self, name) is None:  # what users of vLLM write for none
                 object.__setattr__(self, name, ())
+            elif isinstance(getattr(self, name), int):
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}; it must be a list", param=name)
         _check_sampling(self)
 
     @property
@@ -147,6 +167,8 @@ def _check_lists(p: SamplingParams) -> None:
         texts = getattr(p, name)
         if len(texts) > most:
             raise InvalidRequest(f"{name} has {len(texts)} {what}s; at most {most}", param=name)
+        if not all(isinstance(text, str) for text in texts):
+            raise InvalidRequest(f"{name} is {texts!r:.80}; it must be strings", param=name)
         if not all(texts):
             raise InvalidRequest(f"{name} holds an empty {what}; leave it out", param=name)
     if p.allowed_token_ids is not None and not p.allowed_token_ids:

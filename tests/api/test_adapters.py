@@ -88,6 +88,16 @@ def test_a_key_sees_and_uses_its_own_adapters_and_others_are_not_there(house: Ru
     assert {spec.adapter for spec in house.replica.submitted} == {"sql@5555555555555555"}
 
 
+def test_an_unknown_model_is_answered_with_the_names_that_this_key_may_use(house: RunningServer):
+    for key, choices in (
+        ("sql", "tiny, tiny-alias, sql"),
+        ("all", "tiny, tiny-alias, sql"),
+        ("no", "tiny, tiny-alias"),
+    ):
+        answer = ask(house, "/v1/completions", key, {"model": "gpt-4", "prompt": "hi"})
+        assert answer.json()["error"]["message"] == f"the model 'gpt-4' is not served here; choose one of {choices}"
+
+
 def test_an_administrator_loads_and_unloads_as_with_vllm(house: RunningServer):
     load = {"lora_name": "chat", "lora_path": "chat"}
     assert ask(house, "/v1/load_lora_adapter", "all", load).status_code == 403

@@ -23,7 +23,7 @@ from maitred.api.dialects.openai.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from maitred.api.http.bodies import MAX_TEXTS, SMALL_BYTES, LargeBodies, decode_small
+from maitred.api.http.bodies import MAX_TEXTS, SMALL_BYTES, LargeBodies, decode_json, decode_small
 from maitred.api.http.body_decoder import BodyDecoder
 from maitred.config import ServerConfig
 from maitred.errors import InvalidRequest, Overloaded, RequestTooLarge
@@ -483,3 +483,28 @@ def test_a_body_needs_its_room_until_it_is_tokenised_or_as_long_as_it_is_to_be_e
             assert held_bytes(server) == (len(sent) if echo else 0)
         until(lambda: not replica.live)
         until(lambda: held_bytes(server) == 0)
+
+
+class _Counted(msgspec.Struct):
+    text: str
+    count: int
+    ids: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (b'{"text": "20.0, \\"20.0\\"", "count": 20.0, "ids": [1.0, -2.00, 3]}', 20),
+        (b'{"text": "a", "count": 20.5}', None),
+        (b'{"text": "a", "count": 20.0e1}', None),
+        (b'{"text": "a", "count": "20.0"}', None),
+        (b'{"text": "a", "count": 20.0, "ids": [1.5]}', None),
+    ],
+)
+def test_a_whole_number_with_a_point_is_an_integer(sent: bytes, read: int | None):
+    decoder = msgspec.json.Decoder(_Counted)
+    if read is None:
+        with pytest.raises(InvalidRequest):
+            decode_json(sent, decoder)
+        return
+    assert decode_json(sent, decoder) == _Counted('20.0, "20.0"', read, [1, -2, 3])

@@ -120,6 +120,30 @@ def test_its_words_reach_the_engine_and_the_engine_s_come_back_in_its_own(http: 
     assert http.post("/ask", json={"words": "A table?"}).json()["spent"] == 4  # its own default
 
 
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),  # a base URL without /v1
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),  # and with one too many
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/models", "/v1/models"),
+        ("/api/tokenize", "/tokenize"),
+    ],
+)
+def test_a_path_that_is_not_there_is_told_the_one_that_was_meant(http: httpx.Client, asked: str, meant: str):
+    answer = http.post(asked, json={})
+    assert answer.status_code == 404
+    assert f"there is nothing at {asked} (did you mean {meant}?);" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("asked", ["/wp-admin.php", "/" + "a" * 5000, "/s", "/zz/x"])
+def test_a_path_like_no_other_is_told_where_the_list_is(http: httpx.Client, asked: str):
+    message = http.get(asked).json()["error"]["message"]
+    assert "did you mean" not in message
+    assert "GET /openapi.json lists what there is" in message
+
+
 def test_its_stream_has_its_own_content_type_events_and_end(http: httpx.Client):
     answer = http.post("/ask", json={"words": "A table?", "budget": 3, "piecemeal": True})
     assert answer.headers["content-type"] == "application/x-ndjson"

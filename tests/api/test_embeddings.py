@@ -183,6 +183,16 @@ async def test_bad_input_is_told_and_takes_nothing(tmp_path, body, status, told)
         assert (await http.post("/embeddings", json={"input": "w1"})).status_code == 200
 
 
+@pytest.mark.parametrize("sent", ["w1 w20", [5, 20]])
+async def test_a_token_without_a_row_in_the_encoders_embedding_is_refused(tmp_path, sent):
+    (write_encoder(tmp_path, "texts") / "config.json").write_text('{"vocab_size": 20}')
+    async with served(tmp_path) as (_, http, _asgi):
+        answer = await http.post("/embeddings", json={"input": sent})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input"), answer.text
+        assert "0 to 19" in answer.json()["error"]["message"]
+        assert (await http.post("/embeddings", json={"input": "w1"})).status_code == 200
+
+
 async def test_without_an_encoder_the_route_says_what_to_set(tmp_path):
     write_model(tmp_path, "add")
     async with served(tmp_path) as (client, _, _asgi):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
@@ -19,6 +19,9 @@ from tritonclient.utils import InferenceServerException  # noqa: E402
 
 from maitred.api.grpc.build import grpc_server  # noqa: E402
 from maitred.api.grpc.errors import PUSHBACK, grpc_error  # noqa: E402
+from maitred.api.grpc.inference import InferenceService  # noqa: E402
+from maitred.api.grpc.server import HealthService  # noqa: E402
+from maitred.api.grpc.tfserving import ModelService, PredictionService  # noqa: E402
 from maitred.api.serving import create_app  # noqa: E402
 from maitred.api.tensor.classes import Labels  # noqa: E402
 from maitred.api.tensor.extensions import NAMES, Extensions  # noqa: E402
@@ -285,20 +288,72 @@ async def test_the_health_service_tells_of_the_server_and_of_each_service(tmp_pa
         watching.cancel()
 
 
-@pytest.mark.parametrize("leaves", ["cancels", "is late"])
-async def test_a_client_that_leaves_frees_its_place_at_once(tmp_path, leaves):
+def waiting_message():
+    message = MESSAGES["ModelInferRequest"](model_name="add", raw_input_contents=[b"\0" * 64] * 2)
+    for name in ("INPUT0", "INPUT1"):
+        message.inputs.add(name=name, datatype="FP32", shape=[1, 16])
+    return message.SerializeToString()
+
+
+LEAVINGS = ("cancels", "is late", "closes the channel", "sends no more and cancels", "cancels at once")
+
+
+@asynccontextmanager
+async def left(address, path, content, how, late_s=0.02):
+    """A call, on a channel of its own, that its client leaves after the block. Both streams carry one message."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_stream(path)(metadata=(*KEY.items(),), timeout=late_s if how == "is late" else None)
+        with suppress(grpc.aio.AioRpcError, asyncio.CancelledError, asyncio.InvalidStateError):
+            if how != "cancels at once":
+                await call.write(content)
+        yield
+        if how == "sends no more and cancels":
+            await call.done_writing()
+        if how == "closes the channel":
+            await channel.close()
+        elif how == "is late":
+            await call.code()
+        else:
+            call.cancel()
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+@pytest.mark.parametrize("how", LEAVINGS)
+async def test_a_client_that_leaves_frees_its_place_at_once(tmp_path, caplog, method, how):
+    caplog.set_level(logging.INFO, logger="maitred.access")
     write_model(tmp_path, "add", config=WAITS)
-    async with asked(tmp_path) as (triton, app):
+    table = table_of({"secret": {}})
+    async with served(tmp_path, tenants=FakeTenants(table)) as (address, app):
         runner = app.tensors.runner
-        late = 0.2 if leaves == "is late" else None
-        asking = asyncio.ensure_future(triton.infer("add", inputs(1), client_timeout=late))
-        await until_async(lambda: len(runner))
-        assert app.gate.num_in_flight == 1
-        if leaves == "cancels":
-            asking.cancel()
-        with pytest.raises((asyncio.CancelledError, InferenceServerException)):
-            await asking
+
+        def ended():
+            told = [each.fields for each in caplog.records if each.message == "access"]
+            return [fields for fields in told if fields["path"].endswith(method)]
+
+        async with left(address, f"/inference.GRPCInferenceService/{method}", waiting_message(), how, late_s=0.1):
+            if how != "cancels at once":
+                await until_async(lambda: len(runner) or ended())
         await until_async(lambda: not len(runner) and not app.gate.num_in_flight)
+        if how != "cancels at once":
+            await until_async(ended)
+        async with client.InferenceServerClient(address) as triton:
+            assert await triton.is_server_live()
+        assert {each["status"] for each in ended()} <= {"CANCELLED", "DEADLINE_EXCEEDED"}
+        assert all(each["client"].startswith("ipv4:") for each in ended())
+
+
+async def test_every_call_can_be_left_in_every_way(tmp_path):
+    write_model(tmp_path, "add", config=WAITS)
+    async with served(tmp_path) as (address, app), client.InferenceServerClient(address) as triton:
+        services = (InferenceService(app, Extensions("", None)), PredictionService(app), ModelService(app))
+        for service in (*services, HealthService(app, ())):
+            for method in service.methods:
+                content = waiting_message() if method in ("ModelInfer", "ModelStreamInfer") else b""
+                for how in LEAVINGS:
+                    async with left(address, f"/{service.name}/{method}", content, how):
+                        pass
+        assert await triton.is_server_live()
+        await until_async(lambda: not len(app.tensors.runner) and not app.gate.num_in_flight)
 
 
 def test_a_refusal_says_when_to_try_again():

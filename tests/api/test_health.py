@@ -31,6 +31,14 @@ class MoodyReplica(FakeReplica):
         return self.mood if self.mood is not None else super().state()
 
 
+def test_a_server_that_lacks_a_role_is_healthy_and_not_ready():
+    with running_server(MoodyReplica(mood=ReplicaState(lacking="no decode worker is there yet"))) as server:
+        assert get(server, "/health").status_code == 200
+        ready = get(server, "/ready")
+        assert ready.status_code == 503
+        assert ready.json()["error"]["message"] == "no decode worker is there yet"
+
+
 def test_an_engine_that_loads_is_neither_healthy_nor_ready_and_says_so():
     replica = MoodyReplica(mood=ReplicaState(alive=False, loading=True, error="killed; it is being started again"))
     with running_server(replica) as server:

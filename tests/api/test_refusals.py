@@ -192,7 +192,7 @@ def test_malformed_messages_are_refused(http, message, param):
         ({"logit_bias": {"1": 200}}, "logit_bias", ("200", "100")),
         ({"logit_bias": {"999": 1}}, "logit_bias", ("999",)),
         ({"seed": 2**63}, "seed", (str(2**63),)),
-        ({"stop": list("abcde")}, "stop", ("5", "4")),
+        ({"stop": ["a"] * 65}, "stop", ("65", "64")),
         ({"stop": ""}, "stop", ("empty",)),
         ({"stop": "x" * 1025}, "stop", ("1025", "1024")),
         ({"bad_words": ["x"] * 129}, "bad_words", ("129", "128")),

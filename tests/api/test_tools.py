@@ -216,6 +216,24 @@ def test_what_of_a_schema_is_not_enforced_is_named_and_refused_where_it_is_stric
     assert "if, not" in error["message"]
 
 
+def test_a_tools_pattern_that_cannot_be_enforced_is_left_out_and_asked_of_tools_that_may_be_called(serving: Serving):
+    replica, http = serving("Yes.")
+    address = {"type": "object", "properties": {"to": {"type": "string", "pattern": "^(?!\\.)[a-z.]+$"}}}
+    mail = {"name": "mail", "parameters": address}
+    body = {**ASK, "tools": [WEATHER, {"type": "function", "function": mail}]}
+    response = http.post(CHAT, json=body)
+    assert (response.status_code, response.headers["x-maitred-schema-ignored"]) == (200, "pattern")
+    assert "mail" in replica.submitted[0].grammar
+    assert "?!" not in replica.submitted[0].grammar
+    strict = {**body, "tools": [WEATHER, {"type": "function", "function": {**mail, "strict": True}}]}
+    refused = http.post(CHAT, json=strict)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[1].function.parameters")
+    for choice in ("none", {"type": "function", "function": {"name": "weather"}}):
+        spared = http.post(CHAT, json={**strict, "tool_choice": choice})
+        assert spared.status_code == 200, spared.text
+        assert "x-maitred-schema-ignored" not in spared.headers
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -227,7 +245,7 @@ def test_what_of_a_schema_is_not_enforced_is_named_and_refused_where_it_is_stric
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x/y"}}}},
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}},
          "response_format.json_schema.schema"),
         ({"tools": [STOP], "tool_choice": {"type": "function", "function": {"name": "go"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -239,7 +257,7 @@ def test_what_of_a_schema_is_not_enforced_is_named_and_refused_where_it_is_stric
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function.name"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
          "messages[0].tool_calls[0].function.arguments"),
     ],
 )  # fmt: skip
@@ -263,6 +281,53 @@ def test_a_conversation_with_calls_and_their_results_goes_on(serving: Serving):
     prompt = prompt_of(replica.submitted[0])
     assert '"arguments": {"city": "Rome"}}' in prompt
     assert "<tool>25 degrees" in prompt
+
+
+def test_a_call_that_was_cut_is_taken_as_history_and_the_header_tells_what_is_shown(serving: Serving):
+    replica, http = serving("Sunny.")
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":'}}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "arguments were cut"}
+    messages = [*ASK["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    answer = http.post(CHAT, json={**ASK, "messages": messages, "tools": [WEATHER]})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-maitred-arguments-emptied"] == "messages.1.tool_calls.0"
+    assert '"arguments": {}}' in prompt_of(replica.submitted[0])
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_beside_the_type_binds_as_in_llama_cpp(serving: Serving, path: str, kind: str):
+    replica, http = serving("a")
+    body = ASK if path == CHAT else {"model": "tiny", "prompt": "a"}
+    response = http.post(path, json={**body, "response_format": {"type": kind, "schema": SCHEMA}})
+    assert response.status_code == 200, response.text
+    assert "x-maitred-ignored-fields" not in response.headers
+    assert "zip" in replica.submitted[0].grammar
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, "response_format.value"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
+         "response_format.json_schema"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strickt": True}}},
+         "response_format.json_schema.strickt"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather", "x": 1}}},
+         "tool_choice.function.x"),
+        ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+    ],
+)  # fmt: skip
+def test_fields_that_nothing_reads_in_nested_objects_are_named_and_refused_where_strict(
+    serving: Serving, asked: dict[str, Any], name: str
+):
+    _, http = serving("a")
+    told = http.post(CHAT, json={**ASK, **asked})
+    assert (told.status_code, told.headers["x-maitred-ignored-fields"]) == (200, name)
+    with running_server(FakeReplica(), make_model(chat_template=TEMPLATE), strict_fields=True) as strict:
+        refused = httpx.post(strict.url + CHAT, json={**ASK, **asked}, timeout=HANGS_S)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
 def test_thoughts_that_led_to_nothing_may_be_sent_back(serving: Serving):

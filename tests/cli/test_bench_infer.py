@@ -47,9 +47,16 @@ def test_every_request_is_answered_and_counted(server, capsys, protocol, words):
 def test_what_fails_is_told_by_kind(server, capsys):
     flags = ("--model", "add", "--num-requests", "5", "--rows", "9", "--json")
     assert main(["bench", "infer", "--url", server[0], *flags]) == 1
-    assert json.loads(capsys.readouterr().out)["failures"] == {"HTTP 400": 5}
+    told = json.loads(capsys.readouterr().out)
+    assert told["failures"] == {"HTTP 400": 5}
+    assert "9" in told["reasons"]["HTTP 400"]
+    assert "8" in told["reasons"]["HTTP 400"]
     assert main(["bench", "infer", "--url", server[1], "--protocol", "grpc", *flags]) == 1
-    assert json.loads(capsys.readouterr().out)["failures"] == {"INVALID_ARGUMENT": 5}
+    grpc = json.loads(capsys.readouterr().out)
+    assert grpc["failures"] == {"INVALID_ARGUMENT": 5}
+    assert grpc["reasons"]["INVALID_ARGUMENT"] == told["reasons"]["HTTP 400"]
+    assert main(["bench", "infer", "--url", server[0], *flags[:-1]]) == 1
+    assert f"failed HTTP 400: 5, the first with: {told['reasons']['HTTP 400']}\n" in capsys.readouterr().out
 
 
 def test_a_model_that_is_not_there_and_a_server_that_is_not_are_told(server, capsys):

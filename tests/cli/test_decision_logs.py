@@ -142,7 +142,7 @@ def test_a_run_that_cannot_be_read_hides_none_before_it(folder: Path, capsys: py
     [
         (["why", "nobody"], "no request 'nobody' arrived in this log"),
         (["why", "chatcmpl"], "3 requests have 'chatcmpl' in their id"),
-        (["why"], "--request-id is required"),
+        (["why"], "REQUEST_ID is required"),
     ],
 )
 def test_what_is_not_there_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -80,6 +81,19 @@ def test_words_become_typed_values():
 
 def test_a_mapping_may_be_json_or_pairs():
     assert cook("--prices", '{"soup": 3.5}', "--prices", "pie=4").prices == {"soup": 3.5, "pie": 4}
+
+
+@pytest.mark.parametrize("key", ["", " ", "a ", "\ta"])
+def test_a_key_that_no_request_can_bring_is_refused_wherever_it_comes_from(tmp_path, key):
+    config = tmp_path / "maitred.yaml"
+    for words, environ in ((("--api-key", key), {}), ((), {"MAITRED_API_KEY": key})):
+        with pytest.raises(UsageError, match=r"--api-key is .* no request can bring"):
+            cook(*words, **environ)
+    for value in (key, ["a", key]):
+        config.write_text(f"api-key: {json.dumps(value)}\n")
+        with pytest.raises(UsageError, match=r"yaml:1: --api-key is .* no request can bring"):
+            cook("--config", str(config))
+    assert cook("--api-key", "b", MAITRED_API_KEY=key).api_keys == ("b",)
 
 
 def test_the_environment_stands_below_the_command_line():

@@ -52,4 +52,4 @@ def test_without_the_extra_one_line_names_it(tmp_path: Path):
 
 def test_no_path_is_a_slip(capsys: pytest.CaptureFixture[str]):
     assert main(["models", "check"]) == 2
-    assert "--path is required" in capsys.readouterr().err
+    assert "PATH is required" in capsys.readouterr().err

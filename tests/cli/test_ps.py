@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,6 +91,32 @@ def test_lanes_of_tensor_models_stand_below_the_models():
     assert told[2] == "LANE WAITING ROWS RUNNING ROWS/S AGE WHY"
     assert told[3].startswith("resnet 1 3 3 2 ")
     assert told[3].endswith("all instances run: 2 rows on 0")
+
+
+def tensor_entry(name: str, version: int | None = None, state: str = "", reason: str = "") -> SimpleNamespace:
+    told = SimpleNamespace(value=state) if state else None
+    return SimpleNamespace(name=name, version=version, state=told, reason=reason)
+
+
+def test_versions_of_tensor_models_are_rows_and_without_a_language_model_the_only_ones():
+    replica = FakeReplica()
+    replica.tensors = SimpleNamespace(
+        index=lambda: [
+            tensor_entry("dishes", 1, "READY"),
+            tensor_entry("dishes", 2, "UNAVAILABLE", "cut off\nor no ONNX file"),
+            tensor_entry("wines"),
+        ]
+    )
+    rows = [
+        "TENSOR MODEL VERSION STATE REASON",
+        "dishes 1 READY",
+        "dishes 2 UNAVAILABLE cut off or no ONNX file",
+        "wines - NOT LOADED",
+    ]
+    for model, before in ((make_model(names=()), 0), (make_model(), 2)):
+        with running_server(replica, model) as server:
+            done = maitred_process("ps", server.url)
+            assert [" ".join(line.split()) for line in done.out.splitlines()][before:] == rows, done.err
 
 
 def test_another_server_is_told_apart():

@@ -26,6 +26,9 @@ def main(words: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if way == "environment":
         say(str({name: os.environ.get(name) for name in ("MAITRED_FLEET_TOKEN", "MAITRED_API_KEY")}))
+    if way == "chatty":
+        say("error: the disk is full")
+        say("12:00:00.123 INFO access method=POST path=/v1/completions status=200")
     if way == "json":
         say('{"level":"info"}')
     announce(fd, Listening("http://127.0.0.1:1", os.getpid()))
@@ -33,7 +36,7 @@ def main(words: list[str]) -> int:
         Path(words[1]).touch()
         return 1
     announce(fd, Loaded({"all": 0.1}))
-    if way == "dies":
+    if way == "dies" or words[1] == "dies":
         return 1
     time.sleep(3600)
     return 0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from maitred.cluster.actions import Bind
-from maitred.cluster.balance import BALANCES
+from maitred.cluster.balance import BALANCES, MAX_CANDIDATES, Cached
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.replicas import Kind, Report
+from maitred.cluster.fleet_request import FleetRequest
+from maitred.cluster.replicas import Kind, Replica, Report
 from maitred.errors import ConfigError
 from tests.cluster.fleets import Driver, facts, make_core
 
@@ -171,3 +175,41 @@ def test_what_another_router_sent_is_known_here_of_sessions_and_of_foreign_serve
     for url in ("http://b:1", "http://nobody:1"):
         fleet.core.bound_elsewhere(url, 7, KEYS, fleet.now)
     assert [fleet.arrive("session", hash_key=7), fleet.arrive("prefix", keys=KEYS)] == ["b", "b"]
+
+
+@pytest.mark.parametrize("balance", ["prefix", "least_load"])
+def test_idle_replicas_that_are_left_unranked_change_no_choice(balance: str):
+    """Oracle: the same fleet, of which every replica is ranked."""
+    quick, slow = (make_fleet(balance, *(f"r{i}" for i in range(90)), slots=4) for _ in range(2))
+    slow.core._binder._balance = replace(slow.core._binder._balance, is_alike=False)
+    rng = random.Random(1)
+    for fleet in (quick, slow):
+        for i in range(0, 90, 3):
+            fleet.do(fleet.core.joined(facts(f"r{i}", tokens_per_s=3000.0, slots=4), 0.0))
+        for i in range(1, 90, 7):
+            fleet.do(fleet.core.joined(facts(f"r{i}", tokens_per_s=1000.0, slots=4), 0.0))
+            fleet.core.reported(f"r{i}", Report(stored=KEYS[: 1 + i % 9], num_in_flight=i % 3), 0.0)
+    for i in range(300):
+        asked = {"keys": KEYS if rng.random() < 0.5 else (), "num_samples": rng.choice([1, 1, 3])}
+        ended = rng.choice(sorted(quick.bound)) if quick.bound and rng.random() < 0.6 else None
+        for fleet in (quick, slow):
+            fleet.arrive(f"q{i}", **asked)
+            if ended is not None:
+                fleet.end(ended)
+    assert quick.log == slow.log
+    assert len(quick.log) >= 300
+    quick.core.check_invariants()
+
+
+def test_a_choice_looks_at_no_more_replicas_where_more_idle():
+    fleet = make_fleet("prefix", *(f"r{i}" for i in range(500)))
+    looked_at: list[int] = []
+    balance = fleet.core._binder._balance
+
+    def score(request: FleetRequest, candidates: Sequence[Replica], cached: Cached) -> list[float]:
+        looked_at.append(len(candidates))
+        return balance.score(request, candidates, cached)
+
+    fleet.core._binder._balance = replace(balance, score=score)
+    send(fleet, 20)
+    assert looked_at == [MAX_CANDIDATES + i for i in range(20)]

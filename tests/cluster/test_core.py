@@ -215,10 +215,20 @@ def test_what_is_local_never_leaves_the_first_tier():
     fleet.arrive("second", is_local=True)
     fleet.wait(100.0)
     assert "second" in fleet.held
-    fleet.arrive("long", is_local=True, **LONG)
+    fleet.arrive("long", is_local=True, num_counted=501)
     error = fleet.refused["long"].error
     assert isinstance(error, PromptTooLong)
-    assert "about 1000 tokens; at most 500 in edge" in str(error)
+    assert "501 tokens; at most 500 in edge" in str(error)
+
+
+def test_an_estimate_of_a_prompts_length_refuses_nothing():
+    fleet = tiered()
+    assert fleet.core.counter(make_request("short", is_local=True)) is None
+    assert fleet.core.counter(make_request("long", **LONG)) is None, "for the cloud it is not"
+    assert fleet.core.counter(make_request("long", is_local=True, **LONG)) == "e"
+    assert fleet.arrive("counted", is_local=True, num_counted=500, **LONG) == "e"
+    fleet.end("counted")
+    assert fleet.arrive("estimated", is_local=True, **LONG) == "e"
 
 
 # -- faults
@@ -396,7 +406,7 @@ def test_what_a_replica_has_whose_engine_hangs_goes_on_elsewhere_after_seconds_o
     begin(fleet, "whole", can_resume=False)
     fleet.arrive("new")
     fleet.arrive("cause")
-    fleet.core.request("cause").num_deaths = 1
+    fleet.core.request("cause").has_fled = True
     hung = facts("a", state=State.STARTING, error="the engine's process has been silent for 3 s", **told)
     fleet.do(fleet.core.joined(hung, fleet.now))
     fleet.wait(9.0)
@@ -405,7 +415,7 @@ def test_what_a_replica_has_whose_engine_hangs_goes_on_elsewhere_after_seconds_o
     fleet.wait(2.3)
     assert fleet.bound == {"stream": "b", "whole": "a", "new": "b", "cause": "a"}
     assert Move("stream", "a", "hung") in fleet.log
-    assert fleet.core.request("stream").num_deaths == 1, "it may be what the engine hangs by"
+    assert (fleet.core.request("stream").has_fled, fleet.core.request("stream").num_deaths) == (True, 0)
 
 
 def test_an_engine_that_is_back_within_seconds_keeps_what_it_had():

@@ -197,12 +197,10 @@ class Fleet(RuleBasedStateMachine):
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Move) and action.reason != "drain":
+            if isinstance(action, Move) and action.reason not in ("drain", "hung"):
                 request = self.core.request(action.request_id)
                 if request is not None:  # else it was refused for it
-                    self.deaths[action.request_id] = self.deaths.get(action.request_id, 0) + (action.reason == "hung")
-                    if action.reason != "hung":
-                        self.note_failure(request, True)
+                    self.note_failure(request, True)
         loads = {r.name: r.load for r in self.core.fleet}
         bindings = [action for action in self.driver.do(actions) if isinstance(action, Bind)]
         for bind in reversed(bindings):  # as it was before each

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from maitred.cluster.actions import Action, Bind, Move
@@ -28,6 +30,19 @@ def core() -> ClusterCore:
     for name, role in (("p1", "prefill"), ("d1", "decode"), ("p2", "prefill")):
         core.joined(host(name, role), 0.0)
     return core
+
+
+def test_always_waits_for_the_role_that_is_not_there_as_long_as_it_may_come(core: ClusterCore):
+    core.joined(replace(host("d1", "decode"), state=State.STARTING), 0.0)
+    assert core.arrived(make_request("a", num_bytes=8000), 0.0) == []
+    choice = only_bind(core.joined(host("d1", "decode"), 0.1)).choice
+    assert (choice.prefill, choice.replica) == ("p1", "d1")
+    core.joined(replace(host("d1", "decode"), state=State.STARTING), 0.2)
+    assert core.arrived(make_request("b", num_bytes=8000), 0.2) == []
+    alone = [action for action in core.left("d1", 0.3) if isinstance(action, Bind)]
+    assert {bind.choice.prefill for bind in alone} == {None}, "no answer would come in any other way"
+    assert {bind.request_id for bind in alone} == {"a", "b"}
+    core.check_invariants()
 
 
 def only_bind(actions: list[Action]) -> Bind:

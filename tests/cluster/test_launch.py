@@ -107,6 +107,16 @@ async def test_what_cannot_start_is_not_tried_for_ever_and_its_last_line_says_wh
         assert word in ended.cause
 
 
+async def test_what_a_server_said_last_is_a_cause_of_death_where_it_ended_by_itself_and_was_no_news():
+    async with faking("chatty", "dies") as (launcher, told):
+        launcher.start("a")
+        assert (await told.wait_for(Ended)).cause.endswith("ended with exit code 1: error: the disk is full")
+    async with faking("chatty", "lives") as (launcher, told):
+        launcher.start("a")
+        os.kill((await told.wait_for(Listens)).pid, signal.SIGKILL)
+        assert (await told.wait_for(Ended)).cause.endswith("was killed by SIGKILL (by hand, or for want of memory)")
+
+
 @pytest.mark.parametrize("way", ["garbage", "silent"])
 async def test_one_that_says_something_else_or_nothing_is_killed(way: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "SILENT_START_S", 0.5)

@@ -25,6 +25,10 @@ def test_what_the_router_needs_is_read_and_the_rest_skipped():
     assert bytes(read.messages) == b'[ {"a": 1} ]'  # as it stands
 
 
+def test_a_whole_number_with_a_point_is_an_integer_as_replicas_take_it():
+    assert read_body(b'{"max_tokens": 20.0, "n": 2.5}') == RoutedBody(max_tokens=20)
+
+
 def test_a_field_of_the_wrong_type_is_as_if_it_were_not_there():
     read = read_body(b'{"model": "m", "n": "many", "messages": [1], "user": 5, "temperature": 1}')
     assert (read.model, read.n, read.user, read.temperature) == ("m", None, None, 1.0)

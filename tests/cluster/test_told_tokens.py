@@ -110,10 +110,20 @@ def test_what_is_no_frame_is_not_believed():
             told.feed(b"")
 
 
-def test_usage_in_a_header_is_three_numbers_that_an_answer_can_have():
-    usage = ToldUsage(5, 2, 7)
+def test_usage_in_a_header_is_four_numbers_that_an_answer_can_have():
+    usage = ToldUsage(5, 2, 7, 2**40)
     assert usage_in([usage_header(usage)]) == usage
-    for value in (b"1,2", b"1,2,3,4", b"-1,0,1", b"1,0,2147483648", b"1,0," + b"9" * 5000, b"a,b,c", b"\xff,1,1", b""):
+    for value in (
+        b"1,2",
+        b"1,2,3,4,5",
+        b"1,2,3,-4",
+        b"-1,0,1",
+        b"1,0,2147483648",
+        b"1,0," + b"9" * 5000,
+        b"a,b,c",
+        b"\xff,1,1",
+        b"",
+    ):
         assert usage_in([(USAGE, value)]) is None
 
 

@@ -297,7 +297,9 @@ async def test_workers_of_a_role_begin_and_sleep_as_the_core_says(gate: Gate):
         return [view.alive and not view.asleep for view in workers.workers()]
 
     try:
+        assert workers.state().lacking == "no decode worker is there yet"
         await until_async(lambda: standing() == [True, False, True])
+        assert workers.state().lacking is None
         for name in ("prefill-2", "prefill-3"):  # again, by another name
             workers._renumber(StartWorker(name, "cold"))
             await until_async(lambda: standing() == [True, True, True])
@@ -311,8 +313,13 @@ async def test_workers_of_a_role_begin_and_sleep_as_the_core_says(gate: Gate):
         with pytest.raises(ConfigError, match="follows the load"):
             workers.give_role(0, "decode")
         await workers.sleep()
+        assert workers.state().lacking is None, "whoever comes wakes one"
         await workers.wake_up()
         await until_async(lambda: standing() == [True, False, True])
+        for number, role in enumerate(("prefill", "decode")):
+            kill(workers, 2 * number)
+            await until_async(lambda role=role: workers.state().lacking == f"no {role} worker is there yet")
+            await until_async(lambda: workers.state().lacking is None)
         workers._core.check_invariants()
     finally:
         await workers.close()

@@ -11,11 +11,12 @@ import pytest
 
 from maitred.engine.output import TextDelta, stream_text
 from maitred.errors import EngineDead
+from maitred.replica import HandoverCounts
 from maitred.request import FinishReason, SamplingParams
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.clients import PROMPT, ask, follow, running_client, tokens
 from tests.engine.fake_child import Gate, expected
-from tests.engine.worlds import scripted_engine
+from tests.engine.worlds import client_of, scripted_core, scripted_engine, served_model
 from tests.fakes import FakeExecutor
 from tests.waiting import until_async
 
@@ -45,6 +46,20 @@ def as_class(kind: type[FakeExecutor]):
 
 def long(**fields: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 200, "ignore_eos": True, **fields})  # type: ignore[arg-type]
+
+
+async def test_what_an_idle_engine_counts_beside_its_steps_is_told_without_another_request():
+    """KV that comes for a request that was only to fetch it: its pull ends in no step."""
+    core = scripted_core(served_model(), [5], 1)
+    core.kv_handovers = HandoverCounts()
+    client = client_of(core)
+    client.attach(asyncio.get_running_loop())
+    is_idle = threading.Event()
+    core.call_soon(is_idle.set)
+    await until_async(is_idle.is_set)
+    core.call_soon(lambda: core.kv_handovers.add("moved"))
+    await until_async(lambda: client.state().handovers.outcomes == {"moved": 1})
+    await client.close()
 
 
 async def test_a_stream_gives_the_text_and_ends_with_a_reason_and_timing():

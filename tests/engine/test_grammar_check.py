@@ -14,7 +14,8 @@ import pytest
 from maitred.engine import grammar_check
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.errors import InvalidRequest
-from maitred.text.schema import Source, json_source
+from maitred.structured_outputs import StructuredOutputsParams
+from maitred.text.schema import Source, json_source, source_of
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,8 @@ def test_a_good_grammar_comes_back_as_llguidance_takes_it(checker: GrammarChecke
         Source("grammar", "root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000, "nested groups of a grammar"),
         Source("grammar", "no grammar", "no grammar"),
         json_source(deep(200), "nested objects"),
-        json_source({"$ref": "https://example.com/schema"}, "another's schema"),
+        json_source({"$ref": "https://example.com/schema"}, "another's schema, strictly", is_strict=True),
+        json_source({"pattern": "(?!a)", "minLength": "two"}, "a schema that is none"),
         json_source({"$ref": "#/$defs/none"}, "a reference to nothing"),
         json_source({"anyOf": [{"type": "object", "properties": {f"k{i}": {}}} for i in range(1000)]}, "many branches"),
         json_source({"properties": {f"p{i}": {"pattern": "^(a|b){1,100}$"} for i in range(20_000)}}, "a large schema"),
@@ -87,6 +89,39 @@ def test_keywords_that_are_left_out_are_told_and_refused_where_strict(checker: G
     assert "dependentRequired, not" in str(error)
     few = {"type": "object", "properties": {"a": {}}, "minProperties": 1, "maxProperties": 2}
     assert checker.checked(json_source(few, "schema")).ignored == ("maxProperties", "minProperties")
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("pattern", "^(?!\\.)[a-z.]+@[a-z]+$"),  # zod's e-mail addresses begin so
+        ("pattern", r"(a)\1"),
+        ("maxLength", 10**12),
+        ("minimum", 1e300),
+        ("$ref", "https://example.com/schema"),
+        ("patternProperties", {"a": {"type": "string"}, "b": {"type": "integer"}}),  # a key may match both
+    ],
+)
+def test_a_keyword_that_does_not_compile_is_left_out_alone(checker: GrammarChecker, keyword: str, value: object):
+    bound = {"type": "string", "pattern": "^[xy]$", "maxLength": 2.0}  # a whole number, as JSON Schema counts
+    schema = {"type": "object", "properties": {"a": {keyword: value}, "b": bound}, "additionalProperties": False}
+    found = checker.checked(json_source(schema, "schema"))
+    assert found.ignored == (keyword,)
+    left = json.loads(found.source.text)["properties"]
+    assert left == {"a": {}, "b": bound}
+    assert "[xy]" in found.grammar
+    error = refused(checker, json_source(schema, "schema", is_strict=True))
+    assert f"cannot be enforced: {keyword} (" in str(error)
+    tag = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a"]}
+    tagged = source_of(StructuredOutputsParams(structural_tag=tag), "tag")
+    assert checker.checked(tagged).ignored == (keyword,)
+
+
+def test_keys_that_a_pattern_was_for_are_still_allowed_without_it(checker: GrammarChecker):
+    schema = {"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}, "additionalProperties": False}
+    found = checker.checked(json_source(schema, "schema"))
+    assert found.ignored == ("additionalProperties", "patternProperties")
+    assert "additionalProperties" not in found.grammar
 
 
 def test_a_grammar_over_the_bound_is_refused_before_anybody_reads_it(checker: GrammarChecker):

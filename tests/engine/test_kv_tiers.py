@@ -27,7 +27,7 @@ PROMPT = list(range(300, 300 + 200))
 class DictTier:
     """Keeps blocks in a dict. `before_read`, `before_write` are called in the threads that do so."""
 
-    name, has_index, needs_salt = "dict", True, False
+    name, has_index, needs_salt, hindrance = "dict", True, False, None
     changes: Changes[bytes] | None = None
 
     def __init__(self, bytes_per_block: int) -> None:

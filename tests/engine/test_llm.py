@@ -130,11 +130,19 @@ def test_bad_input_is_refused_before_anything_runs(llm: LLM):
         llm.generate("x", [])
     with pytest.raises(InvalidRequest, match="prompts is dict"):
         llm.generate({"prompt_token_ids": [5]})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="leave it out: keys and values are always cached"):
+        llm.generate("x", GREEDY, use_cache=True)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="messages is a list"):
         llm.chat([])
     with pytest.raises(InvalidRequest, match="messages is a list"):
         llm.chat("hello")  # type: ignore[arg-type]
     assert llm.generate("still fine", GREEDY)[0].outputs[0].finish_reason in ("stop", "length")
+
+
+def test_a_setting_that_is_no_number_is_refused_by_its_name():
+    for name, value in (("max_model_len", "x"), ("max_num_seqs", [3]), ("num_threads", "2")):
+        with pytest.raises(ConfigError, match=f"{name} is .*; it must be a number"):
+            LLM(**{name: value})  # type: ignore[arg-type]
 
 
 def test_wrong_settings_name_the_choices():

@@ -6,11 +6,13 @@ what the C++ refuses, so that lengths, tables and windows are proved everywhere 
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from maitred.config import ModelConfig
 from maitred.executor import torch as executor_module
@@ -128,6 +130,7 @@ def test_what_the_kernel_takes_on_an_ampere_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen_attn)
     refusal = flash_refusal(make_spec(**changes), device=CUDA, dtype=dtype, kv_dtype=kv_dtype)
     assert refusal is None if reason is None else reason in (refusal or "")
 
@@ -136,6 +139,18 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     refusal = flash_refusal(make_spec(), device=CUDA, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
     assert refusal == "the GPU is older than compute capability 8.0"
+
+
+def test_a_pytorch_whose_kernel_takes_no_block_tables_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch 2.11's: every step in 16 bits on a GPU would end in a TypeError."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, window_size): ...
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    refusal = flash_refusal(make_spec(), device=CUDA, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
+    assert refusal is not None
+    assert "no block_table and no enable_gqa and no num_splits and no seqused_k; 2.13 has" in refusal
 
 
 def test_block_tables_need_blocks_of_256():
@@ -170,7 +185,9 @@ def serve_bfloat16(folder: Path, prompts: dict[str, list[int]], *, device: torch
         spec = spec_from_config(checkpoint.config)
         config = ModelConfig(device=device.type, dtype="bfloat16")
         plan = plan_torch_executor(config, checkpoint, spec, block_size=block_size)
-        assert ("flash" in plan.describe()) == (device.type == "cuda")
+        assert ("flash" in plan.describe()) == (
+            device.type == "cuda" and "block_table" in signature(varlen_attn).parameters
+        )
         executor = plan.build(num_blocks=64, max_model_len=128)
     executor.on_logits = seen = Seen()
     hand = Hand(executor, block_size=block_size)

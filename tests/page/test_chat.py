@@ -181,6 +181,21 @@ def test_stop_frees_the_slot_and_the_blocks(talker, open_page, expect):
     expect(page.locator(".facts", has_text="stopped by you")).to_have_count(2)
 
 
+def test_enter_during_an_answer_says_that_nothing_was_sent_and_keeps_the_message(talker, open_page, expect):
+    page = open_page(talker.url)
+    ask(page)
+    expect(page.locator(".turn.assistant .text")).to_contain_text("and so on")
+    ask(page, "One more thing")
+    expect(page.locator("#busy")).to_contain_text("still being written: stop it (Escape), or wait until it ends")
+    expect(page.get_by_label("Message")).to_have_value("One more thing")
+    expect(page.locator(".turn.user")).to_have_count(1)
+    page.keyboard.press("Escape")
+    expect(page.locator("#busy")).to_have_text("")
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn.user").last).to_have_text("One more thing")
+    page.get_by_role("button", name="Stop").click()
+
+
 def test_a_new_conversation_has_nothing_of_the_answer_it_stopped(talker, open_page, expect):
     page = open_page(talker.url)
     ask(page)

@@ -71,10 +71,28 @@ def test_the_view_follows_the_load(server, open_page, expect):
     expect(page.locator("#p50-first_token")).not_to_have_text("–")
 
 
-def test_drafts_are_shown_where_there_are_some(server, open_page, expect):
-    page = open_page(server.url)
-    expect(page.locator("#stat-batch")).to_have_text("0")
-    expect(page.locator("#stat-drafts")).to_be_hidden()
+TILE_PLACES = "[...document.querySelectorAll('#stats > div')].map((t) => JSON.stringify(t.getBoundingClientRect()))"
+
+
+@pytest.mark.parametrize("width", [390, 800, 1300])
+def test_tiles_stay_where_they_are_when_drafts_come(open_page, expect, width):
+    drafts = 0
+    with serving(FOREVER, repeats=True, num_drafts=lambda request, num_rows: drafts) as server:
+        page = open_page(server.url, viewport={"width": width, "height": 800})
+        if width < 1080:
+            page.get_by_role("button", name="Engine").click()
+        with live_requests(server, 1, prompt="x" * 4000):
+            expect(page.locator("#stat-batch")).to_have_text("1")
+            expect(page.locator("#stat-drafts")).to_have_text("–")
+            before = page.evaluate(TILE_PLACES)
+            drafts = 3
+            expect(page.locator("#stat-drafts")).to_have_text("100")
+            assert page.evaluate(TILE_PLACES) == before
+            rights = [json.loads(place)["right"] for place in before]
+            assert rights[-1] == max(rights)  # the last row is full
+
+
+def test_drafts_are_shown_where_there_are_some(open_page, expect):
     with serving(FOREVER, repeats=True, num_drafts=lambda request, num_rows: 3) as drafting:
         page = open_page(drafting.url)
         with live_requests(drafting, 1, prompt="x" * 4000):
@@ -84,7 +102,7 @@ def test_drafts_are_shown_where_there_are_some(server, open_page, expect):
             expect(row.locator("td").nth(8)).to_have_text(re.compile("^[1-9]"))
             expect(row.locator("td").nth(9)).to_have_text(re.compile("^[1-9]"))
             page.locator("#blocks").hover(position={"x": 5, "y": 5})
-            expect(page.locator("#tip")).to_contain_text(re.compile("([1-9][0-9]*) of \\1 drafts kept"))
+            expect(page.locator("#tip")).to_contain_text(re.compile("([1-9][0-9,]*) of \\1 drafts kept"))
 
 
 def test_lines_of_the_grid_stay_thin_while_guests_wait(server, open_page, expect):

@@ -61,6 +61,55 @@ def test_a_phone_shows_chat_or_engine_and_never_scrolls_sideways(house, open_pag
     assert not too_small
 
 
+WIDE = "| dish | what is in it | price |\n|---|---|--:|\n| soup | " + "carrots " * 9 + "| 4 |\n"
+SEEN = """(table) => {
+    table.style.whiteSpace = "nowrap";
+    return table.scrollWidth - table.clientWidth;
+}"""
+
+
+def edges(page, table) -> tuple[bool, bool]:
+    """Whether the left and the right edge of `table` show that it scrolls: a shade that the plain ground lacks."""
+    left, top, width, height = table.bounding_box().values()
+    strips = [{"x": x, "y": top + 12, "width": 6, "height": height - 24} for x in (left, left + width - 6)]
+    shaded = [page.screenshot(clip=strip) for strip in strips]
+    table.evaluate("(table) => table.style.background = 'var(--ground)'")
+    plain = [page.screenshot(clip=strip) for strip in strips]
+    table.evaluate("(table) => table.style.background = ''")
+    return shaded[0] != plain[0], shaded[1] != plain[1]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_table_wider_than_a_phone_shows_on_which_side_it_goes_on(open_page, expect, scheme):
+    with serving(WIDE) as server:
+        page = open_page(server.url, viewport=PHONE, color_scheme=scheme, reduced_motion="reduce")
+        ask(page)
+        expect(page.locator(".turn.assistant .facts")).to_contain_text("tokens")
+        table = page.locator(".text .table")
+        assert edges(page, table) == (False, False)  # it fits
+        assert table.evaluate(SEEN) > 40
+        assert edges(page, table) == (False, True)
+        table.evaluate("(table) => table.scrollLeft = 20")
+        assert edges(page, table) == (True, True)
+        table.evaluate("(table) => table.scrollLeft = table.scrollWidth")
+        assert edges(page, table) == (True, False)
+
+
+def test_whatever_scrolls_sideways_shows_it(open_page, expect):
+    with serving("```\n" + "word " * 40 + "\n```") as server:
+        page = open_page(server.url, viewport=PHONE)
+        ask(page)
+        expect(page.locator(".turn.assistant .facts")).to_contain_text("tokens")
+        assert edges(page, page.locator(".code pre")) == (False, True)
+        page.get_by_role("button", name="Engine").click()
+        page.get_by_text("As a table").click()
+        seats = page.locator("#seats")
+        expect(seats.locator("th").first).to_be_visible()
+        assert seats.evaluate("(table) => table.scrollWidth > table.clientWidth")
+        seats.scroll_into_view_if_needed()
+        assert edges(page, seats) == (False, True)
+
+
 def test_a_desk_shows_both(house, open_page, expect):
     page = open_page(house.url, viewport={"width": 1440, "height": 900})
     expect(page.locator("#engine")).to_be_visible()
@@ -90,7 +139,7 @@ def test_fields_of_numbers_end_where_the_servers_ranges_do(house, open_page):
             assert float(low) >= ranges[name].get("minimum", 0), name
 
 
-@pytest.mark.parametrize("width", [320, 390, 761, 1080, 1300])
+@pytest.mark.parametrize("width", [320, 390, 761, 1080, 1300, 1440])
 def test_figures_and_their_labels_fit_their_tiles(house, open_page, expect, width):
     page = open_page(house.url, viewport={"width": width, "height": 800})
     if width < 1080:

@@ -214,9 +214,15 @@ def test_roles_change_without_a_restart_and_the_last_that_answers_stays(apart: H
     assert "last that answers" in refused.json()["error"]["message"]
     assert give(7, "mixed").status_code == 400
     assert give(0, "cook").status_code == 400
-    before = handovers(apart).get("moved", 0)
-    apart.post("/v1/completions", prompt="The roles have changed. " + STORY, max_tokens=20, ignore_eos=True)
-    until(lambda: handovers(apart).get("moved", 0) == before + 1)
+    before, numbers = handovers(apart).get("moved", 0), count()
+
+    def became() -> str:
+        """Of the KV of one more prompt. A busy machine's pull may take longer than computing, and is given up then."""
+        body = {"prompt": f"The roles have changed {next(numbers)} times. {STORY}", "max_tokens": 20}
+        return str(apart.post("/v1/completions", **body, ignore_eos=True).json()["usage"]["handover"])
+
+    until(lambda: became() == "moved")
+    until(lambda: handovers(apart).get("moved", 0) > before)
     assert [worker["pid"] for worker in apart.workers] == pids
     assert give(0, "prefill").status_code == 400
     assert give(1, "decode").status_code == give(0, "prefill").status_code == 200
@@ -257,6 +263,6 @@ def test_the_number_of_prefill_workers_follows_the_load():
                 until(lambda: alive("prefill") == 2)
             finally:
                 enough.set()
-            assert set().union(*(answer.result() for answer in answers)) <= {"moved", "recomputed"}
+            assert "moved" in set().union(*(answer.result() for answer in answers))
     finally:
         server.stop()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -68,6 +70,21 @@ def test_wake_up_by_hand_and_wrong_words(client: httpx.Client):
     assert wrong.status_code == 400
     assert wrong.json()["error"]["message"] == "level is 'deep'; choose one of 0, 1, 2"
     assert client.post("/sleep", headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
+def test_sleep_that_ends_requests_answers_them_503(client: httpx.Client):
+    long = {**ASK, "max_tokens": 400, "n": 8, "ignore_eos": True}
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(client.post, "/v1/completions", json=long)
+        with client.stream("POST", "/v1/completions", json={**long, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(line for line in lines if line.startswith("data: "))
+            until(lambda: metric(client, "requests_running") >= 16)
+            assert client.post("/sleep", params={"mode": "abort"}).status_code == 200
+            error = json.loads(next(line for line in lines if '"error"' in line).removeprefix("data: "))["error"]
+        ended = whole.result()
+    assert (ended.status_code, ended.headers["retry-after"], error["code"]) == (503, "1", ended.json()["error"]["code"])
+    assert "send the request again" in error["message"]
 
 
 def test_an_adapter_is_loaded_while_it_sleeps_and_stays_over_the_next_sleep(client: httpx.Client):

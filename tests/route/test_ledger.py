@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -24,6 +26,7 @@ TRITON = (
     ("generate", {"text_input": "Hello", "parameters": {"max_tokens": "7"}, "ignore_eos": True}),
     ("generate_stream", {"text_input": "Hello", "max_tokens": 11, "n": 2, "ignore_eos": True}),
 )
+PRICE = 720.0
 SAYS = [{"role": "user", "content": "Tell me of the sea."}]
 
 
@@ -62,11 +65,12 @@ class Billed:
 
 
 def _counters(url: str) -> Tokens:
-    values = {}
-    for line in httpx.get(url + "/metrics", timeout=HANGS_S).text.splitlines():
-        name, _, value = line.rpartition(" ")
-        values[name.partition("{")[0]] = value
-    return Tokens(*(int(float(values[f"maitred_{of}_tokens_total"])) for of in ("prompt", "generation")))
+    return Tokens(*(int(_value(url, f"maitred_{of}_tokens_total")) for of in ("prompt", "generation")))
+
+
+def _value(url: str, name: str) -> float:
+    told = httpx.get(url + "/metrics", timeout=HANGS_S).text.splitlines()
+    return float(next(line for line in told if line.partition(" ")[0].partition("{")[0] == name).rpartition(" ")[2])
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,8 @@ def billed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Billed]:
         replicas = list(pool.map(lambda _: start_server(*flags), range(3)))
     urls = [replica.url for replica in replicas]
     router = start_router(
-        *urls, *flags, "--ledger", str(ledger), "--balance", "round_robin", "--replica-drain-s", "0.1"
+        *(*urls, *flags, "--ledger", str(ledger), "--price-per-hour", str(PRICE)),
+        *("--balance", "round_robin", "--replica-drain-s", "0.1"),
     )
     with httpx.Client(base_url=router.url, timeout=HANGS_S) as client:
         named = {url.removeprefix("http://"): replica for url, replica in zip(urls, replicas, strict=True)}
@@ -113,6 +118,27 @@ def test_its_sums_are_the_replicas_counters(billed):
     assert rows[0][2].generated == 9
     assert [status for _, status, _ in rows] == ["stop"] * len(rows)
     assert [tokens.generated for _, _, tokens in rows[-2:]] == [7, 2 * 11]
+
+
+def test_its_usage_and_what_that_costs_are_read_as_a_servers(billed):
+    usage = f"/v1/organization/usage/completions?start_time={int(time.time()) - 3600}"
+    before = sums(billed, usage)
+    assert billed.client.post(CHAT, json={"messages": SAYS, "max_tokens": 9}).status_code == 200
+    until(lambda: sums(billed, usage)["output_tokens"] == before["output_tokens"] + 9)
+    billed.waits_for_rows(sums(billed, usage)["num_model_requests"])
+    told = sums(billed, usage)
+    assert told["engine_ms"] > before["engine_ms"]
+    assert told["cost"] == pytest.approx(told["engine_ms"] * PRICE / 3_600_000)
+    computed = sum(_value(replica.url, "maitred_engine_execute_seconds_total") for replica in billed.replicas.values())
+    assert told["engine_ms"] == pytest.approx(computed * 1000, rel=0.05)
+
+
+def sums(billed: Billed, path: str) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for bucket in billed.client.get(path).json()["data"]:
+        for result in bucket["results"]:
+            total.update({name: value for name, value in result.items() if isinstance(value, int | float)})
+    return total
 
 
 def test_a_stream_that_is_moved_costs_what_both_replicas_computed(billed):

@@ -18,7 +18,7 @@ from maitred.storage.ledger import Ledger
 from tests.api.test_tenants import table_of
 from tests.conftest import free_port
 from tests.fakes_api import FakeTenants
-from tests.route.fake_upstream import LAST_CHUNK, STREAM_HEAD, Seen, chunk, fake_upstream, says, whole
+from tests.route.fake_upstream import LAST_CHUNK, STREAM_HEAD, Script, Seen, chunk, fake_upstream, says, whole
 from tests.route.routers import (
     DONE,
     WHOLE_STREAM,
@@ -414,6 +414,57 @@ async def test_what_a_foreign_server_tells_of_tokens_is_bounded_and_the_next_req
     with closing(sqlite3.connect(path)) as db:
         rows = db.execute("SELECT prompt_tokens, cached_tokens, generated_tokens FROM request ORDER BY opened_at")
         assert rows.fetchall() == [(0, 0, 7), (5, 3, 0), (5, 0, 2), (5, 5, 0), (5, 0, 2)]
+
+
+def counts_words(num_told: list[str]) -> Script:
+    """A server for which each word is a token, and that notes which prompts it counted."""
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if seen.path == "/tokenize":
+            text = json.loads(seen.body)["messages"][0]["content"]
+            num_told.append(text)
+            writer.write(whole(json.dumps({"count": len(text.split())}).encode()))
+        else:
+            writer.write(whole(completion(num_prompt_tokens=len(seen.body) // 4)))
+
+    return script
+
+
+LONG_WORDS, MANY_WORDS = "incomprehensibilities " * 20, "a " * 200
+LOCAL = {"x-maitred-privacy": "local"}
+
+
+async def test_a_pinned_request_stays_in_its_tier_and_out_of_the_cache():
+    counted: list[str] = []
+    async with (
+        fake_upstream(a_server(counts_words(counted))) as edge,
+        fake_upstream(a_server(counts_words([]))) as cloud,
+    ):
+        tiers = {"edge": {"replicas": [edge.url], "max_prompt_tokens": 30}, "cloud": {}}
+        with running_router(edge.url, cloud.url, tiers=tiers, server={"result_cache_bytes": 100_000}) as running:
+            await running.wait_for("ready", "ready")
+            async with client_of(running) as client:
+
+                async def told(text: str, **headers: str) -> tuple[int, str | None]:
+                    answer = await client.post(CHAT, json=chat(text, temperature=0), headers=headers)
+                    return answer.status_code, answer.headers.get("x-maitred-cache")
+
+                assert await told(LONG_WORDS, **LOCAL) == (200, None)
+                assert await told(LONG_WORDS) == (200, "miss"), "what was pinned was kept"
+                assert await told(MANY_WORDS) == (200, "miss")
+                assert await told(MANY_WORDS) == (200, "hit")
+                assert await told(MANY_WORDS, **LOCAL) == (400, None)
+                assert await told("hello", **{"x-maitred-privacy": "locol"}) == (400, None)
+        assert counted == [LONG_WORDS, MANY_WORDS]
+        assert len(asked(cloud)) == 2
+
+
+async def test_a_tenants_limit_of_tokens_refuses_no_prompt_by_an_estimate():
+    tenants = FakeTenants(table_of({"a": {"tokens_per_minute": 60}}))
+    async with routed(counts_words([]), tenants=tenants) as (running, _), client_of(running) as client:
+        client.headers["authorization"] = "Bearer a"
+        assert (await client.post(CHAT, json=chat(MANY_WORDS, max_tokens=9))).status_code == 429
+        assert (await client.post(CHAT, json=chat(LONG_WORDS, max_tokens=9))).status_code == 200
 
 
 async def test_a_queue_has_its_limit_at_the_router_and_the_more_urgent_take_the_place_of_others():

@@ -134,6 +134,26 @@ def test_after_its_timeout_a_delayed_request_waits_behind_the_others_of_its_leve
     assert ids(scheduler.dispatch(0.45)) == [("late",)]
 
 
+def test_the_queue_wakes_when_a_delayed_requests_time_comes():
+    """A and C are a preferred batch once B, between them, has gone behind: at B's time, not after the queue's delay."""
+    queue = QueueRules(timeout_s=100.0, allow_override=True, delays=True)
+    scheduler = scheduler_with(preferred_sizes=(4, 8), delay_s=10.0, queue=queue)
+    add(scheduler, "a", num_rows=2)
+    add(scheduler, "b", now=0.2, num_rows=1, timeout_s=1.0)
+    add(scheduler, "c", now=0.4, num_rows=2)
+    assert (scheduler.dispatch(0.4), scheduler.next_wake(0.4)) == ((), 1.2)
+    [batch] = scheduler.dispatch(1.2)
+    assert batch.request_ids == ("a", "c")
+    done(scheduler, batch, 1.3)
+    add(scheduler, "d", now=2.0, timeout_s=5.0)
+    assert (scheduler.dispatch(2.0), scheduler.next_wake(2.0)) == ((), 7.0)
+    scheduler.finish("d", FinishReason.ABORT, 3.0)
+    assert (scheduler.dispatch(3.0), scheduler.next_wake(3.0)) == (
+        (),
+        10.2,
+    )  # the time of one that is gone wakes nobody
+
+
 def test_priority_levels_come_first_and_an_unknown_level_is_the_default():
     scheduler = scheduler_with(num_levels=3, default_level=2)
     for name, level in (("third", 3), ("default", 0), ("unknown", 9), ("first", 1)):
@@ -158,7 +178,7 @@ def test_a_full_queue_a_batch_too_large_and_an_unknown_model_are_refused():
     add(scheduler, "running")
     scheduler.dispatch(0.0)
     add(scheduler, "waiting")
-    with pytest.raises(Overloaded, match="exceeds maximum queue size of 1"):
+    with pytest.raises(Overloaded, match="Exceeds maximum queue size of 1"):
         add(scheduler, "one too many")
     with pytest.raises(InvalidRequest, match="from 1 to 8 for m, and is 9"):
         add(scheduler, "large", num_rows=9)

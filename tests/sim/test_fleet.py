@@ -72,6 +72,15 @@ def test_a_run_repeated_gives_the_same_figures():
     assert first.to_json() == second.to_json()
 
 
+def test_a_replica_to_which_nothing_is_sent_gets_no_engine():
+    asked = workload(rate=20.0, num_requests=40, classes=CHATS)
+    num_engines = []
+    for simulated in (fleet(8), fleet(200)):
+        simulated.run(asked.arrivals())
+        num_engines.append(sum(replica.has_engine for replica in simulated.replicas.values()))
+    assert num_engines[0] == num_engines[1] <= 8
+
+
 def test_prefixes_are_found_where_they_were_told_of():
     spans = chain(["system"], 256)
     asked = [arrival(f"r{i}", at=i * 1.0, prompt=320, spans=spans) for i in range(6)]

@@ -178,3 +178,52 @@ def test_a_slip_in_a_description_is_named(spec: dict[str, object], told: str):
     with pytest.raises(ConfigError, match="file: ") as error:
         SyntheticWorkload(parse_spec({"seed": 1, **spec}, "file: x"))
     assert told in str(error.value)
+
+
+AZURE = b"""TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2024-05-10 00:00:00.009930+00:00,396,109
+2023-11-16 18:15:47.1805900,4808,10
+2023-11-16 18:15:48.0000000,12,0
+"""
+BURST = b"""\xef\xbb\xbfTimestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,,1.5,ChatGPT,472,18,490,API log
+45,1,2.5,"ChatGPT",1087,230,1317,"Conversation log, cut"
+60,1,2.5,GPT-4,0,0,0,API log
+"""
+
+
+def test_public_csv_traces_are_read_by_their_columns_without_what_failed():
+    azure, burst = (TraceWorkload(parse_trace(text.splitlines(), "t")).arrivals() for text in (AZURE, BURST))
+    lengths = [(a.prompt_tokens, a.output_tokens) for a in azure]
+    assert lengths == [(374, 44), (4808, 10), (396, 109)]
+    assert [(a.at, a.prompt_tokens, a.output_tokens) for a in burst] == [(0.0, 472, 18), (40.0, 1087, 230)]
+    first, second, _ = parse_trace(AZURE.splitlines(), "t")
+    assert second.timestamp - first.timestamp == 500.0
+
+
+def test_the_unit_of_time_and_the_size_of_blocks_can_be_said():
+    lines = [json.dumps(line(at, 1000, hash_ids=list(range(63)))).encode() for at in (0.5, 90.25)]
+    parsed = parse_trace(lines, "t", unit="s", block_tokens=16)
+    first, second = TraceWorkload(parsed, block_tokens=16).arrivals()
+    assert second.at == 89.75
+    assert first.spans[-1].end == 63 * 16
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (
+            [line(0, 1000, hash_ids=[1, 2, 3])],
+            "t:1: 3 hash_ids are 1536 tokens in blocks of 512, and input_length is 1000",
+        ),
+        ([line(0, 8), line(0, 8, output_length=20, max_tokens=10)], "t:2: max_tokens is 10, and output_length is 20"),
+        ([BURST.replace(b"490", b"491")], "t:2: Total tokens is 491, the sum of both is 490"),
+        ([BURST.replace(b"45,1", b"soon,1")], "t:3: Invalid isoformat string: 'soon'; a row needs Timestamp, Request"),
+        ([BURST.replace(b",API log", b"")], "t:2: .* a row needs Timestamp, Request tokens and Response tokens"),
+    ],
+)
+def test_a_trace_that_contradicts_itself_is_refused_with_both_numbers(lines, told):
+    text = b"\n".join(each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines)
+    with pytest.raises(ConfigError, match=told):
+        parse_trace(text.splitlines(), "t")

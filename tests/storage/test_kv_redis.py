@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from maitred.engine.kv_storage import describe
 from maitred.errors import ConfigError
 from maitred.kvcache.tiers import DropReason
 from maitred.storage import kv_redis
@@ -194,6 +195,15 @@ def test_after_close_it_answers_that_there_is_nothing(server: RunningRedis):
         stored(tier, KEYS)
     assert looked_up(tier, KEYS) == found(tier, KEYS) == tier.write(KEYS, "", rows_of(KEYS)) == tier.clear() == 0
     tier.close()
+
+
+def test_a_start_tells_whether_redis_answers_and_not_how_many_blocks_it_knows_of(server: RunningRedis):
+    with tier_at(f"redis://127.0.0.1:{free_port()}") as nowhere, tier_at(server.url) as there:
+        line = describe(nowhere, 16)
+        assert "redis cannot be used" in line
+        assert "connecting to 127.0.0.1" in line
+        assert describe(there, 16).startswith("kv      redis answers")
+        assert "0 blocks" not in line + describe(there, 16)
 
 
 def test_a_block_over_the_bound_is_refused_with_both_numbers():

@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 
+import maitred.tensor.check
 from maitred.errors import CheckpointError
 from maitred.tensor.check import check
 from maitred.tensor.repository_files import read_model, scan
+from tests.tensor.ensembles import scale_model
 from tests.tensor.models import add_model, external_weight, onnx, wheel_file, write_model
 
 MISMATCH = """
@@ -148,6 +150,18 @@ def test_models_from_wheels_are_served_without_a_config(tmp_path: Path):
     folder = write_model(tmp_path, "vad", model=onnx.load(wheel_file("silero_vad", "data/silero_vad.onnx")))
     config = read_model(folder).config
     assert (config.max_batch_size, [each.name for each in config.input]) == (0, ["input", "state", "sr"])
+
+
+def test_an_ensemble_reads_each_model_once_however_many_steps_name_it(tmp_path: Path, monkeypatch):
+    write_model(tmp_path, "scale", model=scale_model(2))
+    step = 'step {{ model_name: "scale" input_map {{ key: "x" value: "t{}" }} output_map {{ key: "y" value: "t{}" }} }}'
+    steps = "".join(step.format(at, at + 1) for at in range(200))
+    ends = 'input { name: "t0" data_type: TYPE_FP32 dims: 4 } output { name: "t200" data_type: TYPE_FP32 dims: 4 }'
+    write_model(tmp_path, "many", config=f'platform: "ensemble" {ends} ensemble_scheduling {{ {steps} }}', versions=())
+    read, reads = maitred.tensor.check.read_model, []
+    monkeypatch.setattr(maitred.tensor.check, "read_model", lambda *args: reads.append(args[0].name) or read(*args))
+    assert verdicts(tmp_path)["many"] == (True, True, "")
+    assert reads == ["many", "scale", "scale"]  # the last is its own verdict
 
 
 # ---- scans

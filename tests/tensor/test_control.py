@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,15 @@ from maitred.tensor.repository import Changes
 from maitred.tensor.served_models import ServedModels
 from tests.tensor.models import write_model
 
+DATA = "zero_data: true"
+CHAINED = """
+platform: "ensemble"
+input { name: "x" data_type: TYPE_FP32 dims: 4 }
+output { name: "y" data_type: TYPE_FP32 dims: 4 }
+ensemble_scheduling {
+  step { model_name: "e%03d" input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } }
+}
+"""
 ROWS = np.ones((1, 16), np.float32)
 
 
@@ -40,6 +51,44 @@ def test_what_is_there_at_the_start_is_served_and_the_rest_has_its_reason(tmp_pa
     ]
     with pytest.raises(Unavailable, match="models are loaded by mode none; serve with --model-control-mode explicit"):
         made.load("good")
+
+
+def test_whatever_one_model_holds_the_others_start(tmp_path: Path):
+    write_model(tmp_path, "good", versions=(1, 2), config="version_policy { all { } }")
+    (tmp_path / "good" / "9").symlink_to(tmp_path / "good" / "9")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    write_model(tmp_path, "circle", versions=())
+    (tmp_path / "circle" / "1").mkdir()
+    (tmp_path / "circle" / "1" / "model.onnx").symlink_to("model.onnx")
+    inputs = "".join(
+        f'inputs {{ key: "INPUT{at}" value {{ data_type: TYPE_FP32 dims: 16 {DATA} }} }}' for at in range(2)
+    )
+    for name, dims in (("large", "1000000000000"), ("wide", "[ " + ", ".join(["1"] * 70) + " ]")):
+        warmup = inputs.replace("dims: 16", f"dims: {dims}", 1)
+        write_model(tmp_path, name, config=f'model_warmup {{ name: "first" {warmup} }}')
+    write_model(tmp_path, "often", config=f"model_warmup {{ count: 4000000000 {inputs} }}")
+    lines = index(control(tmp_path, "none"))
+    assert [line for line in lines if " READY" in line] == ["good 1 READY", "good 2 READY"]
+    told = {line.split()[0] + line.split()[1]: line for line in lines if "UNAVAILABLE" in line}
+    assert [*told] == ["circleNone", "good9", "itselfNone", "large1", "oftenNone", "wide1"]
+    assert told["large1"].endswith("takes 4000000000000 bytes; make it 1073741824 at most")
+    assert "count is 4000000000; it must be at most 100000" in told["oftenNone"]
+    assert all("Too many levels of symbolic links" in told[name] for name in ("circleNone", "good9", "itselfNone"))
+    assert "maximum supported dimension" in told["wide1"]
+
+
+def test_a_chain_of_ensembles_however_deep_ends_no_start(tmp_path: Path):
+    write_model(tmp_path, "good")
+    for at in range(300):
+        write_model(tmp_path, f"e{at:03}", config=CHAINED % (at + 1), versions=())
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 250)
+    try:
+        made = control(tmp_path, "none")
+    finally:
+        sys.setrecursionlimit(limit)
+    assert index(made)[-1] == "good 1 READY"
+    assert all(line.split()[2] == "UNAVAILABLE" for line in index(made)[:-1])
 
 
 def test_a_poll_takes_what_stood_still(tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -20,7 +20,7 @@ from maitred.api.tensor.parameters import Place, keep
 from maitred.api.tensor.regions import SystemRegions
 from maitred.clock import WallClock
 from maitred.engine.frames import encode
-from maitred.errors import InvalidRequest
+from maitred.errors import InvalidRequest, Overloaded
 from maitred.request import FinishReason
 from maitred.tensor.arrays import array_of
 from maitred.tensor.client import client_with_tensors
@@ -69,10 +69,10 @@ class Crossing(RuleBasedStateMachine):
             self.engine.obey(freed)
         seen = self.engine.opened(sent).inputs
         assert bytes(seen[0].data) == asked.inputs[0].data
-        outputs, places = self.engine.written(seen, {})
+        outputs, places = self.engine.written(seen)
         result = InferResponse(model="m", version=1, outputs=outputs)
         (ended,) = decode_news(encode([Ended(str(number), result, FinishReason.STOP, places=places)]))
-        self.held[number] = self.server.answered(ended, {}).result.outputs[0]
+        self.held[number] = self.server.answered(ended).result.outputs[0]
         self.server.end(sent)
 
     @precondition(lambda self: self.running)
@@ -80,7 +80,7 @@ class Crossing(RuleBasedStateMachine):
     def give_up(self, at):
         """Its answer comes, and has no result."""
         _, sent = self.running.pop(sorted(self.running)[at % len(self.running)])
-        self.server.answered(Ended("gone", None, FinishReason.ABORT), {})
+        self.server.answered(Ended("gone", None, FinishReason.ABORT))
         self.server.end(sent)
 
     @precondition(lambda self: self.held)
@@ -91,7 +91,7 @@ class Crossing(RuleBasedStateMachine):
     @rule()
     def die(self):
         """Outputs of the dead one that nobody was told of are lost with it."""
-        self.engine.written((Tensor("x", "UINT8", (9000,), b"\xff" * 9000),), {})
+        self.engine.written((Tensor("x", "UINT8", (9000,), b"\xff" * 9000),))
         self.engine = EngineMemory(self.server.file)
         if (kept := self.server.kept()) is not None:
             self.engine.obey(kept)
@@ -229,18 +229,73 @@ def region(num_bytes):
         yield memory
     finally:
         memory.close()
-        with suppress(FileNotFoundError):  # a test did
-            memory.unlink()
+        memory.unlink()
 
 
-def in_region(regions, request_id, offset=0, num_bytes=4 * WIDTH, into=None):
-    """INPUT0 and INPUT1 of `add` one after another in the region `mine`, the output behind them."""
+def in_region(regions, request_id):
+    """INPUT0 and INPUT1 of `add` one after another in the region `mine` of the tenant a."""
     inputs = tuple(
-        Tensor(f"INPUT{at}", "FP32", (1, WIDTH), regions.view("mine", offset + at * num_bytes, num_bytes))
+        Tensor(f"INPUT{at}", "FP32", (1, WIDTH), regions.view("a", "mine", at * 4 * WIDTH, 4 * WIDTH).read())
         for at in range(2)
     )
-    places = {"OUTPUT": regions.view("mine", offset + 2 * num_bytes, num_bytes if into is None else into)}
-    return InferRequest(request_id=request_id, model="add", inputs=inputs, into=places)
+    return InferRequest(request_id=request_id, model="add", inputs=inputs)
+
+
+def test_a_region_that_its_owner_made_shorter_at_any_time_fails_its_request_alone(tmp_path):
+    write_add(tmp_path, BATCHED)
+    regions = SystemRegions()
+
+    async def ask():
+        with region(2**17) as memory:
+            numbers = np.frombuffer(memory.buf, np.float32)
+            numbers[: 2 * WIDTH] = np.arange(2 * WIDTH)
+            wanted = numbers[:WIDTH] + numbers[WIDTH : 2 * WIDTH]
+            del numbers
+            regions.register("a", "mine", memory.name, 0, 2**17)
+            into = regions.view("a", "mine", 8 * WIDTH, 4 * WIDTH)
+            async with engine(tmp_path) as client:
+                pid = client.supervisor.pid
+                waiting = asyncio.ensure_future(client.tensors.infer(in_region(regions, "r")))
+                await asyncio.sleep(0)
+                os.truncate(f"/dev/shm/{memory.name}", 4096)  # while it waits for others
+                others = [client.tensors.infer(request(f"o{at}", row(at), row(at))) for at in range(3)]
+                assert array_of((await asyncio.gather(*others))[2].outputs[0])[0, 0] == 4
+                answer = (await waiting).outputs[0]
+                assert np.array_equal(array_of(answer)[0], wanted)
+                with pytest.raises(InvalidRequest, match="has 4096 bytes by now, and 49152 are needed"):
+                    keep(answer, Place("mine", 8 * WIDTH, 4 * WIDTH), into)
+                with pytest.raises(InvalidRequest, match="has 4096 bytes by now, and 16384 are needed"):
+                    in_region(regions, "again")
+                assert client.supervisor.pid == pid
+
+    asyncio.run(ask())
+
+
+def test_a_region_that_is_unregistered_in_use_is_there_until_its_request_has_ended():
+    regions = SystemRegions()
+    with region(64) as memory:
+        memory.buf[:4] = b"soup"
+        regions.register("a", "mine", memory.name, 0, 64)
+        part = regions.view("a", "mine", 0, 4)
+        regions.unregister("a")
+        assert bytes(part.read()) == b"soup"
+        part.write(b"salt")
+        assert bytes(memory.buf[:4]) == b"salt"
+        file = part.region.file
+        del part
+        assert not os.path.exists(f"/proc/self/fd/{file}")
+
+
+def test_copies_of_regions_are_bounded_until_their_requests_end(monkeypatch):
+    monkeypatch.setattr("maitred.api.tensor.regions.MOST_HELD_BYTES", 100)
+    regions = SystemRegions()
+    with region(256) as memory:
+        regions.register("a", "mine", memory.name, 0, 256)
+        whole = regions.view("a", "mine", 0, 256).read()  # alone, it may be of any size
+        with pytest.raises(Overloaded, match="256 bytes of shared memory are held for requests, and 8 more"):
+            regions.view("a", "mine", 0, 8).read()
+        del whole
+        assert len(regions.view("a", "mine", 0, 8).read()) == 8
 
 
 def mapped_at(address):
@@ -275,9 +330,8 @@ def addresses(monkeypatch):
     return seen
 
 
-def test_the_runtime_is_given_the_very_address_in_the_arena_and_in_a_region(tmp_path, addresses):
+def test_the_runtime_is_given_the_very_address_in_the_arena(tmp_path, addresses):
     write_add(tmp_path)
-    regions, offset = SystemRegions(), 256
 
     async def ask():
         async with engine(tmp_path, IN_THREAD) as client:
@@ -285,95 +339,6 @@ def test_the_runtime_is_given_the_very_address_in_the_arena_and_in_a_region(tmp_
             found = [mapped_at(addresses[f"INPUT{at}"]) for at in range(2)]
             assert [offset for _, offset in found] == [0, 4 * WIDTH]
             assert all("memfd:maitred-tensors" in path for path, _ in found)
-            with region(2**17) as memory:
-                regions.register("mine", memory.name, 0, 2**17)
-                await client.tensors.infer(in_region(regions, "region", offset))
-                found = [mapped_at(addresses[f"INPUT{at}"]) for at in range(2)]
-                assert found == [(f"/dev/shm/{memory.name}", offset + at * 4 * WIDTH) for at in range(2)]
-                regions.unregister()
-
-    asyncio.run(ask())
-
-
-def maps_of(pid):
-    return Path(f"/proc/{pid}/maps").read_text()
-
-
-def test_the_engine_reads_a_region_and_writes_outputs_there_until_it_is_unregistered(tmp_path):
-    write_add(tmp_path)
-    regions = SystemRegions()
-
-    async def ask():
-        with region(2**17) as memory:
-            numbers = np.frombuffer(memory.buf, np.float32)
-            numbers[: 2 * WIDTH] = np.arange(2 * WIDTH)
-            regions.register("mine", memory.name, 0, 2**17)
-            async with engine(tmp_path) as client:
-                pid = client.supervisor.pid
-                asked = in_region(regions, "r")
-                answer = await client.tensors.infer(asked)
-                assert keep(answer.outputs[0], Place("mine", 8 * WIDTH, 4 * WIDTH), asked.into["OUTPUT"]) == 4 * WIDTH
-                wanted = numbers[:WIDTH] + numbers[WIDTH : 2 * WIDTH]
-                assert np.array_equal(numbers[2 * WIDTH : 3 * WIDTH], wanted)
-                assert np.array_equal(array_of(answer.outputs[0])[0], wanted)
-                assert memory.name in maps_of(pid)
-                numbers[0] = 1000  # the mapping is the same, and so are its bytes
-                answer = await client.tensors.infer(in_region(regions, "again"))
-                assert array_of(answer.outputs[0])[0, 0] == 1000 + WIDTH
-                small = await client.tensors.infer(in_region(regions, "small", into=8))
-                assert small.outputs[0].data.nbytes == 4 * WIDTH
-                assert numbers[2 * WIDTH] == 1000 + WIDTH
-                regions.unregister("mine")
-                del asked, answer
-                await until_async(lambda: memory.name not in maps_of(pid))
-            del numbers
-
-    asyncio.run(ask())
-
-
-def test_a_region_that_is_unregistered_in_use_is_there_until_its_batch_ends_after_a_kill_too(tmp_path):
-    write_add(tmp_path, BATCHED)
-    regions = SystemRegions()
-
-    async def ask():
-        with region(2**17) as memory:
-            numbers = np.frombuffer(memory.buf, np.float32)
-            numbers[: 2 * WIDTH] = 1
-            regions.register("mine", memory.name, 0, 2**17)
-            async with engine(tmp_path) as client:
-                waiting = asyncio.ensure_future(client.tensors.infer(in_region(regions, "r")))
-                await asyncio.sleep(0)
-                regions.unregister()
-                memory.unlink()
-                killed = client.supervisor.pid
-                os.kill(killed, signal.SIGKILL)
-                await until_async(lambda: client.supervisor.ready and client.supervisor.pid != killed)
-                others = [client.tensors.infer(request(f"o{at}", row(at), row(at))) for at in range(3)]
-                await asyncio.gather(*others)
-                assert np.array_equal((await waiting).outputs[0].data.cast("f"), numbers[2 * WIDTH : 3 * WIDTH])
-                assert numbers[2 * WIDTH] == 2
-                del waiting, others
-                pid = client.supervisor.pid
-                await until_async(lambda: memory.name not in maps_of(pid))
-            del numbers
-
-    asyncio.run(ask())
-
-
-def test_a_region_that_its_owner_made_smaller_fails_its_request_alone(tmp_path):
-    write_add(tmp_path)
-    regions = SystemRegions()
-
-    async def ask():
-        with region(2**17) as memory:
-            regions.register("mine", memory.name, 0, 2**17)
-            os.truncate(f"/dev/shm/{memory.name}", 4096)
-            async with engine(tmp_path) as client:
-                with pytest.raises(InvalidRequest, match="changed its size"):
-                    await client.tensors.infer(in_region(regions, "r"))
-                answer = await client.tensors.infer(request("other", row(1), row(2)))
-                assert array_of(answer.outputs[0])[0, 0] == 3
-            regions.unregister()
 
     asyncio.run(ask())
 
@@ -396,6 +361,6 @@ def test_no_name_leads_to_our_own_memory(key):
     link.symlink_to(f"/proc/{os.getpid()}/fd/{memory.file}")
     try:
         with pytest.raises(InvalidRequest):
-            regions.register("ours", key.format(pid=os.getpid(), file=memory.file, link=link.name), 0, 4096)
+            regions.register("a", "ours", key.format(pid=os.getpid(), file=memory.file, link=link.name), 0, 4096)
     finally:
         link.unlink()

@@ -161,7 +161,7 @@ def test_who_leaves_or_is_late_gives_up_its_place_in_the_engine(tmp_path):
             gone = asyncio.ensure_future(client.tensors.infer(request("gone", rows(1), rows(1))))
             await asyncio.sleep(0)
             gone.cancel()
-            with pytest.raises(QueueTimeout):
+            with pytest.raises(QueueTimeout, match="Request timeout expired"):
                 await client.tensors.infer(request("late", rows(1), rows(1), start_by=WallClock().now() + 0.05))
             four = [client.tensors.infer(request(f"r{at}", rows(at), rows(at))) for at in range(4)]
             assert [array_of(one.outputs[0])[0, 0] for one in await asyncio.gather(*four)] == [0, 2, 4, 6]

@@ -146,7 +146,7 @@ def test_a_step_that_fails_ends_the_whole(tmp_path):
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first
-            with pytest.raises(QueueTimeout):
+            with pytest.raises(QueueTimeout, match="Request timeout expired"):
                 await service.infer(ask("late", 1, start_by=service._clock.now() + 0.01))
             assert len(service.runner) == 0
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
-from maitred.errors import CheckpointError, InvalidRequest, KernelError
+from maitred.errors import CheckpointError, InvalidRequest
 from maitred.tensor.config import parse_config
 from maitred.tensor.instance import Instance, reshaped
 from maitred.tensor.repository_files import model_of_file, read_model
@@ -97,7 +100,7 @@ def test_inputs_that_are_not_the_models_are_the_clients_fault(tmp_path: Path, in
 def test_what_the_runtime_finds_is_told_in_one_line(tmp_path: Path):
     rows = np.zeros((1, 15), np.float32)
     with pytest.raises(
-        KernelError, match=r"^onnxruntime cannot run the batch: INVALID_ARGUMENT : Got invalid dimensions"
+        InvalidRequest, match=r"^onnxruntime cannot run the batch: INVALID_ARGUMENT : Got invalid dimensions"
     ):
         instance(write_model(tmp_path, "add")).run({"INPUT0": rows, "INPUT1": rows})
     texts = write_model(tmp_path, "same", model=identity(TensorProto.STRING))
@@ -246,6 +249,13 @@ def test_texts_of_a_warm_up_have_their_lengths_before_them(tmp_path: Path):
     (folder / "warmup" / "texts").write_bytes(b"\x09\0\0\0ab")
     with pytest.raises(CheckpointError, match="6 bytes hold 1 texts"):
         opened(folder)
+
+
+def test_no_telemetry_is_left_behind(tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "ORT_DISABLE_TELEMETRY")}
+    command = [sys.executable, "-c", "import maitred.tensor.session"]
+    subprocess.run(command, env={**environment, "TMPDIR": str(tmp_path)}, check=True)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_warm_up_that_fails_refuses_the_load(tmp_path: Path):

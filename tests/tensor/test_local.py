@@ -113,7 +113,7 @@ def test_a_client_that_leaves_and_one_that_is_late_give_up_their_places(tmp_path
             late = service.infer(request("late", rows(1), rows(1), start_by=service._clock.now() + 0.01))
             await asyncio.sleep(0)
             gone.cancel()
-            with pytest.raises(QueueTimeout):
+            with pytest.raises(QueueTimeout, match="Request timeout expired"):
                 await late
             assert len(service.runner) == 0
 

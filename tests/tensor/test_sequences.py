@@ -225,7 +225,7 @@ def test_a_request_without_a_slot_times_out_when_due_and_an_idle_sequence_gives_
     async def story():
         async with served(tmp_path) as service:
             await service.infer(ask("a", 1, 1, start=True))
-            with pytest.raises(QueueTimeout):
+            with pytest.raises(QueueTimeout, match="Request timeout expired"):
                 await service.infer(ask("late", 1, 2, start=True, start_by=service._clock.now() + 0.01))
             assert value(await service.infer(ask("b", 1, 3, start=True, end=True))) == 1  # once the first was idle
             with pytest.raises(InvalidRequest, match="START"):

@@ -35,9 +35,9 @@ def test_the_highest_version_answers_or_the_one_that_is_named(tmp_path: Path, mo
         assert (newest.number, stable.number, first.number) == (10, 2, 1)
         assert newest.instances[0].run(ONES)["OUTPUT"][0, 0] == 2
     for asked, told in (
-        (("n",), "no model 'n' is served"),
-        (("m", 3), "model 'm' has no version 3; served are: 1, 2, 10"),
-        (("m", None, "new"), "model 'm' has no version with the label 'new'"),
+        (("n",), "Request for unknown model: 'n' is not found"),
+        (("m", 3), "'m' version 3 is not found; served are: 1, 2, 10"),
+        (("m", None, "new"), "'m' with the label 'new' is not found; served are"),
     ):
         with pytest.raises(ModelNotFound, match=told), models.lease(*asked):
             pass

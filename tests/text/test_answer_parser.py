@@ -137,14 +137,24 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
         "Write <tool_call> before a call, </tool_call> behind it.",
         '<tool_call>\n{"name": "delete_all", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "get_weather", "arguments": 3}\n</tool_call>',
-        '<tool_call>\n{"name": "get_weather"',
         '<tool_call>\n["get_weather"]\n</tool_call>',
-        "<tool_call>",
+        '<tool_call>\n{"name": "delete_all", "argu',
         "<<tool_ca",
     ],
 )
 def test_what_only_looks_like_a_call_is_content(text: str):
     assert hermes(text) == Parsed(text)
+
+
+@pytest.mark.parametrize("begun", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "get_weather", "arg'])
+def test_a_call_that_is_cut_before_its_arguments_leaves_nothing_in_the_content(begun: str):
+    assert hermes(f"I look.\n{begun}") == Parsed("I look.")
+    for letters in (
+        "<tool_call>\n<func",
+        "<tool_call>\n<function=get_wea",
+        "<tool_call>\n<function=get_weather>\n<param",
+    ):
+        assert parse(format_of("qwen3_coder"), list(letters)).content == ""
 
 
 def test_a_call_behind_what_looks_like_one():

@@ -203,6 +203,42 @@ def test_the_sources_go_before_one_another(tmp_path: Path):
     assert rendered("override") == "override"
 
 
+@pytest.mark.parametrize("place", ["config", "files"])
+@pytest.mark.parametrize("names", [("default",), ("default", "rag"), ("default", "tool_use"), ("rag", "tool_use")])
+def test_named_templates_are_chosen_as_transformers_chooses(tmp_path: Path, place: str, names: tuple[str, ...]):
+    transformers = pytest.importorskip("transformers")
+    byte_level()._inner.save(str(tmp_path / "tokenizer.json"))
+    write_config(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    if place == "config":
+        named = [{"name": name, "template": f"{name} {{{{ tools|length }}}}"} for name in names]
+        write_config(tmp_path, tokenizer_class="PreTrainedTokenizerFast", chat_template=named)
+    for name in names if place == "files" else ():
+        more = tmp_path / "additional_chat_templates" / f"{name}.jinja"
+        path = tmp_path / "chat_template.jinja" if name == "default" else more
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{name} {{{{ tools|length }}}}", encoding="utf-8")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    for tools in ([tool], []) if "default" in names else ([tool],):
+        expected = theirs.apply_chat_template([USER], tools=tools, tokenize=False)
+        assert template.render([USER], tools=tools) == expected
+    if "default" not in names:
+        with pytest.raises(ValueError, match="no default"):
+            theirs.apply_chat_template([USER], tokenize=False)
+        with pytest.raises(InvalidRequest, match="templates are rag, tool_use, and none is `default`"):
+            template.render([USER])
+
+
+@pytest.mark.parametrize("named", [5, [{"name": "default"}], ["default"], [{"name": "default", "template": 5}]])
+def test_a_broken_entry_of_templates_names_file_and_field(tmp_path: Path, named: object):
+    write_config(tmp_path, chat_template=named)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template: .*(Expected|missing)") as caught:
+        ChatTemplate.from_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "tokenizer_config.json")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no file"):

@@ -53,13 +53,22 @@ def test_a_result_has_the_name_of_the_tool_that_was_called():
     assert rendered(WRITES_ALL, call("{}"), {**result, "name": "other"})[1]["name"] == "other"
 
 
+@pytest.mark.parametrize("text", ['{"a": ', "[1]", '{"a": NaN}', "[" * 100_000, '"{}"'])
+def test_arguments_that_are_no_object_are_text_or_an_empty_object(text: str):
+    """A call that was cut is sent back as it was told."""
+    [message] = rendered(WRITES_ALL, call(text))
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+    source = "{% for m in messages %}{% for t in m.tool_calls or [] %}<{{ t.function.name }}>"
+    source += "{{ 'x' + t.function.arguments }}{% endfor %}{% endfor %}"
+    template = ChatTemplate(source)
+    assert not template.takes_objects
+    assert template.render([call(text)]) == "<look>x" + text
+
+
 @pytest.mark.parametrize(
     ("message", "path"),
     [
-        (call('{"a": '), "messages[1].tool_calls[0].function.arguments"),
-        (call("[1]"), "messages[1].tool_calls[0].function.arguments"),
-        (call('{"a": NaN}'), "messages[1].tool_calls[0].function.arguments"),
-        (call("[" * 100_000), "messages[1].tool_calls[0].function.arguments"),
+        (call([1]), "messages[1].tool_calls[0].function.arguments"),
         ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "messages[1].tool_calls[0].function"),
         ({"role": "assistant", "tool_calls": {"id": "c1"}}, "messages[1].tool_calls"),
     ],

@@ -103,6 +103,35 @@ def test_a_broken_config_names_the_file(tmp_path: Path, content: str):
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"added_tokens_decoder": {"x": {"content": "a"}}}, r"added_tokens_decoder: Expected `int`, got `str`"),
+        ({"added_tokens_decoder": {"9": {"special": True}}}, r"added_tokens_decoder: .* required field `content`"),
+        ({"added_tokens_decoder": {"9": "<a>"}}, r"added_tokens_decoder: Expected `object`, got `str`"),
+        ({"added_tokens_decoder": [1]}, r"added_tokens_decoder: Expected `object \| null`, got `array`"),
+        (
+            {"added_tokens_decoder": {"9": {"content": "a", "lstrip": "no"}}},
+            r".* at `added_tokens_decoder\[...\].lstrip`",
+        ),
+        ({"eos_token": 5}, r"eos_token: Expected .*got `int`"),
+        ({"bos_token": {"content": None}}, r"bos_token: Expected `str`, got `null` - at `bos_token.content`"),
+    ],
+)
+def test_a_broken_entry_is_one_line_with_file_and_field(tmp_path: Path, config: dict[str, object], told: str):
+    save(byte_level(), tmp_path, **config)
+    with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {told}") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path):
+    save(byte_level(), tmp_path, eos_token="</s>")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert Tokenizer.from_folder(tmp_path).eos_token_id == byte_level().eos_token_id
+
+
 # --- ids and text -----------------------------------------------------------------------------------------------------
 
 
@@ -115,20 +144,9 @@ def test_ids_equal_those_of_transformers(text: str):
         assert tokenizer.encode(text) == theirs.encode(text)
 
 
-@kinds
-def test_batches_equal_single_texts(kind: str):
-    tokenizer = KINDS[kind]()
-    some = ["", "hi the cat", "é你👍", "<s>hi</s>"]
-    for special in (True, False):
-        single = [tokenizer.encode(text, add_special_tokens=special) for text in some]
-        assert tokenizer.encode_batch(some, add_special_tokens=special) == single
-
-
 def test_half_a_surrogate_pair_is_the_clients_fault():
     with pytest.raises(InvalidRequest, match=r"character 1 of the text is '\\ud800'"):
         byte_level().encode("a\ud800")
-    with pytest.raises(InvalidRequest):
-        byte_level().encode_batch(["fine", "\udfff"])
 
 
 @kinds

@@ -1,14 +1,18 @@
-"""Routes that a server of one engine and a router have alike, one record each: probes, metrics and the page."""
+"""Routes that a server of one engine and a router have alike, one record each: probes, usage, metrics and the page."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+from maitred.api.dialects.openai import usage
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Handler, Route
 from maitred.api.http.service import Service
 from maitred.api.ops import page
 from maitred.api.ops.page_files import FILES
+from maitred.storage.ledger import Ledger
 
 
 def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
@@ -42,6 +46,20 @@ def role_routes(
             body=change,
             errors=(400, 401, 403, 413, 415, *more_errors),
         ),
+    )
+
+
+def usage_route(ledger_of: Callable[[Any], Ledger | None]) -> Route:
+    """What was used, by the ledger of whoever serves."""
+    return Route(
+        method="GET",
+        path="/v1/organization/usage/completions",
+        handler=usage.CompletionsUsage(ledger_of),
+        summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
+        admin="read usage",
+        answer=usage.UsagePage,
+        errors=(400, 401, 403, 404, 503),
+        query=usage.USAGE_QUERY,
     )
 
 

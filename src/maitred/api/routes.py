@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_routes
+from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_routes, usage_route
 from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, Generated, GenerateRequest
-from maitred.api.dialects.openai import models, usage
+from maitred.api.dialects.openai import models
 from maitred.api.dialects.openai import schemas as s
 from maitred.api.dialects.openai.chat import CHAT
 from maitred.api.dialects.openai.completions import COMPLETIONS
@@ -54,7 +54,7 @@ def make_routes(ledger: Ledger | None = None, more: Sequence[Route] = ()) -> Rou
         ),
         METRICS,
         *_sleeping(),
-        _usage(ledger),
+        usage_route(lambda _: ledger),
         *_adapters(),
         *_scheduling(),
         *_workers(),
@@ -195,20 +195,6 @@ def _sleeping() -> tuple[Route, ...]:
             answer=sleep.Sleeping,
             errors=(401, 403, 503),
         ),
-    )
-
-
-def _usage(ledger: Ledger | None) -> Route:
-    """What was used, for administrators as all that follows."""
-    return Route(
-        method="GET",
-        path="/v1/organization/usage/completions",
-        handler=usage.CompletionsUsage(ledger),
-        summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
-        admin="read usage",
-        answer=usage.UsagePage,
-        errors=(400, 401, 403, 404, 503),
-        query=usage.USAGE_QUERY,
     )
 
 

@@ -74,16 +74,20 @@ class Command:
 
             values = read_config_file(str(given["config"]), list(self.flags()))
         for flag in self.flags():
-            if flag.env and environ.get(flag.env):
+            if flag.env and flag.env in environ and flag.field not in given:
                 values[flag.field] = flag.join(flag.parse(environ[flag.env]))
         values |= given
-        missing = [flag.name for flag in self.flags() if flag.required and flag.field not in values]
+        missing = [flag for flag in self.flags() if flag.required and flag.field not in values]
         if missing:
             from maitred.engine.foreign import COMMANDS
 
             hint = f"; {COMMANDS[self.path]}" if self.path in COMMANDS else ""
-            raise UsageError(f"{missing[0]} is required{hint}; see maitred {self.path} --help")
-        return Options({part: _build(part, values) for part in (*self.parts, CommonOptions)}, values, after)
+            is_bare = missing[0].field == self.positional  # people write it without a flag
+            name = missing[0].metavar if is_bare else missing[0].name
+            raise UsageError(f"{name} is required{hint}; see maitred {self.path} --help")
+        return Options(
+            {part: _build(part, values, self.positional) for part in (*self.parts, CommonOptions)}, values, after
+        )
 
 
 def _cut(words: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
@@ -92,13 +96,15 @@ def _cut(words: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
     return words[:at], tuple(words[at + 1 :])
 
 
-def _build(part: type, values: Mapping[str, object]) -> object:
+def _build(part: type, values: Mapping[str, object], positional: str | None) -> object:
     flags = flags_of(part)
     try:
         return part(**{flag.field: values[flag.field] for flag in flags if flag.field in values})
     except ConfigError as error:  # dataclasses name fields, people type flags
         message = str(error)
         for flag in flags:
+            if flag.required and flag.field == positional:
+                continue
             where = rf"\b{flag.field}\b" if "_" in flag.field else rf"^{flag.field}(?= is )"
             message = re.sub(where, flag.name, message)
         raise UsageError(message) from error

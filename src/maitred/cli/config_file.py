@@ -30,8 +30,10 @@ def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
             value = yaml.constructor.SafeConstructor().construct_document(value_node)  # no objects, no code
             if value is not None:  # null leaves the default
                 values[flag.field] = _typed(flag, value)
-        except (ValueError, UsageError, yaml.YAMLError):
-            raise UsageError(f"{where}: {flag.key} is {value!r}; it must be {flag.kind.form}") from None
+        except (ValueError, UsageError, yaml.YAMLError) as error:
+            is_worded = flag.env is not None and isinstance(error, UsageError)  # of a key
+            told = str(error) if is_worded else f"{flag.key} is {value!r}; it must be {flag.kind.form}"
+            raise UsageError(f"{where}: {told}") from None
     return values
 
 
@@ -40,7 +42,7 @@ def _typed(flag: Flag, value: Any) -> object:
     if flag.kind in (Kind.SWITCH, Kind.MAPPING):
         return _require(value, bool if flag.kind is Kind.SWITCH else dict)
     if flag.kind is Kind.LIST and isinstance(value, list):
-        return tuple(str(_require(item, str, int, float)) for item in value)
+        return tuple(word for item in value for word in flag.parse(str(_require(item, str, int, float))))
     return flag.join(flag.parse(str(_require(value, str, int, float))))
 
 

@@ -105,6 +105,11 @@ class Flag:
 
     def parse(self, word: str) -> Any:
         """The value of a word, or its values where the flag may be repeated. Raises UsageError."""
+        if self.env is not None and (not word or word != word.strip()):
+            raise UsageError(
+                f"{self.name} is {word!r}; no request can bring a key that is empty or begins or ends with a space, "
+                f"so give another, or leave out {self.name} (and unset {self.env})"
+            )
         try:
             return self.kind.parse(word)
         except ValueError as error:

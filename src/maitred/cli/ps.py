@@ -1,4 +1,4 @@
-"""`maitred ps`: which models a server holds, how, how large, and since when; and lanes of tensor models."""
+"""`maitred ps`: which models a server holds, how, how large, and since when; tensor models, and their lanes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from maitred.cli.flags import option
 from maitred.errors import ServerError
 
 if TYPE_CHECKING:
-    from maitred.api.ops.live import LoadedModel
+    from maitred.api.ops.live import LoadedModel, TensorModelState
     from maitred.cli.endpoint import Endpoint
     from maitred.scheduler.queue_view import QueueView
 
+TENSOR_HEADINGS = ("TENSOR MODEL", "VERSION", "STATE", "REASON")
 HEADINGS = ("MODEL", "PARAMETERS", "DTYPE", "WEIGHTS", "KV CACHE", "CONTEXT", "ON", "SINCE")
 
 
@@ -51,11 +52,15 @@ async def _ps(asked: PsOptions) -> int:
     from maitred.cli.top.screen import lane_lines
 
     try:
-        models = msgspec.json.decode(body, type=LoadedModels).models
+        told = msgspec.json.decode(body, type=LoadedModels)
     except msgspec.MsgspecError as error:
         raise ServerError(f"{asked.url} answers /admin/models in a form unknown here: {error}") from None
-    for line in table([HEADINGS, *(row(model, time.time()) for model in models)]):
-        print(line)
+    if told.models or not told.tensor_models:
+        for line in table([HEADINGS, *(row(model, time.time()) for model in told.models)]):
+            print(line)
+    if told.tensor_models:
+        for line in table([TENSOR_HEADINGS, *map(tensor_row, told.tensor_models)]):
+            print(line)
     for line in lane_lines(queue.lanes, len(queue.lanes)) if queue is not None else ():
         print(line)
     return 0
@@ -108,6 +113,13 @@ def row(model: LoadedModel, now: float) -> tuple[str, ...]:
     )
 
 
+def tensor_row(model: TensorModelState) -> tuple[str, ...]:
+    from maitred.cli.console import inert
+
+    reason = " ".join(inert(model.reason).split())
+    return (inert(model.name), str(model.version or "-"), model.state or "NOT LOADED", reason)
+
+
 def ago(seconds: float) -> str:
     """`3 h 12 min ago`: the two largest units."""
     left = max(0, int(seconds))
@@ -127,7 +139,7 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 COMMAND = Command(
     path="ps",
-    summary="List the models that a server holds: dtype, memory, context, since when; lanes of tensor models.",
+    summary="List the models that a server holds: dtype, memory, context, since when; tensor models, and their lanes.",
     run=_run,
     parts=(PsOptions,),
     positional="url",

@@ -67,6 +67,8 @@ class Balance:
     met: Callable[[int, Replica], None] | None = None
     """Another router sent this session there."""
     looks_at_prefixes: bool = False
+    is_alike: bool = False
+    """Replicas of equal speed, load and cached tokens have equal scores."""
 
 
 def choose(
@@ -81,9 +83,11 @@ def choose(
 ) -> tuple[Replica, Choice]:
     """Of `room` (bits, not empty), those of `usable` that have room for it. Writes `num_cached`."""
     room = _first_tier(fleet, room)
-    candidates = within_bound(fleet.of(room), fleet.of(usable), ratio, request.num_samples)
     looked_at = room if balance.looks_at_prefixes else 0
     cached = cached_tokens(request, index, looked_at)
+    busy = _listed(fleet, usable & ~fleet.idle)
+    candidates: Sequence[Replica] = fleet.of(room) if not balance.is_alike else _worth_ranking(fleet, room, cached)
+    candidates = within_bound(candidates, busy, fleet.speed_of(usable), ratio, request.num_samples)
     scores = balance.score(request, candidates, cached)
     ranked = _rank(candidates, scores, cached)
     replica = fleet.by_name[ranked[0][2]]
@@ -128,14 +132,30 @@ def _first_tier(fleet: Replicas, bits: int) -> int:
     return next(here for tier in range(len(fleet.tiers)) if (here := bits & fleet.in_tier(tier)))
 
 
+def _listed(fleet: Replicas, bits: int) -> list[Replica]:
+    """A set that is looked at once."""
+    return [fleet.at(bit) for bit in bits_of(bits)]
+
+
+def _worth_ranking(fleet: Replicas, room: int, cached: Cached) -> list[Replica]:
+    """Candidates without those idle ones that come after as many equal ones as are told of: a choice takes no more time
+    where more replicas idle.
+    """
+    idle = room & fleet.idle
+    for bit in cached:
+        idle &= ~(1 << bit)
+    return [*_listed(fleet, room & ~idle), *fleet.first_of_each_speed(idle, MAX_CANDIDATES)]
+
+
 def within_bound(
-    candidates: Sequence[Replica], usable: Sequence[Replica], ratio: float, num_samples: int
+    candidates: Sequence[Replica], busy: Sequence[Replica], speed: float, ratio: float, num_samples: int
 ) -> Sequence[Replica]:
     """Those that stay at ceil(ratio x mean load) + 1 or below with the request; all when none would.
 
-    The mean is of all that it may use, those without room too; of unlike devices each has its share by speed.
+    The mean is of all that it may use, those without room too (`busy` with a load, `speed` of all of them together); of
+    unlike devices each has its share by speed.
     """
-    share = ratio * sum([r.load for r in usable]) / sum([r.speed for r in usable])
+    share = ratio * sum([r.load for r in busy]) / speed
     within = [r for r in candidates if r.load + num_samples <= ceil(share * r.speed) + 1]
     return within or candidates
 
@@ -152,6 +172,7 @@ def least_load(fleet: Replicas) -> Balance:
     return Balance(
         source="join the shortest queue: Winston, Journal of Applied Probability, 1977",
         score=lambda request, candidates, cached: _loads(candidates),
+        is_alike=True,
     )
 
 
@@ -215,6 +236,7 @@ def prefix(fleet: Replicas) -> Balance:
         source="LMetric, arXiv:2603.15202",
         score=_prefix_scores,
         looks_at_prefixes=True,
+        is_alike=True,
     )
 
 

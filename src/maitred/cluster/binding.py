@@ -7,16 +7,17 @@ from collections.abc import Iterable, Sequence
 from maitred.cluster.actions import Action, Bind
 from maitred.cluster.balance import BALANCES, MAX_CANDIDATES, Cached, Choice, cached_tokens, choose
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import DEFAULT_HANDOVER, Ask, HandoverConfig, WorkerLoad, options
+from maitred.cluster.disagg import DEFAULT_HANDOVER, Ask, HandoverConfig, Role, WorkerLoad, options
 from maitred.cluster.fleet_request import FleetRequest, Place
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
-from maitred.cluster.replicas import Replica, Replicas, Use
+from maitred.cluster.replicas import Replica, Replicas, State, Use
 from maitred.cluster.waiting import Order, Waiting
 from maitred.policy.policy import Policy
 from maitred.policy.queued import KVNeed
 
 MAX_USES = 256
+_TO_COME = (State.STARTING, State.EJECTED)
 
 
 class Binder:
@@ -174,6 +175,8 @@ class Binder:
     def _foretold(self, request: FleetRequest, room: int, usable: int, now: float) -> tuple[Replica, Choice] | None:
         """By `disagg`, None when it must wait. Writes `num_cached`."""
         fleet, asked = self._fleet, self._handover
+        if asked.handover == "always" and self._awaits_role(request, usable):
+            return None
         cached = cached_tokens(request, self._index, usable)
         loads = self._loads(room, usable, cached, now)
         num_known, objective_s = request.num_inputs + request.num_outputs, request.ttft_slo_s or asked.ttft_s
@@ -189,6 +192,12 @@ class Binder:
         fleet.work.bound(request, best, computes.facts.worker, now)
         foretold = tuple(ways[:MAX_CANDIDATES])
         return fleet.by_name[best.replica], Choice(best.replica, best.prefill, (), best.fetch_from, foretold)
+
+    def _awaits_role(self, request: FleetRequest, usable: int) -> bool:
+        """Whether all that are ready have one role of the two, and others are to come."""
+        roles = {replica.facts.worker.role for replica in self._fleet.of(usable) if replica.facts.worker is not None}
+        others = self._fleet.of(self._fleet.known(use_of(request)) & ~usable)
+        return len(roles - {Role.MIXED}) == len(roles) == 1 and any(r.state in _TO_COME for r in others)
 
     def foretold_ttft_s(self, num_tokens: int, now: float) -> float | None:
         """Of a new request with such a prompt, of which nothing is cached, served in the way that would be chosen. None

@@ -20,7 +20,7 @@ from maitred.cluster.health import Health
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.record import Recorder, core_input
-from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, Report, State
+from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, Report, State, Use
 from maitred.cluster.requests import Requests
 from maitred.cluster.roles import Roles, RoleScaling
 from maitred.cluster.sizing import EVERY_S, Autoscale, Sizing, as_asked
@@ -274,6 +274,11 @@ class ClusterCore:
 
     # -- to look at
 
+    def is_idle(self, name: str) -> bool:
+        """Whether that replica is there and has no request, or part of one."""
+        replica = self.fleet.by_name.get(name)
+        return replica is not None and not self._requests.at(replica)
+
     @property
     def num_held(self) -> int:
         return self._requests.waiting.num_held
@@ -293,6 +298,21 @@ class ClusterCore:
         foretold, or somebody waits for room.
         """
         return self._binder.foretold_ttft_s(num_tokens, now)
+
+    def counter(self, request: FleetRequest, *, is_needed: bool = False) -> str | None:
+        """A ready replica that counts the prompt's tokens before the request arrives; None where no tier is too short
+        for their estimate, unless counting `is_needed`.
+        """
+        tiers = self.fleet.tiers[:1] if request.is_local else self.fleet.tiers
+        limits = [tier.max_prompt_tokens for tier in tiers if tier.max_prompt_tokens is not None]
+        if not is_needed:
+            if len(limits) < len(tiers):
+                return None
+            self._lessons.estimate(request)
+            if request.num_inputs <= max(limits):
+                return None
+        ready = self.fleet.of(self.fleet.usable(Use(request.model, (1 << len(tiers)) - 1, 0, None)))
+        return ready[0].name if ready else None
 
     def request(self, request_id: str) -> FleetRequest | None:
         return self._requests.get(request_id)

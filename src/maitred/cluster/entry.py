@@ -19,19 +19,17 @@ def why_never(request: FleetRequest, fleet: Replicas, models: tuple[str, ...], f
     tiers = fleet.tiers[:1] if request.is_local else fleet.tiers
     limits = ", ".join(f"{tier.max_prompt_tokens} in {tier.name}" for tier in tiers)
     why = ", which x-maitred-privacy: local keeps it in" if request.is_local else ""
-    return PromptTooLong(f"the prompt has about {request.num_inputs} tokens; at most {limits}{why}", param="messages")
+    return PromptTooLong(f"the prompt has {request.num_inputs} tokens; at most {limits}{why}", param="messages")
 
 
 def fitting_tiers(request: FleetRequest, fleet: Replicas) -> list[int]:
     """Numbers of the tiers that take so long a prompt, in order; without those that serve other models, if any serves
-    its own.
+    its own. An estimate refuses nothing: a prompt that by it fits no tier goes to the tier of the longest prompts.
     """
-    fit = [
-        number
-        for number, tier in enumerate(fleet.tiers)
-        if (tier.max_prompt_tokens is None or request.num_inputs <= tier.max_prompt_tokens)
-        and not (number and request.is_local)
-    ]
+    limits = [tier.max_prompt_tokens for tier in (fleet.tiers[:1] if request.is_local else fleet.tiers)]
+    fit = [number for number, limit in enumerate(limits) if limit is None or request.num_inputs <= limit]
+    if not fit and not request.num_counted:
+        return [limits.index(max(limit for limit in limits if limit is not None))]
     if request.model is None:
         return fit
     holders = fleet.models.get(request.model, 0)

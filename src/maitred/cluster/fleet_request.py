@@ -39,6 +39,7 @@ class FleetRequest:
     keys: tuple[int, ...] = ()  # of its prefixes, see prefix_keys
     hash_key: int | None = None  # of its session, cache key or user
     is_local: bool = False  # never leaves the first tier
+    num_counted: int = 0  # prompt tokens as a replica counted them; 0 is an estimate
     can_resume: bool = False  # its tokens are told beside its text
     features: Sequence[float] = ()
     # written by ClusterCore
@@ -56,6 +57,7 @@ class FleetRequest:
     num_attempts: int = 0
     num_retries: int = 0
     num_deaths: int = 0  # replicas that died with it
+    has_fled: bool = False  # from a replica whose engine hung
     num_spills: int = 0  # tiers that it waited past
     tiers: int = 0  # bits of those that it may use
     barred: int = 0  # bits of replicas where it failed
@@ -92,6 +94,7 @@ def request_of(spec: RequestSpec, keys: tuple[int, ...], hash_key: int | None = 
         request_id=spec.request_id,
         arrived_at=spec.arrived_at,
         num_bytes=BYTES_PER_TOKEN * spec.num_prompt_tokens,
+        num_counted=spec.num_prompt_tokens,
         max_tokens=spec.max_tokens,
         tenant=spec.tenant,
         weight=spec.weight,
@@ -112,6 +115,7 @@ class Usage:
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
     complete: bool = True  # it ended by itself, not cut by client or error
+    compute_us: int = 0  # of engines; foreign servers tell none
 
 
 class FailureKind(str, Enum):

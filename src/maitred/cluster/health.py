@@ -76,7 +76,7 @@ class Health:
         """Why a request that failed gets no other attempt; None counts one more and lets it."""
         what = f"request {request.request_id}: the replica that had it failed"  # which, and how, the log tells
         if request.num_deaths >= self._config.max_deaths:
-            return EngineDead(f"{what}, {request.num_deaths} have with this request; it is given to no other")
+            return EngineDead(f"{what}, and {request.num_deaths} have by now; it is given to no other")
         if request.has_begun:
             return self._why_no_resume(request, replica, what)
         if request.num_retries >= self._config.max_retries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ SILENT_START_S = 60.0  # without a word about where it listens, a server is kill
 STOP_S = 45.0  # after SIGTERM; `serve` drains for 30 s unless told otherwise
 LAST_LINE_S = 0.5  # a grandchild could hold the output open for ever
 MAX_LINE_BYTES = 64 * 1024
+_NEWS = re.compile(r'\d\d:\d\d:\d\d\.\d+ (INFO|DEBUG) |\{"time":"[^"]*","level":"(info|debug)"')  # as `logs` writes it
 FAILURE, USAGE = 1, 2  # exit codes of the command line for what another try will not mend
 
 
@@ -266,7 +268,7 @@ class LocalLauncher:
             while line := output.readline(MAX_LINE_BYTES):
                 text = line.decode("utf-8", "replace").rstrip()
                 if text:
-                    replica.last_words = text
+                    replica.last_words = replica.last_words if _NEWS.match(text) else text
                     self._write_line(prefixed(replica.name, text))
 
     # -- its end
@@ -279,7 +281,8 @@ class LocalLauncher:
         replica.life.cancel()
         replica.process = replica.news = None
         code = process.returncode
-        words = replica.killed_for or (replica.last_words if code else None)  # what a good end said last is no cause
+        own_fault = is_own_fault(code, stuck=False, out_of_memory=False)
+        words = replica.killed_for or (replica.last_words if code and own_fault else None)  # else they are no cause
         cause = f"process {process.pid} {cause_of_death(code, words)}"
         if replica.life.is_stopping:
             self._forget(replica, cause)
@@ -287,7 +290,6 @@ class LocalLauncher:
         never_ready = replica.life.ready_at is None and not self._any_was_ready
         is_second = replica.life.backoff.num_restarts > 0  # the first may have been unlucky: a port, a file
         is_hopeless = code == USAGE or (code == FAILURE and never_ready and is_second)
-        own_fault = is_own_fault(code, stuck=False, out_of_memory=False)
         self._lost(replica, cause, own_fault=own_fault, is_hopeless=is_hopeless)
 
     def _hear_the_rest(self, replica: _Replica, news: socket.socket) -> None:

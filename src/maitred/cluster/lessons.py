@@ -26,7 +26,7 @@ class Lessons:
 
     def estimate(self, request: FleetRequest) -> None:
         """Of a new request: what it will cost."""
-        request.num_inputs = self._ratio_of(request.model).tokens(request.num_bytes)
+        request.num_inputs = request.num_counted or self._ratio_of(request.model).tokens(request.num_bytes)
         if self.predictor is not None:
             request.expected_outputs = bounded_prediction(self.predictor, request)
 

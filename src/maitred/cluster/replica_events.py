@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from maitred.cluster.disagg import WorkerFacts
-from maitred.cluster.told_tokens import MAX_COUNT, Count, ToldUsage
+from maitred.cluster.told_tokens import MAX_COUNT, Count, Micros, ToldUsage
 
 BEAT_S = 0.25  # between two of `Load`
 Phase = Literal["ready", "asleep", "loading", "draining", "dead"]
@@ -88,7 +88,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 class Computed(msgspec.Struct, frozen=True, tag="computed"):
     """With a beat: what tenants' requests that ended since the last one took of the machine, whoever let them in."""
 
-    us_by_tenant: dict[str, Annotated[int, msgspec.Meta(ge=0, le=2**53)]]
+    us_by_tenant: dict[str, Micros]
 
 
 FleetEvent = Began | KeysChanged | Load | Ended | Computed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 from maitred.cluster.config import FleetConfig, Tier, tiers_of
@@ -135,6 +136,7 @@ class Replicas:
         self._by_bit: list[Replica | None] = []
         self.ready = 0
         self.room = 0  # of those ready
+        self.idle = 0  # without load
         self.last_left_at = 0.0
         self.work = WorkBook()
         self.version = 0  # rises when anything but load changes
@@ -144,6 +146,8 @@ class Replicas:
         self._fingerprints: dict[str, int] = {}
         self._usable: dict[Use, int] = {}
         self._listed: dict[int, tuple[Replica, ...]] = {}
+        self._speeds: dict[int, float] = {}
+        self._by_speed: dict[float, list[Replica]] = {}
 
     @property
     def slots(self) -> int:
@@ -170,6 +174,21 @@ class Replicas:
             found = self._listed[bits] = tuple(self.at(bit) for bit in bits_of(bits))
         return found
 
+    def speed_of(self, bits: int) -> float:
+        """Of a set, together."""
+        found = self._speeds.get(bits)
+        if found is None:
+            found = self._speeds[bits] = sum([replica.speed for replica in self.of(bits)])
+        return found
+
+    def first_of_each_speed(self, bits: int, most: int) -> Iterator[Replica]:
+        """Of a set, by name; at most so many of equal speed."""
+        if not self._by_speed:
+            for name in sorted(self.by_name):
+                self._by_speed.setdefault(self.by_name[name].speed, []).append(self.by_name[name])
+        for replicas in self._by_speed.values() if bits else ():
+            yield from islice((replica for replica in replicas if bits >> replica.bit & 1), most)
+
     # -- who is there
 
     def put(self, facts: ReplicaFacts, now: float) -> Replica:
@@ -186,6 +205,7 @@ class Replicas:
             if bit == len(self._by_bit):
                 self._by_bit.append(None)
             self._by_bit[bit] = self.by_name[facts.name] = replica
+            self.idle |= 1 << bit
         replica.facts = facts
         replica.tier = self._tier_of(facts)
         replica.limit = self._config.limit_of(replica.slots)
@@ -200,6 +220,7 @@ class Replicas:
         self._by_bit[replica.bit] = None
         self.ready &= ~(1 << replica.bit)
         self.room &= ~(1 << replica.bit)
+        self.idle &= ~(1 << replica.bit)
         self._list_anew()
 
     def set_state(self, replica: Replica, state: State, now: float) -> None:
@@ -218,6 +239,7 @@ class Replicas:
         replica.in_flight[request.request_id] = request
         replica.num_own += request.num_samples
         replica.load += request.num_samples
+        self.idle &= ~(1 << replica.bit)
         if replica.room <= 0:
             self.room &= ~(1 << replica.bit)
 
@@ -236,6 +258,7 @@ class Replicas:
     def note_room(self, replica: Replica) -> None:
         """Its load, or what it told of it, has changed."""
         flag = 1 << replica.bit
+        self.idle = self.idle & ~flag if replica.load else self.idle | flag
         has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
         self.room = self.room | flag if has_room else self.room & ~flag
 
@@ -300,12 +323,15 @@ class Replicas:
         self.version += 1
         self._usable.clear()
         self._listed.clear()
+        self._speeds.clear()
+        self._by_speed.clear()
 
     def check_invariants(self) -> None:
         """Asserts that the sets agree with the replicas; slow."""
         for replica in self:
             assert self.at(replica.bit) is replica
             assert replica.load == replica.num_own + replica.num_others
+            assert bool(self.idle >> replica.bit & 1) == (not replica.load)
             assert bool(self.ready >> replica.bit & 1) == (replica.state is State.READY)
             has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
             assert bool(self.room >> replica.bit & 1) == has_room

@@ -169,27 +169,28 @@ class Requests:
                 actions += self.refuse(request, error, failure)
         return actions + self.hold(again, now)
 
+    def at(self, replica: Replica) -> list[FleetRequest]:
+        """In flight there, and those whose prompts it computes for others."""
+        for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
+        return [*replica.in_flight.values(), *for_others]
+
     def movable(self, replica: Replica) -> list[FleetRequest]:
-        """Those in flight there that another replica can go on with, or begin."""
-        return [r for r in replica.in_flight.values() if not r.has_begun or self._health.can_resume(r, replica)]
+        """Those of `at` that another replica can go on with, or begin."""
+        return [r for r in self.at(replica) if not r.has_begun or self._health.can_resume(r, replica)]
 
     def flee(self, replica: Replica, now: float) -> list[Action]:
-        """Its engine hangs: what others take goes there, the rest stays. A request counts that as a death, for it might
-        be the cause; one more than it may see is not risked.
+        """The engine of `replica` hangs: requests that another replica takes go there, the others stay. Each goes once,
+        for it may be what engines hang by.
         """
-        for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
-        fleeing = [*self.movable(replica), *for_others]
-        may_flee = [r for r in fleeing if r.num_deaths + 1 < self._config.max_deaths]
-        actions = self.move_on(replica, may_flee, now, "hung")
+        actions = self.move_on(replica, [r for r in self.movable(replica) if not r.has_fled], now, "hung")
         for action in actions:
             if isinstance(action, Move):
-                self._living[action.request_id].num_deaths += 1
+                self._living[action.request_id].has_fled = True
         return actions
 
     def abandon(self, replica: Replica, failure: Failure, now: float) -> list[Action]:
         """Nothing will come of it: all that it had failed, and so did what it computed for others."""
-        for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
-        requests = [*replica.in_flight.values(), *for_others]
+        requests = self.at(replica)
         moves: list[Action] = [Move(r.request_id, replica.name, failure.kind.value) for r in requests]
         return moves + self.fail(requests, replica, failure, now)
 
@@ -198,7 +199,7 @@ class Requests:
         return self._free(request) + self.hold([request], now)
 
     def pass_by(self, request: FleetRequest, replica: Replica, failure: Failure, now: float) -> list[Action]:
-        """Its replica limits this client: another one is asked, where there is one."""
+        """The replica limits this client: another one is asked, where there is one."""
         request.barred |= 1 << replica.bit
         if self._fleet.usable(use_of(request)) & ~request.barred:
             return self.put_back(request, now)

@@ -61,6 +61,7 @@ _UNREAD = msgspec.defstruct(
 )
 _decode = msgspec.json.Decoder(RoutedBody).decode
 _decode_unread = msgspec.json.Decoder(_UNREAD).decode
+_WHOLE = re.compile(rb"(-?\d{1,15})\.0+")
 _WRONG = (msgspec.DecodeError, ValueError, RecursionError)
 
 KSERVE_MODELS = "/v2/models/"
@@ -137,6 +138,8 @@ def _filled(layers: Sequence[Any], *, strict: bool = True) -> RoutedBody:
         raw = next((found for each in layers if (found := getattr(each, name)) is not UNSET), UNSET)
         if raw is UNSET:
             continue
+        if len(raw) < 40 and (whole := _WHOLE.fullmatch(raw)):  # 20.0, which replicas take for 20
+            raw = whole[1]
         try:
             setattr(read, name, msgspec.json.decode(raw, type=kind, strict=strict))
         except _WRONG:

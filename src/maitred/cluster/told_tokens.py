@@ -17,12 +17,13 @@ import msgspec
 TELL = b"x-maitred-tell-tokens"  # asks for it; heeded from who shows the fleet's token
 SEED = b"x-maitred-seed"  # of a request that brings none, so that the same request asked again has the same answer
 HEAD, FRAME = b": resume ", b": tokens "
-USAGE = b"x-maitred-usage"  # of an answer that is no stream: what it cost, as three numbers with commas between
+USAGE = b"x-maitred-usage"  # of an answer that is no stream: what it cost, as four numbers with commas between
 MAX_TOLD_TOKENS = 4 * 1024 * 1024  # of one stream, 4 bytes each; beyond, it cannot go on elsewhere
 MAX_PENDING_BYTES = 16 * 1024 * 1024  # of a frame that is not whole
 MAX_LINE_BYTES = 4 * 1024 * 1024
 MAX_COUNT = 2**31 - 1  # of tokens, rows or bytes that a replica tells: no request and no cache has more
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Micros = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class ToldUsage(NamedTuple):
@@ -31,6 +32,7 @@ class ToldUsage(NamedTuple):
     num_prompt_tokens: Count
     num_cached_tokens: Count
     num_output_tokens: Count
+    compute_us: Micros = 0  # its part of the steps it was in
 
 
 NOTHING = ToldUsage(0, 0, 0)
@@ -95,7 +97,7 @@ def frame(samples: Iterable[ToldSample], events: bytes, num_more: int = 0, usage
 
 
 def usage_header(usage: ToldUsage) -> tuple[bytes, bytes]:
-    return USAGE, b"%d,%d,%d" % usage
+    return USAGE, b"%d,%d,%d,%d" % usage
 
 
 def usage_in(headers: Iterable[tuple[bytes, bytes]]) -> ToldUsage | None:

@@ -43,7 +43,7 @@ class Watch:
         self.timers.add(now + self._health.next_probe_s(replica), ReplicaDue(Due.PROBE, replica))
 
     def expect_back(self, replica: Replica, now: float) -> None:
-        """It says that it serves nobody: if that lasts, its engine hangs, say, what it has goes on elsewhere."""
+        """A replica said that it serves nothing now; where that lasts, its requests go on elsewhere."""
         self.timers.add(now + self._config.silence_s, ReplicaDue(Due.BACK, replica))
 
     def _is_living(self, due: ReplicaDue) -> bool:
@@ -63,8 +63,8 @@ class Watch:
 
     def _back_due(self, replica: Replica, now: float) -> list[Action]:
         """Looked at again while it has some that cannot go elsewhere yet."""
-        has_none = not replica.in_flight and not self._fleet.work.prompts_at(replica.name)
-        if replica.state is not State.STARTING or now < replica.unready_since + self._config.silence_s or has_none:
+        is_due = now >= replica.unready_since + self._config.silence_s
+        if replica.state is not State.STARTING or not is_due or not self._requests.at(replica):
             return []
         self.expect_back(replica, now)
         return self._requests.flee(replica, now)

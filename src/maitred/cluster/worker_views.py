@@ -33,7 +33,7 @@ from maitred.scheduler.queue_view import QueueView, WaitingRequest
 
 S = TypeVar("S", bound=msgspec.Struct)
 _LARGEST = frozenset({"last_step_age_s", "heartbeat_age_s", "wake_s"})
-_BY_ITSELF = frozenset({"alive", "error", "loading", "asleep", "num_finished"})
+_BY_ITSELF = frozenset({"alive", "error", "loading", "lacking", "asleep", "num_finished"})
 
 
 def state_of_all(states: Sequence[ReplicaState], num_held: int, ended: Mapping[FinishReason, int]) -> ReplicaState:

@@ -206,7 +206,16 @@ class Workers:
         """Sums over the workers, and of who waits for one."""
         states = [worker.client.state() for worker in self._workers if not worker.is_parked]
         total = state_of_all(states, self._requests.num_held, self._requests.ended)
-        return replace(total, num_role_switches=self._num_role_switches)
+        return replace(total, num_role_switches=self._num_role_switches, lacking=self._lacking())
+
+    def _lacking(self) -> str | None:
+        """The role that no worker can serve now, where prompts are handed over, unless all who could were given up."""
+        can = {worker: worker.is_up or worker.client.supervisor.sleep.asleep for worker in self._left}
+        for role, other in (("prefill", "decode"), ("decode", "prefill")) if self._exchange_kv else ():
+            able = [is_able for worker, is_able in can.items() if worker.role != other]
+            if able and not any(able):
+                return f"no {role} worker is there yet"
+        return None
 
     def workers(self) -> tuple[WorkerView, ...]:
         return tuple(worker.view for worker in self._workers)
@@ -377,6 +386,8 @@ class Workers:
                 self._changed(worker)
             elif worker.is_up and worker.told != worker.own:
                 self._requests.do(self._core.joined(worker.facts, self._clock.now()))
+            elif worker.is_over and self._core.is_idle(worker.facts_name):  # nobody waits for it any more
+                self._requests.do(self._core.left(worker.facts_name, self._clock.now()))
         now, due = self._clock.now(), self._core.next_tick()
         if due is not None and due <= now:
             self._requests.do(self._core.tick(now))

@@ -124,6 +124,8 @@ def build_parts(
         timeline.end("plan")
         if facts.chat_template is None:
             tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
+        elif isinstance(facts.chat_template, dict) and "default" not in facts.chat_template:
+            tell(f"chat    no chat template is `default`, only {', '.join(facts.chat_template)}; --chat-template FILE")
         with ExitStack() as undo:  # of what somebody else may want, when we cannot have the rest
             tiers = _open_tiers(config, checkpoint, plan, tell)
             for tier in tiers:

@@ -87,12 +87,12 @@ def _footprint(spec: DecoderSpec, executor_plan: ExecutorPlan, plan: MemoryPlan,
     )
 
 
-def _chat_template(override: str | None, folder: Path) -> str | None:
-    """Its text; whoever renders with it compiles it."""
+def _chat_template(override: str | None, folder: Path) -> str | dict[str, str] | None:
+    """Its text, or texts by name; whoever renders with it compiles it."""
     if override is None:
         return read_chat_template(folder)
     try:
-        return Path(override).read_text(encoding="utf-8")
+        return Path(override).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read the chat template {override}: {error.strerror}") from None
 

@@ -219,10 +219,12 @@ class EngineCore:
         self._called.append(action)
         self.wake()
 
-    def run_called(self) -> None:
-        """Before each step, and whenever `wake` was called: all that waits to be."""
+    def run_called(self) -> bool:
+        """Before each step, and whenever `wake` was called: all that waits to be. Returns whether anything did."""
+        has_called = bool(self._called)
         while self._called:
             self._called.popleft()()
+        return has_called
 
     def reserve(self, request_id: str, num_tokens: int) -> Reserved | None:
         """As `Scheduler.reserve`; the blocks may be filled in another thread until `kv_arrived`, or `on_given_up`."""

@@ -23,6 +23,11 @@ COMMANDS = {
     "create": "not yet: a model is served as its folder says; --generation-config and --chat-template change that",
     "cp": "--served-model-name NAME gives a model more names",
     "run": "maitred chat MODEL talks to a model; maitred run answers a file of batch lines",
+    "plan": "maitred explain MODEL tells how a model would be run, maitred serve --help what it needs of memory",
+    "deploy": "maitred serve MODEL serves one here, maitred manifests KIND writes what puts a fleet on Kubernetes",
+    "quantize": "maitred serve MODEL --dtype int8 (or int4) quantises at load",
+    "prune": "not yet: weights are served as they are; --dtype int8 (or int4) makes them smaller",
+    "distill": "not yet: models are not trained here; --speculative-model DIR takes a small one that was",
     "run-batch": "maitred run -i FILE -o FILE answers a file of batch lines",
 }
 
@@ -75,7 +80,7 @@ here it is --generation-config KEY=VALUE, such as --generation-config temperatur
 here it is --chat-template FILE
   chat-template-file
 here it is --speculative ngram (or draft, mtp, off)
-  -sc speculative-config speculative-algorithm spec-type spec-method
+  -sc speculative-config speculative-algorithm spec-type spec-method enable-mtp
 here it is --speculative-model DIR
   -md model-draft spec-model spec-draft-model speculative-draft-model speculative-draft-model-path
 here it is --num-speculative-tokens TOKENS
@@ -120,7 +125,7 @@ here it is --log-format json (or text)
 here it is --lm-head-dtype float32
   enable-fp32-lm-head
 here it is --device auto|cpu|cuda
-  -dev
+  -dev backend
 here it is maitred completion bash
   completion-bash
 here it is --otlp-endpoint URL

@@ -8,13 +8,16 @@ no vocabulary, and needs none to find out whether a grammar can be compiled.
 
 from __future__ import annotations
 
+import json
 import resource
 import struct
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import sha256
 from select import select
 from typing import Any, NamedTuple
@@ -22,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from maitred.errors import InvalidRequest
-from maitred.text.schema import UNSUPPORTED_SCHEMA, Source, ignored_keywords
+from maitred.text.schema import UNSUPPORTED_SCHEMA, Source, ignored_keywords, without_failing
 
 COMMAND = (sys.executable, "-P", "-m", "maitred.engine.grammar_check")
 TIME_LIMIT_S = 4.0  # for one grammar; of processor time
@@ -48,6 +51,9 @@ class Verdict(msgspec.Struct, frozen=True):
     grammar: str = ""
     error: str | None = None
     warnings: tuple[str, ...] = ()  # what was left out of it, in llguidance's words
+    left_out: tuple[str, ...] = ()  # keywords that had to be left out for anything to compile
+    text: str = ""  # where there are such: the question's without them
+    cause: str = ""  # and why
 
 
 class Checked(NamedTuple):
@@ -55,6 +61,7 @@ class Checked(NamedTuple):
 
     grammar: str  # as llguidance takes it
     ignored: tuple[str, ...]  # keywords
+    source: Source  # what was checked, without what had to be left out
 
 
 _TOO_LONG = f"it was not compiled in {TIME_LIMIT_S:g} s; make it smaller"
@@ -75,11 +82,12 @@ class GrammarChecker:
         if verdict.error is not None:
             message = f"{source.path} cannot be compiled: {verdict.error}"
             raise InvalidRequest(message, param=source.path, code=UNSUPPORTED_SCHEMA)
-        ignored = tuple(sorted({*source.left_out, *ignored_keywords(verdict.warnings)}))
+        ignored = tuple(sorted({*source.left_out, *verdict.left_out, *ignored_keywords(verdict.warnings)}))
         if ignored and source.is_strict:
             message = f"{source.path} is strict, and has what cannot be enforced: {', '.join(ignored)}"
-            raise InvalidRequest(message, param=source.path, code=UNSUPPORTED_SCHEMA)
-        return Checked(verdict.grammar, ignored)
+            because = f" ({verdict.cause})" if verdict.cause else ""
+            raise InvalidRequest(message + because, param=source.path, code=UNSUPPORTED_SCHEMA)
+        return Checked(verdict.grammar, ignored, source._replace(text=verdict.text or source.text))
 
     def check(self, kind: str, text: str) -> Verdict:
         """Waits for at most CLOCK_LIMIT_S, and for those that asked before."""
@@ -141,6 +149,31 @@ def _read(stream: Any) -> bytes:
     return frame
 
 
+def _answered(question: Question) -> Verdict:
+    """With what cannot be compiled left out of schemas."""
+    verdict = _compiled(question)
+    if verdict.error is None or question.kind not in ("json_schema", "llguidance"):
+        return verdict
+    try:
+        made, left_out = without_failing(json.loads(question.text), _compiles)
+    except RecursionError:
+        return verdict
+    if not left_out:
+        return verdict
+    text = json.dumps(made, ensure_ascii=False)
+    again = _compiled(Question(question.kind, text))
+    return msgspec.structs.replace(again, left_out=tuple(left_out), text=text, cause=verdict.error)
+
+
+def _compiles(schema: Mapping[str, Any]) -> bool:
+    return _error_in(json.dumps({"x-guidance": {"lenient": True}, **schema})) is None
+
+
+@lru_cache(maxsize=4096)
+def _error_in(schema: str) -> str | None:
+    return _compiled(Question("json_schema", schema)).error
+
+
 def _compiled(question: Question) -> Verdict:
     from llguidance import LLMatcher, grammar_from  # noqa: PLC0415  the server needs it only here
 
@@ -192,7 +225,7 @@ def main() -> None:
         while True:
             question = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Question)
             _limit_time()
-            _write(sys.stdout.buffer, msgspec.msgpack.encode(_compiled(question)))
+            _write(sys.stdout.buffer, msgspec.msgpack.encode(_answered(question)))
 
 
 if __name__ == "__main__":

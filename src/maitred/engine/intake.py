@@ -137,7 +137,7 @@ def _prompt_tokens(model: ServedModel, prompt: str | Sequence[int], add_special_
         if least > limit:
             raise PromptTooLong(_too_long(f"at least {least}", model, f" ({len(prompt)} characters)"), param="prompt")
         try:
-            token_ids = tuple(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, most=limit))
+            token_ids = _encoded(model, prompt, "prompt", add_special_tokens=add_special_tokens, most=limit)
         except TooManyTokens as error:
             raise PromptTooLong(_too_long(str(error.num_tokens), model), param="prompt") from None
     else:
@@ -155,13 +155,23 @@ def _prediction_tokens(model: ServedModel, text: str) -> tuple[int, ...]:
     if not text:
         return ()
     try:
-        return tuple(model.tokenizer.encode(text, add_special_tokens=False, most=model.max_model_len))
+        return _encoded(model, text, "prediction", most=model.max_model_len)
     except TooManyTokens as error:
         raise InvalidRequest(
             f"the prediction has {error.num_tokens} tokens; at most {model.max_model_len}, this model's maximum "
             "context length",
             param="prediction",
         ) from None
+
+
+def _encoded(
+    model: ServedModel, text: str, param: str, *, add_special_tokens: bool = False, most: int | None = None
+) -> tuple[int, ...]:
+    """Raises InvalidRequest, which names `param`, and TooManyTokens."""
+    try:
+        return tuple(model.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most))
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), param=param) from None
 
 
 def _too_long(num_tokens: str, model: ServedModel, detail: str = "") -> str:
@@ -221,7 +231,7 @@ def _bad_word_tokens(model: ServedModel, words: Sequence[str]) -> tuple[tuple[in
     forms: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, " " + word.lstrip()) if word.strip() else (word,):
-            token_ids = tuple(model.tokenizer.encode(text, add_special_tokens=False))
+            token_ids = _encoded(model, text, "bad_words")
             if token_ids:
                 forms[token_ids] = None
     return tuple(forms)

@@ -107,6 +107,10 @@ def with_own_tiers(config: EngineConfig, number: int, num_engines: int) -> Engin
 
 def describe(tier: KVTier, block_size: int) -> str:
     """A line for the terminal."""
+    if (why := tier.hindrance) is not None:
+        return f"kv      {tier.name} cannot be used ({why}); the engine goes on without it until it can"
+    if not tier.has_index:
+        return f"kv      {tier.name} answers; blocks that other servers stored are found as prompts ask for them"
     stats, dropped = tier.stats, tier.stats.dropped.total()
     lost = f"; {dropped:,} that could not be used are gone" if dropped else ""
     return (

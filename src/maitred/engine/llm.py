@@ -10,7 +10,8 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
+from numbers import Number
+from typing import TYPE_CHECKING, Any, Never, TypeVar, cast, get_args, get_type_hints
 
 from maitred.clock import WallClock
 from maitred.config import (
@@ -29,7 +30,8 @@ from maitred.engine.llm_arguments import Message, Prompt, as_conversations, as_p
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import OutputBuilder, RequestOutput
-from maitred.errors import CheckpointError, EngineDead, InvalidRequest, did_you_mean
+from maitred.engine.served_model import warning_of
+from maitred.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest, did_you_mean
 from maitred.request import FinishReason, SamplingParams
 from maitred.structured_outputs import StructuredOutputsParams
 from maitred.text.answer_format import AnswerFormat
@@ -113,7 +115,8 @@ class LLM:
         self._parts: EngineParts | None = build_parts(config, clock=self._clock)
         self._woken = threading.Event()  # KV that requests wait for has come
         self._parts.core.wake = self._woken.set
-        self._parts.model.text.read()  # what is wrong with it is told now
+        if warning := warning_of(self._parts.model):  # reads the text: what is wrong with it is told now
+            logger.warning(warning)
         self._ids = itertools.count()
         self._checker = GrammarChecker()
 
@@ -143,6 +146,7 @@ class LLM:
         add_special_tokens: bool = True,
         use_tqdm: bool = False,
         lora: str | None = None,
+        **unknown: Never,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs come in the order of the prompts. `use_tqdm` counts them on stderr.
         `lora` names the adapter, one of `LLM(lora=)`.
@@ -150,6 +154,8 @@ class LLM:
         A prompt is text or token ids. `sampling_params` is one for all, or one each; None takes the model's own
         defaults. Raises RequestError before anything runs when a prompt or a parameter cannot work.
         """
+        for name in unknown:
+            raise TypeError(_unknown_of_generate(name))
         listed = as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
@@ -247,7 +253,7 @@ class LLM:
         format = self.model.answer_format if is_chat else AnswerFormat("none")
         reasoning = format.reasoning
         in_thoughts = reasoning is not None and isinstance(prompt, str) and reasoning.opened_by(prompt)
-        return compose(format, content=source, in_thoughts=in_thoughts)
+        return compose(format, content=checked.source, in_thoughts=in_thoughts)
 
     def close(self) -> None:
         """Give back memory and threads; the object is not used again."""
@@ -320,7 +326,18 @@ class _Count:
 
 def _filled(kind: type[_Config], given: Mapping[str, Any]) -> _Config:
     """With its fields that were given; None leaves the default."""
-    return kind(**{each.name: given[each.name] for each in fields(kind) if given.get(each.name) is not None})
+    values = {each.name: given[each.name] for each in fields(kind) if given.get(each.name) is not None}
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if not {int, float}.isdisjoint((hints[name], *get_args(hints[name]))) and not isinstance(value, Number):
+            raise ConfigError(f"{name} is {value!r}; it must be a number")
+    return kind(**values)
+
+
+def _unknown_of_generate(name: str) -> str:
+    if name == "use_cache":
+        return "generate has no argument 'use_cache'; leave it out: keys and values are always cached"
+    return f"generate has no argument {name!r}; SamplingParams(...) has what is sampled; help(LLM.generate) tells"
 
 
 def _unknown_argument(name: str) -> str:

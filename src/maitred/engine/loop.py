@@ -153,7 +153,7 @@ class EngineLoop:
             for command in self._commands(wait):
                 self._obey(command)
                 self._has_changed |= not isinstance(command, ToTensors)
-            core.run_called()
+            self._has_changed |= core.run_called()
             if self._beside is not None:
                 self._beside.turn()
             self._add_held()

@@ -43,7 +43,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """`ServedModel` without its text parts, and where those come from."""
 
     tokenizer_folder: str
-    chat_template: str | None  # its source
+    chat_template: str | dict[str, str] | None  # its source, or those of several by name
     names: tuple[str, ...]
     max_model_len: int
     vocab_size: int

@@ -46,6 +46,7 @@ def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] 
             read_tokenizer,
             allow_special_tokens_in_content=facts.allow_special_tokens_in_content,
             tool_format=facts.tool_format,
+            num_rows=facts.vocab_size,
         ),
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
@@ -58,3 +59,12 @@ def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] 
         max_num_seqs=facts.max_num_seqs,
         footprint=facts.footprint,
     )
+
+
+def warning_of(model: ServedModel) -> str | None:
+    """What is to be told at the start of tokens that the model cannot read."""
+    if not (missing := model.tokenizer.without_row):
+        return None
+    named = ", ".join(map(repr, list(missing.values())[:4]))
+    told = f"{len(missing):,} tokens of the tokenizer have no row in the model's embedding of {model.vocab_size:,} rows"
+    return f"{told}, {named} among them; a text that holds one is refused"

@@ -13,7 +13,7 @@ from maitred.engine.frames import Ready
 from maitred.engine.intake import ServedModel
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.memory import MemoryPlan
-from maitred.engine.served_model import TextAhead, served_model
+from maitred.engine.served_model import TextAhead, served_model, warning_of
 from maitred.engine.supervisor import Start
 from maitred.errors import MaitredError
 from maitred.gate.admission import AdmissionController, admission_of
@@ -90,7 +90,7 @@ class StartingEngine:
         make: MakeReplica = EngineClient,
     ) -> None:
         """`on_event` gets a line per phase, `on_admitted` every request, on the event loop."""
-        clock = clock or WallClock()
+        clock, self._tell = clock or WallClock(), on_event
         config, num_engines = start.config, len(start.process.roles)
         self._admission = admission_of(config.admission, config.scheduler, num_engines)
         self._replica = make(start, clock, on_admitted=on_admitted, on_event=on_event)
@@ -108,6 +108,8 @@ class StartingEngine:
         try:
             if model.names:
                 model.text.read()
+                if warning := warning_of(model):
+                    self._tell(f"text    {warning}")
         except MaitredError:
             self._replica.stop()
             raise

@@ -119,9 +119,8 @@ class Supervisor:
             return (
                 f"the engine has been in one step for {self._start.process.step_timeout_s:g} s; it ends with that step"
             )
-        if self.silent_s >= min(SILENT_S, self._start.process.step_timeout_s):
-            return f"the engine's process has been silent for {self.silent_s:.0f} s"
-        return None
+        limit_s = min(SILENT_S, self._start.process.step_timeout_s)
+        return f"the engine's process has been silent for over {limit_s:g} s" if self.silent_s >= limit_s else None
 
     def death(self) -> EngineDead:
         if self.error is not None:

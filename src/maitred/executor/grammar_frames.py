@@ -97,7 +97,7 @@ class MaskMemory:
     knows."""
 
     def __init__(self, fd: int, vocab_size: int) -> None:
-        self.fd = fd
+        self.fd, self.vocab_size = fd, vocab_size
         self.num_words = -(-vocab_size // 32)
         self._row_bytes = -(-4 * self.num_words // 64) * 64
         size = _HEADER_BYTES + (MAX_SLOTS + MAX_DRAFTED) * self._row_bytes

@@ -97,8 +97,8 @@ def check(matcher: LLMatcher) -> None:
 class Slot:
     """One request's matcher."""
 
-    def __init__(self, matcher: LLMatcher, forces: bool) -> None:
-        self._matcher, self._forces = matcher, forces
+    def __init__(self, matcher: LLMatcher, forces: bool, vocab_size: int) -> None:
+        self._matcher, self._forces, self._vocab_size = matcher, forces, vocab_size
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Raises GrammarFault."""
@@ -113,7 +113,7 @@ class Slot:
         matcher, forced = self._matcher, list[int]()
         while self._forces and len(forced) < MAX_FORCED and not matcher.is_stopped():
             ahead = matcher.compute_ff_tokens()
-            if not ahead:
+            if not ahead or ahead[0] >= self._vocab_size:  # a token that has no logit, and no embedding
                 break
             matcher.consume_token(ahead[0])
             forced.append(ahead[0])
@@ -176,7 +176,7 @@ class StepServer:
         self._memory.work_on(opened.slot)
         self._slots.pop(opened.slot, None)
         try:
-            slot = Slot(self._compiler.grammars().matcher(opened.grammar), opened.forces)
+            slot = Slot(self._compiler.grammars().matcher(opened.grammar), opened.forces, self._memory.vocab_size)
             slot.consume(opened.token_ids)
         except GrammarFault as fault:
             errors[opened.slot] = str(fault)

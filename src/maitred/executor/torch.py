@@ -277,7 +277,7 @@ class TorchPlan:
         """A line for the terminal."""
         refusal = flash_refusal(self.spec, device=self.device, dtype=self.dtype, kv_dtype=self.kv_dtype)
         if refusal is not None:
-            attention = "gather and SDPA"
+            attention = "gather and SDPA" + (f" ({refusal})" if self.device.type == "cuda" else "")
         elif reads_block_tables(self.block_size):
             attention = "flash with block tables"
         else:

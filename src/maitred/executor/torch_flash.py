@@ -1,6 +1,7 @@
 """Attention on a GPU through PyTorch's own FlashAttention-2, all rows of a step in one ragged call for each layer.
 
-`torch.nn.attention.varlen.varlen_attn` (PyTorch 2.13). What its kernel takes, from PyTorch's
+`torch.nn.attention.varlen.varlen_attn` (PyTorch 2.13; one without block tables is refused).
+What its kernel takes, from PyTorch's
 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_fwd`: compute capability 8.0 or newer,
 float16 or bfloat16, head size a multiple of 8 and at most 256, a block table only with blocks of a multiple of 256
 tokens, lengths and tables int32; causal masks are aligned to the last key, a window is (keys to the left, 0). There is
@@ -13,6 +14,7 @@ no softcap. Where a block table cannot be used, the blocks are gathered and the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 
 import numpy as np
 import torch
@@ -42,6 +44,12 @@ def flash_refusal(spec: DecoderSpec, *, device: torch.device, dtype: torch.dtype
         return f"head size {spec.head_dim} is not a multiple of 8 up to {MOST_HEAD_DIM}"
     if spec.attention_softcap is not None:
         return "it has no softcap"
+    from torch.nn.attention import varlen  # noqa: PLC0415  # see FlashAttention
+
+    if lacks := {"seqused_k", "block_table", "num_splits", "enable_gqa"} - set(
+        signature(varlen.varlen_attn).parameters
+    ):
+        return f"PyTorch {torch.__version__}'s varlen_attn has no {' and no '.join(sorted(lacks))}; 2.13 has"
     return None
 
 

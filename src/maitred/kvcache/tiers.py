@@ -79,6 +79,10 @@ class KVTier(Protocol):
     """Whether a block is read only by who knows the salt of its key, too."""
 
     @property
+    def hindrance(self) -> str | None:
+        """Why nothing can be stored and found now; asks, which may take a second."""
+
+    @property
     def changes(self) -> Changes[bytes] | None:
         """Keys that it has, and has no more, for who chooses an engine; None while nobody wants to know."""
 

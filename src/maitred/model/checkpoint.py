@@ -260,7 +260,7 @@ def _read_json_if_there(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is no valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):

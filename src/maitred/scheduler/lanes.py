@@ -90,7 +90,10 @@ class Lanes:
         """When `expire` or `dispatch` may have something to do (s); None until something happens."""
         if self._released:
             return now
-        times = [at for at in (self._deadlines.next_at, self._ready.next_at(now)) if at is not None]
+        while self._delays and self._delays[0][2].status is not WAITING:
+            heappop(self._delays)
+        delayed_at = self._delays[0][0] if self._delays else None
+        times = [at for at in (self._deadlines.next_at, self._ready.next_at(now), delayed_at) if at is not None]
         return max(now, min(times)) if times else None
 
     # -- models

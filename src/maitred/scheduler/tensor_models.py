@@ -63,7 +63,7 @@ class TensorModel:
         level = rules.level_of(spec)
         limit = rules.queue_of(level).max_size
         if limit and self._num_waiting[level] >= limit:
-            raise Overloaded(f"{self.key.name}: exceeds maximum queue size of {limit}", reason="queue_size")
+            raise Overloaded(f"Exceeds maximum queue size of {limit}: model {self.key.name!r}", reason="queue_size")
 
     def lane(self, key: LaneKey, policy: Policy) -> Lane:
         """A new one where nobody waits yet."""

@@ -368,14 +368,18 @@ class FleetSimulation:
             is_launched=self._setup.low is not None or bool(self._setup.role_scaling),
             worker=setup.worker,
         )
+        self._replicas[name] = made = SimulatedReplica(name, number, facts, self._make_engine)
+        return made
+
+    def _make_engine(self, replica: SimulatedReplica) -> SimulatedEngine:
+        setup, name = self._setup.replicas[replica.number], replica.name
         jitter = None if self._seed is None else Jitter(setup.cost_model, Random(f"{self._seed}/{name}"))
         observer = None if self._observer_of is None else self._observer_of(name)
         engine = SimulatedEngine(setup.engine, setup.cost_model, self.results, jitter=jitter, observer=observer)
         engine.kv_cache.tell_changes(True)
-        self._replicas[name] = made = SimulatedReplica(name, number, facts, engine)
         if self._handovers is not None:
-            engine.core.on_given_up = partial(self._handovers.given_up, made)
-        return made
+            engine.core.on_given_up = partial(self._handovers.given_up, replica)
+        return engine
 
     def _switch(self, switch: Switch) -> None:
         replica = self._replicas[switch.name]

@@ -33,11 +33,23 @@ class SimulatedReplica:
     name: str
     number: int  # of its setup
     facts: ReplicaFacts
-    engine: SimulatedEngine
+    make_engine: Callable[[SimulatedReplica], SimulatedEngine]
     progress: list[RequestProgress] = field(default_factory=list)  # of the step under way, told when it ends
     is_stepping: bool = False  # or is to, at a time that is set
     is_reporting: bool = False  # at the next beat
     is_gone: bool = False
+    _engine: SimulatedEngine | None = None
+
+    @property
+    def engine(self) -> SimulatedEngine:
+        """Made for the first request, since an engine takes time and memory that an idle replica does not need."""
+        if self._engine is None:
+            self._engine = self.make_engine(self)
+        return self._engine
+
+    @property
+    def has_engine(self) -> bool:
+        return self._engine is not None
 
     @property
     def worker(self) -> WorkerFacts:

@@ -12,7 +12,7 @@ import msgspec
 
 from maitred.errors import ConfigError
 from maitred.sim.tensor_arrival import TensorArrival
-from maitred.sim.traces import TraceLine, parse_trace
+from maitred.sim.traces import BLOCK_TOKENS, UNITS, TraceLine, parse_trace
 
 
 class TensorLine(msgspec.Struct, frozen=True):
@@ -42,8 +42,10 @@ class _Kind(msgspec.Struct):
     input_length: object = None
 
 
-def parse_mixed_trace(lines: Sequence[bytes], name: str) -> MixedTrace:
-    """Raises ConfigError with the line at fault."""
+def parse_mixed_trace(
+    lines: Sequence[bytes], name: str, *, unit: str | None = None, block_tokens: int = BLOCK_TOKENS
+) -> MixedTrace:
+    """`unit` as of `parse_trace`. Raises ConfigError with the line at fault."""
     kind, decode = msgspec.json.Decoder(_Kind).decode, msgspec.json.Decoder(TensorLine).decode
     tensors: list[TensorLine] = []
     chats = [b""] * len(lines)  # those of tensor models left empty, so that errors have the file's line
@@ -52,7 +54,8 @@ def parse_mixed_trace(lines: Sequence[bytes], name: str) -> MixedTrace:
             continue
         try:
             if kind(line).input_length is None:
-                tensors.append(_checked(decode(line)))
+                told = _checked(decode(line))
+                tensors.append(msgspec.structs.replace(told, timestamp=told.timestamp * UNITS[unit or "ms"]))
             else:
                 chats[number] = line
         except (msgspec.DecodeError, ValueError) as error:
@@ -63,7 +66,8 @@ def parse_mixed_trace(lines: Sequence[bytes], name: str) -> MixedTrace:
     if not tensors and not any(chats):
         raise ConfigError(f"{name}: holds no requests; give a file of JSON lines")
     ordered = sorted(tensors, key=lambda line: line.timestamp)
-    return MixedTrace(parse_trace(chats, name) if any(chats) else [], ordered)
+    parsed = parse_trace(chats, name, unit=unit, block_tokens=block_tokens) if any(chats) else []
+    return MixedTrace(parsed, ordered)
 
 
 def _checked(line: TensorLine) -> TensorLine:

@@ -1,13 +1,18 @@
-"""Traces: JSON lines with timestamp (ms), input_length, output_length and hash_ids of 512-token blocks.
+"""Traces: JSON lines with timestamp (ms), input_length, output_length and hash_ids of 512-token blocks, or public CSV.
 
-The format is Mooncake's (Qin et al. 2024, arXiv:2407.00079), with tenant, priority, weight, max_tokens, deadline_s and
-ttft_slo_s as extra, optional fields.
+The first format is Mooncake's (Qin et al. 2024, arXiv:2407.00079), with tenant, priority, weight, max_tokens,
+deadline_s and ttft_slo_s as extra, optional fields. CSV is that of Azure's LLM inference traces of 2023 and 2024
+(dates), or of BurstGPT (Wang et al. 2024, arXiv:2401.17644; seconds), told by the columns.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import chain as joined
+from math import isfinite
 
 import msgspec
 
@@ -16,6 +21,11 @@ from maitred.sim.workload import Arrival, chain
 from maitred.tenancy.tenant import Tenant
 
 BLOCK_TOKENS = 512
+CSV_COLUMNS = (  # when, tokens of the prompt and of the answer
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    ("Timestamp", "Request tokens", "Response tokens"),
+)
+UNITS = {"ms": 1.0, "s": 1000.0}
 MAX_TOKENS = 1024  # what a client allows, where the trace does not say: this, or the answer if that is longer
 
 
@@ -32,15 +42,24 @@ class TraceLine(msgspec.Struct, frozen=True):
     ttft_slo_s: float | None = None
 
 
-def parse_trace(lines: Iterable[bytes], name: str) -> list[TraceLine]:
-    """In order of time. Raises ConfigError with the line at fault."""
+def parse_trace(
+    lines: Iterable[bytes], name: str, *, unit: str | None = None, block_tokens: int = BLOCK_TOKENS
+) -> list[TraceLine]:
+    """In order of time, which is in ms whatever the file's `unit` is; None is ms for JSON lines and s for CSV. Raises
+    ConfigError with the line at fault.
+    """
+    lines = iter(lines)
+    first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")
+    if is_csv(first):
+        return _parse_csv(first, lines, name, UNITS[unit or "s"])
+    lines, to_ms = joined([first], lines), UNITS[unit or "ms"]
     decode = msgspec.json.Decoder(TraceLine).decode
     parsed: list[TraceLine] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            parsed.append(_checked(decode(line)))
+            parsed.append(_checked(decode(line), to_ms, block_tokens))
         except (msgspec.DecodeError, ValueError) as error:
             raise ConfigError(
                 f"{name}:{number}: {error}; a line needs timestamp (ms), input_length and output_length (tokens)"
@@ -50,7 +69,59 @@ def parse_trace(lines: Iterable[bytes], name: str) -> list[TraceLine]:
     return sorted(parsed, key=lambda line: line.timestamp)
 
 
-def _checked(line: TraceLine) -> TraceLine:
+def is_csv(first: bytes) -> bool:
+    """Whether a file's first line names the columns of a known trace."""
+    return any(set(columns) <= set(_cells(first)) for columns in CSV_COLUMNS)
+
+
+def _cells(line: bytes) -> list[str]:
+    return [cell.strip() for cell in next(csv.reader([line.decode("utf-8-sig", "replace").strip()]), [])]
+
+
+def _parse_csv(head: bytes, lines: Iterable[bytes], name: str, to_ms: float) -> list[TraceLine]:
+    """Without rows of requests that failed, which have no tokens of a prompt or of an answer."""
+    names = _cells(head)
+    at, *lengths = next(columns for columns in CSV_COLUMNS if set(columns) <= set(names))
+    parsed: list[TraceLine] = []
+    for number, line in enumerate(lines, 2):
+        if not line.strip():
+            continue
+        try:
+            row = dict(zip(names, _cells(line), strict=True))
+            num_inputs, num_outputs = (int(row[column]) for column in lengths)
+            total = int(row.get("Total tokens", num_inputs + num_outputs))
+            if total != num_inputs + num_outputs:
+                raise ValueError(f"Total tokens is {total}, the sum of both is {num_inputs + num_outputs}")
+            if num_inputs and num_outputs:
+                found = TraceLine(timestamp=_ms(row[at], to_ms), input_length=num_inputs, output_length=num_outputs)
+                parsed.append(_checked(found, 1.0, BLOCK_TOKENS))
+        except ValueError as error:
+            raise ConfigError(f"{name}:{number}: {error}; a row needs {at}, {' and '.join(lengths)}") from None
+    if not parsed:
+        raise ConfigError(f"{name}: holds no requests that were answered; give another file")
+    return sorted(parsed, key=lambda line: line.timestamp)
+
+
+def _ms(text: str, to_ms: float) -> float:
+    """Of a number in the file's unit, or of a date, which is UTC where it names no zone."""
+    try:
+        return float(text) * to_ms
+    except ValueError:
+        date = datetime.fromisoformat(text)
+        return (date if date.tzinfo is not None else date.replace(tzinfo=UTC)).timestamp() * 1000
+
+
+def _checked(line: TraceLine, to_ms: float, block_tokens: int) -> TraceLine:
+    if not isfinite(line.timestamp):
+        raise ValueError(f"timestamp is {line.timestamp}; it must be a number")
+    if len(line.hash_ids) > -(-line.input_length // block_tokens):
+        raise ValueError(
+            f"{len(line.hash_ids)} hash_ids are {len(line.hash_ids) * block_tokens} tokens in blocks of "
+            f"{block_tokens}, and input_length is {line.input_length}; maitred simulate takes --trace-block-size, as "
+            f"{-(-line.input_length // len(line.hash_ids))}"
+        )
+    if line.max_tokens is not None and 0 < line.max_tokens < line.output_length:
+        raise ValueError(f"max_tokens is {line.max_tokens}, and output_length is {line.output_length}, which is more")
     if line.input_length < 1 or line.output_length < 0:
         raise ValueError(f"lengths are {line.input_length} and {line.output_length}; the first must be over 0")
     if line.priority is not None and line.priority < 0:
@@ -61,7 +132,7 @@ def _checked(line: TraceLine) -> TraceLine:
         value = getattr(line, name)
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}; it must be over 0")
-    return line
+    return line if to_ms == 1.0 else msgspec.structs.replace(line, timestamp=line.timestamp * to_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +142,7 @@ class TraceWorkload:
     lines: list[TraceLine]
     rate_scale: float = 1.0
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    block_tokens: int = BLOCK_TOKENS
     began_ms: float | None = None  # when it is time 0; None is at the first line
 
     def arrivals(self) -> Iterator[Arrival]:
@@ -88,6 +160,6 @@ class TraceWorkload:
                 weight=line.weight,
                 ttft_slo_s=line.ttft_slo_s,
                 deadline_s=line.deadline_s,
-                spans=chain(line.hash_ids, BLOCK_TOKENS, root=line.tenant),
+                spans=chain(line.hash_ids, self.block_tokens, root=line.tenant),
                 own=b"t" + number.to_bytes(8, "little"),
             )

@@ -87,7 +87,7 @@ class _Span(NamedTuple):
 class KVDisk:
     """A `KVTier`. Made by `open_kv_disk`."""
 
-    name, has_index = "disk", True
+    name, has_index, hindrance = "disk", True, None
 
     def __init__(
         self,

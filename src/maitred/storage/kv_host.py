@@ -26,7 +26,7 @@ def open_kv_host(max_bytes: int, bytes_per_block: int) -> KVHost:
 class KVHost:
     """A `KVTier`. What was used longest ago goes first. Keys are salted, so that tenants never meet."""
 
-    name, has_index, needs_salt = "host", True, False
+    name, has_index, needs_salt, hindrance = "host", True, False, None
 
     def __init__(self, num_rows: int, bytes_per_block: int) -> None:
         self.bytes_per_block, self.stats = bytes_per_block, TierStats()

@@ -61,6 +61,11 @@ class KVRedis:
 
     # ---- KVTier
 
+    @property
+    def hindrance(self) -> str | None:
+        self._wait_for(self._store.probe)
+        return self._store.error
+
     def tell_changes(self, wanted: bool) -> None:
         """What is there, every engine finds."""
 

@@ -66,6 +66,7 @@ class RedisStore:
         self._is_filled = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.num_dropped = 0
+        self.error: str | None = None  # of the last that it was asked, where that failed
         self.on_lost: list[Callable[[], None]] = []  # told when it is gone
 
     @property
@@ -176,10 +177,10 @@ class RedisStore:
         """Once at the start too, so that a wrong password is told of before anybody asks."""
         while True:
             if self._breaker.is_open or not self._breaker.num_failures:
-                await self._probe()
+                await self.probe()
             await asyncio.sleep(self._probe_s)
 
-    async def _probe(self) -> None:
+    async def probe(self) -> None:
         """A write: a server that is full is of no use."""
         try:
             async with asyncio.timeout(COMMAND_S):
@@ -199,10 +200,10 @@ class RedisStore:
     # ---- the breaker
 
     def _failed(self, error: Exception) -> None:
+        self.error = (str(error) or type(error).__name__)[:200]
         if not self._breaker.failed():
             return
-        why = str(error) or type(error).__name__
-        logger.warning("Redis at %s is of no use (%s); %s goes on without it", self._name, why[:200], self._user)
+        logger.warning("Redis at %s is of no use (%s); %s goes on without it", self._name, self.error, self._user)
         self.num_dropped += len(self._queue)
         self._queue.clear()
         self._num_queued_bytes = 0
@@ -210,6 +211,7 @@ class RedisStore:
             tell()
 
     def _worked(self) -> None:
+        self.error = None
         if self._breaker.worked():
             logger.warning("Redis at %s is used again", self._name)
 

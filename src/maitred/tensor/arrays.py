@@ -15,6 +15,7 @@ from maitred.tensor.service import Buffer, Tensor
 MOST_DIMS = 32  # numpy has no more
 MOST_ELEMENTS = 2**40
 _LENGTH = struct.Struct("<I")
+_PIECE = 64 * 1024
 
 
 def datatype_of(data_type: str) -> str:
@@ -76,6 +77,12 @@ def tensor_of(name: str, array: np.ndarray, data_type: str) -> Tensor:
         return Tensor(name, "BYTES", shape, texts_as_bytes(array.reshape(-1).tolist()))
     data: Buffer = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
     return Tensor(name, datatype_of(data_type), shape, data)
+
+
+def numbers_as_bytes(values: Sequence[float], kind: np.dtype) -> bytes:
+    """A message's repeated field, in pieces: one call has the interpreter to itself. Raises OverflowError."""
+    pieces = range(0, len(values), _PIECE)
+    return b"".join(np.array(values[at : at + _PIECE], kind).tobytes() for at in pieces)
 
 
 def texts_as_bytes(texts: Sequence[bytes]) -> bytes:

@@ -19,7 +19,7 @@ from maitred.engine.live_requests import LiveRequest
 from maitred.engine.owner import Loss
 from maitred.engine.supervisor import Start
 from maitred.engine.tensor_counts import TensorCounts
-from maitred.errors import EngineDead, InvalidRequest, MaitredError, ModelNotFound, RequestTooLarge
+from maitred.errors import EngineDead, InvalidRequest, MaitredError, RequestTooLarge
 from maitred.request import NO_CHARGES, Charges, FinishReason
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_fields import ModelConfig
@@ -40,7 +40,7 @@ from maitred.tensor.frames import (
 )
 from maitred.tensor.frames import Command as TensorCommand
 from maitred.tensor.repository import IndexEntry
-from maitred.tensor.service import InferRequest, InferResponse, ModelStatistics
+from maitred.tensor.service import InferRequest, InferResponse, ModelStatistics, unknown_model
 from maitred.tensor.statistics import Statistics
 
 
@@ -141,7 +141,6 @@ class TensorClient:
         self._send_frame, self._death, self._wake, self._resume = send, death, wake, resume
         self._on_admitted = on_admitted
         self.memory = memory
-        memory.on_unused = self._send
         self._live: dict[str, LiveTensor] = {}
         self._isolation: CrashIsolation[LiveTensor] = CrashIsolation(self._begin)
         self._asked: dict[str, Load | Unload] = {}  # by model, what was done last, which the next engine does again
@@ -186,12 +185,12 @@ class TensorClient:
     def config(self, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
         served = self._served.get(model)
         if served is None:
-            raise ModelNotFound(f"no model {model!r} is served", param="model")
+            raise unknown_model(model)
         if label and label not in served.labels:
-            raise ModelNotFound(f"model {model!r} has no version with the label {label!r}", param="model")
+            raise unknown_model(model, label=label, served=tuple(served.configs))
         number = served.labels[label] if label else version or max(served.configs)
         if number not in served.configs:
-            raise ModelNotFound(f"model {model!r} has no version {number}", param="model")
+            raise unknown_model(model, number, served=tuple(served.configs))
         return served.configs[number]
 
     def versions(self, model: str) -> Sequence[int]:
@@ -321,9 +320,9 @@ class TensorClient:
     def _ended(self, ended: Ended) -> None:
         live = self._live.get(ended.request_id)
         if live is None:
-            self.memory.answered(msgspec.structs.replace(ended, result=None), {})
+            self.memory.answered(msgspec.structs.replace(ended, result=None))
             return
-        ended = self.memory.answered(ended, live.request.into)
+        ended = self.memory.answered(ended)
         live.charges = ended.charges
         self._end(live, ended.finish_reason)
         self._count(live.request, ended)

@@ -23,6 +23,7 @@ PYTHON, ENTRY_POINT = "python", "entry_point"  # a backend, and the parameter th
 NO_CODE = "backend 'python' runs code of the repository; allow that with --allow-repository-code"
 ENSEMBLE = "ensemble"  # a platform without a backend
 MOST_INSTANCES = 1024
+MOST_RUNS = 100_000  # of one warm-up
 _CORRELATION_IDS = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 _CONTROLS = SCHEMA.enums["ModelSequenceBatching.Control.Kind"]
 _KINDS = SCHEMA.enums["ModelInstanceGroup.Kind"]
@@ -255,6 +256,8 @@ def warmup_rule(config: ANY_MESSAGE) -> Iterator[str]:
         where = f"model_warmup[{at}]"
         if warmup.batch_size > config.max_batch_size:
             yield f"{where}.batch_size {warmup.batch_size} is over max_batch_size ({config.max_batch_size})"
+        if warmup.count > MOST_RUNS:
+            yield f"{where}.count is {warmup.count}; it must be at most {MOST_RUNS}, for the start waits for them"
         for name in sorted(warmup.inputs):
             given = warmup.inputs[name]
             if given.WhichOneof("input_data_type") is None:

@@ -15,7 +15,7 @@ from maitred.tensor.config import ANY_MESSAGE, config_from_json
 from maitred.tensor.ensembles import steps_of
 from maitred.tensor.repository import Changes, Scan, settled_changes
 from maitred.tensor.repository_files import read_config, read_model, scan
-from maitred.tensor.served_models import ServedModels
+from maitred.tensor.served_models import ServedModels, fault_of
 
 EVERY = "*"  # in the list of models to load at the start
 
@@ -119,15 +119,16 @@ class ModelControl:
             folder = self.repository / name
             written = read_config(folder) if config is None else config_from_json(config, name)
             model = read_model(folder, self.rewrite(name, written), self.gpus)
-        except CheckpointError as error:
-            self.models.failed(name, str(error))
-            return str(error)
-        self._steps[name] = tuple(step for step, _ in steps_of(model.config))
-        self._loading.add(name)
-        for step in self._steps[name]:
-            if step in now and step not in self._loading and not self.models.versions(step):
-                self._take(step, now)
-        self._loading.discard(name)
+            self._steps[name] = tuple(step for step, _ in steps_of(model.config))
+            self._loading.add(name)
+            for step in self._steps[name]:
+                if step in now and step not in self._loading and not self.models.versions(step):
+                    self._take(step, now)
+        except Exception as error:  # whatever one folder holds, the others are loaded
+            self.models.failed(name, fault_of(error))
+            return fault_of(error)
+        finally:
+            self._loading.discard(name)
         if self.models.take(model):
             return ""
         return "; ".join(each.reason for each in self.models.index() if each.name == name and each.reason)

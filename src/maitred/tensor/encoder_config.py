@@ -34,6 +34,7 @@ class Encoder:
     max_length: int  # tokens
     fixed_length: int | None  # that the graph takes, whatever the text has
     tokenizer: Path  # the folder of tokenizer.json
+    vocab_size: int | None  # rows of the embedding, where files tell
 
 
 def is_encoder(config: ANY_MESSAGE) -> bool:
@@ -58,6 +59,7 @@ def encoder_of(config: ANY_MESSAGE) -> Encoder:
         max_length=max_length if fixed is None else min(fixed, max_length),
         fixed_length=fixed,
         tokenizer=Path(parameters.get("tokenizer", "")),
+        vocab_size=int(rows) if (rows := parameters.get("vocab_size", "")).isdecimal() else None,
     )
 
 

@@ -128,8 +128,9 @@ def _of_texts(place: Path) -> dict[str, str]:
     known = [size for size in ((own,) if own else limits) if size]
     if known:
         told["max_length"] = str(min(known))
-    if pad := _size(model, "pad_token_id"):
-        told["pad.input_ids"] = str(pad)
+    for name, field in (("pad.input_ids", "pad_token_id"), ("vocab_size", "vocab_size")):
+        if size := _size(model, field):
+            told[name] = str(size)
     return told
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ def steps_of(config: ANY_MESSAGE) -> tuple[tuple[str, int], ...]:
 
 def plan_of(config: ANY_MESSAGE, config_of: ConfigOf) -> EnsemblePlan:
     """Raises CheckpointError with every fault, each with what both sides say."""
+    config_of = cache(config_of)  # of thousands of steps most name the same models
     faults = [*_nesting_faults(config, config_of)]
     if not faults:
         faults = [*_batch_faults(config, config_of), *_name_faults(config, config_of)]
@@ -101,22 +103,27 @@ def _side(owner: str, dims: tuple[int, ...], spec: TensorSpec, config: ANY_MESSA
 
 
 def _nesting_faults(config: ANY_MESSAGE, config_of: ConfigOf) -> Iterator[str]:
+    leads_back = cache(lambda model, version: _leads_to(config.name, model, version, config_of))
     for at, step in enumerate(config.ensemble_scheduling.step):
         version = max(0, step.model_version)
-        model = config if step.model_name == config.name else config_of(step.model_name, version)
-        if model is None:
+        if step.model_name != config.name and config_of(step.model_name, version) is None:
             yield f"{_called(at, step)} needs a model that is not served{f', version {version}' if version else ''}"
-        elif _leads_to(config.name, model, config_of, set()):
+        elif leads_back(step.model_name, version):
             yield f"{_called(at, step)} leads back to the ensemble {config.name!r} itself"
 
 
-def _leads_to(name: str, model: ANY_MESSAGE, config_of: ConfigOf, seen: set[str]) -> bool:
-    """Through ensembles within ensembles; `seen` are those that were looked at."""
-    if model.name == name:
-        return True
-    inner = [config_of(*step) for step in steps_of(model) if step[0] not in seen]
-    seen.update(step for step, _ in steps_of(model))
-    return any(each is not None and _leads_to(name, each, config_of, seen) for each in inner)
+def _leads_to(name: str, model: str, version: int, config_of: ConfigOf) -> bool:
+    """Through ensembles within ensembles, however deep."""
+    left, seen = [(model, version)], {model}
+    while left:
+        model, version = left.pop()
+        if model == name:
+            return True
+        config = config_of(model, version)
+        inner = [] if config is None else [step for step in steps_of(config) if step[0] not in seen]
+        seen.update(step for step, _ in inner)
+        left += inner
+    return False
 
 
 def _batch_faults(config: ANY_MESSAGE, config_of: ConfigOf) -> Iterator[str]:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -21,7 +21,6 @@ from maitred.tensor.shared import Place
 class Infer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request: InferRequest  # without the data of inputs that have a place
     places: tuple[Place | None, ...] = ()  # of its inputs
-    into: Mapping[str, Place] = {}  # where outputs go, in regions of clients
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -52,14 +51,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=True):
     blocks: tuple[tuple[int, int], ...]
 
 
-class Unmap(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A region that nobody asks for any more."""
-
-    path: str
-    inode: int
-
-
-MemoryCommand = Free | Keep | Unmap
+MemoryCommand = Free | Keep
 Command = Infer | Cancel | Load | Unload | MemoryCommand
 
 # -- news

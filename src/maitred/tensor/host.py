@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -37,7 +37,6 @@ from maitred.tensor.frames import (
     Ran,
     StepEnded,
     Unload,
-    Unmap,
     decode_command,
     problem_of,
 )
@@ -111,7 +110,7 @@ class TensorHost:
                 self._loader.submit(self._change, number, partial(self._control.load, model, config))
             case Unload(number, model):
                 self._loader.submit(self._change, number, partial(self._control.unload, model))
-            case Free() | Keep() | Unmap() as command:
+            case Free() | Keep() as command:
                 self._memory.obey(command)
 
     def turn(self) -> None:
@@ -144,16 +143,16 @@ class TensorHost:
     def _infer(self, sent: Infer) -> None:
         request_id = sent.request.request_id
         try:
-            self.runner.begin(self._memory.opened(sent), partial(self._ended, request_id, sent.into))
+            self.runner.begin(self._memory.opened(sent), partial(self._ended, request_id))
         except MaitredError as error:
             self._news.append(Ended(request_id, None, FinishReason.ERROR, problem_of(error)))
 
-    def _ended(self, request_id: str, into: Mapping[str, Place], answer: Answer) -> None:
+    def _ended(self, request_id: str, answer: Answer) -> None:
         result = answer.result if isinstance(answer.result, InferResponse) else None
         problem = problem_of(answer.result) if isinstance(answer.result, MaitredError) else None
         places: tuple[Place | None, ...] = ()
         if result is not None:
-            outputs, places = self._memory.written(result.outputs, into)
+            outputs, places = self._memory.written(result.outputs)
             result = msgspec.structs.replace(result, outputs=outputs)
         told = (request_id, result, answer.finish_reason, problem, answer.charges, answer.timing, places)
         self._news.append(Ended(*told))

@@ -32,6 +32,7 @@ class Measured:
 
     latencies_s: list[float] = field(default_factory=list)  # of those that were answered
     failures: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)  # the first one of each kind of failure
     span_s: float = 0.0
     rows: int = 1
 
@@ -41,7 +42,14 @@ class Measured:
         rate = len(ordered) / self.span_s if self.span_s else 0.0
         told = {f"p{percent}_ms": percentile(ordered, percent) * 1e3 for percent in PERCENTS} if ordered else {}
         counts = {"num_requests": len(ordered), "num_failed": self.failures.total(), "failures": dict(self.failures)}
-        return {**counts, "span_s": self.span_s, "requests_per_s": rate, "rows_per_s": rate * self.rows, **told}
+        return {
+            **counts,
+            "reasons": self.reasons,
+            "span_s": self.span_s,
+            "requests_per_s": rate,
+            "rows_per_s": rate * self.rows,
+            **told,
+        }
 
 
 async def run_load(
@@ -145,7 +153,8 @@ async def _open_loop(
 async def _one(caller: Caller, measured: Measured, due_at: float) -> None:
     failed = await caller.ask()
     if failed:
-        measured.failures[failed] += 1
+        measured.failures[failed.kind] += 1
+        measured.reasons.setdefault(failed.kind, failed.reason)
     else:
         measured.latencies_s.append(time.monotonic() - due_at)
 
@@ -157,4 +166,5 @@ def lines(measured: Measured) -> list[str]:
     found = [f"{told['num_requests']} answered, {told['num_failed']} failed: {rates}"]
     if measured.latencies_s:
         found.append("latency " + ", ".join(f"p{percent} {told[f'p{percent}_ms']:.2f} ms" for percent in PERCENTS))
-    return [*found, *(f"failed {kind}: {count}" for kind, count in measured.failures.most_common())]
+    failed = measured.failures.most_common()
+    return [*found, *(f"failed {kind}: {count}, the first with: {measured.reasons[kind]}" for kind, count in failed)]

@@ -21,6 +21,7 @@ from maitred.tensor.protocol_fields import INFERENCE, MESSAGES
 from maitred.tensor.service import Tensor
 
 REGION = "maitred-bench"
+MAX_REASON = 300  # characters
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
@@ -37,11 +38,16 @@ class Asked:
     api_key: str | None = None
 
 
+class Failure(NamedTuple):
+    kind: str  # a status, or the exception of a connection
+    reason: str  # what the server said, or the system; one line
+
+
 class Caller(Protocol):
     """One client of the server."""
 
-    async def ask(self) -> str:
-        """Sends the request and waits for its answer; what failed, or nothing."""
+    async def ask(self) -> Failure | None:
+        """Sends the request and waits for its answer; what failed, or None."""
 
     async def close(self) -> None: ...
 
@@ -165,13 +171,13 @@ class _HttpCaller:
         self._where, self._tls, self._request = (host, port), tls, request
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self) -> str:
+    async def ask(self) -> Failure | None:
         try:
             answer = await self.answer()
         except (OSError, EOFError) as error:
             await self.close()
-            return type(error).__name__
-        return "" if answer.status == 200 else f"HTTP {answer.status}"
+            return Failure(type(error).__name__, _line(str(error)))
+        return None if answer.status == 200 else Failure(f"HTTP {answer.status}", _line(_said(answer.body)))
 
     async def answer(self) -> _Answer:
         if self._streams is None:
@@ -187,6 +193,19 @@ class _HttpCaller:
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
+
+
+def _said(body: bytes) -> str:
+    """KServe's errors are {"error": text}; proxies and gates before a server answer in their own ways."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError):
+        return body[:MAX_REASON].decode(errors="replace")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:MAX_REASON]
 
 
 class _GrpcServer:
@@ -251,12 +270,12 @@ class _GrpcCaller:
         self._call = channel.unary_unary(f"/{INFERENCE}.GRPCInferenceService/ModelInfer")
         self._request, self._metadata = request, metadata
 
-    async def ask(self) -> str:
+    async def ask(self) -> Failure | None:
         try:
             await self._call(self._request, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            return str(error.code().name)
-        return ""
+            return Failure(error.code().name, _line(error.details() or ""))
+        return None
 
     async def close(self) -> None:
         pass

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maitred.errors import CheckpointError, InvalidRequest, KernelError
+from maitred.errors import CheckpointError, InvalidRequest
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, inputs_of, outputs_of
 from maitred.tensor.fill import kept_tensors, mismatches
-from maitred.tensor.session import Value, graph_of, one_line
+from maitred.tensor.session import Value, graph_of, run_error
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -87,8 +87,8 @@ class Instance:
     def run(self, inputs: Arrays, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         """Outputs by name: those `wanted`, or all with states of sequences. Shapes begin with the rows of a batch.
 
-        Raises InvalidRequest for names, types and texts that are not the model's, KernelError for what the runtime
-        finds.
+        Raises InvalidRequest for names, types, texts and values that are not the model's, KernelError where the
+        machine fails.
         """
         check_inputs(inputs, self._types, self._needed)
         names = [name for name in self._given if not wanted or name in wanted]
@@ -96,7 +96,7 @@ class Instance:
         try:
             values = self._run_half(names, feeds) if self._half else self._session.run(names, feeds)
         except Exception as error:  # the runtime's own have no root but this
-            raise KernelError(f"onnxruntime cannot run the batch: {one_line(error)}") from None
+            raise run_error(error) from None
         return {name: self._answered(name, value) for name, value in zip(names, values, strict=True)}
 
     def _fed(self, name: str, array: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from maitred.tensor.python.entry_points import installed, not_installed
 from maitred.tensor.repository import Fingerprint, Scan, labels_of, version_of, versions_to_serve
 
 CONFIG = "config.pbtxt"
+OUTSIDE = "to a file outside of the repository; copy it into the model's folder"
 MODEL_FILE = "model.onnx"  # in a folder that a version has in the file's place
 
 
@@ -47,12 +48,19 @@ class ModelFolder:
 
 
 def scan(repository: Path) -> Scan:
-    """Every folder of the repository, with what tells whether a file of it changed. Raises CheckpointError."""
+    """Every folder of the repository, with what tells whether a file of it changed; a link that leads nowhere, or to
+    itself, is one too: its model is named with the reason. Raises CheckpointError.
+    """
     try:
-        names = [each.name for each in os.scandir(repository) if each.is_dir() and not each.name.startswith(".")]
+        names = [each.name for each in os.scandir(repository) if _is_folder(each) and not each.name.startswith(".")]
     except OSError as error:
         raise CheckpointError(f"cannot read the model repository {repository}: {error.strerror}") from None
     return {name: _fingerprint(repository / name) for name in sorted(names)}
+
+
+def _is_folder(found: os.DirEntry[str] | Path) -> bool:
+    """Also a link that leads nowhere."""
+    return os.path.isdir(found) or (found.is_symlink() and not os.path.exists(found))
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
@@ -109,7 +117,7 @@ def read_model(folder: Path, written: ANY_MESSAGE | None = None, gpus: Sequence[
             f"name is {written.name!r} in {CONFIG}, and the folder's is {folder.name!r}; make them equal"
         )
     present = _versions(folder)
-    files = _names(present[max(present)]) if present else []
+    files = next((_names(present[number]) for number in sorted(present, reverse=True) if present[number].is_dir()), [])
     config = _with_entry_point(filled_from_files(written, folder.name, files), files)
     numbers = versions_to_serve(config, present or ([1] if is_ensemble(config) else []))
     places = [present.get(number, folder / str(number)) for number in numbers]
@@ -150,7 +158,7 @@ def _refuse(reasons: tuple[str, ...]) -> None:
 
 def _versions(folder: Path) -> dict[int, Path]:
     """The folder of each; what sentence-transformers saved is version 1."""
-    found = {version_of(name): folder / name for name in _names(folder) if (folder / name).is_dir()}
+    found = {version_of(name): folder / name for name in _names(folder) if _is_folder(folder / name)}
     numbered = {version: place for version, place in found.items() if version is not None}
     return numbered or ({1: onnx_folder(folder)} if is_sentence_folder(folder) else {})
 
@@ -191,4 +199,14 @@ def _absent_files(folder: Path, config: ANY_MESSAGE) -> tuple[str, ...]:
         named += [f"warmup/{each.input_data_file}" for each in warmup.inputs.values() if each.input_data_file]
     for state in config.sequence_batching.state:
         named += [f"initial_state/{each.data_file}" for each in state.initial_state if each.data_file]
-    return tuple(f"{folder / name} is not there" for name in named if not (folder / name).is_file())
+    return tuple(
+        f"{folder / name} is not there" if not (folder / name).is_file() else f"{folder / name} is a link {OUTSIDE}"
+        for name in named
+        if not (folder / name).is_file() or leads_out(folder / name, folder)
+    )
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether links lead from `folder`, a model's, to a file outside of it and of the repository that it is in."""
+    homes = (os.path.realpath(folder), os.path.realpath(folder.parent))
+    return not os.path.realpath(path).startswith(tuple(os.path.join(home, "") for home in homes))

@@ -287,18 +287,25 @@ class TensorRunner:
                     queue_us=round(timing.queue_s * 1e6),
                     compute_us=charges.compute_us,
                 )
-            case FinishReason.QUEUE_TIMEOUT:
-                return QueueTimeout(f"model {request.model!r}: the request timed out in the queue")
-            case FinishReason.TIMEOUT:
-                return RequestTimeout(f"model {request.model!r}: the request was not done in time")
             case FinishReason.ERROR:
                 own = waiting.answer if isinstance(waiting.answer, MaitredError) else None
                 return own or KernelError(progress.error or "the batch failed")
-            case _:
-                return Unavailable(f"model {request.model!r}: the request was given up")
+            case reason:
+                return why_ended(request.model, reason)
 
     def close(self) -> None:
         """Waits for the batches that run."""
         self._threads.shutdown()
         for held in self._held.values():
             held.lease.close()
+
+
+def why_ended(model: str, reason: FinishReason | None) -> MaitredError:
+    """Why a request was not answered; the queue's time-out as Triton tells it, which its clients look for."""
+    match reason:
+        case FinishReason.QUEUE_TIMEOUT:
+            return QueueTimeout(f"Request timeout expired: model {model!r}, before the request was in a batch")
+        case FinishReason.TIMEOUT:
+            return RequestTimeout(f"model {model!r}: the request was not done in time")
+        case _:
+            return Unavailable(f"model {model!r}: the request was given up")

@@ -10,12 +10,12 @@ from functools import partial
 import msgspec
 
 from maitred.clock import Clock
-from maitred.errors import InvalidRequest, MaitredError, QueueTimeout, RequestTimeout, Unavailable
+from maitred.errors import InvalidRequest, MaitredError
 from maitred.request import FinishReason
 from maitred.scheduler.deadlines import Deadlines
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.fill import kept_tensors
-from maitred.tensor.runner import Answer, Done
+from maitred.tensor.runner import Answer, Done, why_ended
 from maitred.tensor.sequence_tensors import MOST_ID_BYTES, control_tensors
 from maitred.tensor.sequences import SequenceBook, Turn
 from maitred.tensor.served_models import LoadedVersion
@@ -150,7 +150,7 @@ class SequenceFlow:
         held.finished = True
         self._deadlines.ended(held)
         self._begin(held.model.book.give_up(request_id, self._clock.now()))
-        held.done(Answer(_why(held.request.model, reason), reason))
+        held.done(Answer(why_ended(held.request.model, reason), reason))
 
 
 def _model_of(loaded: LoadedVersion) -> _Model:
@@ -199,13 +199,3 @@ def _step_request(held: _Held, turn: Turn[Tensor]) -> InferRequest:
 
 def _as(name: str, tensor: Tensor) -> Tensor:
     return msgspec.structs.replace(tensor, name=name)
-
-
-def _why(model: str, reason: FinishReason) -> MaitredError:
-    match reason:
-        case FinishReason.QUEUE_TIMEOUT:
-            return QueueTimeout(f"model {model!r}: the request timed out in the queue")
-        case FinishReason.TIMEOUT:
-            return RequestTimeout(f"model {model!r}: the request was not done in time")
-        case _:
-            return Unavailable(f"model {model!r}: the request was given up")

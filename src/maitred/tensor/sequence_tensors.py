@@ -13,7 +13,7 @@ from maitred.tensor.config import ANY_MESSAGE, TensorSpec, type_name
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.service import Tensor
-from maitred.tensor.warmup import array_from_file, control_type, made_array
+from maitred.tensor.warmup import array_from_file, check_size, control_type, made_array
 
 FOLDER = "initial_state"  # beside the versions; holds the files that a config names
 MOST_ID_BYTES = 128  # of a correlation id that is a text, as Triton has it
@@ -30,6 +30,7 @@ def initial_states(config: ANY_MESSAGE, folder: Path) -> dict[str, Tensor]:
         given = state.initial_state[0] if state.initial_state else state
         kind = NUMPY_TYPES[type_name(state.data_type)]
         dims = tuple(max(1, dim) for dim in given.dims)
+        check_size(f"state {state.input_name!r}", kind, dims)
         if state.initial_state and given.WhichOneof("state_data") == "data_file":
             where = f"state {state.input_name!r}"
             array = array_from_file(where, folder / FOLDER / given.data_file, kind, dims)

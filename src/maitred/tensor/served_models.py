@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from maitred.errors import CheckpointError, MaitredError, ModelNotFound
-from maitred.tensor.config import ANY_MESSAGE
+from maitred.tensor.config import ANY_MESSAGE, MOST_OF_REASON
 from maitred.tensor.config_checks import ENSEMBLE
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.encoder_config import encoder_of, is_encoder
@@ -22,7 +22,7 @@ from maitred.tensor.quantized import served_file
 from maitred.tensor.repository import IndexEntry, RepositoryIndex
 from maitred.tensor.repository_files import ModelFolder, ModelVersion, files_print
 from maitred.tensor.sequence_tensors import initial_states
-from maitred.tensor.service import Tensor
+from maitred.tensor.service import Tensor, unknown_model
 from maitred.tensor.session import available_providers, open_session, settings_for
 from maitred.tensor.warmup import warmup_batches
 
@@ -84,6 +84,13 @@ def warm(instance: ModelInstance, model: ModelFolder) -> None:
                 instance.run(batch)
         except MaitredError as error:
             raise CheckpointError(f"warm-up {name!r} failed: {error}") from None
+
+
+def fault_of(error: Exception) -> str:
+    """Why a model is not served, in one line."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_OF_REASON]}"
 
 
 @dataclass(slots=True)
@@ -163,14 +170,14 @@ class ServedModels:
     def _find(self, name: str, version: int | None, label: str | None) -> LoadedVersion:
         model = self._models.get(name)
         if model is None:
-            raise ModelNotFound(f"no model {name!r} is served")
+            raise unknown_model(name)
         if label is not None and label not in model.labels:
-            raise ModelNotFound(f"model {name!r} has no version with the label {label!r}")
+            raise unknown_model(name, label=label, served=tuple(model.versions))
         if label is not None:
             version = model.labels[label]
         number = max(model.versions) if version is None else version
         if number not in model.versions:
-            raise ModelNotFound(f"model {name!r} has no version {number}; served are: {_told(model.versions)}")
+            raise unknown_model(name, number, served=tuple(model.versions))
         return model.versions[number]
 
     def _opened(self, model: ModelFolder, version: ModelVersion) -> LoadedVersion | None:
@@ -184,8 +191,8 @@ class ServedModels:
             loaded.states = initial_states(loaded.config, model.folder)
             loaded.files_print = files_print(model)
             return loaded
-        except CheckpointError as error:
-            self.failed(model.name, str(error), version.number)
+        except Exception as error:  # whatever one model does to numpy or the runtime, the others start
+            self.failed(model.name, fault_of(error), version.number)
             return None
 
     def _open_ensemble(self, model: ModelFolder, version: ModelVersion) -> LoadedVersion:
@@ -217,7 +224,3 @@ class ServedModels:
         model = self._models.get(loaded.name)
         if model is None or loaded.number not in model.versions:
             self._index.unloaded(loaded.name, loaded.number)
-
-
-def _told(versions: dict[int, LoadedVersion]) -> str:
-    return ", ".join(map(str, sorted(versions)))

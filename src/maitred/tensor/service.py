@@ -6,11 +6,12 @@ little-endian and in row-major order, a BYTES element after its length in four b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from maitred.errors import ModelNotFound
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.repository import IndexEntry
 
@@ -27,6 +28,10 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     datatype: str  # of KServe v2: BOOL, UINT8 ... FP64, BF16, BYTES
     shape: tuple[int, ...]
     data: Buffer
+
+
+def num_bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(memoryview(each.data).nbytes for each in tensors)
 
 
 class SequenceControl(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,7 +51,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     label: str = ""  # of a version, instead of its number
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[str, ...] = ()  # none is all
-    into: Mapping[str, Buffer] = {}  # views of registered regions: an output that fits is there when it is answered
+    into: Mapping[str, Any] = {}  # where outputs go, in registered regions; it stays with the server
     level: int = 0  # Triton's priority, 1 is most urgent; 0 is the model's default
     timeout_s: float | None = None  # for the queue, where the model lets a request have its own
     sequence: SequenceControl | None = None
@@ -68,6 +73,13 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     outputs: tuple[Tensor, ...] = ()
     queue_us: int = 0
     compute_us: int = 0  # its part of its batch
+
+
+def unknown_model(model: str, version: int = 0, *, label: str = "", served: Sequence[int] = ()) -> ModelNotFound:
+    """As Triton tells it (triton-inference-server/core, and its clients look for the words), then what is served."""
+    which = f" version {version}" if version else f" with the label {label!r}" if label else ""
+    there = f"; served are: {', '.join(map(str, sorted(served)))}" if served else ""
+    return ModelNotFound(f"Request for unknown model: {model[:200]!r}{which} is not found{there}", param="model")
 
 
 DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")

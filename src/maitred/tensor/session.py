@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maitred.errors import CheckpointError
+from maitred.errors import CheckpointError, InvalidRequest, KernelError, MaitredError
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, parameters_of
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.extra import missing
 from maitred.tensor.onnx_graph import ELEMENT_TYPES, Graph, GraphTensor
 
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read at the import: no uploads, and no .ses file in TMPDIR
 try:
     import onnxruntime
 except ImportError:
@@ -31,6 +34,11 @@ _RUNTIME_TYPES = {
 
 Value = onnxruntime.OrtValue  # a tensor of the runtime's own
 Provider = tuple[str, Mapping[str, str]]  # a name, and its options
+
+
+_RAISED = onnxruntime.capi.onnxruntime_pybind11_state
+_REFUSALS = (_RAISED.Fail, _RAISED.InvalidArgument, _RAISED.RuntimeException)
+_OF_MACHINE = re.compile("allocate memory|bad_alloc|CUDA|CUDNN|CUBLAS", re.IGNORECASE)
 
 
 # Threads that spin while they wait take cores from whoever reads requests, and from a language model's steps.
@@ -90,7 +98,7 @@ def open_session(path: Path, settings: SessionSettings, also: Callable[[Any], No
     that the runtime refuses.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # what it cannot do is raised; what it merely remarks is nobody's to read
+    options.log_severity_level = 4  # what the runtime cannot do is raised, and told in one line
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, settings.graph_level)
     options.intra_op_num_threads = settings.intra_op_threads
     options.inter_op_num_threads = settings.inter_op_threads
@@ -109,7 +117,17 @@ def open_session(path: Path, settings: SessionSettings, also: Callable[[Any], No
 
 def one_line(error: Exception) -> str:
     """The runtime's message without its head `[ONNXRuntimeError] : 10 : INVALID_GRAPH :`."""
-    return " ".join(str(error).split()).rpartition("[ONNXRuntimeError] : ")[2].partition(" : ")[2] or str(error)
+    text = " ".join(str(error).split())
+    return text.rpartition("[ONNXRuntimeError] : ")[2].partition(" : ")[2] or text
+
+
+def run_error(error: Exception) -> MaitredError:
+    """InvalidRequest for values that a node refuses (an index out of bounds, shapes that do not go together);
+    KernelError where memory or a device fails.
+    """
+    told = f"onnxruntime cannot run the batch: {one_line(error)}"
+    is_refusal = isinstance(error, _REFUSALS) and not _OF_MACHINE.search(told)
+    return InvalidRequest(told) if is_refusal else KernelError(told)
 
 
 def available_providers() -> Sequence[str]:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from maitred.errors import ModelNotFound
 from maitred.tensor.batch_run import BatchTimes
-from maitred.tensor.service import DURATIONS, ModelStatistics
+from maitred.tensor.service import DURATIONS, ModelStatistics, unknown_model
 
 
 @dataclass(slots=True)
@@ -73,9 +72,7 @@ class Statistics:
         """Of all, of a model, or of a version. Raises ModelNotFound."""
         keys = [key for key in self._counts if model in ("", key[0]) and version in (0, key[1])]
         if model and not keys:
-            raise ModelNotFound(
-                f"no model {model!r}{f' version {version}' if version else ''} is served", param="model"
-            )
+            raise unknown_model(model, version)
         return [_told(*key, self._counts[key]) for key in keys]
 
 

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from maitred.errors import InvalidRequest
-from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, texts_as_bytes
+from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, numbers_as_bytes, texts_as_bytes
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.service import Tensor
@@ -57,7 +57,7 @@ def _values(name: str, proto: ANY_MESSAGE, datatype: str, count: int) -> bytes:
         return texts_as_bytes(values)
     kind = np.dtype(np.uint16) if datatype == "FP16" else NUMPY_TYPES[data_type_of(datatype)]  # half_val has bits
     try:
-        return np.array(values, kind).tobytes()
+        return numbers_as_bytes(values, kind)
     except OverflowError:
         raise InvalidRequest(f"input {name!r} has a value that is no {datatype}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from maitred.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, type_name
 from maitred.tensor.instance import NUMPY_TYPES, Arrays
 
+MOST_BYTES = 1 << 30  # of one input of a warm-up, or of one state
 FOLDER = "warmup"  # beside the versions; holds the files that a config names
 
 
@@ -30,6 +32,7 @@ def warmup_batches(config: ANY_MESSAGE, folder: Path) -> Iterator[tuple[str, int
 def _array(where: str, given: ANY_MESSAGE, rows: int | None, folder: Path) -> np.ndarray:
     """The same data for each row of a batch."""
     kind, dims = NUMPY_TYPES[type_name(given.data_type)], tuple(given.dims)
+    check_size(where, kind, (rows or 1, *dims))
     if given.WhichOneof("input_data_type") == "input_data_file":
         row = array_from_file(where, folder / FOLDER / given.input_data_file, kind, dims)
     else:
@@ -41,10 +44,19 @@ def _rows(row: np.ndarray, rows: int | None) -> np.ndarray:
     return row if rows is None else np.repeat(row[np.newaxis], rows, axis=0)
 
 
+def check_size(where: str, kind: np.dtype, dims: tuple[int, ...]) -> None:
+    """Raises CheckpointError, before anything of that size is allocated."""
+    num_bytes = prod(dims) * kind.itemsize
+    if num_bytes > MOST_BYTES:
+        raise CheckpointError(f"{where} of shape {list(dims)} takes {num_bytes} bytes; make it {MOST_BYTES} at most")
+
+
 def _kept(config: ANY_MESSAGE) -> Iterator[tuple[str, np.ndarray]]:
     """Zeros for what the server itself gives a sequence: its state, and its controls."""
     for state in config.sequence_batching.state:
-        yield state.input_name, np.zeros([max(dim, 1) for dim in state.dims], NUMPY_TYPES[type_name(state.data_type)])
+        kind, dims = NUMPY_TYPES[type_name(state.data_type)], tuple(max(dim, 1) for dim in state.dims)
+        check_size(f"state {state.input_name!r}", kind, (max(config.max_batch_size, 1), *dims))
+        yield state.input_name, np.zeros(dims, kind)
     for tensor in config.sequence_batching.control_input:
         for control in tensor.control:
             yield tensor.name, np.zeros(1, NUMPY_TYPES[control_type(control)])
@@ -71,7 +83,8 @@ def made_array(kind: np.dtype, dims: tuple[int, ...], *, random: bool) -> np.nda
 
 def array_from_file(where: str, path: Path, kind: np.dtype, dims: tuple[int, ...]) -> np.ndarray:
     try:
-        content = path.read_bytes()
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot read {path}: {error.strerror}") from None
     count = int(np.prod(dims, dtype=np.int64))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from maitred.text.answer_format import CallFormat, Pieces, Slot
 from maitred.text.argument_pairs import PairReader
 from maitred.text.feed import (
     Feed,
+    JsonScan,
     Reading,
     json_string,
     match,
@@ -68,7 +70,10 @@ class CallReader:
         begins = yield from skip_words(self._feed, at, self._first)
         head = None if begins is None else (yield from self._head(begins))
         if head is None:
-            return False
+            is_cut = self.trigger is not None and self._feed.ended and self._is_cut_head(at, begins)
+            if is_cut:  # cut before it was a call for certain: what was begun is no text
+                self._feed.cut(len(self._feed.text))
+            return is_cut
         while head is not None:
             yield from self._body(head)
             head = yield from self._next_head()
@@ -78,6 +83,23 @@ class CallReader:
         behind = yield from skip_space(self._feed, behind or 0)
         self._feed.cut(behind)
         return True
+
+    def _is_cut_head(self, at: int, begins: int | None) -> bool:
+        """Whether the text ends where a call's head may go on."""
+        if begins is None:
+            return _is_prefix(self._feed.text[at:], self._first)
+        rest = self._feed.text[begins:].strip()
+        if not rest:
+            return True
+        if self._format.kind == "json":
+            name = re.search(rf'"{re.escape(self._format.name_key)}"\s*:\s*"([^"]*)"', rest)
+            is_open = rest.startswith("{") and JsonScan().end_in(rest, 0) is None
+            return is_open and (name is None or self._is_tool(name[1]))
+        slots = takewhile(lambda piece: piece not in (Slot.ARGUMENTS, Slot.PAIRS), self._format.call)
+        key_begin = self._format.pairs.key_begin if self._format.pairs else ()
+        head = [*slots, *key_begin]
+        literals = [[name if piece is Slot.NAME else self._encode((piece,)) for piece in head] for name in self._names]
+        return any(_is_prefix(rest, words("".join(parts))) for parts in literals)
 
     def _next_head(self) -> Reading[_Head | None]:
         if not self._format.several:

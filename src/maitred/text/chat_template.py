@@ -17,16 +17,19 @@ from maitred.text.folder import read_chat_template, read_named_tokens
 from maitred.text.marks import HiddenMarks, Marks, is_bracketed
 from maitred.text.messages import CallStyle, plain_messages, styled
 from maitred.text.sandbox import LimitReached, TemplateSandbox
+from maitred.text.tool_formats import THOUGHT_MARKS, TOOL_FORMATS
 
 # Appended to the last message to find its end in the rendered text; transformers uses the same words.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _UNSET: Mapping[str, Any] = {"tools": None, "documents": None}
+_ANSWER_TEXTS = (*TOOL_FORMATS.values(), *THOUGHT_MARKS)
 _PROBE_TOOL = {"name": "probe_tool", "description": "d", "parameters": {"type": "object", "properties": {}}}
 
 
 class ChatTemplate:
-    """A compiled chat template; threads may share it.
+    """A compiled chat template, or several by name; threads may share it.
 
+    Of several, `tool_use` is rendered where there are tools, else `default`, as transformers chooses.
     It comes with the model, so it is not trusted: it runs in Jinja's immutable sandbox, for at most `time_limit_s` of
     its thread's processor time (so a busy machine refuses no chat) and `max_chars` characters; `sandbox` says how.
     Rendering takes milliseconds; call it in a thread, not in an event loop.
@@ -34,7 +37,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        source: str,
+        source: str | Mapping[str, str],
         named_tokens: Mapping[str, str] | None = None,
         *,
         added_tokens: Mapping[str, bool] | None = None,
@@ -44,19 +47,24 @@ class ChatTemplate:
     ) -> None:
         """`added_tokens` are the tokenizer's, each with whether it is special; those that make a turn are no tokens in
         what is rendered, only letters. Without, a message may hold any."""
-        self.source = source
+        templates = {"default": source} if isinstance(source, str) else dict(source)
+        self.source = "\n".join(templates.values())
         self._added_tokens = dict(added_tokens or {})
         self._named_tokens = dict(named_tokens or {})
         self._sandbox = TemplateSandbox(time_limit_s=time_limit_s, max_chars=max_chars, clock=clock)
+        self._templates = {name: self._compiled(name, text) for name, text in templates.items()}
+
+    def _compiled(self, name: str, source: str) -> jinja2.Template:
+        what = "the chat template" if name == "default" else f"the chat template {name!r}"
         try:
-            self._template = self._sandbox.compile(source)
+            return self._sandbox.compile(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
-                f"the chat template has an error in line {error.lineno}: {error.message}; "
+                f"{what} has an error in line {error.lineno}: {error.message}; "
                 "correct it, or give another with --chat-template FILE"
             ) from None
         except (LimitReached, RecursionError, jinja2.TemplateError, ArithmeticError, MemoryError) as error:
-            raise CheckpointError(f"the chat template cannot be compiled: {error or type(error).__name__}") from None
+            raise CheckpointError(f"{what} cannot be compiled: {error or type(error).__name__}") from None
 
     @classmethod
     def from_folder(cls, folder: Path, override: str | None = None) -> ChatTemplate | None:
@@ -83,9 +91,9 @@ class ChatTemplate:
         chat = plain_messages(messages)
         if any(message.get("tool_calls") for message in chat):
             chat = styled(chat, self._call_style)
-        hidden = HiddenMarks(self._marks, self.source, chat, kwargs)
+        hidden = HiddenMarks(*self._marks, self.source, chat, kwargs)
         try:
-            chat, kwargs = hidden.hide(chat), hidden.hide(kwargs)
+            chat, kwargs = [hidden.hide_in_message(message) for message in chat], hidden.hide(kwargs)
         except RecursionError:
             raise InvalidRequest("chat_template_kwargs is nested too deeply", param="chat_template_kwargs") from None
         final_text = _tag_final_message(chat) if continue_final_message else ""
@@ -101,21 +109,29 @@ class ChatTemplate:
         return hidden.restore(_cut_at_tag(text, final_text) if continue_final_message else text)
 
     @cached_property
-    def _marks(self) -> Marks:
-        """Special tokens, and those that this template puts around turns: some models have them as common ones."""
-        common = [text for text, special in self._added_tokens.items() if not special and is_bracketed(text)]
-        shown = self._sample() if common else ""
-        return Marks(
-            {text for text, special in self._added_tokens.items() if special or (text in common and text in shown)}
-        )
+    def _marks(self) -> tuple[Marks, Marks]:
+        """What no client's text may hold, and what the model's own may not either: special tokens, and those that this
+        template puts around turns. The others mean something to the template or to the parser of answers."""
+        special = {text for text, special in self._added_tokens.items() if special}
+        common = {text for text in self._added_tokens if text not in special and is_bracketed(text)}
+        answers = {mark for mark in common if any(mark in text for text in _ANSWER_TEXTS)}
+        shown = "".join(map(self._sample, self._templates.values())) if common else ""
+        turns = special | {mark for mark in common - answers if mark in shown}
+        return Marks(turns | answers | {mark for mark in common if mark in self.source}), Marks(turns)
 
-    def _sample(self) -> str:
+    def _sample(self, template: jinja2.Template) -> str:
         """A short chat as a prompt; empty where the template takes neither of two."""
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         for chat in ([question, answer, question], [question]):
             with suppress(InvalidRequest):
-                return self._render({**self._named_tokens, **_UNSET, "messages": chat, "add_generation_prompt": False})
+                unset = {**_UNSET, "add_generation_prompt": False}
+                return self._render({**self._named_tokens, **unset, "messages": chat}, template)
         return ""
+
+    @property
+    def takes_objects(self) -> bool:
+        """Whether arguments of calls must be objects."""
+        return not self._call_style.value[0]
 
     @cached_property
     def _call_style(self) -> CallStyle:
@@ -136,9 +152,11 @@ class ChatTemplate:
                         return style
         return CallStyle.OBJECTS
 
-    def _render(self, variables: dict[str, Any]) -> str:
+    def _render(self, variables: dict[str, Any], template: jinja2.Template | None = None) -> str:
+        """`template` None is the one for such a chat."""
+        template = template or self._chosen(has_tools=variables["tools"] is not None)
         try:
-            return self._sandbox.render(self._template, variables)
+            return self._sandbox.render(template, variables)
         except (LimitReached, jinja2.exceptions.SecurityError, OverflowError, MemoryError) as error:
             raise CheckpointError(
                 f"the chat template was stopped: {error or 'out of memory'}; give another with --chat-template FILE"
@@ -149,6 +167,15 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}", param="messages"
             ) from None
+
+    def _chosen(self, *, has_tools: bool) -> jinja2.Template:
+        """Raises InvalidRequest where there is none for such a chat."""
+        name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            names = ", ".join(sorted(self._templates))
+            told = f"this model's chat templates are {names}, and none is `default`; give one with --chat-template FILE"
+            raise InvalidRequest(told, param="messages")
+        return self._templates[name]
 
 
 def _tag_final_message(chat: list[dict[str, Any]]) -> str:

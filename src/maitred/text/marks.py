@@ -1,8 +1,9 @@
 """Special tokens of chats (marks): a client's text may hold their letters, and stays letters.
 
-`<|im_end|>` in a content would end the turn and let its author write the next one, of any role. So a template never
-sees the marks of its values: it is rendered with a character of private use in place of each, which no value holds.
-Where these stand in the prompt, the letters come back as a span that `Tokenizer.encode` reads as plain text.
+`<|im_end|>` in a content would end the turn and let its author write the next one, of any role; `<tool_call>` in a
+tool's result would be a call. So a template never sees the marks of its values: it is rendered with a character of
+private use in place of each, which no value holds. Where these stand in the prompt, the letters come back as a span
+that `Tokenizer.encode` reads as plain text.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from maitred.errors import InvalidRequest
 
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0x10FFFD  # planes 15 and 16
 _PRIVATE = re.compile(f"[{chr(_FIRST_PRIVATE)}-{chr(_LAST_PRIVATE)}]")
+_OWN_ROLES = ("assistant", "system", "developer")
+_OWN_FIELDS = ("content", "thinking", "reasoning", "reasoning_content")
 
 
 class Marks:
@@ -54,23 +57,31 @@ class MarkedText(str):
 class HiddenMarks:
     """Stands between the values given to a template and the prompt that it makes of them. Time is linear in both."""
 
-    def __init__(self, marks: Marks, source: str, *values: Any) -> None:
-        """`source` is the template's. Raises InvalidRequest for values that use up all private characters."""
-        self._marks = marks
+    def __init__(self, marks: Marks, turn_marks: Marks, source: str, *values: Any) -> None:
+        """`turn_marks` are those of the marks that the model's own messages may not hold either, `source` is the
+        template's. Raises InvalidRequest for values that use up all private characters."""
+        self._marks, self._turn_marks = marks, turn_marks
         texts = [text for value in values for text in _texts_in(value)]
-        found = sorted({mark for text in texts for mark in marks.pattern.findall(text)})
+        found = sorted({mark for text in texts for each in (marks, turn_marks) for mark in each.pattern.findall(text)})
         self._stand_ins = dict(zip(found, _unused([source, *texts]) if found else "", strict=False))
         if len(self._stand_ins) < len(found):
             raise InvalidRequest("the messages hold nearly every character of private use; leave some out")
 
-    def hide(self, value: Any) -> Any:
-        """The value, or a copy in which each mark is a character; of a MarkedText those in its spans."""
+    def hide_in_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The same of a message; what the model thought and said, and the system, may hold marks of answers."""
+        own = _OWN_FIELDS if message.get("role") in _OWN_ROLES else ()
+        return {self.hide(name): self.hide(value, own=name in own) for name, value in message.items()}
+
+    def hide(self, value: Any, *, own: bool = False) -> Any:
+        """The value, or a copy in which each mark is a character; of a MarkedText those in its spans. In a text of the
+        model's `own`, those of turns alone."""
         if not self._stand_ins:
             return value
         if isinstance(value, MarkedText):
             return "".join(self.hide(piece) if is_clients else piece for piece, is_clients in value.parts())
         if isinstance(value, str):
-            return self._marks.pattern.sub(lambda found: self._stand_ins[found[0]], value)
+            marks = self._turn_marks if own else self._marks
+            return marks.pattern.sub(lambda found: self._stand_ins[found[0]], value)
         if isinstance(value, Mapping):
             return {self.hide(name): self.hide(inner) for name, inner in value.items()}
         return [self.hide(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -42,13 +42,19 @@ def styled(chat: Sequence[Mapping[str, Any]], style: CallStyle) -> list[dict[str
 
 def _styled(message: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
     as_text, no_content = style.value
-    calls = [_with_text(call) for call in message["tool_calls"]] if as_text else message["tool_calls"]
+    calls = [(_with_text if as_text else _with_object)(call) for call in message["tool_calls"]]
     return {**message, "content": message.get("content") or no_content, "tool_calls": calls}
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    return {**call, "function": {**call["function"], "arguments": {} if isinstance(arguments, str) else arguments}}
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -75,17 +81,20 @@ def _plain_call(call: Any, path: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{path}.function must be an object with a name and arguments", param=f"{path}.function")
-    arguments = _object_in(function.get("arguments"), f"{path}.function.arguments")
+    arguments = arguments_of(function.get("arguments"), f"{path}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _object_in(arguments: Any, path: str) -> Mapping[str, Any]:
+def arguments_of(arguments: Any, path: str) -> Mapping[str, Any] | str:
+    """As an object; text that is none, such as that of a call which was cut, stays text. Raises InvalidRequest."""
     try:
         value = json.loads(arguments or "{}", parse_constant=_refused) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path} is no JSON: {error}", param=path) from None
+    except (ValueError, RecursionError):
+        return str(arguments)
     if value is None:
         return {}
+    if isinstance(arguments, str) and not isinstance(value, Mapping):
+        return arguments
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{path} must be a JSON object, it is a {type(value).__name__}", param=path)
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -58,14 +58,17 @@ class FolderText:
     def __init__(
         self,
         folder: Path,
-        chat_template: str | None,
+        chat_template: str | Mapping[str, str] | None,
         read_tokenizer: Callable[[Path], Tokenizer] | None = None,
         *,
         allow_special_tokens_in_content: bool = False,
         tool_format: str | None = None,
+        num_rows: int | None = None,
     ) -> None:
-        """`chat_template` is a template's text; `read_tokenizer` None is `Tokenizer.from_folder`."""
+        """`chat_template` is as in ChatTemplate; `read_tokenizer` None is `Tokenizer.from_folder`; `num_rows` are those
+        of the model's embedding."""
         self._allow_special_tokens, self._tool_format = allow_special_tokens_in_content, tool_format
+        self._num_rows = num_rows
         self._folder, self._template, self._read_tokenizer = folder, chat_template, read_tokenizer
         self._parts: TextParts | None = None
         self._lock = threading.Lock()
@@ -94,6 +97,8 @@ class FolderText:
         from maitred.text.tokenizer import Tokenizer  # noqa: PLC0415  the libraries beneath take their time too
 
         tokenizer = (self._read_tokenizer or Tokenizer.from_folder)(self._folder)
+        if self._num_rows is not None:
+            tokenizer.limit_to(self._num_rows)
         if self._template is None:
             return TextParts(tokenizer, None, self._tool_format)
         from maitred.text.chat_template import ChatTemplate  # noqa: PLC0415

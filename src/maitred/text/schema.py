@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maitred.errors import InvalidRequest
@@ -17,11 +17,18 @@ UNSUPPORTED_SCHEMA = "unsupported_schema"  # the error's code
 MAX_BLANKS = 16  # where a client's pattern has no bound
 # an escaped character or a class, which are left alone, or a repetition without end
 _UNBOUNDED = re.compile(r"(?P<whole>\\.|\[(?:\\.|[^\]\\])*\])|(?P<sign>[*+])|\{(?P<least>\d+),\}")
-# keywords that hold schemas: of the same value, by name, of members
+# keywords that hold schemas: of the same value, by name, of members; the last of both are of llguidance's own grammars
 _PARTS = ("allOf", "anyOf", "oneOf")
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
-_ITEMS = ("items", "prefixItems")
-_OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
+_ITEMS = ("items", "prefixItems", "grammars")
+_OF_SCHEMA = ("items", "additionalItems", "additionalProperties", "json_schema")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# keywords whose value, of this type, may be more than llguidance can compile
+_MAY_FAIL: Mapping[str, Any] = {
+    **dict.fromkeys(("pattern", "$ref", "$schema"), str),
+    **dict.fromkeys((*_COUNTS, *_LIMITS), (int, float)),
+}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -57,25 +64,56 @@ def json_source(schema: object, path: str, *, whitespace_pattern: str | None = N
     return Source("json_schema", text, path, is_strict, tuple(left_out))
 
 
-def _enforceable(schema: Any, left_out: set[str], *, is_part: bool = False) -> Any:
-    """Without `minProperties` where llguidance 1.9 says that it cannot count keys, and then lets no object end.
+def _enforceable(schema: Mapping[str, Any], left_out: set[str]) -> Any:
+    """Without `minProperties` where llguidance 1.9 says that it cannot count keys, and then lets no object end."""
 
-    `is_part` of a schema that says more of the same value.
-    """
+    def edit(made: dict[str, Any], is_part: bool) -> None:
+        if "minProperties" in made and not _counts_keys(made, is_part):
+            del made["minProperties"]
+            left_out.add("minProperties")
+        for name in _COUNTS:
+            if isinstance(made.get(name), float) and made[name].is_integer():
+                made[name] = int(made[name])
+
+    return _edited(schema, edit)
+
+
+def without_failing(schema: object, compiles: Callable[[Mapping[str, Any]], bool]) -> tuple[Any, set[str]]:
+    """A schema, or grammars of schemas, without keywords that do not compile by themselves, and the names of those."""
+    left_out: set[str] = set()
+
+    def edit(made: dict[str, Any], is_part: bool) -> None:
+        for name, kind in _MAY_FAIL.items():
+            alone = {of: made[of] for of in ("type", name) if of in made}
+            is_local = name == "$ref" and str(made.get(name)).startswith("#")
+            if isinstance(made.get(name), kind) and not is_local and not compiles(alone):
+                left_out.add(name)
+                del made[name]
+        patterns = made.get("patternProperties")
+        if isinstance(patterns, Mapping) and not compiles({"patternProperties": dict.fromkeys(patterns, True)}):
+            # `additionalProperties` would bind the keys that the patterns were for
+            names = {"patternProperties", "additionalProperties"} & made.keys()
+            left_out.update(names)
+            for name in names:
+                del made[name]
+
+    return _edited(schema, edit), left_out
+
+
+def _edited(schema: Any, edit: Callable[[dict[str, Any], bool], None], *, is_part: bool = False) -> Any:
+    """A copy in which `edit` has changed every schema, told whether it `is_part` of one that says more of its value."""
     if not isinstance(schema, Mapping):
         return schema
     made = dict(schema)
-    if "minProperties" in made and not _counts_keys(schema, is_part):
-        del made["minProperties"]
-        left_out.add("minProperties")
-    for name, value in schema.items():
+    edit(made, is_part)
+    for name, value in made.items():
         is_choice = name in _PARTS
         if name in _OF_SCHEMAS and isinstance(value, Mapping):
-            made[name] = {key: _enforceable(inner, left_out) for key, inner in value.items()}
+            made[name] = {key: _edited(inner, edit) for key, inner in value.items()}
         elif (is_choice or name in _ITEMS) and isinstance(value, list):
-            made[name] = [_enforceable(inner, left_out, is_part=is_choice) for inner in value]
+            made[name] = [_edited(inner, edit, is_part=is_choice) for inner in value]
         elif name in _OF_SCHEMA:
-            made[name] = _enforceable(value, left_out)
+            made[name] = _edited(value, edit)
     return made
 
 

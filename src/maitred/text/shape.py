@@ -32,6 +32,8 @@ class Shape(NamedTuple):
     thinking: ThinkingLimit | None = None
     marks: Collection[int] | None = None  # tokens that are no text; None where nobody looks for any
     ignored: tuple[str, ...] = ()  # keywords of schemas that were left out
+    unknown: tuple[str, ...] = ()  # fields of the request's own objects that nothing reads
+    emptied: tuple[str, ...] = ()  # earlier calls whose arguments are no JSON object, shown as {}
 
 
 NO_SHAPE = Shape()

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from maitred.errors import CheckpointError, InvalidRequest, TooManyTokens
 from maitred.text.bounds import byte_alphabet, longest_text_of_a_token
-from maitred.text.folder import read_json, read_named_tokens
+from maitred.text.folder import read_configured_tokens, read_named_tokens
 from maitred.text.marks import MarkedText, Marks
 
 _BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
@@ -33,6 +33,8 @@ class Tokenizer:
         self._added: dict[int, AddedToken] = inner.get_added_tokens_decoder()
         self.vocab_size = max(self._ids.values(), default=-1) + 1
         """Smallest number that no token id reaches, added tokens included."""
+        self.without_row: dict[int, str] = {}
+        """Tokens that the model cannot read, by id: see `limit_to`."""
         self.special_token_ids = frozenset(id_ for id_, token in self._added.items() if token.special)
         named = named_tokens or {}
         self.bos_token_id = self._ids.get(named.get("bos_token", ""))
@@ -62,24 +64,40 @@ class Tokenizer:
             raise CheckpointError(
                 f"{path} cannot be read: {error}; copy it again, or upgrade the package `tokenizers`"
             ) from None
-        _add_configured_tokens(inner, read_json(folder / "tokenizer_config.json"))
+        _add_configured_tokens(inner, folder)
         return cls(inner, read_named_tokens(folder))
 
+    def limit_to(self, num_rows: int) -> None:
+        """Refuse tokens for which the model's embedding, of `num_rows`, has no row."""
+        if self.vocab_size > num_rows:
+            self.without_row = {token_id: text for text, token_id in self._ids.items() if token_id >= num_rows}
+            self.vocab_size = num_rows
+
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Raises InvalidRequest for text that is not Unicode (lone surrogates), TooManyTokens when there are over
-        `most`, which is told before there is a list of them: making one takes the GIL for as long. Spans of a
-        MarkedText are read as plain text.
+        """Raises InvalidRequest for text that is not Unicode (lone surrogates) and for tokens without a row,
+        TooManyTokens when there are over `most`, which is told before there is a list of them: making one takes the
+        GIL for as long. Spans of a MarkedText are read as plain text.
         """
-        ids: list[int]
         if isinstance(text, MarkedText):
             ids = self._reader_of(text.marks).encode(text, add_special_tokens)
             if most is not None and len(ids) > most:
                 raise TooManyTokens(len(ids), most)
-            return ids
-        (encoding,) = self._encodings((text,), add_special_tokens)
+            return self._with_rows(ids)
+        _check_unicode(text)
+        # which releases the GIL, as `tokenizers` does for batches only
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if most is not None and len(encoding) > most:
             raise TooManyTokens(len(encoding), most)
-        ids = encoding.ids
+        return self._with_rows(encoding.ids)
+
+    def _with_rows(self, ids: list[int]) -> list[int]:
+        """Raises InvalidRequest."""
+        if self.without_row and max(ids, default=0) >= self.vocab_size:
+            first = next(token_id for token_id in ids if token_id >= self.vocab_size)
+            raise InvalidRequest(
+                f"the text has token {first} ({self.without_row[first]!r}), and the model's embedding has rows for 0 "
+                f"to {self.vocab_size - 1} alone; leave that token out"
+            )
         return ids
 
     @property
@@ -92,18 +110,6 @@ class Tokenizer:
         if reader is None or reader.marks is not marks:
             reader = self._reader = _MarkReader(self._inner, self._added, marks)
         return reader
-
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
-        return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
-
-    def _encodings(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
-        """The GIL is released, which `tokenizers` does for batches only."""
-        for text in texts:
-            _check_unicode(text)
-        encodings: list[tokenizers.Encoding]
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return encodings
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Exactly what `tokenizers` gives; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
@@ -122,8 +128,9 @@ class Tokenizer:
         return known
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token written exactly so in the vocabulary, as `<|im_end|>`."""
-        return self._ids.get(text)
+        """The id of the token written exactly so in the vocabulary, as `<|im_end|>`, if the model can read it."""
+        token_id = self._ids.get(text)
+        return None if token_id in self.without_row else token_id
 
     def min_tokens(self, text: str) -> int:
         """A number of tokens that `text` certainly has, from its length alone."""
@@ -199,8 +206,8 @@ def whole_json(folder: Path) -> str:
         text = path.read_bytes()
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             file = msgspec.json.decode(text, type=_OfFile)
-            configured = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-            missing = {entry["content"] for entry in configured.values()} - {t["content"] for t in file.added_tokens}
+            named = {token["content"] for token in read_configured_tokens(folder)}
+            missing = named - {token["content"] for token in file.added_tokens}
             if not missing and file.truncation is None and file.padding is None:
                 return text.decode()
     whole: str = Tokenizer.from_folder(folder)._inner.to_str()
@@ -246,7 +253,7 @@ class _MarkReader:
 
 
 def _flags(token: AddedToken) -> dict[str, bool]:
-    return {field: getattr(token, field) for field in _ADDED_TOKEN_FIELDS if field != "content"}
+    return {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
 
 
 def _no_tokenizer(folder: Path) -> str:
@@ -259,15 +266,11 @@ def _no_tokenizer(folder: Path) -> str:
     return f"{folder} has no tokenizer.json; copy it there from where the model came from"
 
 
-def _add_configured_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+def _add_configured_tokens(inner: tokenizers.Tokenizer, folder: Path) -> None:
     """Tokens that only tokenizer_config.json names, in id order, as transformers adds them when it loads the folder."""
-    configured = config.get("added_tokens_decoder") or {}
-    for _, entry in sorted(configured.items(), key=lambda item: int(item[0])):
-        if inner.token_to_id(entry["content"]) is None:
-            inner.add_tokens([AddedToken(**{k: entry[k] for k in _ADDED_TOKEN_FIELDS if k in entry})])
-
-
-_ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    for token in read_configured_tokens(folder):
+        if inner.token_to_id(token["content"]) is None:
+            inner.add_tokens([AddedToken(**token)])
 
 
 def _check_unicode(text: str) -> None:

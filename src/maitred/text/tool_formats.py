@@ -88,6 +88,9 @@ TOOL_FORMATS: dict[str, str] = {
 """`--tool-format` takes these, and `harmony`."""
 
 
+THOUGHT_MARKS = ("<think>", "</think>", "[THINK]", "[/THINK]")
+
+
 class Hint(NamedTuple):
     """What is not shown by templates that hold `sign`."""
 

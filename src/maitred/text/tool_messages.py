@@ -55,7 +55,8 @@ def _written_call(format: CallFormat, call: _Message, number: int) -> list[tuple
         if piece is Slot.PAIRS:
             pieces += _written_pairs(format, function["arguments"])
         elif piece is Slot.ARGUMENTS:
-            pieces.append((json.dumps(function["arguments"], ensure_ascii=False), True))
+            told = function["arguments"]
+            pieces.append((told if isinstance(told, str) else json.dumps(told, ensure_ascii=False), True))
         else:
             pieces.append((values[piece], True) if isinstance(piece, Slot) else (plain((piece,)), False))
     return pieces
@@ -65,7 +66,7 @@ def _written_pairs(format: CallFormat, arguments: _Message) -> list[tuple[str, b
     pairs = format.pairs
     assert pairs is not None
     pieces: list[tuple[str, bool]] = []
-    for number, (key, value) in enumerate(arguments.items()):
+    for number, (key, value) in enumerate(arguments.items() if isinstance(arguments, Mapping) else ()):
         is_text = isinstance(value, str)
         begin: Text = pairs.value_begin if is_text else pairs.value_begin_of.get("object", pairs.value_begin)
         quote = (plain(pairs.quote), False) if is_text else ("", False)

@@ -8,20 +8,16 @@ from typing import Any
 import msgspec
 
 from maitred.errors import CheckpointError
+from maitred.text.folder import AddedToken
 
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[Any] = {}
 
 
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
 class _File(msgspec.Struct):
     model: _Model
-    added_tokens: list[_AddedToken] = []
+    added_tokens: list[AddedToken] = []
 
 
 def vocabulary_difference(tokenizer_file: Path, other_file: Path) -> str | None:

@@ -31,6 +31,15 @@ def test_lines_are_found_by_number_and_place(tmp_path):
             assert (request.url, json.loads(request.body)) == ("/v1/chat/completions", BODY)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = written(tmp_path, line("a"), line("b"))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    found = scan(path)
+    assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (2, "b")]
+    with path.open("rb") as file:
+        assert [json.loads(read_request(file, each).body) for each in found] == [BODY, BODY]
+
+
 def test_a_custom_id_that_stands_twice_is_refused_with_both_lines(tmp_path):
     with pytest.raises(ConfigError, match="'a' stands in line 1 and again in line 3"):
         scan(written(tmp_path, line("a"), line("b"), line("a")))

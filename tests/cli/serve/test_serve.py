@@ -13,11 +13,12 @@ import httpx
 import pytest
 
 from maitred.cli.main import main
-from maitred.cli.serve.command import _welcome, bind, url_of
+from maitred.cli.serve.command import _welcome, bind, served_words, url_of
 from maitred.config import ServerConfig
 from maitred.engine.limits import claim_descriptors
 from maitred.errors import ConfigError
 from tests.cli.running import maitred_process
+from tests.cli.test_ps import tensor_entry
 from tests.conftest import ServerProcess, copied_model
 
 
@@ -132,6 +133,17 @@ def test_the_welcome_gives_an_address_that_works_and_never_the_key(host, shown):
     assert text.startswith(f"maitred serves m on http://{shown}:8000")
     assert "secret" not in text
     assert "--api-key KEY" in text
+
+
+def test_the_welcome_says_which_models_of_tensors_there_are_and_what_to_type():
+    ready = [tensor_entry(f"m{at}", 1, "READY") for at in range(8)]
+    broken = tensor_entry("m0", 2, "UNAVAILABLE", "cut off")
+    assert _welcome(served_words(("tiny",), ()), "URL", has_keys=False).startswith("maitred serves tiny on URL ")
+    alone = served_words((), [*ready[:2], broken])
+    assert alone == "2 tensor models (m0, m1), 1 unavailable (maitred ps says why),"
+    assert "or try: maitred ps URL --api-key KEY)" in _welcome(alone, "URL", has_keys=True, talks=False)
+    assert served_words(("tiny", "alias"), ready) == "tiny and 8 tensor models (m0, m1, m2, m3, m4, m5, and 2 more)"
+    assert served_words((), [broken]) == "0 tensor models, 1 unavailable (maitred ps says why),"
 
 
 def test_the_memory_plan_is_printed_before_the_server_is_ready(server: ServerProcess):

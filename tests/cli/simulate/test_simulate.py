@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -279,3 +280,14 @@ def test_a_profile_of_another_model_is_refused(trace: str, tmp_path: Path, capsy
     path.write_bytes(encode_profile(a_profile()))
     assert main(["simulate", "--workload", trace, "--device", str(path), "--model", "llama-3.1-8b"]) == 1
     assert "the profile is of maitred-mini" in capsys.readouterr().err
+
+
+def test_a_trace_that_is_packed_is_unpacked_and_told_of(tmp_path, capsys):
+    path = tmp_path / "BurstGPT_1.csv.gz"
+    rows = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,a,4,1,5,b\n7.5,a,4,1,5,b\n"
+    path.write_bytes(gzip.compress(rows.encode()))
+    assert [arrival.at for arrival in read_workload(str(path)).arrivals()] == [0.0, 2.5]
+    assert "2 requests in 2.5 s" in capsys.readouterr().err
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match="damaged gzip file"):
+        read_workload(str(path))

@@ -18,7 +18,7 @@ from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
 from maitred.api.http.fleet_headers import KV_EXPECTED, placed_by_router, time_left
-from maitred.api.http.ignored_fields import SCHEMA_IGNORED, names_told
+from maitred.api.http.ignored_fields import ARGUMENTS_EMPTIED, SCHEMA_IGNORED, names_told
 from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import NoteTokens
@@ -67,6 +67,9 @@ async def generate(
             shape = ask.shape_found
             if shape.ignored:
                 exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
+            if shape.emptied:
+                exchange.told += ((ARGUMENTS_EMPTIED, names_told(shape.emptied)),)
+            app.ignored_fields.heed(exchange, shape.unknown, ())
             batches = placed_by_router(exchange.headers, batches)
             batches, ended = _placed(app, lease.admit(batches), lease, resumption)
             if app.fleet.follows(exchange.headers):

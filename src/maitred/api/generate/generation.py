@@ -12,7 +12,7 @@ from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.kept_logprobs import Keep
 from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
-from maitred.errors import GenerationFailed, Overloaded, QueueTimeout, RequestTimeout, ServerError
+from maitred.errors import GenerationFailed, Overloaded, QueueTimeout, RequestTimeout, ServerError, Unavailable
 from maitred.request import FinishReason, RequestSpec
 
 _GOOD_ENDS = (None, FinishReason.STOP, FinishReason.LENGTH)
@@ -71,6 +71,8 @@ class Generation:
             return Overloaded(message, retry_after_s=self._app.gate.retry_after_s(self._app.clock.now()))
         if delta.finish_reason is FinishReason.TIMEOUT:
             return RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
+        if delta.finish_reason is FinishReason.ABORT:  # by an administrator, for the client is still there
+            return Unavailable("the server was told to end its requests before it sleeps; send the request again")
         return GenerationFailed(delta.error or "the server ended this request")
 
     async def gather(self, keep: Keep) -> None:

@@ -22,7 +22,8 @@ def fingerprint_of(model: ServedModel, adapter: AdapterFacts | None = None) -> s
 def told_usage(outcome: Outcome) -> ToldUsage:
     """As the engine's counters have it; a router bills by it."""
     num_prompt, num_output = outcome.num_tokens_used()
-    return ToldUsage(num_prompt, outcome.usage().num_cached_tokens, num_output)
+    used = outcome.usage()
+    return ToldUsage(num_prompt, used.num_cached_tokens, num_output, used.compute_us)
 
 
 class Teller:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -37,7 +37,7 @@ class Method:
 
     decode: Decode
     answer: Callable[[Any, Call], Awaitable[Any]] | None = None
-    stream: Callable[[AsyncIterator[Any], Call], AsyncIterator[bytes]] | None = None
+    stream: Callable[[AsyncIterator[Any], Call], AsyncGenerator[bytes, None]] | None = None
     is_open: bool = False  # needs no key
     admin: str = ""  # what it takes an administrator's key for, in words
 
@@ -76,13 +76,17 @@ async def _answered(app: App, path: str, method: Method, content: bytes, context
 
 async def _streamed(
     app: App, path: str, method: Method, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-) -> AsyncIterator[bytes]:
+) -> None:
+    """Writes the answers rather than yield them: gRPC leaves a generator whose client is gone to the garbage collector,
+    which ends it when the call is no more.
+    """
     assert method.stream is not None
     with _told(app, path, context) as ended:
         try:
             decoded = (_decoded(method, content) async for content in requests)
-            async for told in method.stream(decoded, _call(app, method, context)):
-                yield told
+            async with aclosing(method.stream(decoded, _call(app, method, context))) as answers:
+                async for told in answers:
+                    await context.write(told)
         except Exception as error:
             await _refuse(context, error, ended)
         ended.code = grpc.StatusCode.OK
@@ -95,13 +99,13 @@ class _Ended:
 
 @contextmanager
 def _told(app: App, path: str, context: grpc.aio.ServicerContext) -> Iterator[_Ended]:
-    """One line of the access log for each call."""
-    ended, began_at = _Ended(), app.clock.now()
+    """One line of the access log for each call. At its end the context may be gone, so it is not asked any more."""
+    ended, began_at, client = _Ended(), app.clock.now(), context.peer()
     try:
         yield ended
     finally:
         ms = round((app.clock.now() - began_at) * 1000, 1)
-        fields = {"method": "GRPC", "path": path, "status": ended.code.name, "ms": ms, "client": context.peer()}
+        fields = {"method": "GRPC", "path": path, "status": ended.code.name, "ms": ms, "client": client}
         log_fields(ACCESS, logging.INFO, "access", fields)
 
 

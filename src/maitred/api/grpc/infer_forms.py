@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from maitred.api.tensor.parameters import (
     CLASSIFICATION,
     Place,
@@ -20,8 +18,9 @@ from maitred.api.tensor.parameters import (
     terms_of,
     version_of,
 )
+from maitred.api.tensor.regions import RegionPart
 from maitred.errors import InvalidRequest
-from maitred.tensor.arrays import data_type_of, texts_as_bytes
+from maitred.tensor.arrays import MOST_DIMS, data_type_of, numbers_as_bytes, texts_as_bytes
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.protocol_fields import MESSAGES, RAW_OUTPUT_CONTENTS
@@ -81,8 +80,10 @@ def _inputs(inputs: Sequence[ANY_MESSAGE], raw: Sequence[memoryview], view: View
         raise InvalidRequest(f"there are {len(raw)} raw_input_contents for {num_sent} inputs outside of shared memory")
     left, tensors = iter(raw), []
     for each, place in zip(inputs, places, strict=True):
+        if len(each.shape) > MOST_DIMS:
+            raise InvalidRequest(f"input {each.name[:80]!r} has {len(each.shape)} dimensions, and may have {MOST_DIMS}")
         if place is not None:
-            data: Buffer = view(*place)
+            data: Buffer = view(*place).read()
         elif raw and each.HasField("contents"):
             raise InvalidRequest(f"input {each.name!r} has contents beside raw_input_contents; send one of them")
         else:
@@ -100,7 +101,7 @@ def _typed(each: ANY_MESSAGE) -> bytes:
         return texts_as_bytes(values)
     kind = NUMPY_TYPES[data_type_of(each.datatype)]
     try:
-        return np.array(values, kind).tobytes()
+        return numbers_as_bytes(values, kind)
     except OverflowError:
         raise InvalidRequest(f"input {each.name!r} has a number that is no {each.datatype}") from None
 
@@ -117,7 +118,7 @@ def _output_place(output: ANY_MESSAGE) -> Place | None:
 
 
 def infer_response(
-    message: ANY_MESSAGE, answer: InferResponse, into: Mapping[str, Buffer], classes: Classes
+    message: ANY_MESSAGE, answer: InferResponse, into: Mapping[str, RegionPart], classes: Classes
 ) -> tuple[ANY_MESSAGE, list[Buffer]]:
     """The answer to `message`, and its raw contents beside it: one for each output. `into` is its request's."""
     told = MESSAGES["ModelInferResponse"](model_name=answer.model, model_version=str(answer.version), id=message.id)
@@ -134,7 +135,7 @@ def infer_response(
     return told, contents
 
 
-def _kept(output: ANY_MESSAGE, tensor: Tensor, place: Place, into: Buffer) -> bytes:
+def _kept(output: ANY_MESSAGE, tensor: Tensor, place: Place, into: RegionPart) -> bytes:
     for name, value in place.told(keep(tensor, place, into)).items():
         setattr(output.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
     return b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,14 +22,16 @@ from maitred.api.grpc.infer_forms import (
     written,
 )
 from maitred.api.http.app import App
+from maitred.api.http.text_threads import LONG_BYTES
 from maitred.api.tensor.extensions import Extensions
 from maitred.api.tensor.lease import new_id, tensors_of
-from maitred.api.tensor.parameters import check_unload, config_to_load, version_of
+from maitred.api.tensor.parameters import CLASSIFICATION, check_unload, config_to_load, version_of
+from maitred.api.tensor.settings import LOGS, TRACES
 from maitred.errors import MaitredError, UnsupportedParameter
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, outputs_of
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
 from maitred.tensor.raw_contents import split
-from maitred.tensor.service import DURATIONS, Buffer, InferRequest, InferResponse, ModelStatistics
+from maitred.tensor.service import DURATIONS, Buffer, InferRequest, InferResponse, ModelStatistics, num_bytes_of
 
 MOST_IN_STREAM = 256  # requests of one stream that wait for their answers
 _MEMBERS = {bool: "bool_param", int: "uint32_param", str: "string_param"}  # of a log setting
@@ -73,8 +75,8 @@ class InferenceService:
             "CudaSharedMemoryStatus": Method(_request("CudaSharedMemoryStatus"), _no_cuda_regions, admin=reads),
             "CudaSharedMemoryRegister": Method(_request("CudaSharedMemoryRegister"), _refuse_cuda, admin=reads),
             "CudaSharedMemoryUnregister": Method(_request("CudaSharedMemoryUnregister"), _forget_cuda, admin=reads),
-            "TraceSetting": Method(_request("TraceSetting"), self._trace, admin="change what is traced"),
-            "LogSettings": Method(_request("LogSettings"), self._log, admin="change what is logged"),
+            "TraceSetting": Method(_request("TraceSetting"), self._trace, admin=TRACES),
+            "LogSettings": Method(_request("LogSettings"), self._log, admin=LOGS),
         }
 
     # -- health and metadata
@@ -122,9 +124,18 @@ class InferenceService:
 
     async def _answered(self, decoded: _Decoded, call: Call) -> tuple[ANY_MESSAGE, list[Buffer]]:
         message = decoded.message
-        request = infer_request(message, decoded.raw, new_id(), self._with.regions.view)
+        request = await self._request(decoded, call)
         answer = await infer(self._app, call.caller, request, parameters=parameters_of(message), limits=call.limits)
-        return self._told(message, request, answer)
+        is_classified = any(CLASSIFICATION in each.parameters for each in message.outputs)
+        num_bytes = num_bytes_of(answer.outputs) if is_classified else 0
+        return await self._app.text.run(num_bytes, partial(self._told, message, request, answer))
+
+    async def _request(self, decoded: _Decoded, call: Call) -> InferRequest:
+        """With what it names of the caller's shared memory, copied in a thread; typed contents too."""
+        owner = call.caller.tenant.name
+        work = partial(infer_request, *decoded, new_id(), partial(self._with.regions.view, owner))
+        num_region_bytes = min(LONG_BYTES, self._with.regions.num_bytes(owner))
+        return await self._app.text.run(max(num_region_bytes, decoded.message.ByteSize()), work)
 
     def _told(
         self, message: ANY_MESSAGE, request: InferRequest, answer: InferResponse
@@ -132,7 +143,7 @@ class InferenceService:
         classes = partial(self._with.labels.classify, tensors_of(self._app))
         return infer_response(message, answer, request.into, classes)
 
-    async def _stream(self, requests: AsyncIterator[_Decoded], call: Call) -> AsyncIterator[bytes]:
+    async def _stream(self, requests: AsyncIterator[_Decoded], call: Call) -> AsyncGenerator[bytes, None]:
         """Answers in the order of their requests, which run beside each other, and those of the language model as they
         come; an error is of its request alone.
         """
@@ -144,8 +155,10 @@ class InferenceService:
                 yield told if isinstance(told, bytes) else await told
             await reader
         finally:
-            for left in (reader, *running):
-                left.cancel()
+            left = (reader, *running)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)  # none may ask anything of a call that has ended
 
     async def _read_stream(
         self,
@@ -180,7 +193,7 @@ class InferenceService:
         """The answers of the language model to one request of a stream."""
         message = decoded.message
         try:
-            request = infer_request(message, decoded.raw, new_id(), self._with.regions.view)
+            request = await self._request(decoded, call)
             asked = asked_of(request, parameters_of(message))
             async with aclosing(responses(self._app, call.caller, request, asked, call.limits)) as told:
                 async for answer, is_last in told:
@@ -217,17 +230,18 @@ class InferenceService:
 
     async def _regions(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
         told = MESSAGES["SystemSharedMemoryStatusResponse"]()
-        for name, region in self._with.regions.status(message.name).items():
+        for name, region in self._with.regions.status(call.caller.tenant.name, message.name).items():
             line = told.regions[name]
             line.name, line.key, line.offset, line.byte_size = name, region.key, region.offset, region.byte_size
         return told
 
     async def _register(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        self._with.regions.register(message.name, message.key, message.offset, message.byte_size)
+        region = (message.name, message.key, message.offset, message.byte_size)
+        self._with.regions.register(call.caller.tenant.name, *region)
         return MESSAGES["SystemSharedMemoryRegisterResponse"]()
 
     async def _unregister(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        self._with.regions.unregister(message.name)
+        self._with.regions.unregister(call.caller.tenant.name, message.name)
         return MESSAGES["SystemSharedMemoryUnregisterResponse"]()
 
     async def _trace(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from pathlib import Path
 
 import grpc
@@ -42,7 +42,7 @@ class HealthService:
             raise RouteNotFound(f"there is no service {message.service[:200]!r}")
         return HEALTH_MESSAGES["HealthCheckResponse"](status=status)
 
-    async def _watch(self, messages: AsyncIterator[ANY_MESSAGE], call: Call) -> AsyncIterator[bytes]:
+    async def _watch(self, messages: AsyncIterator[ANY_MESSAGE], call: Call) -> AsyncGenerator[bytes, None]:
         """The status now, and each time it is another."""
         message, told = await anext(aiter(messages)), None
         while True:

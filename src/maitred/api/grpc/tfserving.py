@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from maitred.api.dialects.tfserving.status import (
     SIGNATURE,
@@ -16,7 +17,7 @@ from maitred.api.http.app import App
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.errors import InvalidRequest, UnsupportedParameter
 from maitred.tensor.config import ANY_MESSAGE
-from maitred.tensor.service import InferRequest
+from maitred.tensor.service import InferRequest, InferResponse, Tensor, num_bytes_of
 from maitred.tensor.tfs_fields import MESSAGES, PACKAGE
 from maitred.tensor.tfs_forms import tensor_from_proto, tensor_to_proto
 
@@ -41,22 +42,30 @@ class PredictionService:
             model=name,
             version=version,
             label=label,
-            inputs=tuple(tensor_from_proto(name, proto) for name, proto in message.inputs.items()),
+            inputs=await self._app.text.run(message.ByteSize(), partial(_inputs, message)),
             outputs=tuple(message.output_filter),
         )
         answer = await infer(self._app, call.caller, request, limits=call.limits)
-        told = MESSAGES["PredictResponse"]()
-        told.model_spec.name, told.model_spec.signature_name = answer.model, SIGNATURE
-        told.model_spec.version.value = answer.version
-        for tensor in answer.outputs:
-            told.outputs[tensor.name].CopyFrom(tensor_to_proto(tensor))
-        return told
+        return await self._app.text.run(num_bytes_of(answer.outputs), partial(_predicted, answer))
 
     async def _metadata(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
         for field in message.metadata_field:
             if field != SIGNATURE_DEF:
                 raise UnsupportedParameter(f"the metadata field {field[:80]!r} is not supported")
         return metadata(tensors_of(self._app), *_spec(message))
+
+
+def _inputs(message: ANY_MESSAGE) -> tuple[Tensor, ...]:
+    return tuple(tensor_from_proto(name, proto) for name, proto in message.inputs.items())
+
+
+def _predicted(answer: InferResponse) -> ANY_MESSAGE:
+    told = MESSAGES["PredictResponse"]()
+    told.model_spec.name, told.model_spec.signature_name = answer.model, SIGNATURE
+    told.model_spec.version.value = answer.version
+    for tensor in answer.outputs:
+        told.outputs[tensor.name].CopyFrom(tensor_to_proto(tensor))
+    return told
 
 
 class ModelService:

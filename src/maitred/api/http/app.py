@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
-from maitred.api.http.errors import shortened
+from maitred.api.http.errors import shortened, told_names
 from maitred.api.http.fleet_token import read_fleet_token
 from maitred.api.http.ignored_fields import IgnoredFields
 from maitred.api.http.in_flight import InFlight
@@ -131,6 +131,11 @@ class App:
             return None
         return self.adapters.named.get(name)
 
+    def adapters_of(self, caller: Caller) -> list[AdapterFacts]:
+        """All that the caller may ask for."""
+        named = self.adapters.named.values() if self.adapters is not None else ()
+        return [facts for facts in named if caller.tenant.may_use(facts.name)]
+
     @property
     def tensors(self) -> TensorService | None:
         """None where no tensor models are served."""
@@ -165,10 +170,9 @@ class App:
         if name is None:
             return self.model.names[0]
         if not self.is_model(name) and self.adapter(name, caller) is None:
-            raise ModelNotFound(
-                f"the model {shortened(repr(name))} is not served here; choose one of {', '.join(self.model.names)}",
-                param="model",
-            )
+            choices = told_names([*self.model.names, *(facts.name for facts in self.adapters_of(caller))])
+            text = f"the model {shortened(repr(name))} is not served here; choose one of {choices}"
+            raise ModelNotFound(text, param="model")
         return name
 
     def reconfigured(self, scheduler: SchedulerConfig) -> None:

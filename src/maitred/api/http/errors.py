@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from maitred.errors import (
@@ -27,6 +28,7 @@ from maitred.errors import (
 )
 
 MAX_MESSAGE_CHARS = 1000
+MAX_NAMES = 20  # in an error
 CLIENT_GONE_STATUS = 499  # nginx's number for a client that went away; only logs and metrics see it
 
 
@@ -39,7 +41,7 @@ class BrokenOff(Unavailable):
 
 
 class ReplicaFailed(ServerError):
-    """A replica gave no answer that a client can have, and no other may go on with it."""
+    """A replica gave no answer that a client can have, and no other replica may go on with the request."""
 
 
 class MethodNotAllowed(RequestError):
@@ -120,6 +122,12 @@ def http_error(error: BaseException) -> HttpError:
 def shortened(text: str, limit: int = 200) -> str:
     """`text` as an error may quote it: never more than `limit` characters of what the client sent."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def told_names(names: Sequence[str]) -> str:
+    """A list for an error: the first `MAX_NAMES`, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _printable(text: str) -> str:

@@ -13,8 +13,9 @@ from maitred.errors import InvalidRequest, did_you_mean
 
 IGNORED_FIELDS = b"x-maitred-ignored-fields"
 SCHEMA_IGNORED = b"x-maitred-schema-ignored"
+ARGUMENTS_EMPTIED = b"x-maitred-arguments-emptied"  # of earlier calls: they were no JSON object
 # headers that follow from a body: routers and caches pass them on
-TOLD_OF_BODIES = frozenset((IGNORED_FIELDS, SCHEMA_IGNORED))
+TOLD_OF_BODIES = frozenset((IGNORED_FIELDS, SCHEMA_IGNORED, ARGUMENTS_EMPTIED))
 MAX_TOLD = 10  # names in a header
 MAX_LOGGED = 256  # names in the log of one server: looking for a near miss takes 0.2 ms
 NEAR = 0.75  # difflib's ratio of a slip of the pen: temprature is one, top_n none

@@ -10,7 +10,9 @@ import msgspec
 
 from maitred.api.http.errors import MethodNotAllowed, shortened
 from maitred.api.http.formats import AnswerFormat
-from maitred.errors import RouteNotFound
+from maitred.errors import RouteNotFound, did_you_mean
+
+MAX_PATH = 200  # characters that are compared with those that there are
 
 Handler = Callable[..., Awaitable[None]]  # of an App and an Exchange, which know routes
 
@@ -118,12 +120,21 @@ class RouteTable:
         if methods is None and self._fallback is not None:
             return self._fallback, path
         if methods is None:
-            raise RouteNotFound(f"there is nothing at {shortened(path)}; GET /openapi.json lists what there is")
+            meant = self._meant(path[:MAX_PATH])
+            raise RouteNotFound(f"there is nothing at {shortened(path)}{meant}; GET /openapi.json lists what there is")
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
             allow = ", ".join(sorted({*methods, "HEAD"} if "GET" in methods else methods))
             raise MethodNotAllowed(f"{shortened(path)} does not take {shortened(method)}; use {allow}", allow=allow)
         return route, parameter
+
+    def _meant(self, path: str) -> str:
+        """A base URL without /v1, or with more before it, is the commonest slip."""
+        asked = path.rstrip("/")
+        for known in self._exact:
+            if asked and known.strip("/") and (known.endswith(asked) or asked.endswith(known)):
+                return f" (did you mean {known}?)"
+        return did_you_mean(path, self._exact, cutoff=0.8)
 
     def _by_prefix(self, path: str) -> tuple[dict[str, Route] | None, str]:
         for before, methods in self._prefixed.items():

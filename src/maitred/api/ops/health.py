@@ -45,6 +45,8 @@ async def ready(app: App, exchange: Exchange) -> None:
     state = app.replica.state()
     if state.loading:
         raise Unavailable(f"the engine is loading: {state.error}" if state.error else "the engine is loading")
+    if state.lacking:
+        raise Unavailable(state.lacking)
     if not app.ready:
         raise Unavailable(state.error or "the server is not ready for requests")
     await exchange.answer(b"", 200, ())
@@ -108,6 +110,8 @@ class DecodeProbe:
                 async for progress in self._replica.submit(request):
                     if progress.finish_reason is FinishReason.LENGTH:
                         return self._clock.now() - began_at
+                    if progress.finish_reason is FinishReason.ABORT:
+                        raise Unavailable("the engine was told to end its requests before it sleeps")
                     if progress.finish_reason is not None:
                         raise GenerationFailed(progress.error or f"it ended with {progress.finish_reason.value}")
         except TimeoutError:

@@ -39,8 +39,18 @@ class LoadedModel(msgspec.Struct, frozen=True):
     reasoning_format: str | None = None  # and thoughts
 
 
+class TensorModelState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A version of a tensor model, or a folder of which no version is known."""
+
+    name: str
+    version: int | None = None
+    state: str = ""  # as Triton calls it; none of a model that was never loaded
+    reason: str = ""
+
+
 class LoadedModels(msgspec.Struct, frozen=True):
     models: tuple[LoadedModel, ...]
+    tensor_models: tuple[TensorModelState, ...] = ()
 
 
 class WatchLive:
@@ -68,8 +78,12 @@ class WatchLive:
 async def loaded_models(app: App, exchange: Exchange) -> None:
     """What is in memory, how it is held, and since when."""
     model, held = app.model, app.model.footprint
+    tensor_models = tuple(
+        TensorModelState(each.name, each.version, each.state.value if each.state is not None else "", each.reason)
+        for each in (app.tensors.index() if app.tensors is not None else ())
+    )
     if not model.names:
-        await exchange.answer_json(LoadedModels(()))
+        await exchange.answer_json(LoadedModels((), tensor_models))
         return
     known = {} if held is None else {name: getattr(held, name) for name in held.__dataclass_fields__}
     format = await app.text.run(0, lambda: model.answer_format)
@@ -83,7 +97,7 @@ async def loaded_models(app: App, exchange: Exchange) -> None:
         reasoning_format=format.reasoning_name,
         **known,
     )
-    await exchange.answer_json(LoadedModels((row,)))
+    await exchange.answer_json(LoadedModels((row,), tensor_models))
 
 
 def _check_again(app: App, exchange: Exchange) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import maitred
 from maitred.api.generate.time_limits import HEADERS, MAX_MS
 from maitred.api.http.formats import AnswerFormat
-from maitred.api.http.ignored_fields import IGNORED_FIELDS, MAX_TOLD, SCHEMA_IGNORED
+from maitred.api.http.ignored_fields import ARGUMENTS_EMPTIED, IGNORED_FIELDS, MAX_TOLD, SCHEMA_IGNORED
 from maitred.api.http.routes import Route, RouteTable
 
 _REF = "#/components/schemas/{name}"
@@ -85,6 +85,8 @@ def _told(route: Route) -> dict[str, Any]:
     if route.event is not None:
         text = "Keywords of JSON schemas in the body that are not enforced; likewise."
         told[SCHEMA_IGNORED.decode()] = {"description": text, "schema": {"type": "string"}}
+        text = "Calls in messages whose arguments are no JSON object, and are shown as {}; likewise."
+        told[ARGUMENTS_EMPTIED.decode()] = {"description": text, "schema": {"type": "string"}}
     return {"headers": told}
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import add
 
 from maitred.cluster.replica_events import Ended
 from maitred.cluster.told_tokens import NOTHING, ToldUsage
@@ -23,11 +24,9 @@ class _Answer:
     broke_off: bool = False
 
     def add(self, charges: Charges) -> None:
-        prompt, cached, output = self.usage
-        counted = charges.num_cached_tokens if charges.num_prompt_tokens else 0
-        self.usage = ToldUsage(
-            prompt + charges.num_prompt_tokens, cached + counted, output + charges.num_generated_tokens
-        )
+        prompt, _, output = charges[:3]
+        more = ToldUsage(prompt, charges.num_cached_tokens if prompt else 0, output, charges.compute_us)
+        self.usage = ToldUsage(*map(add, self.usage, more))
 
 
 class Unfinished:

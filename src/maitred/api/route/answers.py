@@ -152,7 +152,7 @@ def _count(told: object) -> int | None:
 
 
 def as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
-    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete)
+    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete, told.compute_us)
 
 
 def cost_told(answer: Answer, *, is_ours: bool) -> Usage | None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from maitred.cluster.fleet_request import Usage
-from maitred.cluster.told_tokens import ToldUsage
+from maitred.cluster.told_tokens import NOTHING, ToldUsage
 
 WAIT_S = 2.0  # for a word that comes a step after the request was let go; who died says none
 
@@ -40,19 +40,20 @@ class Bill:
 
     def with_untold(self, usage: Usage) -> Usage:
         """And what was computed beyond what was told."""
-        prompt = output = cached = 0
+        untold = NOTHING
         for replica, told in list(self._told.items()):  # the ledger's thread asks too
             computed = self._computed.get(replica, told)
-            prompt += max(0, computed.num_prompt_tokens - told.num_prompt_tokens)
-            cached += max(0, computed.num_cached_tokens - told.num_cached_tokens)
-            output += max(0, computed.num_output_tokens - told.num_output_tokens)
-        if not (prompt or output):
+            untold = ToldUsage(
+                *(sum_ + max(0, all_ - part) for sum_, all_, part in zip(untold, computed, told, strict=True))
+            )
+        if not any(untold):
             return usage
         return Usage(
-            (usage.num_prompt_tokens or 0) + prompt,
-            (usage.num_output_tokens or 0) + output,
-            (usage.num_cached_tokens or 0) + cached,
+            (usage.num_prompt_tokens or 0) + untold.num_prompt_tokens,
+            (usage.num_output_tokens or 0) + untold.num_output_tokens,
+            (usage.num_cached_tokens or 0) + untold.num_cached_tokens,
             usage.complete,
+            usage.compute_us + untold.compute_us,
         )
 
 

@@ -299,7 +299,7 @@ class Fleet:
 
     def _bind(self, routed: RoutedRequest, bind: Bind) -> None:
         self._metrics.attempted(routed.request, resumes=bind.resumes)
-        if self.on_bound is not None:
+        if self.on_bound is not None and not routed.request.is_local:
             self.on_bound(routed.request, self.replicas[bind.choice.replica].facts)
         if routed.lost_by is not None and routed.lost_by != bind.choice.replica:
             self._num_saved[routed.lost_by] += 1

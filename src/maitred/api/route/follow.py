@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import log
@@ -100,7 +99,7 @@ class Follower:
     def _tell(self, fleet: Fleet, live: LiveReplica, told: ReplicaFacts) -> None:
         if told == live.facts:
             return
-        if told.state is not live.facts.state or _words(told.error) != _words(live.facts.error):
+        if told.state is not live.facts.state or told.error != live.facts.error:
             fields = {"replica": told.name, "kind": told.kind.value, "state": told.state.value, "error": told.error}
             log_fields(logger, logging.INFO, "replica", fields)
         fleet.tell(live, told)
@@ -213,11 +212,6 @@ class Follower:
                 told = replace(live.facts, state=state, error=event.error, tokens_per_s=speed, worker=worker)
                 self._tell(fleet, live, told)
                 fleet.reported(name, Report(num_in_flight=event.num_running + event.num_waiting))
-
-
-def _words(error: str | None) -> str:
-    """What is wrong, however long it lasts by now."""
-    return re.sub(r"\d+", "", error or "")
 
 
 def _reached(worker: KVWorker | None, live: LiveReplica) -> KVWorker | None:

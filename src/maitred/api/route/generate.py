@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from contextlib import suppress
+
+import msgspec
 
 from maitred.api.http.exchange import Exchange, Header
 from maitred.api.http.fleet_headers import vouching
@@ -17,7 +21,8 @@ from maitred.cluster.fleet_request import FleetRequest
 from maitred.cluster.prefix_keys import NO_KEYS, prefix_keys
 from maitred.cluster.ring import hash_of
 from maitred.cluster.routed_body import RoutedBody, generate_asked, read_asked, read_body
-from maitred.cluster.told_tokens import SEED, TELL
+from maitred.cluster.told_tokens import SEED, TELL, Count
+from maitred.cluster.upstream import UpstreamFailed
 from maitred.errors import InvalidRequest, RouteNotFound, Unavailable
 
 MAX_TOKENS = 256  # thought of who names no limit
@@ -39,6 +44,8 @@ ADMINISTRATIVE = (  # of vLLM, and our own servers' likewise
     "/stop_profile",
     "/collective_rpc",
 )
+MAX_COUNTED_BYTES = 64 * 1024 * 1024  # ids stand beside the count
+COUNT_S = 2.0  # for a replica to count a prompt's tokens; without an answer the estimate holds
 _random = random.Random()  # seeds are no secrets
 SESSION, PRIVACY = b"x-session-id", b"x-maitred-privacy"
 
@@ -99,7 +106,9 @@ async def _route(
     if router.draining:
         raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
     await router.models.check(read.model, exchange.caller)
-    wanted = _wanted(router, exchange, body, read) if is_generation else None
+    is_local = _is_local(exchange)
+    # an answer that is pinned to a tier is never in a cache beyond that tier
+    wanted = _wanted(router, exchange, body, read) if is_generation and not is_local else None
     with leased(router, exchange, read) as granted:
         if wanted is not None and await router.results.replay(exchange, wanted):
             if router.ledger is not None:
@@ -107,6 +116,7 @@ async def _route(
             return
         request = _request(router, exchange, body, read, keys, granted)
         if has_usage:
+            await _count(router, exchange, read, request, granted)
             router.shed(granted.take(request, is_silent=_names_no_limit(read)))
         routed = RoutedRequest(request, exchange)
         outgoing = _outgoing(router, exchange, body, read, granted, is_generation=is_generation, has_usage=has_usage)
@@ -174,8 +184,45 @@ def _request(
         keys=keys,
         hash_key=_hash_key(exchange, read, keys),
         can_resume=bool(read.stream) and router.fleet_token.is_set,
-        is_local=exchange.headers.get(PRIVACY, b"").strip().lower() == b"local",
+        is_local=_is_local(exchange),
     )
+
+
+def _is_local(exchange: Exchange) -> bool:
+    """Raises InvalidRequest for a pin that does not exist: a slip of the pen must not send a prompt away."""
+    told = exchange.headers.get(PRIVACY, b"local").strip().lower()
+    if told != b"local":
+        raise InvalidRequest(f"the header {PRIVACY.decode()} is {told.decode('latin-1')!r}; its one value is local")
+    return PRIVACY in exchange.headers
+
+
+class _Counted(msgspec.Struct):
+    count: Count
+
+
+async def _count(
+    router: Router, exchange: Exchange, read: RoutedBody, request: FleetRequest, granted: RouteLease
+) -> None:
+    """Ask a replica, of its tier where the request is pinned, for the prompt's tokens where their estimate would refuse
+    the request.
+    """
+    name = router.fleet.core.counter(request, is_needed=granted.is_over(request))
+    live = router.fleet.replicas.get(name or "")
+    if live is None:
+        return
+    fields = {name: getattr(read, name) for name in ("model", "messages", "prompt", "chat_template_kwargs")}
+    body = msgspec.json.encode({name: value for name, value in fields.items() if value not in (None, msgspec.UNSET)})
+    outgoing = _outgoing(router, exchange, body, read, granted, is_generation=False, has_usage=False)
+    outgoing.method, outgoing.target = "POST", "/tokenize"
+    with suppress(UpstreamFailed, TimeoutError, msgspec.DecodeError):
+        async with asyncio.timeout(COUNT_S):
+            answer = await live.upstream.send(outgoing.ask(live, 0.0))
+            try:
+                told = await answer.whole(MAX_COUNTED_BYTES)
+            finally:
+                answer.abort()
+        if answer.status == 200:
+            request.num_inputs = request.num_counted = msgspec.json.decode(told, type=_Counted).count
 
 
 def _num_prompt_bytes(body: bytes, read: RoutedBody) -> int:

@@ -53,6 +53,15 @@ class RouteLease:
         num_tokens = request.num_prompt_tokens + request.max_tokens * request.num_samples
         return lease.gate.let_in(lease, (request,), num_tokens, now)
 
+    def is_over(self, request: FleetRequest) -> bool:
+        """Whether the tenant may never use as many tokens as the request is estimated to take."""
+        if self.lease.quota is None:
+            return False
+        quota = self.lease.caller.quota
+        budget = None if quota.limits.token_budget is None else quota.limits.token_budget - quota.spent_tokens
+        needed = request.num_prompt_tokens + request.max_tokens * request.num_samples
+        return any(most is not None and needed > most for most in (quota.limits.tokens_per_minute, budget))
+
     def _limit_silent(self, request: FleetRequest, now: float) -> None:
         caller = self.lease.caller
         share = caller.quota.silent_max_tokens(request.num_prompt_tokens, request.num_samples, now)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from maitred.api.http.errors import shortened
+from maitred.api.http.errors import shortened, told_names
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.follow import union_of_cards
 from maitred.errors import ModelNotFound
@@ -18,7 +18,6 @@ from maitred.tenancy.caller import Caller
 
 PAUSE_S = 1.0  # between two looks
 LOOK_S = 1.0  # that a request waits for one
-MAX_TOLD = 20  # names in an error
 BEFORE_NAMES = ("/v1/models/", "/v2/models/")  # of paths
 AFTER_NAMES = ("/", ":")
 OF_ALL = "/v2/models/stats"
@@ -66,9 +65,7 @@ class ModelNames:
         return name in self._fleet.core.models and not any(name in live.tensor_models for live in replicas)
 
     def not_found(self, name: str, caller: Caller) -> ModelNotFound:
-        names = [str(card["id"]) for card in self.cards(caller)]
-        more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""
-        there = (", ".join(names[:MAX_TOLD]) or "none yet") + more
+        there = told_names([str(card["id"]) for card in self.cards(caller)]) or "none yet"
         return ModelNotFound(f"no replica serves the model {shortened(repr(name))}; there are: {there}", param="model")
 
     def _is_adapter(self, name: str) -> bool:

@@ -92,7 +92,8 @@ class Relay:
     @property
     def charges(self) -> Charges:
         spent = self.spent
-        return Charges(spent.num_prompt_tokens or 0, spent.num_cached_tokens or 0)
+        compute_us = spent.compute_us + (self._prompt.compute_us if self._prompt is not None else 0)
+        return Charges(spent.num_prompt_tokens or 0, spent.num_cached_tokens or 0, compute_us=compute_us)
 
     @property
     def num_output_tokens(self) -> int:

@@ -22,17 +22,8 @@ class RoutedRequest:
     """
 
     __slots__ = (
-        "_bind",
-        "_decision",
-        "_error",
-        "_reason",
-        "_task",
-        "began",
-        "exchange",
-        "held_at",
-        "held_s",
-        "lost_by",
-        "request",
+        *("_bind", "_decision", "_error", "_reason", "_task"),
+        *("began", "exchange", "held_at", "held_s", "lost_by", "request"),
     )
 
     def __init__(self, request: FleetRequest, exchange: Exchange) -> None:

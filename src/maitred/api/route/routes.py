@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import maitred
-from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_routes
+from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_routes, usage_route
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
@@ -85,6 +85,7 @@ ROUTES = RouteTable(
         *probe_routes(health=_health, ready=_ready),
         Route(method="GET", path="/version", handler=_version, summary="The version of the router."),
         METRICS,
+        usage_route(lambda router: router.ledger),
         *PAGE,
         Route(
             method="GET",

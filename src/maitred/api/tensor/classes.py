@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
 
 from maitred.errors import InvalidRequest
 from maitred.tensor.arrays import array_of, texts_as_bytes
+from maitred.tensor.repository_files import leads_out
 from maitred.tensor.service import Tensor, TensorService
 
 MOST_LABEL_BYTES = 16 << 20
@@ -25,15 +28,18 @@ class Labels:
         """The `count` largest of an output of `model`. Raises InvalidRequest."""
         config = tensors.config(model)
         file = next((each.label_filename for each in config.output if each.name == output.name), "")
-        labels = _labels(self._repository / model / file) if file and self._repository is not None else []
+        labels = _labels(self._repository / model, file) if file and self._repository is not None else []
         return classified(output, count, labels, batched=config.max_batch_size > 0)
 
 
-def _labels(path: Path) -> list[bytes]:
-    """None of a file that is gone."""
+def _labels(folder: Path, name: str) -> list[bytes]:
+    """None of a file that is gone, or that is a link out of the repository by now: what is read is what was checked."""
+    path = folder / name
     try:
-        with open(path, "rb") as lines:
-            return lines.read(MOST_LABEL_BYTES).splitlines()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as lines:
+            found = os.fstat(lines.fileno())
+            is_ours = not leads_out(path, folder) and os.path.samestat(found, os.stat(os.path.realpath(path)))
+            return lines.read(MOST_LABEL_BYTES).splitlines() if is_ours and stat.S_ISREG(found.st_mode) else []
     except OSError:
         return []
 

@@ -38,7 +38,7 @@ class TensorLease:
 
     def __init__(self, app: App, lease: Lease, limits: TimeLimits) -> None:
         self._app, self._lease, self._limits = app, lease, limits
-        self.num_tokens = 0  # of inferences that were answered
+        self.num_tokens = self.compute_us = 0  # of inferences that were answered
 
     def reserve(self, num_tokens: int) -> None:
         """Of the tenant's limits, once it is known how many. Raises RateLimited or InsufficientQuota."""
@@ -50,6 +50,7 @@ class TensorLease:
         asked = _under_terms(self._lease, request, self._app.clock.now(), self._limits)
         response = await tensors_of(self._app).infer(asked)
         self.num_tokens += request.num_tokens
+        self.compute_us += response.compute_us
         return response
 
 

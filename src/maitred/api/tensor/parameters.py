@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from maitred.api.tensor.regions import RegionPart
 from maitred.errors import InvalidRequest, UnsupportedParameter
-from maitred.tensor.service import Buffer, SequenceControl, Tensor
-from maitred.tensor.shared import place_of as place_in_memory
+from maitred.tensor.service import SequenceControl, Tensor
 
 REGION, REGION_SIZE, REGION_OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 CLASSIFICATION = "classification"
@@ -20,7 +20,7 @@ TERMS = frozenset(
 )
 """Those of a request that KServe and Triton name; others are a model's own."""
 
-View = Callable[[str, int, int], memoryview]  # of a registered region: its name, an offset, so many bytes
+View = Callable[[str, int, int], RegionPart]  # of a registered region: its name, an offset, so many bytes
 
 
 class Place(NamedTuple):
@@ -114,16 +114,12 @@ def _sequence(parameters: Mapping[str, Any]) -> SequenceControl | None:
     return SequenceControl(correlation_id=known, start=start, end=end) if known else None
 
 
-def keep(tensor: Tensor, place: Place, into: Buffer) -> int:
-    """An output is in its region, where the engine has not written it there yet; how many bytes. Raises InvalidRequest
-    where it is larger than its place.
-    """
+def keep(tensor: Tensor, place: Place, into: RegionPart) -> int:
+    """Writes an output into its region; how many bytes. Raises InvalidRequest where it is larger than its place."""
     num_bytes = memoryview(tensor.data).nbytes
     if num_bytes > place.byte_size:
         raise InvalidRequest(
             f"output {tensor.name!r} has {num_bytes} bytes, and its place in region {place.region!r} {place.byte_size}"
         )
-    target = memoryview(into)[:num_bytes]
-    if num_bytes and place_in_memory(tensor.data) != place_in_memory(target):
-        target[:] = memoryview(tensor.data).cast("B")
+    into.write(tensor.data)
     return num_bytes

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from maitred.errors import InvalidRequest, UnsupportedParameter
 
+# What an administrator's key is for, in words.
+TRACES, LOGS = "see or change what is traced", "see or change what is logged"
 _LEVELS = (("log_info", logging.INFO), ("log_warning", logging.WARNING), ("log_error", logging.ERROR))
 _VERBOSE = "log_verbose_level"
 _FIXED: Mapping[str, str] = {"log_file": "", "log_format": "default"}

@@ -53,7 +53,11 @@ class Tokenizers:
     def of(self, name: str, config: ANY_MESSAGE) -> Tokenizer:
         """In any thread. Raises CheckpointError for a file that is gone or broken since its model was loaded."""
         if not self.has(name, config):
-            self._read[name] = (config, Tokenizer.from_folder(encoder_of(config).tokenizer))
+            encoder = encoder_of(config)
+            tokenizer = Tokenizer.from_folder(encoder.tokenizer)
+            if encoder.vocab_size is not None:
+                tokenizer.limit_to(encoder.vocab_size)
+            self._read[name] = (config, tokenizer)
         return self._read[name][1]
 
 

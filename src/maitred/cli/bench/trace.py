@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 
 from maitred.cli.bench.prompts import PlannedRequest, Vocabulary
+from maitred.cli.simulate.sources import read_unpacked
 from maitred.errors import ConfigError
 from maitred.sim.traces import BLOCK_TOKENS, TraceLine, parse_trace
 
@@ -17,8 +17,7 @@ from maitred.sim.traces import BLOCK_TOKENS, TraceLine, parse_trace
 def read_trace(path: str) -> list[TraceLine]:
     """Sorted by time. Raises ConfigError with the line at fault."""
     try:
-        with Path(path).open("rb") as lines:
-            return parse_trace(lines, f"--trace {path}")
+        return parse_trace(read_unpacked(path).splitlines(), f"--trace {path}")
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error.strerror}; give a file of JSON lines") from None
 

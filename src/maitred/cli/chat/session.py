@@ -45,7 +45,7 @@ def shape_of(chat: ChatOptions) -> dict[str, object]:
 
 def _json_file(flag: str, name: str, kind: type, words: str) -> object:
     try:
-        found = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        found = json.loads(Path(name).expanduser().read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{flag} {name}: {error.strerror}; name a file that can be read") from None
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +71,9 @@ def _enumerate(path: Path) -> Iterator[tuple[int, int, bytes]]:
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
-                if text.strip():
-                    yield number, offset, text
+                start = len(BOM_UTF8) if offset == 0 and text.startswith(BOM_UTF8) else 0
+                if text[start:].strip():
+                    yield number, offset + start, text[start:]
                 offset += len(text)
     except OSError as error:
         raise ConfigError(f"--input {path}: {error.strerror}; give a file of JSON lines") from None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maitred.cli.command import Command, Options
-from maitred.cli.console import note
+from maitred.cli.console import inert, note
 from maitred.cli.ending import noted
+from maitred.cli.flags import UsageError
 from maitred.cli.local import ENGINE_PARTS, engine_config
 from maitred.cli.serve.announcer import Announcer
 from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from maitred.engine.live_requests import LiveRequest
     from maitred.engine.starting import MakeReplica, StartingEngine
     from maitred.engine.supervisor import Start
+    from maitred.tensor.repository import IndexEntry
+
+MOST_NAMED = 6  # tensor models in the line that says what is served
 
 
 def _run(options: Options) -> int:
@@ -68,6 +72,7 @@ def _run(options: Options) -> int:
         starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
             from maitred.api.serving import serve  # while the engine's process loads
+            from maitred.engine.tensors_of_engine import HasTensors
 
             def on_open(engine: Opened, host: str, port: int) -> None:
                 if ledger is not None:
@@ -77,7 +82,9 @@ def _run(options: Options) -> int:
                 if slow := timeline.over(server.start_budget_s):
                     logging.getLogger("maitred.start").warning(slow)
                 has_keys = bool(server.api_keys or tenants)
-                tell(_welcome(engine.model.name, url_of(server, host, port), has_keys=has_keys))
+                tensors = engine.replica.tensors if isinstance(engine.replica, HasTensors) else None
+                served = served_words(engine.model.names, tensors.index() if tensors is not None else ())
+                tell(_welcome(served, url_of(server, host, port), has_keys=has_keys, talks=bool(engine.model.names)))
                 spare_the_collector()
                 launcher.loaded(timeline.phases)
 
@@ -182,7 +189,10 @@ def _replica_of(options: Options) -> MakeReplica:
 
         return client_with_tensors
     if options[ModelConfig].model == NO_MODEL:
-        raise ConfigError("the model is none, so nothing would be served; give --model-repository")
+        raise UsageError(
+            "none is no language model, and there is no --model-repository, so nothing would be served; give one, or "
+            "leave out none for the built-in model"
+        )
     if len(options[ProcessConfig].roles) == 1:
         from maitred.engine.client import EngineClient
 
@@ -241,10 +251,24 @@ def url_of(server: ServerConfig, host: str, port: int) -> str:
     return f"{'https' if server.ssl_certfile is not None else 'http'}://{shown}:{port}"
 
 
-def _welcome(model: str, url: str, *, has_keys: bool) -> str:
+def served_words(names: Sequence[str], tensors: Iterable[IndexEntry]) -> str:
+    """The language model, and tensor models by name; versions that are not ready are counted."""
+    entries = list(tensors)
+    ready = [*dict.fromkeys(each.name for each in entries if each.state is not None and each.state.value == "READY")]
+    told = [names[0]] if names else []
+    if ready or not names:
+        more = f", and {len(ready) - MOST_NAMED} more" if len(ready) > MOST_NAMED else ""
+        listed = f" ({inert(', '.join(ready[:MOST_NAMED]))}{more})" if ready else ""
+        told.append(f"{len(ready)} tensor model{'' if len(ready) == 1 else 's'}{listed}")
+    failed = sum(each.state is not None and each.state.value == "UNAVAILABLE" for each in entries)
+    return " and ".join(told) + (f", {failed} unavailable (maitred ps says why)," if failed else "")
+
+
+def _welcome(served: str, url: str, *, has_keys: bool, talks: bool = True) -> str:
     """What is served where, and the next thing to type."""
     key = " --api-key KEY" if has_keys else ""
-    return f"maitred serves {model} on {url}   (open it in a browser, or try: maitred chat --url {url}{key})"
+    command = f"maitred chat --url {url}" if talks else f"maitred ps {url}"
+    return f"maitred serves {served} on {url}   (open it in a browser, or try: {command}{key})"
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket:

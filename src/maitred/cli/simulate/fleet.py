@@ -78,7 +78,8 @@ def fleet_setup(
     ttft_objective_s: float | None,
 ) -> FleetSetup:
     """`targets` are the replicas', `scheduler` is the router's queue."""
-    made = {id(target): ReplicaSetup(engine=setup_of(target), cost_model=target.cost_model) for target in targets}
+    distinct = {id(target): target for target in targets}
+    made = {key: ReplicaSetup(engine=setup_of(each), cost_model=each.cost_model) for key, each in distinct.items()}
     launched = bounds.low < bounds.high or not bounds.low
     plain = FleetSetup(
         config=FleetConfig(balance=balance, max_load_ratio=options.max_load_ratio),

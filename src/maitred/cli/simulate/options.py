@@ -16,7 +16,8 @@ class SimulateOptions:
     """What to simulate"""
 
     workload: str = option("", metavar="FILE", short="-w")
-    """Trace of JSON lines, or a workload described in YAML or JSON; docs/simulator.md has both formats."""
+    """Trace (JSON lines, or the CSV of Azure's or BurstGPT's; .gz too), or a workload described in YAML or JSON;
+    docs/simulator.md has the formats."""
     trace: str = option("", metavar="FILE")
     """Trace of JSON lines, in place of --workload; with --model-repository, requests for tensor models among them."""
     device: str | None = option(None, metavar="NAME|FILE", choices=DEVICES)
@@ -25,6 +26,10 @@ class SimulateOptions:
     model: str | None = option(None, metavar="MODEL")
     """Folder with a config.json, or a known name such as llama-3.1-8b; None is the profile's, or the built-in model;
     with --model-repository none is no language model."""
+    trace_unit: str | None = option(None, metavar="UNIT", choices=("ms", "s"))
+    """Of the trace's timestamps: ms or s; None is ms for JSON lines and s for CSV, whose dates need none."""
+    trace_block_size: int | None = option(None, metavar="TOKENS")
+    """Tokens of the prompt that each of the trace's hash_ids stands for; None is 512."""
     rate_scale: float = option(1.0, metavar="FACTOR")
     """Let requests arrive this many times as fast."""
     slo: tuple[str, ...] = option((), metavar="NAME:TIME")
@@ -52,6 +57,10 @@ class SimulateOptions:
             raise ConfigError("--workload is required, or --trace in its place; see maitred simulate --help")
         if self.workload and self.trace:
             raise ConfigError("--workload and --trace both name what comes; drop one")
+        if self.trace_unit not in (None, "ms", "s"):
+            raise ConfigError(f"trace_unit is {self.trace_unit!r}; choose ms or s")
+        if self.trace_block_size is not None and self.trace_block_size < 1:
+            raise ConfigError(f"trace_block_size is {self.trace_block_size}; it must be at least 1")
         if not self.rate_scale > 0:
             raise ConfigError(f"rate_scale is {self.rate_scale}; it must be over 0")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:

@@ -107,7 +107,7 @@ def run_simulations(asked: Simulated) -> int:
     if workers is not None:
         bounds = Bounds(len(workers.workers), len(workers.workers))
     policies, balances = _policies(scheduler), _balances(asked.fleet)
-    tensors = read_tensor_work(asked.tensors, asked.source, options.rate_scale, asked.seed)
+    tensors = read_tensor_work(asked.tensors, asked.source, options, asked.seed)
     if tensors is not None and bounds is not None:
         raise UsageError("--model-repository is of one engine; drop --fleet and the workers")
     if tensors is not None and (options.model == NO_LANGUAGE_MODEL or not tensors.trace.chats):
@@ -116,7 +116,11 @@ def run_simulations(asked: Simulated) -> int:
         raise UsageError("--policy and --balance both name several; compare one of them at a time")
     targets = _targets(asked, bounds, workers)
     inputs = Inputs(
-        workload=read_workload(asked.source, options.rate_scale) if tensors is None else tensors.chats,
+        workload=read_workload(
+            asked.source, options.rate_scale, unit=options.trace_unit, block_tokens=options.trace_block_size
+        )
+        if tensors is None
+        else tensors.chats,
         objectives=Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)}),
         seed=asked.seed,
         tenants=None if options.tenants is None else read_tenant_file(Path(options.tenants)).tenants,

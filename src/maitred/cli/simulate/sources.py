@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from maitred.cli.console import note
 from maitred.config import CacheConfig
 from maitred.cost_model import CostModel
 from maitred.errors import ConfigError
@@ -25,29 +28,48 @@ from maitred.sim.devices import (
 from maitred.sim.edge import EdgeModel
 from maitred.sim.profile import Profile, decode_profile
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
-from maitred.sim.traces import TraceWorkload, parse_trace
+from maitred.sim.traces import BLOCK_TOKENS, TraceWorkload, is_csv, parse_trace
 from maitred.sim.workload import Workload
 
+GZIP_MAGIC = b"\x1f\x8b"
 BUILTIN_DEVICE, OTHER_DEVICE = "cpu", "h100"
 
 
 # ---- workloads
 
 
-def read_workload(path: str, rate_scale: float = 1.0) -> Workload:
+def read_workload(
+    path: str, rate_scale: float = 1.0, *, unit: str | None = None, block_tokens: int | None = None
+) -> Workload:
     """A trace if its name or its first line says so, else a description. Raises ConfigError."""
     try:
-        data = Path(path).read_bytes()
+        data = read_unpacked(path)
     except OSError as error:
         raise ConfigError(f"--workload {path}: {error.strerror}; give a trace or a workload's description") from None
     if _is_trace(path, data):
-        return TraceWorkload(parse_trace(data.splitlines(), path), rate_scale)
+        size = block_tokens or BLOCK_TOKENS
+        lines = parse_trace(data.splitlines(), path, unit=unit, block_tokens=size)
+        lasts_s = (lines[-1].timestamp - lines[0].timestamp) / 1000
+        note(f"{path}: {len(lines):,} requests in {lasts_s:,.6g} s; --trace-unit and --trace-block-size say if not so")
+        return TraceWorkload(lines, rate_scale, block_tokens=size)
+    if unit is not None or block_tokens is not None:
+        raise ConfigError(f"--workload {path} is no trace; drop --trace-unit and --trace-block-size")
     return SyntheticWorkload(parse_spec(_description(data, path), path), rate_scale)
+
+
+def read_unpacked(path: str) -> bytes:
+    """A file, which may be gzip's. Raises OSError, and ConfigError for a damaged one."""
+    data = Path(path).read_bytes()
+    try:
+        return gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: damaged gzip file ({error}); fetch it again") from None
 
 
 def _is_trace(path: str, data: bytes) -> bool:
     first = data.lstrip()[:4096].split(b"\n", 1)[0]
-    return path.endswith(".jsonl") or (first.startswith(b"{") and b'"timestamp"' in first)
+    is_json = first.removeprefix(b"\xef\xbb\xbf").startswith(b"{") and b'"timestamp"' in first
+    return path.removesuffix(".gz").endswith((".jsonl", ".csv")) or is_json or is_csv(first)
 
 
 def _description(data: bytes, path: str) -> Mapping[str, Any]:

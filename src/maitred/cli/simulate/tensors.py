@@ -12,7 +12,8 @@ from typing import Any
 
 from maitred.cli.console import inert, note
 from maitred.cli.flags import UsageError
-from maitred.cli.simulate.options import SimulatedTensorOptions
+from maitred.cli.simulate.options import SimulatedTensorOptions, SimulateOptions
+from maitred.cli.simulate.sources import read_unpacked
 from maitred.cli.simulate.table import aligned, seconds_text
 from maitred.errors import CheckpointError, ConfigError
 from maitred.scheduler.scheduler import Scheduler
@@ -20,7 +21,7 @@ from maitred.sim.ensembles import SimulatedEnsemble, SimulatedStep
 from maitred.sim.tensor_profile import HostTimes, TensorProfile, decode_tensor_profile
 from maitred.sim.tensor_traces import MixedTrace, parse_mixed_trace, tensor_arrivals
 from maitred.sim.tensors import ModelFigures, SimulatedModel, TensorSimulation
-from maitred.sim.traces import TraceWorkload
+from maitred.sim.traces import BLOCK_TOKENS, TraceWorkload
 
 NO_LANGUAGE_MODEL = "none"
 
@@ -41,10 +42,12 @@ class TensorWork:
     host: HostTimes
     rate_scale: float
     seed: int | None
+    block_tokens: int
 
     @property
     def chats(self) -> TraceWorkload:
-        return TraceWorkload(self.trace.chats, self.rate_scale, began_ms=self.trace.began_ms)
+        lines, began_ms = self.trace.chats, self.trace.began_ms
+        return TraceWorkload(lines, self.rate_scale, block_tokens=self.block_tokens, began_ms=began_ms)
 
     def beside(self) -> Callable[[Scheduler], TensorSimulation]:
         """For one run, on its scheduler."""
@@ -59,7 +62,7 @@ class TensorWork:
 
 
 def read_tensor_work(
-    options: SimulatedTensorOptions, trace: str, rate_scale: float, seed: int | None
+    options: SimulatedTensorOptions, trace: str, asked: SimulateOptions, seed: int | None
 ) -> TensorWork | None:
     """None without --model-repository. Raises UsageError, ConfigError."""
     if options.model_repository is None:
@@ -67,13 +70,14 @@ def read_tensor_work(
             raise UsageError("--tensor-profile is for --model-repository, which was not given; add it")
         return None
     try:
-        parsed = parse_mixed_trace(Path(trace).read_bytes().splitlines(), trace)
+        lines, size = read_unpacked(trace).splitlines(), asked.trace_block_size or BLOCK_TOKENS
+        parsed = parse_mixed_trace(lines, trace, unit=asked.trace_unit, block_tokens=size)
     except OSError as error:
         raise ConfigError(f"--trace {trace}: {error.strerror}; give a file of JSON lines") from None
     profile = read_tensor_profile(options.tensor_profile, options.model_repository)
-    asked = {line.model for line in parsed.tensors}
-    models, ensembles = read_models(Path(options.model_repository), profile, asked)
-    return TensorWork(parsed, models, ensembles, profile.host, rate_scale, seed)
+    named = {line.model for line in parsed.tensors}
+    models, ensembles = read_models(Path(options.model_repository), profile, named)
+    return TensorWork(parsed, models, ensembles, profile.host, asked.rate_scale, seed, size)
 
 
 def read_tensor_profile(path: str | None, repository: str) -> TensorProfile:

@@ -9,8 +9,10 @@ from typing import TypeVar
 
 import msgspec
 
+from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.http.errors import UnsupportedMediaType
 from maitred.api.http.exchange import Exchange
+from maitred.api.tensor.json_values import loaded
 from maitred.errors import InvalidRequest, RequestTooLarge
 
 T = TypeVar("T")
@@ -81,14 +83,17 @@ def header_length(value: bytes | None, num_bytes: int) -> int:
     return int(value)
 
 
-def object_of(content: memoryview, decoder: msgspec.json.Decoder[T]) -> T:
-    """NaN, Infinity and -Infinity are numbers too, as with Triton. Raises InvalidRequest."""
+def object_of(content: memoryview, decoder: msgspec.json.Decoder[T], lists: tuple[str, ...] = ()) -> T:
+    """NaN, Infinity and -Infinity are numbers too, as with Triton. `lists`: under which keys a large body may have long
+    lists of numbers, which are `Numbers` then. Raises InvalidRequest.
+    """
+    is_large = len(content) > SMALL_BYTES
     try:
-        return decoder.decode(content)
+        return msgspec.convert(loaded(bytes(content), lists), decoder.type) if is_large else decoder.decode(content)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the request is not as KServe v2 has it: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if not any(word in bytes(content) for word in (b"NaN", b"Infinity")):
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        if is_large or not any(word in bytes(content) for word in (b"NaN", b"Infinity")):
             raise InvalidRequest(f"the request is no JSON: {error}") from None
     try:
         return msgspec.convert(json.loads(bytes(content)), decoder.type)

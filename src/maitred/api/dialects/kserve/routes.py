@@ -30,13 +30,15 @@ from maitred.api.http.app import App
 from maitred.api.http.errors import MethodNotAllowed
 from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
 from maitred.api.http.routes import Route
+from maitred.api.http.text_threads import LONG_BYTES
 from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.api.tensor.extensions import Extensions
 from maitred.api.tensor.lease import new_id, tensors_of
 from maitred.api.tensor.parameters import check_unload, config_to_load, integer, version_of
-from maitred.errors import InvalidRequest, RouteNotFound, UnsupportedParameter
+from maitred.api.tensor.settings import LOGS, TRACES
+from maitred.errors import InvalidRequest, RequestTooLarge, RouteNotFound, UnsupportedParameter
 from maitred.tensor.config import complete, inputs_of
-from maitred.tensor.service import InferRequest, InferResponse
+from maitred.tensor.service import InferRequest, InferResponse, num_bytes_of
 
 _MODEL = re.compile(
     r"(?P<model>.+?)(?:/versions/(?P<version>[0-9]+))?"
@@ -45,6 +47,7 @@ _MODEL = re.compile(
 _REGION = re.compile(r"(?:region/(?P<name>[^/]+)/)?(?P<action>status|register|unregister)")
 _REPOSITORY = re.compile(r"models/(?P<model>[^/]+)/(?P<action>load|unload)")
 _BINARY_HEADERS = ((b"content-type", b"application/octet-stream"),)
+MOST_CONTROL_BYTES = 1 << 20  # of a body that is no inference, a ModelConfig at most: read on the event loop
 _objects = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -86,6 +89,7 @@ class KServe:
             case "stats":
                 await exchange.answer_json(told.statistics(tensors_of(app), asked.name, asked.version))
             case "trace/setting":
+                exchange.caller.require_admin(TRACES)
                 models.config(asked.name, asked.version)
                 await exchange.answer_json(_traced(self._with.settings.trace({})))
             case _:
@@ -102,7 +106,7 @@ class KServe:
             return
         asked = _model(app, exchange)
         if asked.action == "trace/setting":
-            exchange.caller.require_admin("change what is traced")
+            exchange.caller.require_admin(TRACES)
             Models(app, exchange.caller).config(asked.name, asked.version)
             await self.set_trace(app, exchange)
         elif asked.action == "infer":
@@ -130,15 +134,17 @@ class KServe:
         request = InferRequest(request_id=new_id(), model=model.name, version=model.version)
         num_json_bytes = header_length(exchange.headers.get(HEADER_LENGTH), len(body))
         if num_json_bytes or not body:
-            work = partial(wire.asked, body, num_json_bytes, request, self._with.regions.view)
-            return await app.text.run(num_json_bytes, work)
+            owner = exchange.caller.tenant.name
+            work = partial(wire.asked, body, num_json_bytes, request, partial(self._with.regions.view, owner))
+            num_region_bytes = min(LONG_BYTES, self._with.regions.num_bytes(owner))  # a copy is long and quick
+            return await app.text.run(max(num_json_bytes, num_region_bytes), work)
         config = Models(app, exchange.caller).config(model.name, model.version)
         return wire.raw_asked(body, request, inputs_of(config), batched=config.max_batch_size > 0)
 
     async def _written(self, app: App, asked: wire.Asked, response: InferResponse) -> wire.Answer:
         classes = partial(self._with.labels.classify, tensors_of(app))
         work = partial(wire.answered, asked, response, classes)
-        return await app.text.run(sum(memoryview(each.data).nbytes for each in response.outputs), work)
+        return await app.text.run(num_bytes_of(response.outputs), work)
 
     # -- the repository
 
@@ -165,7 +171,7 @@ class KServe:
         name, action = _region(exchange)
         if action != "status":
             raise MethodNotAllowed(f"{action} is asked by POST", allow="POST")
-        regions = self._with.regions.status(name).items()
+        regions = self._with.regions.status(exchange.caller.tenant.name, name).items()
         await exchange.answer_json(
             [
                 {"name": name, "key": each.key, "offset": each.offset, "byte_size": each.byte_size}
@@ -174,7 +180,7 @@ class KServe:
         )
 
     async def change_regions(self, app: App, exchange: Exchange) -> None:
-        name, action = _region(exchange)
+        (name, action), owner = _region(exchange), exchange.caller.tenant.name
         if action == "status":
             raise MethodNotAllowed("status is asked by GET", allow="GET, HEAD")
         if action == "register":
@@ -182,9 +188,9 @@ class KServe:
             key = fields.get("key")
             if not name or not isinstance(key, str) or "byte_size" not in fields:
                 raise InvalidRequest("a region is registered at .../region/NAME/register with key and byte_size")
-            self._with.regions.register(name, key, integer(fields, "offset"), integer(fields, "byte_size"))
+            self._with.regions.register(owner, name, key, integer(fields, "offset"), integer(fields, "byte_size"))
         else:
-            self._with.regions.unregister(name)
+            self._with.regions.unregister(owner, name)
         await exchange.answer(b"", 200, JSON_HEADERS)
 
     async def get_trace(self, app: App, exchange: Exchange) -> None:
@@ -230,6 +236,8 @@ async def _no_cuda_regions(app: App, exchange: Exchange) -> None:
 async def _json_of(exchange: Exchange) -> dict[str, Any]:
     """An object; without a body an empty one."""
     body = await body_of(exchange)
+    if len(body) > MOST_CONTROL_BYTES:
+        raise RequestTooLarge(f"the body has {len(body)} bytes; this path takes at most {MOST_CONTROL_BYTES}")
     return object_of(memoryview(body), _objects) if body else {}
 
 
@@ -303,8 +311,8 @@ def kserve_routes(extensions: Extensions) -> tuple[Route, ...]:
         route("POST", "/systemsharedmemory/{action:path}", it.change_regions, "Register, unregister.", admin=regions),
         route("GET", "/cudasharedmemory/{action:path}", _no_cuda_regions, "None.", admin=regions),
         route("POST", "/cudasharedmemory/{action:path}", _no_cuda_regions, "Refused.", admin=regions),
-        route("GET", "/trace/setting", it.get_trace, "What is traced."),
-        route("POST", "/trace/setting", it.set_trace, "Trace settings.", admin="change what is traced"),
-        route("GET", "/logging", it.get_logging, "What is logged."),
-        route("POST", "/logging", it.set_logging, "Change what is logged.", admin="change what is logged"),
+        route("GET", "/trace/setting", it.get_trace, "What is traced.", admin=TRACES),
+        route("POST", "/trace/setting", it.set_trace, "Trace settings.", admin=TRACES),
+        route("GET", "/logging", it.get_logging, "What is logged.", admin=LOGS),
+        route("POST", "/logging", it.set_logging, "Change what is logged.", admin=LOGS),
     )

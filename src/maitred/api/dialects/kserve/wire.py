@@ -7,7 +7,6 @@ binary requests). What is sent in binary is looked at where it lies.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -16,10 +15,10 @@ import msgspec
 import numpy as np
 
 from maitred.api.dialects.kserve.body import object_of
-from maitred.api.tensor.json_values import array_of_json
+from maitred.api.tensor.json_values import Numbers, flat_of_json, json_of_array
 from maitred.api.tensor.parameters import CLASSIFICATION, Place, View, flag, integer, keep, place_of, terms_of
 from maitred.errors import InvalidRequest
-from maitred.tensor.arrays import array_of, data_type_of, datatype_of, tensor_of
+from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, datatype_of, tensor_of
 from maitred.tensor.config import WILDCARD, TensorSpec
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.service import Buffer, InferRequest, InferResponse, Tensor
@@ -35,9 +34,9 @@ Classes = Callable[[str, Tensor, int], Tensor]  # of a model's output: the k lar
 class _Input(msgspec.Struct):
     name: str
     datatype: str
-    shape: tuple[Size, ...]
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MOST_DIMS)]  # a model's are fewer
     parameters: dict[str, Any] = {}
-    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    data: Any = msgspec.UNSET  # a list, or Numbers
 
 
 class _Output(msgspec.Struct):
@@ -76,7 +75,7 @@ _decoder = msgspec.json.Decoder(_Body)
 def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> Asked:
     """`request` says who asks which model. Raises InvalidRequest."""
     content = memoryview(body)
-    found = object_of(content[:header_bytes], _decoder)
+    found = object_of(content[:header_bytes], _decoder, ("data",))
     terms = terms_of(found.parameters)
     inputs = _inputs(found.inputs, content[header_bytes:], view)
     by_default = flag(found.parameters, ALL_BINARY)
@@ -119,7 +118,7 @@ def _inputs(inputs: Sequence[_Input], binary: memoryview, view: View) -> tuple[T
     for each in inputs:
         place = _one_source(each)
         if place is not None:
-            tensors.append(Tensor(each.name, each.datatype, each.shape, view(*place)))
+            tensors.append(Tensor(each.name, each.datatype, each.shape, view(*place).read()))
         elif each.data is not msgspec.UNSET:
             tensors.append(_of_json(each))
         else:
@@ -149,18 +148,13 @@ def _of_json(each: _Input) -> Tensor:
     data_type = data_type_of(each.datatype)
     if each.datatype in _NO_JSON or data_type not in NUMPY_TYPES:
         raise InvalidRequest(f"input {each.name[:80]!r} of datatype {each.datatype[:20]!r} cannot be sent as JSON")
-    array = array_of_json(each.name, data_type, _flat(each.data), _text)
+    if not isinstance(each.data, list | Numbers):
+        raise InvalidRequest(f"the data of input {each.name[:80]!r} must be a list")
+    array = flat_of_json(each.name, data_type, each.data, _text)
     if array.size != math.prod(each.shape):
         wants = math.prod(each.shape)
         raise InvalidRequest(f"input {each.name[:80]!r} has {array.size} values, and its shape wants {wants}")
     return tensor_of(each.name, array.reshape(each.shape), data_type)
-
-
-def _flat(values: Any) -> list[Any]:
-    """Elements in row-major order, however they are nested: as with Triton the shape alone counts."""
-    while any(isinstance(each, list) for each in values):
-        values = [inner for each in values for inner in (each if isinstance(each, list) else [each])]
-    return list(values)
 
 
 def _text(name: str, value: Any) -> bytes:
@@ -215,9 +209,8 @@ def _as_json(tensor: Tensor) -> msgspec.Raw:
     if tensor.datatype in _NO_JSON:
         raise InvalidRequest(f"output {tensor.name!r} of {tensor.datatype} cannot be answered as JSON; ask for binary")
     array = array_of(tensor).reshape(-1)
-    values = array.tolist()
-    if array.dtype.hasobject:
-        return msgspec.Raw(msgspec.json.encode([text.decode("utf-8", "replace") for text in values]))
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        return msgspec.Raw(json.dumps(values, separators=(",", ":")).encode())
-    return msgspec.Raw(msgspec.json.encode(values))
+    return msgspec.Raw(json_of_array(array, _json_of_texts if array.dtype.hasobject else None))
+
+
+def _json_of_texts(array: np.ndarray) -> bytes:
+    return msgspec.json.encode([text.decode("utf-8", "replace") for text in array.tolist()])

@@ -75,7 +75,7 @@ class Embeddings:
         exchange.log["prompt_tokens"] = lease.num_tokens
         write = partial(_written, model, vectors, lease.num_tokens, as_base64=body.encoding_format == "base64")
         whole = await app.text.run(sum(vector.nbytes for vector in vectors), write)
-        usage = usage_for_router(app, exchange, ToldUsage(lease.num_tokens, 0, 0))
+        usage = usage_for_router(app, exchange, ToldUsage(lease.num_tokens, 0, 0, lease.compute_us))
         await exchange.answer(whole, 200, (*JSON_HEADERS, *usage))
 
 

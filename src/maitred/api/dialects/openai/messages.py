@@ -16,6 +16,7 @@ from maitred.api.http.errors import shortened
 from maitred.engine.intake import ServedModel
 from maitred.errors import InvalidRequest, PromptTooLong
 from maitred.text.folder import NAMED_TOKENS
+from maitred.text.messages import arguments_of
 from maitred.text.tool_messages import with_tools
 
 _CALLS = msgspec.json.Decoder(list[Any] | None)
@@ -127,6 +128,19 @@ def _calls(message: ChatMessage, at: str) -> list[Any]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{where}.name is missing", param=f"{where}.name")
     return calls
+
+
+def emptied_calls(model: ServedModel, messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+    """Paths of the calls whose arguments are text that this model's template cannot show."""
+    template = model.chat_template
+    if template is None or not template.takes_objects:
+        return ()
+    return tuple(
+        f"messages.{number}.tool_calls.{place}"
+        for number, message in enumerate(messages)
+        for place, call in enumerate(_calls(message, f"messages[{number}]"))
+        if isinstance(arguments_of(call["function"].get("arguments"), ""), str)
+    )
 
 
 def _check_parts(message: ChatMessage, at: str) -> None:

@@ -38,10 +38,9 @@ async def list_models(app: App, exchange: Exchange) -> None:
 def model_cards(app: App, exchange: Exchange) -> list[ModelCard]:
     """Every name under which the model answers, and the adapters that the caller may ask for."""
     cards = [_card(app, name) for name in app.model.names]
-    named = app.adapters.named.values() if app.adapters is not None else ()
-    sees_all = app.fleet_token.is_shown_by(exchange.headers)
-    mine = (facts for facts in named if sees_all or exchange.caller.tenant.may_use(facts.name))
-    return [*cards, *(_adapter_card(app, facts) for facts in mine)]
+    if app.adapters is not None and app.fleet_token.is_shown_by(exchange.headers):
+        return [*cards, *(_adapter_card(app, facts) for facts in app.adapters.named.values())]
+    return [*cards, *(_adapter_card(app, facts) for facts in app.adapters_of(exchange.caller))]
 
 
 async def get_model(app: App, exchange: Exchange) -> None:
@@ -124,7 +123,7 @@ def _detokenize(app: App, body: DetokenizeRequest) -> DetokenizeResponse:
     for position, token in enumerate(body.tokens):
         if not 0 <= token < app.model.vocab_size:
             raise InvalidRequest(
-                f"token {position} is outside the vocabulary, which has ids 0 to {app.model.vocab_size - 1}",
+                f"tokens[{position}] is {token}; the vocabulary has ids 0 to {app.model.vocab_size - 1}",
                 param=f"tokens[{position}]",
             )
     return DetokenizeResponse(prompt=app.model.tokenizer.decode(body.tokens, skip_special_tokens=False))

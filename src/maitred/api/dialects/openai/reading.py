@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
 from maitred.api.dialects.openai.bounded import any_object, predicted_text
-from maitred.api.dialects.openai.messages import render_chat
+from maitred.api.dialects.openai.messages import emptied_calls, render_chat
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
-from maitred.api.dialects.openai.tools import choice_of, content_source, tools_of
+from maitred.api.dialects.openai.tools import choice_of, content_source, tools_of, unknown_in_shape
 from maitred.api.generate.dialect import Prompt
 from maitred.api.generate.outcome import Sample
 from maitred.engine.grammar_check import GrammarChecker
@@ -38,8 +39,12 @@ def text_shape(checker: GrammarChecker, body: GenerationFields) -> Shape:
     content, is_raw = content_source(body)
     if content is None:
         return NO_SHAPE
-    grammar, ignored = checker.checked(content)
-    return Shape(grammar if is_raw else compose(AnswerFormat("none"), content=content), ignored=ignored)
+    grammar, ignored, content = checker.checked(content)
+    return Shape(
+        grammar if is_raw else compose(AnswerFormat("none"), content=content),
+        ignored=ignored,
+        unknown=unknown_in_shape(body),
+    )
 
 
 class Wanted(NamedTuple):
@@ -61,6 +66,7 @@ class ChatReading:
         self._model, self._checker, self._body, self.id = model, checker, body, id
         self._prompt = ""
         self._may_think = True
+        self._emptied: tuple[str, ...] = ()
 
     @cached_property
     def wanted(self) -> Wanted:
@@ -88,6 +94,7 @@ class ChatReading:
             chat_template_kwargs=variables,
             tools=[tool.definition for tool in wanted.tools],
         )
+        self._emptied = emptied_calls(self._model, body.messages)
         body.messages.clear()
         return [self._prompt]
 
@@ -99,28 +106,31 @@ class ChatReading:
         """Raises InvalidRequest for what cannot be enforced."""
         wanted = self.wanted
         marks = self.format.mark_ids if self.is_read else None
+        told = Shape(thinking=self._thinking_limit(), marks=marks, emptied=self._emptied)
         if wanted is NOTHING:
-            return Shape(thinking=self._thinking_limit(), marks=marks)
-        sources = [tool.source for tool in wanted.tools] + ([] if wanted.content is None else [wanted.content])
+            return told
         if wanted.choice.is_required and self.format.calls is None:
             raise InvalidRequest(
                 "tool_choice asks for a call, and how this model writes one is not known; name it with --tool-format",
                 param="tool_choice",
             )
-        checked = [self._checker.checked(source) for source in sources]
-        ignored = dict.fromkeys(name for found in checked for name in found.ignored)
-        grammar = checked[-1].grammar if wanted.is_raw else self._composed(wanted)
-        return Shape(grammar, self._thinking_limit(), marks, tuple(ignored))
-
-    def _composed(self, wanted: Wanted) -> str:
-        return compose(
+        callable_tools = [tool for tool in wanted.tools if tool.name in wanted.choice.names]
+        tools = [(tool, self._checker.checked(tool.source)) for tool in callable_tools]
+        content = None if wanted.content is None else self._checker.checked(wanted.content)
+        found = [*(of_tool for _, of_tool in tools), *([content] if content else [])]
+        unknown = unknown_in_shape(self._body)
+        ignored = dict.fromkeys(name for checked in found for name in checked.ignored)
+        if content is not None and wanted.is_raw:
+            return told._replace(grammar=content.grammar, ignored=tuple(ignored), unknown=unknown)
+        grammar = compose(
             self.format,
-            content=wanted.content,
-            tools=wanted.tools,
+            content=content and content.source,
+            tools=[replace(tool, source=checked.source) for tool, checked in tools],
             choice=wanted.choice,
             in_thoughts=self.in_thoughts,
             may_think=self._may_think,
         )
+        return told._replace(grammar=grammar, ignored=tuple(ignored), unknown=unknown)
 
     @cached_property
     def in_thoughts(self) -> bool:

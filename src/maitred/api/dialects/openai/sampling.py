@@ -19,11 +19,10 @@ from maitred.api.http.errors import shortened
 from maitred.engine.intake import ServedModel
 from maitred.errors import InvalidRequest
 from maitred.policy.policies import heeding_priority
-from maitred.request import SamplingParams
+from maitred.request import MAX_STOP_STRINGS, SamplingParams
 from maitred.tenancy.caller import Caller
 from maitred.tenancy.tenant import TIERS
 
-MAX_STOP = 4  # OpenAI's bound
 MAX_STOP_CHARS = 1024
 MAX_PRIORITY = 1000
 MAX_TEMPERATURE = 2.0
@@ -205,8 +204,8 @@ def _check_stop_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
 
 def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(strings) > MAX_STOP:
-        raise InvalidRequest(f"stop has {len(strings)} strings; at most {MAX_STOP}", param="stop")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS}", param="stop")
     for string in strings:
         if len(string) > MAX_STOP_CHARS:
             raise InvalidRequest(f"a stop string has {len(string)} characters; at most {MAX_STOP_CHARS}", param="stop")

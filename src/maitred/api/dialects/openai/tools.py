@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from maitred.api.dialects.openai.bounded import any_value
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
 from maitred.api.http.errors import shortened
@@ -17,6 +19,18 @@ from maitred.text.shape import Tool, ToolChoice
 MAX_TOOLS = 128
 MAX_SHAPE_BYTES = 4 * 1024 * 1024  # of tools, and of a schema
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# fields of a response_format by its type; `schema` beside the type is llama.cpp's form
+KNOWN_OF_FORM: Mapping[Any, tuple[str, ...]] = {
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "json_schema", "schema"),
+}
+_KNOWN_IN: Mapping[str, tuple[str, ...]] = {
+    "response_format.json_schema": ("name", "description", "schema", "strict"),
+    "tool_choice": ("type", "function", "allowed_tools"),
+    "tool_choice.function": ("name",),
+    "tool_choice.allowed_tools": ("mode", "tools"),
+}
 # keywords that say more of an object's properties than `properties` does
 _MORE_PROPERTIES = (
     *("additionalProperties", "unevaluatedProperties", "patternProperties"),
@@ -120,6 +134,9 @@ def content_source(body: GenerationFields) -> tuple[Source | None, bool]:
 
 
 def _from_format(form: Mapping[str, Any], kind: Any) -> tuple[Source, bool]:
+    kind = kind if isinstance(kind, str) else repr(kind)
+    if "schema" in KNOWN_OF_FORM.get(kind, ()) and form.get("json_schema") is None and form.get("schema") is not None:
+        return json_source(form["schema"], "response_format.schema"), False
     if kind == "json_object":
         return source_of(StructuredOutputsParams(json_object=True), "response_format"), False
     if kind == "structural_tag":
@@ -134,6 +151,24 @@ def _from_format(form: Mapping[str, Any], kind: Any) -> tuple[Source, bool]:
         raise InvalidRequest("response_format.json_schema.schema is missing", param="response_format.json_schema")
     path = "response_format.json_schema.schema"
     return json_source(told["schema"], path, is_strict=told.get("strict") is True), False
+
+
+def unknown_in_shape(body: GenerationFields) -> tuple[str, ...]:
+    """Fields that nothing reads, in objects that `content_source` and `choice_of` have read."""
+    choice = body.tool_choice if isinstance(body, ChatCompletionRequest) else UNSET
+    sent = {
+        "response_format": any_value(body.response_format, "response_format", MAX_SHAPE_BYTES),
+        "tool_choice": any_value(choice, "tool_choice", MAX_SHAPE_BYTES),
+    }
+    form = sent["response_format"] or {}
+    found = []
+    for path, known in {"response_format": KNOWN_OF_FORM.get(form.get("type"), tuple(form)), **_KNOWN_IN}.items():
+        at: Any = sent
+        for step in path.split("."):
+            at = at.get(step) if isinstance(at, Mapping) else None
+        if isinstance(at, Mapping):
+            found += [f"{path}.{name}" for name, value in at.items() if name not in known and value is not None]
+    return tuple(found)
 
 
 def any_shape(body: GenerationFields) -> StructuredOutputsParams | None:

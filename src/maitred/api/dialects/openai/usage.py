@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from maitred.api.dialects.openai.refusals import unsupported
-from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
+from maitred.api.http.service import Service
 from maitred.errors import InvalidRequest, RouteNotFound
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import DIMENSIONS, WIDTHS, UsageBucket, fill_buckets, usage_pages
@@ -73,11 +74,12 @@ class UsagePage(msgspec.Struct, kw_only=True):
 class CompletionsUsage:
     """Tokens and requests by time, tenant (project_id), key, model and tier; for administrators."""
 
-    def __init__(self, ledger: Ledger | None) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger_of: Callable[[Any], Ledger | None]) -> None:
+        self._ledger_of = ledger_of
 
-    async def __call__(self, app: App, exchange: Exchange) -> None:
-        if self._ledger is None:
+    async def __call__(self, app: Service, exchange: Exchange) -> None:
+        ledger = self._ledger_of(app)
+        if ledger is None:
             raise RouteNotFound("this server keeps no ledger; start it with --ledger FILE")
         asked = _fields(exchange.scope["query_string"])
         numbers = {name: _number(name, asked[name][0]) for name in _NUMBERS if name in asked}
@@ -94,7 +96,7 @@ class CompletionsUsage:
             group_by=asked.get("group_by", []),
             filters=[(ours, asked[name]) for name, ours in _FILTERS.items() if name in asked],
         )
-        rows = await asyncio.to_thread(self._ledger.usage, query)
+        rows = await asyncio.to_thread(ledger.usage, query)
         price = app.config.price_per_hour
         buckets = [_bucket(bucket, price) for bucket in fill_buckets(query, rows)]
         next_page = f"page_{following}" if following is not None else None

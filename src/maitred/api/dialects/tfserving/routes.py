@@ -21,7 +21,7 @@ from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.errors import RouteNotFound
 from maitred.tensor.config import TensorSpec, inputs_of
-from maitred.tensor.service import InferRequest, Tensor
+from maitred.tensor.service import InferRequest, Tensor, num_bytes_of
 
 _PATH = re.compile(
     r"(?P<model>[^/:]+)(?:/versions/(?P<version>\d{1,18})|/labels/(?P<label>[^/:]+))?"
@@ -81,17 +81,19 @@ async def _predict(app: App, exchange: Exchange, asked: _Asked, body: bytes, spe
     decoded = await app.text.run(exchange.num_body_bytes, partial(rows.predict_inputs, body, specs))
     outputs = await _outputs(app, exchange, asked, decoded.inputs)
     write = partial(rows.predictions, outputs, by_rows=decoded.by_rows)
-    return await app.text.run(_num_bytes(outputs), write)
+    return await app.text.run(num_bytes_of(outputs), write)
 
 
 async def _classify(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[TensorSpec]) -> bytes:
     inputs = await app.text.run(exchange.num_body_bytes, partial(rows.example_inputs, body, specs))
-    return rows.classes(await _outputs(app, exchange, asked, inputs))
+    outputs = await _outputs(app, exchange, asked, inputs)
+    return await app.text.run(num_bytes_of(outputs), partial(rows.classes, outputs))
 
 
 async def _regress(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[TensorSpec]) -> bytes:
     inputs = await app.text.run(exchange.num_body_bytes, partial(rows.example_inputs, body, specs))
-    return rows.regressions(await _outputs(app, exchange, asked, inputs))
+    outputs = await _outputs(app, exchange, asked, inputs)
+    return await app.text.run(num_bytes_of(outputs), partial(rows.regressions, outputs))
 
 
 _METHODS = {"predict": _predict, "classify": _classify, "regress": _regress}
@@ -107,10 +109,6 @@ async def _outputs(app: App, exchange: Exchange, asked: _Asked, inputs: tuple[Te
     )
     limits = time_limits(None, exchange.headers)
     return (await infer(app, exchange.caller, request, limits=limits)).outputs
-
-
-def _num_bytes(outputs: Sequence[Tensor]) -> int:
-    return sum(memoryview(output.data).nbytes for output in outputs)
 
 
 def _asked(path: str) -> _Asked | None:

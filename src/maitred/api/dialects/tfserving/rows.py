@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maitred.api.dialects.tfserving.status import check_signature
-from maitred.api.tensor.json_values import array_of_json
+from maitred.api.http.bodies import SMALL_BYTES
+from maitred.api.tensor.json_values import Numbers, array_of_json, encoded, json_of_array, loaded
 from maitred.errors import InvalidRequest
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.config import WILDCARD, TensorSpec
@@ -27,10 +28,11 @@ class Decoded(NamedTuple):
     by_rows: bool
 
 
-def object_of(body: bytes) -> dict[str, Any]:
-    """NaN and Infinity are numbers here. Raises InvalidRequest."""
+def object_of(body: bytes, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """NaN and Infinity are numbers here; see `loaded` for a large body. Raises InvalidRequest."""
     try:
-        found = json.loads(body)
+        names = ("instances", "inputs", *(spec.name for spec in specs))
+        found = loaded(body, names) if len(body) > SMALL_BYTES else json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"JSON Parse error: {error}") from None
     if not isinstance(found, dict):
@@ -44,7 +46,7 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 def predict_inputs(body: bytes, specs: Sequence[TensorSpec]) -> Decoded:
     """Raises InvalidRequest, which names the input."""
-    found = object_of(body)
+    found = object_of(body, specs)
     if ("instances" in found) == ("inputs" in found):
         raise InvalidRequest("send either instances or inputs")
     by_rows = "instances" in found
@@ -54,6 +56,8 @@ def predict_inputs(body: bytes, specs: Sequence[TensorSpec]) -> Decoded:
 
 
 def _of_rows(rows: Any, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    if isinstance(rows, Numbers):
+        return {_only(specs, "instances"): rows}
     if not isinstance(rows, list) or not rows:
         raise InvalidRequest("instances must be a list with at least one element", param="instances")
     named = [_is_named(row) for row in rows]
@@ -118,7 +122,7 @@ def _text(name: str, value: Any) -> bytes:
 
 def example_inputs(body: bytes, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
     """A feature is an input; what `context` has is of every example. Raises InvalidRequest."""
-    found = object_of(body)
+    found = object_of(body, specs)
     context, examples = found.get("context", {}), found.get("examples")
     if not isinstance(context, dict) or not isinstance(examples, list) or not examples:
         raise InvalidRequest("examples must be a list with at least one object, and context an object")
@@ -133,7 +137,7 @@ def example_inputs(body: bytes, specs: Sequence[TensorSpec]) -> tuple[Tensor, ..
 
 def _feature(spec: TensorSpec, values: list[Any]) -> Tensor:
     """Features are flat lists, or one value: they take the shape that the model has for a row."""
-    array = _array(spec, [value if isinstance(value, list) else [value] for value in values])
+    array = _array(spec, [value if isinstance(value, list | Numbers) else [value] for value in values])
     if WILDCARD not in spec.dims and array.size == len(values) * prod(spec.dims):
         array = array.reshape(len(values), *spec.dims)
     return tensor_of(spec.name, array, spec.data_type)
@@ -148,10 +152,10 @@ def classes(outputs: Sequence[Tensor]) -> bytes:
     found = [array_of(each) for each in (labels, scores) if each is not None]
     if not found or any(array.ndim != 2 or array.shape != found[0].shape for array in found):
         raise InvalidRequest("the model cannot classify: it has no outputs classes or scores of shape [rows, classes]")
-    texts = [[""] * len(found[0][0])] * len(found[0]) if labels is None else _listed(labels)
-    numbers: Any = np.zeros(found[0].shape).tolist() if scores is None else _listed(scores)
-    pairs = [[list(pair) for pair in zip(*row, strict=True)] for row in zip(texts, numbers, strict=True)]
-    return encoded({"result": pairs})
+    pairs = np.empty((*found[0].shape, 2), object)
+    pairs[..., 0] = "" if labels is None else _array_told(labels)
+    pairs[..., 1] = 0.0 if scores is None else _array_told(scores)
+    return _object(result=json_of_array(pairs, _encoded))
 
 
 def regressions(outputs: Sequence[Tensor]) -> bytes:
@@ -161,7 +165,7 @@ def regressions(outputs: Sequence[Tensor]) -> bytes:
     shape = () if output is None else output.shape
     if output is None or not 1 <= len(shape) <= 2 or shape[1:] not in ((), (1,)):
         raise InvalidRequest("the model cannot regress: it has no output of shape [rows] or [rows, 1]")
-    return encoded({"result": [row[0] if shape[1:] else row for row in _listed(output)]})
+    return _object(result=_json_of(_array_told(output).reshape(-1)))
 
 
 # ---- answers
@@ -169,31 +173,43 @@ def regressions(outputs: Sequence[Tensor]) -> bytes:
 
 def predictions(outputs: Sequence[Tensor], *, by_rows: bool) -> bytes:
     """As they were asked for: by rows or by columns; without names where there is one output."""
-    columns = {output.name: _listed(output) for output in outputs}
+    columns = {output.name: _array_told(output) for output in outputs}
     if not by_rows:
-        return encoded({"outputs": columns if len(columns) > 1 else next(iter(columns.values()))})
+        told = {name: _json_of(array) for name, array in columns.items()}
+        return _object(outputs=_object(**told) if len(told) > 1 else next(iter(told.values())))
     if any(not output.shape or output.shape[0] != outputs[0].shape[0] for output in outputs):
         raise InvalidRequest("the outputs have unlike numbers of rows; send inputs by columns")
     if len(columns) == 1:
-        return encoded({"predictions": next(iter(columns.values()))})
-    rows = zip(*columns.values(), strict=True)
-    return encoded({"predictions": [dict(zip(columns, row, strict=True)) for row in rows]})
+        return _object(predictions=_json_of(next(iter(columns.values()))))
+    rows = (
+        _object(**{name: _json_of(array[at, ...]) for name, array in columns.items()})
+        for at in range(outputs[0].shape[0])
+    )
+    return _object(predictions=b"[" + b",".join(rows) + b"]")
 
 
-def encoded(told: Any) -> bytes:
-    """NaN and infinities are written as such, as TF Serving's clients read them."""
-    return json.dumps(told, separators=(",", ":")).encode()
+def _object(**told: bytes) -> bytes:
+    """Of what is JSON already."""
+    return b"{" + b",".join(encoded(name) + b":" + value for name, value in told.items()) + b"}"
 
 
-def _listed(output: Tensor) -> Any:
+def _json_of(array: np.ndarray) -> bytes:
+    return json_of_array(array, _encoded if array.dtype.hasobject else None)
+
+
+def _encoded(array: np.ndarray) -> bytes:
+    return encoded(array.tolist())
+
+
+def _array_told(output: Tensor) -> np.ndarray:
     array = array_of(output)
     if output.datatype == "BF16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     if not array.dtype.hasobject:
-        return array.tolist()
+        return array
     told = np.empty(array.shape, object)
     told.reshape(-1)[:] = [_told_text(output.name, value) for value in array.reshape(-1)]
-    return told.tolist()
+    return told
 
 
 def _told_text(name: str, value: bytes) -> Any:

@@ -3,7 +3,7 @@
 import { streamAnswer } from "./answer.js";
 import { Conversation, CUT, messagesOf, reply } from "./conversation.js";
 import { Conversations } from "./conversations.js";
-import { $, h } from "./dom.js";
+import { $, h, say } from "./dom.js";
 import { ofTab } from "./kept.js";
 import { Restaurant } from "./restaurant.js";
 import { Settings } from "./settings.js";
@@ -129,9 +129,13 @@ export class Chat {
     await this.goOn(turn, turns, asked, MAX_ROUNDS);
   }
 
-  /** Null, with a complaint, when a field is wrong; and while an answer is on its way. */
+  /** Null, with the reason shown, when a field is wrong and while an answer is on its way. */
   asked() {
-    if (this.running || this.waits) return null;
+    if (this.running || this.waits) {
+      const first = this.running ? "An answer is still being written: stop it (Escape), or wait until it ends." : "The message before this one still waits.";
+      say($("busy"), `${first} Nothing was sent.`);
+      return null;
+    }
     this.complain(null);
     try {
       return { fields: this.settings.fields(), hasRestaurant: this.settings.hasRestaurant };
@@ -254,6 +258,7 @@ export class Chat {
     $("fresh").disabled = empty;
     $("send").hidden = Boolean(this.running);
     $("stop").hidden = !this.running;
+    say($("busy"), "");
   }
 
   complain(words) {

@@ -1,4 +1,4 @@
-// Lanes of tensor models: what waits, what runs, how fast, and why the next batch does not go.
+// Tensor models: their versions and states where they are all there is, and lanes: what waits, what runs, and why.
 
 import { $, h, say } from "./dom.js";
 import { inertLine } from "./inert.js";
@@ -22,6 +22,40 @@ export class Lanes {
     const nodes = this.rows.slice(0, shown.length).map((parts) => parts.node);
     if (lanes.length > shown.length) nodes.push(this.more);
     if (nodes.length !== $("lanes").childElementCount) $("lanes").replaceChildren(...nodes);
+  }
+}
+
+const AGAIN_MS = 3000;
+const HEAD = ["model", "version", "state"];
+
+/** What a server without a language model serves; whoever may ask it may see this. */
+export class TensorModels {
+  constructor(client) {
+    this.client = client;
+    this.timer = null;
+  }
+
+  async begin() {
+    clearTimeout(this.timer);
+    this.show(await this.client.json("v2/repository/index", { body: {} }));
+    this.again();
+  }
+
+  /** What fails is told by the feed. */
+  again() {
+    const look = () => (document.hidden ? this.again() : this.begin().catch(() => this.again()));
+    this.timer = setTimeout(look, AGAIN_MS);
+  }
+
+  show(index) {
+    const ready = index.filter(({ state }) => state === "READY").length;
+    say($("models-note"), `${ready} of ${plural(index.length, "version", "versions")} ready`);
+    const head = h("tr", {}, ...HEAD.map((title) => h("th", {}, title)));
+    const rows = index.map(({ name, version, state, reason }) => h("tr", {},
+      h("td", {}, h("b", {}, inertLine(name, 60))),
+      h("td", {}, version ?? "–"),
+      h("td", {}, state ?? "NOT LOADED", reason ? h("p", { class: "why" }, inertLine(reason, 300)) : "")));
+    $("tensor-models").replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
   }
 }
 

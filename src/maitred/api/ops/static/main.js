@@ -6,6 +6,7 @@ import { $, say } from "./dom.js";
 import { Engine } from "./engine.js";
 import { ENGINE, FLEET, Feed } from "./feed.js";
 import { Fleet } from "./fleet.js";
+import { TensorModels } from "./lanes.js";
 import { Models } from "./models.js";
 import { Policy } from "./policy.js";
 import { Rush } from "./rush.js";
@@ -23,6 +24,7 @@ const chat = new Chat(client, {
   onUnreachable: () => connect(), // again and again, until it is back
 });
 const models = new Models((name, told) => chat.useModel(name, told));
+const tensorModels = new TensorModels(client);
 const policy = new Policy(client);
 const feed = new Feed(client, {
   onFrame: (frame) => {
@@ -44,7 +46,7 @@ const feed = new Feed(client, {
     say(trouble, kind === "ok" ? "" : words);
   },
   onRefused: (error) => {
-    reveal(null);
+    reveal(alone() ? "engine" : null);
     if (error.status === 401) askForKey(error.message);
     else state("ok", "ready"); // this key, or this server, shows no engine: the chat is what there is
   },
@@ -62,6 +64,10 @@ function reveal(shown) {
   say($("engine-tab"), isRouter ? "Fleet" : "Engine");
   document.body.classList.toggle("watches", shown !== null);
   document.querySelector(".tabs").hidden = shown === null;
+}
+
+function alone() {
+  return document.body.classList.contains("tensors-only");
 }
 
 let retry = null;
@@ -92,7 +98,15 @@ async function connect() {
 /** A router may not know of any yet: what is sent without a model's name starts a replica. */
 async function learnModel() {
   const { data } = await client.json("v1/models");
-  models.take(data);
+  const isAlone = !data.length && !isRouter; // tensor models are all there is
+  models.take(data, isAlone ? "tensor models" : "nothing yet");
+  document.body.classList.toggle("tensors-only", isAlone);
+  $("models-card").hidden = !isAlone;
+  if (isAlone) {
+    document.body.dataset.view = "engine";
+    await tensorModels.begin();
+    return;
+  }
   if (!data.length) retry = setTimeout(() => learnModel().catch(connect), RETRY_MS);
 }
 

@@ -19,11 +19,11 @@ export class Models {
     });
   }
 
-  /** `cards` as /v1/models has them; what was picked before stays picked while it is there. */
-  take(cards) {
+  /** `cards` as /v1/models has them, or `instead` of any; what was picked before stays picked while it is there. */
+  take(cards, instead = "nothing yet") {
     this.cards = cards;
     this.select.replaceChildren(...cards.map(({ id }) => h("option", { value: id }, inertLine(id, 60))));
-    if (!cards.length) this.select.append(h("option", {}, "nothing yet"));
+    if (!cards.length) this.select.append(h("option", {}, instead));
     const kept = ofTab.get(KEPT);
     if (cards.some(({ id }) => id === kept)) this.select.value = kept;
     this.select.disabled = cards.length < 2;

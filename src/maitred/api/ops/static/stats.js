@@ -42,7 +42,6 @@ export class Stats {
     });
     this.chart = h("canvas", { "aria-hidden": "true" });
     this.tiles.node("rate").append(this.chart);
-    this.tiles.node("drafts").hidden = true; // until there are some
   }
 
   take(frame) {
@@ -69,7 +68,6 @@ export class Stats {
     const drafted = grown("num_draft_tokens");
     const kept = percent(grown("num_accepted_tokens"), drafted);
     this.tiles.set("drafts", drafted ? kept.toFixed(0) : "–", drafted ? "%" : "", kept);
-    this.tiles.node("drafts").hidden = !engine.counters.num_draft_tokens;
     this.draw();
   }
 

@@ -3,7 +3,7 @@
 import { begin, colour, font, requestColour, rounded, stripes } from "./canvas.js";
 import { $, say } from "./dom.js";
 import { inertLine } from "./inert.js";
-import { plural, seconds } from "./words.js";
+import { count, plural, seconds } from "./words.js";
 
 const LAG_S = 0.3; // what is drawn lies this far back, so that bars grow evenly between two frames
 const AXIS = 18;
@@ -230,7 +230,7 @@ export function told(ticket, now) {
     lines.push(`${doing}: ${r.num_prompt_tokens} prompt + ${r.num_output_tokens} new tokens`);
     if (r.num_cached_tokens) lines.push(`${r.num_cached_tokens} prompt tokens from the cache`);
     if (r.num_blocks) lines.push(plural(r.num_blocks, "KV block", "KV blocks"));
-    if (r.num_draft_tokens) lines.push(`${r.num_accepted_tokens} of ${plural(r.num_draft_tokens, "draft", "drafts")} kept`);
+    if (r.num_draft_tokens) lines.push(`${count(r.num_accepted_tokens)} of ${plural(r.num_draft_tokens, "draft", "drafts")} kept`);
     if (r.first_token_at) lines.push(`first token after ${seconds(r.first_token_at - r.arrived_at)}`);
   }
   if (r.num_preemptions) lines.push(plural(r.num_preemptions, "preemption", "preemptions"));
