@@ -256,7 +256,7 @@ def with_huge_channels(decoder: Any) -> Any:
     [
         ({"dtype": "float32", "kv_dtype": "int8"}, 0.016),
         ({"dtype": "int8", "kv_dtype": "int8"}, 0.13),
-        ({"dtype": "int4", "kv_dtype": "int8"}, 0.42),
+        ({"dtype": "int4", "kv_dtype": "int8"}, 0.65),  # a block with a minimum has no exact 0 for small weights
     ],
 )
 @pytest.mark.parametrize("isa", _native.available_isas())

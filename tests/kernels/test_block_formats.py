@@ -1,4 +1,4 @@
-"""Block formats against GGML's own arithmetic (`gguf`'s dequantisation): codes, products, and the same bits in any company."""
+"""Block formats against GGML's own arithmetic (`gguf`): codes, products, and the same bits in any company."""
 
 from __future__ import annotations
 

@@ -113,8 +113,11 @@ def test_matrices_of_one_parameter_may_have_formats_of_their_own():
     spec = make_spec()
     q4, q6, half = (Format(dtype=name) for name in ("q4_k", "q6_k", "bfloat16"))
     v, up = spec.q_width + spec.kv_width, spec.intermediate_size
-    stored = {"layers.0.qkv.weight": ((0, q4), (spec.q_width, q4), (v, q6)), "layers.1.qkv.weight": ((0, q4), (v, half)),
-              "layers.0.gate_up.weight": ((0, q4), (up, q6))}  # fmt: skip
+    stored = {
+        "layers.0.qkv.weight": ((0, q4), (spec.q_width, q4), (v, q6)),
+        "layers.1.qkv.weight": ((0, q4), (v, half)),
+        "layers.0.gate_up.weight": ((0, q4), (up, q6)),
+    }
     program = compile_program(spec, Formats(linears=q4, head=q6, stored=stored))
     columns = [(op.first, op.weight.rows, str(op.weight.format)) for op in program.ops
                if isinstance(op, Linear) and op.target == "qkv"]  # fmt: skip

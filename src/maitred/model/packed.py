@@ -190,8 +190,10 @@ def _check_shape(source: WeightSource, checkpoint: Checkpoint) -> None:
 def _check_dtype(raw: RawTensor, name: str, *, matrix: bool = False) -> None:
     known = (*_NUMPY_DTYPES, *BLOCK_TYPES) if matrix else tuple(_NUMPY_DTYPES)
     if raw.dtype not in known:
-        kind = "a matrix" if matrix else "a vector"
-        raise CheckpointError(f"tensor {name}, {kind}, is of type {raw.dtype}, which is none of {', '.join(known)}")
+        raise CheckpointError(
+            f"tensor {name} is of type {raw.dtype}; {'matrices' if matrix else 'vectors'} must be one of "
+            f"{', '.join(known)}"
+        )
 
 
 def _rows_within(part: Part, source: WeightSource) -> slice:

@@ -155,7 +155,8 @@ def machine_lines(measured: Measured, held: Held) -> list[str]:
 def model_lines(spec: DecoderSpec, held: Held, floors: list[Floor]) -> list[str]:
     """The model's steps: floor, tokens per second at the floor, and the engine's."""
     lines = [
-        f"{spec.architecture}, weights {held.weights.dtype}, embedding and output {held.lm_head.dtype}, KV cache {held.kv.dtype}",
+        f"{spec.architecture}, weights {held.weights.dtype}, embedding and output {held.lm_head.dtype}, "
+        f"KV cache {held.kv.dtype}",
         f"{'step':28} {'floor':>10} {'at most':>14} {'engine':>10} {'of the floor':>13}",
     ]
     for f in floors:
