@@ -45,7 +45,7 @@ class ModelConfig:
     """The model, and how its numbers are held."""
 
     model: str | None = None
-    """Folder in Hugging Face layout, or hub id; None is the built-in model."""
+    """Folder in Hugging Face layout, GGUF file, or hub id; None is the built-in model."""
     revision: str | None = None
     """Hub branch, tag or commit; None is the default branch."""
     executor: str = one_of(EXECUTORS, "auto")

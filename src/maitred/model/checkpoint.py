@@ -61,10 +61,11 @@ def open_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
 
 
 def check_model(model: str | None) -> None:
-    """Raise CheckpointError, within milliseconds, for what `open_checkpoint` would refuse of this machine's files."""
-    if model is not None and (path := Path(model).expanduser()).exists():
-        if path.is_dir() and not (path / "config.json").is_file() and gguf_in(path) is None:
-            return  # a tensor model, or refused when it is opened
+    """Raise CheckpointError, within milliseconds, where `model` is a GGUF file that `open_checkpoint` would refuse."""
+    path = Path(model).expanduser() if model is not None else None
+    if path is not None and (
+        is_gguf(path) or (path.is_dir() and not any(path.glob("*.safetensors")) and gguf_in(path))
+    ):
         open_checkpoint(model).close()
 
 
@@ -196,6 +197,9 @@ class Checkpoint:
             return raw
         num_heads = permuted_heads(self.config, self.gguf.metadata["general.architecture"], name)
         return in_rope_order(raw, num_heads) if num_heads else raw
+
+    def dtype_of(self, name: str) -> str:
+        return self._file_of[name].dtype_of(self._own(name))
 
     def file_of(self, name: str) -> Path:
         return self._file_of[name].path

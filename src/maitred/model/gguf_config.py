@@ -59,7 +59,7 @@ class _Keys:
             )
 
     def refuse(self, what: str, remedy: str = _NOT_A_WHOLE_MODEL) -> NoReturn:
-        raise CheckpointError(f"{self._files[0].path}: {what}; {remedy}")
+        raise CheckpointError(f"{self._files[0].path}: {what[:300]}; {remedy}")
 
     def value(self, key: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}")

@@ -34,6 +34,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_HEADER_BYTES = 100_000_000  # as a safetensors file's
 _MAX_ENTRIES = 2**16  # keys, or tensors
+_MAX_NAME = 255  # llama.cpp's have at most 63
 _MAX_STRINGS = 2**21  # in all arrays together: eight times the largest vocabulary
 _AGAIN = "the file is damaged, download it again"
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -107,7 +108,7 @@ class GgufFile(TensorFile):
         self.metadata = Metadata(self.path, self._mapping, reader.places(num_keys))
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            reader.refuse(f"key general.alignment is {alignment!r}, no power of 2")
+            reader.refuse(f"key general.alignment is {str(alignment)[:20]!r}, no power of 2")
         entries = reader.entries(num_tensors, alignment)
         begin = min((entry.begin for entry in entries.values()), default=self.size_bytes)
         return Header(bytes(self._view[: reader.place]), begin, entries)
@@ -139,14 +140,17 @@ class _Reader:
         num_tensors, num_keys = (self._number("Q", f"the number of {name}") for name in ("tensors", "keys"))
         for name, count in (("tensors", num_tensors), ("keys", num_keys)):
             if count > min(_MAX_ENTRIES, (self._end - self.place) // 13):
-                self.refuse(f"the header claims {count:,} {name}, and the file has {self._size:,} bytes")
+                self.refuse(
+                    f"the header claims {count:,} {name}, and the file has {self._size:,} bytes: cut short or damaged",
+                    "download it again",
+                )
         return num_tensors, num_keys
 
     def places(self, count: int) -> dict[str, _Value]:
         """Place of each metadata value, its kind and length checked."""
         places: dict[str, _Value] = {}
         for number in range(count):
-            key = self._string(f"key {number}")
+            key = self._name(f"key {number}")
             if key in places:
                 self.refuse(f"key {key} stands there twice")
             kind, length = self._number("I", f"key {key}"), None
@@ -161,7 +165,7 @@ class _Reader:
         """Place of each tensor, in the order of their bytes."""
         found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         for number in range(count):
-            name = self._string(f"the name of tensor {number}")
+            name = self._name(f"the name of tensor {number}")
             if name in found:
                 self.refuse(f"tensor {name} stands there twice")
             what = f"tensor {name}"
@@ -210,12 +214,15 @@ class _Reader:
     def _number(self, form: str, what: str) -> int:
         return int(struct.unpack_from(f"<{form}", self._data, self._take(struct.calcsize(f"<{form}"), what))[0])
 
-    def _string(self, what: str) -> str:
+    def _name(self, what: str) -> str:
         begin = self._take(self._number("Q", what), what)
         try:
-            return str(self._data[begin : self.place].decode())
+            name = str(self._data[begin : self.place].decode())
         except UnicodeDecodeError:
-            self.refuse(f"{what} is no UTF-8")
+            name = ""
+        if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
+            self.refuse(f"{what} is no printable UTF-8 of at most {_MAX_NAME} characters")
+        return name
 
     def _skip(self, kind: int, count: int, what: str) -> None:
         if kind in _NUMBERS:
@@ -229,7 +236,10 @@ class _Reader:
     def _skip_strings(self, count: int, what: str) -> None:
         self._num_strings += count
         if count > (self._end - self.place) // 8 or self._num_strings > _MAX_STRINGS:
-            self.refuse(f"{what} claims {count:,} texts, and {self._end - self.place:,} bytes are left")
+            left = self._end - self.place
+            self.refuse(
+                f"{what} claims {count:,} texts, and {left:,} bytes are left: cut short or damaged", "download it again"
+            )
         length_at, data, place = struct.Struct("<Q").unpack_from, self._data, self.place
         try:
             for _ in range(count):
