@@ -51,7 +51,7 @@ def open_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
         if not BUILTIN_FOLDER.is_dir():
             raise CheckpointError("this installation has no built-in model; name a folder or a hub id")
         return Checkpoint(BUILTIN_FOLDER, BUILTIN_NAME)
-    path = _path_of(model)
+    path = local_path(model)
     if path is not None:
         return Checkpoint(path, gguf_name(path) if path.is_file() else path.resolve().name)
     from maitred.model.hub import download  # noqa: PLC0415  only hub ids need it
@@ -205,7 +205,11 @@ class Checkpoint:
         return self._file_of[name].path
 
     def tokenizer_file(self) -> Path:
-        """Path of tokenizer.json; CheckpointError when the folder has none."""
+        """Path of tokenizer.json, or of the GGUF file with the vocabulary; CheckpointError when there is none."""
+        if self.gguf is not None:
+            if not self.gguf.metadata.num_values("tokenizer.ggml.tokens"):
+                raise CheckpointError(f"{self.gguf.path} holds no tokenizer; download a file that was made with one")
+            return self.gguf.path
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -227,7 +231,7 @@ class Checkpoint:
         self.close()
 
 
-def _path_of(model: str) -> Path | None:
+def local_path(model: str) -> Path | None:
     """The folder or the GGUF file that is meant, None for a hub id. Raises CheckpointError for another file, and for
     what was surely meant as a path and is none."""
     path = Path(model).expanduser()

@@ -1,0 +1,234 @@
+"""A GGUF file's vocabulary -> the same tokenizer in the library `tokenizers`.
+
+The rules are those of llama.cpp's `src/llama-vocab.cpp`, as of llama-cpp-python 0.3.36: by which pieces a text is split
+before pairs are merged, which tokens are found whole, what is put before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import compress
+from typing import Any, NamedTuple
+
+import msgspec
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from maitred.errors import CheckpointError
+from maitred.text.folder import GGUF_AGAIN, gguf_named_tokens, gguf_token_ids
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1 is normal, 5 unused
+_SPACE = "▁"
+
+# ---- pieces of a text, by the pre-tokenizer's name: each pattern splits what those before it left
+
+_ENDINGS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_NO_LOWER, _NO_UPPER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
+_CASED = (rf"{_BEFORE}{_NO_LOWER}*{_NO_UPPER}+", rf"{_BEFORE}{_NO_LOWER}+{_NO_UPPER}*")
+
+_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",)
+_DIGITS_FIRST = (r"\p{N}", *_GPT2)
+_LLAMA3 = (rf"{_ENDINGS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",)
+_QWEN2 = (rf"{_ENDINGS}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",)
+_QWEN35 = (rf"{_ENDINGS}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",)
+_TEKKEN = (rf"{'|'.join(_CASED)}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",)
+_GPT4O = (
+    rf"{'|'.join(f'{word}{_ENDINGS}?' for word in _CASED)}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", *_GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", *_GPT2, "[0-9][0-9][0-9]")
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
+# the cased letters of some version of Unicode, without Armenian's and Georgian's small ones
+_DEEPSEEK_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-"
+    "ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-"
+    "ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_LLM = (
+    "[\r\n]",
+    rf"\s?[{_DEEPSEEK_CASED}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _EAST_ASIAN,
+    r"\p{N}+",
+)
+
+
+class _Rule(NamedTuple):
+    patterns: tuple[str, ...]
+    whole_pieces: bool = False  # a piece that is a token is one, whatever merges make of it
+    adds_bos: bool = False  # where the file does not say
+
+
+_RULES = {
+    **dict.fromkeys(("default",), _Rule(_DEFAULT)),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "olmo", "mpt", "mellum", "gigachat", "exaone4", "jais", "trillion"), _Rule(_GPT2)
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        _Rule(_DIGITS_FIRST),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _Rule(_LLAMA3)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        _Rule(_LLAMA3, whole_pieces=True, adds_bos=True),
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan"), _Rule(_QWEN2)),
+    "qwen35": _Rule(_QWEN35),
+    "deepseek-llm": _Rule(_DEEPSEEK_LLM),
+    "deepseek-coder": _Rule(_DEEPSEEK_CODER),
+    "falcon": _Rule(_FALCON),
+    "tekken": _Rule(_TEKKEN, whole_pieces=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _Rule(_GPT4O)),
+}
+PRE_TOKENIZERS = tuple(_RULES)
+
+
+class _Vocabulary:
+    """What the metadata say of tokens, checked. Raises CheckpointError that names the key."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.metadata = metadata
+        tokens = self._list("tokens", str)
+        if not tokens:
+            raise CheckpointError(f"the file holds no tokenizer (key tokenizer.ggml.tokens is missing); {GGUF_AGAIN}")
+        self.tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(tokens)]
+        self.ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        if len(self.ids) != len(self.tokens):
+            twice = next(text for number, text in enumerate(self.tokens) if self.ids[text] != number)
+            raise CheckpointError(f"token {twice!r} stands twice in the file's vocabulary; {GGUF_AGAIN}")
+        self.types = self._list("token_type", int, len(tokens)) or [1] * len(tokens)
+        self.named = gguf_token_ids(metadata)
+
+    def _list(self, name: str, kind: type | tuple[type, ...], count: int = 0) -> list[Any]:
+        """Empty where the key is missing."""
+        values = self.metadata.get(f"tokenizer.ggml.{name}", [])
+        if not isinstance(values, list) or (values and not isinstance(values[0], kind)) or 0 < len(values) < count:
+            raise CheckpointError(
+                f"key tokenizer.ggml.{name} is no list of {count or 'the'} tokens' values; {GGUF_AGAIN}"
+            )
+        return values
+
+    def added_tokens(self) -> list[tuple[int, AddedToken]]:
+        """Those that are found whole, before the rest of a text is split."""
+        name = str(self.metadata.get("general.name", "")).lower()
+        swallows = "phi-3" in name or "phi3" in name  # the white space behind; no file says so
+        keeps = {"<unk>", "<s>", "<|endoftext|>"}
+        special = {
+            i for i in (self.named.get(name) for name in ("bos_token", "eos_token", "eot_token")) if i is not None
+        }
+        found = []
+        for number, kind in enumerate(self.types):
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or number in special:
+                text, is_special = self.tokens[number], kind != _USER_DEFINED or number in special
+                rstrip = swallows and text not in keeps
+                found.append((number, AddedToken(text, rstrip=rstrip, normalized=False, special=is_special)))
+        return found
+
+    def merges(self) -> list[tuple[str, str]]:
+        """Pairs, the first merged first."""
+        merges: dict[tuple[str, ...], None] = dict.fromkeys(tuple(m.split(" ")) for m in self._list("merges", str))
+        if not merges or any(len(pair) != 2 for pair in merges):
+            raise CheckpointError(f"key tokenizer.ggml.merges is no list of pairs; {GGUF_AGAIN}")
+        return list(merges)  # type: ignore[arg-type]
+
+    def merges_by_score(self) -> list[tuple[str, str]]:
+        """Every pair that makes a token, by the token's score. Of equal scores the longer token is first, and of one
+        token the pair whose left part is longer: so runs of spaces, which all have one score, grow from the left."""
+        tokens, scores = self.tokens, self._list("scores", (float, int), len(self.tokens))
+        if not scores:
+            raise CheckpointError(f"the file's tokens have no scores (key tokenizer.ggml.scores); {GGUF_AGAIN}")
+        is_part = [kind not in (_UNKNOWN, _CONTROL, _BYTE) for kind in self.types]
+        parts = set(compress(tokens, is_part))
+        ordered = sorted(compress(range(len(tokens)), is_part), key=lambda i: len(tokens[i]), reverse=True)
+        ordered.sort(key=scores.__getitem__, reverse=True)
+        return [
+            (left, right)
+            for text in map(tokens.__getitem__, ordered)
+            for k in range(len(text) - 1, 0, -1)
+            if (right := text[k:]) in parts and (left := text[:k]) in parts  # the rarer one first
+        ]
+
+
+def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, Any]]:
+    """The tokenizer, its named tokens, and its description as in a tokenizer.json, without merges.
+
+    Raises CheckpointError, with the remedy, for a kind that is not known and for what does not fit together.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(
+            f"tokenizers of kind {kind!r} are not supported, gpt2 and llama are; choose another model"
+        )
+    vocabulary = _Vocabulary(metadata)
+    inner, merges = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
+    description: dict[str, Any] = msgspec.json.decode(inner.to_str())  # quick while the model is empty
+    rules = {name: description["model"][name] for name in ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")}
+    try:
+        inner.model = models.BPE(vocabulary.ids, merges, **rules)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"the file's merges do not fit its tokens: {error}; {GGUF_AGAIN}") from None
+    added = vocabulary.added_tokens()
+    inner.add_tokens([token for _, token in added])
+    description["model"]["vocab"] = vocabulary.ids
+    description["added_tokens"] = [
+        {"id": number, "content": token.content, "lstrip": False, "rstrip": token.rstrip} for number, token in added
+    ]
+    return inner, gguf_named_tokens(metadata, vocabulary.tokens), description
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
+    """GPT-2's kind: a text is split by patterns, and each piece's bytes are merged."""
+    name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
+    rule = _RULES.get(name)
+    if rule is None:
+        raise CheckpointError(
+            f"pre-tokenizer {name!r} is not supported, which are {', '.join(PRE_TOKENIZERS)}; choose another model"
+        )
+    inner = tokenizers.Tokenizer(models.BPE(ignore_merges=rule.whole_pieces))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    inner.decoder = decoders.ByteLevel()
+    _add_ends(inner, vocabulary, rule.adds_bos)
+    return inner, vocabulary.merges()
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
+    """Characters of the whole text are merged by score; those that are no token become bytes."""
+    unknown = vocabulary.named.get("unk_token")
+    text = None if unknown is None else vocabulary.tokens[unknown]
+    inner = tokenizers.Tokenizer(models.BPE(unk_token=text, fuse_unk=False, byte_fallback=True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        inner.normalizer = spaces
+    inner.decoder = decoders.Sequence(steps)
+    _add_ends(inner, vocabulary, adds_bos=True)
+    return inner, vocabulary.merges_by_score()
+
+
+def _add_ends(inner: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
+    """Tokens before and after a text, where the file wants them."""
+    wanted = {"bos": adds_bos, "eos": False}
+    for name, default in wanted.items():
+        wanted[name] = bool(vocabulary.metadata.get(f"tokenizer.ggml.add_{name}_token", default))
+    found = {name: vocabulary.named.get(f"{name}_token") for name, is_added in wanted.items() if is_added}
+    if missing := [name for name, number in found.items() if number is None]:
+        raise CheckpointError(
+            f"key tokenizer.ggml.{missing[0]}_token_id is missing, and is added to texts; {GGUF_AGAIN}"
+        )
+    ids = {name: (vocabulary.tokens[number], number) for name, number in found.items() if number is not None}
+    if ids:
+        around = [[ids["bos"][0]] if "bos" in ids else [], ["$A"], [ids["eos"][0]] if "eos" in ids else []]
+        inner.post_processor = processors.TemplateProcessing(
+            single=[piece for part in around for piece in part], special_tokens=list(ids.values())
+        )
