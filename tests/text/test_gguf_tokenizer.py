@@ -19,7 +19,8 @@ from maitred.model.gguf_file import GgufFile
 from maitred.text import Tokenizer
 from maitred.text.bounds import byte_alphabet
 from maitred.text.folder import gguf_named_tokens, read_chat_template
-from maitred.text.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_of
+from maitred.text.gguf_tokenizer import tokenizer_of
+from maitred.text.pre_tokenizers import RULES
 from maitred.text.vocabulary import vocabulary_difference
 
 FOLDER = os.environ.get("MAITRED_LLAMA_VOCABS", "")
@@ -119,7 +120,7 @@ def test_a_text_is_split_as_the_pre_tokenizer_says(pre: str, split: str):
 
 def test_every_pre_tokenizer_keeps_all_of_a_text():
     text = TEXT + "你好 हिन्दी Ǆ ½ «x» 🦙 \u00a0\u3000\u2028 '’s ÉCOLE"
-    for name in PRE_TOKENIZERS:
+    for name in RULES:
         tokenizer = read(byte_level(name))
         assert tokenizer.decode(tokenizer.encode(text)) == text, name
 

@@ -1,14 +1,14 @@
 """A GGUF file's vocabulary -> the same tokenizer in the library `tokenizers`.
 
-The rules are those of llama.cpp's `src/llama-vocab.cpp`, as of llama-cpp-python 0.3.36: by which pieces a text is split
-before pairs are merged, which tokens are found whole, what is put before and after.
+As llama.cpp's `src/llama-vocab.cpp` reads it, as of llama-cpp-python 0.3.36: how a text is split before pairs are merged,
+which tokens are found whole, what is put before and after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import tokenizers
@@ -16,76 +16,10 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from maitred.errors import CheckpointError
 from maitred.text.folder import GGUF_AGAIN, gguf_named_tokens, gguf_token_ids
+from maitred.text.pre_tokenizers import RULES
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1 is normal, 5 unused
 _SPACE = "▁"
-
-# ---- pieces of a text, by the pre-tokenizer's name: each pattern splits what those before it left
-
-_ENDINGS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_BEFORE = r"[^\r\n\p{L}\p{N}]?"
-_NO_LOWER, _NO_UPPER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
-_CASED = (rf"{_BEFORE}{_NO_LOWER}*{_NO_UPPER}+", rf"{_BEFORE}{_NO_LOWER}+{_NO_UPPER}*")
-
-_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",)
-_DIGITS_FIRST = (r"\p{N}", *_GPT2)
-_LLAMA3 = (rf"{_ENDINGS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",)
-_QWEN2 = (rf"{_ENDINGS}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",)
-_QWEN35 = (rf"{_ENDINGS}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",)
-_TEKKEN = (rf"{'|'.join(_CASED)}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",)
-_GPT4O = (
-    rf"{'|'.join(f'{word}{_ENDINGS}?' for word in _CASED)}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
-)
-_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", *_GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", *_GPT2, "[0-9][0-9][0-9]")
-_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
-# the cased letters of some version of Unicode, without Armenian's and Georgian's small ones
-_DEEPSEEK_CASED = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-"
-    "ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-"
-    "ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-)
-_DEEPSEEK_LLM = (
-    "[\r\n]",
-    rf"\s?[{_DEEPSEEK_CASED}]+",
-    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    r"\s+$",
-    _EAST_ASIAN,
-    r"\p{N}+",
-)
-
-
-class _Rule(NamedTuple):
-    patterns: tuple[str, ...]
-    whole_pieces: bool = False  # a piece that is a token is one, whatever merges make of it
-    adds_bos: bool = False  # where the file does not say
-
-
-_RULES = {
-    **dict.fromkeys(("default",), _Rule(_DEFAULT)),
-    **dict.fromkeys(
-        ("gpt-2", "phi-2", "olmo", "mpt", "mellum", "gigachat", "exaone4", "jais", "trillion"), _Rule(_GPT2)
-    ),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
-        _Rule(_DIGITS_FIRST),
-    ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _Rule(_LLAMA3)),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-        _Rule(_LLAMA3, whole_pieces=True, adds_bos=True),
-    ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan"), _Rule(_QWEN2)),
-    "qwen35": _Rule(_QWEN35),
-    "deepseek-llm": _Rule(_DEEPSEEK_LLM),
-    "deepseek-coder": _Rule(_DEEPSEEK_CODER),
-    "falcon": _Rule(_FALCON),
-    "tekken": _Rule(_TEKKEN, whole_pieces=True, adds_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _Rule(_GPT4O)),
-}
-PRE_TOKENIZERS = tuple(_RULES)
 
 
 class _Vocabulary:
@@ -184,10 +118,10 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dic
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
     """GPT-2's kind: a text is split by patterns, and each piece's bytes are merged."""
     name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
-    rule = _RULES.get(name)
+    rule = RULES.get(name)
     if rule is None:
         raise CheckpointError(
-            f"pre-tokenizer {name!r} is not supported, which are {', '.join(PRE_TOKENIZERS)}; choose another model"
+            f"pre-tokenizer {name!r} is not supported, which are {', '.join(RULES)}; choose another model"
         )
     inner = tokenizers.Tokenizer(models.BPE(ignore_merges=rule.whole_pieces))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
