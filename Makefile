@@ -7,6 +7,7 @@ PORT ?= 8000
 MODEL ?=
 REPOSITORY ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(BIN)/python scripts/install.py
 TORCH := torch==2.13.0
 WHEELS_WITH_MODELS := magika==1.0.3 silero-vad==6.2.3 rapidocr-onnxruntime==1.4.4# ONNX files that tests serve; nothing of theirs is imported
 CLIENTS := tritonclient==2.73.0 ovmsclient==2023.1# of other servers, for tests; their metadata bounds packages that they work with all the same
@@ -76,7 +77,8 @@ clean: ## remove what the verbs above made
 # A stamp is as new as the files that decide what is installed, so a second run costs nothing.
 # PyTorch comes first and pinned: a package that wants "any torch" would otherwise choose another build.
 $(VENV)/bin/python:
-	$(BASE_PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): Python 3.11+ with venv is needed (Debian: apt-get install python3-venv)" >&2; rm -rf $(VENV); exit 1; }
+	@echo "making $(VENV) with $(BASE_PYTHON)" >&2
+	@$(BASE_PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): Python 3.11+ with venv is needed (Debian: apt-get install python3-venv)" >&2; rm -rf $(VENV); exit 1; }
 
 # Before anything is looked at: with an old Python, or a .venv of another, pip fails late and tells nothing of either.
 ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
@@ -94,21 +96,21 @@ HAS_COMPILER := for tool in "$$CXX" c++ g++ clang++; do command -v "$$tool" >/de
 
 $(VENV)/.build-tools: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(HAS_COMPILER)
-	$(PIP) install -c constraints.txt $(BUILD_TOOLS)
+	@$(INSTALL) 'tools to build with' -c constraints.txt $(BUILD_TOOLS)
 	@touch $@
 
 # The core alone: neither torch nor transformers.
 $(VENV)/.installed-serve: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build-tools
-	$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@$(INSTALL) 'maitred and what it needs' -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
 # And what serves tensor models.
 $(VENV)/.installed-tensor: $(VENV)/.installed-serve
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[tensor]'
+	@$(INSTALL) 'what serves tensor models' -c constraints.txt --no-build-isolation -e '.[tensor]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build-tools
-	$(PIP) install $(TORCH)
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(PIP) install --no-deps $(WHEELS_WITH_MODELS) $(CLIENTS)
+	@$(INSTALL) 'PyTorch' $(TORCH)
+	@$(INSTALL) "maitred and contributors' tools" -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(INSTALL) 'what tests serve and ask' --no-deps $(WHEELS_WITH_MODELS) $(CLIENTS)
 	@touch $@ $(VENV)/.installed-serve $(VENV)/.installed-tensor

@@ -32,6 +32,66 @@ def test_a_gpu_check_unpacks_only_wheels_of_its_python_that_the_machine_lacks(tm
     assert sorted(path.name for path in (tmp_path / "site").iterdir()) == ["absent_a", "absent_b", "absent_c"]
 
 
+def test_an_installation_tells_what_it_does_and_how_far_the_compiler_is():
+    progress_of = runpy.run_path(str(ROOT / "scripts" / "install.py"))["Progress"]
+    now, told = 0.0, []
+    progress = progress_of("maitred", told.append, lambda: now, is_terminal=False)
+    assert told == ["maitred ...\n"]
+    heard = ["Collecting numpy>=2.0", "  [0/2] Re-checking globbed directories...", "  [1/63] Building CXX object a.o"]
+    for line in (*heard, "  [12/63] Building CXX object b.o", "  [62/63] Building CXX object c.o"):
+        now += 11.0
+        progress.hear(line)
+        progress.hear(line)  # at the same time: not told twice
+    progress.end("done")
+    assert [line.removeprefix("maitred: ").rstrip() for line in told[1:]] == [
+        "getting numpy",
+        "compiling 1/63, usually a minute in all",
+        "compiling 12/63, about 51 s left",
+        "compiling 62/63, about 0 s left",
+        "done after 55 s",
+    ]
+
+
+def test_a_terminal_shows_one_line_of_an_installation():
+    told: list[str] = []
+    install = runpy.run_path(str(ROOT / "scripts" / "install.py"))
+    progress = install["Progress"]("maitred", told.append, lambda: 0.0, is_terminal=True)
+    progress.hear("Collecting " + "long-name-" * 30)
+    progress.hear("[3/63] Building CXX object a.o")
+    progress.end("done")
+    assert [text[0] for text in told[1:]] == ["\r"] * 3
+    assert {len(text.strip("\r\n")) for text in told[1:]} == {install["WIDTH"]}
+    assert [text.count("\n") for text in told] == [0, 0, 0, 1]
+
+
+def test_an_installation_that_fails_shows_why_and_where_the_rest_is():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "install.py", "nothing", "--no-index", "./no-such-folder"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "nothing: failed after" in done.stderr
+    assert "no-such-folder" in done.stderr
+    assert "install.log" in done.stderr
+
+
+def test_no_verb_for_users_shows_its_recipe():
+    """Each thing that is done is told in words; `check` and the like, for contributors, show their commands."""
+    recipes: dict[str, list[str]] = {}
+    target = ""
+    for line in (ROOT / "Makefile").read_text().splitlines():
+        if line.startswith("\t"):
+            recipes[target].append(line)
+        elif ":" in line.split("#")[0]:
+            target = line.split(":")[0]
+            recipes[target] = []
+    shown = {target for target, lines in recipes.items() if any(not line.startswith("\t@") for line in lines)}
+    assert {"serve", "test", "quick", "$(VENV)/.installed-serve", "$(VENV)/bin/python"} <= recipes.keys() - shown
+    assert not [target for target in shown if target.startswith("$(VENV)")]
+
+
 def python_of(folder: Path, name: str, version: str) -> Path:
     """An interpreter that says it is of `version`: this one behind a script."""
     folder.mkdir(exist_ok=True)

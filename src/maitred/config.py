@@ -96,7 +96,7 @@ class ModelConfig:
         require_choices(self)
         if self.model is not None and not self.model.strip():
             raise ConfigError(
-                f"model is {self.model!r}; name a folder or a hub id, or leave it out for the built-in model"
+                f"model is {self.model!r}; name a folder or hub id, or leave it out for the built-in model"
             )
         require_at_least("max_model_len", self.max_model_len, 2)
         require_at_least("num_threads", self.num_threads, 1)

@@ -54,7 +54,9 @@ def test_what_fails_is_told_by_kind(server, capsys):
     assert main(["bench", "infer", "--url", server[1], "--protocol", "grpc", *flags]) == 1
     grpc = json.loads(capsys.readouterr().out)
     assert grpc["failures"] == {"INVALID_ARGUMENT": 5}
-    assert grpc["reasons"]["INVALID_ARGUMENT"] == told["reasons"]["HTTP 400"]
+    assert told["reasons"]["HTTP 400"] == json.dumps(
+        {"error": grpc["reasons"]["INVALID_ARGUMENT"]}, separators=(",", ":")
+    )
     assert main(["bench", "infer", "--url", server[0], *flags[:-1]]) == 1
     assert f"failed HTTP 400: 5, the first with: {told['reasons']['HTTP 400']}\n" in capsys.readouterr().out
 

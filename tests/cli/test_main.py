@@ -87,10 +87,10 @@ def test_help_before_a_command_is_its_help(capsys: pytest.CaptureFixture[str]):
         (["--versoin"], "did you mean --version?"),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["run", "--concurency=3"], "did you mean --concurrency?"),
-        (["serve", ""], "--model is ''; name a folder or a hub id, or leave it out for the built-in model"),
+        (["serve", ""], "--model is ''; name a folder or hub id, or leave it out for the built-in model"),
         (
             ["serve", "none"],
-            "none is no language model, and there is no --model-repository, so nothing would be served",
+            "give --model-repository too, or leave out none for the built-in model",
         ),
         (["serve", "--api-key", ""], "--api-key is ''; no request can bring a key that is empty"),
         (["chat", "--api-key", " a"], "leave out --api-key (and unset MAITRED_API_KEY)"),

@@ -41,15 +41,10 @@ class Measured:
         ordered = sorted(self.latencies_s)
         rate = len(ordered) / self.span_s if self.span_s else 0.0
         told = {f"p{percent}_ms": percentile(ordered, percent) * 1e3 for percent in PERCENTS} if ordered else {}
-        counts = {"num_requests": len(ordered), "num_failed": self.failures.total(), "failures": dict(self.failures)}
-        return {
-            **counts,
-            "reasons": self.reasons,
-            "span_s": self.span_s,
-            "requests_per_s": rate,
-            "rows_per_s": rate * self.rows,
-            **told,
-        }
+        counts = {"num_requests": len(ordered), "num_failed": self.failures.total()}
+        failed = {"failures": dict(self.failures), "reasons": self.reasons}
+        rates = {"span_s": self.span_s, "requests_per_s": rate, "rows_per_s": rate * self.rows}
+        return {**counts, **failed, **rates, **told}
 
 
 async def run_load(

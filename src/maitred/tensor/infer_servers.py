@@ -177,7 +177,11 @@ class _HttpCaller:
         except (OSError, EOFError) as error:
             await self.close()
             return Failure(type(error).__name__, _line(str(error)))
-        return None if answer.status == 200 else Failure(f"HTTP {answer.status}", _line(_said(answer.body)))
+        return (
+            None
+            if answer.status == 200
+            else Failure(f"HTTP {answer.status}", _line(answer.body.decode(errors="replace")))
+        )
 
     async def answer(self) -> _Answer:
         if self._streams is None:
@@ -193,15 +197,6 @@ class _HttpCaller:
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
-
-
-def _said(body: bytes) -> str:
-    """KServe's errors are {"error": text}; proxies and gates before a server answer in their own ways."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
-        return body[:MAX_REASON].decode(errors="replace")
 
 
 def _line(text: str) -> str:

@@ -12,8 +12,6 @@ from maitred.api.http.errors import MethodNotAllowed, shortened
 from maitred.api.http.formats import AnswerFormat
 from maitred.errors import RouteNotFound, did_you_mean
 
-MAX_PATH = 200  # characters that are compared with those that there are
-
 Handler = Callable[..., Awaitable[None]]  # of an App and an Exchange, which know routes
 
 
@@ -120,7 +118,7 @@ class RouteTable:
         if methods is None and self._fallback is not None:
             return self._fallback, path
         if methods is None:
-            meant = self._meant(path[:MAX_PATH])
+            meant = self._meant(path[:200])
             raise RouteNotFound(f"there is nothing at {shortened(path)}{meant}; GET /openapi.json lists what there is")
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:

@@ -189,10 +189,7 @@ def _replica_of(options: Options) -> MakeReplica:
 
         return client_with_tensors
     if options[ModelConfig].model == NO_MODEL:
-        raise UsageError(
-            "none is no language model, and there is no --model-repository, so nothing would be served; give one, or "
-            "leave out none for the built-in model"
-        )
+        raise UsageError("none is no model; give --model-repository too, or leave out none for the built-in model")
     if len(options[ProcessConfig].roles) == 1:
         from maitred.engine.client import EngineClient
 

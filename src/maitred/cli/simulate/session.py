@@ -16,7 +16,7 @@ from maitred.cli.console import note
 from maitred.cli.flags import UsageError
 from maitred.cli.simulate.fleet import bounds_of, devices_of, fleet_setup
 from maitred.cli.simulate.sources import Target, find_target, read_workload
-from maitred.cli.simulate.table import table
+from maitred.cli.simulate.table import nothing_waited, table
 from maitred.cli.simulate.tensors import (
     NO_LANGUAGE_MODEL,
     TensorWork,
@@ -320,5 +320,7 @@ def _tell(asked: Simulated, outcomes: dict[str, Results], figures: dict[str, dic
         Path(options.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if outcomes:
         print(table(figures))
+        if hint := nothing_waited(figures, options.rate_scale):
+            print(hint)
     if any("tensor" in whole for whole in figures.values()):
         print(tensor_table(figures))

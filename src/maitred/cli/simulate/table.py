@@ -20,6 +20,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (  # heading, part, figure
 )
 
 
+WAITING_SHARE = 0.05  # of the time from arrival to end, in the mean; below it rows differ by chance
+
 FLEET_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # heading, figure, how it is shown
     ("hits", "prefix_hit_ratio", lambda share: f"{share:.1%}"),
     ("max/mean", "load_max_over_mean", lambda ratio: "-" if ratio is None else f"{ratio:.2f}"),
@@ -57,6 +59,17 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
             blank = [""] * len(_fleet_columns(figures))
             rows += [[f"  {name}", *_cells(part), *blank] for name, part in tenants.items()]
     return aligned(rows)
+
+
+def nothing_waited(figures: Mapping[str, Mapping[str, Any]], rate_scale: float) -> str:
+    """A line to end a table with whose rows are equal because no policy had a choice to make; else empty."""
+    shares = [whole["queue_s"]["mean"] / whole["e2e_s"]["mean"] for whole in figures.values() if whole["e2e_s"]["mean"]]
+    if not shares or max(shares) >= WAITING_SHARE:
+        return ""
+    return (
+        f"Almost nothing waited: {max(shares):.1%} of a request's time was in the queue, so the order of service "
+        f"decided nothing. Try --rate-scale {4 * rate_scale:g}, or fewer slots by --max-num-seqs."
+    )
 
 
 def _cells(part: Mapping[str, Any]) -> list[str]:
