@@ -1,6 +1,6 @@
 """A GGUF file's vocabulary -> the same tokenizer in the library `tokenizers`.
 
-As llama.cpp's `src/llama-vocab.cpp` reads it, as of llama-cpp-python 0.3.36: how a text is split before pairs are merged,
+As llama.cpp reads it (`src/llama-vocab.cpp` of llama-cpp-python 0.3.36): how a text is split before pairs are merged,
 which tokens are found whole, what is put before and after.
 """
 

@@ -61,8 +61,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of a model folder or a GGUF file. Raises CheckpointError, with the remedy, where there is none or a
-        broken one."""
+        """Of a model folder or a GGUF file. Raises CheckpointError, with the remedy, when it is missing or broken."""
         if folder.is_file():
             from maitred.text.gguf_tokenizer import tokenizer_of  # noqa: PLC0415
 
