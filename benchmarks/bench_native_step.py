@@ -144,7 +144,7 @@ def print_profile(bench: Bench) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
+    parser.add_argument("model", nargs="?", default="maitred-mini")
     parser.add_argument("--dtype", default="int8")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--lm-head-dtype", default="auto")

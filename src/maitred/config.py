@@ -45,7 +45,8 @@ class ModelConfig:
     """The model, and how its numbers are held."""
 
     model: str | None = None
-    """Folder in Hugging Face layout, GGUF file, or hub id; None is the built-in model."""
+    """GGUF file, folder in Hugging Face layout, hub id, or a name that `maitred models` lists (a folder of that name is
+    ./NAME); None is MAITRED_MODEL's, else smollm2 where its package is installed, else maitred-mini."""
     revision: str | None = None
     """Hub branch, tag or commit; None is the default branch."""
     executor: str = one_of(EXECUTORS, "auto")

@@ -55,8 +55,8 @@ class LLM:
     """A model and a scheduler for scripts.
 
     Arguments are the fields of ModelConfig, CacheConfig, SchedulerConfig, SpeculativeConfig and TiersConfig, see there;
-    `model=None` is the built-in model. Use as a context manager, or call close(), to give back memory at once; dropping
-    the last reference does so too. Not for use from two threads at once.
+    `model=None` is what `maitred serve` takes without a model. Use as a context manager, or call close(), to give back
+    memory at once; dropping the last reference does so too. Not for use from two threads at once.
     """
 
     def __init__(

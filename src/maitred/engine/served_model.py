@@ -10,7 +10,8 @@ from pathlib import Path
 from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import ModelFacts
 from maitred.errors import MaitredError
-from maitred.model.checkpoint import BUILTIN_FOLDER, local_path
+from maitred.model.checkpoint import local_path
+from maitred.model.packaged import default_model
 from maitred.text import FolderText, Tokenizer
 
 
@@ -34,7 +35,7 @@ class TextAhead:
 
     def _read(self) -> None:
         with suppress(MaitredError, OSError):  # told by whoever asks for it
-            self._place = BUILTIN_FOLDER if self._model is None else local_path(self._model)
+            self._place = local_path(self._model or default_model())
             if self._place is not None:
                 self._tokenizer = Tokenizer.from_folder(self._place)
 

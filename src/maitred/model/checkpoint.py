@@ -1,4 +1,4 @@
-"""Opening a model: a folder in Hugging Face layout, a GGUF file, a hub id, or the built-in model. No torch.
+"""Opening a model: a folder in Hugging Face layout, a GGUF file, a packaged model, or a hub id. No torch.
 
 Weights are safetensors or GGUF only. Pickle files (`.bin`, `.pt`) can run code when loaded, so they are refused.
 """
@@ -24,12 +24,10 @@ from maitred.model.gguf_config import (
     permuted_heads,
 )
 from maitred.model.gguf_file import GgufFile, gguf_in, gguf_name, is_gguf, open_gguf
+from maitred.model.packaged import BUILTIN_FOLDER, BUILTIN_NAME, PACKAGED, default_model
 from maitred.model.safetensors_file import RawTensor, SafetensorsFile, TensorFile
 
-__all__ = ["BUILTIN_NAME", "Checkpoint", "RawTensor", "open_checkpoint"]
-
-BUILTIN_NAME = "maitred-mini"
-BUILTIN_FOLDER = Path(__file__).parent.parent / "builtin" / BUILTIN_NAME
+__all__ = ["BUILTIN_FOLDER", "BUILTIN_NAME", "Checkpoint", "RawTensor", "open_checkpoint"]
 
 INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -39,21 +37,19 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def open_checkpoint(model: str | None, revision: str | None = None) -> Checkpoint:
-    """Open `model`: a folder, a GGUF file (of a split one any part), a hub id (downloaded, or found in the Hugging Face
-    cache), or None for the built-in one.
+    """Open `model`: a folder, a GGUF file (of a split one any part), a packaged model's name, a hub id (downloaded, or
+    found in the Hugging Face cache), or None for `default_model()`.
 
     Weights are mapped, not read. Raises CheckpointError with the remedy when there is nothing usable.
     """
-    if revision is not None and (model is None or Path(model).expanduser().exists()):
-        kind = "file" if model is not None and Path(model).expanduser().is_file() else "folder"
-        raise CheckpointError(f"revision {revision!r} is for hub ids; {model or 'the built-in model'} is a {kind}")
-    if model is None:
-        if not BUILTIN_FOLDER.is_dir():
-            raise CheckpointError("this installation has no built-in model; name a folder or a hub id")
-        return Checkpoint(BUILTIN_FOLDER, BUILTIN_NAME)
+    model = default_model() if model is None else model
     path = local_path(model)
     if path is not None:
-        return Checkpoint(path, gguf_name(path) if path.is_file() else path.resolve().name)
+        if revision is not None:
+            kind = "file" if path.is_file() else "folder"
+            raise CheckpointError(f"revision {revision!r} is for hub ids; {model} is a {kind}")
+        name = gguf_name(path) if path.is_file() else path.resolve().name
+        return Checkpoint(path, model if model in PACKAGED else name)
     from maitred.model.hub import download  # noqa: PLC0415  only hub ids need it
 
     folder = download(model, revision)
@@ -61,8 +57,9 @@ def open_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
 
 
 def check_model(model: str | None) -> None:
-    """Raise CheckpointError, within milliseconds, where `model` is a GGUF file that `open_checkpoint` would refuse."""
-    path = Path(model).expanduser() if model is not None else None
+    """Raise CheckpointError, within milliseconds, for a packaged model that is not installed, and for a GGUF file that
+    `open_checkpoint` would refuse."""
+    path = PACKAGED[model].path() if model in PACKAGED else Path(model).expanduser() if model is not None else None
     if path is not None and (
         is_gguf(path) or (path.is_dir() and not any(path.glob("*.safetensors")) and gguf_in(path))
     ):
@@ -232,8 +229,10 @@ class Checkpoint:
 
 
 def local_path(model: str) -> Path | None:
-    """The folder or the GGUF file that is meant, None for a hub id. Raises CheckpointError for another file, and for
-    what was surely meant as a path and is none."""
+    """The folder or the GGUF file that is meant, None for a hub id. Raises CheckpointError for another file, for what
+    was surely meant as a path and is none, and for a packaged model whose package is missing."""
+    if model in PACKAGED:  # also where a folder is called so: that is ./NAME
+        return PACKAGED[model].path()
     path = Path(model).expanduser()
     if path.is_dir():
         has_weights = (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
