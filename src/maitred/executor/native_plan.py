@@ -355,7 +355,7 @@ def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Store
     kinds = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **BLOCK_TYPES}
     for source in weight_map(spec, checkpoint.tensor_names()):
         if len(source.shape) == MATRIX:
-            dtype = checkpoint.tensor(source.tensor).dtype
+            dtype = checkpoint.dtype_of(source.tensor)
             found.setdefault(source.parameter, []).append((source.row, Format(dtype=kinds.get(dtype, dtype))))
     return {parameter: tuple(sorted(parts, key=lambda part: part[0])) for parameter, parts in found.items()}
 
