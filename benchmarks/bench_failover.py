@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, folder: Path, flags: tuple[str, ...]) -> Fa
         return process, log
 
     try:
-        replicas = [start("serve") for _ in range(options.replicas)]
+        replicas = [start("serve", "maitred-mini") for _ in range(options.replicas)]
         urls = {url_in(log): process for process, log in replicas}
         url = url_in(start("route", *urls)[1])
         wait_ready(url, options.replicas)

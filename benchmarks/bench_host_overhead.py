@@ -118,7 +118,7 @@ class EncodingLink:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder; the built-in model without")
+    parser.add_argument("--model", default="maitred-mini", help="folder")
     parser.add_argument("--executor", default="auto", choices=("auto", "native", "torch"))
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)

@@ -44,8 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="qwen3", help="qwen3, llama, or KxN,KxN,...")
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,512")
-    parser.add_argument("--dtypes", default="bfloat16,int8,int4")
-    parser.add_argument("--group-size", type=int, default=32, help="of int4")
+    parser.add_argument("--dtypes", default="bfloat16,int8,q4_1,q8_0")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--isa", default=_native.default_isa())
     parser.add_argument("--tries", type=int, default=4)
@@ -62,8 +61,7 @@ def main() -> None:
     for shape, (k, n) in shapes.items():
         matrix = np.random.default_rng(0).standard_normal((n, k), dtype=np.float32)
         for dtype in args.dtypes.split(","):
-            group = args.group_size if dtype == "int4" else 0
-            weights = linear.pack(pool, [SourceMatrix(matrix)], dtype, group_size=group)
+            weights = linear.pack(pool, [SourceMatrix(matrix)], dtype)
             for m in rows[shape]:
                 rates = measure(args.isa, pool, weights, dtype, m, memory, args.tries)
                 print_row(dtype, shape, m, weights, rates, others.get((shape, m)))

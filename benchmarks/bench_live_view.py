@@ -175,7 +175,7 @@ async def seated(engine: EngineClient, model: ServedModel, stopping: asyncio.Eve
 
 async def alternate(num_seqs: int, pairs: int, seconds: float) -> list[tuple[Stretch, Stretch]]:
     config = EngineConfig(
-        model=ModelConfig(num_threads=1),
+        model=ModelConfig(model="maitred-mini", num_threads=1),
         cache=CacheConfig(),
         scheduler=SchedulerConfig(max_num_seqs=num_seqs),
     )

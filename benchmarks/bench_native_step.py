@@ -42,7 +42,6 @@ class Bench:
                 lm_head_dtype=options.lm_head_dtype,
                 num_threads=options.threads,
                 tensor_parallel=options.ranks,
-                int4_group_size=options.group,
                 weight_cache=options.weight_cache,
                 bind_threads="on",
             ),
@@ -145,11 +144,10 @@ def print_profile(bench: Bench) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
+    parser.add_argument("model", nargs="?", default="maitred-mini")
     parser.add_argument("--dtype", default="int8")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--lm-head-dtype", default="auto")
-    parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--ranks", type=int, default=1, help="processes of so many threads each")
     parser.add_argument("--weight-cache", default="off", help="auto to map packed weights from the disk")

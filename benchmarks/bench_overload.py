@@ -51,7 +51,7 @@ def percentile(values: list[float], share: float) -> float:
 @contextmanager
 def served(arguments: argparse.Namespace) -> Iterator[str]:
     """The URL of a fresh server."""
-    command = [sys.executable, "-m", "maitred", "serve", "--port", "0", "--log-level", "info"]
+    command = [sys.executable, "-m", "maitred", "serve", "maitred-mini", "--port", "0", "--log-level", "info"]
     command += ["--max-num-seqs", str(arguments.max_num_seqs), "--ttft-objective-s", str(arguments.objective_s)]
     if arguments.policy:
         command += ["--policy", arguments.policy]

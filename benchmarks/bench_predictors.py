@@ -79,7 +79,7 @@ def chats(rng: Random, count: int) -> list[Job]:
     from training.world import training_chat
 
     messages = [training_chat(rng, 4).messages()[:-1] for _ in range(count)]
-    with LLM(num_threads=1) as llm:
+    with LLM("maitred-mini", num_threads=1) as llm:
         template = llm.model.chat_template
         assert template is not None
         prompts = [template.render(m, add_generation_prompt=True) for m in messages]

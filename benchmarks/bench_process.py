@@ -48,7 +48,18 @@ def start(name: str, words: list[str]) -> Served:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "maitred", "serve", "--port", str(port), "--log-level", "warning", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "maitred",
+        "serve",
+        "maitred-mini",
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+        *words,
+    ]
     served = Served(name, subprocess.Popen(command), f"http://127.0.0.1:{port}")
     while True:
         try:

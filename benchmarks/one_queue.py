@@ -123,13 +123,13 @@ def write_tenants(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="the language model's folder; the built-in one without it")
+    parser.add_argument("--model", default="maitred-mini", help="the language model's folder")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chat-rate", type=float, default=10.0)
     parser.add_argument("--parts", default="beside,flood")
     options = parser.parse_args()
-    model = [options.model] if options.model else []
+    model = [options.model]
     with tempfile.TemporaryDirectory() as root:
         repository = Path(root) / "models"
         write_mlp(repository, "mlp", MLP_SIZES)

@@ -80,7 +80,7 @@ def questions(num_each: int) -> list[Question]:
 
 def builtin_scores(asked: list[Question], formats: dict[str, Any]) -> tuple[float, float]:
     """Perplexity of the replies, and the share answered exactly."""
-    with LLM(executor="native", max_num_seqs=32, **formats) as llm:
+    with LLM("maitred-mini", executor="native", max_num_seqs=32, **formats) as llm:
         encode = llm.model.tokenizer.encode
         prompts = [encode(question.prompt, add_special_tokens=False) for question in asked]
         replies = [encode(question.reply, add_special_tokens=False) for question in asked]

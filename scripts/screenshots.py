@@ -74,7 +74,7 @@ def tenants_file(folder: Path) -> Path:
 @contextlib.asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[str]:
     config = EngineConfig(
-        model=ModelConfig(executor="torch"),
+        model=ModelConfig(model="maitred-mini", executor="torch"),
         cache=CacheConfig(kv_cache_memory_bytes=21_000_000),
         scheduler=SchedulerConfig(max_num_seqs=12, policy="mlfq", quantum_tokens=40),
     )

@@ -143,7 +143,7 @@ def serving(log: Path, phase: Path) -> Iterator[int]:
         "CALLS_TO": str(log),
         "CALLS_PHASE": str(phase),
     }
-    command = [sys.executable, "-P", "-m", "maitred", "serve", "--port", "0"]
+    command = [sys.executable, "-P", "-m", "maitred", "serve", "maitred-mini", "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert server.stdout is not None
     try:

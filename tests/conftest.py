@@ -24,6 +24,9 @@ import pytest
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from tests.waiting import HANGS_S
 
+# What names no model, here or in a process that a test starts, takes the small one, also where others are installed.
+os.environ["MAITRED_MODEL"] = "maitred-mini"
+
 # BLAS's threads wait spinning, and beside another process of tests they do little else.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -116,7 +116,7 @@ def say(what: object) -> None:
 @contextmanager
 def served(*more: str) -> Iterator[tuple[str, int]]:
     """The built-in model, or what `more` says, in an engine of its own: its URL, and the HTTP process."""
-    words = [sys.executable, "-m", "maitred", "serve", "--port", "0", "--log-level", "info", *more]
+    words = [sys.executable, "-m", "maitred", "serve", "maitred-mini", "--port", "0", "--log-level", "info", *more]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = next(line.split(" on ")[1].split()[0] for line in process.stderr if " on http" in line)

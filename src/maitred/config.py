@@ -31,7 +31,6 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 LM_HEAD_DTYPES = DTYPES
-INT4_GROUP_SIZES = (32, 64, 128)
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
 HALF = ("half", "float16", "fp16", "f16")
 BIND_THREADS = ("auto", "on", "off")
@@ -46,7 +45,8 @@ class ModelConfig:
     """The model, and how its numbers are held."""
 
     model: str | None = None
-    """Folder in Hugging Face layout, or hub id; None is the built-in model."""
+    """GGUF file, folder in Hugging Face layout, hub id, or a name that `maitred models` lists (a folder of that name is
+    ./NAME); None is MAITRED_MODEL's, else smollm2 where its package is installed, else maitred-mini."""
     revision: str | None = None
     """Hub branch, tag or commit; None is the default branch."""
     executor: str = one_of(EXECUTORS, "auto")
@@ -58,8 +58,6 @@ class ModelConfig:
     and int4 are quantised at load, by the native executor."""
     lm_head_dtype: str = one_of(LM_HEAD_DTYPES, "auto")
     """Output matrix and embedding (native executor); auto is as `dtype`, but int8 where that is int4."""
-    int4_group_size: int = 32
-    """Weights that share a scale when dtype is int4: 32, 64 or 128. Smaller is more exact and reads more bytes."""
     kv_dtype: str = one_of(KV_DTYPES, "auto")
     """KV cache; auto is the weights' dtype, and bfloat16 where that is int8 or int4."""
     max_model_len: int | None = None
@@ -101,8 +99,6 @@ class ModelConfig:
             raise ConfigError(
                 f"model is {self.model!r}; name a folder or hub id, or leave it out for the built-in model"
             )
-        if self.int4_group_size not in INT4_GROUP_SIZES:
-            raise ConfigError(f"int4_group_size is {self.int4_group_size}; choose one of 32, 64, 128")
         require_at_least("max_model_len", self.max_model_len, 2)
         require_at_least("num_threads", self.num_threads, 1)
         require_at_least("tensor_parallel", self.tensor_parallel, 1)

@@ -22,11 +22,11 @@ def test_fusions_kernels_formats_buffers_and_bytes_are_told(capsys, monkeypatch,
     monkeypatch.setattr(executors, "usable_cores", lambda: 2)
     folder = make_checkpoint("gemma2", tmp_path)
     text = explained(capsys, str(folder), "--dtype", "int4", "--num-threads", "2")
-    assert "executor  native plain, 2 threads, weights int4/32, embedding and output int8, KV cache bfloat16" in text
+    assert "executor  native plain, 2 threads, weights q4_1, embedding and output int8, KV cache bfloat16" in text
     assert "qkv stack                                       4 times,    8 operations fewer" in text
     assert "post-norm into residual add" in text
     assert (
-        "layers.*.gate_up                4 x [200 x 72] int4/32   scalar int8, tiles of 4 x 32, gate beside up" in text
+        "layers.*.gate_up                4 x [200 x 72] q4_1      scalar int8, tiles of 4 x 32, gate beside up" in text
     )
     assert "logits [384 x 272]" in text
     assert "bytes of keys and values for each token of context of each request" in text
@@ -40,7 +40,7 @@ def test_where_few_rows_are_multiplied_by_another_kernel_both_are_told(capsys, m
     text = explained(capsys, str(folder), "--dtype", "int8")
     assert "int8      vpdpbusd zmm, tiles of 12 x 32; from 9 rows on tdpbsud, tiles of 32 x 32; " in text
     text = explained(capsys, str(folder), "--dtype", "int4")
-    assert "int4/32   vpdpbusd zmm, tiles of 8 x 32; from 49 rows on tdpbssd, tiles of 16 x 32; " in text
+    assert "q4_1      vpdpbusd zmm, tiles of 8 x 32; from 33 rows on tdpbsud, tiles of 16 x 32; " in text
     text = explained(capsys, str(folder), "--dtype", "bfloat16")
     assert "bfloat16  vfmadd zmm, tiles of 4 x 32; from 5 rows on tdpbf16ps, tiles of 32 x 32; " in text
 

@@ -31,6 +31,7 @@ def plan(
     kv_bytes: int | None = None,
     max_num_seqs: int = 4,
     draft: DraftMemory | None = None,
+    kv_share: float = 1.0,
 ) -> MemoryPlan:
     return plan_memory(
         available_bytes=available,
@@ -41,6 +42,7 @@ def plan(
         cache=CacheConfig(block_size=16, kv_cache_memory_bytes=kv_bytes),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512),
         draft=draft,
+        kv_share=kv_share,
     )
 
 
@@ -55,6 +57,16 @@ def test_the_cache_is_bounded_by_what_the_weights_leave():
     bounded = plan(max_num_seqs=512)
     assert bounded.num_blocks == (int(10 * GIB * 0.9) - GIB) // (1024 * 1024)
     assert bounded.longest_context == bounded.num_blocks * 16
+
+
+def test_beside_other_programs_the_cache_takes_a_share_but_always_one_context():
+    fitting = plan(max_num_seqs=512).num_blocks
+    assert plan(max_num_seqs=512, kv_share=0.5).num_blocks == fitting // 2
+    assert plan(max_num_seqs=4, kv_share=0.5).num_blocks == 4 * 4096 // 16  # which is less
+    long = plan(model_context=fitting * 12, kv_share=0.5)
+    assert (long.num_blocks, long.max_model_len) == (fitting * 12 // 16, fitting * 12)
+    pinned = plan(kv_bytes=7 * GIB, kv_share=0.5)
+    assert pinned.num_blocks == 7 * 1024
 
 
 def test_a_context_that_does_not_fit_shrinks_unless_it_is_pinned():

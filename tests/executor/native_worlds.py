@@ -31,7 +31,7 @@ class Narrow:
 class DecoderCheckpoint:
     """The parameters of a `TorchDecoder`, as a checkpoint with stacked matrices has them."""
 
-    name, dtype = "in memory", "float32"
+    name, dtype, gguf = "in memory", "float32", None
 
     def __init__(self, decoder: Any) -> None:
         self.spec: DecoderSpec = replace(decoder.spec, fused_weights=True)

@@ -38,8 +38,8 @@ FORMATS = [
     {"dtype": "bfloat16", "kv_dtype": "int8"},
     {"dtype": "int8", "kv_dtype": "int8"},
     {"dtype": "int8", "kv_dtype": "bfloat16"},
-    {"dtype": "int4", "kv_dtype": "bfloat16", "int4_group_size": 32},
-    {"dtype": "int4", "kv_dtype": "int8", "int4_group_size": 128},
+    {"dtype": "int4", "kv_dtype": "bfloat16"},
+    {"dtype": "int4", "kv_dtype": "int8"},
 ]
 KINDS = ("narrow", "wide")
 SEGMENT = 256  # tokens that attention sums at once

@@ -35,7 +35,7 @@ FORMATS = [
     {"dtype": "bfloat16", "kv_dtype": "bfloat16"},
     {"dtype": "int8", "kv_dtype": "int8"},
     {"dtype": "int8", "kv_dtype": "bfloat16"},
-    {"dtype": "int4", "kv_dtype": "bfloat16", "int4_group_size": 32},
+    {"dtype": "int4", "kv_dtype": "bfloat16"},
 ]
 
 

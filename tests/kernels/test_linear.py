@@ -17,7 +17,7 @@ from maitred.kernels.linear import PackedWeights, SourceMatrix
 from tests.kernels.rotation import rotate, rotation_block
 
 ISAS = _native.available_isas()
-FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
+FORMATS = ["float32", "float16", "bfloat16", "int8", "q4_1", "q8_0"]  # what float32 is packed as
 SHAPES = [(1, 1), (3, 1), (32, 64), (33, 5), (70, 131), (64, 256), (95, 1023), (16, 2600), (130, 96)]
 MAPS = Path("/proc/self/maps")
 Array = NDArray[Any]
@@ -46,11 +46,11 @@ def bf16_round(x: Array) -> Array:
     return (bf16_bits(x).astype(np.uint32) << 16).view(np.float32)
 
 
-def make_world(pool: Any, dtype: str, group: int, n: int, k: int, *, gated: bool = False, bias: bool = False) -> World:
+def make_world(pool: Any, dtype: str, n: int, k: int, *, gated: bool = False, bias: bool = False) -> World:
     rng = np.random.default_rng(n * 10_007 + k)
     matrix = (rng.standard_normal((n, k)) * rng.uniform(0.01, 2.0, (n, 1))).astype(np.float32)
     offsets = rng.standard_normal(n).astype(np.float32) if bias else None
-    weights = linear.pack(pool, [SourceMatrix(matrix)], dtype, group_size=group, gated=gated, bias=offsets)
+    weights = linear.pack(pool, [SourceMatrix(matrix)], dtype, gated=gated, bias=offsets)
     return World(weights, linear.unpack_rows(weights, range(n)).astype(np.float64), offsets)
 
 
@@ -59,30 +59,28 @@ def rows(m: int, k: int, seed: int = 0) -> Array:
     return (rng.standard_normal((m, k)) * rng.uniform(0.1, 3.0, (m, 1))).astype(np.float32)
 
 
-def prepared(dtype: str, x: Array, group: int = 0) -> Array:
+def prepared(dtype: str, x: Array) -> Array:
     """The rows as a linear of that format sees them, turned back where it rotates them."""
-    if dtype == "float32":
+    if dtype in ("float32", "float16"):
         return x.astype(np.float64)
     if dtype == "bfloat16":
         return bf16_round(x).astype(np.float64)
-    if dtype == "int4":
-        return in_groups(x, group)
+    if dtype != "int8":
+        return in_blocks(x)
     turned = rotate(x)
     scale = np.abs(turned).max(axis=1, keepdims=True) / np.float32(127)
     q = np.rint(turned * (np.float32(1) / scale)).clip(-127, 127)
     return rotate(q.astype(np.float64) * scale) / rotation_block(x.shape[1])
 
 
-def in_groups(x: Array, group: int) -> Array:
-    """Rounded with the row's scale, divided in each group by the largest power of two that leaves its values room."""
+def in_blocks(x: Array) -> Array:
+    """Rounded to 8 bits with a scale for each 32 values."""
     m, k = x.shape
-    groups = np.pad(x, ((0, 0), (0, -k % group))).reshape(m, -1, group)
-    largest = np.abs(groups).max(axis=2, keepdims=True)
-    most = largest.max(axis=1, keepdims=True)
-    exponent = np.minimum((most.view(np.int32) - largest.view(np.int32)) >> 23, 24)
-    inverse = np.float32(1) / (most / np.float32(127)) * np.ldexp(np.float32(1), exponent)
-    q = np.rint(groups * inverse).clip(-127, 127).astype(np.float64)
-    return (q * np.ldexp(most / np.float32(127), -exponent)).reshape(m, -1)[:, :k]
+    blocks = np.pad(x, ((0, 0), (0, -k % 32))).reshape(m, -1, 32)
+    scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        q = np.rint(blocks * np.where(scale > 0, np.float32(1) / scale, np.float32(0))).clip(-127, 127)
+    return (q.astype(np.float64) * scale).reshape(m, -1)[:, :k]
 
 
 def product(world: World, x: Array) -> Array:
@@ -103,32 +101,32 @@ def assert_within(actual: Array, expected: Array, allowed: Array) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "group"), FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_store_is_the_product(pool: Any, isa: str, dtype: str, group: int, n: int, k: int) -> None:
+def test_store_is_the_product(pool: Any, isa: str, dtype: str, n: int, k: int) -> None:
     for bias, sizes in ((False, (1, 7, 70)), (True, (2, 13))):
-        world = make_world(pool, dtype, group, n, k, bias=bias)
+        world = make_world(pool, dtype, n, k, bias=bias)
         for m in sizes:
             x = rows(m, k)
             y = linear.linear(pool, world.weights, x, isa=isa)
-            seen = prepared(dtype, x, group)
+            seen = prepared(dtype, x)
             assert_within(y, product(world, seen), tolerance(world, seen))
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "group"), FORMATS)
-def test_add_adds_alpha_times_the_product(pool: Any, isa: str, dtype: str, group: int) -> None:
-    world = make_world(pool, dtype, group, 75, 200, bias=True)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_add_adds_alpha_times_the_product(pool: Any, isa: str, dtype: str) -> None:
+    world = make_world(pool, dtype, 75, 200, bias=True)
     x, residual = rows(9, 200), rows(9, 75, seed=1)
     y = linear.linear(pool, world.weights, x, isa=isa, add_to=residual.copy(), alpha=0.25)
-    seen = prepared(dtype, x, group)
+    seen = prepared(dtype, x)
     assert_within(y, residual + 0.25 * product(world, seen), tolerance(world, seen))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("cap", [0.0, 30.0, 0.5])
 def test_logits_are_scaled_and_then_capped(pool: Any, isa: str, cap: float) -> None:
-    world = make_world(pool, "float32", 0, 90, 70)
+    world = make_world(pool, "float32", 90, 70)
     x = rows(3, 70)
     y = linear.linear(pool, world.weights, x, isa=isa, alpha=0.5, softcap=cap)
     expected = 0.5 * product(world, x.astype(np.float64))
@@ -149,14 +147,14 @@ ACTS = {"silu": lambda x: x / (1 + np.exp(-x)), "gelu": gelu, "gelu_tanh": gelu_
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "group"), FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("act", sorted(ACTS))
 @pytest.mark.parametrize("half", [1, 16, 41])
-def test_gate_is_act_of_gate_times_up(pool: Any, isa: str, dtype: str, group: int, act: str, half: int) -> None:
-    world = make_world(pool, dtype, group, 2 * half, 160, gated=True, bias=half == 41)
+def test_gate_is_act_of_gate_times_up(pool: Any, isa: str, dtype: str, act: str, half: int) -> None:
+    world = make_world(pool, dtype, 2 * half, 160, gated=True, bias=half == 41)
     x = rows(5, 160)
     y = linear.linear(pool, world.weights, x, isa=isa, act=act)
-    seen = prepared(dtype, x, group)
+    seen = prepared(dtype, x)
     both, allowed = product(world, seen), tolerance(world, seen)
     gate, up = both[:, :half], both[:, half:]
     room = 1.2 * (allowed[:, :half] * np.abs(up) + allowed[:, half:] * np.abs(gate)) + 2e-6 * (1 + np.abs(gate * up))
@@ -176,14 +174,14 @@ def test_activations_hold_from_end_to_end(pool: Any, isa: str, act: str) -> None
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("k", [1, 19, 64, 1000])
-@pytest.mark.parametrize(("dtype", "group"), FORMATS)
-def test_rows_are_gathered_and_normed(pool: Any, isa: str, dtype: str, group: int, k: int) -> None:
-    world = make_world(pool, dtype, group, 40, k)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rows_are_gathered_and_normed(pool: Any, isa: str, dtype: str, k: int) -> None:
+    world = make_world(pool, dtype, 40, k)
     x, weight = rows(6, k), np.random.default_rng(5).uniform(0.5, 1.5, k).astype(np.float32)
     y = linear.linear(pool, world.weights, x, isa=isa, rows=[4, 1, 1], norm_weight=weight, norm_eps=1e-3)
     chosen = x[[4, 1, 1]].astype(np.float64)
     normed = chosen / np.sqrt((chosen**2).mean(axis=1, keepdims=True) + 1e-3) * weight
-    coarse = {"float32": 0.0, "bfloat16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 127}[dtype]
+    coarse = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 0.0}.get(dtype, 1 / 127)
     wide = np.broadcast_to(np.abs(normed).max(axis=1, keepdims=True), normed.shape)
     slack = coarse * (wide @ np.abs(world.exact).T) * 0.6
     assert_within(y, product(world, normed), tolerance(world, normed) + slack)
@@ -191,11 +189,11 @@ def test_rows_are_gathered_and_normed(pool: Any, isa: str, dtype: str, group: in
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "group"), FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("n", "k"), [(75, 515), (32, 2048)])
-def test_a_row_comes_out_the_same_in_any_company(pool: Any, isa: str, dtype: str, group: int, n: int, k: int) -> None:
+def test_a_row_comes_out_the_same_in_any_company(pool: Any, isa: str, dtype: str, n: int, k: int) -> None:
     """Bit for bit: cut into any runs, in any order, on one, two or three threads."""
-    world = make_world(pool, dtype, group, n, k, gated=n == 32)
+    world = make_world(pool, dtype, n, k, gated=n == 32)
     x, weight = rows(260, k), np.random.default_rng(5).uniform(0.5, 1.5, k).astype(np.float32)
     whole = linear.linear(pool, world.weights, x, isa=isa, norm_weight=weight)
     rng = np.random.default_rng(k)
@@ -210,12 +208,10 @@ def test_a_row_comes_out_the_same_in_any_company(pool: Any, isa: str, dtype: str
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "group"), FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("k", "gated"), [(131, False), (640, True)])
-def test_every_number_of_rows_gives_the_same_bits(
-    pool: Any, isa: str, dtype: str, group: int, k: int, gated: bool
-) -> None:
-    world = make_world(pool, dtype, group, 66, k, gated=gated, bias=gated)
+def test_every_number_of_rows_gives_the_same_bits(pool: Any, isa: str, dtype: str, k: int, gated: bool) -> None:
+    world = make_world(pool, dtype, 66, k, gated=gated, bias=gated)
     x = rows(150, k)
     whole = linear.linear(pool, world.weights, x, isa=isa)
     for m in (*range(1, 71), 95, 96, 97, 127, 129):
@@ -247,15 +243,15 @@ def test_denormal_numbers_are_numbers_again_behind_a_product_of_bfloat16(isa: st
     before = linear.linear(alone, tiny, one, isa=isa).view(np.uint32)
     assert before.all()
     for m in (1, 4, 5):
-        linear.linear(alone, make_world(alone, "bfloat16", 0, 32, 64).weights, rows(m, 64), isa=isa)
+        linear.linear(alone, make_world(alone, "bfloat16", 32, 64).weights, rows(m, 64), isa=isa)
         assert (linear.linear(alone, tiny, one, isa=isa).view(np.uint32) == before).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "group"), FORMATS)
-def test_rows_beyond_one_block_are_each_added_once(pool: Any, isa: str, dtype: str, group: int) -> None:
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rows_beyond_one_block_are_each_added_once(pool: Any, isa: str, dtype: str) -> None:
     """Long rows, so that a block has few of them; blocks and chunks end in the middle of others."""
-    world = make_world(pool, dtype, group, 40, 12_000, bias=True)
+    world = make_world(pool, dtype, 40, 12_000, bias=True)
     x, residual = rows(110, 12_000), rows(110, 40, seed=1)
     y = linear.linear(pool, world.weights, x, isa=isa, add_to=residual.copy(), alpha=0.5)
     for start in range(0, 110, 22):
@@ -270,7 +266,7 @@ def test_rows_beyond_one_block_are_each_added_once(pool: Any, isa: str, dtype: s
 def test_a_row_that_is_not_finite_shows_in_its_output_and_in_no_other(
     pool: Any, isa: str, dtype: str, bad: float
 ) -> None:
-    world = make_world(pool, dtype, 0, 40, 100)
+    world = make_world(pool, dtype, 40, 100)
     for m in (3, 29, 50):
         x = rows(m, 100)
         sane = linear.linear(pool, world.weights, x, isa=isa)
@@ -294,15 +290,15 @@ def test_weights_that_are_not_finite_show_in_their_channel_alone(pool: Any, isa:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_of_zeros_gives_zeros(pool: Any, isa: str) -> None:
-    for dtype, group in FORMATS:
-        world = make_world(pool, dtype, group, 40, 100)
+    for dtype in FORMATS:
+        world = make_world(pool, dtype, 40, 100)
         y = linear.linear(pool, world.weights, np.zeros((2, 100), np.float32), isa=isa)
         assert (y == 0).all()
 
 
 def test_int8_is_the_same_on_every_instruction_set(pool: Any) -> None:
     for k in (5, 72, 100, 515, 1088):
-        world = make_world(pool, "int8", 0, 75, k)
+        world = make_world(pool, "int8", 75, k)
         for m in (1, 9, 31, 50):
             x = rows(m, k)
             outputs = [linear.linear(pool, world.weights, x, isa=isa) for isa in ISAS]
@@ -310,10 +306,10 @@ def test_int8_is_the_same_on_every_instruction_set(pool: Any) -> None:
 
 
 @pytest.mark.skipif("amx" not in ISAS, reason="this processor has no tiles")
-@pytest.mark.parametrize(("dtype", "group"), [fmt for fmt in FORMATS if fmt[0].startswith("int")])
+@pytest.mark.parametrize("dtype", ["int8", "q4_1", "q8_0"])
 @pytest.mark.parametrize(("n", "k"), [(32, 64), (75, 515), (64, 1184)])
-def test_integers_come_out_of_tiles_as_out_of_vectors(pool: Any, dtype: str, group: int, n: int, k: int) -> None:
-    world = make_world(pool, dtype, group, n, k, gated=n == 64, bias=n == 75)
+def test_integers_come_out_of_tiles_as_out_of_vectors(pool: Any, dtype: str, n: int, k: int) -> None:
+    world = make_world(pool, dtype, n, k, gated=n == 64, bias=n == 75)
     x = rows(140, k)
     vectors = linear.linear(pool, world.weights, x, isa="avx512")
     for m in (*range(1, 71), 140):
@@ -321,14 +317,14 @@ def test_integers_come_out_of_tiles_as_out_of_vectors(pool: Any, dtype: str, gro
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "group", "most"), [("int8", 0, 0.08), ("int4", 32, 0.15)])
-def test_a_few_huge_channels_do_not_spoil_a_row(pool: Any, isa: str, dtype: str, group: int, most: float) -> None:
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 0.08), ("q8_0", 0.15)])
+def test_a_few_huge_channels_do_not_spoil_a_row(pool: Any, isa: str, dtype: str, most: float) -> None:
     """The products beside the huge channels, which weights of 0 leave out, come out as if those were not there."""
     x, matrix = rows(20, 512), rows(64, 512, seed=1)
     channels = [3, 70, 200, 401]
     x[:, channels] *= 64
     matrix[:, channels] = 0
-    weights = linear.pack(pool, [SourceMatrix(matrix)], dtype, group_size=group)
+    weights = linear.pack(pool, [SourceMatrix(matrix)], dtype)
     y, expected = linear.linear(pool, weights, x, isa=isa), x @ matrix.T
     assert 0 < np.abs(y - expected).mean() / expected.std() < most
 
@@ -349,12 +345,12 @@ def test_quantised_formats_keep_to_half_a_step(pool: Any) -> None:
     int8 = rotate(linear.unpack_rows(linear.pack(pool, [SourceMatrix(matrix)], "int8"), range(45)))
     step = np.abs(rotate(matrix)).max(axis=1, keepdims=True) / 127
     assert (np.abs(int8 - rotate(matrix)) <= 0.501 * step).all()
-    for group in (32, 64):
-        int4 = linear.unpack_rows(linear.pack(pool, [SourceMatrix(matrix)], "int4", group_size=group), range(45))
-        step = np.abs(matrix).reshape(45, -1, group).max(axis=2) / 8
-        error = np.abs(int4 - matrix).reshape(45, -1, group).max(axis=2)
-        assert (error <= 1.02 * step).all()  # half a step, but a whole one at the end that has no +8
-        assert (error.mean() < 0.7 * step.mean()).all()
+    q4_1 = linear.unpack_rows(linear.pack(pool, [SourceMatrix(matrix)], "q4_1"), range(45))
+    blocks = matrix.reshape(45, -1, 32)
+    step = (blocks.max(axis=2) - blocks.min(axis=2)) / 15
+    error = np.abs(q4_1 - matrix).reshape(45, -1, 32)
+    assert (error.mean(axis=2) <= 0.3 * step).all()  # a quarter of a step is what even spacing leaves
+    assert (error.max(axis=2) <= 1.2 * step).all()  # the fit may leave out an end for the others' sake
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="the system does not tell how memory is mapped")
@@ -381,21 +377,19 @@ def test_half_precision_sources_are_read_exactly(pool: Any, dtype: str) -> None:
     assert (linear.unpack_rows(packed, range(len(bits))) == wide).all()
 
 
-@pytest.mark.parametrize(("dtype", "group"), FORMATS)
-def test_sources_stack(pool: Any, dtype: str, group: int) -> None:
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_sources_stack(pool: Any, dtype: str) -> None:
     q, k, v = rows(40, 96, 1), rows(20, 96, 2), rows(21, 96, 3)
-    apart = linear.pack(pool, [SourceMatrix(m) for m in (q, k, v)], dtype, group_size=group)
-    together = linear.pack(pool, [SourceMatrix(np.concatenate([q, k, v]))], dtype, group_size=group)
+    apart = linear.pack(pool, [SourceMatrix(m) for m in (q, k, v)], dtype)
+    together = linear.pack(pool, [SourceMatrix(np.concatenate([q, k, v]))], dtype)
     assert (apart.data == together.data).all()
 
 
-@pytest.mark.parametrize(("dtype", "group"), FORMATS)
-def test_gated_rows_unpack_in_stacked_order(pool: Any, dtype: str, group: int) -> None:
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_gated_rows_unpack_in_stacked_order(pool: Any, dtype: str) -> None:
     matrix = rows(74, 96)
-    plain = linear.pack(pool, [SourceMatrix(matrix)], dtype, group_size=group)
-    gated = linear.pack(
-        pool, [SourceMatrix(matrix[:37]), SourceMatrix(matrix[37:])], dtype, group_size=group, gated=True
-    )
+    plain = linear.pack(pool, [SourceMatrix(matrix)], dtype)
+    gated = linear.pack(pool, [SourceMatrix(matrix[:37]), SourceMatrix(matrix[37:])], dtype, gated=True)
     assert (linear.unpack_rows(gated, range(74)) == linear.unpack_rows(plain, range(74))).all()
 
 
@@ -410,23 +404,22 @@ def test_rows_of_a_wider_matrix_are_packed_in_place(pool: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "group", "n", "k", "gated", "says"),
+    ("dtype", "n", "k", "gated", "says"),
     [
-        ("int3", 0, 4, 4, False, "choose one of"),
-        ("int4", 48, 4, 4, False, "32, 64 or 128"),
-        ("int8", 32, 4, 4, False, "only int4"),
-        ("int8", 0, 4, 70_000, False, "65,536"),
-        ("int8", 0, 0, 4, False, "at least one"),
-        ("bfloat16", 0, 5, 4, True, "even number"),
+        ("int3", 4, 4, False, "choose one of"),
+        ("q6_k", 4, 128, False, "multiples of 256"),
+        ("int8", 4, 70_000, False, "65,536"),
+        ("int8", 0, 4, False, "at least one"),
+        ("bfloat16", 5, 4, True, "even number"),
     ],
 )
-def test_impossible_shapes_are_refused(dtype: str, group: int, n: int, k: int, gated: bool, says: str) -> None:
+def test_impossible_shapes_are_refused(dtype: str, n: int, k: int, gated: bool, says: str) -> None:
     with pytest.raises(KernelError, match=says):
-        linear.linear_shape(dtype, n, k, group_size=group, gated=gated)
+        linear.linear_shape(dtype, n, k, gated=gated)
 
 
 def test_what_does_not_fit_is_refused_with_both_shapes(pool: Any) -> None:
-    world = make_world(pool, "int8", 0, 8, 64)
+    world = make_world(pool, "int8", 8, 64)
     with pytest.raises(KernelError, match=r"\(2, 63\).*\[M, 64\]"):
         linear.linear(pool, world.weights, rows(2, 63))
     with pytest.raises(KernelError, match=r"must be float32 \[2, 8\]"):
@@ -436,7 +429,7 @@ def test_what_does_not_fit_is_refused_with_both_shapes(pool: Any) -> None:
     with pytest.raises(KernelError, match="rows"):
         linear.linear(pool, world.weights, rows(2, 64), rows=[2])
     with pytest.raises(KernelError, match="none of silu"):
-        linear.linear(pool, make_world(pool, "int8", 0, 8, 64, gated=True).weights, rows(1, 64), act="relu")
+        linear.linear(pool, make_world(pool, "int8", 8, 64, gated=True).weights, rows(1, 64), act="relu")
     with pytest.raises(KernelError, match="row 8"):
         linear.unpack_rows(world.weights, [8])
     with pytest.raises(KernelError, match="do not stack"):

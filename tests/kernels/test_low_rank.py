@@ -16,7 +16,7 @@ from maitred.model.adapters import Adapter, LowRank
 from maitred.model.program import Format, Part, Weight
 
 Floats = NDArray[np.float32]
-FORMATS = {"float32": 0, "bfloat16": 0, "int8": 0, "int4": 32}
+FORMATS = ("float32", "bfloat16", "int8", "q4_1")
 ENDINGS = ("store", "add", "gate")
 NUM_TOKENS = 57  # more than any kernel takes at once
 MAX_ROWS = 64
@@ -30,11 +30,9 @@ class LinearLayer:
         random, self.threads = np.random.default_rng(1), _native.ThreadPool(num_threads)
         self.bias = random.standard_normal(rows, dtype=np.float32)
         self.norm = random.standard_normal(width, dtype=np.float32) if norm else None
-        gated, group = ending == "gate", FORMATS[dtype]
-        self.packed = pack(
-            self.threads, [SourceMatrix(matrix_NK)], dtype, group_size=group, gated=gated, bias=self.bias
-        )
-        part, format = Part(parameter="w", first=0, rows=rows), Format(dtype=dtype, group=group)
+        gated = ending == "gate"
+        self.packed = pack(self.threads, [SourceMatrix(matrix_NK)], dtype, gated=gated, bias=self.bias)
+        part, format = Part(parameter="w", first=0, rows=rows), Format(dtype=dtype)
         self.weight = Weight(name="w", parts=(part,), width=width, format=format, gated=gated)
         self._pool = make_kv_pool(
             dtype="float32", num_layers=1, num_blocks=4, block_size=MAX_ROWS, num_kv_heads=1, head_dim=8
@@ -45,7 +43,7 @@ class LinearLayer:
         program.operands([shape])
         number = program.adapted_linear(shape, False)
         program.prepare(self.x, shape, self.norm, 1e-6, False, False, number)
-        program.linear(shape, self.packed.data, self.y, 0, ending, 0.5, 0.0, "silu", False, number, "w")
+        program.linear(shape, self.packed.data, self.y, 0, 0, ending, 0.5, 0.0, "silu", False, number, "w")
         program.begin_logits()
         self._kept: list[Any] = []
 

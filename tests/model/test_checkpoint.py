@@ -259,7 +259,7 @@ def test_what_looks_like_a_path_gets_an_error_about_paths(
     for model in ("./absent", "/absent/model", "models/absent", "a/b/c", "~/absent-model", "absent/"):
         assert f"there is no folder {model}" in refusal(model)
     assert "is a file" in refusal(folder / "model.safetensors")
-    assert "neither a folder nor a hub id" in refusal("two words")
+    assert "neither a GGUF file nor a folder nor a hub id" in refusal("two words")
 
 
 def test_opening_imports_neither_torch_nor_transformers(folder: Path) -> None:

@@ -167,12 +167,12 @@ def test_changed_weights_are_packed_again(world: World):
 
 def test_whatever_decides_the_bytes_decides_the_name(world: World):
     checkpoint = open_checkpoint(str(world.model))
-    int4 = Format(dtype="int4", group=32)
+    int4 = Format(dtype="q4_1")
     keys = [
         cache_key(world.program(), checkpoint, "avx2"),
         cache_key(world.program(), checkpoint, "plain"),
         cache_key(world.program(Formats(linears=int4, head=INT8.head)), checkpoint, "avx2"),
-        cache_key(world.program(Formats(linears=Format(dtype="int4", group=64), head=INT8.head)), checkpoint, "avx2"),
+        cache_key(world.program(Formats(linears=Format(dtype="q8_0"), head=INT8.head)), checkpoint, "avx2"),
     ]
     assert len(set(keys)) == len(keys)
     assert cache_key(world.program(), open_checkpoint(str(world.model)), "avx2") == keys[0]

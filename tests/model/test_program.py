@@ -93,17 +93,38 @@ def test_after_the_last_attention_only_wanted_rows_are_computed():
 
 def test_formats_of_linears_and_head_decide_what_they_read():
     head = Format(dtype="bfloat16")
-    program = compiled(Formats(linears=Format(dtype="int4", group=64), head=head), tied_embeddings=True)
+    program = compiled(Formats(linears=Format(dtype="q4_1"), head=head), tied_embeddings=True)
     operands = [op.dtype for op in program.ops if isinstance(op, Prepare)]
-    assert operands == ["int8"] * 8 + ["bfloat16"]
-    assert {str(weight.format) for weight in program.weights} == {"bfloat16", "float32", "int4/64"}
+    assert operands == ["q8_0"] * 8 + ["bfloat16"]
+    assert {str(weight.format) for weight in program.weights} == {"bfloat16", "float32", "q4_1"}
 
 
 def test_what_the_library_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
-    kept = tuple(each for each in fusions.PASSES if not each.name.startswith("gate"))
+    kept = tuple(each for each in fusions.PASSES if not each.name.startswith("rope"))
     monkeypatch.setattr(fusions, "PASSES", kept)
-    with pytest.raises(KernelError, match="Tiny needs Gate by itself, which the native executor does not have"):
+    with pytest.raises(
+        KernelError, match="Tiny needs Rope, WriteKV by itself, which the native executor does not have"
+    ):
         compiled()
+
+
+def test_matrices_of_one_parameter_may_have_formats_of_their_own():
+    """As files of llama.cpp's mixes have them: v in more bits than q and k, gate and up apart."""
+    spec = make_spec()
+    q4, q6, half = (Format(dtype=name) for name in ("q4_k", "q6_k", "bfloat16"))
+    v, up = spec.q_width + spec.kv_width, spec.intermediate_size
+    stored = {
+        "layers.0.qkv.weight": ((0, q4), (spec.q_width, q4), (v, q6)),
+        "layers.1.qkv.weight": ((0, q4), (v, half)),
+        "layers.0.gate_up.weight": ((0, q4), (up, q6)),
+    }
+    program = compile_program(spec, Formats(linears=q4, head=q6, stored=stored))
+    columns = [(op.first, op.weight.rows, str(op.weight.format)) for op in program.ops
+               if isinstance(op, Linear) and op.target == "qkv"]  # fmt: skip
+    assert columns == [(0, v, "q4_k"), (v, spec.kv_width, "q6_k"), (0, v, "q4_k"), (v, spec.kv_width, "bfloat16")]
+    assert [type(op).__name__ for op in program.ops].count("Gate") == 1
+    operands = [op.dtype for op in program.ops if isinstance(op, Prepare)]
+    assert operands == ["q8_0"] * 4 + ["q8_0", "bfloat16", "q8_0", "q8_0", "q8_0"] + ["q8_0"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

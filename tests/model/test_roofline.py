@@ -18,7 +18,6 @@ from maitred.model.roofline import (
     query_key_pairs,
     step_work,
     token_budget,
-    weight_format,
 )
 from maitred.model.spec import DecoderSpec, LayerSpec
 
@@ -38,7 +37,7 @@ SPEC = DecoderSpec(
     tied_embeddings=True,
     attention_scale=128**-0.5,
 )
-BF16, INT8, INT4 = WeightFormat("bfloat16"), WeightFormat("int8"), WeightFormat("int4", 32)
+BF16, INT8, INT4 = WeightFormat("bfloat16"), WeightFormat("int8"), WeightFormat("int4")
 KV = KVFormat("bfloat16")
 
 
@@ -57,10 +56,9 @@ def test_a_decode_step_reads_every_weight_once_and_each_requests_keys_and_values
     assert many - one == 31 * 576 * 114_688
 
 
-def test_int4_has_its_groups_scales_and_a_wider_output_matrix():
-    assert weight_format("int4/64") == WeightFormat("int4", 64)
-    assert weight_format("bfloat16") == BF16
-    assert INT4.bytes_of(1, 64) == 32 + 2 * 2
+def test_int4_has_a_scale_and_a_minimum_for_32_and_a_wider_output_matrix():
+    assert INT4.bytes_of(1, 64) == 32 + 2 * 4
+    assert WeightFormat("q4_k", per_weight=0.7).bytes_of(2, 10) == 14
     (head,) = [op for op in step_work(SPEC, decode(1, 1), INT4, KV) if op.name == "lm_head"]
     assert head.num_bytes == INT8.bytes_of(SPEC.vocab_size, SPEC.hidden_size)
 

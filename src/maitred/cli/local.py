@@ -22,6 +22,7 @@ from maitred.config import (
     TiersConfig,
 )
 from maitred.errors import did_you_mean
+from maitred.model.checkpoint import check_model
 
 if TYPE_CHECKING:
     from maitred.cli.endpoint import AppEndpoint
@@ -40,8 +41,10 @@ ENGINE_PARTS: tuple[type, ...] = (
 
 
 def engine_config(options: Options) -> EngineConfig:
-    """Raises UsageError for a policy that nobody has, ConfigError for an argument that it has not."""
+    """Raises UsageError for a policy that nobody has, ConfigError for an argument that it has not, and CheckpointError
+    for a model's files that cannot be served, before the engine is imported."""
     _check_policy(options[SchedulerConfig])
+    check_model(options[ModelConfig].model)
     return replace(
         options[EngineConfig],
         model=options[ModelConfig],

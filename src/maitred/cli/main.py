@@ -19,7 +19,7 @@ from maitred.errors import ConfigError, MaitredError, did_you_mean
 if TYPE_CHECKING:
     from maitred.cli.command import Command
 
-# path -> (module that holds COMMAND, one line for the list)
+# path -> (module that holds COMMAND, or module:NAME, and one line for the list); a group's own command after the group
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("maitred.cli.serve.command", "serve a model over HTTP, as OpenAI's API"),
     "route": ("maitred.cli.route.command", "one address for many servers: routing, failover, one queue"),
@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("maitred.cli.profile.command", "measure this machine for simulate"),
     "explain": ("maitred.cli.explain", "tell how a model would be run: fusions, kernels, formats, buffers"),
     "models check": ("maitred.cli.models", "tell whether a Triton repository's models would be served, and why not"),
+    "models": ("maitred.cli.models:LIST", "list the models that come as packages, with their licences"),
     "tune": ("maitred.cli.tune", "find a tensor model's best batching, instances and threads"),
     "replay": ("maitred.cli.replay.command", "make the decisions of a log again, and name the first that differs"),
     "why": ("maitred.cli.why.command", "tell what a request waited for, from the decision log"),
@@ -107,7 +108,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def load(path: str) -> Command:
-    command: Command = import_module(COMMANDS[path][0]).COMMAND
+    module, _, name = COMMANDS[path][0].partition(":")
+    command: Command = getattr(import_module(module), name or "COMMAND")
     return command
 
 

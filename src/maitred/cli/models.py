@@ -1,4 +1,4 @@
-"""`maitred models check`: whether Triton's models would be served here, and why not, without loading any."""
+"""`maitred models`: which models come as packages. `maitred models check`: would Triton's models be served here?"""
 
 from __future__ import annotations
 
@@ -48,6 +48,26 @@ def line(checked: Checked) -> str:
     return inert(f"{checked.path}: {verdict}{'; ' if checked.reason else ''}{checked.reason}")
 
 
+def _list(options: Options) -> int:
+    from maitred.model.packaged import PACKAGED, default_model
+
+    for model in PACKAGED.values():
+        chosen = "; served by default" if model.name == default_model() else ""
+        state = "installed" if model.installed() or not model.packages else model.remedy
+        size = f", {model.size_bytes / 1e6:,.0f} MB" if model.size_bytes else ""
+        print(f"{model.name:<12}  {model.good_for}\n{'':<14}{model.licence}{size}; {state}{chosen}")
+        if model.sha256:
+            print(f"{'':<14}sha256 {model.sha256}")
+    return 0
+
+
+LIST = Command(
+    path="models",
+    summary="List the models that come as packages: what each is good for, its licence, and how it is installed.",
+    run=_list,
+    parts=(),
+    examples=("maitred models", "maitred serve smollm2"),
+)
 COMMAND = Command(
     path="models check",
     summary="Tell whether models of a Triton repository would be served, and why not, without loading them.",

@@ -53,13 +53,15 @@ def facts_of(
     """Raises CheckpointError when the model has no tokenizer, ConfigError for a template that cannot be read."""
     generation = {**checkpoint.generation_config, **config.model.generation_config}
     tokenizer_file = checkpoint.tokenizer_file()
+    text_place = tokenizer_file.parent if checkpoint.gguf is None else tokenizer_file
+    own_eos = checkpoint.config.get("eos_token_id") if checkpoint.gguf is not None else _tokenizers_eos(tokenizer_file)
     return ModelFacts(
-        tokenizer_folder=str(tokenizer_file.parent),
-        chat_template=_chat_template(config.model.chat_template, checkpoint.folder),
+        tokenizer_folder=str(text_place),
+        chat_template=_chat_template(config.model.chat_template, text_place),
         names=tuple(names) or (checkpoint.name,),
         max_model_len=plan.max_model_len,
         vocab_size=spec.vocab_size,
-        eos_token_ids=_eos_token_ids(checkpoint.config, generation, tokenizer_file),
+        eos_token_ids=_eos_token_ids(checkpoint.config, generation, own_eos),
         generation_defaults=_generation_defaults(generation),
         created=int(time.time()),
         root=config.model.model or checkpoint.name,
@@ -97,13 +99,10 @@ def _chat_template(override: str | None, folder: Path) -> str | dict[str, str] |
         raise ConfigError(f"cannot read the chat template {override}: {error.strerror}") from None
 
 
-def _eos_token_ids(
-    model_config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_file: Path
-) -> tuple[int, ...]:
-    """generation_config.json's, else config.json's, and always the tokenizer's own."""
+def _eos_token_ids(model_config: Mapping[str, Any], generation: Mapping[str, Any], own: int | None) -> tuple[int, ...]:
+    """generation_config.json's, else config.json's, and always the tokenizer's `own`."""
     listed = generation.get("eos_token_id", model_config.get("eos_token_id"))
     ids = {} if listed is None else dict.fromkeys(listed if isinstance(listed, list) else [listed])
-    own = _tokenizers_eos(tokenizer_file)
     if own is not None:
         ids[own] = None
     if not all(isinstance(token, int) for token in ids):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from maitred.config import EngineConfig
 from maitred.engine.memory import DraftMemory
 from maitred.errors import CheckpointError, ConfigError, KernelError
-from maitred.model.checkpoint import Checkpoint, folder_beside, open_checkpoint
+from maitred.model.checkpoint import Checkpoint, folder_beside, name_beside, open_checkpoint
 from maitred.speculative.ngram import NGramProposer
 from maitred.speculative.prediction import PredictionProposer
 from maitred.speculative.proposer import Proposer
@@ -108,7 +108,7 @@ def _candidates(wanted: str, named: str | None, checkpoint: Checkpoint) -> list[
     found = [(kind, str(folder)) for kind in _BESIDE[wanted] if (folder := folder_beside(checkpoint, kind))]
     if wanted in _CALLED and not found:
         raise ConfigError(
-            f"speculative is {wanted!r}, and beside {checkpoint.name} there is no {checkpoint.folder.name}-{wanted}; "
+            f"speculative is {wanted!r}, and beside {checkpoint.name} there is no {name_beside(checkpoint, wanted)}; "
             f"name a {_CALLED[wanted]} by --speculative-model"
         )
     return found

@@ -33,7 +33,7 @@ COMMANDS = {
 
 EQUAL, NOT_YET, NOT_NEEDED = "here it is ", "not yet: ", "not needed: "
 FLAGS = """
-here it is MODEL (or --model MODEL), a folder or a hub id
+here it is MODEL (or --model MODEL), a folder, a GGUF file or a hub id
   -m -mu -hf -hfr hf-repo model-url model-path model-repository model-store model-base-path
 here it is --tfs-model-config FILE, of tensor models
   model-config-file
@@ -193,7 +193,7 @@ not yet: a server has one model, and loads it when it starts
   vertex-ai-default-model docker-repo repoagent-directory models-* model-config-* file-system-poll-* num-*load-*
   model-load-* allow-version-labels-* *sleep* weight-transfer* *weights-cpu-backup remote-instance-*
   checkpoint-engine-* rl-* modelexpress-*
-not yet: GGUF files, and choosing one file of a repository: a folder of safetensors is served
+not yet: choosing one file of a repository: a folder of safetensors is served, or a GGUF file of this machine
   -hff -lm -lzm hf-file override-kv quantization-param-path quantize-and-serve load-format load-mode lazy-mode
   model-loader-extra-config prefer-tflite-model saved-model-tags *-default fim-* modelopt-* num-tflite-*
 not yet: HTTP/2 and Unix sockets: HTTP/1.1 on one port; gRPC is for tensor models, with --grpc-port

@@ -37,7 +37,7 @@ def fingerprint_of(
     by_context = any(depends_on_context(layer.rope) for layer in spec.layers if layer.rope is not None)
     return KVFingerprint(
         revision=" ".join(file.identity for file in files),
-        weight_dtype=repr((executor.dtype_name, model.dtype, model.lm_head_dtype, model.int4_group_size)),
+        weight_dtype=repr((executor.dtype_name, model.dtype, model.lm_head_dtype)),
         kv_dtype=executor.kv_dtype_name,
         executor=repr((executor.name, executor.device_name, _library(executor.name))),
         instruction_set=executor.isa,

@@ -55,8 +55,8 @@ class LLM:
     """A model and a scheduler for scripts.
 
     Arguments are the fields of ModelConfig, CacheConfig, SchedulerConfig, SpeculativeConfig and TiersConfig, see there;
-    `model=None` is the built-in model. Use as a context manager, or call close(), to give back memory at once; dropping
-    the last reference does so too. Not for use from two threads at once.
+    `model=None` is what `maitred serve` takes without a model. Use as a context manager, or call close(), to give back
+    memory at once; dropping the last reference does so too. Not for use from two threads at once.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class LLM:
         dtype: str = "auto",
         kv_dtype: str = "auto",
         lm_head_dtype: str = "auto",
-        int4_group_size: int = 32,
         revision: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = _SCHEDULER.max_num_seqs,

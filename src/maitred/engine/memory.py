@@ -17,6 +17,9 @@ from maitred.errors import OutOfMemory
 GIB = 1024**3
 DEFAULT_SWAP_BYTES = 4 * GIB
 RESERVE_SHARE = 0.10  # of the available memory, left for activations, the tokenizer and the system
+HOST_KV_SHARE = (
+    0.5  # of the memory that weights leave free, at most for a KV cache on the host: other programs live there
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,10 @@ def plan_memory(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     draft: DraftMemory | None = None,
+    kv_share: float = 1.0,
 ) -> MemoryPlan:
-    """Fit the KV cache: what `max_num_seqs` full contexts need, bounded by what is left after the weights.
+    """Fit the KV cache: what `max_num_seqs` full contexts need, bounded by `kv_share` of what the weights leave; one
+    full context may take more.
 
     `draft` comes to `weights_bytes` and `bytes_per_block`; a pinned number of KV bytes holds both caches.
     Without `pinned_context` the context shrinks to what fits; with it, or with a pinned number of KV bytes, what does
@@ -152,7 +157,9 @@ def plan_memory(
     if cache.kv_cache_memory_bytes is not None:
         num_blocks = blocks_that_fit
     else:
-        num_blocks = min(blocks_that_fit, scheduler.max_num_seqs * math.ceil(context / cache.block_size))
+        blocks_per_context = math.ceil(context / cache.block_size)
+        share = max(int(blocks_that_fit * kv_share), blocks_per_context)
+        num_blocks = min(blocks_that_fit, share, scheduler.max_num_seqs * blocks_per_context)
     return MemoryPlan(
         available_bytes=available_bytes,
         weights_bytes=weights_bytes,

@@ -42,7 +42,7 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
 class ModelFacts(msgspec.Struct, frozen=True):
     """`ServedModel` without its text parts, and where those come from."""
 
-    tokenizer_folder: str
+    tokenizer_folder: str  # or the GGUF file
     chat_template: str | dict[str, str] | None  # its source, or those of several by name
     names: tuple[str, ...]
     max_model_len: int

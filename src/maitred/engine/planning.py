@@ -10,6 +10,7 @@ from maitred.config import EngineConfig, SchedulerConfig
 from maitred.engine.drafting import DraftPlan, plan_drafts
 from maitred.engine.executors import ExecutorPlan, own_threads, plan_executor
 from maitred.engine.memory import (
+    HOST_KV_SHARE,
     MemoryPlan,
     available_memory_bytes,
     format_bytes,
@@ -20,6 +21,7 @@ from maitred.engine.memory import (
 )
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.families import spec_from_config
+from maitred.model.packaged import remark
 from maitred.model.spec import DecoderSpec
 
 OnEvent = Callable[[str], None]
@@ -40,6 +42,8 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     """Which executor, how much memory for what; told line by line. Raises OutOfMemory for what cannot fit."""
     spec = spec_from_config(checkpoint.config)
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
+    if words := remark(config.model.model, checkpoint.name):
+        tell(f"        {words}")
     executor, drafts = plan_drafts(
         config,
         checkpoint,
@@ -60,6 +64,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
         cache=config.cache,
         scheduler=config.scheduler,
         draft=drafts.memory if drafts is not None else None,
+        kv_share=1.0 if executor.on_gpu else HOST_KV_SHARE,
     )
     tell(executor.describe())
     if config.model.dtype == "int4":

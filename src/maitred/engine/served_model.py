@@ -1,4 +1,4 @@
-"""What is served, as the engine tells it: facts, and the folder from which the text parts are read."""
+"""What is served, as the engine tells it: facts, and the folder or GGUF file from which the text parts are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import ModelFacts
 from maitred.errors import MaitredError
-from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.model.checkpoint import local_path
+from maitred.model.packaged import default_model
 from maitred.text import FolderText, Tokenizer
 
 
@@ -18,22 +19,25 @@ class TextAhead:
     """Reads the tokenizer in a thread of its own while the engine's process loads the weights."""
 
     def __init__(self, model: str | None) -> None:
-        """`model` as in ModelConfig; only folders are read ahead, for a hub id may have to be downloaded first."""
-        self._folder = BUILTIN_FOLDER if model is None else Path(model).expanduser()
+        """`model` as in ModelConfig; a hub id is not read ahead, for it may have to be downloaded first."""
+        self._model = model
+        self._place: Path | None = None
         self._tokenizer: Tokenizer | None = None
         self._thread = threading.Thread(target=self._read, name="maitred-text", daemon=True)
         self._thread.start()
 
     def tokenizer(self, folder: Path) -> Tokenizer:
-        """Of this folder, read ahead or now."""
+        """Of this folder or GGUF file, read ahead or now."""
         self._thread.join()
-        if self._tokenizer is None or folder != self._folder:
+        if self._tokenizer is None or folder != self._place:
             return Tokenizer.from_folder(folder)
         return self._tokenizer
 
     def _read(self) -> None:
         with suppress(MaitredError, OSError):  # told by whoever asks for it
-            self._tokenizer = Tokenizer.from_folder(self._folder)
+            self._place = local_path(self._model or default_model())
+            if self._place is not None:
+                self._tokenizer = Tokenizer.from_folder(self._place)
 
 
 def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] | None = None) -> ServedModel:

@@ -117,7 +117,7 @@ def _check_vocabulary(served: Checkpoint, served_spec: DecoderSpec, checkpoint: 
             f"the draft model {checkpoint.name} has a vocabulary of {spec.vocab_size:,} tokens and {served.name} "
             f"one of {served_spec.vocab_size:,}; drafts need the same"
         )
-    if not (checkpoint.folder / "tokenizer.json").is_file():
+    if checkpoint.gguf is None and not (checkpoint.folder / "tokenizer.json").is_file():
         return  # as with a head trained for the served model: the size has to do
     difference = vocabulary_difference(checkpoint.tokenizer_file(), served.tokenizer_file())
     if difference is not None:

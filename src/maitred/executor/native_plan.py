@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -34,11 +36,15 @@ from maitred.kernels import _native
 from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
-from maitred.model.packed import OnPacked, plan_weights, total_bytes
+from maitred.model.packed import BLOCK_TYPES, OnPacked, plan_weights, total_bytes
 from maitred.model.packed_cache import WeightCache, default_folder, load_weights
 from maitred.model.program import Columns, Format, Formats, Program
 from maitred.model.shares import own_program
 from maitred.model.spec import DecoderSpec, NormPlacement
+from maitred.model.weight_map import weight_map
+
+MATRIX = 2  # dimensions
+Stored = tuple[tuple[int, Format], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +80,7 @@ class NativePlan:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.program.formats.linears)
+        return str(self.program.formats)
 
     @property
     def kv_dtype_name(self) -> str:
@@ -141,10 +147,9 @@ class NativePlan:
         formats = self.program.formats
         up_to = "up to " if self.choose_threads and self.num_threads > 1 else ""
         ranks = f"{self.num_ranks} ranks of " if self.num_ranks > 1 else ""
-        head = "" if formats.head == formats.linears else f", embedding and output {formats.head}"
         return (
             f"native  {self.isa}, {ranks}{up_to}{self.num_threads} thread{'s' if self.num_threads > 1 else ''}, "
-            f"weights {formats.linears}{head}, KV cache {self.kv_dtype}, {len(self.program.ops)} operations a step"
+            f"weights {formats}, KV cache {self.kv_dtype}, {len(self.program.ops)} operations a step"
         )
 
     def build(
@@ -273,7 +278,9 @@ def plan_native_executor(
         raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
     isa, threads, num_ranks = default_isa(), config.num_threads or num_threads, config.tensor_parallel
     budget = native_token_budget(threads * num_ranks, tiles=isa == "amx")
-    program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa), taps)
+    program = compile_program(
+        spec, resolve_formats(config, checkpoint.dtype, isa, stored_formats(checkpoint, spec)), taps
+    )
     plan_weights(program)  # raises for a matrix that no kernel takes
     return NativePlan(
         program=program,
@@ -313,24 +320,48 @@ def weight_cache(config: ModelConfig) -> WeightCache | None:
     return WeightCache(folder=folder, max_bytes=config.weight_cache_max_bytes)
 
 
-def resolve_formats(config: ModelConfig, checkpoint_dtype: str, isa: str) -> Formats:
-    """Linears, and embedding with output matrix.
+def resolve_formats(
+    config: ModelConfig, checkpoint_dtype: str, isa: str, stored: Mapping[str, Stored] = MappingProxyType({})
+) -> Formats:
+    """Linears, and embedding with output matrix; `stored` has the formats that a GGUF file gives (`Formats.stored`).
 
-    auto is bfloat16 where the processor multiplies it and the checkpoint has no more to give, else float32. Half the
-    bytes and twice the products of float32 halve a step, and on the built-in model not one answer differs.
+    auto keeps those. Of other files it is bfloat16 where the processor multiplies it and the checkpoint has no more to
+    give, else float32. Half the bytes and twice the products of float32 halve a step, and on the built-in model not one
+    answer differs. int4 is q4_1: a scale and a minimum for each 32 weights, fitted by least squares, or the file's own
+    codes where it has them.
     """
-    dtype = config.dtype
-    if dtype == "auto":
+    dtype, head = config.dtype, config.lm_head_dtype
+    if dtype == "auto" and not stored:
         half = checkpoint_dtype in ("bfloat16", "float16") and isa in ("avx512", "amx")
         dtype = "bfloat16" if half else "float32"
-    head = config.lm_head_dtype
-    if head == "auto":
+    outputs = stored.get("output.weight", stored.get("embedding.weight"))
+    if head == "auto" and dtype in ("auto", "int4") and outputs is not None:
+        head = outputs[0][1].dtype
+    elif head == "auto":
         head = "int8" if dtype == "int4" else dtype
-    return Formats(linears=_format(dtype, config.int4_group_size), head=_format(head, config.int4_group_size))
+    if dtype != "auto":
+        return Formats(linears=_format(dtype), head=_format(head))
+    asked = () if config.lm_head_dtype == "auto" else ("embedding.weight", "output.weight")
+    kept = {name: parts for name, parts in stored.items() if name not in asked}
+    most = Counter(format for parts in kept.values() for _, format in parts).most_common(1)
+    return Formats(linears=most[0][0], head=_format(head), stored=kept)
 
 
-def _format(dtype: str, group: int) -> Format:
-    return Format(dtype=dtype, group=group if dtype == "int4" else 0)
+def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Stored]:
+    """`Formats.stored` of a GGUF file, whose matrices have formats of their own; of other files none."""
+    if checkpoint.gguf is None:
+        return {}
+    found: dict[str, list[tuple[int, Format]]] = {}
+    kinds = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **BLOCK_TYPES}
+    for source in weight_map(spec, checkpoint.tensor_names()):
+        if len(source.shape) == MATRIX:
+            dtype = checkpoint.dtype_of(source.tensor)
+            found.setdefault(source.parameter, []).append((source.row, Format(dtype=kinds.get(dtype, dtype))))
+    return {parameter: tuple(sorted(parts, key=lambda part: part[0])) for parameter, parts in found.items()}
+
+
+def _format(dtype: str) -> Format:
+    return Format(dtype="q4_1" if dtype == "int4" else dtype)
 
 
 def resolve_kv_dtype(name: str, dtype: str) -> str:

@@ -21,6 +21,7 @@ from maitred.model.program import (
     Attention,
     Columns,
     Embed,
+    Gate,
     Gated,
     Linear,
     NormAdd,
@@ -289,6 +290,9 @@ class _Builder:
                 reader = shape_of(self._reader(index).weight)
                 scale, window = spec.attention_scale, op.window or 0
                 self._native.attention(op.layer, spec.num_heads, window, scale, cap, target, reader)
+            case Gate():
+                gate, up = self.rows[op.gate], self.rows[op.up]
+                self._native.gate(gate, up, self._rows(op.target, gate.width), op.activation.value, index >= self._head)
             case NormAdd():
                 weight, few = self._vector(op.weight), index >= self._head
                 self._native.norm_add(self.rows[op.source], self.rows[op.target], weight, self._eps, op.scale, few)
@@ -297,7 +301,8 @@ class _Builder:
 
     def _add_embed(self, op: Embed) -> None:
         target = self._rows(op.target, op.weight.width)
-        scale = _rounded(op.scale, self._program.formats.linears.dtype)
+        formats = self._program.formats
+        scale = op.scale if formats.stored else _rounded(op.scale, formats.linears.dtype)
         share = self._share(op.weight)
         if share.weight is None:
             self._native.idle("embed")
@@ -323,7 +328,10 @@ class _Builder:
                 ending, alpha = "add", op.ending.scale
             case Gated():
                 ending, act = "gate", op.ending.activation.value
-        target = self._rows(op.target, shape_of(op.weight).out_width, few=op.target == LOGITS)
+        width = shape_of(op.weight).out_width
+        if op.target == "qkv":  # whose columns may be written by several
+            width = self._program.spec.q_width + 2 * self._program.spec.kv_width
+        target = self._rows(op.target, width, few=op.target == LOGITS)
         name = op.weight.name if op.target != LOGITS else "output"
         share = self._share(op.weight)
         adapted = self._adapted(op, few)
@@ -331,7 +339,8 @@ class _Builder:
             self._native.idle(name, adapted)
             return
         shape, data = shape_of(share.weight), self._data(op.weight)
-        self._native.linear(shape, data, target, share.first, ending, alpha, softcap, act, few, adapted, name)
+        place = (op.first, share.first)
+        self._native.linear(shape, data, target, *place, ending, alpha, softcap, act, few, adapted, name)
 
     def _adapted(self, linear: Linear, few: bool) -> int:
         """The linear's number among those that adapters may add to, -1 for the output matrix."""

@@ -43,9 +43,9 @@ def main() -> int:
 
 def _load(begin: Begin, place: Place) -> NativeProgram:
     config = begin.config
-    with open_checkpoint(config.folder) as checkpoint:
+    with open_checkpoint(config.path) as checkpoint:
         if checkpoint.identity != config.identity:
-            raise CheckpointError(f"the files of {config.folder} changed while they were loaded; start again")
+            raise CheckpointError(f"the files of {config.path} changed while they were loaded; start again")
         spec = spec_from_config(checkpoint.config)
         plan = plan_native_executor(
             config.model,

@@ -43,7 +43,7 @@ OnLost = Callable[[str, int], None]
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank makes its plan of, as rank 0 did; with `identity`, the files that it must find."""
 
-    folder: str
+    path: str
     identity: str
     model: ModelConfig
     cache: CacheConfig
@@ -86,7 +86,7 @@ def rank_config(
     checkpoint: Checkpoint,
 ) -> RankConfig:
     return RankConfig(
-        folder=str(checkpoint.folder),
+        path=str(checkpoint.path),
         identity=checkpoint.identity,
         model=model,
         cache=cache,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from maitred.errors import KernelError
 from maitred.kernels import _native
 
-DTYPES = ("float32", "bfloat16", "int8", "int4")
+DTYPES = ("float32", "bfloat16", "int8", "float16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
 SOURCE_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 PACK_VERSION: int = _native.PACK_VERSION
 """Of the packed layout; part of any cache's key. The layout is the same for every instruction set."""
@@ -25,7 +25,8 @@ _HUGE_PAGE = 2 * 1024 * 1024
 
 
 class SourceMatrix(NamedTuple):
-    """Rows to pack. `values` is [N, K]; numpy has no bfloat16, so its bits come as uint16."""
+    """Rows to pack. `values` is [N, K]; numpy has no bfloat16, so its bits come as uint16. Rows of GGML's block types
+    ("Q4_K") come as bytes, [N, bytes of a row]."""
 
     values: NDArray[Any]
     dtype: str = "float32"
@@ -44,18 +45,14 @@ class PackedWeights:
         return int(self.shape.out_width)
 
 
-def linear_shape(
-    dtype: str, num_rows: int, row_length: int, *, group_size: int = 0, gated: bool = False, bias: bool = False
-) -> Any:
+def linear_shape(dtype: str, num_rows: int, row_length: int, *, gated: bool = False, bias: bool = False) -> Any:
     """Raises KernelError for what cannot be packed. `gated`: rows are gate over up; outputs are half as many."""
     if dtype not in DTYPES:
         raise KernelError(f"linear weights in {dtype!r}; choose one of {', '.join(DTYPES)}")
     try:
-        return _native.LinearShape(dtype, num_rows, row_length, group_size, gated, bias)
+        return _native.LinearShape(dtype, num_rows, row_length, gated, bias)
     except ValueError as error:
-        raise KernelError(
-            f"a {num_rows} x {row_length} matrix cannot be packed as {dtype} (group size {group_size}): {error}"
-        ) from None
+        raise KernelError(f"a {num_rows} x {row_length} matrix cannot be packed as {dtype}: {error}") from None
 
 
 def allocate(num_bytes: int) -> NDArray[np.uint8]:
@@ -72,7 +69,6 @@ def pack(
     sources: Sequence[SourceMatrix],
     dtype: str,
     *,
-    group_size: int = 0,
     gated: bool = False,
     bias: NDArray[np.float32] | None = None,
     out: NDArray[np.uint8] | None = None,
@@ -80,7 +76,7 @@ def pack(
     """Stacks the sources ([N_i, K] each) and packs them; `out` receives the bytes where it is given."""
     row_length = _checked_row_length(sources)
     num_rows = sum(len(source.values) for source in sources)
-    shape = linear_shape(dtype, num_rows, row_length, group_size=group_size, gated=gated, bias=bias is not None)
+    shape = linear_shape(dtype, num_rows, row_length, gated=gated, bias=bias is not None)
     if bias is not None:
         bias = np.ascontiguousarray(bias, dtype=np.float32)
         if bias.shape != (num_rows,):
@@ -89,8 +85,21 @@ def pack(
     if data.dtype != np.uint8 or data.ndim != 1 or data.size < shape.packed_bytes or data.ctypes.data % 64 != 0:
         raise KernelError(f"out must be {shape.packed_bytes} bytes or more, flat and aligned to 64")
     runs = [(s.values.ctypes.data, len(s.values), s.values.strides[0], s.dtype) for s in sources]
-    _native.pack_linear(pool, shape, runs, bias, data)
+    try:
+        _native.pack_linear(pool, shape, runs, bias, data)
+    except ValueError as error:
+        raise KernelError(f"as {dtype}: {error}") from None
     return PackedWeights(shape, data)
+
+
+def expand(dtype: str, data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """A tensor of one of GGML's types in float32, value for value as GGML computes it. `data` are its bytes."""
+    out = np.empty((int(np.prod(shape[:-1])), shape[-1]), dtype=np.float32)
+    try:
+        _native.expand_rows(dtype, data, out)
+    except ValueError as error:
+        raise KernelError(str(error)) from None
+    return out.reshape(shape)
 
 
 def unpack_rows(weights: PackedWeights, rows: Sequence[int]) -> NDArray[np.float32]:
@@ -144,20 +153,32 @@ def linear(
 def _checked_row_length(sources: Sequence[SourceMatrix]) -> int:
     if not sources:
         raise KernelError("nothing to pack: no source matrix was given")
-    lengths = {source.values.shape[1:] for source in sources}
-    if len(lengths) != 1 or len(next(iter(lengths))) != 1:
+    lengths = {_row_length(source) for source in sources}
+    if len(lengths) != 1 or None in lengths:
         shapes = ", ".join(str(source.values.shape) for source in sources)
         raise KernelError(f"matrices of shapes {shapes} do not stack; all must be [rows, K] with one K")
     for source in sources:
-        expected = SOURCE_DTYPES.get(source.dtype)
-        if expected is None:
-            raise KernelError(f"a source in {source.dtype!r}; choose one of {', '.join(SOURCE_DTYPES)}")
+        expected = SOURCE_DTYPES.get(source.dtype, np.dtype(np.uint8))
         if source.values.dtype != expected or _scattered(source.values):
             raise KernelError(
                 f"a {source.dtype} source comes as rows of contiguous {expected}, not {source.values.dtype} with "
                 f"strides {source.values.strides}"
             )
-    return int(next(iter(lengths))[0])
+    return int(next(iter(lengths)) or 0)
+
+
+def _row_length(source: SourceMatrix) -> int | None:
+    """Values of a row; None for what is no matrix."""
+    if source.values.ndim != 2:
+        return None
+    if source.dtype in SOURCE_DTYPES:
+        return int(source.values.shape[1])
+    try:
+        values, num_bytes = _native.source_block(source.dtype)
+    except ValueError as error:
+        raise KernelError(f"a source in {source.dtype!r}: {error}") from None
+    whole, rest = divmod(source.values.shape[1], num_bytes)
+    return int(whole * values) if not rest else None
 
 
 def _scattered(matrix: NDArray[Any]) -> bool:

@@ -1,6 +1,6 @@
-"""Opening a model: a folder in Hugging Face layout, a hub id, or the built-in model. No torch.
+"""Opening a model: a folder in Hugging Face layout, a GGUF file, a packaged model, or a hub id. No torch.
 
-Weights are safetensors only. Pickle files (`.bin`, `.pt`) can run code when they are loaded, so they are refused.
+Weights are safetensors or GGUF only. Pickle files (`.bin`, `.pt`) can run code when loaded, so they are refused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from maitred.errors import CheckpointError
-from maitred.model.safetensors_file import RawTensor, SafetensorsFile
+from maitred.model.gguf_config import (
+    config_of,
+    generation_config_of,
+    hugging_face_names,
+    in_rope_order,
+    permuted_heads,
+)
+from maitred.model.gguf_file import GgufFile, gguf_in, gguf_name, is_gguf, open_gguf
+from maitred.model.packaged import BUILTIN_FOLDER, BUILTIN_NAME, PACKAGED, default_model
+from maitred.model.safetensors_file import RawTensor, SafetensorsFile, TensorFile
 
-__all__ = ["BUILTIN_NAME", "Checkpoint", "RawTensor", "open_checkpoint"]
-
-BUILTIN_NAME = "maitred-mini"
-BUILTIN_FOLDER = Path(__file__).parent.parent / "builtin" / BUILTIN_NAME
+__all__ = ["BUILTIN_FOLDER", "BUILTIN_NAME", "Checkpoint", "RawTensor", "open_checkpoint"]
 
 INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -31,31 +37,49 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def open_checkpoint(model: str | None, revision: str | None = None) -> Checkpoint:
-    """Open `model`: a folder, a hub id (downloaded, or found in the Hugging Face cache), or None for the built-in one.
+    """Open `model`: a folder, a GGUF file (of a split one any part), a packaged model's name, a hub id (downloaded, or
+    found in the Hugging Face cache), or None for `default_model()`.
 
     Weights are mapped, not read. Raises CheckpointError with the remedy when there is nothing usable.
     """
-    if revision is not None and (model is None or Path(model).expanduser().is_dir()):
-        raise CheckpointError(f"revision {revision!r} is for hub ids; {model or 'the built-in model'} is a folder")
-    if model is None:
-        if not BUILTIN_FOLDER.is_dir():
-            raise CheckpointError("this installation has no built-in model; name a folder or a hub id")
-        return Checkpoint(BUILTIN_FOLDER, BUILTIN_NAME)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return Checkpoint(path, path.resolve().name)
-    _refuse_path(model, path)
+    model = default_model() if model is None else model
+    path = local_path(model)
+    if path is not None:
+        if revision is not None:
+            kind = "file" if path.is_file() else "folder"
+            raise CheckpointError(f"revision {revision!r} is for hub ids; {model} is a {kind}")
+        name = gguf_name(path) if path.is_file() else path.resolve().name
+        return Checkpoint(path, model if model in PACKAGED else name)
     from maitred.model.hub import download  # noqa: PLC0415  only hub ids need it
 
     folder = download(model, revision)
     return Checkpoint(folder, model, revision=folder.name)
 
 
+def check_model(model: str | None) -> None:
+    """Raise CheckpointError, within milliseconds, for a packaged model that is not installed, and for a GGUF file that
+    `open_checkpoint` would refuse."""
+    path = PACKAGED[model].path() if model in PACKAGED else Path(model).expanduser() if model is not None else None
+    if path is not None and (
+        is_gguf(path) or (path.is_dir() and not any(path.glob("*.safetensors")) and gguf_in(path))
+    ):
+        open_checkpoint(model).close()
+
+
 def folder_beside(checkpoint: Checkpoint, kind: str) -> Path | None:
-    """The folder NAME-KIND next to the checkpoint's, where its draft model ("draft") or its head ("mtp") lies."""
-    own = checkpoint.folder.resolve()  # "." has no name
-    folder = own.with_name(f"{own.name}-{kind}") if own.name else own
+    """The folder NAME-KIND next to the checkpoint's, where its draft model ("draft") or its head ("mtp") lies; next to
+    a GGUF file also NAME-KIND.gguf."""
+    own = checkpoint.path.resolve()
+    name = name_beside(checkpoint, kind)
+    folder, file = own.parent / name, own.parent / f"{name}.gguf"
+    if checkpoint.gguf is not None and file.is_file():
+        return file
     return folder if (folder / "config.json").is_file() else None
+
+
+def name_beside(checkpoint: Checkpoint, kind: str) -> str:
+    own = checkpoint.path.resolve()  # "." has no name
+    return f"{own.name if checkpoint.gguf is None else gguf_name(own)}-{kind}"
 
 
 class FileStamp(NamedTuple):
@@ -65,27 +89,66 @@ class FileStamp(NamedTuple):
 
 
 class Checkpoint:
-    """An open model folder. Tensors are views of the mapped files; close it when they have been copied."""
+    """An open model: a folder's safetensors files, or a GGUF file's parts under Hugging Face names. Tensors are views
+    of the mapped files; close it when they have been copied."""
 
-    def __init__(self, folder: Path, name: str, *, revision: str | None = None) -> None:
-        self.folder = folder
+    def __init__(self, path: Path, name: str, *, revision: str | None = None) -> None:
+        self.path = path
+        """What opens it again: a folder, or a GGUF file."""
         self.name = name
-        """For /v1/models: the hub id, or the folder's name."""
+        """For /v1/models: the hub id, or the name of the folder or the file."""
         self.revision = revision
-        """The hub's commit; None for a folder."""
-        self.config = read_config(folder)
-        self.generation_config = _read_json_if_there(folder / "generation_config.json")
-        self._files = tuple(SafetensorsFile(path) for path in _weight_files(folder))
+        """The hub's commit; None for a folder or a file."""
+        self.gguf: GgufFile | None = None
+        """The file with the metadata of a GGUF model; `config` and `generation_config` are made of it."""
+        self._files: tuple[TensorFile, ...]
+        self._own_names: dict[str, str] = {}  # of tensors that the files call otherwise
+        if path.is_file():
+            self._open_gguf(path)
+            return
+        self.config = read_config(path)
+        self.generation_config = _read_json_if_there(path / "generation_config.json")
+        self._files = tuple(SafetensorsFile(file) for file in _weight_files(path))
         self._file_of = _locate_tensors(self._files)
+
+    def _open_gguf(self, path: Path) -> None:
+        files = self._files = open_gguf(path)
+        try:
+            self.gguf, located = files[0], _locate_tensors(files)
+            self.config = config_of(files)
+        except BaseException:
+            self.close()
+            raise
+        self._own_names = hugging_face_names(files[0].metadata["general.architecture"], located)
+        self._file_of = {name: located[own] for name, own in self._own_names.items()}
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the files lie in."""
+        return self.path if self.gguf is None else self.path.parent
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """Recommended sampling, and end tokens. Of a GGUF file, while it is open: its vocabulary is looked through."""
+        return generation_config_of(self.gguf) if self.gguf is not None else {}
+
+    @property
+    def whole_norms(self) -> bool:
+        """Whether norms hold all of their weight, where the family's own files leave an offset out (Gemma)."""
+        return self.config.get("norm_offset") == 0.0
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors in the files."""
-        return sum(file.num_bytes_of(name) for name, file in self._file_of.items())
+        return sum(file.num_bytes_of(self._own(name)) for name, file in self._file_of.items())
+
+    def _own(self, name: str) -> str:
+        """A tensor's name in its file."""
+        return self._own_names.get(name, name)
 
     @property
     def dtype(self) -> str:
-        """float32, float16, bfloat16: what the config says, else what most bytes are stored in.
+        """float32, float16, bfloat16: what the config says, else what most bytes are stored in (of GGUF also "Q4_K").
 
         Raises CheckpointError when the config says what no weights are.
         """
@@ -101,7 +164,8 @@ class Checkpoint:
             return name
         counts: Counter[str] = Counter()
         for name, file in self._file_of.items():
-            counts[file.dtype_of(name)] += file.num_bytes_of(name)
+            own = self._own(name)
+            counts[file.dtype_of(own)] += file.num_bytes_of(own)
         most = counts.most_common(1)[0][0] if counts else "F32"
         return _DTYPES.get(most, most)
 
@@ -125,13 +189,24 @@ class Checkpoint:
         return tuple(self._file_of)
 
     def tensor(self, name: str) -> RawTensor:
-        return self._file_of[name].tensor(name)
+        raw = self._file_of[name].tensor(self._own(name))
+        if self.gguf is None:
+            return raw
+        num_heads = permuted_heads(self.config, self.gguf.metadata["general.architecture"], name)
+        return in_rope_order(raw, num_heads) if num_heads else raw
+
+    def dtype_of(self, name: str) -> str:
+        return self._file_of[name].dtype_of(self._own(name))
 
     def file_of(self, name: str) -> Path:
         return self._file_of[name].path
 
     def tokenizer_file(self) -> Path:
-        """Path of tokenizer.json; CheckpointError when the folder has none."""
+        """Path of tokenizer.json, or of the GGUF file with the vocabulary; CheckpointError when there is none."""
+        if self.gguf is not None:
+            if not self.gguf.metadata.num_values("tokenizer.ggml.tokens"):
+                raise CheckpointError(f"{self.gguf.path} holds no tokenizer; download a file that was made with one")
+            return self.gguf.path
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -153,16 +228,30 @@ class Checkpoint:
         self.close()
 
 
-def _refuse_path(model: str, path: Path) -> None:
-    """Raise CheckpointError when `model` is a file, or was surely meant as a path and not as a hub id."""
+def local_path(model: str) -> Path | None:
+    """The folder or the GGUF file that is meant, None for a hub id. Raises CheckpointError for another file, for what
+    was surely meant as a path and is none, and for a packaged model whose package is missing."""
+    if model in PACKAGED:  # also where a folder is called so: that is ./NAME
+        return PACKAGED[model].path()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        has_weights = (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
+        return path if has_weights else gguf_in(path) or path
+    if is_gguf(path):
+        return path
     if path.is_file():
-        raise CheckpointError(f"{model} is a file; name the folder that holds config.json and the safetensors files")
+        raise CheckpointError(
+            f"{model} is a file, and no GGUF model; name one that is, or the folder that holds config.json and the "
+            f"safetensors files"
+        )
     explicit = model.startswith(("/", ".", "~", "\\")) or model.endswith(("/", "\\")) or "\\" in model
     inside = "/" in model and Path(model.split("/", maxsplit=1)[0]).is_dir()
-    if explicit or inside or model.count("/") > 1:
-        raise CheckpointError(f"there is no folder {model}; check the path (a hub id has the form owner/name)")
+    if explicit or inside or model.count("/") > 1 or model.endswith(".gguf"):
+        kind = "file" if model.endswith(".gguf") else "folder"
+        raise CheckpointError(f"there is no {kind} {model}; check the path (a hub id has the form owner/name)")
     if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{model!r} is neither a folder nor a hub id (owner/name)")
+        raise CheckpointError(f"{model!r} is neither a GGUF file nor a folder nor a hub id (owner/name)")
+    return None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -218,8 +307,8 @@ def _refuse_without_weights(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} has no safetensors weights; download them, or check the path")
 
 
-def _locate_tensors(files: Sequence[SafetensorsFile]) -> dict[str, SafetensorsFile]:
-    located: dict[str, SafetensorsFile] = {}
+def _locate_tensors(files: Sequence[TensorFile]) -> dict[str, TensorFile]:
+    located: dict[str, TensorFile] = {}
     for file in files:
         for name in file.tensor_names():
             if name in located:

@@ -69,7 +69,7 @@ def _describe(architecture: str, family: Family, config: Config) -> DecoderSpec:
         max_position_embeddings=_context(c, layers),
         norm_eps=float(c["rms_norm_eps"]),
         norm_placement=family.norm_placement,
-        norm_offset=family.norm_offset,
+        norm_offset=float(c.get("norm_offset", family.norm_offset)),  # 0 of a GGUF file
         qk_norm=family.qk_norm,
         activation=_activation(c[family.activation_key]),
         qkv_bias=_switch(c, family.qkv_bias),

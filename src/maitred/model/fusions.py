@@ -43,7 +43,7 @@ from maitred.model.program import (
 )
 from maitred.model.spec import DecoderSpec
 
-NATIVE_OPS = (Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd)
+NATIVE_OPS = (Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd, Gate)
 
 
 Rewrite = Callable[[Sequence[Op]], tuple[int, list[Op]] | None]
@@ -104,14 +104,30 @@ _LONGEST = 12  # more than any pass looks at
 
 def _stack_qkv(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
     match ops:
-        case [Linear(target="q") as q, Linear(target="k") as k, Linear(target="v") as v, *_]:
+        case [Linear(target="q") as q, Linear(target="k") as k, Linear(target="v") as v, *_] if _alike(q, k, v):
             return 3, [replace(q, target="qkv", weight=_stack(q, k, v))]
+        case [Linear(target="q") as q, Linear(target="k") as k, *_] if _alike(q, k):
+            return 2, [replace(q, target="qkv", weight=_stack(q, k))]
+        case [Linear(target="k") as k, Linear(target="v") as v, *_] if _alike(k, v):
+            return 2, [_column_of_qkv(k, _stack(k, v))]
+        case [Linear(target="q" | "k" | "v") as one, *_]:
+            return 1, [_column_of_qkv(one, one.weight)]
     return None
+
+
+def _alike(*linears: Linear) -> bool:
+    return len({linear.weight.format for linear in linears}) == 1
+
+
+def _column_of_qkv(linear: Linear, weight: Weight) -> Linear:
+    """A part of q, k, v in a format of its own: the rows of the parameter are the columns of the value."""
+    name = f"{weight.name}.{linear.target}"
+    return replace(linear, target="qkv", weight=replace(weight, name=name), first=weight.parts[0].first)
 
 
 def _gate_into_linear(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
     match ops:
-        case [Linear(target="gate") as gate, Linear(target="up") as up, Gate() as activated, *_]:
+        case [Linear(target="gate") as gate, Linear(target="up") as up, Gate() as activated, *_] if _alike(gate, up):
             weight = replace(_stack(gate, up), gated=True)
             return 3, [Linear(gate.source, activated.target, weight, Gated(activated.activation))]
     return None

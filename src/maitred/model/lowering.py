@@ -41,13 +41,13 @@ def lower(spec: DecoderSpec, formats: Formats, taps: Sequence[int] = ()) -> list
 
 
 def _lowered(spec: DecoderSpec, formats: Formats, taps: Sequence[int]) -> Iterator[Op]:
-    embedding = matrix("embedding", spec.vocab_size, spec.hidden_size, formats.head)
+    embedding = matrix("embedding", spec.vocab_size, spec.hidden_size, formats.of("embedding.weight", 0))
     yield Embed(HIDDEN, embedding, spec.embedding_scale)
     for index in range(spec.num_layers):
         yield from _tap(spec, taps, index)
         layer = f"layers.{index}."
-        yield from part_of(spec, layer + "attention", attention(spec, formats.linears, index))
-        yield from part_of(spec, layer + "mlp", mlp(spec, formats.linears, layer))
+        yield from part_of(spec, layer + "attention", attention(spec, formats, index))
+        yield from part_of(spec, layer + "mlp", mlp(spec, formats, layer))
     yield from _tap(spec, taps, spec.num_layers)
     yield Take(HIDDEN, TAKEN)
     yield Norm(TAKEN, "normed", vector("norm", spec.hidden_size))
@@ -61,11 +61,12 @@ def _tap(spec: DecoderSpec, taps: Sequence[int], num_layers: int) -> Iterator[Op
 
 def logits(spec: DecoderSpec, formats: Formats, source: str) -> Iterator[Op]:
     """Of normed rows."""
-    yield prepare(source, spec.hidden_size, formats.head)
     name = "embedding" if spec.tied_embeddings else "output"
+    format = formats.of(f"{name}.weight", 0)
+    yield prepare(source, spec.hidden_size, format)
     # A name of its own even when tied: that both are one buffer is for a pass to find.
     parts = (Part(parameter=f"{name}.weight", first=0, rows=spec.vocab_size),)
-    yield Linear("operand", LOGITS, Weight(name="output", parts=parts, width=spec.hidden_size, format=formats.head))
+    yield Linear("operand", LOGITS, Weight(name="output", parts=parts, width=spec.hidden_size, format=format))
     if spec.logit_scale != 1.0:
         yield Scale(LOGITS, spec.logit_scale)
     if spec.logit_softcap is not None:
@@ -76,10 +77,11 @@ def part_of(spec: DecoderSpec, name: str, computed: Iterator[Op]) -> Iterator[Op
     """A part of a layer between its norms, from the residual stream ("normed") and back onto it ("part")."""
     pre = spec.norm_placement is not NormPlacement.POST
     post = spec.norm_placement is not NormPlacement.PRE
-    if pre:
-        yield Norm(HIDDEN, "normed", vector(f"{name}_norm", spec.hidden_size))
     for op in computed:
-        if isinstance(op, Prepare) and op.source == "normed" and not pre:
+        if isinstance(op, Prepare) and op.source == "normed" and pre:
+            yield Norm(HIDDEN, "normed", vector(f"{name}_norm", spec.hidden_size))
+            yield op
+        elif isinstance(op, Prepare) and op.source == "normed":
             yield replace(op, source=HIDDEN)
         else:
             yield op
@@ -89,15 +91,19 @@ def part_of(spec: DecoderSpec, name: str, computed: Iterator[Op]) -> Iterator[Op
 
 
 def attention(
-    spec: DecoderSpec, format: Format, index: int, source: str = "normed", width: int = 0, pool_layer: int | None = None
+    spec: DecoderSpec,
+    formats: Formats,
+    index: int,
+    source: str = "normed",
+    width: int = 0,
+    pool_layer: int | None = None,
 ) -> Iterator[Op]:
     """Of layer `index`, over `width` values of the source (0: as HIDDEN has), kept as `pool_layer` (None: `index`)."""
     layer, qkv = spec.layers[index], f"layers.{index}.qkv"
     q, kv, width = spec.q_width, spec.kv_width, width or spec.hidden_size
     kept = index if pool_layer is None else pool_layer
-    yield prepare(source, width, format)
-    for value, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
-        yield linear("operand", value, qkv, first, rows, width, format, spec.qkv_bias)
+    parts = [("q", 0, q), ("k", q, kv), ("v", q + kv, kv)]
+    yield from linears(source, parts, qkv, width, formats, spec.qkv_bias)
     if spec.qk_norm is not QKNorm.NONE:
         full = spec.qk_norm is QKNorm.FULL_WIDTH
         for value, width in (("q", q), ("k", kv)):
@@ -108,19 +114,30 @@ def attention(
         yield Rope("k", layer.rope)
     yield WriteKV(kept, "k", "v")
     yield Attention("q", "attended", kept, layer.window)
-    yield prepare("attended", q, format)
     output = f"layers.{index}.attention_output"
-    yield linear("operand", "part", output, 0, spec.hidden_size, q, format, spec.output_bias)
+    yield from linears("attended", [("part", 0, spec.hidden_size)], output, q, formats, spec.output_bias)
 
 
-def mlp(spec: DecoderSpec, format: Format, layer: str) -> Iterator[Op]:
-    inner = spec.intermediate_size
-    yield prepare("normed", spec.hidden_size, format)
-    for value, first in (("gate", 0), ("up", inner)):
-        yield linear("operand", value, f"{layer}gate_up", first, inner, spec.hidden_size, format, spec.mlp_bias)
+def mlp(spec: DecoderSpec, formats: Formats, layer: str) -> Iterator[Op]:
+    inner, hidden = spec.intermediate_size, spec.hidden_size
+    parts = [("gate", 0, inner), ("up", inner, inner)]
+    yield from linears("normed", parts, f"{layer}gate_up", hidden, formats, spec.mlp_bias)
     yield Gate("gate", "up", "inner", spec.activation)
-    yield prepare("inner", inner, format)
-    yield linear("operand", "part", f"{layer}down", 0, spec.hidden_size, inner, format, spec.mlp_bias)
+    yield from linears("inner", [("part", 0, hidden)], f"{layer}down", inner, formats, spec.mlp_bias)
+
+
+def linears(
+    source: str, parts: Sequence[tuple[str, int, int]], name: str, width: int, formats: Formats, biased: bool
+) -> Iterator[Op]:
+    """Values (target, first row, rows) of one parameter, each in its format; the source is prepared once for those
+    whose formats take the same operand."""
+    operand = None
+    for target, first, rows in parts:
+        format = formats.of(f"{name}.weight", first)
+        if format.operand != operand:
+            operand = format.operand
+            yield prepare(source, width, format)
+        yield linear("operand", target, name, first, rows, width, format, biased)
 
 
 def prepare(source: str, width: int, format: Format) -> Prepare:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maitred.errors import CheckpointError
-from maitred.kernels.linear import SourceMatrix, allocate, linear_shape, pack
+from maitred.kernels.linear import SourceMatrix, allocate, expand, linear_shape, pack
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.program import Part, Program, Weight
 from maitred.model.weight_map import WeightSource, head_map, weight_map
@@ -76,7 +76,6 @@ def shape_of(weight: Weight) -> Any:
         weight.format.dtype,
         weight.rows,
         weight.width,
-        group_size=weight.format.group,
         gated=weight.gated,
         bias=bool(weight.bias),
     )
@@ -139,7 +138,6 @@ def _fill(weight: Weight, buffer: Buffer, sources: _Sources, threads: Any) -> No
         threads,
         [matrix for part in weight.parts for matrix in sources.matrices(part)],
         weight.format.dtype,
-        group_size=weight.format.group,
         gated=weight.gated,
         bias=sources.vector(weight.bias) if weight.bias else None,
         out=buffer,
@@ -161,7 +159,7 @@ class _Sources:
     def matrices(self, part: Part) -> Iterator[SourceMatrix]:
         """The part's rows as the files hold them, from top to bottom."""
         for source, raw in self._of(part):
-            values, dtype = _values(raw, source.tensor)
+            values, dtype = _matrix(raw)
             assert source.offset == 0.0, source  # only norms have one
             yield SourceMatrix(values[_rows_within(part, source)], dtype)
 
@@ -169,7 +167,7 @@ class _Sources:
         found = []
         for part in parts:
             for source, raw in self._of(part):
-                values, dtype = _values(raw, source.tensor)
+                values, dtype = _values(raw)
                 found.append(_float32(values[_rows_within(part, source)], dtype) + np.float32(source.offset))
         return np.concatenate(found)
 
@@ -186,13 +184,15 @@ def _check_shape(source: WeightSource, checkpoint: Checkpoint) -> None:
             f"tensor {source.tensor} has shape {list(raw.shape)}, config.json asks for {list(source.shape)} "
             f"({checkpoint.file_of(source.tensor)})"
         )
-    _check_dtype(raw, source.tensor)
+    _check_dtype(raw, source.tensor, matrix=len(source.shape) > 1)
 
 
-def _check_dtype(raw: RawTensor, name: str) -> None:
-    if raw.dtype not in _NUMPY_DTYPES:
+def _check_dtype(raw: RawTensor, name: str, *, matrix: bool = False) -> None:
+    known = (*_NUMPY_DTYPES, *BLOCK_TYPES) if matrix else tuple(_NUMPY_DTYPES)
+    if raw.dtype not in known:
         raise CheckpointError(
-            f"tensor {name} is of type {raw.dtype}; weights must be one of {', '.join(_NUMPY_DTYPES)}"
+            f"tensor {name} is of type {raw.dtype}; {'matrices' if matrix else 'vectors'} must be one of "
+            f"{', '.join(known)}"
         )
 
 
@@ -210,7 +210,23 @@ _NUMPY_DTYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-def _values(raw: RawTensor, name: str) -> tuple[NDArray[Any], str]:
+BLOCK_TYPES = {
+    "Q4_0": "q4_0", "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q8_0": "q8_0",
+    "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
+    "Q3_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q8_0",  # the same values in more bits
+    "Q2_K": "q8_0", "IQ4_XS": "q8_0",  # rounded: no format here has their scales
+}  # fmt: skip
+"""Type of a GGUF file's tensor -> the number format in which it is held; the first eight are the same codes."""
+
+
+def _matrix(raw: RawTensor) -> tuple[NDArray[Any], str]:
+    """Rows as `SourceMatrix` takes them: those of block types stay bytes."""
+    if raw.dtype in BLOCK_TYPES:
+        return np.frombuffer(raw.data, dtype=np.uint8).reshape(raw.shape[0], -1), raw.dtype
+    return _values(raw)
+
+
+def _values(raw: RawTensor) -> tuple[NDArray[Any], str]:
     kind, dtype = _NUMPY_DTYPES[raw.dtype]
     values = np.frombuffer(raw.data, dtype=kind).reshape(raw.shape)
     if dtype == "float64":
@@ -221,9 +237,11 @@ def _values(raw: RawTensor, name: str) -> tuple[NDArray[Any], str]:
 
 
 def float32_values(raw: RawTensor, name: str) -> NDArray[np.float32]:
-    """A tensor of one of `_NUMPY_DTYPES` in float32. Raises CheckpointError, naming it, for one of another type."""
-    _check_dtype(raw, name)
-    return _float32(*_values(raw, name))
+    """A tensor in float32, block types expanded. Raises CheckpointError, naming it, for one of an unknown type."""
+    _check_dtype(raw, name, matrix=True)
+    if raw.dtype in BLOCK_TYPES:
+        return expand(raw.dtype, np.frombuffer(raw.data, dtype=np.uint8), raw.shape)
+    return _float32(*_values(raw))
 
 
 def _float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:

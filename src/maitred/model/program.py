@@ -31,19 +31,24 @@ TAPS = "taps"  # what a head reads of it, or whoever runs a head gives
 LOGITS = "logits"
 
 
+BLOCK_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+"""GGML's names: codes of 4 to 8 bits, with a scale (and a minimum) for each 32 values or each 16."""
+
+
 class Format(Struct, frozen=True, kw_only=True):
-    """Number format of a weight: float32, bfloat16, int8 or int4; `group` values share a scale (int4)."""
+    """Number format of a weight: float32, float16, bfloat16, int8, or one of `BLOCK_FORMATS`."""
 
     dtype: str
-    group: int = 0
 
     def __str__(self) -> str:
-        return f"{self.dtype}/{self.group}" if self.group else self.dtype
+        return self.dtype
 
     @property
     def operand(self) -> str:
-        """The format of activations that multiply it."""
-        return "int8" if self.dtype in ("int8", "int4") else self.dtype
+        """Format of the activations that multiply it; block formats share one, 8 bits with a scale for each 32."""
+        if self.dtype in BLOCK_FORMATS:
+            return "q8_0"
+        return "float32" if self.dtype == "float16" else self.dtype
 
 
 VECTOR = Format(dtype="float32")
@@ -55,6 +60,21 @@ class Formats(Struct, frozen=True, kw_only=True):
     linears: Format
     head: Format
     """The output matrix and the embedding, which is often the same."""
+    stored: dict[str, tuple[tuple[int, Format], ...]] = {}
+    """Formats that a file gives: parameter -> (first row, format), ascending; empty where all are the two above."""
+
+    def of(self, parameter: str, row: int) -> Format:
+        """Format of the parameter's rows from `row` on."""
+        for first, format in reversed(self.stored.get(parameter, ())):
+            if first <= row:
+                return format
+        return self.head if parameter in ("embedding.weight", "output.weight") else self.linears
+
+    def __str__(self) -> str:
+        if self.stored:
+            names = sorted({str(format) for parts in self.stored.values() for _, format in parts})
+            return f"{', '.join(names)} as the file has them"
+        return str(self.linears) if self.head == self.linears else f"{self.linears}, embedding and output {self.head}"
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -157,6 +177,7 @@ class Linear(Struct, frozen=True):
     target: str
     weight: Weight
     ending: Store | AddTo | Gated = Store()
+    first: int = 0  # column of the target where the outputs begin
 
 
 class HeadNorm(Struct, frozen=True):

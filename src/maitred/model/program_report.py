@@ -44,6 +44,12 @@ def step_bytes(program: Program) -> int:
     return sum(group.num_bytes for group in linear_groups(program))
 
 
+def linear_bytes(program: Program) -> float:
+    """Bytes of one weight of the layers' linears, over all of them."""
+    groups = [group for group in linear_groups(program) if group.name.startswith("layers.")]
+    return sum(group.num_bytes for group in groups) / sum(g.count * g.weight.rows * g.weight.width for g in groups)
+
+
 def tell_fusions(program: Program) -> list[str]:
     lines = [f"fusions   {program.num_ops_lowered:,} formulas became {len(program.ops):,} operations"]
     for fusion in program.fusions:

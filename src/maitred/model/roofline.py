@@ -12,10 +12,14 @@ from typing import NamedTuple
 
 from maitred.model.spec import DecoderSpec
 
-# Which arithmetic a weight format runs on: int4 weights meet int8 activations.
+# Arithmetic that a weight format runs on: weights of 4 to 8 bits meet int8 activations.
 ARITHMETIC = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
-INT4_GROUP = 32
-SCALE_BYTES, INT4_SCALE_BYTES = 4, 2
+BYTES = {  # of a weight, scales included
+    "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int4": 20 / 32,
+    "q4_0": 18 / 32, "q4_1": 20 / 32, "q5_0": 22 / 32, "q5_1": 24 / 32, "q8_0": 34 / 32,
+    "q4_k": 148 / 256, "q5_k": 180 / 256, "q6_k": 210 / 256,
+}  # fmt: skip
+SCALE_BYTES = 4  # of a row of int8
 BUDGET_STEP = 64
 READINGS = 4
 
@@ -30,35 +34,29 @@ class Machine:
 
 
 class WeightFormat(NamedTuple):
-    """Number format of matrices; `group` is int4's number of weights that share a scale."""
+    """Number format of matrices; `per_weight` are bytes of one where a file mixes several formats."""
 
     dtype: str
-    group: int = INT4_GROUP
-
-    def __str__(self) -> str:
-        return f"{self.dtype}/{self.group}" if self.dtype == "int4" else self.dtype
+    per_weight: float | None = None
 
     def bytes_of(self, rows: int, columns: int) -> float:
         """Of a matrix [rows, columns], scales included."""
-        match self.dtype:
-            case "float32":
-                return 4.0 * rows * columns
-            case "bfloat16":
-                return 2.0 * rows * columns
-            case "int8":
-                return rows * (columns + SCALE_BYTES)
-        return rows * columns * (0.5 + INT4_SCALE_BYTES / self.group)
+        if self.per_weight is not None:
+            return self.per_weight * rows * columns
+        if self.dtype == "int8":
+            return rows * (columns + SCALE_BYTES)
+        return BYTES[self.dtype] * rows * columns
+
+    @property
+    def arithmetic(self) -> str:
+        if self.dtype in ("float32", "float16"):
+            return "float32"
+        return "bfloat16" if self.dtype == "bfloat16" else "int8"
 
     @property
     def lm_head(self) -> WeightFormat:
         """What the output matrix is held in unless asked otherwise: int8 beside int4, else the same."""
-        return WeightFormat("int8") if self.dtype == "int4" else self
-
-
-def weight_format(name: str) -> WeightFormat:
-    """`int4/64` is int4 in groups of 64."""
-    dtype, _, group = name.partition("/")
-    return WeightFormat(dtype, int(group)) if group else WeightFormat(dtype)
+        return WeightFormat("int8") if self.dtype in ("int4", "q4_1") else self
 
 
 class KVFormat(NamedTuple):
@@ -116,7 +114,7 @@ def floor_s(work: Iterator[Work] | Sequence[Work], machine: Machine) -> float:
 def critical_batch(weights: WeightFormat, machine: Machine) -> float:
     """Tokens in a step from which a linear is held by arithmetic and no longer by reading its weights."""
     bytes_per_weight = weights.bytes_of(1024, 1024) / 1024**2
-    peak = machine.peak_ops_per_s[ARITHMETIC[weights.dtype]]
+    peak = machine.peak_ops_per_s[weights.arithmetic]
     return peak * bytes_per_weight / (2 * machine.stream_bytes_per_s)
 
 
@@ -131,7 +129,7 @@ def token_budget(weights: WeightFormat, machine: Machine) -> int:
 
 def _linear(name: str, width_out: int, width_in: int, tokens: int, weights: WeightFormat) -> Work:
     ops = 2.0 * width_out * width_in * tokens
-    return Work(name, weights.bytes_of(width_out, width_in), ops, ARITHMETIC[weights.dtype])
+    return Work(name, weights.bytes_of(width_out, width_in), ops, weights.arithmetic)
 
 
 def _attention(spec: DecoderSpec, window: int | None, rows: Sequence[Row], kv: KVFormat) -> Work:

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maitred.errors import CheckpointError
 
@@ -31,7 +31,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as it lies in the file, row-major. `dtype` is safetensors' name: F32, F16, BF16 ..."""
+    """A tensor of a file, row-major. `dtype` is the format's name: F32, F16, BF16 ..., of GGUF also Q4_K."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,28 +40,43 @@ class RawTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     dtype: str
     shape: tuple[int, ...]
     begin: int  # bytes from the start of the file
     end: int
 
 
-class SafetensorsFile:
-    """Raises CheckpointError, naming the file, when it is no whole safetensors file."""
+class Header(NamedTuple):
+    """What stands before the tensors' bytes: the part that tells files apart, where the bytes begin, and each place."""
+
+    header_bytes: bytes
+    begin: int
+    entries: dict[str, Entry]
+
+
+class TensorFile:
+    """A file of tensors, mapped into memory. Raises CheckpointError, naming the file, when it is not whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is a pipe or a device, not a file of weights; download it again")
-        self.size_bytes = status.st_size
         self.modified_ns = status.st_mtime_ns
         with path.open("rb") as file:
-            self.header_bytes = _read_header(path, file.read(8), self.size_bytes, file.read)
-            self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._view = memoryview(self._mapping)
-        self._entries = _parse_header(path, self.header_bytes, self.size_bytes)
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if status.st_size else None
+        self._mapping = mapping
+        self._view = memoryview(mapping if mapping is not None else b"")
+        self.size_bytes = len(self._view)
+        try:
+            self.header_bytes, self._begin, self._entries = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> Header:
+        raise NotImplementedError
 
     def tensor_names(self) -> tuple[str, ...]:
         """In the order of their bytes."""
@@ -79,8 +94,7 @@ class SafetensorsFile:
 
     def sample(self, num_samples: int, sample_bytes: int) -> bytes:
         """Bytes from places spread evenly over the tensors, to tell files of one layout apart without reading them."""
-        start = 8 + len(self.header_bytes)
-        room = self.size_bytes - start
+        start, room = self._begin, self.size_bytes - self._begin
         places = [start + i * room // num_samples for i in range(num_samples)] if room else []
         self._expect(places, sample_bytes)
         return b"".join(bytes(self._view[p : p + sample_bytes]) for p in places)
@@ -91,13 +105,24 @@ class SafetensorsFile:
         for place in places:
             page = place // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(OSError):  # advice
+                assert self._mapping is not None
                 self._mapping.madvise(mmap.MADV_WILLNEED, page, min(place + num_bytes, self.size_bytes) - page)
 
     def close(self) -> None:
         """Unmap, unless a tensor's bytes are still in use: then the mapping ends with them."""
         self._view.release()
         with contextlib.suppress(BufferError):
-            self._mapping.close()
+            if self._mapping is not None:
+                self._mapping.close()
+
+
+class SafetensorsFile(TensorFile):
+    """Raises CheckpointError, naming the file, when it is no whole safetensors file."""
+
+    def _read_header(self) -> Header:
+        view = self._view
+        header = _read_header(self.path, bytes(view[:8]), self.size_bytes, lambda length: bytes(view[8 : 8 + length]))
+        return Header(header, 8 + len(header), _parse_header(self.path, header, self.size_bytes))
 
 
 def parse_safetensors(path: Path, data: bytes) -> dict[str, RawTensor]:
@@ -124,13 +149,13 @@ def _naturals(values: list[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _parse_header(path: Path, header_bytes: bytes, size_bytes: int) -> dict[str, _Entry]:
+def _parse_header(path: Path, header_bytes: bytes, size_bytes: int) -> dict[str, Entry]:
     start = 8 + len(header_bytes)
     try:
         header = json.loads(header_bytes)
         header.pop("__metadata__", None)
         entries = {
-            name: _Entry(str(e["dtype"]), _naturals(e["shape"]), *(start + n for n in _naturals(e["data_offsets"])))
+            name: Entry(str(e["dtype"]), _naturals(e["shape"]), *(start + n for n in _naturals(e["data_offsets"])))
             for name, e in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -68,7 +68,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, override: str | None = None) -> ChatTemplate | None:
-        """The template of a model folder, or None. `override` is a template's text that is used in its place."""
+        """The template of a model folder or a GGUF file, or None. `override` is a text that is used in its place."""
         source = override if override is not None else read_chat_template(folder)
         return None if source is None else cls(source, read_named_tokens(folder))
 

@@ -1,9 +1,11 @@
-"""Text files of a model folder that can be read without the tokenizer or Jinja."""
+"""Text files of a model folder, and their like in a GGUF file, that can be read without the tokenizer or Jinja."""
 
 from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Required, TypedDict
 
@@ -13,6 +15,11 @@ from maitred.errors import CheckpointError
 
 _CONFIG = "tokenizer_config.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+GGUF_AGAIN = "the file is damaged, download it again"
+
+_GGUF_NAMES = {"unk_token": "unknown", "sep_token": "seperator", "pad_token": "padding"}  # the format's own spelling
+_GGUF_TEMPLATE = "tokenizer.chat_template"
+_SENTENCEPIECE_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # of files that do not name theirs
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -30,8 +37,47 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+@contextmanager
+def gguf_metadata(file: Path) -> Iterator[Mapping[str, Any]]:
+    """A GGUF file's keys and values, while it is open; CheckpointErrors about them then name the file."""
+    from maitred.model.gguf_file import GgufFile  # noqa: PLC0415
+
+    opened = GgufFile(file)
+    try:
+        yield opened.metadata
+    except CheckpointError as error:
+        raise error if str(file) in str(error) else CheckpointError(f"{file}: {error}") from None
+    finally:
+        opened.close()
+
+
+def gguf_token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """bos_token, eos_token, eot_token ... -> id. Raises CheckpointError for what is no number."""
+    found = dict(_SENTENCEPIECE_IDS) if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    for name in (*NAMED_TOKENS, "eot_token"):
+        key = f"tokenizer.ggml.{_GGUF_NAMES.get(name, name.removesuffix('_token'))}_token_id"
+        if key in metadata:
+            found[name] = metadata[key]
+            if not isinstance(found[name], int):
+                raise CheckpointError(f"key {key} is {found[name]!r}, and no token id; {GGUF_AGAIN}")
+    return found
+
+
+def gguf_named_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
+    """`read_named_tokens` of a file that is open. Raises CheckpointError for ids that no token has."""
+    found = gguf_token_ids(metadata)
+    for name, number in found.items():
+        if not 0 <= number < len(tokens):
+            raise CheckpointError(f"{name} has id {number:,}, and the vocabulary {len(tokens):,} tokens; {GGUF_AGAIN}")
+    return {name: tokens[number] for name, number in found.items() if name in NAMED_TOKENS}
+
+
 def read_named_tokens(folder: Path) -> dict[str, str]:
-    """bos_token, eos_token ... -> text, as transformers reads them: tokenizer_config.json before the older map."""
+    """bos_token, eos_token ... -> text, as transformers reads them: tokenizer_config.json before the older map; or as
+    a GGUF file has them."""
+    if folder.is_file():
+        with gguf_metadata(folder) as metadata:
+            return gguf_named_tokens(metadata, metadata.get("tokenizer.ggml.tokens", []))
     found: dict[str, str] = {}
     for path in (folder / "special_tokens_map.json", folder / _CONFIG):
         config = read_json(path)
@@ -78,11 +124,20 @@ def read_chat_template(folder: Path) -> str | dict[str, str] | None:
     """The text of the model's template, those of several by name, or None.
 
     chat_template.jinja, which is `default`, and additional_chat_templates/NAME.jinja go before `chat_template` in
-    tokenizer_config.json (a string, or a list of named ones), and that before the older chat_template.json.
+    tokenizer_config.json (a string, or a list of named ones), and that before the older chat_template.json. A GGUF
+    file has keys for them.
     """
+    if folder.is_file():
+        with gguf_metadata(folder) as metadata:
+            found: Any = {
+                key[len(_GGUF_TEMPLATE) + 1 :] or "default": metadata[key]
+                for key in metadata
+                if key == _GGUF_TEMPLATE or key.startswith(f"{_GGUF_TEMPLATE}.")
+            }
+        return found["default"] if found.keys() == {"default"} else found or None
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     files = {"default": folder / "chat_template.jinja", **{path.stem: path for path in more}}
-    found: Any = {name: _text_of(path) for name, path in files.items() if path.is_file()}
+    found = {name: _text_of(path) for name, path in files.items() if path.is_file()}
     for path in (folder / _CONFIG, folder / "chat_template.json"):
         if not found:
             found = _field(path, read_json(path), "chat_template", str | list[_NamedTemplate] | None)

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from maitred.errors import CheckpointError, InvalidRequest, TooManyTokens
 from maitred.text.bounds import byte_alphabet, longest_text_of_a_token
-from maitred.text.folder import read_configured_tokens, read_named_tokens
+from maitred.text.folder import gguf_metadata, read_configured_tokens, read_named_tokens
 from maitred.text.marks import MarkedText, Marks
 
 _BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
@@ -23,11 +23,18 @@ _BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
 class Tokenizer:
     """A Hugging Face `tokenizers` tokenizer. Threads may share it: what is added later is a cache."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, named_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        named_tokens: Mapping[str, str] | None = None,
+        description: dict[str, Any] | None = None,
+    ) -> None:
+        """`description` is what `inner.to_str()` says, but for merges, where that is known."""
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
-        description: dict[str, Any] = msgspec.json.decode(inner.to_str())  # half of json's time
+        if description is None:
+            description = msgspec.json.decode(inner.to_str())  # half of json's time
         decoders = _decoder_types(description.get("decoder"))
         self._ids = _vocabulary(inner, description)
         self._added: dict[int, AddedToken] = inner.get_added_tokens_decoder()
@@ -54,7 +61,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of a model folder. Raises CheckpointError, with the remedy, when it is missing or broken."""
+        """Of a model folder or a GGUF file. Raises CheckpointError, with the remedy, when it is missing or broken."""
+        if folder.is_file():
+            from maitred.text.gguf_tokenizer import tokenizer_of  # noqa: PLC0415
+
+            with gguf_metadata(folder) as metadata:
+                return cls(*tokenizer_of(metadata))
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(_no_tokenizer(folder))

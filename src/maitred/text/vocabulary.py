@@ -1,14 +1,16 @@
-"""Vocabularies: which token each id is, read off tokenizer.json without making the tokenizer."""
+"""Vocabularies: which token each id is, read off tokenizer.json or a GGUF file without making the tokenizer."""
 
 from __future__ import annotations
 
+import filecmp
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from maitred.errors import CheckpointError
-from maitred.text.folder import AddedToken
+from maitred.model.gguf_file import is_gguf
+from maitred.text.folder import AddedToken, gguf_metadata
 
 
 class _Model(msgspec.Struct):
@@ -25,10 +27,9 @@ def vocabulary_difference(tokenizer_file: Path, other_file: Path) -> str | None:
 
     Raises CheckpointError for a file that is no tokenizer.
     """
-    text, other_text = tokenizer_file.read_bytes(), other_file.read_bytes()
-    if text == other_text:
+    if filecmp.cmp(tokenizer_file, other_file, shallow=False):
         return None
-    tokens, other_tokens = _tokens(text, tokenizer_file), _tokens(other_text, other_file)
+    tokens, other_tokens = _tokens(tokenizer_file), _tokens(other_file)
     differing = sorted(i for i in tokens.keys() & other_tokens.keys() if tokens[i] != other_tokens[i])
     if not differing:
         return None
@@ -39,9 +40,12 @@ def vocabulary_difference(tokenizer_file: Path, other_file: Path) -> str | None:
     )
 
 
-def _tokens(text: bytes, path: Path) -> dict[int, str]:
+def _tokens(path: Path) -> dict[int, str]:
+    if is_gguf(path):
+        with gguf_metadata(path) as metadata:
+            return dict(enumerate(metadata.get("tokenizer.ggml.tokens", [])))
     try:
-        file = msgspec.json.decode(text, type=_File)
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is no tokenizer: {error}") from None
     vocab = file.model.vocab

@@ -79,17 +79,13 @@ def floors_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, floa
 
 @pytest.mark.usefixtures("known_host")
 def test_floors_are_of_the_formats_that_the_engine_would_take(capsys: pytest.CaptureFixture[str]):
-    """The output matrix has a format of its own, and int4 has groups."""
+    """The output matrix has a format of its own."""
     narrow = floors_of(capsys, "--dtype", "int8")["decode, 1 x context 512"]
     wide = floors_of(capsys, "--dtype", "int8", "--lm-head-dtype", "bfloat16")["decode, 1 x context 512"]
     assert (wide - narrow) * HOST.machine.stream_bytes_per_s == pytest.approx(1536 * (256 - 4))  # of the built-in model
-    coarse, fine = (
-        floors_of(capsys, "--dtype", "int4", "--int4-group-size", group)["decode, 1 x context 512"]
-        for group in ("128", "32")
-    )
-    assert coarse < fine < narrow
-    assert main(["roofline", "--no-engine", "--dtype", "int4", "--int4-group-size", "64", "--kv-dtype", "int8"]) == 0
-    assert "weights int4/64, embedding and output int8, KV cache int8" in capsys.readouterr().out
+    assert floors_of(capsys, "--dtype", "int4")["decode, 1 x context 512"] < narrow
+    assert main(["roofline", "--no-engine", "--dtype", "int4", "--kv-dtype", "int8"]) == 0
+    assert "weights q4_1, embedding and output int8, KV cache int8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--context", "--prompt"])

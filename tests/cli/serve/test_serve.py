@@ -100,7 +100,7 @@ def unharmed(folder: Path) -> None:
     ("damage", "flags", "cause"),
     [
         (cut_short, [], "model.safetensors was cut short: 7677400 bytes of 7678400"),
-        (with_another_dtype, [], "is of type I16; weights must be one of"),
+        (with_another_dtype, [], "is of type I16; matrices must be one of"),
         (with_another_dtype_in_the_config, [], "config.json: dtype is 'float13'"),
         (without_tokenizer, [], "has no tokenizer.json"),
         (with_half_a_tokenizer, [], "tokenizer.json cannot be read"),

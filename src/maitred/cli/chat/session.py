@@ -19,6 +19,7 @@ from maitred.cli.flags import UsageError
 from maitred.cli.local import engine_config, local_endpoint, refuse_engine_flags, start_engine
 from maitred.config import ModelConfig
 from maitred.errors import ConfigError, MaitredError
+from maitred.model.packaged import PACKAGED
 
 
 def run_chat(options: Options, chat: ChatOptions) -> int:
@@ -57,7 +58,9 @@ def _json_file(flag: str, name: str, kind: type, words: str) -> object:
 
 async def _chat(options: Options, chat: ChatOptions, conversation: Conversation, terminal: Terminal) -> int:
     async with _open(options, chat, terminal) as (endpoint, model):
-        terminal.remark(f"{model}; /help lists the commands, Ctrl-D leaves")
+        packaged = PACKAGED.get(model)
+        first = f'ask "{packaged.question}"; ' if packaged is not None and packaged.question else ""
+        terminal.remark(f"{model}; {first}/help lists the commands, Ctrl-D leaves")
         return await talk(endpoint, model, conversation, terminal)
 
 

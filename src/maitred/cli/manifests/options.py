@@ -42,7 +42,7 @@ class ClusterOptions:
     image: str = "maitred:latest"
     """Image of maitred, as deploy/Dockerfile makes it; for kuberay one with Ray in it besides."""
     model: str | None = None
-    """What replicas serve; None is the built-in model."""
+    """What replicas serve; None is what `maitred serve` takes without a model."""
     model_claim: str | None = option(None, metavar="NAME")
     """A PersistentVolumeClaim with models, mounted read-only at /models; `model` is then a folder there."""
     replicas: str = option("1:4", metavar="N|MIN:MAX")

@@ -17,6 +17,7 @@ from maitred.executor.native_plan import NativePlan
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.machine import LIMIT_S, Measured, measure
+from maitred.model.program_report import linear_bytes
 from maitred.model.roofline import (
     ARITHMETIC,
     KVFormat,
@@ -26,7 +27,6 @@ from maitred.model.roofline import (
     floor_s,
     step_work,
     token_budget,
-    weight_format,
 )
 from maitred.model.spec import DecoderSpec
 
@@ -80,8 +80,12 @@ class Held(NamedTuple):
 def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> Held:
     """As the engine would settle them; no weight is read for it."""
     plan = plan_executor(config, checkpoint, spec, lambda line: None)
-    weights = weight_format(plan.dtype_name)
-    head = weight_format(str(plan.program.formats.head)) if isinstance(plan, NativePlan) else weights
+    if not isinstance(plan, NativePlan):
+        weights = head = WeightFormat(plan.dtype_name)
+    else:
+        formats = plan.program.formats
+        weights = WeightFormat(formats.linears.dtype, linear_bytes(plan.program) if formats.stored else None)
+        head = WeightFormat(formats.head.dtype)
     return Held(weights, head, KVFormat(plan.kv_dtype_name), plan.weights_bytes)
 
 
@@ -151,7 +155,8 @@ def machine_lines(measured: Measured, held: Held) -> list[str]:
 def model_lines(spec: DecoderSpec, held: Held, floors: list[Floor]) -> list[str]:
     """The model's steps: floor, tokens per second at the floor, and the engine's."""
     lines = [
-        f"{spec.architecture}, weights {held.weights}, embedding and output {held.lm_head}, KV cache {held.kv.dtype}",
+        f"{spec.architecture}, weights {held.weights.dtype}, embedding and output {held.lm_head.dtype}, "
+        f"KV cache {held.kv.dtype}",
         f"{'step':28} {'floor':>10} {'at most':>14} {'engine':>10} {'of the floor':>13}",
     ]
     for f in floors:
@@ -170,7 +175,7 @@ def _as_json(measured: Measured, spec: DecoderSpec, held: Held, floors: list[Flo
         "critical_batch": {w.dtype: critical_batch(w, measured.machine) for w in weights},
         "token_budget": {w.dtype: token_budget(w, measured.machine) for w in weights},
         "model": spec.architecture,
-        "dtype": str(held.weights),
+        "dtype": held.weights.dtype,
         "lm_head_dtype": str(held.lm_head),
         "kv_dtype": held.kv.dtype,
         "steps": [asdict(floor) | {"share": floor.share} for floor in floors],

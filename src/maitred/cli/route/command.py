@@ -70,7 +70,7 @@ class RouteOptions:
     addresses of a name, looked up every few seconds. =WEIGHT is its speed beside the others', where it tells none."""
     replicas: str | None = option(None, metavar="N|MIN:MAX")
     """So many replicas of the router's own, or from MIN to MAX as there is need: `maitred serve` with what follows
-    `--`, the built-in model where nothing does. MIN 0 lets the last one stop."""
+    `--`, its default model where nothing does. MIN 0 lets the last one stop."""
     launch: str = option("local", choices=tuple(LAUNCHERS))
     """Where they are started: local is this machine, ray the nodes of a Ray cluster."""
     placement: str = option("pack", choices=PLACEMENTS)

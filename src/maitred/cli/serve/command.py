@@ -313,13 +313,14 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
 
 COMMAND = Command(
     path="serve",
-    summary="Serve a model over HTTP, as OpenAI's API. Without MODEL, the built-in one.",
+    summary="Serve a model over HTTP, as OpenAI's API. Without MODEL, smollm2 if it is installed, else maitred-mini.",
     run=_run,
     parts=(ServerConfig, AdmissionConfig, TenancyConfig, ProcessConfig, TensorConfig, *ENGINE_PARTS),
     positional="model",
     first=("model", "host", "port", "api_keys", "tenants", "dtype", "max_model_len", "max_num_seqs", "policy"),
     examples=(
         "maitred serve",
+        "maitred serve your.gguf",
         "maitred serve ./Llama-3.2-1B --port 9000 --max-model-len 8192",
         "maitred serve --config serve.yaml --api-key SECRET",
         "maitred serve --tenants tenants.yaml --ledger ledger.sqlite",

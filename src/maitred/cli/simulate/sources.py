@@ -192,11 +192,19 @@ def _enough_blocks(
 def _model_shape(model: str | None) -> ModelShape:
     if model in MODELS:
         return MODELS[model]
-    from maitred.model.checkpoint import BUILTIN_FOLDER, BUILTIN_NAME
+    from maitred.model.checkpoint import BUILTIN_FOLDER, BUILTIN_NAME, open_checkpoint
+    from maitred.model.families import spec_from_config
+    from maitred.model.gguf_file import is_gguf
 
     if model is None or model == BUILTIN_NAME:
         return _shape_in(BUILTIN_FOLDER, BUILTIN_NAME)
     folder = Path(model).expanduser()
+    if is_gguf(folder):
+        with open_checkpoint(model) as checkpoint:
+            spec = spec_from_config(checkpoint.config)
+            return shape_of_decoder(
+                checkpoint.name, spec, bytes_per_value=checkpoint.weight_bytes / spec.num_parameters()
+            )
     return _shape_in(folder, folder.resolve().name) if folder.is_dir() else model_named(model)
 
 

@@ -40,17 +40,41 @@ E named(const std::string& name, std::initializer_list<std::pair<const char*, E>
 }
 
 SourceType source_type(const std::string& name) {
-  return named<SourceType>(
-      name, {{"float32", SourceType::f32}, {"bfloat16", SourceType::bf16}, {"float16", SourceType::f16}});
+  return named<SourceType>(name, {{"float32", SourceType::f32},
+                                  {"bfloat16", SourceType::bf16},
+                                  {"float16", SourceType::f16},
+                                  {"Q4_0", SourceType::q4_0},
+                                  {"Q4_1", SourceType::q4_1},
+                                  {"Q5_0", SourceType::q5_0},
+                                  {"Q5_1", SourceType::q5_1},
+                                  {"Q8_0", SourceType::q8_0},
+                                  {"Q2_K", SourceType::q2_k},
+                                  {"Q3_K", SourceType::q3_k},
+                                  {"Q4_K", SourceType::q4_k},
+                                  {"Q5_K", SourceType::q5_k},
+                                  {"Q6_K", SourceType::q6_k},
+                                  {"IQ4_NL", SourceType::iq4_nl},
+                                  {"IQ4_XS", SourceType::iq4_xs},
+                                  {"MXFP4", SourceType::mxfp4}});
 }
 
 DType dtype_named(const std::string& name) {
-  return named<DType>(
-      name, {{"float32", DType::f32}, {"bfloat16", DType::bf16}, {"int8", DType::int8}, {"int4", DType::int4}});
+  return named<DType>(name, {{"float32", DType::f32},
+                             {"bfloat16", DType::bf16},
+                             {"int8", DType::int8},
+                             {"float16", DType::f16},
+                             {"q4_0", DType::q4_0},
+                             {"q4_1", DType::q4_1},
+                             {"q5_0", DType::q5_0},
+                             {"q5_1", DType::q5_1},
+                             {"q8_0", DType::q8_0},
+                             {"q4_k", DType::q4_k},
+                             {"q5_k", DType::q5_k},
+                             {"q6_k", DType::q6_k}});
 }
 
-LinearShape make_shape(const std::string& dtype, int n, int k, int group, bool gated, bool bias) {
-  const LinearShape shape{dtype_named(dtype), n, k, group, gated, bias};
+LinearShape make_shape(const std::string& dtype, int n, int k, bool gated, bool bias) {
+  const LinearShape shape{dtype_named(dtype), n, k, gated, bias};
   if (const char* fault = shape_fault(shape)) throw std::invalid_argument(fault);
   return shape;
 }
@@ -71,6 +95,11 @@ void pack(ThreadPool& pool, const LinearShape& shape, const std::vector<nb::tupl
                                  reinterpret_cast<const void*>(nb::cast<uint64_t>(t[0])), nb::cast<int64_t>(t[2]),
                                  nb::cast<int>(t[1])});
     rows += sources.back().num_rows;
+    const SourceType type = sources.back().type;
+    const bool makes = !is_blocked(shape.dtype) || shape.dtype == DType::q4_1 || shape.dtype == DType::q8_0;
+    if (shape.k % source_block_values(type) != 0 || !(makes || keeps(type, shape.dtype)))
+      throw std::invalid_argument("rows of " + std::to_string(shape.k) + " values of " + nb::cast<std::string>(t[3]) +
+                                  " cannot be packed so");
   }
   if (rows != shape.n)
     throw std::invalid_argument("sources have " + std::to_string(rows) + " rows, the shape " + std::to_string(shape.n));
@@ -99,6 +128,22 @@ void unpack_rows(const LinearShape& shape, const ConstBytes& data, const Index& 
       throw std::invalid_argument("row " + std::to_string(rows.data()[i]) + " of " + std::to_string(shape.n));
     unpack_row(weights, rows.data()[i], out.data() + i * out.stride(0));
   }
+}
+
+void expand_rows(const std::string& dtype, const ConstBytes& rows, const Matrix& out) {
+  const SourceType type = source_type(dtype);
+  const int64_t k = static_cast<int64_t>(out.shape(1)), values = source_block_values(type);
+  const int64_t stride = k / values * source_block_bytes(type);
+  if (k % values != 0 || static_cast<int64_t>(rows.size()) != stride * static_cast<int64_t>(out.shape(0)) ||
+      (k > 1 && out.stride(1) != 1))
+    throw std::invalid_argument(std::to_string(rows.size()) + " bytes of " + dtype + " are not the rows of out");
+  for (size_t i = 0; i < out.shape(0); ++i)
+    to_float(type, rows.data() + static_cast<int64_t>(i) * stride, static_cast<int>(k), out.data() + i * out.stride(0));
+}
+
+nb::tuple source_block(const std::string& dtype) {
+  const SourceType type = source_type(dtype);
+  return nb::make_tuple(source_block_values(type), source_block_bytes(type));
 }
 
 // Memory for m prepared rows.
@@ -221,14 +266,12 @@ void bind_linear(nb::module_& m) {
   nb::class_<LinearShape>(m, "LinearShape", "What is packed, and how; raises ValueError for what cannot be.")
       .def(
           "__init__",
-          [](LinearShape* self, const std::string& dtype, int n, int k, int group, bool gated, bool bias) {
-            new (self) LinearShape(make_shape(dtype, n, k, group, gated, bias));
+          [](LinearShape* self, const std::string& dtype, int n, int k, bool gated, bool bias) {
+            new (self) LinearShape(make_shape(dtype, n, k, gated, bias));
           },
-          nb::arg("dtype"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 0, nb::arg("gated") = false,
-          nb::arg("bias") = false)
+          nb::arg("dtype"), nb::arg("n"), nb::arg("k"), nb::arg("gated") = false, nb::arg("bias") = false)
       .def_ro("n", &LinearShape::n)
       .def_ro("k", &LinearShape::k)
-      .def_ro("group", &LinearShape::group)
       .def_ro("gated", &LinearShape::gated)
       .def_ro("bias", &LinearShape::bias)
       .def_prop_ro("packed_bytes", [](const LinearShape& s) { return packed_bytes(s); })
@@ -236,6 +279,9 @@ void bind_linear(nb::module_& m) {
   m.def("pack_linear", &pack, nb::arg("pool"), nb::arg("shape"), nb::arg("sources"), nb::arg("bias").none(),
         nb::arg("out"), "sources: (address, rows, bytes a row, dtype), stacked.");
   m.def("unpack_rows", &unpack_rows, nb::arg("shape"), nb::arg("packed"), nb::arg("rows"), nb::arg("out"));
+  m.def("expand_rows", &expand_rows, nb::arg("dtype"), nb::arg("rows"), nb::arg("out"),
+        "Rows of a file's tensor in float32, with GGML's arithmetic.");
+  m.def("source_block", &source_block, nb::arg("dtype"), "(values, bytes) of a block of a file's type.");
   m.def("linear", &run_linear, nb::arg("isa"), nb::arg("pool"), nb::arg("shape"), nb::arg("packed"), nb::arg("x"),
         nb::arg("index").none(), nb::arg("norm_weight").none(), nb::arg("eps"), nb::arg("out"), nb::arg("ending"),
         nb::arg("act"), nb::arg("alpha"), nb::arg("softcap"));

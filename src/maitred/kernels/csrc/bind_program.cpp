@@ -130,12 +130,12 @@ GateAct act_named(const std::string& name) {
   throw std::invalid_argument("no activation '" + name + "'; choose one of silu, gelu, gelu_tanh");
 }
 
-void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, const Rows& target, int first,
+void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, const Rows& target, int column, int first,
             const std::string& ending, float alpha, float softcap, const std::string& act, bool few, int adapted,
             const std::string& name) {
-  const int end = first + out_width(shape);
-  if (self.program.team() == nullptr || first < 0 || end > target.width) check_width(target, end);
-  LinearOut out{target.values + first, target.stride};
+  const int end = column + first + out_width(shape);
+  if (column < 0 || first < 0 || end > target.width) check_width(target, end);
+  LinearOut out{target.values + column + first, target.stride};
   out.ending = ending_named(ending);
   out.alpha = alpha;
   out.softcap = softcap;
@@ -357,9 +357,18 @@ void bind_program(nb::module_& m) {
             add_take(self.program, source, target);
           },
           nb::arg("source"), nb::arg("target"))
-      .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("first"), nb::arg("ending"),
+      .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("column"), nb::arg("first"), nb::arg("ending"),
            nb::arg("alpha"), nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("adapted"), nb::arg("name"),
-           "first: the column of the target where a rank's outputs begin.")
+           "column: of the target where the outputs begin; first: the output where a rank's begin.")
+      .def(
+          "gate",
+          [](BoundProgram& self, const Rows& gate, const Rows& up, const Rows& target, const std::string& act, bool few) {
+            check_width(up, gate.width);
+            check_width(target, gate.width);
+            add_gate(self.program, gate, up, target, act_named(act), few);
+          },
+          nb::arg("gate"), nb::arg("up"), nb::arg("target"), nb::arg("act"), nb::arg("few"),
+          "target = act(gate) * up, where the two have formats of their own.")
       .def(
           "norm",
           [](BoundProgram& self, const Rows& source, int64_t source_first, const Rows& target, int64_t target_first,

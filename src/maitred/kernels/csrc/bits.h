@@ -37,4 +37,15 @@ static inline float f16_to_float(uint16_t x) {
   return float_of(sign | (magnitude >= 0x0f800000u ? special : scaled));
 }
 
+// Round to nearest even; beyond the largest it is infinite, NaN stays NaN.
+static inline uint16_t float_to_f16(float x) {
+  const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (magnitude < 0x38800000u)  // subnormal: the addition rounds at 2^-24
+    return static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
+  const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
 }  // namespace maitred

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "vec_plain.h"
+#include "vector_math.h"
+
 namespace maitred {
 namespace {
 
@@ -56,6 +59,19 @@ void norm_rows(const float* source, int64_t source_stride, float* target, int64_
     }
     const float inverse = inverse_rms(x, width, eps);
     for (int64_t i = 0; i < width; ++i) y[i] = x[i] * inverse * weight[i];
+  });
+}
+
+void gate_rows(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, float* target,
+               int64_t target_stride, int64_t width, int num_rows, GateAct act, WorkCounter& counter) {
+  each_row(num_rows, counter, [=](int t) {
+    const float *x = gate + t * gate_stride, *y = up + t * up_stride;
+    float* to = target + t * target_stride;
+    for (int64_t i = 0; i < width; ++i) {
+      const Vec1 value{x[i]};
+      const Vec1 opened = act == GateAct::silu ? silu(value) : act == GateAct::gelu ? gelu(value) : gelu_tanh(value);
+      to[i] = opened.x * y[i];
+    }
   });
 }
 

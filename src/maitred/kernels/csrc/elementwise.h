@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "linear.h"
 #include "thread_pool.h"
 
 namespace maitred {
@@ -18,6 +19,10 @@ void norm_add_rows(const float* part, int64_t part_stride, float* hidden, int64_
 // target[t] = source[t] / rms(source[t]) * weight, likewise; weight null: target[t] = source[t]. Both may be one.
 void norm_rows(const float* source, int64_t source_stride, float* target, int64_t target_stride, const float* weight,
                int64_t width, int num_rows, float eps, WorkCounter& counter);
+
+// target[t] = act(gate[t]) * up[t]
+void gate_rows(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, float* target,
+               int64_t target_stride, int64_t width, int num_rows, GateAct act, WorkCounter& counter);
 
 // row[i] *= scale
 void scale_row(float* row, int64_t width, float scale);

@@ -18,7 +18,7 @@ int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 }  // namespace
 
 KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) {
-  if (dtype == DType::int4) throw std::invalid_argument("the KV cache is float32, bf16 or int8; int4 was asked for");
+  if (dtype > DType::int8) throw std::invalid_argument("the KV cache is float32, bf16 or int8");
   if (num_kv_heads < 1 || block_size < 1)
     throw std::invalid_argument("a KV cache of " + std::to_string(num_kv_heads) + " heads and blocks of " +
                                 std::to_string(block_size) + " tokens; both must be at least 1");

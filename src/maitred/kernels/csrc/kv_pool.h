@@ -43,7 +43,7 @@ struct KVLayout {
   int64_t scales_offset() const { return int64_t{padded_head} * 64 / values_per_word; }  // in a tile's cell, int8
 };
 
-// Throws std::invalid_argument for int4, an odd or non-positive head size, and counts below 1.
+// Throws std::invalid_argument for other formats, an odd or non-positive head size, and counts below 1.
 KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size);
 
 // Bytes of one token's query head as attention takes it: see qkv.h.

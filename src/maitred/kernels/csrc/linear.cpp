@@ -13,11 +13,16 @@ namespace {
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Values of one channel in a step of K.
-int step_values(DType dtype) { return dtype == DType::f32 ? 1 : dtype == DType::bf16 ? 2 : 4; }
+// Values of one channel in a step of K; of block formats, where codes are bytes until they are written.
+int step_values(DType dtype) { return dtype == DType::f32 || dtype == DType::f16 ? 1 : dtype == DType::bf16 ? 2 : 4; }
 
 int padded_k(const LinearShape& shape) {
-  return static_cast<int>(round_up(shape.k, shape.dtype == DType::int4 ? shape.group : step_values(shape.dtype)));
+  return static_cast<int>(
+      round_up(shape.k, is_blocked(shape.dtype) ? block_form(shape.dtype).unit : step_values(shape.dtype)));
+}
+
+int num_units(const LinearShape& shape) {
+  return is_blocked(shape.dtype) ? padded_k(shape) / block_form(shape.dtype).unit : 0;
 }
 
 // The row of the stacked matrix that is channel `lane` of a tile, or -1 in the padding.
@@ -34,17 +39,6 @@ const uint8_t* source_row(const SourceRows* sources, int row, SourceType& type) 
   while (row >= sources->num_rows) row -= (sources++)->num_rows;
   type = sources->type;
   return static_cast<const uint8_t*>(sources->rows) + row * sources->row_stride;
-}
-
-void to_float(SourceType type, const void* row, int k, float* out) {
-  const uint16_t* half = static_cast<const uint16_t*>(row);
-  if (type == SourceType::f32) {
-    std::memcpy(out, row, k * sizeof(float));
-  } else if (type == SourceType::bf16) {
-    for (int i = 0; i < k; ++i) out[i] = bf16_to_float(half[i]);
-  } else {
-    for (int i = 0; i < k; ++i) out[i] = f16_to_float(half[i]);
-  }
 }
 
 // Round to nearest even for |x| < 2^22, in a form that compilers vectorise.
@@ -76,55 +70,52 @@ float quantise_int8(const float* from, int k, uint8_t* codes) {
   return scale;
 }
 
-// The scale, in bf16, makes the value of largest magnitude -8, for there is no +8: all sixteen codes are in use.
-uint16_t quantise_int4(const float* from, int group, uint8_t* codes) {
-  const Range range = range_of(from, group);
-  const uint16_t bits = float_to_bf16((range.largest > -range.least ? range.largest : range.least) / -8.0f);
-  const float inverse = inverse_of(bf16_to_float(bits));
-  for (int i = 0; i < group; ++i) {
-    const int32_t q = nearest(from[i] * inverse);
-    codes[i] = static_cast<uint8_t>((q > 7 ? 7 : q < -8 ? -8 : q) + 8);
-  }
-  return bits;
-}
-
 // A tile on its way: each channel's steps of K as units of 4 bytes, padded with zeros.
 struct TileUnits {
   int stride;  // units from one channel to the next; no multiple of a page, for such lines share a cache set
   std::vector<uint32_t> units;
-  std::vector<float> row;        // one channel in float32, where it is converted
-  std::vector<uint16_t> scales;  // int4: [channel][group]
+  std::vector<float> row;       // one channel in float32, where it is converted
+  std::vector<uint16_t> heads;  // block formats: [channel][unit][2]
+  std::vector<uint8_t> parts;   // [channel][unit][16]
 
   explicit TileUnits(const LinearShape& shape)
-      : stride(padded_k(shape) / step_values(shape.dtype) + 16),
+      : stride(padded_k(shape) / (shape.dtype == DType::f16 ? 2 : step_values(shape.dtype)) + 17),
         units(static_cast<size_t>(stride) * kTile),
         row(padded_k(shape)),
-        scales(shape.dtype == DType::int4 ? padded_k(shape) / shape.group * kTile : 0) {}
+        heads(static_cast<size_t>(num_units(shape)) * 2 * kTile),
+        parts(static_cast<size_t>(num_units(shape)) * 16 * kTile) {}
   uint32_t* channel(int lane) { return units.data() + static_cast<int64_t>(lane) * stride; }
+  RowCodes codes(const LinearShape& shape, int lane) {
+    const int64_t first = static_cast<int64_t>(lane) * num_units(shape);
+    return {reinterpret_cast<uint8_t*>(channel(lane)), heads.data() + 2 * first, parts.data() + 16 * first};
+  }
 };
 
 // Reads and converts one channel; returns its scale (int8).
 float load_channel(const LinearShape& shape, SourceType type, const void* source, int lane, TileUnits& tile) {
   uint32_t* units = tile.channel(lane);
   float* row = tile.row.data();
-  uint8_t* codes = reinterpret_cast<uint8_t*>(units);
-  if (shape.dtype == DType::bf16 && type == SourceType::bf16) {
+  const bool as_it_is = (shape.dtype == DType::bf16 && type == SourceType::bf16) ||
+                        (shape.dtype == DType::f16 && type == SourceType::f16);
+  if (as_it_is) {
     std::memcpy(units, source, shape.k * sizeof(uint16_t));
+    return 0.0f;
+  }
+  if (keeps(type, shape.dtype)) {
+    to_codes(type, source, shape.k, tile.codes(shape, lane));
     return 0.0f;
   }
   to_float(type, source, shape.k, row);
   if (shape.dtype == DType::f32) std::memcpy(units, row, shape.k * sizeof(float));
-  if (shape.dtype == DType::bf16)
-    for (int i = 0; i < shape.k; ++i) reinterpret_cast<uint16_t*>(units)[i] = float_to_bf16(row[i]);
+  if (shape.dtype == DType::bf16 || shape.dtype == DType::f16)
+    for (int i = 0; i < shape.k; ++i)
+      reinterpret_cast<uint16_t*>(units)[i] = shape.dtype == DType::f16 ? float_to_f16(row[i]) : float_to_bf16(row[i]);
   if (shape.dtype == DType::int8) {
     rotate(row, shape.k);
-    return quantise_int8(row, padded_k(shape), codes) / static_cast<float>(rotation_block(shape.k));
+    return quantise_int8(row, padded_k(shape), reinterpret_cast<uint8_t*>(units)) /
+           static_cast<float>(rotation_block(shape.k));
   }
-  if (shape.dtype == DType::int4) {
-    const int groups = padded_k(shape) / shape.group;
-    for (int g = 0; g < groups; ++g)
-      tile.scales[lane * groups + g] = quantise_int4(row + g * shape.group, shape.group, codes + g * shape.group);
-  }
+  if (is_blocked(shape.dtype)) quantise(shape.dtype, row, shape.k, tile.codes(shape, lane));
   return 0.0f;
 }
 
@@ -141,18 +132,59 @@ void transpose(TileUnits& tile, int lanes, int first, int steps, uint8_t* out) {
   }
 }
 
-// The upper sixteen channels go into the high nibbles of the lower sixteen.
-void write_int4(const LinearShape& shape, TileUnits& tile, uint8_t* out) {
-  const int k = padded_k(shape), groups = k / shape.group;
-  for (int lane = 0; lane < kTile / 2; ++lane) {
-    uint32_t* low = tile.channel(lane);
-    const uint32_t* high = tile.channel(lane + kTile / 2);
-    for (int step = 0; step < k / 4; ++step) low[step] |= high[step] << 4;
+// The same for values of two bytes.
+void transpose_halves(TileUnits& tile, int steps, uint8_t* out) {
+  uint16_t* to = reinterpret_cast<uint16_t*>(out);
+  for (int lane = 0; lane < kTile; ++lane) {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(tile.channel(lane));
+    for (int step = 0; step < steps; ++step) to[step * kTile + lane] = from[step];
   }
-  for (int g = 0; g < groups; ++g, out += kTile * 2 + shape.group * kTile / 2) {
-    uint16_t* scales = reinterpret_cast<uint16_t*>(out);
-    for (int lane = 0; lane < kTile; ++lane) scales[lane] = tile.scales[lane * groups + g];
-    transpose(tile, kTile / 2, g * shape.group / 4, shape.group / 4, out + kTile * 2);
+}
+
+// 32 values' codes of all channels, from step `first` of their units on.
+void write_block(int bits, TileUnits& tile, int first, uint8_t* out) {
+  if (bits == 8) return transpose(tile, kTile, first, 8, out);
+  uint32_t* nibbles = reinterpret_cast<uint32_t*>(out);
+  uint8_t* fifths = out + 8 * 64;
+  uint32_t* twos = reinterpret_cast<uint32_t*>(fifths);
+  std::memset(fifths, 0, 128 * (bits - 4));
+  for (int lane = 0; lane < kTile / 2; ++lane) {
+    const uint32_t *low = tile.channel(lane) + first, *high = tile.channel(lane + kTile / 2) + first;
+    for (int step = 0; step < 8; ++step)
+      nibbles[16 * step + lane] = (low[step] & 0x0f0f0f0fu) | (high[step] & 0x0f0f0f0fu) << 4;
+    for (int step = 0; bits == 5 && step < 8; ++step) {
+      const uint32_t a = (low[step] >> 4 & 0x01010101u) * 0x01020408u >> 24 & 15;
+      const uint32_t b = (high[step] >> 4 & 0x01010101u) * 0x01020408u >> 24 & 15;
+      fifths[16 * step + lane / 2] |= static_cast<uint8_t>(a << 4 * (lane % 2));
+      fifths[16 * step + 8 + lane / 2] |= static_cast<uint8_t>(b << 4 * (lane % 2));
+    }
+    for (int step = 0; bits == 6 && step < 8; ++step)
+      twos[16 * (step / 2) + lane] |= ((low[step] >> 4 & 0x03030303u) | (high[step] >> 4 & 0x03030303u) << 2)
+                                      << 4 * (step % 2);
+  }
+}
+
+void write_units(const LinearShape& shape, TileUnits& tile, uint8_t* out) {
+  const BlockForm form = block_form(shape.dtype);
+  const int units = num_units(shape);
+  for (int unit = 0; unit < units; ++unit) {
+    uint16_t* heads = reinterpret_cast<uint16_t*>(out);
+    for (int lane = 0; lane < kTile; ++lane) {
+      const uint16_t* from = tile.heads.data() + 2 * (static_cast<int64_t>(lane) * units + unit);
+      heads[lane] = from[0];
+      if (form.minimum) heads[kTile + lane] = from[1];
+    }
+    out += form.head_bytes();
+    for (int block = 0; block < form.blocks(); ++block) {
+      for (int lane = 0; form.parts && lane < kTile; ++lane) {
+        const uint8_t* from = tile.parts.data() + 16 * (static_cast<int64_t>(lane) * units + unit) + 2 * block;
+        out[lane] = from[0];
+        out[kTile + lane] = from[1];
+      }
+      if (form.parts) out += 64;
+      write_block(form.bits, tile, (unit * form.blocks() + block) * 8, out);
+      out += 128 * form.bits;
+    }
   }
 }
 
@@ -168,8 +200,10 @@ void pack_tile(const LinearShape& shape, const SourceRows* sources, const float*
     const int row = row_of(shape, index, lane);
     float scale = 0.0f;
     if (row < 0) {
+      const int64_t units = num_units(shape);
       std::fill_n(tile.channel(lane), tile.stride, 0u);
-      std::fill_n(tile.scales.begin() + lane * (tile.scales.size() / kTile), tile.scales.size() / kTile, 0);
+      std::fill_n(tile.heads.begin() + 2 * units * lane, 2 * units, uint16_t{0});
+      std::fill_n(tile.parts.begin() + 16 * units * lane, 16 * units, uint8_t{0});
     } else {
       SourceType type;
       const void* source = source_row(sources, row, type);
@@ -179,8 +213,10 @@ void pack_tile(const LinearShape& shape, const SourceRows* sources, const float*
     if (shape.bias) biases[lane] = row < 0 ? 0.0f : bias[row];
   }
   uint8_t* to = out + index * tile_bytes(shape);
-  if (shape.dtype == DType::int4)
-    write_int4(shape, tile, to);
+  if (is_blocked(shape.dtype))
+    write_units(shape, tile, to);
+  else if (shape.dtype == DType::f16)
+    transpose_halves(tile, shape.k, to);
   else
     transpose(tile, kTile, 0, padded_k(shape) / step_values(shape.dtype), to);
 }
@@ -191,9 +227,8 @@ const char* shape_fault(const LinearShape& shape) {
   if (shape.n < 1 || shape.k < 1) return "a matrix needs at least one row and one column";
   if (shape.k > 65536) return "rows longer than 65,536 values overflow the int32 sums";
   if (shape.gated && shape.n % 2 != 0) return "a gated pair needs an even number of rows, gate over up";
-  if (shape.dtype == DType::int4 && shape.group != 32 && shape.group != 64 && shape.group != 128)
-    return "int4 groups are of 32, 64 or 128 values";
-  if (shape.dtype != DType::int4 && shape.group != 0) return "only int4 has groups";
+  if (is_blocked(shape.dtype) && block_form(shape.dtype).parts && shape.k % 256 != 0)
+    return "rows of super-blocks are multiples of 256 values";
   return nullptr;
 }
 
@@ -206,8 +241,8 @@ int num_tiles(const LinearShape& shape) {
 
 int64_t tile_bytes(const LinearShape& shape) {
   const int64_t k = padded_k(shape);
-  if (shape.dtype == DType::int4) return k / shape.group * kTile * 2 + k * kTile / 2;
-  return k * kTile * (shape.dtype == DType::f32 ? 4 : shape.dtype == DType::bf16 ? 2 : 1);
+  if (is_blocked(shape.dtype)) return int64_t{num_units(shape)} * block_form(shape.dtype).unit_bytes();
+  return k * kTile * (shape.dtype == DType::f32 ? 4 : shape.dtype == DType::int8 ? 1 : 2);
 }
 
 int64_t packed_bytes(const LinearShape& shape) {
@@ -223,35 +258,72 @@ void pack_linear(const LinearShape& shape, const SourceRows* sources, int, const
     pack_tile(shape, sources, bias, index, tile, out);
 }
 
+namespace {
+
+// One channel of a tile of units, 4 codes at a time.
+void unpack_units(const LinearShape& shape, const uint8_t* from, int lane, float* out) {
+  const BlockForm form = block_form(shape.dtype);
+  const int within = lane % (kTile / 2), upper = lane / (kTile / 2);
+  for (int i = 0; i < shape.k; i += form.unit) {
+    const uint16_t* heads = reinterpret_cast<const uint16_t*>(from);
+    const float head = f16_to_float(heads[lane]), low = form.minimum ? f16_to_float(heads[kTile + lane]) : 0.0f;
+    from += form.head_bytes();
+    for (int block = 0; block < form.blocks(); ++block) {
+      float d[2] = {head, head}, m = low;
+      if (form.parts && form.minimum) {
+        d[0] = d[1] = head * static_cast<float>(from[lane]);
+        m = -(low * static_cast<float>(from[kTile + lane]));
+      } else if (form.parts) {
+        for (int half = 0; half < 2; ++half)
+          d[half] = head * static_cast<float>(static_cast<int8_t>(from[half * kTile + lane]));
+      }
+      if (form.parts) from += 64;
+      const uint8_t* high = from + 8 * 64;
+      for (int step = 0; step < 8; ++step)
+        for (int j = 0; j < 4; ++j) {
+          const int at = i + 32 * block + 4 * step + j;
+          if (at >= shape.k) break;
+          int code;
+          if (form.bits == 8)
+            code = from[128 * step + 4 * lane + j];
+          else
+            code = from[64 * step + 4 * within + j] >> 4 * upper & 15;
+          if (form.bits == 5) code |= (high[16 * step + 8 * upper + within / 2] >> (4 * (within % 2) + j) & 1) << 4;
+          if (form.bits == 6) code |= (high[64 * (step / 2) + 4 * within + j] >> (4 * (step % 2) + 2 * upper) & 3) << 4;
+          const float value = d[step / 4] * static_cast<float>(code - form.offset);
+          out[at] = form.minimum ? value + m : value;
+        }
+      from += 128 * form.bits;
+    }
+  }
+}
+
+}  // namespace
+
 void unpack_row(const PackedLinear& weights, int row, float* out) {
   const LinearShape& shape = weights.shape;
   const int half = shape.n / 2;
   const int within = shape.gated ? row % half : row, width = shape.gated ? kTile / 2 : kTile;
   const int tile = within / width, lane = within % width + (shape.gated && row >= half ? kTile / 2 : 0);
   const uint8_t* from = weights.data + tile * tile_bytes(shape);
-  if (shape.dtype == DType::f32) {
-    for (int i = 0; i < shape.k; ++i) out[i] = reinterpret_cast<const float*>(from)[i * kTile + lane];
-  } else if (shape.dtype == DType::bf16) {
-    const uint16_t* values = reinterpret_cast<const uint16_t*>(from) + 2 * lane;
-    for (int i = 0; i < shape.k; ++i) out[i] = bf16_to_float(values[i / 2 * 2 * kTile + i % 2]);
-  } else if (shape.dtype == DType::int8) {
-    const float scale = tail(shape, const_cast<uint8_t*>(weights.data))[tile * kTile + lane];
-    for (int i = 0; i < shape.k; ++i)
+  if (is_blocked(shape.dtype)) return unpack_units(shape, from, lane, out);
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
+  const float scale =
+      shape.dtype == DType::int8 ? tail(shape, const_cast<uint8_t*>(weights.data))[tile * kTile + lane] : 0.0f;
+  for (int i = 0; i < shape.k; ++i) {
+    if (shape.dtype == DType::f32) out[i] = reinterpret_cast<const float*>(from)[i * kTile + lane];
+    if (shape.dtype == DType::f16) out[i] = f16_to_float(halves[i * kTile + lane]);
+    if (shape.dtype == DType::bf16) out[i] = bf16_to_float(halves[i / 2 * 2 * kTile + 2 * lane + i % 2]);
+    if (shape.dtype == DType::int8)
       out[i] = scale * static_cast<float>(from[i / 4 * 4 * kTile + 4 * lane + i % 4] - 128);
-    rotate(out, shape.k);
-  } else {
-    const int64_t group_bytes = kTile * 2 + shape.group * kTile / 2;
-    const int shift = lane < kTile / 2 ? 0 : 4, place = 4 * (lane % (kTile / 2));
-    for (int i = 0; i < shape.k; ++i) {
-      const uint8_t* group = from + i / shape.group * group_bytes;
-      const float scale = bf16_to_float(reinterpret_cast<const uint16_t*>(group)[lane]);
-      const int step = i % shape.group / 4;
-      out[i] = scale * static_cast<float>((group[kTile * 2 + step * 2 * kTile + place + i % 4] >> shift & 15) - 8);
-    }
   }
+  if (shape.dtype == DType::int8) rotate(out, shape.k);
 }
 
-DType operand_dtype(DType weight_dtype) { return weight_dtype == DType::int4 ? DType::int8 : weight_dtype; }
+DType operand_dtype(DType weight_dtype) {
+  if (is_blocked(weight_dtype)) return DType::q8_0;
+  return weight_dtype == DType::f16 ? DType::f32 : weight_dtype;
+}
 
 int64_t operand_row_bytes(DType operand_dtype, int k) {
   const int size = operand_dtype == DType::f32 ? 4 : operand_dtype == DType::bf16 ? 2 : 1;
@@ -261,7 +333,7 @@ int64_t operand_row_bytes(DType operand_dtype, int k) {
 
 int sums_per_row(const LinearShape& shape) {
   if (shape.dtype == DType::int8) return 1;
-  return shape.dtype == DType::int4 ? 2 * (padded_k(shape) / shape.group) : 0;
+  return is_blocked(shape.dtype) ? kSumsPerBlock * (padded_k(shape) / 32) : 0;
 }
 
 void prepare_rows(const LinearKernels& kernels, const PrepareSource& source, const LinearShape& shape, int m,

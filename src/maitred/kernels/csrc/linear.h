@@ -2,37 +2,46 @@
 //
 // A packed matrix is one flat buffer (64-byte aligned, no pointers in it) that is the same for every instruction set:
 // tiles of 32 output channels, and in a tile K runs slowest, so a thread streams its tiles from front to back. One step
-// of K in a tile is 32 channels x {1 f32 | 2 bf16 | 4 int8} = 128 bytes, or 32 x 4 int4 = 64 bytes:
-//   f32, bf16  [tile][step][channel][values]
-//   int8       the same, as u8 = q + 128, of rows that are rotated block by block (rotate.h), as the rows that they
-//              meet are before those are rounded; H w ~ block * scale * q, one f32 scale a channel, after the tiles
-//   int4       [tile][group] of: 32 bf16 scales, then [step][channel of 16][4 bytes], whose low nibble belongs to that
-//              channel and whose high nibble to that channel + 16; u4 = q + 8, w ~ scale * q
+// of K in a tile is 32 channels x {1 f32 | 2 bf16 | 4 int8} = 128 bytes, or 32 channels x 1 f16 = 64 bytes:
+//   f32, bf16, f16  [tile][step][channel][values]
+//   int8            the same, as u8 = q + 128, of rows that are rotated block by block (rotate.h), as the rows that
+//   they
+//                   meet are before those are rounded; H w ~ block * scale * q, one f32 scale a channel, after the
+//                   tiles
+//   block formats   [tile][unit] of: D of 32 channels, M of 32 channels where there is a minimum (f16), then for each
+//   32
+//                   values: [2][channel] parts (where the form has them), and codes in 8 steps of 4 values:
+//                     8 bits      [step][channel][4 bytes]
+//                     4, 5, 6     [step][channel of 16][4 bytes], whose low nibble belongs to that channel and whose
+//                                 high nibble to that channel + 16; then the fifth bits [step][channel][4 bits], or the
+//                                 upper two bits [pair of steps][channel of 16][4 bytes], two bits each of: even step,
+//                                 channel; even step, channel + 16; odd step, channel; odd step, channel + 16
 // After the tiles: f32 scales (int8), then f32 biases (where there are any), in tile order, padded to whole tiles.
 // A gated pair (gate over up, 2 I rows) has 16 gate channels in the lower half of a tile and their up channels above.
 //
 // Every output is summed over K in one order, whatever M, blocking or thread: lanes are channels, K goes upwards (int32
-// sums are exact anyway; int4 adds its groups' sums in f32, group after group). So a row's result is a function of that
-// row alone, bit for bit, within one instruction set.
+// sums are exact anyway; block formats add their blocks' sums in f32, block after block). So a row's result is a
+// function of that row alone, bit for bit, within one instruction set.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "block_form.h"
+#include "gguf_blocks.h"
 #include "isa.h"
 #include "thread_pool.h"
 #include "types.h"
 
 namespace maitred {
 
-constexpr int kPackVersion = 2;  // of the layout above
+constexpr int kPackVersion = 3;  // of the layout above
 constexpr int kTile = 32;        // output channels of a tile
 
 struct LinearShape {
   DType dtype;
   int n;       // rows of the matrix as stacked: q, k, v one after the other; of a gated pair both halves
   int k;       // values of a row
-  int group;   // values that share an int4 scale: 32, 64 or 128; 0 for the other formats
   bool gated;  // rows are gate over up
   bool bias;
 };
@@ -51,7 +60,6 @@ struct PackedLinear {
 };
 
 // Some consecutive rows of a matrix to pack, as a checkpoint has them.
-enum class SourceType : uint8_t { f32, bf16, f16 };
 struct SourceRows {
   SourceType type;
   const void* rows;
@@ -75,16 +83,8 @@ int64_t operand_row_bytes(DType operand_dtype, int k);
 DType operand_dtype(DType weight_dtype);
 
 // int32s in Operand::sums for each row: 1 for int8 weights (-128 * sum of q), what the products of the unsigned weights
-// start from; two a group for int4; 0 for f32 and bf16.
-//
-// A group of int4 has a scale of its own for the row's values too: the row's, divided by a power of two that a group
-// without large values can do with (x ~ scale * 2^-e * q). It costs the products nothing. Their int32 sums start from
-// the bits of the float kSumBase * 2^-e less 8 * the group's sum of q, the first of a group's numbers, and so end as
-// that float plus 2^-e * the sum of products, exactly, for sums stay below half of its 2^23 steps. The second number is
-// the bits of kSumBase * 2^-e, to be subtracted.
+// start from; kSumsPerBlock for every 32 values for block formats (block_form.h); 0 for the others.
 int sums_per_row(const LinearShape& shape);
-constexpr float kSumBase = 12582912.0f;  // 1.5 * 2^23
-constexpr int kMostExponent = 24;        // e at most
 
 // Rows to prepare: x[index ? index[i] : i], RMS-normed where norm_weight is given: x / sqrt(mean(x^2) + eps) * weight.
 struct PrepareSource {

@@ -3,8 +3,8 @@
 // Prepared rows are the left tiles as they lie, 16 steps of a packed tile the right ones: 128 bytes from one step to
 // the next, channels 0 - 15 in the first half of each and 16 - 31 in the second. 32 rows x 32 channels are four sums;
 // each 64 bytes of K take four loads for four products. A run of a tile is as much of K as stays in the first-level
-// cache beside the rows that pass it. Few rows of int8 and int4, whose int32 sums are exact, go to the kernels of
-// AVX-512, as does f32. The processor sums even and odd values of a product of bf16 apart, 32 of K at a time, which
+// cache beside the rows that pass it. Few rows of int8 and block formats, whose int32 sums are exact, go to the kernels
+// of AVX-512, as does f32. The processor sums even and odd values of a product of bf16 apart, 32 of K at a time, which
 // AVX-512's kernel does not, so few rows of bf16 have vectors of their own here.
 #include "linear_amx_few.h"
 #include "linear_driver.h"
@@ -18,7 +18,7 @@ using namespace linear_driver;
 
 constexpr int kRows = 32;  // of a block of sums
 constexpr Limits kLimits{512, kRows, 786432, 8 * kDepthBytes, kDepth};
-constexpr int kFewRows = 8, kFewRowsInt4 = 24;  // of int8 and int4, that AVX-512 multiplies
+constexpr int kFewRows = 8, kFewRowsBlocked = 32;  // of int8 and block formats, that AVX-512 multiplies
 
 struct Amx {
   using V = Vec16;
@@ -199,59 +199,67 @@ void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, cons
   }
 }
 
-// --- int4 ---
+// --- block formats ---
 
-// A run of a tile as signed bytes, laid out as int8 is packed, and its groups' scales as floats.
+// A run of a tile as bytes, laid out as int8 is packed, and its blocks' d (of both halves) and m as floats.
 constexpr int kRunValues = 512;  // of K
 struct Unpacked {
-  alignas(64) int8_t weights[kRunValues * kTile];
-  alignas(64) float scales[kRunValues / 32 * kTile];
+  alignas(64) uint8_t weights[kRunValues * kTile];
+  alignas(64) float d[kRunValues / 16 * kTile];
+  alignas(64) float m[kRunValues / 32 * kTile];
 };
 
-// Groups from `from` on; asks for as many from `next` on, if there are any.
-inline void unpack(const uint8_t* from, int groups, int group, const uint8_t* next, Unpacked& out) {
-  const __m512i nibble = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
-  int8_t* to = out.weights;
-  for (int g = 0; g < groups; ++g) {
-    for (int i = 0; i < 2; ++i) _mm512_store_ps(out.scales + g * kTile + 16 * i, load_bf16(from + 32 * i));
-    from += 64;
-    for (int step = 0; step < group / 4; ++step, from += 64, to += 128) {
-      const __m512i both = _mm512_loadu_si512(from);
-      _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, nibble), eight));
-      _mm512_store_si512(to + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), nibble), eight));
+// `units` of them from `from` on; asks for as many bytes from `next` on, if there are any.
+template <DType kDType>
+void unpack(const uint8_t* from, int units, const uint8_t* next, Unpacked& out) {
+  constexpr BlockForm kForm = block_form(kDType);
+  constexpr int kHalves = 32 / kForm.block;
+  uint8_t* to = out.weights;
+  float *d = out.d, *m = out.m;
+  for (int unit = 0; unit < units; ++unit) {
+    const uint8_t *head = from, *w = from + kForm.head_bytes();
+    for (int block = 0; block < kForm.blocks(); ++block, w += kForm.block_bytes(), d += kHalves * kTile, m += kTile) {
+      for (int i = 0; i < 2; ++i) {
+        const BlockScales scales = block_scales<kDType>(head + 32 * i, w + 16 * i);
+        for (int half = 0; half < kHalves; ++half) _mm512_store_ps(d + half * kTile + 16 * i, scales.d[half]);
+        _mm512_store_ps(m + 16 * i, scales.m);
+      }
+#pragma GCC unroll 8
+      for (int step = 0; step < 8; ++step, to += 128) {
+        __m512i low, high;
+        block_step<kForm.bits>(w + (kForm.parts ? 64 : 0), step, low, high);
+        _mm512_store_si512(to, low);
+        _mm512_store_si512(to + 64, high);
+      }
     }
+    from += kForm.unit_bytes();
   }
   if (next == nullptr) return;
-  for (int line = 0; line < groups * (group / 4 + 1); ++line) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
+  for (int line = 0; line < units * kForm.unit_bytes(); line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
 }
 
 // What 16 rows x 16 channels of a run are made of.
-struct GroupRows {
+struct BlockRows {
   const uint8_t* rows;
   int64_t stride;
-  const int8_t* weights;  // of 16 channels
-  int group;
-  const int32_t* bases;  // of the first row and group: what sums_per_row says of the second number
-  int bases_stride;
+  const uint8_t* weights;  // of 16 channels
+  const float *d, *m;      // likewise
+  const int32_t* sums;     // of the first row and block
+  int sums_stride;
 };
 
-// One group's int32 products, in the sum register of that number and from there to `to`.
-#define MAITRED_GROUP(kSum)                     \
-  _tile_zero(kSum);                             \
-  _tile_loadd(4, rows, from.stride);            \
-  _tile_loadd(6, weights, 128);                 \
-  _tile_dpbssd(kSum, 4, 6);                     \
-  if (kTwoDepths) {                             \
-    _tile_loadd(5, rows + 64, from.stride);     \
-    _tile_loadd(7, weights + kDepthBytes, 128); \
-    _tile_dpbssd(kSum, 5, 7);                   \
-  }                                             \
+// A group (a block, or half of one): its int32 products, in the sum register of that number and from there to `to`.
+#define MAITRED_GROUP(kSum)          \
+  _tile_zero(kSum);                  \
+  _tile_loadd(4, rows, from.stride); \
+  _tile_loadd(6, weights, 128);      \
+  _tile_dpbsud(kSum, 4, 6);          \
   _tile_stored(kSum, to, 64)
 
-template <int kSum, bool kTwoDepths>
-inline void multiply_group(const GroupRows& from, int g, int32_t* to) {
-  const uint8_t* rows = from.rows + g * from.group;
-  const int8_t* weights = from.weights + g * from.group * kTile;
+template <int kSum, int kValues>
+inline void multiply_group(const BlockRows& from, int g, int32_t* to) {
+  const uint8_t* rows = from.rows + g * kValues;
+  const uint8_t* weights = from.weights + g * kValues * kTile;
   if (kSum == 0) {
     MAITRED_GROUP(0);
   }
@@ -267,21 +275,27 @@ inline void multiply_group(const GroupRows& from, int g, int32_t* to) {
 }
 #undef MAITRED_GROUP
 
-inline void scale_group(const int32_t* sums, const GroupRows& from, int g, const float* scales, __m512 (&y)[kHalf]) {
-  const __m512 scale = _mm512_load_ps(scales);
-  const int32_t* bases = from.bases + 2 * g;
+template <DType kDType>
+inline void scale_group(const int32_t* products, const BlockRows& from, int g, __m512 (&y)[kHalf]) {
+  constexpr BlockForm kForm = block_form(kDType);
+  constexpr int kHalves = 32 / kForm.block;
+  const __m512 d = _mm512_load_ps(from.d + g * kTile), m = _mm512_load_ps(from.m + g / kHalves * kTile);
+  const int32_t* sums = from.sums + kSumsPerBlock * (g / kHalves);
 #pragma GCC unroll 16
-  for (int r = 0; r < kHalf; ++r) {
-    const __m512i base = _mm512_set1_epi32(bases[r * from.bases_stride]);
-    const __m512i sum = _mm512_add_epi32(_mm512_load_si512(sums + r * kHalf), base);
-    y[r] = _mm512_fmadd_ps(_mm512_sub_ps(_mm512_castsi512_ps(sum), _mm512_castsi512_ps(base)), scale, y[r]);
+  for (int r = 0; r < kHalf; ++r, sums += from.sums_stride) {
+    __m512i found = _mm512_load_si512(products + r * kHalf);
+    const int32_t values = kHalves == 1 ? sums[1] + sums[2] : sums[1 + g % 2];
+    if (kForm.offset != 0) found = _mm512_add_epi32(found, _mm512_set1_epi32(-kForm.offset * values));
+    y[r] = scaled_onto(y[r], found, d, sums);
+    if (kForm.minimum) y[r] = minimum_onto(y[r], m, sums);
   }
 }
 
 // 16 rows x 16 channels of a run, onto acc [rows][32]. Each group's int32 sums are scaled, group after group, while
 // the products of those four groups further on are at work.
-template <bool kTwoDepths>
-void multiply_int4(const GroupRows& from, const float* scales, int groups, bool first, float* acc) {
+template <DType kDType>
+void multiply_blocks(const BlockRows& from, int groups, bool first, float* acc) {
+  constexpr int kValues = block_form(kDType).block;
   alignas(64) int32_t sums[8][kHalf * kHalf];
   __m512 y[kHalf];
 #pragma GCC unroll 16
@@ -289,23 +303,24 @@ void multiply_int4(const GroupRows& from, const float* scales, int groups, bool 
   for (int g = 0; g < groups + 4; g += 4) {
     int32_t (*to)[kHalf * kHalf] = sums + g % 8;
     const int32_t (*done)[kHalf * kHalf] = sums + (g + 4) % 8;
-    const float* scale = scales + (g - 4) * kTile;
-    if (g < groups) multiply_group<0, kTwoDepths>(from, g, to[0]);
-    if (g >= 4) scale_group(done[0], from, g - 4, scale, y);
-    if (g + 1 < groups) multiply_group<1, kTwoDepths>(from, g + 1, to[1]);
-    if (g >= 4 && g - 3 < groups) scale_group(done[1], from, g - 3, scale + kTile, y);
-    if (g + 2 < groups) multiply_group<2, kTwoDepths>(from, g + 2, to[2]);
-    if (g >= 4 && g - 2 < groups) scale_group(done[2], from, g - 2, scale + 2 * kTile, y);
-    if (g + 3 < groups) multiply_group<3, kTwoDepths>(from, g + 3, to[3]);
-    if (g >= 4 && g - 1 < groups) scale_group(done[3], from, g - 1, scale + 3 * kTile, y);
+    if (g < groups) multiply_group<0, kValues>(from, g, to[0]);
+    if (g >= 4) scale_group<kDType>(done[0], from, g - 4, y);
+    if (g + 1 < groups) multiply_group<1, kValues>(from, g + 1, to[1]);
+    if (g >= 4 && g - 3 < groups) scale_group<kDType>(done[1], from, g - 3, y);
+    if (g + 2 < groups) multiply_group<2, kValues>(from, g + 2, to[2]);
+    if (g >= 4 && g - 2 < groups) scale_group<kDType>(done[2], from, g - 2, y);
+    if (g + 3 < groups) multiply_group<3, kValues>(from, g + 3, to[3]);
+    if (g >= 4 && g - 1 < groups) scale_group<kDType>(done[3], from, g - 1, y);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kHalf; ++r) _mm512_store_ps(acc + r * kTile, y[r]);
 }
 
 // As multiply_tile, in chunks of 16 rows.
-void multiply_tile_int4(const PackedLinear& weights, const Plan& plan, int tile, const uint8_t* after, const Rows& rows,
-                        const LinearOut& out) {
+template <DType kDType>
+void multiply_tile_blocked(const PackedLinear& weights, const Plan& plan, int tile, const uint8_t* after,
+                           const Rows& rows, const LinearOut& out) {
+  constexpr BlockForm kForm = block_form(kDType);
   const LinearShape& shape = weights.shape;
   const Operand& operand = rows.operand;
   const uint8_t* from = weights.data + tile * tile_bytes(shape);
@@ -316,18 +331,23 @@ void multiply_tile_int4(const PackedLinear& weights, const Plan& plan, int tile,
     steps = run_length(plan, step, false);
     const bool ends = step + steps == plan.steps;
     const uint8_t* behind = from + int64_t{plan.step_bytes} * (step + steps);
-    unpack(behind - int64_t{plan.step_bytes} * steps, steps, shape.group, ends ? after : behind, unpacked);
+    unpack<kDType>(behind - int64_t{plan.step_bytes} * steps, steps, ends ? after : behind, unpacked);
     for (int index = 0; index < chunks; ++index) {
       const Chunk chunk(rows, index, kHalf);
       const uint8_t* at =
-          static_cast<const uint8_t*>(operand.rows) + chunk.begin * operand.row_stride + step * shape.group;
-      const int32_t* bases = operand.sums + int64_t{chunk.begin} * per_row + 2 * step + 1;
+          static_cast<const uint8_t*>(operand.rows) + chunk.begin * operand.row_stride + step * kForm.unit;
+      const int32_t* row_sums = operand.sums + int64_t{chunk.begin} * per_row + kSumsPerBlock * kForm.blocks() * step;
       float* sums = acc + index * kHalf * kTile;
       if (ends) fetch_outputs<Amx>(shape, out, tile, chunk.first, chunk.count);
       for (int half = 0; half < 2; ++half) {
-        const GroupRows source{at, operand.row_stride, unpacked.weights + half * 64, shape.group, bases, per_row};
-        (shape.group == 128 ? multiply_int4<true> : multiply_int4<false>)(source, unpacked.scales + half * kHalf, steps,
-                                                                          step == 0, sums + half * kHalf);
+        const BlockRows source{at,
+                               operand.row_stride,
+                               unpacked.weights + half * 64,
+                               unpacked.d + half * kHalf,
+                               unpacked.m + half * kHalf,
+                               row_sums,
+                               per_row};
+        multiply_blocks<kDType>(source, steps * kForm.unit / kForm.block, step == 0, sums + half * kHalf);
       }
       if (ends)
         end_tile<Amx>(weights, plan, tile, chunk.count, operand, chunk.first,
@@ -336,11 +356,35 @@ void multiply_tile_int4(const PackedLinear& weights, const Plan& plan, int tile,
   }
 }
 
+using MultiplyTile = void (*)(const PackedLinear&, const Plan&, int, const uint8_t*, const Rows&, const LinearOut&);
+MultiplyTile multiply_tile_of(DType dtype) {
+  switch (dtype) {
+    case DType::q4_0:
+      return &multiply_tile_blocked<DType::q4_0>;
+    case DType::q4_1:
+      return &multiply_tile_blocked<DType::q4_1>;
+    case DType::q5_0:
+      return &multiply_tile_blocked<DType::q5_0>;
+    case DType::q5_1:
+      return &multiply_tile_blocked<DType::q5_1>;
+    case DType::q8_0:
+      return &multiply_tile_blocked<DType::q8_0>;
+    case DType::q4_k:
+      return &multiply_tile_blocked<DType::q4_k>;
+    case DType::q5_k:
+      return &multiply_tile_blocked<DType::q5_k>;
+    case DType::q6_k:
+      return &multiply_tile_blocked<DType::q6_k>;
+    default:
+      return &multiply_tile;
+  }
+}
+
 // --- the table ---
 
 bool takes_tiles(const LinearShape& shape, int m) {
   if (shape.dtype == DType::int8) return m > kFewRows;
-  if (shape.dtype == DType::int4) return m > (shape.group == 32 ? 2 * kFewRowsInt4 : kFewRowsInt4);
+  if (is_blocked(shape.dtype)) return m > kFewRowsBlocked;
   return shape.dtype == DType::bf16 && m > kFewRowsBf16;
 }
 
@@ -349,24 +393,25 @@ void linear(const PackedLinear& weights, const Operand& operand, int m, const Li
   const LinearShape& shape = weights.shape;
   const bool few_bf16 = is_few_bf16(shape, m);
   if (!few_bf16 && !takes_tiles(shape, m)) return kLinearAvx512.linear(weights, operand, m, out, counter, worker);
-  const bool int4 = shape.dtype == DType::int4;
+  const bool blocked = is_blocked(shape.dtype);
   Plan plan = plan_of(shape, m, kRows, kLimits);
-  if (int4) {
+  if (blocked) {
     plan.one_pass = false;
-    plan.run_steps = kRunValues / shape.group;
+    plan.run_steps = kRunValues / plan.step_values;
   }
+  const MultiplyTile multiply_one = multiply_tile_of(shape.dtype);
   const auto multiply = [&](int tile, const uint8_t* after, int row0, int num_rows) {
-    (int4 ? multiply_tile_int4 : multiply_tile)(weights, plan, tile, after, Rows{operand, m, row0, num_rows}, out);
+    multiply_one(weights, plan, tile, after, Rows{operand, m, row0, num_rows}, out);
   };
   if (few_bf16) return for_each_tile(weights, plan, m, counter, worker, multiply);
-  const Tiles tiles(int4 && m > kHalf ? kHalf : m, shape.group == 32 ? kDepth / 2 : kDepth);
+  const Tiles tiles(blocked && m > kHalf ? kHalf : m, blocked ? block_form(shape.dtype).block / 4 : kDepth);
   for_each_tile(weights, plan, m, counter, worker, multiply);
 }
 
 LinearProduct product(const LinearShape& shape, int m) {
   if (is_few_bf16(shape, m)) return {"vfmadd zmm", kFewRowsBf16};
   if (!takes_tiles(shape, m)) return kLinearAvx512.product(shape, m);
-  if (shape.dtype == DType::int4) return {"tdpbssd", kHalf};
+  if (is_blocked(shape.dtype)) return {"tdpbsud", kHalf};
   return {shape.dtype == DType::bf16 ? "tdpbf16ps" : "tdpbsud", kRows};
 }
 

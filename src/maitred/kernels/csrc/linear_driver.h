@@ -3,7 +3,8 @@
 // K is an anonymous struct of a linear_<isa>.cpp file, with a vector type K::V (vector_math.h) and
 //   rows_at_once(dtype)                 rows that one call of its inner loops takes at most
 //   product(dtype)                      the instruction in them that multiplies
-//   f32, bf16, int8, int4 (const Block&)  products of a block
+//   f32, f16, bf16, int8 (const Block&)   products of a block
+//   blocked<dtype>(const Block&)        the same of block formats
 //   kEndsFromSums                       whether sums of int8 rows lack what they should have started from
 // Instantiated with such a type, everything here is local to that file.
 //
@@ -25,11 +26,10 @@ struct Block {
   const uint8_t* weights;
   const uint8_t* rows;
   int64_t row_stride;   // bytes
-  const int32_t* sums;  // of row 0: at the run's first group (int4: two a group)
+  const int32_t* sums;  // of row 0: at the run's first unit
   int sums_stride;
   int num_rows;
-  int steps;  // of K (f32 1 value, bf16 2, int8 4); int4: groups
-  int group;
+  int steps;  // of K (f32 and f16 1 value, bf16 2, int8 4); block formats: units
   bool first;
   void* acc;
   // What to prefetch, from `next` on: next_bytes with each step of K.
@@ -53,7 +53,7 @@ constexpr int kLeastShareBytes = 49152;  // of weights, for up to 8 rows
 struct Plan {
   int tiles;
   int rows_per_block, row_blocks;
-  int steps, step_bytes, step_values;  // of a tile; int4: groups
+  int steps, step_bytes, step_values;  // of a tile; block formats: units
   int run_steps;
   bool one_pass;
   int least_share;  // units
@@ -62,8 +62,10 @@ struct Plan {
 static inline Plan plan_of(const LinearShape& shape, int m, int chunk_rows, const Limits& limits) {
   Plan plan{};
   plan.tiles = num_tiles(shape);
-  const int values[] = {1, 2, 4, shape.group};
-  plan.step_values = values[static_cast<int>(shape.dtype)];
+  plan.step_values = is_blocked(shape.dtype)      ? block_form(shape.dtype).unit
+                     : shape.dtype == DType::int8 ? 4
+                     : shape.dtype == DType::bf16 ? 2
+                                                  : 1;
   plan.steps = divide_up(shape.k, plan.step_values);
   plan.step_bytes = static_cast<int>(tile_bytes(shape) / plan.steps);
   const int64_t fit = limits.block_bytes / operand_row_bytes(operand_dtype(shape.dtype), shape.k);
@@ -200,7 +202,7 @@ template <class K>
 inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, int num_rows, const Operand& rows,
                      int row0, const void* acc, const LinearOut& out) {
   const DType dtype = weights.shape.dtype;
-  const bool scaled = dtype == DType::int8 || dtype == DType::int4;
+  const bool scaled = dtype == DType::int8;
   const Tile<K> tile(weights, plan, index, scaled ? rows.scales + row0 : nullptr, rows.sums + row0,
                      out.deltas == nullptr ? nullptr : out.deltas + row0, out.first_delta);
   float* to = out.rows + row0 * out.row_stride + index * (weights.shape.gated ? kTile / 2 : kTile);
@@ -214,10 +216,32 @@ inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, i
 
 template <class K>
 inline void multiply(DType dtype, const Block& block) {
-  if (dtype == DType::f32) K::f32(block);
-  if (dtype == DType::bf16) K::bf16(block);
-  if (dtype == DType::int8) K::int8(block);
-  if (dtype == DType::int4) K::int4(block);
+  switch (dtype) {
+    case DType::f32:
+      return K::f32(block);
+    case DType::bf16:
+      return K::bf16(block);
+    case DType::int8:
+      return K::int8(block);
+    case DType::f16:
+      return K::f16(block);
+    case DType::q4_0:
+      return K::template blocked<DType::q4_0>(block);
+    case DType::q4_1:
+      return K::template blocked<DType::q4_1>(block);
+    case DType::q5_0:
+      return K::template blocked<DType::q5_0>(block);
+    case DType::q5_1:
+      return K::template blocked<DType::q5_1>(block);
+    case DType::q8_0:
+      return K::template blocked<DType::q8_0>(block);
+    case DType::q4_k:
+      return K::template blocked<DType::q4_k>(block);
+    case DType::q5_k:
+      return K::template blocked<DType::q5_k>(block);
+    case DType::q6_k:
+      return K::template blocked<DType::q6_k>(block);
+  }
 }
 
 // Steps of the run that begins at `step`. Where this thread goes on elsewhere (`jumps`), the tile's last bytes are a
@@ -263,13 +287,13 @@ inline void multiply_tile(const PackedLinear& weights, const Plan& plan, int til
   const LinearShape& shape = weights.shape;
   const int chunks = divide_up(num_rows, K::rows_at_once(shape.dtype));
   const int per_row = sums_per_row(shape);
-  const int size = shape.dtype == DType::f32 ? 4 : shape.dtype == DType::bf16 ? 2 : 1;
+  const DType operand = operand_dtype(shape.dtype);
+  const int size = operand == DType::f32 ? 4 : operand == DType::bf16 ? 2 : 1;
   const uint8_t* from = weights.data + tile * tile_bytes(shape);
   alignas(64) uint8_t acc[kVectorLimits.max_rows * kTile * 4];
   Block block{};
   block.row_stride = rows.row_stride;
   block.sums_stride = per_row;
-  block.group = shape.group;
   for (int step = 0; step < plan.steps; step += block.steps) {
     block.weights = from + static_cast<int64_t>(step) * plan.step_bytes;
     block.steps = run_length(plan, step, after != from + tile_bytes(shape));
@@ -284,7 +308,7 @@ inline void multiply_tile(const PackedLinear& weights, const Plan& plan, int til
                    static_cast<int64_t>(step) * plan.step_values * size;
       block.sums = per_row == 0 ? nullptr
                                 : rows.sums + static_cast<int64_t>(row0 + begin) * per_row +
-                                      (shape.dtype == DType::int4 ? 2 * step : 0);
+                                      (is_blocked(shape.dtype) ? kSumsPerBlock * (plan.step_values / 32) * step : 0);
       block.num_rows = end - begin;
       block.acc = acc + static_cast<int64_t>(begin) * kTile * 4;
       aim_prefetch(plan, chunk, chunks, following, block);

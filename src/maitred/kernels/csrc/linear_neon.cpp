@@ -71,36 +71,92 @@ void multiply_rows(const Block& b) {
   for (int i = 0; i < R * kVectors; ++i) Op::put(sums + 4 * i, acc[i / kVectors][i % kVectors]);
 }
 
-// Eight steps of K for four channels: products of at most 15 * 128 are added up in 16 bits (8 of them fit), then
-// widened.
-inline int32x4_t multiply_eight(const uint8_t* w, const uint8_t* x, bool high) {
-  int16x8_t first = vdupq_n_s16(0), second = first;
-  for (int step = 0; step < 8; ++step, w += 64, x += 4) {
-    const uint8x16_t both = vld1q_u8(w);
-    const uint8x16_t codes = high ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
-    const int8x16_t row = vreinterpretq_s8_u8(word(x));
-    first = vmlal_s8(first, vget_low_s8(vreinterpretq_s8_u8(codes)), vget_low_s8(row));
-    second = vmlal_high_s8(second, vreinterpretq_s8_u8(codes), row);
+// Signed codes (8 bits: less 128) of 4 channels x 4 values; `v` (0 .. 7) says which channels.
+template <int kBits>
+inline int8x16_t block_codes(const uint8_t* codes, int step, int v) {
+  if (kBits == 8) return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(codes + 128 * step + 16 * v), vdupq_n_u8(0x80)));
+  const uint8x16_t both = vld1q_u8(codes + 64 * step + 16 * (v % 4));
+  uint8x16_t found = v < 4 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4);
+  if (kBits == 5) {
+    static const uint8_t kOwn[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8_t* bits = codes + 512 + 16 * step + 2 * v;
+    const uint8x16_t bytes = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
+    found = vorrq_u8(found, vandq_u8(vtstq_u8(bytes, vld1q_u8(kOwn)), vdupq_n_u8(16)));
   }
-  return vpaddq_s32(vpaddlq_s16(first), vpaddlq_s16(second));
+  if (kBits == 6) {
+    const uint8x16_t two = vld1q_u8(codes + 512 + 64 * (step / 2) + 16 * (v % 4));
+    const int8_t shift = static_cast<int8_t>(4 - (4 * (step % 2) + 2 * (v / 4)));
+    found = vorrq_u8(found, vandq_u8(vshlq_u8(two, vdupq_n_s8(shift)), vdupq_n_u8(0x30)));
+  }
+  return vreinterpretq_s8_u8(found);
 }
 
-void multiply_int4(const Block& b) {
-  const int64_t bytes = 64 + b.group * 16;
+inline float32x4_t load_f16(const uint8_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
+}
+
+inline float32x4_t widen_part(const uint8_t* p, bool is_signed) {
+  float values[4];
+  for (int i = 0; i < 4; ++i)
+    values[i] = is_signed ? static_cast<float>(static_cast<int8_t>(p[i])) : static_cast<float>(p[i]);
+  return vld1q_f32(values);
+}
+
+template <DType kDType>
+inline void multiply_block(const uint8_t* head, const uint8_t* w, const uint8_t* x, const int32_t* row_sums,
+                           float* sums) {
+  constexpr BlockForm kForm = block_form(kDType);
+  constexpr int kHalves = 32 / kForm.block, kSteps = 8 / kHalves;
+  constexpr int kOffset = kForm.bits == 8 ? 0 : kForm.offset;
+  const uint8_t* codes = w + (kForm.parts ? 64 : 0);
+  const float scale = float_of(static_cast<uint32_t>(row_sums[0]));
+  for (int v = 0; v < kVectors; ++v) {
+    const float32x4_t d = load_f16(head + 8 * v);
+    float32x4_t y = vld1q_f32(sums + 4 * v);
+    for (int half = 0; half < kHalves; ++half) {
+      int32x4_t acc = vdupq_n_s32(-kOffset * (kHalves == 1 ? row_sums[1] + row_sums[2] : row_sums[1 + half]));
+      for (int step = half * kSteps; step < (half + 1) * kSteps; ++step) {
+        const int8x16_t q = block_codes<kForm.bits>(codes, step, v), four = vreinterpretq_s8_u8(word(x + 4 * step));
+        const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(q), vget_low_s8(four)));
+        acc = vaddq_s32(acc, vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(q, four))));
+      }
+      float32x4_t part = d;
+      if (kForm.parts) part = vmulq_f32(d, widen_part(w + (kForm.minimum ? 0 : 32 * half) + 4 * v, !kForm.minimum));
+      y = vfmaq_f32(y, vcvtq_f32_s32(acc), vmulq_n_f32(part, scale));
+    }
+    if (kForm.minimum) {
+      float32x4_t m = load_f16(head + 64 + 8 * v);
+      if (kForm.parts) m = vnegq_f32(vmulq_f32(m, widen_part(w + 32 + 4 * v, false)));
+      y = vfmaq_f32(y, m, vdupq_n_f32(scale * static_cast<float>(row_sums[1] + row_sums[2])));
+    }
+    vst1q_f32(sums + 4 * v, y);
+  }
+}
+
+template <DType kDType>
+void multiply_blocks(const Block& b) {
+  constexpr BlockForm kForm = block_form(kDType);
   for (int r = 0; r < b.num_rows; ++r) {
     float* sums = static_cast<float*>(b.acc) + r * kTile;
-    const uint8_t* x = b.rows + r * b.row_stride;
-    for (int g = 0; g < b.steps; ++g, x += b.group) {
-      const uint8_t* w = b.weights + g * bytes;
-      for (int v = 0; v < kVectors; ++v) {
-        int32x4_t acc = vdupq_n_s32(b.sums[r * b.sums_stride + 2 * g]);
-        for (int i = 0; i < b.group; i += 32)
-          acc = vaddq_s32(acc, multiply_eight(w + 64 + i * 16 + v % 4 * 16, x + i, v >= 4));
-        const float32x4_t before = b.first && g == 0 ? vdupq_n_f32(0.0f) : vld1q_f32(sums + 4 * v);
-        const float32x4_t base = vreinterpretq_f32_s32(vdupq_n_s32(b.sums[r * b.sums_stride + 2 * g + 1]));
-        const float32x4_t value = vsubq_f32(vreinterpretq_f32_s32(acc), base);
-        vst1q_f32(sums + 4 * v, vfmaq_f32(before, value, load_bf16(w + 8 * v)));
-      }
+    const uint8_t *x = b.rows + r * b.row_stride, *head = b.weights;
+    const int32_t* row_sums = b.sums + r * b.sums_stride;
+    if (b.first) std::memset(sums, 0, kTile * sizeof(float));
+    for (int unit = 0; unit < b.steps; ++unit, head += kForm.unit_bytes())
+      for (int i = 0; i < kForm.blocks(); ++i, x += 32, row_sums += kSumsPerBlock)
+        multiply_block<kDType>(head, head + kForm.head_bytes() + i * kForm.block_bytes(), x, row_sums, sums);
+  }
+}
+
+void multiply_f16(const Block& b) {
+  for (int r = 0; r < b.num_rows; ++r) {
+    float* sums = static_cast<float*>(b.acc) + r * kTile;
+    const float* x = reinterpret_cast<const float*>(b.rows + r * b.row_stride);
+    if (b.first) std::memset(sums, 0, kTile * sizeof(float));
+    for (int v = 0; v < kVectors; ++v) {
+      float32x4_t acc = vld1q_f32(sums + 4 * v);
+      const uint8_t* w = b.weights + 8 * v;
+      for (int step = 0; step < b.steps; ++step, w += 64) acc = vfmaq_n_f32(acc, load_f16(w), x[step]);
+      vst1q_f32(sums + 4 * v, acc);
     }
   }
 }
@@ -114,14 +170,18 @@ struct Neon {
   static constexpr bool kEndsFromSums = false;
   static int rows_at_once(DType) { return 3; }
   static const char* product(DType dtype) {
-    const char* names[] = {"fmla v4s", "fmla v4s", "smull v8h", "smlal v8h"};
-    return names[static_cast<int>(dtype)];
+    const bool floats = dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+    return floats ? "fmla v4s" : "smull v8h";
   }
 
   static void f32(const Block& b) { kFixed<F32>[b.num_rows - 1](b); }
   static void bf16(const Block& b) { kFixed<Bf16>[b.num_rows - 1](b); }
   static void int8(const Block& b) { kFixed<Int8>[b.num_rows - 1](b); }
-  static void int4(const Block& b) { multiply_int4(b); }
+  static void f16(const Block& b) { multiply_f16(b); }
+  template <DType kDType>
+  static void blocked(const Block& b) {
+    multiply_blocks<kDType>(b);
+  }
 };
 
 }  // namespace

@@ -10,8 +10,8 @@ struct Plain {
   static constexpr bool kEndsFromSums = false;
   static int rows_at_once(DType) { return 4; }
   static const char* product(DType dtype) {
-    const char* names[] = {"scalar float32", "scalar bfloat16", "scalar int8", "scalar int8"};
-    return names[static_cast<int>(dtype)];
+    if (dtype == DType::bf16) return "scalar bfloat16";
+    return dtype == DType::f32 || dtype == DType::f16 ? "scalar float32" : "scalar int8";
   }
 
   static void f32(const Block& b) {
@@ -55,32 +55,67 @@ struct Plain {
     }
   }
 
-  // One group's sums, scaled, onto acc.
-  static void group(const uint8_t* w, const int8_t* x, const int32_t* start, int size, float* acc) {
-    constexpr int kHalf = kTile / 2;
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(w);
-    w += kTile * sizeof(uint16_t);
-    int32_t sums[kTile];
-    for (int lane = 0; lane < kTile; ++lane) sums[lane] = start[0];
-    for (int step = 0; step < size / 4; ++step, w += 4 * kHalf)
-      for (int lane = 0; lane < kHalf; ++lane)
-        for (int j = 0; j < 4; ++j) {
-          sums[lane] += (w[4 * lane + j] & 15) * x[4 * step + j];
-          sums[lane + kHalf] += (w[4 * lane + j] >> 4) * x[4 * step + j];
-        }
-    const float base = float_of(static_cast<uint32_t>(start[1]));
-    for (int lane = 0; lane < kTile; ++lane)
-      acc[lane] += (float_of(static_cast<uint32_t>(sums[lane])) - base) * bf16_to_float(scales[lane]);
+  static void f16(const Block& b) {
+    for (int row = 0; row < b.num_rows; ++row) {
+      float* acc = static_cast<float*>(b.acc) + row * kTile;
+      const float* x = reinterpret_cast<const float*>(b.rows + row * b.row_stride);
+      const uint16_t* w = reinterpret_cast<const uint16_t*>(b.weights);
+      if (b.first) std::memset(acc, 0, kTile * sizeof(float));
+      for (int step = 0; step < b.steps; ++step, w += kTile)
+        for (int lane = 0; lane < kTile; ++lane) acc[lane] += f16_to_float(w[lane]) * x[step];
+    }
   }
 
-  static void int4(const Block& b) {
-    const int64_t group_bytes = kTile * 2 + b.group * kTile / 2;
+  template <int kBits>
+  static int code(const uint8_t* codes, int lane, int step, int j) {
+    const int within = lane % 16, upper = lane / 16;
+    const uint8_t* high = codes + 512;
+    if (kBits == 8) return codes[128 * step + 4 * lane + j];
+    int value = codes[64 * step + 4 * within + j] >> 4 * upper & 15;
+    if (kBits == 5) value |= (high[16 * step + 8 * upper + within / 2] >> (4 * (within % 2) + j) & 1) << 4;
+    if (kBits == 6) value |= (high[64 * (step / 2) + 4 * within + j] >> (4 * (step % 2) + 2 * upper) & 3) << 4;
+    return value;
+  }
+
+  // A block's sums, scaled, onto acc.
+  template <DType kDType>
+  static void block(const uint8_t* head, const uint8_t* w, const int8_t* x, const int32_t* row_sums, float* acc) {
+    constexpr BlockForm kForm = block_form(kDType);
+    constexpr int kHalves = 32 / kForm.block;
+    const uint16_t* heads = reinterpret_cast<const uint16_t*>(head);
+    const uint8_t* codes = w + (kForm.parts ? 64 : 0);
+    const float scale = float_of(static_cast<uint32_t>(row_sums[0]));
+    for (int lane = 0; lane < kTile; ++lane) {
+      const float d = f16_to_float(heads[lane]), m = kForm.minimum ? f16_to_float(heads[kTile + lane]) : 0.0f;
+      for (int half = 0; half < kHalves; ++half) {
+        int32_t sum = -kForm.offset * (kHalves == 1 ? row_sums[1] + row_sums[2] : row_sums[1 + half]);
+        for (int step = half * 8 / kHalves; step < (half + 1) * 8 / kHalves; ++step)
+          for (int j = 0; j < 4; ++j) sum += code<kForm.bits>(codes, lane, step, j) * x[4 * step + j];
+        float part = d;
+        if (kForm.parts)
+          part = d * (kForm.minimum ? static_cast<float>(w[lane])
+                                    : static_cast<float>(static_cast<int8_t>(w[kTile * half + lane])));
+        acc[lane] += static_cast<float>(sum) * (part * scale);
+      }
+      if (kForm.minimum) {
+        const float least = kForm.parts ? -(m * static_cast<float>(w[kTile + lane])) : m;
+        acc[lane] += least * (scale * static_cast<float>(row_sums[1] + row_sums[2]));
+      }
+    }
+  }
+
+  template <DType kDType>
+  static void blocked(const Block& b) {
+    constexpr BlockForm kForm = block_form(kDType);
     for (int row = 0; row < b.num_rows; ++row) {
       float* acc = static_cast<float*>(b.acc) + row * kTile;
       const int8_t* x = reinterpret_cast<const int8_t*>(b.rows + row * b.row_stride);
+      const int32_t* row_sums = b.sums + row * b.sums_stride;
+      const uint8_t* head = b.weights;
       if (b.first) std::memset(acc, 0, kTile * sizeof(float));
-      for (int g = 0; g < b.steps; ++g)
-        group(b.weights + g * group_bytes, x + g * b.group, b.sums + row * b.sums_stride + 2 * g, b.group, acc);
+      for (int unit = 0; unit < b.steps; ++unit, head += kForm.unit_bytes())
+        for (int i = 0; i < kForm.blocks(); ++i, x += 32, row_sums += kSumsPerBlock)
+          block<kDType>(head, head + kForm.head_bytes() + i * kForm.block_bytes(), x, row_sums, acc);
     }
   }
 };

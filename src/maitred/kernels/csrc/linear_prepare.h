@@ -94,28 +94,26 @@ inline void prepare_int8(const NormedRow<typename K::V>& row, int8_t* to, float&
   sums[0] = -128 * V::sum_int8(to, static_cast<int>(operand_row_bytes(DType::int8, row.k)));
 }
 
-// sums as sums_per_row has them; at first, each group's largest magnitude.
+static inline int32_t sum_of_sixteen(const int8_t* from) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += from[i];
+  return sum;
+}
+
+// For block formats: a scale for every 32 values, and their sums (block_form.h).
 template <class K>
-inline void prepare_int4(const NormedRow<typename K::V>& row, int group, int groups, int8_t* to, float& scale,
-                         int32_t* sums) {
+inline void prepare_blocks(const NormedRow<typename K::V>& row, int blocks, int8_t* to, int32_t* sums) {
   using V = typename K::V;
-  int32_t most = 0;  // magnitudes' bits are in order of their size
-  for (int g = 0; g < groups; ++g) {
-    const int end = (g + 1) * group < row.k ? (g + 1) * group : row.k;
-    sums[2 * g] = static_cast<int32_t>(bits_of(largest<V>(row, g * group, end)));
-    most = sums[2 * g] > most ? sums[2 * g] : most;
-  }
-  scale = float_of(static_cast<uint32_t>(most)) / 127.0f;
   clear_padding<V>(row.k, to);
-  for (int g = 0; g < groups; ++g) {
-    const int end = (g + 1) * group < row.k ? (g + 1) * group : row.k;
-    const int room = (most - sums[2 * g]) >> 23;  // the power of two by which the group's largest may still grow
-    const int32_t exponent = (room < kMostExponent ? room : kMostExponent) << 23;
-    const V inverse = V::set1(inverse_of(scale) * float_of(bits_of(1.0f) + static_cast<uint32_t>(exponent)));
-    for (int i = g * group; i < end; i += V::width) V::store_int8(to + i, row.at(i) * inverse);
-    sums[2 * g + 1] = static_cast<int32_t>(bits_of(kSumBase)) - exponent;
+  for (int block = 0; block < blocks; ++block, sums += kSumsPerBlock) {
+    const int begin = 32 * block, end = begin + 32 < row.k ? begin + 32 : row.k;
+    const float scale = largest<V>(row, begin, end) / 127.0f;
+    const V inverse = V::set1(inverse_of(scale));
+    for (int i = begin; i < end; i += V::width) V::store_int8(to + i, row.at(i) * inverse);
+    sums[0] = static_cast<int32_t>(bits_of(scale));
+    sums[1] = sum_of_sixteen(to + begin);
+    sums[2] = sum_of_sixteen(to + begin + 16);
   }
-  for (int g = 0; g < groups; ++g) sums[2 * g] = sums[2 * g + 1] - 8 * V::sum_int8(to + g * group, group);
 }
 
 template <class K>
@@ -144,11 +142,11 @@ void prepare(const PrepareSource& source, const LinearShape& shape, int first, i
   for (int i = first; i < last; ++i) {
     NormedRow<V> row = normed_row<V>(source, shape.k, i);
     uint8_t* to = static_cast<uint8_t*>(out.rows) + i * out.row_stride;
-    if (shape.dtype == DType::f32) prepare_f32(row, reinterpret_cast<float*>(to));
+    if (operand_dtype(shape.dtype) == DType::f32) prepare_f32(row, reinterpret_cast<float*>(to));
     if (shape.dtype == DType::bf16) prepare_bf16<K>(row, reinterpret_cast<uint16_t*>(to));
     int32_t* const sums = out.sums + static_cast<int64_t>(i) * sums_per_row(shape);
-    if (shape.dtype == DType::int4)
-      prepare_int4<K>(row, shape.group, sums_per_row(shape) / 2, reinterpret_cast<int8_t*>(to), out.scales[i], sums);
+    if (is_blocked(shape.dtype))
+      prepare_blocks<K>(row, sums_per_row(shape) / kSumsPerBlock, reinterpret_cast<int8_t*>(to), sums);
     if (rotates) {
       prepare_f32(row, rotated);
       rotate(rotated, shape.k);

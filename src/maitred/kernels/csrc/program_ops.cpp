@@ -123,6 +123,14 @@ void add_linear(Program& program, const OperandBuffers& operands, const PackedLi
   program.add(name, kWeightCounters, multiply, Program::Shares::own);
 }
 
+void add_gate(Program& program, const Rows& gate, const Rows& up, const Rows& target, GateAct act, bool few) {
+  program.add("gate", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    gate_rows(gate.values, gate.stride, up.values, up.stride, target.values, target.stride, gate.width,
+              rows_of(step, few), act, counters[0]);
+    return true;
+  });
+}
+
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
                   bool few) {
   program.add("norm and add", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {

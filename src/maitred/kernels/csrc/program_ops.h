@@ -72,6 +72,9 @@ void add_prepare(Program& program, const OperandBuffers& operands, const Rows& s
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
                 bool few, const AdaptedLinear& adapted, const std::string& name);
 
+// target = act(gate) * up
+void add_gate(Program& program, const Rows& gate, const Rows& up, const Rows& target, GateAct act, bool few);
+
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
                   bool few);
 

@@ -21,7 +21,7 @@ const RooflineKernels& roofline_kernels(Isa isa);
 // Bytes a second of all threads reading `bytes` once, each its own part; the best of `repeats`.
 double stream_read(const RooflineKernels& kernels, ThreadPool& pool, const uint8_t* from, int64_t bytes, int repeats);
 
-// Operations a second of all threads; the best of `repeats` runs of a few milliseconds. int4 multiplies as int8.
+// Operations a second of all threads; the best of `repeats` runs of a few milliseconds. Block formats multiply as int8.
 double peak(const RooflineKernels& kernels, ThreadPool& pool, DType dtype, int repeats);
 
 extern const RooflineKernels kRooflinePlain;

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "bits.h"
+#include "block_form.h"
 
 namespace maitred {
 namespace {
@@ -32,6 +33,7 @@ inline __m512 odd_of(__m512i pairs) {
 inline __m512 load_bf16(const void* p) {
   return even_of(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))));
 }
+inline __m512 load_f16(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 inline __m256i to_bf16(__m512 values) { return (__m256i)_mm512_cvtneps_pbh(values); }
 
 // sum + the products of the values in each word of 4 bytes, by format.
@@ -55,6 +57,71 @@ struct Int8Words {  // a is unsigned, b signed
   static constexpr int kValues = 4;
   static __m512i multiply_add(__m512i sum, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sum, a, b); }
 };
+
+// Block formats (block_form.h): 16 channels' d and m of a block, or of its halves.
+struct BlockScales {
+  __m512 d[2], m;  // d[1]: of the second half, where that has its own
+};
+
+inline __m512 widen_u8(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+inline __m512 widen_s8(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+// head: of the unit, parts: of the block; both at these channels.
+template <DType kDType>
+inline BlockScales block_scales(const uint8_t* head, const uint8_t* parts) {
+  constexpr BlockForm kForm = block_form(kDType);
+  const __m512 d = load_f16(head), m = kForm.minimum ? load_f16(head + 64) : _mm512_setzero_ps();
+  if (kForm.parts && kForm.minimum) {
+    const __m512 scaled = _mm512_mul_ps(m, widen_u8(parts + 32));
+    return {{_mm512_mul_ps(d, widen_u8(parts))}, _mm512_sub_ps(_mm512_setzero_ps(), scaled)};
+  }
+  if (kForm.parts) return {{_mm512_mul_ps(d, widen_s8(parts)), _mm512_mul_ps(d, widen_s8(parts + 32))}, m};
+  return {{d}, m};
+}
+
+// What a row's int32 sums of a block (of half of one) add to its float32 sums; the AMX and the AVX-512 loops share it,
+// for bits are theirs alike. sums: the row's three numbers; the products start from -offset * sums[1 + half] where the
+// form has an offset.
+inline __m512 scaled_onto(__m512 y, __m512i products, __m512 d, const int32_t* sums) {
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products),
+                         _mm512_mul_ps(d, _mm512_set1_ps(float_of(static_cast<uint32_t>(sums[0])))), y);
+}
+
+inline __m512 minimum_onto(__m512 y, __m512 m, const int32_t* sums) {
+  const float x = float_of(static_cast<uint32_t>(sums[0])) * static_cast<float>(sums[1] + sums[2]);
+  return _mm512_fmadd_ps(m, _mm512_set1_ps(x), y);
+}
+
+// Step `step` of a block's eight: 4 values of 16 channels, and of the 16 above them, as bytes.
+template <int kBits>
+inline void block_step(const uint8_t* codes, int step, __m512i& low, __m512i& high) {
+  if (kBits == 8) {
+    low = load_bits(codes + 128 * step);
+    high = load_bits(codes + 128 * step + 64);
+    return;
+  }
+  const __m512i nibble = _mm512_set1_epi8(15), both = load_bits(codes + 64 * step);
+  low = _mm512_and_si512(both, nibble);
+  high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+  if (kBits == 5) {
+    const __m512i fifth = _mm512_set1_epi8(16);
+    uint64_t bits[2];
+    __builtin_memcpy(bits, codes + 512 + 16 * step, 16);
+    low = _mm512_mask_add_epi8(low, bits[0], low, fifth);
+    high = _mm512_mask_add_epi8(high, bits[1], high, fifth);
+  }
+  if (kBits == 6) {
+    const __m512i two = _mm512_set1_epi8(0x30), bits = load_bits(codes + 512 + 64 * (step / 2));
+    low = _mm512_or_si512(low, _mm512_and_si512(step % 2 == 0 ? _mm512_slli_epi16(bits, 4) : bits, two));
+    high = _mm512_or_si512(
+        high, _mm512_and_si512(step % 2 == 0 ? _mm512_slli_epi16(bits, 2) : _mm512_srli_epi16(bits, 2), two));
+  }
+}
 
 struct Vec16 {
   static constexpr int width = 16;

@@ -10,7 +10,12 @@ import { Settings } from "./settings.js";
 import { isWhole, Question, Reply } from "./turns.js";
 import { seconds } from "./words.js";
 
-const SUGGESTIONS = ["I would like two soups and a tea, please.", "What is maitred?", "What is the prefix cache?"];
+// What each packaged model (model.packaged) is sure to answer; others get no suggestions.
+const SUGGESTIONS = {
+  smollm2: ["What is the capital of France?", "What is the largest planet?", "Write a short poem about rain."],
+  "maitred-mini": ["I would like two soups and a tea, please.", "What is maitred?", "What is the prefix cache?"],
+};
+const BUILT_IN = "maitred-mini";
 const OPEN = "maitred.open"; // id of the conversation in this tab
 const REDRAW_MS = 60;
 const LEAVING_MS = 100; // a page that is left may first lose its connections; then nothing that waits for this is run
@@ -31,11 +36,11 @@ export class Chat {
     new Conversations({ current: () => this.conversation, onOpen: (id) => this.open(id), onGone: () => this.open() });
   }
 
-  /** What is sent before this waits for it. Only the built-in model is sure to know what the suggestions are about. */
-  useModel(name, { isBuiltIn = false } = {}) {
+  /** What is sent before this waits for it. `root` is the model that is served under this name. */
+  useModel(name, { root = "" } = {}) {
     this.model = name;
-    $("suggestions").hidden = !isBuiltIn;
-    if (isBuiltIn) this.settings.offerRestaurant();
+    this.suggest(SUGGESTIONS[root] ?? []);
+    if (root === BUILT_IN) this.settings.offerRestaurant();
     this.resolveModel();
   }
 
@@ -55,13 +60,18 @@ export class Chat {
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.running && !document.querySelector("dialog[open]")) this.running.abort();
     });
-    for (const text of SUGGESTIONS) {
+  }
+
+  suggest(texts) {
+    const button = (text) => {
       const use = () => {
         $("message").value = text;
         this.send();
       };
-      $("suggestions").append(h("button", { type: "button", onclick: use }, text));
-    }
+      return h("button", { type: "button", onclick: use }, text);
+    };
+    $("suggestions").replaceChildren(...texts.map(button));
+    $("suggestions").hidden = !texts.length;
   }
 
   /** A kept conversation, or a new one; the answer on its way ends where it is. */

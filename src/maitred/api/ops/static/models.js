@@ -5,10 +5,9 @@ import { inertLine } from "./inert.js";
 import { ofTab } from "./kept.js";
 
 const KEPT = "maitred.model";
-const BUILT_IN = "maitred-mini"; // model.checkpoint.BUILTIN_NAME
 
 export class Models {
-  /** `onChoose` is told (name, {isBuiltIn}), at first and whenever the reader picks another. */
+  /** `onChoose` is told (name, {root}), at first and whenever the reader picks another. */
   constructor(onChoose) {
     this.onChoose = onChoose;
     this.cards = [];
@@ -34,6 +33,6 @@ export class Models {
   tell() {
     const { id, root } = this.cards.find((card) => card.id === this.select.value) ?? {}; // none: a router has yet to learn
     document.title = id ? `${inertLine(id, 40)} · maitred` : "maitred";
-    this.onChoose(id, { isBuiltIn: root === BUILT_IN });
+    this.onChoose(id, { root });
   }
 }

@@ -1,0 +1,411 @@
+"""A GGUF file's metadata -> the config.json that the model's family would have, and its tensors' Hugging Face names.
+
+Keys, defaults and what a file leaves out (Gemma's local rope base, layer pattern) are those of llama.cpp's
+`src/models/*.cpp` and of the converter that writes the files, as of llama-cpp-python 0.3.36.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from maitred.errors import CheckpointError
+from maitred.model.gguf_file import GgufFile
+from maitred.model.safetensors_file import RawTensor
+
+SOURCE_TYPES = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS", "MXFP4",
+)  # fmt: skip
+"""Types of GGML whose rows the native library reads."""
+
+Config = dict[str, Any]
+_NOT_A_WHOLE_MODEL = "the file is damaged or holds no whole model; download it again"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+# Texts that end a turn, by which llama.cpp finds the tokens whose ids a file does not name.
+_END_TEXTS = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "</s>",
+    "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+))  # fmt: skip
+_CONTROL = 3  # token type: never text that the model writes for its own sake
+
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+class _Keys:
+    """The metadata of a model's files, read with their architecture's prefix; every fault names file and key."""
+
+    def __init__(self, files: Sequence[GgufFile]) -> None:
+        self.metadata, self._files = files[0].metadata, files
+        self.names = {name: file for file in files for name in file.tensor_names()}
+        self.architecture = self.metadata.get("general.architecture")
+        kind = self.metadata.get("general.type", "model")
+        if kind != "model":
+            self.refuse(f"the file holds no model (general.type is {kind!r})", "name the model's own file")
+        if self.architecture not in ARCHITECTURES:
+            self.refuse(
+                f"architecture {self.architecture!r} is not supported", f"supported are {', '.join(ARCHITECTURES)}"
+            )
+
+    def refuse(self, what: str, remedy: str = _NOT_A_WHOLE_MODEL) -> NoReturn:
+        raise CheckpointError(f"{self._files[0].path}: {what[:300]}; {remedy}")
+
+    def value(self, key: str) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Of a key; of one that has a value for each layer, the one that all have."""
+        value = self.value(key)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        if value is None:
+            value = default
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            found = f"{len(value)} different values" if isinstance(value, list) else repr(value)
+            self.refuse(f"key {self.architecture}.{key} is {found}, and has to be one number")
+        return _shortest(value) if isinstance(value, float) else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.number(key, default)
+        if not isinstance(value, int) or value < 1:
+            self.refuse(f"key {self.architecture}.{key} is {value!r}, and has to be a whole number from 1")
+        return int(value)
+
+    def floats(self, name: str) -> list[float] | None:
+        """Of a small tensor; None where there is none."""
+        if name not in self.names:
+            return None
+        raw = self.names[name].tensor(name)
+        if raw.dtype != "F32" or len(raw.shape) != 1 or raw.shape[0] > 4096:
+            self.refuse(f"tensor {name} is {raw.dtype} of shape {list(raw.shape)}, and has to be a short list of F32")
+        values = [_shortest(value) for value in struct.unpack(f"<{raw.shape[0]}f", raw.data)]
+        if not all(0 < value < math.inf for value in values):
+            self.refuse(f"tensor {name} holds numbers that divide no frequency")
+        return values
+
+
+def config_of(files: Sequence[GgufFile]) -> Config:
+    """The config.json of the model in these files, the parts of one. Raises CheckpointError naming key or tensor."""
+    keys = _Keys(files)
+    row = ARCHITECTURES[str(keys.architecture)]
+    num_heads, hidden_size = keys.count("attention.head_count"), keys.count("embedding_length")
+    head_dim = keys.count("attention.key_length", hidden_size // num_heads or 1)
+    if (value_dim := keys.count("attention.value_length", head_dim)) != head_dim:
+        keys.refuse(f"heads of {head_dim} values for keys and {value_dim} for values are not supported", _OTHER)
+    if num_experts := keys.number("expert_count", 0):
+        keys.refuse(f"mixtures of experts are not supported ({num_experts} experts)", _OTHER)
+    if keys.value("attention.causal") is False:
+        keys.refuse("the model is an encoder (attention.causal is false)", "only causal decoders are served")
+    config = {
+        "architectures": [row.name],
+        "model_type": row.model_type,
+        "vocab_size": _vocab_size(keys),
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": _num_layers(keys),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in keys.names,
+        "attention_bias": "blk.0.attn_q.bias" in keys.names,
+        "mlp_bias": "blk.0.ffn_gate.bias" in keys.names,
+        "rope_parameters": _rope(keys, head_dim),
+    }
+    for name in ("bos", "eos"):
+        if isinstance(token := keys.metadata.get(f"tokenizer.ggml.{name}_token_id"), int):
+            config[f"{name}_token_id"] = token
+    _check_types(keys)
+    return config | row.more(keys, config)
+
+
+def generation_config_of(file: GgufFile) -> Config:
+    """Sampling defaults, and every token that ends an answer: those named by id, and control tokens by their text."""
+    metadata = file.metadata
+    found = {ours: metadata[key] for key, ours in _SAMPLING.items() if isinstance(metadata.get(key), (int, float))}
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    types = metadata.get("tokenizer.ggml.token_type")
+    if isinstance(types, list):
+        by_text = metadata.indexes("tokenizer.ggml.tokens", _END_TEXTS)
+        ends += [token for token in by_text if token < len(types) and types[token] == _CONTROL]
+    ids = list(dict.fromkeys(token for token in ends if isinstance(token, int)))
+    return {name: _shortest(value) if isinstance(value, float) else value for name, value in found.items()} | (
+        {"eos_token_id": ids} if ids else {}
+    )
+
+
+def hugging_face_names(architecture: str, names: Iterable[str]) -> dict[str, str]:
+    """Hugging Face name -> the file's, of every tensor but those that `config_of` reads. What has none keeps its own,
+    and is refused by it."""
+    parts = {**_PARTS, **ARCHITECTURES[architecture].parts}
+    found: dict[str, str] = {}
+    for name in names:
+        layer = _LAYER.fullmatch(name)
+        if layer is not None and layer[2] in parts:
+            found[f"model.layers.{layer[1]}.{parts[layer[2]]}.{layer[3]}"] = name
+        elif name not in _ROPE_TENSORS:
+            found[_OUTSIDE.get(name, name)] = name
+    return found
+
+
+def permuted_heads(config: Config, architecture: str, name: str) -> int:
+    """Heads in each of which the rows of a tensor, by its Hugging Face name, stand in pairs; 0 where none do."""
+    if ARCHITECTURES[architecture].is_permuted:
+        for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if f".self_attn.{part}." in name:
+                return int(config[key])
+    return 0
+
+
+def in_rope_order(raw: RawTensor, num_heads: int) -> RawTensor:
+    """Rows as transformers rotates them, the first half of a head with the second: llama.cpp's files put each pair
+    side by side. Rows move whole, so that no value changes."""
+    rows, half = raw.shape[0], raw.shape[0] // num_heads // 2
+    if half * 2 * num_heads != rows:
+        raise CheckpointError(f"a matrix of {rows} rows is no {num_heads} heads of an even size; {_NOT_A_WHOLE_MODEL}")
+    size = len(raw.data) // rows
+    lines = [raw.data[i * size : (i + 1) * size] for i in range(rows)]
+    order = (lines[head * 2 * half + 2 * i + part] for head in range(num_heads) for part in (0, 1) for i in range(half))
+    return RawTensor(raw.dtype, raw.shape, memoryview(b"".join(order)))
+
+
+# ---- the parts of a config
+
+
+def _vocab_size(keys: _Keys) -> int:
+    """Rows of the embedding, which metadata and tokenizer have to agree with."""
+    if "token_embd.weight" not in keys.names:
+        keys.refuse("the file has no tensor token_embd.weight")
+    shape = keys.names["token_embd.weight"].tensor("token_embd.weight").shape
+    rows, claimed = shape[0], keys.number("vocab_size", shape[0])
+    if claimed != rows:
+        keys.refuse(f"key {keys.architecture}.vocab_size is {claimed:,}, and the embedding has {rows:,} rows")
+    num_tokens = keys.metadata.num_values("tokenizer.ggml.tokens")
+    if num_tokens > rows:
+        keys.refuse(f"the tokenizer has {num_tokens:,} tokens, and the embedding {rows:,} rows")
+    return rows
+
+
+def _num_layers(keys: _Keys) -> int:
+    layers = {match[1] for name in keys.names if (match := _LAYER.fullmatch(name))}
+    if (claimed := keys.count("block_count")) != len(layers):
+        keys.refuse(
+            f"key {keys.architecture}.block_count is {claimed:,}, and there are tensors of {len(layers)} layers"
+        )
+    return claimed
+
+
+def _check_types(keys: _Keys) -> None:
+    for name, file in keys.names.items():
+        if (dtype := file.dtype_of(name)) not in SOURCE_TYPES:
+            keys.refuse(
+                f"tensor {name} is of type {dtype}, which is not computed here",
+                f"choose a file whose tensors are of {', '.join(SOURCE_TYPES)} (Q4_K_M, Q8_0 ...)",
+            )
+
+
+def _rope(keys: _Keys, head_dim: int) -> Config:
+    dim = keys.count("rope.dimension_count", head_dim)
+    share = dim / head_dim
+    if int(head_dim * share) != dim:
+        share = math.nextafter(share, math.inf)
+    rope = {"rope_theta": float(keys.number("rope.freq_base", 10_000.0)), "partial_rotary_factor": share}
+    if not rope["rope_theta"]:
+        keys.refuse(f"key {keys.architecture}.rope.freq_base is 0, and has to be more")
+    return rope | _stretched(keys, rope["rope_theta"], dim)
+
+
+def _stretched(keys: _Keys, theta: float, dim: int) -> Config:
+    context = keys.count("context_length")
+    original = keys.count("rope.scaling.original_context_length", context)
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0.0))
+    kind = keys.value("rope.scaling.type") or "linear"
+    if (long := keys.floats("rope_factors_long.weight")) is not None:
+        short = keys.floats("rope_factors_short.weight") or long
+        rope: Config = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        rope["original_max_position_embeddings"] = original
+        return rope | _attention_factor(keys, context / original, original)
+    if (divisors := keys.floats("rope_freqs.weight")) is not None:
+        return _llama3(divisors, theta, dim)
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
+        return {"rope_type": "default"}
+    if kind != "yarn":
+        return {"rope_type": kind, "factor": factor}
+    told = {
+        "attention_factor": "rope.scaling.yarn_attn_factor",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+    }
+    yarn = {name: keys.number(key) for name, key in told.items() if keys.value(key) is not None}
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **yarn}
+
+
+def _attention_factor(keys: _Keys, stretch: float, original: int) -> Config:
+    """The file's, where it is another than the rule's, which is more exact than its 32 bits."""
+    if keys.value("rope.scaling.attn_factor") is None:
+        return {}
+    told = keys.number("rope.scaling.attn_factor")
+    rule = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 and original > 1 else 1.0
+    return {} if math.isclose(told, rule, rel_tol=1e-5) else {"attention_factor": told}
+
+
+def _llama3(divisors: list[float], theta: float, dim: int) -> Config:
+    """A divisor for each frequency, which is how files store Llama 3.1's rule: the rule itself where its usual numbers
+    make these divisors, as they do in Meta's models, else the divisors."""
+    factor, (low, high, original) = max(divisors), _LLAMA3.values()
+    ruled = []
+    for i in range(0, dim, 2):
+        turns = original / (2 * math.pi * theta ** (i / dim))
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        ruled.append(1 / ((1 - smooth) / factor + smooth))
+    if len(ruled) == len(divisors) and all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-4), ruled, divisors)):
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    return {
+        "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "factor": 1.0,
+        "attention_factor": 1.0,
+    }  # fmt: skip
+
+
+def _llama(keys: _Keys, config: Config) -> Config:
+    """Mistral's files say llama; those of its models with a window have it."""
+    window = keys.number("attention.sliding_window", 0)
+    if not window:
+        return {}
+    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+
+
+def _gemma(keys: _Keys, config: Config) -> Config:
+    """Norms hold w + 1 in these files. The largest models scale by the width of a head as it would be without
+    key_length."""
+    largest = (keys.architecture, config["num_hidden_layers"]) in (("gemma2", 46), ("gemma3", 62))
+    width = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    return {"norm_offset": 0.0, "query_pre_attn_scalar": width}
+
+
+def _gemma2(keys: _Keys, config: Config) -> Config:
+    return _gemma(keys, config) | {
+        "sliding_window": keys.count("attention.sliding_window", 4096),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0) or None,
+        **_layer_types(keys, config, 2),
+    }
+
+
+def _gemma3(keys: _Keys, config: Config) -> Config:
+    window = keys.number("attention.sliding_window", 0)
+    sliding = {"rope_type": "default", "rope_theta": float(keys.number("rope.freq_base_swa", 10_000.0))}
+    return _gemma(keys, config) | {
+        "sliding_window": window or None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding},
+        **(_layer_types(keys, config, 6) if window else {"layer_types": _types([False] * config["num_hidden_layers"])}),
+    }
+
+
+def _layer_types(keys: _Keys, config: Config, pattern: int) -> Config:
+    """Which layers slide: a list in the file, or each but every n-th."""
+    told = keys.value("attention.sliding_window_pattern")
+    if isinstance(told, list):
+        return {"layer_types": _types(told)}
+    pattern = keys.count("attention.sliding_window_pattern", pattern)
+    return {"layer_types": _types([i % pattern != pattern - 1 for i in range(config["num_hidden_layers"])])}
+
+
+def _types(slides: Sequence[Any]) -> list[str]:
+    return ["sliding_attention" if each else "full_attention" for each in slides]
+
+
+def _phi3(keys: _Keys, config: Config) -> Config:
+    original = keys.count("rope.scaling.original_context_length", config["max_position_embeddings"])
+    window = keys.number("attention.sliding_window", 0) or None
+    return {"sliding_window": window, "original_max_position_embeddings": original}
+
+
+def _granite(keys: _Keys, config: Config) -> Config:
+    if keys.value("rope.scaling.finetuned") is False:
+        keys.refuse("a granite model without rope is not supported (rope.scaling.finetuned is false)", _OTHER)
+    return {
+        "attention_multiplier": keys.number("attention.scale", 0.0) or config["head_dim"] ** -0.5,
+        "embedding_multiplier": keys.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": keys.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": keys.number("logit_scale", 0.0) or 1.0,
+    }
+
+
+def _olmo2(keys: _Keys, config: Config) -> Config:
+    if keys.number("attention.sliding_window", 0):
+        keys.refuse("OLMo 3, whose layers slide, is not supported", _OTHER)
+    return {}
+
+
+def _nothing_more(keys: _Keys, config: Config) -> Config:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    name: str
+    model_type: str
+    more: Callable[[_Keys, Config], Config] = _nothing_more
+    is_permuted: bool = False  # rows of q and k, whose rotated pairs llama.cpp has side by side
+    parts: Mapping[str, str] = field(default_factory=dict)  # of its own, before those that all have
+
+
+_OTHER = "choose another model"
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA_PARTS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+
+ARCHITECTURES = {
+    "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, parts=_GEMMA_PARTS),
+    "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3, parts=_GEMMA_PARTS),
+    "granite": _Architecture("GraniteForCausalLM", "granite", _granite, is_permuted=True),
+    "llama": _Architecture("LlamaForCausalLM", "llama", _llama, is_permuted=True),
+    "olmo2": _Architecture("Olmo2ForCausalLM", "olmo2", _olmo2, parts=_POST_NORMS),
+    "phi3": _Architecture(
+        "Phi3ForCausalLM", "phi3", _phi3, parts={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    ),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3"),
+    "smollm3": _Architecture("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
+}
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is this number in 32 bits: 1e-05 in a config.json, and not 9.999999747378752e-06."""
+    shorter = (float(f"{value:.{digits}g}") for digits in range(6, 10))
+    try:
+        return next((each for each in shorter if struct.pack("<f", each) == struct.pack("<f", value)), value)
+    except OverflowError:  # more than 32 bits can be
+        return value

@@ -1,0 +1,168 @@
+"""A GGUF file's vocabulary -> the same tokenizer in the library `tokenizers`.
+
+As llama.cpp reads it (`src/llama-vocab.cpp` of llama-cpp-python 0.3.36): how a text is split before pairs are merged,
+which tokens are found whole, what is put before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import compress
+from typing import Any
+
+import msgspec
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from maitred.errors import CheckpointError
+from maitred.text.folder import GGUF_AGAIN, gguf_named_tokens, gguf_token_ids
+from maitred.text.pre_tokenizers import RULES
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1 is normal, 5 unused
+_SPACE = "▁"
+
+
+class _Vocabulary:
+    """What the metadata say of tokens, checked. Raises CheckpointError that names the key."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.metadata = metadata
+        tokens = self._list("tokens", str)
+        if not tokens:
+            raise CheckpointError(f"the file holds no tokenizer (key tokenizer.ggml.tokens is missing); {GGUF_AGAIN}")
+        self.tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(tokens)]
+        self.ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        if len(self.ids) != len(self.tokens):
+            twice = next(text for number, text in enumerate(self.tokens) if self.ids[text] != number)
+            raise CheckpointError(f"token {twice!r} stands twice in the file's vocabulary; {GGUF_AGAIN}")
+        self.types = self._list("token_type", int, len(tokens)) or [1] * len(tokens)
+        self.named = gguf_token_ids(metadata)
+
+    def _list(self, name: str, kind: type | tuple[type, ...], count: int = 0) -> list[Any]:
+        """Empty where the key is missing."""
+        values = self.metadata.get(f"tokenizer.ggml.{name}", [])
+        if not isinstance(values, list) or (values and not isinstance(values[0], kind)) or 0 < len(values) < count:
+            raise CheckpointError(
+                f"key tokenizer.ggml.{name} is no list of {count or 'the'} tokens' values; {GGUF_AGAIN}"
+            )
+        return values
+
+    def added_tokens(self) -> list[tuple[int, AddedToken]]:
+        """Those that are found whole, before the rest of a text is split."""
+        name = str(self.metadata.get("general.name", "")).lower()
+        swallows = "phi-3" in name or "phi3" in name  # the white space behind; no file says so
+        keeps = {"<unk>", "<s>", "<|endoftext|>"}
+        special = {
+            i for i in (self.named.get(name) for name in ("bos_token", "eos_token", "eot_token")) if i is not None
+        }
+        found = []
+        for number, kind in enumerate(self.types):
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or number in special:
+                text, is_special = self.tokens[number], kind != _USER_DEFINED or number in special
+                rstrip = swallows and text not in keeps
+                found.append((number, AddedToken(text, rstrip=rstrip, normalized=False, special=is_special)))
+        return found
+
+    def merges(self) -> list[tuple[str, str]]:
+        """Pairs, the first merged first."""
+        merges: dict[tuple[str, ...], None] = dict.fromkeys(tuple(m.split(" ")) for m in self._list("merges", str))
+        if not merges or any(len(pair) != 2 for pair in merges):
+            raise CheckpointError(f"key tokenizer.ggml.merges is no list of pairs; {GGUF_AGAIN}")
+        return list(merges)  # type: ignore[arg-type]
+
+    def merges_by_score(self) -> list[tuple[str, str]]:
+        """Every pair that makes a token, by the token's score. Of equal scores the longer token is first, and of one
+        token the pair whose left part is longer: so runs of spaces, which all have one score, grow from the left."""
+        tokens, scores = self.tokens, self._list("scores", (float, int), len(self.tokens))
+        if not scores:
+            raise CheckpointError(f"the file's tokens have no scores (key tokenizer.ggml.scores); {GGUF_AGAIN}")
+        is_part = [kind not in (_UNKNOWN, _CONTROL, _BYTE) for kind in self.types]
+        parts = set(compress(tokens, is_part))
+        ordered = sorted(compress(range(len(tokens)), is_part), key=lambda i: len(tokens[i]), reverse=True)
+        ordered.sort(key=scores.__getitem__, reverse=True)
+        return [
+            (left, right)
+            for text in map(tokens.__getitem__, ordered)
+            for k in range(len(text) - 1, 0, -1)
+            if (right := text[k:]) in parts and (left := text[:k]) in parts  # the rarer one first
+        ]
+
+
+def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, Any]]:
+    """The tokenizer, its named tokens, and its description as in a tokenizer.json, without merges.
+
+    Raises CheckpointError, with the remedy, for a kind that is not known and for what does not fit together.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(
+            f"tokenizers of kind {kind!r} are not supported, gpt2 and llama are; choose another model"
+        )
+    vocabulary = _Vocabulary(metadata)
+    inner, merges = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
+    description: dict[str, Any] = msgspec.json.decode(inner.to_str())  # quick while the model is empty
+    rules = {name: description["model"][name] for name in ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")}
+    try:
+        inner.model = models.BPE(vocabulary.ids, merges, **rules)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"the file's merges do not fit its tokens: {error}; {GGUF_AGAIN}") from None
+    added = vocabulary.added_tokens()
+    inner.add_tokens([token for _, token in added])
+    description["model"]["vocab"] = vocabulary.ids
+    description["added_tokens"] = [
+        {"id": number, "content": token.content, "lstrip": False, "rstrip": token.rstrip} for number, token in added
+    ]
+    return inner, gguf_named_tokens(metadata, vocabulary.tokens), description
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
+    """GPT-2's kind: a text is split by patterns, and each piece's bytes are merged."""
+    name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
+    rule = RULES.get(name)
+    if rule is None:
+        raise CheckpointError(
+            f"pre-tokenizer {name!r} is not supported, which are {', '.join(RULES)}; choose another model"
+        )
+    inner = tokenizers.Tokenizer(models.BPE(ignore_merges=rule.whole_pieces))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    inner.decoder = decoders.ByteLevel()
+    _add_ends(inner, vocabulary, rule.adds_bos)
+    return inner, vocabulary.merges()
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
+    """Characters of the whole text are merged by score; those that are no token become bytes."""
+    unknown = vocabulary.named.get("unk_token")
+    text = None if unknown is None else vocabulary.tokens[unknown]
+    inner = tokenizers.Tokenizer(models.BPE(unk_token=text, fuse_unk=False, byte_fallback=True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        inner.normalizer = spaces
+    inner.decoder = decoders.Sequence(steps)
+    _add_ends(inner, vocabulary, adds_bos=True)
+    return inner, vocabulary.merges_by_score()
+
+
+def _add_ends(inner: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
+    """Tokens before and after a text, where the file wants them."""
+    wanted = {"bos": adds_bos, "eos": False}
+    for name, default in wanted.items():
+        wanted[name] = bool(vocabulary.metadata.get(f"tokenizer.ggml.add_{name}_token", default))
+    found = {name: vocabulary.named.get(f"{name}_token") for name, is_added in wanted.items() if is_added}
+    if missing := [name for name, number in found.items() if number is None]:
+        raise CheckpointError(
+            f"key tokenizer.ggml.{missing[0]}_token_id is missing, and is added to texts; {GGUF_AGAIN}"
+        )
+    ids = {name: (vocabulary.tokens[number], number) for name, number in found.items() if number is not None}
+    if ids:
+        around = [[ids["bos"][0]] if "bos" in ids else [], ["$A"], [ids["eos"][0]] if "eos" in ids else []]
+        inner.post_processor = processors.TemplateProcessing(
+            single=[piece for part in around for piece in part], special_tokens=list(ids.values())
+        )

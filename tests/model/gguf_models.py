@@ -1,0 +1,161 @@
+"""GGUF files of small random models, by gguf's own writer and as llama.cpp's converter stores them.
+
+The rules that the package `gguf` does not hold (q and k in pairs, Gemma's norms with their 1, Llama 3's divisors) are
+those of `conversion/*.py` in llama.cpp, as llama-cpp-python 0.3.36 carries it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.model.families import spec_from_config
+from maitred.model.weight_map import weight_map
+
+Config = dict[str, Any]
+Tensors = dict[str, NDArray[np.float32]]
+
+PAIRED = ("llama", "granite", "smollm3")  # architectures whose rotated pairs lie side by side
+TOKENS = ["<s>", "</s>", "<|eot_id|>", "a", "b", "<|im_end|>"]
+TOKEN_TYPES = [3, 3, 3, 1, 1, 1]
+
+
+def random_tensors(config: Config, seed: int = 0) -> Tensors:
+    """Under Hugging Face names, as transformers would hold them."""
+    generator = np.random.default_rng(seed)
+    spec = spec_from_config(config)
+    names = _AllNames()
+    return {s.tensor: generator.standard_normal(s.shape, dtype=np.float32) for s in weight_map(spec, names)}
+
+
+def write_gguf(
+    path: Path, architecture: str, config: Config, tensors: Tensors, *, type_of: Any = None, **keys: Any
+) -> Path:
+    """`type_of` gives a matrix's type by its Hugging Face name; `keys` are metadata that is added, or in the place of
+    what the model has, by its full name with `__` for a dot."""
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_metadata(writer, architecture, config)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types(TOKEN_TYPES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    for name, value in keys.items():
+        full = name.replace("__", ".")
+        for held in writer.kv_data:
+            held.pop(full, None)
+        if isinstance(value, bool):
+            writer.add_bool(full, value)
+        elif isinstance(value, int):
+            writer.add_uint32(full, value)
+        elif isinstance(value, float):
+            writer.add_float32(full, value)
+        else:
+            writer.add_key_value(full, value, gguf.GGUFValueType.get_type(value))
+    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, values in tensors.items():
+        stored = as_stored(name, values, architecture, config)
+        own = names.get_name(name, (".weight", ".bias"))
+        assert own is not None, name
+        dtype = type_of(name) if type_of is not None and values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(own, gguf.quants.quantize(stored, dtype), raw_dtype=dtype)
+    for own, factors in _rope_tensors(config).items():
+        writer.add_tensor(own, factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def as_stored(name: str, values: NDArray[np.float32], architecture: str, config: Config) -> NDArray[np.float32]:
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if architecture in PAIRED and f".{part}." in name:
+            rows = values.reshape(config[key], 2, values.shape[0] // config[key] // 2, *values.shape[1:])
+            return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(values.shape)
+    return values
+
+
+def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if "rope_theta" in full and architecture != "gemma2":
+        writer.add_rope_freq_base(full["rope_theta"])
+    if architecture == "phi3":
+        writer.add_rope_dimension_count(int(full.get("partial_rotary_factor", 1.0) * head_dim))
+        original = config.get("original_max_position_embeddings", 4096)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        if full.get("rope_type") == "longrope":
+            stretch = config["max_position_embeddings"] / original
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
+    elif full.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+        if full["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+            if "beta_fast" in full:
+                writer.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
+    if architecture in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if architecture == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+
+
+def _rope_tensors(config: Config) -> Tensors:
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{k}.weight": np.array(rope[f"{k}_factor"], np.float32) for k in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    original, factor = rope["original_max_position_embeddings"], rope["factor"]
+    factors = []
+    for frequency in rope["rope_theta"] ** -(np.arange(0, dim, 2, dtype=np.float32) / dim):
+        turns = original / (2 * math.pi / frequency)
+        if turns > rope["high_freq_factor"]:
+            factors.append(1.0)
+        elif turns < rope["low_freq_factor"]:
+            factors.append(factor)
+        else:
+            smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return {"rope_freqs.weight": np.array(factors, np.float32)}
+
+
+class _AllNames:
+    """Names that hold whatever a weight map asks for, and nothing more."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
