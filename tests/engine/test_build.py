@@ -30,13 +30,6 @@ def test_a_model_without_a_chat_template_is_told_at_the_start(tmp_path: Path):
     assert "--chat-template FILE" in line
 
 
-@pytest.mark.parametrize(("dtype", "num_lines"), [("int4", 1), ("int8", 0)])
-def test_a_start_with_int4_says_what_it_costs(dtype: str, num_lines: int):
-    lines = told("quality", dtype=dtype)
-    assert len(lines) == num_lines
-    assert all("1.24 times the perplexity" in line for line in lines)
-
-
 def test_the_packing_of_large_weights_is_told_every_two_seconds_with_its_speed_and_what_is_left():
     clock, lines = ManualClock(), list[str]()
     on_packed = told_now_and_then(lines.append, clock)

@@ -124,7 +124,7 @@ PACKAGED = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0",
             good_for="short chats in English: SmolLM2-135M-Instruct, 4 bits",
-            question="What is the capital of France?",
+            question="What is gravity?",
         ),
         PackagedModel(
             name="gemma3-270m",

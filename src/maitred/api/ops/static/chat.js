@@ -12,7 +12,7 @@ import { seconds } from "./words.js";
 
 // What each packaged model (model.packaged) is sure to answer; others get no suggestions.
 const SUGGESTIONS = {
-  smollm2: ["What is the capital of France?", "What is the largest planet?", "Write a short poem about rain."],
+  smollm2: ["What is gravity?", "Name three primary colors.", "Write a short poem about rain."],
   "maitred-mini": ["I would like two soups and a tea, please.", "What is maitred?", "What is the prefix cache?"],
 };
 const BUILT_IN = "maitred-mini";
