@@ -42,7 +42,7 @@ from maitred.cluster.prefix_keys import prefix_keys
 from maitred.cluster.replica_events import FleetEvent, KeysChanged
 from maitred.cluster.routed_body import read_body
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.model.packed_cache import default_folder
+from maitred.model.packaged import default_folder
 from maitred.text import FolderText
 from maitred.text.folder import read_chat_template
 from tests.conftest import start_server

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from maitred.clock import ManualClock
 from maitred.config import EngineConfig, ModelConfig
 from maitred.engine.build import build_parts, told_now_and_then

@@ -19,8 +19,9 @@ from maitred.model import packed_cache
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.fusions import compile_program
+from maitred.model.packaged import default_folder
 from maitred.model.packed import PackedWeights, pack_weights
-from maitred.model.packed_cache import LoadedWeights, WeightCache, cache_key, default_folder, load_weights
+from maitred.model.packed_cache import LoadedWeights, WeightCache, cache_key, load_weights
 from maitred.model.program import Format, Formats, Program
 from tests.model.checkpoints import make_checkpoint
 

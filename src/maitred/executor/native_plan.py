@@ -36,8 +36,9 @@ from maitred.kernels import _native
 from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
+from maitred.model.packaged import default_folder
 from maitred.model.packed import BLOCK_TYPES, OnPacked, plan_weights, total_bytes
-from maitred.model.packed_cache import WeightCache, default_folder, load_weights
+from maitred.model.packed_cache import WeightCache, load_weights
 from maitred.model.program import Columns, Format, Formats, Program
 from maitred.model.shares import own_program
 from maitred.model.spec import DecoderSpec, NormPlacement

@@ -70,8 +70,6 @@ class PackagedModel:
 
     def _joined(self, parts: tuple[Path, ...]) -> Path:
         """Join the parts in the weight cache's folder, checked by sha256; the file of an earlier start is taken."""
-        from maitred.model.packed_cache import default_folder  # noqa: PLC0415  the other models need neither
-
         folder = default_folder()
         if folder is None:
             raise CheckpointError(
@@ -145,6 +143,17 @@ PACKAGED = {
         ),
     )
 }
+
+
+def default_folder() -> Path | None:
+    """maitred/weights in XDG_CACHE_HOME, or in ~/.cache; None for a user without a home."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return base / "maitred" / "weights"
 
 
 def package_folders() -> tuple[Path, ...]:

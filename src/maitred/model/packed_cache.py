@@ -84,17 +84,6 @@ class _Unusable(Exception):
     """Why a file cannot be used, or not be written."""
 
 
-def default_folder() -> Path | None:
-    """maitred/weights in XDG_CACHE_HOME, or in ~/.cache; None for a user without a home."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            return None
-    return base / "maitred" / "weights"
-
-
 def load_weights(
     program: Program,
     checkpoint: Checkpoint,
