@@ -103,7 +103,7 @@ def test_a_flood_of_questions_is_one_request():
         (request_id,) = replica.live
         server.server.servers[0].get_loop().call_soon_threadsafe(replica.abort, request_id)
         joined(*threads)
-    assert {answer.status_code for answer in answers} == {500}
+    assert {answer.status_code for answer in answers} == {503}  # somebody else ended it
 
 
 def test_decoding_takes_a_key_where_there_are_keys_and_health_does_not():

@@ -39,4 +39,4 @@ def test_unknown_names_are_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="plain"):
         _native.measure_stream("mmx", pool, linear.allocate(4096), 1)
     with pytest.raises(ValueError, match="bfloat16"):
-        _native.measure_peak(ISAS[0], pool, "float16", 1)
+        _native.measure_peak(ISAS[0], pool, "float8", 1)

@@ -243,6 +243,7 @@ def test_what_is_set_is_what_is_asked(open_page, expect):
         page.get_by_role("button", name="As the model has them").click()
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".turn.assistant")).to_have_count(2)
+        until(lambda: len(replica.submitted) > 1)
         assert replica.submitted[1].sampling.temperature == 1.0
 
 
