@@ -1,0 +1,47 @@
+"""SmolLM2, which the first command serves, where its package is installed: what number formats cost it on real text."""
+
+from __future__ import annotations
+
+import inspect
+import json.decoder
+import math
+
+import pytest
+
+from maitred import LLM, SamplingParams
+from maitred.errors import CheckpointError
+from maitred.model.checkpoint import open_checkpoint
+
+TOKENS, WINDOW = 1000, 250
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> str:
+    try:
+        open_checkpoint("smollm2").close()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    return "smollm2"
+
+
+def perplexity(model: str, dtype: str) -> float:
+    """Of the first tokens of Python's JSON decoder, in windows."""
+    formats = {"dtype": dtype, "kv_dtype": "float32" if dtype == "float32" else "bfloat16"}
+    with LLM(model, max_model_len=WINDOW + 8, kv_cache_memory_bytes=2**26, speculative="off", **formats) as llm:
+        ids = llm.get_tokenizer().encode(inspect.getsource(json.decoder))[:TOKENS]
+        windows = [ids[at : at + WINDOW] for at in range(0, TOKENS, WINDOW)]
+        answers = llm.generate(windows, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    chosen = [
+        choices[token].logprob
+        for answer in answers
+        for token, choices in zip(answer.prompt_token_ids[1:], (answer.prompt_logprobs or [])[1:], strict=True)
+        if choices is not None
+    ]
+    return math.exp(-sum(chosen) / len(chosen))
+
+
+def test_the_files_own_codes_int8_and_int4_cost_next_to_nothing(smollm2: str):
+    exact = perplexity(smollm2, "float32")
+    assert 8.0 < exact < 16.0  # another tokenizer or another order of rope gives hundreds
+    for dtype in ("auto", "int8", "int4"):
+        assert perplexity(smollm2, dtype) == pytest.approx(exact, rel=0.02)
