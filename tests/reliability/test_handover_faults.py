@@ -153,7 +153,6 @@ def workers_apart(alone: Alone, *, pull_timeout_s: float = 4.0) -> Iterator[Apar
     relay = Relay()
     words = ("--prefill-workers", "1", "--decode-workers", "1", "--handover", "always", "--role-switching", "off")
     words += ("--kv-transport", "tcp", "--kv-lease-s", "0.5")
-    words += ("--step-timeout-s", str(HANGS_S + 120))  # longer than the others take while one stands still
     with ThreadPoolExecutor(16) as pool:
         server = start_server(*words, command=faulty_server.command(relay.port, pull_timeout_s))
         made = Apart(server, alone, relay, pool)
