@@ -54,7 +54,7 @@ soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors a
 	MAITRED_LLAMA_VOCABS=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates --vocabularies) \
 	MAITRED_OTHER_CLIENTS=$$($(BIN)/python benchmarks/other_clients.py $(VENV)/other-clients) $(BIN)/python -m pytest -m soak # what is given here replaces pyproject.toml's `not soak`
 	for isa in $$($(BIN)/python -c 'from maitred.kernels import _native; print(*({"plain", "avx2"} & set(_native.available_isas())))'); do \
-	echo "== the whole suite with $$isa alone:"; MAITRED_ISA=$$isa scripts/test $(BIN)/python || exit 1; done
+	echo "== the whole suite with $$isa alone:"; MAITRED_ISA=$$isa PYTEST_ADDOPTS=--timeout=1200 scripts/test $(BIN)/python || exit 1; done
 	$(BIN)/python benchmarks/soak_simulator.py
 	$(BIN)/python benchmarks/soak_edge.py
 	$(BIN)/python benchmarks/soak_tenants.py
