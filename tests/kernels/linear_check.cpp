@@ -20,8 +20,8 @@ int failures = 0;
 void check(bool good, const char* what, const LinearShape& shape, int m, const char* isa) {
   if (good) return;
   ++failures;
-  std::printf("%s: %s; dtype %d, n %d, k %d, gated %d, m %d\n", isa, what, static_cast<int>(shape.dtype),
-              shape.n, shape.k, shape.gated, m);
+  std::printf("%s: %s; dtype %d, n %d, k %d, gated %d, m %d\n", isa, what, static_cast<int>(shape.dtype), shape.n,
+              shape.k, shape.gated, m);
 }
 
 uint32_t state = 1;
@@ -121,8 +121,8 @@ void check_shape(Isa isa, LinearShape shape, const LinearOut& how) {
 }
 
 void check_isa(Isa isa) {
-  for (DType dtype : {DType::f32, DType::bf16, DType::int8, DType::f16, DType::q4_0, DType::q4_1, DType::q5_0, DType::q5_1,
-                      DType::q8_0, DType::q4_k, DType::q5_k, DType::q6_k})
+  for (DType dtype : {DType::f32, DType::bf16, DType::int8, DType::f16, DType::q4_0, DType::q4_1, DType::q5_0,
+                      DType::q5_1, DType::q8_0, DType::q4_k, DType::q5_k, DType::q6_k})
     for (int n : {1, 33, 70})
       for (int k : {1, 5, 130, 192, 515, 512}) {
         if (!can_be_random(dtype) ? k != 512 : k == 512) continue;

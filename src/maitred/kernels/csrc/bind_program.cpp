@@ -357,12 +357,13 @@ void bind_program(nb::module_& m) {
             add_take(self.program, source, target);
           },
           nb::arg("source"), nb::arg("target"))
-      .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("column"), nb::arg("first"), nb::arg("ending"),
-           nb::arg("alpha"), nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("adapted"), nb::arg("name"),
-           "column: of the target where the outputs begin; first: the output where a rank's begin.")
+      .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("column"), nb::arg("first"),
+           nb::arg("ending"), nb::arg("alpha"), nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("adapted"),
+           nb::arg("name"), "column: of the target where the outputs begin; first: the output where a rank's begin.")
       .def(
           "gate",
-          [](BoundProgram& self, const Rows& gate, const Rows& up, const Rows& target, const std::string& act, bool few) {
+          [](BoundProgram& self, const Rows& gate, const Rows& up, const Rows& target, const std::string& act,
+             bool few) {
             check_width(up, gate.width);
             check_width(target, gate.width);
             add_gate(self.program, gate, up, target, act_named(act), few);
