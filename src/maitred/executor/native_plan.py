@@ -81,7 +81,8 @@ class NativePlan:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.program.formats)
+        formats = self.program.formats
+        return str(formats if formats.stored else formats.linears)
 
     @property
     def kv_dtype_name(self) -> str:
