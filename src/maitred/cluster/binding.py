@@ -194,10 +194,12 @@ class Binder:
         return fleet.by_name[best.replica], Choice(best.replica, best.prefill, (), best.fetch_from, foretold)
 
     def _awaits_role(self, request: FleetRequest, usable: int) -> bool:
-        """Whether all that are ready have one role of the two, and others are to come."""
+        """Whether all that are ready have one role of the two, and others are to come; silent ones may never be."""
         roles = {replica.facts.worker.role for replica in self._fleet.of(usable) if replica.facts.worker is not None}
         others = self._fleet.of(self._fleet.known(use_of(request)) & ~usable)
-        return len(roles - {Role.MIXED}) == len(roles) == 1 and any(r.state in _TO_COME for r in others)
+        return len(roles - {Role.MIXED}) == len(roles) == 1 and any(
+            r.state in _TO_COME and not r.facts.is_silent for r in others
+        )
 
     def foretold_ttft_s(self, num_tokens: int, now: float) -> float | None:
         """Of a new request with such a prompt, of which nothing is cached, served in the way that would be chosen. None

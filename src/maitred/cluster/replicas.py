@@ -49,6 +49,7 @@ class ReplicaFacts:
     pid: int | None = None
     error: str | None = None
     worker: WorkerFacts | None = None  # that it may hand KV over, and what foretelling its times takes
+    is_silent: bool = False  # it is there and not heard of, so nothing says when it will be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

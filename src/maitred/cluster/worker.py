@@ -95,7 +95,10 @@ class Worker:
         """As the core is told of it next."""
         self.told = self.own
         state = State.READY if self.is_up else State.STARTING
-        return ReplicaFacts(name=self.facts_name, state=state, worker=self.told, is_launched=self.is_scaled)
+        is_silent = self.is_there and not self.is_up
+        return ReplicaFacts(
+            name=self.facts_name, state=state, worker=self.told, is_launched=self.is_scaled, is_silent=is_silent
+        )
 
     @property
     def own(self) -> WorkerFacts | None:
