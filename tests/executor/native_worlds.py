@@ -36,7 +36,7 @@ class DecoderCheckpoint:
     def __init__(self, decoder: Any) -> None:
         self.spec: DecoderSpec = replace(decoder.spec, fused_weights=True)
         self._parameters = dict(decoder.named_parameters())
-        self._sources = {source.tensor: source for source in weight_map(self.spec, _Everything())}
+        self._sources = {source.tensor: source for source in weight_map(self.spec, Everything())}
 
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._sources)
@@ -51,7 +51,7 @@ class DecoderCheckpoint:
         return Path("in memory")
 
 
-class _Everything:
+class Everything:
     """A set of names that has them all, and tells none."""
 
     def __contains__(self, name: object) -> bool:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from maitred.model.families import spec_from_config
 from maitred.model.weight_map import weight_map
+from tests.executor.native_worlds import Everything
 
 Config = dict[str, Any]
 Tensors = dict[str, NDArray[np.float32]]
@@ -29,7 +30,7 @@ def random_tensors(config: Config, seed: int = 0) -> Tensors:
     """Under Hugging Face names, as transformers would hold them."""
     generator = np.random.default_rng(seed)
     spec = spec_from_config(config)
-    names = _AllNames()
+    names = Everything()
     return {s.tensor: generator.standard_normal(s.shape, dtype=np.float32) for s in weight_map(spec, names)}
 
 
@@ -146,16 +147,3 @@ def _rope_tensors(config: Config) -> Tensors:
             smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
             factors.append(1 / ((1 - smooth) / factor + smooth))
     return {"rope_freqs.weight": np.array(factors, np.float32)}
-
-
-class _AllNames:
-    """Names that hold whatever a weight map asks for, and nothing more."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0

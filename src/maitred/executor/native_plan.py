@@ -36,8 +36,9 @@ from maitred.kernels import _native
 from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
+from maitred.model.gguf_file import HELD_AS
 from maitred.model.packaged import default_folder
-from maitred.model.packed import BLOCK_TYPES, OnPacked, plan_weights, total_bytes
+from maitred.model.packed import OnPacked, plan_weights, total_bytes
 from maitred.model.packed_cache import WeightCache, load_weights
 from maitred.model.program import Columns, Format, Formats, Program
 from maitred.model.shares import own_program
@@ -354,11 +355,10 @@ def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Store
     if checkpoint.gguf is None:
         return {}
     found: dict[str, list[tuple[int, Format]]] = {}
-    kinds = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **BLOCK_TYPES}
     for source in weight_map(spec, checkpoint.tensor_names()):
         if len(source.shape) == MATRIX:
             dtype = checkpoint.dtype_of(source.tensor)
-            found.setdefault(source.parameter, []).append((source.row, Format(dtype=kinds.get(dtype, dtype))))
+            found.setdefault(source.parameter, []).append((source.row, Format(dtype=HELD_AS.get(dtype, dtype))))
     return {parameter: tuple(sorted(parts, key=lambda part: part[0])) for parameter, parts in found.items()}
 
 

@@ -133,11 +133,6 @@ class Checkpoint:
         return generation_config_of(self.gguf) if self.gguf is not None else {}
 
     @property
-    def whole_norms(self) -> bool:
-        """Whether norms hold all of their weight, where the family's own files leave an offset out (Gemma)."""
-        return self.config.get("norm_offset") == 0.0
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors in the files."""
         return sum(file.num_bytes_of(self._own(name)) for name, file in self._file_of.items())

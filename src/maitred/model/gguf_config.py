@@ -14,14 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from maitred.errors import CheckpointError
-from maitred.model.gguf_file import GgufFile
+from maitred.model.gguf_file import HELD_AS, GgufFile
 from maitred.model.safetensors_file import RawTensor
-
-SOURCE_TYPES = (
-    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-    "IQ4_XS", "MXFP4",
-)  # fmt: skip
-"""Types of GGML whose rows the native library reads."""
 
 Config = dict[str, Any]
 _NOT_A_WHOLE_MODEL = "the file is damaged or holds no whole model; download it again"
@@ -209,10 +203,10 @@ def _num_layers(keys: _Keys) -> int:
 
 def _check_types(keys: _Keys) -> None:
     for name, file in keys.names.items():
-        if (dtype := file.dtype_of(name)) not in SOURCE_TYPES:
+        if (dtype := file.dtype_of(name)) not in HELD_AS:
             keys.refuse(
                 f"tensor {name} is of type {dtype}, which is not computed here",
-                f"choose a file whose tensors are of {', '.join(SOURCE_TYPES)} (Q4_K_M, Q8_0 ...)",
+                f"choose a file whose tensors are of {', '.join(HELD_AS)} (Q4_K_M, Q8_0 ...)",
             )
 
 

@@ -29,6 +29,14 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {  # number -> name, values of a b
     26: ("I32", 1, 4), 27: ("I64", 1, 8), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
+HELD_AS = {
+    "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "Q4_0": "q4_0", "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q8_0": "q8_0",
+    "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
+    "Q3_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q8_0",  # the same values in more bits
+    "Q2_K": "q8_0", "IQ4_XS": "q8_0",  # rounded: no format here has their scales
+}  # fmt: skip
+"""Type of a tensor that is computed here -> the number format in which the native executor holds it."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from maitred.errors import CheckpointError
 from maitred.kernels.linear import SourceMatrix, allocate, expand, linear_shape, pack
 from maitred.model.checkpoint import Checkpoint, RawTensor
+from maitred.model.gguf_file import HELD_AS
 from maitred.model.program import Part, Program, Weight
 from maitred.model.weight_map import WeightSource, head_map, weight_map
 
@@ -188,7 +189,7 @@ def _check_shape(source: WeightSource, checkpoint: Checkpoint) -> None:
 
 
 def _check_dtype(raw: RawTensor, name: str, *, matrix: bool = False) -> None:
-    known = (*_NUMPY_DTYPES, *BLOCK_TYPES) if matrix else tuple(_NUMPY_DTYPES)
+    known = tuple(dict.fromkeys((*_NUMPY_DTYPES, *HELD_AS))) if matrix else tuple(_NUMPY_DTYPES)
     if raw.dtype not in known:
         raise CheckpointError(
             f"tensor {name} is of type {raw.dtype}; {'matrices' if matrix else 'vectors'} must be one of "
@@ -210,18 +211,9 @@ _NUMPY_DTYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-BLOCK_TYPES = {
-    "Q4_0": "q4_0", "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q8_0": "q8_0",
-    "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
-    "Q3_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q8_0",  # the same values in more bits
-    "Q2_K": "q8_0", "IQ4_XS": "q8_0",  # rounded: no format here has their scales
-}  # fmt: skip
-"""Type of a GGUF file's tensor -> the number format in which it is held; the first eight are the same codes."""
-
-
 def _matrix(raw: RawTensor) -> tuple[NDArray[Any], str]:
     """Rows as `SourceMatrix` takes them: those of block types stay bytes."""
-    if raw.dtype in BLOCK_TYPES:
+    if raw.dtype not in _NUMPY_DTYPES:
         return np.frombuffer(raw.data, dtype=np.uint8).reshape(raw.shape[0], -1), raw.dtype
     return _values(raw)
 
@@ -239,7 +231,7 @@ def _values(raw: RawTensor) -> tuple[NDArray[Any], str]:
 def float32_values(raw: RawTensor, name: str) -> NDArray[np.float32]:
     """A tensor in float32, block types expanded. Raises CheckpointError, naming it, for one of an unknown type."""
     _check_dtype(raw, name, matrix=True)
-    if raw.dtype in BLOCK_TYPES:
+    if raw.dtype not in _NUMPY_DTYPES:
         return expand(raw.dtype, np.frombuffer(raw.data, dtype=np.uint8), raw.shape)
     return _float32(*_values(raw))
 
