@@ -1,21 +1,14 @@
-"""Bodies as they come: compressed or not, and JSON with the numbers that JSON has not."""
+"""Bodies as they come: compressed or not, and how much of one is JSON. Needs no extra, for `generate` does not."""
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
-from typing import TypeVar
 
-import msgspec
-
-from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.http.errors import UnsupportedMediaType
 from maitred.api.http.exchange import Exchange
-from maitred.api.tensor.json_values import loaded
 from maitred.errors import InvalidRequest, RequestTooLarge
 
-T = TypeVar("T")
 HEADER_LENGTH = b"inference-header-content-length"
 MEDIA_TYPES = (b"application/json", b"application/octet-stream", b"application/x-www-form-urlencoded")
 _WINDOWS: Mapping[bytes, int] = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
@@ -81,21 +74,3 @@ def header_length(value: bytes | None, num_bytes: int) -> int:
         told = value[:40].decode("latin-1")
         raise InvalidRequest(f"Inference-Header-Content-Length must be a number from 0 to {num_bytes}, not {told!r}")
     return int(value)
-
-
-def object_of(content: memoryview, decoder: msgspec.json.Decoder[T], lists: tuple[str, ...] = ()) -> T:
-    """NaN, Infinity and -Infinity are numbers too, as with Triton. `lists`: under which keys a large body may have long
-    lists of numbers, which are `Numbers` then. Raises InvalidRequest.
-    """
-    is_large = len(content) > SMALL_BYTES
-    try:
-        return msgspec.convert(loaded(bytes(content), lists), decoder.type) if is_large else decoder.decode(content)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the request is not as KServe v2 has it: {error}") from None
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        if is_large or not any(word in bytes(content) for word in (b"NaN", b"Infinity")):
-            raise InvalidRequest(f"the request is no JSON: {error}") from None
-    try:
-        return msgspec.convert(json.loads(bytes(content)), decoder.type)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the request is no JSON: {error}") from None

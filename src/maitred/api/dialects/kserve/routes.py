@@ -20,7 +20,6 @@ from maitred.api.dialects.kserve.body import (
     deflated,
     header_length,
     inflated,
-    object_of,
 )
 from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, is_generate
 from maitred.api.dialects.kserve.language import Models, infer, is_language_model
@@ -238,7 +237,7 @@ async def _json_of(exchange: Exchange) -> dict[str, Any]:
     body = await body_of(exchange)
     if len(body) > MOST_CONTROL_BYTES:
         raise RequestTooLarge(f"the body has {len(body)} bytes; this path takes at most {MOST_CONTROL_BYTES}")
-    return object_of(memoryview(body), _objects) if body else {}
+    return wire.object_of(memoryview(body), _objects) if body else {}
 
 
 def _model(app: App, exchange: Exchange) -> _Model:

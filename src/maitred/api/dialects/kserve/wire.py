@@ -7,15 +7,16 @@ binary requests). What is sent in binary is looked at where it lies.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from maitred.api.dialects.kserve.body import object_of
-from maitred.api.tensor.json_values import Numbers, flat_of_json, json_of_array
+from maitred.api.http.bodies import SMALL_BYTES
+from maitred.api.tensor.json_values import Numbers, flat_of_json, json_of_array, loaded
 from maitred.api.tensor.parameters import CLASSIFICATION, Place, View, flag, integer, keep, place_of, terms_of
 from maitred.errors import InvalidRequest
 from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, datatype_of, tensor_of
@@ -23,6 +24,7 @@ from maitred.tensor.config import WILDCARD, TensorSpec
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.service import Buffer, InferRequest, InferResponse, Tensor
 
+T = TypeVar("T")
 BINARY_SIZE, BINARY, ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 _NO_JSON = ("FP16", "BF16")  # have no numbers in JSON, as with Triton
 _LENGTH_BYTES = 4  # before an element of BYTES
@@ -214,3 +216,21 @@ def _as_json(tensor: Tensor) -> msgspec.Raw:
 
 def _json_of_texts(array: np.ndarray) -> bytes:
     return msgspec.json.encode([text.decode("utf-8", "replace") for text in array.tolist()])
+
+
+def object_of(content: memoryview, decoder: msgspec.json.Decoder[T], lists: tuple[str, ...] = ()) -> T:
+    """NaN, Infinity and -Infinity are numbers too, as with Triton. `lists`: under which keys a large body may have long
+    lists of numbers, which are `Numbers` then. Raises InvalidRequest.
+    """
+    is_large = len(content) > SMALL_BYTES
+    try:
+        return msgspec.convert(loaded(bytes(content), lists), decoder.type) if is_large else decoder.decode(content)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the request is not as KServe v2 has it: {error}") from None
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        if is_large or not any(word in bytes(content) for word in (b"NaN", b"Infinity")):
+            raise InvalidRequest(f"the request is no JSON: {error}") from None
+    try:
+        return msgspec.convert(json.loads(bytes(content)), decoder.type)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the request is no JSON: {error}") from None
