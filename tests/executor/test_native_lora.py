@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from maitred.errors import KernelError
 from maitred.executor.native import NativeExecutor
@@ -27,6 +29,7 @@ from tests.executor.torch_worlds import make_decoder, make_spec
 from tests.fakes import make_request, make_scheduler
 from tests.model.adapters import make_peft, random_tensors, write_adapter
 from tests.model.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
+from tests.model.gguf_models import write_gguf
 
 NUM_GREEDY = 12
 NEAR_TIE = 1e-4
@@ -109,12 +112,34 @@ def test_queries_and_values_alone_are_pefts(tmp_path: Path) -> None:
     check_family("qwen2", {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}, None, tmp_path)
 
 
+def test_matrices_of_several_formats_in_one_file_take_adapters_too(tmp_path: Path) -> None:
+    """A GGUF file whose v and up are F16 beside F32: each is multiplied apart from its neighbours."""
+    model = load_reference(make_checkpoint("llama", tmp_path / "model"))
+    for name, parameter in model.named_parameters():
+        if "v_proj" in name or "up_proj" in name:
+            parameter.data = parameter.data.half().float()
+    tensors = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        "llama",
+        json.loads((tmp_path / "model" / "config.json").read_text()),
+        tensors,
+        type_of=lambda name: Type.F16 if "v_proj" in name or "up_proj" in name else Type.F32,
+    )
+    adapted = make_peft(model, tmp_path / "adapter", **PEFT_CONFIGS["all"])
+    check_served(adapted, load_native(path, num_blocks=200, dtype="auto"), read(tmp_path / "adapter", path), "mixed")
+
+
 def check_family(family: str, config: dict[str, Any], isa: str | None, folder: Path) -> None:
     make_checkpoint(family, folder / "model")
     adapted = make_peft(load_reference(folder / "model"), folder / "adapter", **config)
     executor = load_native(folder / "model", num_blocks=200, isa=isa)
-    executor.adapters.load("a", read(folder / "adapter", folder / "model"))
-    chooser = Random(family)
+    check_served(adapted, executor, read(folder / "adapter", folder / "model"), family)
+
+
+def check_served(adapted: Any, executor: NativeExecutor, adapter: Adapter, seed: str) -> None:
+    executor.adapters.load("a", adapter)
+    chooser = Random(seed)
     prompts = [[chooser.randrange(VOCAB_SIZE) for _ in range(n)] for n in (1, 7, 23)]
     served = [greedy(f"a{i}", prompt, "a") for i, prompt in enumerate(prompts)]
     plain = [greedy(f"p{i}", prompt, "") for i, prompt in enumerate(prompts)]

@@ -124,7 +124,11 @@ def test_matrices_of_one_parameter_may_have_formats_of_their_own():
     assert columns == [(0, v, "q4_k"), (v, spec.kv_width, "q6_k"), (0, v, "q4_k"), (v, spec.kv_width, "bfloat16")]
     assert [type(op).__name__ for op in program.ops].count("Gate") == 1
     operands = [op.dtype for op in program.ops if isinstance(op, Prepare)]
-    assert operands == ["q8_0"] * 4 + ["q8_0", "bfloat16", "q8_0", "q8_0", "q8_0"] + ["q8_0"]
+    assert operands == ["q8_0"] * 6 + ["q8_0", "bfloat16", "q8_0", "q8_0", "q8_0"] + ["q8_0"]
+    assert (
+        sum(part.rows for weight in program.weights for part in weight.parts if "0.qkv" in part.parameter)
+        == v + spec.kv_width
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

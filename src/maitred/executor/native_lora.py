@@ -258,7 +258,7 @@ def _plan(weight: Weight, tensors: Mapping[str, tuple[LowRank, ...]]) -> PartPla
         row += part.rows
     if not pieces:
         return None
-    dtype = "float32" if weight.format.dtype == "float32" else "bfloat16"
+    dtype = "float32" if weight.format.operand == "float32" else "bfloat16"
     return PartPlan(dtype, tuple(a), weight.width, tuple(_runs(weight, pieces)))
 
 

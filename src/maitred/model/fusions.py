@@ -109,9 +109,9 @@ def _stack_qkv(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
         case [Linear(target="q") as q, Linear(target="k") as k, *_] if _alike(q, k):
             return 2, [replace(q, target="qkv", weight=_stack(q, k))]
         case [Linear(target="k") as k, Linear(target="v") as v, *_] if _alike(k, v):
-            return 2, [_column_of_qkv(k, _stack(k, v))]
+            return 2, [replace(k, target="qkv", weight=_stack(k, v), first=_first_row(k))]
         case [Linear(target="q" | "k" | "v") as one, *_]:
-            return 1, [_column_of_qkv(one, one.weight)]
+            return 1, [replace(one, target="qkv", first=_first_row(one))]
     return None
 
 
@@ -119,10 +119,9 @@ def _alike(*linears: Linear) -> bool:
     return len({linear.weight.format for linear in linears}) == 1
 
 
-def _column_of_qkv(linear: Linear, weight: Weight) -> Linear:
-    """A part of q, k, v in a format of its own: the rows of the parameter are the columns of the value."""
-    name = f"{weight.name}.{linear.target}"
-    return replace(linear, target="qkv", weight=replace(weight, name=name), first=weight.parts[0].first)
+def _first_row(linear: Linear) -> int:
+    """Of its parameter, and so the column of a value that several linears write."""
+    return linear.weight.parts[0].first
 
 
 def _gate_into_linear(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:

@@ -129,13 +129,13 @@ def mlp(spec: DecoderSpec, formats: Formats, layer: str) -> Iterator[Op]:
 def linears(
     source: str, parts: Sequence[tuple[str, int, int]], name: str, width: int, formats: Formats, biased: bool
 ) -> Iterator[Op]:
-    """Values (target, first row, rows) of one parameter, each in its format; the source is prepared once for those
-    whose formats take the same operand."""
-    operand = None
+    """Values (target, first row, rows) of one parameter, each in its format. The source is prepared once for those of
+    one format, which become one linear: preparing is also when adapters project the source for the linear behind it."""
+    prepared = None
     for target, first, rows in parts:
         format = formats.of(f"{name}.weight", first)
-        if format.operand != operand:
-            operand = format.operand
+        if format != prepared:
+            prepared = format
             yield prepare(source, width, format)
         yield linear("operand", target, name, first, rows, width, format, biased)
 
@@ -149,7 +149,8 @@ def linear(
 ) -> Linear:
     part = Part(parameter=f"{name}.weight", first=first, rows=rows)
     bias = (Part(parameter=f"{name}.bias", first=first, rows=rows),) if biased else ()
-    return Linear(source, target, Weight(name=name, parts=(part,), width=width, format=format, bias=bias))
+    own_name = f"{name}.{target}" if first else name  # two linears of one parameter are two weights
+    return Linear(source, target, Weight(name=own_name, parts=(part,), width=width, format=format, bias=bias))
 
 
 def matrix(name: str, rows: int, width: int, format: Format) -> Weight:
