@@ -45,6 +45,19 @@ def test_always_waits_for_the_role_that_is_not_there_as_long_as_it_may_come(core
     core.check_invariants()
 
 
+def test_always_answers_alone_where_the_other_role_failed_or_is_silent(core: ClusterCore):
+    """Such a host may never be back, and a request that waited for it would wait as long."""
+    core.joined(replace(host("d1", "decode"), state=State.STARTING, is_silent=True), 0.0)
+    assert only_bind(core.arrived(make_request("a", num_bytes=8000), 0.0)).choice.prefill is None
+    core.joined(host("d1", "decode"), 0.1)
+    bound = only_bind(core.arrived(make_request("b", num_bytes=8000), 0.1)).choice
+    assert bound.replica == "d1"
+    again = only_bind(core.failed("b", REFUSED, 0.2, "d1")).choice
+    assert core.fleet.by_name["d1"].state is State.EJECTED
+    assert (again.prefill, again.replica != "d1") == (None, True)
+    core.check_invariants()
+
+
 def only_bind(actions: list[Action]) -> Bind:
     (bind,) = [action for action in actions if isinstance(action, Bind)]
     return bind

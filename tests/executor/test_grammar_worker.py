@@ -17,6 +17,7 @@ from tests.engine.grammar_worlds import GRAMMARS
 from tests.text.kinds import byte_level, gemma, llama_2, unigram
 
 BUILTIN = CompiledGrammars(BUILTIN_FOLDER, 1536, (0,))
+NUM_LOGITS = 1536  # of the built-in model
 
 
 def allowed(mask: bytes) -> list[int]:
@@ -27,7 +28,7 @@ def allowed(mask: bytes) -> list[int]:
 @given(st.sampled_from(GRAMMARS[:3]), st.randoms(use_true_random=False))
 def test_a_token_is_forced_where_and_only_where_the_masks_to_come_leave_it_alone(grammar: str, chooser: object):
     """Token by token under the masks, and with what is forced after each token: the same."""
-    slow, quick = Slot(BUILTIN.matcher(grammar), forces=False), Slot(BUILTIN.matcher(grammar), forces=True)
+    slow, quick = (Slot(BUILTIN.matcher(grammar), forces, NUM_LOGITS) for forces in (False, True))
     for _ in range(40):
         if slow.complete:
             break
@@ -48,7 +49,7 @@ def test_masks_after_drafts_are_those_that_the_drafts_would_lead_to(
     grammar: str, num_known: int, ends_wrong: bool, chooser: object
 ):
     """And the matcher is where it was; drafts end where the grammar does not allow one, or where it ends."""
-    slot, stepping = (Slot(BUILTIN.matcher(grammar), forces=False) for _ in range(2))
+    slot, stepping = (Slot(BUILTIN.matcher(grammar), False, NUM_LOGITS) for _ in range(2))
     tokens: list[int] = []
     masks: list[bytes] = []
     while not stepping.complete and len(tokens) < num_known + 5:
@@ -96,4 +97,4 @@ def test_a_grammar_with_an_unknown_name_is_refused_in_one_line():
 
 def test_masks_are_as_wide_as_the_logits_where_the_tokenizer_is_narrower():
     wide = CompiledGrammars(BUILTIN_FOLDER, 1600, (0,))
-    assert len(Slot(wide.matcher(GRAMMARS[1]), forces=True).mask()) * 8 >= 1600
+    assert len(Slot(wide.matcher(GRAMMARS[1]), True, 1600).mask()) * 8 >= 1600

@@ -17,7 +17,6 @@ from maitred.policy.policy import Policy
 from maitred.policy.queued import KVNeed
 
 MAX_USES = 256
-_TO_COME = (State.STARTING, State.EJECTED)
 
 
 class Binder:
@@ -194,12 +193,12 @@ class Binder:
         return fleet.by_name[best.replica], Choice(best.replica, best.prefill, (), best.fetch_from, foretold)
 
     def _awaits_role(self, request: FleetRequest, usable: int) -> bool:
-        """Whether all that are ready have one role of the two, and others are to come; silent ones may never be."""
+        """Whether all that are ready have one role of the two, and others are starting; a silent or failed one may
+        never be back."""
         roles = {replica.facts.worker.role for replica in self._fleet.of(usable) if replica.facts.worker is not None}
         others = self._fleet.of(self._fleet.known(use_of(request)) & ~usable)
-        return len(roles - {Role.MIXED}) == len(roles) == 1 and any(
-            r.state in _TO_COME and not r.facts.is_silent for r in others
-        )
+        starts = any(replica.state is State.STARTING and not replica.facts.is_silent for replica in others)
+        return starts and len(roles - {Role.MIXED}) == len(roles) == 1
 
     def foretold_ttft_s(self, num_tokens: int, now: float) -> float | None:
         """Of a new request with such a prompt, of which nothing is cached, served in the way that would be chosen. None
