@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "bits.h"
 #include "types.h"
 
 namespace maitred {
@@ -38,6 +39,67 @@ constexpr BlockForm block_form(DType dtype) {
 }
 
 constexpr bool is_blocked(DType dtype) { return dtype >= DType::q4_0; }
+
+// Calls body(BlockType<...>{}) with the format as a constant.
+template <DType kDType>
+struct BlockType {
+  static constexpr DType value = kDType;
+};
+
+template <class Body>
+inline auto with_block_type(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::q4_0:
+      return body(BlockType<DType::q4_0>{});
+    case DType::q4_1:
+      return body(BlockType<DType::q4_1>{});
+    case DType::q5_0:
+      return body(BlockType<DType::q5_0>{});
+    case DType::q5_1:
+      return body(BlockType<DType::q5_1>{});
+    case DType::q8_0:
+      return body(BlockType<DType::q8_0>{});
+    case DType::q4_k:
+      return body(BlockType<DType::q4_k>{});
+    case DType::q5_k:
+      return body(BlockType<DType::q5_k>{});
+    default:
+      return body(BlockType<DType::q6_k>{});
+  }
+}
+
+// One channel at a time, as plain C++ and unpacking read it; vectors have ways of their own.
+
+// Value j (0 .. 3) of a step (0 .. 7) of a block's codes.
+static inline int code_at(const BlockForm& form, const uint8_t* codes, int channel, int step, int j) {
+  const int within = channel % 16, upper = channel / 16;
+  const uint8_t* high = codes + 8 * 64;
+  if (form.bits == 8) return codes[128 * step + 4 * channel + j];
+  int code = codes[64 * step + 4 * within + j] >> 4 * upper & 15;
+  if (form.bits == 5) code |= (high[16 * step + 8 * upper + within / 2] >> (4 * (within % 2) + j) & 1) << 4;
+  if (form.bits == 6) code |= (high[64 * (step / 2) + 4 * within + j] >> (4 * (step % 2) + 2 * upper) & 3) << 4;
+  return code;
+}
+
+struct ChannelScales {
+  float d[2];  // of the block's halves
+  float m;
+};
+
+// head: of the unit; block: its parts, where the form has them.
+static inline ChannelScales channel_scales(const BlockForm& form, const uint8_t* head, const uint8_t* block,
+                                           int channel) {
+  const uint16_t* heads = reinterpret_cast<const uint16_t*>(head);
+  const float d = f16_to_float(heads[channel]), m = form.minimum ? f16_to_float(heads[32 + channel]) : 0.0f;
+  if (!form.parts) return {{d, d}, m};
+  if (form.minimum) {
+    const float scaled = d * static_cast<float>(block[channel]);
+    return {{scaled, scaled}, -(m * static_cast<float>(block[32 + channel]))};
+  }
+  return {{d * static_cast<float>(static_cast<int8_t>(block[channel])),
+           d * static_cast<float>(static_cast<int8_t>(block[32 + channel]))},
+          m};
+}
 
 // A prepared row of block formats has three numbers for every 32 values, in Operand::sums: the bits of the float32
 // scale of its int8 values, and the sums of those values' first and second sixteen.

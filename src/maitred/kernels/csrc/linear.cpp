@@ -260,40 +260,20 @@ void pack_linear(const LinearShape& shape, const SourceRows* sources, int, const
 
 namespace {
 
-// One channel of a tile of units, 4 codes at a time.
+// One channel of a tile of units.
 void unpack_units(const LinearShape& shape, const uint8_t* from, int lane, float* out) {
   const BlockForm form = block_form(shape.dtype);
-  const int within = lane % (kTile / 2), upper = lane / (kTile / 2);
-  for (int i = 0; i < shape.k; i += form.unit) {
-    const uint16_t* heads = reinterpret_cast<const uint16_t*>(from);
-    const float head = f16_to_float(heads[lane]), low = form.minimum ? f16_to_float(heads[kTile + lane]) : 0.0f;
-    from += form.head_bytes();
-    for (int block = 0; block < form.blocks(); ++block) {
-      float d[2] = {head, head}, m = low;
-      if (form.parts && form.minimum) {
-        d[0] = d[1] = head * static_cast<float>(from[lane]);
-        m = -(low * static_cast<float>(from[kTile + lane]));
-      } else if (form.parts) {
-        for (int half = 0; half < 2; ++half)
-          d[half] = head * static_cast<float>(static_cast<int8_t>(from[half * kTile + lane]));
+  for (int unit = 0; unit < shape.k; unit += form.unit, from += form.unit_bytes()) {
+    const uint8_t* block = from + form.head_bytes();
+    for (int begin = unit; begin < unit + form.unit; begin += 32, block += form.block_bytes()) {
+      const ChannelScales scales = channel_scales(form, from, block, lane);
+      const uint8_t* codes = block + (form.parts ? 64 : 0);
+      const int count = std::min(32, shape.k - begin);
+      for (int i = 0; i < count; ++i) {
+        const float value =
+            scales.d[i / 16] * static_cast<float>(code_at(form, codes, lane, i / 4, i % 4) - form.offset);
+        out[begin + i] = form.minimum ? value + scales.m : value;
       }
-      if (form.parts) from += 64;
-      const uint8_t* high = from + 8 * 64;
-      for (int step = 0; step < 8; ++step)
-        for (int j = 0; j < 4; ++j) {
-          const int at = i + 32 * block + 4 * step + j;
-          if (at >= shape.k) break;
-          int code;
-          if (form.bits == 8)
-            code = from[128 * step + 4 * lane + j];
-          else
-            code = from[64 * step + 4 * within + j] >> 4 * upper & 15;
-          if (form.bits == 5) code |= (high[16 * step + 8 * upper + within / 2] >> (4 * (within % 2) + j) & 1) << 4;
-          if (form.bits == 6) code |= (high[64 * (step / 2) + 4 * within + j] >> (4 * (step % 2) + 2 * upper) & 3) << 4;
-          const float value = d[step / 4] * static_cast<float>(code - form.offset);
-          out[at] = form.minimum ? value + m : value;
-        }
-      from += 128 * form.bits;
     }
   }
 }

@@ -358,26 +358,9 @@ void multiply_tile_blocked(const PackedLinear& weights, const Plan& plan, int ti
 
 using MultiplyTile = void (*)(const PackedLinear&, const Plan&, int, const uint8_t*, const Rows&, const LinearOut&);
 MultiplyTile multiply_tile_of(DType dtype) {
-  switch (dtype) {
-    case DType::q4_0:
-      return &multiply_tile_blocked<DType::q4_0>;
-    case DType::q4_1:
-      return &multiply_tile_blocked<DType::q4_1>;
-    case DType::q5_0:
-      return &multiply_tile_blocked<DType::q5_0>;
-    case DType::q5_1:
-      return &multiply_tile_blocked<DType::q5_1>;
-    case DType::q8_0:
-      return &multiply_tile_blocked<DType::q8_0>;
-    case DType::q4_k:
-      return &multiply_tile_blocked<DType::q4_k>;
-    case DType::q5_k:
-      return &multiply_tile_blocked<DType::q5_k>;
-    case DType::q6_k:
-      return &multiply_tile_blocked<DType::q6_k>;
-    default:
-      return &multiply_tile;
-  }
+  if (!is_blocked(dtype)) return &multiply_tile;
+  return with_block_type(dtype,
+                         [](auto type) -> MultiplyTile { return &multiply_tile_blocked<decltype(type)::value>; });
 }
 
 // --- the table ---

@@ -216,32 +216,11 @@ inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, i
 
 template <class K>
 inline void multiply(DType dtype, const Block& block) {
-  switch (dtype) {
-    case DType::f32:
-      return K::f32(block);
-    case DType::bf16:
-      return K::bf16(block);
-    case DType::int8:
-      return K::int8(block);
-    case DType::f16:
-      return K::f16(block);
-    case DType::q4_0:
-      return K::template blocked<DType::q4_0>(block);
-    case DType::q4_1:
-      return K::template blocked<DType::q4_1>(block);
-    case DType::q5_0:
-      return K::template blocked<DType::q5_0>(block);
-    case DType::q5_1:
-      return K::template blocked<DType::q5_1>(block);
-    case DType::q8_0:
-      return K::template blocked<DType::q8_0>(block);
-    case DType::q4_k:
-      return K::template blocked<DType::q4_k>(block);
-    case DType::q5_k:
-      return K::template blocked<DType::q5_k>(block);
-    case DType::q6_k:
-      return K::template blocked<DType::q6_k>(block);
-  }
+  if (dtype == DType::f32) return K::f32(block);
+  if (dtype == DType::bf16) return K::bf16(block);
+  if (dtype == DType::int8) return K::int8(block);
+  if (dtype == DType::f16) return K::f16(block);
+  with_block_type(dtype, [&](auto type) { K::template blocked<decltype(type)::value>(block); });
 }
 
 // Steps of the run that begins at `step`. Where this thread goes on elsewhere (`jumps`), the tile's last bytes are a

@@ -66,41 +66,22 @@ struct Plain {
     }
   }
 
-  template <int kBits>
-  static int code(const uint8_t* codes, int lane, int step, int j) {
-    const int within = lane % 16, upper = lane / 16;
-    const uint8_t* high = codes + 512;
-    if (kBits == 8) return codes[128 * step + 4 * lane + j];
-    int value = codes[64 * step + 4 * within + j] >> 4 * upper & 15;
-    if (kBits == 5) value |= (high[16 * step + 8 * upper + within / 2] >> (4 * (within % 2) + j) & 1) << 4;
-    if (kBits == 6) value |= (high[64 * (step / 2) + 4 * within + j] >> (4 * (step % 2) + 2 * upper) & 3) << 4;
-    return value;
-  }
-
   // A block's sums, scaled, onto acc.
   template <DType kDType>
   static void block(const uint8_t* head, const uint8_t* w, const int8_t* x, const int32_t* row_sums, float* acc) {
     constexpr BlockForm kForm = block_form(kDType);
-    constexpr int kHalves = 32 / kForm.block;
-    const uint16_t* heads = reinterpret_cast<const uint16_t*>(head);
+    constexpr int kHalves = 32 / kForm.block, kSteps = 8 / kHalves;
     const uint8_t* codes = w + (kForm.parts ? 64 : 0);
     const float scale = float_of(static_cast<uint32_t>(row_sums[0]));
     for (int lane = 0; lane < kTile; ++lane) {
-      const float d = f16_to_float(heads[lane]), m = kForm.minimum ? f16_to_float(heads[kTile + lane]) : 0.0f;
+      const ChannelScales scales = channel_scales(kForm, head, w, lane);
       for (int half = 0; half < kHalves; ++half) {
         int32_t sum = -kForm.offset * (kHalves == 1 ? row_sums[1] + row_sums[2] : row_sums[1 + half]);
-        for (int step = half * 8 / kHalves; step < (half + 1) * 8 / kHalves; ++step)
-          for (int j = 0; j < 4; ++j) sum += code<kForm.bits>(codes, lane, step, j) * x[4 * step + j];
-        float part = d;
-        if (kForm.parts)
-          part = d * (kForm.minimum ? static_cast<float>(w[lane])
-                                    : static_cast<float>(static_cast<int8_t>(w[kTile * half + lane])));
-        acc[lane] += static_cast<float>(sum) * (part * scale);
+        for (int step = half * kSteps; step < (half + 1) * kSteps; ++step)
+          for (int j = 0; j < 4; ++j) sum += code_at(kForm, codes, lane, step, j) * x[4 * step + j];
+        acc[lane] += static_cast<float>(sum) * (scales.d[half] * scale);
       }
-      if (kForm.minimum) {
-        const float least = kForm.parts ? -(m * static_cast<float>(w[kTile + lane])) : m;
-        acc[lane] += least * (scale * static_cast<float>(row_sums[1] + row_sums[2]));
-      }
+      if (kForm.minimum) acc[lane] += scales.m * (scale * static_cast<float>(row_sums[1] + row_sums[2]));
     }
   }
 
