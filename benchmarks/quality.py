@@ -39,7 +39,7 @@ Tous les êtres humains naissent libres et égaux en dignité et en droits.
 
 
 class Score(NamedTuple):
-    """Of the tokens of all windows but each one's first."""
+    """Sum over the tokens of all windows but each one's first."""
 
     negative_log: float
     likeliest: list[int]

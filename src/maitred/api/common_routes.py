@@ -50,7 +50,7 @@ def role_routes(
 
 
 def usage_route(ledger_of: Callable[[Any], Ledger | None]) -> Route:
-    """What was used, by the ledger of whoever serves."""
+    """Record of the usage route, answered from the ledger of the server or the router."""
     return Route(
         method="GET",
         path="/v1/organization/usage/completions",

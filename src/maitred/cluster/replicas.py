@@ -176,14 +176,14 @@ class Replicas:
         return found
 
     def speed_of(self, bits: int) -> float:
-        """Of a set, together."""
+        """Summed speed of a set."""
         found = self._speeds.get(bits)
         if found is None:
             found = self._speeds[bits] = sum([replica.speed for replica in self.of(bits)])
         return found
 
     def first_of_each_speed(self, bits: int, most: int) -> Iterator[Replica]:
-        """Of a set, by name; at most so many of equal speed."""
+        """Replicas of a set by name, at most so many of each speed."""
         if not self._by_speed:
             for name in sorted(self.by_name):
                 self._by_speed.setdefault(self.by_name[name].speed, []).append(self.by_name[name])

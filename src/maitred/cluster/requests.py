@@ -170,12 +170,12 @@ class Requests:
         return actions + self.hold(again, now)
 
     def at(self, replica: Replica) -> list[FleetRequest]:
-        """In flight there, and those whose prompts it computes for others."""
+        """Requests in flight at the replica, and those whose prompts it computes for others."""
         for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
         return [*replica.in_flight.values(), *for_others]
 
     def movable(self, replica: Replica) -> list[FleetRequest]:
-        """Those of `at` that another replica can go on with, or begin."""
+        """Requests of `at` that another replica can go on with, or begin."""
         return [r for r in self.at(replica) if not r.has_begun or self._health.can_resume(r, replica)]
 
     def flee(self, replica: Replica, now: float) -> list[Action]:
@@ -209,7 +209,7 @@ class Requests:
     def move_on(
         self, replica: Replica, requests: Iterable[FleetRequest], now: float, reason: str = "drain"
     ) -> list[Action]:
-        """Those whom others may take go there, through no fault of their own."""
+        """Move requests that another replica may take; the move is not their fault."""
         actions: list[Action] = []
         moved = []
         for request in requests:

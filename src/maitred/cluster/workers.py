@@ -209,7 +209,7 @@ class Workers:
         return replace(total, num_role_switches=self._num_role_switches, lacking=self._lacking())
 
     def _lacking(self) -> str | None:
-        """The role that no worker can serve now, where prompts are handed over, unless all who could were given up."""
+        """Role that no worker can serve now, where prompts are handed over, unless all its workers were given up."""
         can = {worker: worker.is_up or worker.client.supervisor.sleep.asleep for worker in self._left}
         for role, other in (("prefill", "decode"), ("decode", "prefill")) if self._exchange_kv else ():
             able = [is_able for worker, is_able in can.items() if worker.role != other]

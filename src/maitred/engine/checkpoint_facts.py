@@ -90,7 +90,7 @@ def _footprint(spec: DecoderSpec, executor_plan: ExecutorPlan, plan: MemoryPlan,
 
 
 def _chat_template(override: str | None, folder: Path) -> str | dict[str, str] | None:
-    """Its text, or texts by name; whoever renders with it compiles it."""
+    """Text of the template, or texts by name; rendering compiles them."""
     if override is None:
         return read_chat_template(folder)
     try:

@@ -150,7 +150,7 @@ def _read(stream: Any) -> bytes:
 
 
 def _answered(question: Question) -> Verdict:
-    """With what cannot be compiled left out of schemas."""
+    """Verdict on the grammar, without those keywords of its schemas that cannot be compiled."""
     verdict = _compiled(question)
     if verdict.error is None or question.kind not in ("json_schema", "llguidance"):
         return verdict

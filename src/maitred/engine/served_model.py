@@ -27,7 +27,7 @@ class TextAhead:
         self._thread.start()
 
     def tokenizer(self, folder: Path) -> Tokenizer:
-        """Of this folder or GGUF file, read ahead or now."""
+        """Tokenizer of this folder or GGUF file, read ahead or now."""
         self._thread.join()
         if self._tokenizer is None or folder != self._place:
             return Tokenizer.from_folder(folder)

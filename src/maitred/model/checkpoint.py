@@ -96,7 +96,7 @@ class Checkpoint:
         self.path = path
         """What opens it again: a folder, or a GGUF file."""
         self.name = name
-        """For /v1/models: the hub id, or the name of the folder or the file."""
+        """Name in /v1/models: the hub id, or that of the folder or the file."""
         self.revision = revision
         """The hub's commit; None for a folder or a file."""
         self.gguf: GgufFile | None = None

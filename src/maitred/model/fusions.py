@@ -120,7 +120,7 @@ def _alike(*linears: Linear) -> bool:
 
 
 def _first_row(linear: Linear) -> int:
-    """Of its parameter, and so the column of a value that several linears write."""
+    """First row of the parameter, and so the column of a value that several linears write."""
     return linear.weight.parts[0].first
 
 

@@ -59,7 +59,7 @@ class _Keys:
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Of a key; of one that has a value for each layer, the one that all have."""
+        """Number under a key; of a list with a value for each layer, the one that all have."""
         value = self.value(key)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
@@ -77,7 +77,7 @@ class _Keys:
         return int(value)
 
     def floats(self, name: str) -> list[float] | None:
-        """Of a small tensor; None where there is none."""
+        """Values of a small tensor; None where there is none."""
         if name not in self.names:
             return None
         raw = self.names[name].tensor(name)

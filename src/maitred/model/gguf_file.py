@@ -133,7 +133,7 @@ class _Reader:
         raise CheckpointError(f"{self.path}: {what}; {remedy}")
 
     def counts(self) -> tuple[int, int]:
-        """Of tensors and of keys, once magic and version are right."""
+        """Counts of tensors and of keys, once magic and version are right."""
         if self._size < 24 or (magic := self._data[:4]) != MAGIC:
             found = f"{self._size} bytes" if self._size < 24 else f"its first bytes are {magic!r}"
             self.refuse(f"no GGUF file, or cut short ({found})", "download it again, or name a model's file or folder")
@@ -258,7 +258,7 @@ class _Reader:
 
 
 def is_gguf(path: Path) -> bool:
-    """By its name or its first bytes: Ollama's files have no suffix."""
+    """Whether a file is GGUF, by name or first bytes: Ollama's files have no suffix."""
     if not path.is_file():
         return False
     if path.suffix == ".gguf":

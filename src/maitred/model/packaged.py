@@ -25,12 +25,12 @@ _PIECE_BYTES = 1 << 22
 class PackagedModel:
     name: str
     packages: tuple[str, ...] = ()
-    """As pip takes them; none for the model inside maitred."""
+    """Requirements for pip; none for the model inside maitred."""
     files: tuple[str, ...] = ()
     """Paths below site-packages; several are the parts of one file, in order."""
     size_bytes: int = 0
     sha256: str = ""
-    """Of the file, joined where it has parts."""
+    """Checksum of the file, joined where it has parts."""
     licence: str
     good_for: str
     question: str = ""

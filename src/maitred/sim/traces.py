@@ -103,7 +103,7 @@ def _parse_csv(head: bytes, lines: Iterable[bytes], name: str, to_ms: float) -> 
 
 
 def _ms(text: str, to_ms: float) -> float:
-    """Of a number in the file's unit, or of a date, which is UTC where it names no zone."""
+    """Milliseconds of a number in the file's unit, or of a date, which is UTC where it names no zone."""
     try:
         return float(text) * to_ms
     except ValueError:

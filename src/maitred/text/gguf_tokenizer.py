@@ -48,7 +48,7 @@ class _Vocabulary:
         return values
 
     def added_tokens(self) -> list[tuple[int, AddedToken]]:
-        """Those that are found whole, before the rest of a text is split."""
+        """Added tokens that are found whole, before the rest of a text is split."""
         name = str(self.metadata.get("general.name", "")).lower()
         swallows = "phi-3" in name or "phi3" in name  # the white space behind; no file says so
         keeps = {"<unk>", "<s>", "<|endoftext|>"}

@@ -86,7 +86,7 @@ def _plain_call(call: Any, path: str) -> dict[str, Any]:
 
 
 def arguments_of(arguments: Any, path: str) -> Mapping[str, Any] | str:
-    """As an object; text that is none, such as that of a call which was cut, stays text. Raises InvalidRequest."""
+    """Arguments as an object; text that is none, as a call that was cut has, stays text. Raises InvalidRequest."""
     try:
         value = json.loads(arguments or "{}", parse_constant=_refused) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):

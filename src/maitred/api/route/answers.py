@@ -89,7 +89,7 @@ class ForeignStream:
         return is_done or self.is_error or self._num_finished >= num_choices
 
     def usage(self, num_tokens: int) -> Usage:
-        """As it tells; else as many tokens as events were counted."""
+        """Usage as the stream told it, else as many tokens as events were counted."""
         return _told(self._usage, num_tokens)
 
     def _read(self, event: bytes) -> None:

@@ -125,7 +125,7 @@ def array_of_json(name: str, data_type: str, values: Any, text_of: TextOf) -> np
 
 
 def flat_of_json(name: str, data_type: str, values: Any, text_of: TextOf) -> np.ndarray:
-    """As `array_of_json`, in row-major order however the values are nested: as with Triton the shape alone counts."""
+    """Values as `array_of_json` has them, in row-major order however they are nested, for Triton counts the shape."""
     if isinstance(values, Numbers):
         return _flat_numbers(name, data_type, values, text_of)
     found: list[Any] = []
@@ -155,7 +155,7 @@ def _flat_numbers(name: str, data_type: str, numbers: Numbers, text_of: TextOf) 
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
-    """Its numbers as flat lists in JSON. A piece is checked within the brackets that are open around it."""
+    """Numbers of the text as flat lists in JSON. A piece is checked within the brackets that are open around it."""
     at, depth = 0, 0
     while at < len(text):
         comma = text.find(b",", at + PIECE_BYTES)
@@ -178,7 +178,7 @@ def _piece(piece: bytes, kind: np.dtype) -> np.ndarray:
 
 
 def _shape(text: bytes) -> tuple[int, ...]:
-    """Of lists in lists. Raises ValueError unless those of a depth are equally long."""
+    """Shape of lists in lists. Raises ValueError unless those of a depth are equally long."""
     marks = text.translate(None, delete=_NO_MARKS)
     depth = len(marks) - len(marks.lstrip(b"["))
     if depth > MOST_DIMS:
@@ -195,7 +195,7 @@ def _shape(text: bytes) -> tuple[int, ...]:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """Of BF16."""
+    """Upper halves of float32 values: BF16."""
     return (array.view(np.uint32) >> 16).astype(np.uint16)
 
 

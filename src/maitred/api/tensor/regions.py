@@ -27,7 +27,7 @@ _KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SystemRegion:
-    """Its file stays open while a request uses it, also when it is unregistered meanwhile."""
+    """Region of shared memory. The file stays open while a request uses it, also when it is unregistered meanwhile."""
 
     key: str
     offset: int
@@ -77,7 +77,7 @@ class RegionPart:
         return view
 
     def write(self, data: Buffer) -> None:
-        """From its beginning. Raises InvalidRequest where the file has become shorter."""
+        """Write from the region's beginning. Raises InvalidRequest where the file has become shorter."""
         view, at = memoryview(data).cast("B"), 0
         size = os.fstat(self.region.file).st_size
         if size < self.offset + view.nbytes:
@@ -91,7 +91,7 @@ class RegionPart:
 
 
 class SystemRegions:
-    """Regions by owner and name: whoever else names one finds none. All of it raises InvalidRequest, and RegionNotFound
+    """Regions by owner and name; another owner finds none. Every method raises InvalidRequest, and RegionNotFound
     for a name that is not registered.
     """
 
@@ -111,7 +111,7 @@ class SystemRegions:
         self._regions[owner] = {**own, name: region}
 
     def unregister(self, owner: str, name: str = "") -> None:
-        """All of the owner's without a name; unknown names are nobody's fault."""
+        """Remove one region, or without a name all of the owner's; unknown names are no error."""
         own = self._regions.pop(owner, {})
         if name and (left := {other: region for other, region in own.items() if other != name}):
             self._regions[owner] = left

@@ -27,7 +27,7 @@ class SimulateOptions:
     """Folder with a config.json, or a known name such as llama-3.1-8b; None is the profile's, or the built-in model;
     with --model-repository none is no language model."""
     trace_unit: str | None = option(None, metavar="UNIT", choices=("ms", "s"))
-    """Of the trace's timestamps: ms or s; None is ms for JSON lines and s for CSV, whose dates need none."""
+    """Unit of the trace's timestamps, ms or s; None is ms for JSON lines and s for CSV, whose dates need none."""
     trace_block_size: int | None = option(None, metavar="TOKENS")
     """Tokens of the prompt that each of the trace's hash_ids stands for; None is 512."""
     rate_scale: float = option(1.0, metavar="FACTOR")

@@ -189,7 +189,7 @@ def predictions(outputs: Sequence[Tensor], *, by_rows: bool) -> bytes:
 
 
 def _object(**told: bytes) -> bytes:
-    """Of what is JSON already."""
+    """JSON object of values that are JSON already."""
     return b"{" + b",".join(encoded(name) + b":" + value for name, value in told.items()) + b"}"
 
 
