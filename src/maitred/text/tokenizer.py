@@ -61,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Tokenizer of a folder or a GGUF file. Raises CheckpointError, with the remedy, when it is missing or broken."""
+        """Tokenizer of a folder or a GGUF file. Raises CheckpointError with the remedy when it is missing or broken."""
         if folder.is_file():
             from maitred.text.gguf_tokenizer import tokenizer_of  # noqa: PLC0415
 
