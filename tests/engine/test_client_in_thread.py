@@ -62,6 +62,15 @@ async def test_what_an_idle_engine_counts_beside_its_steps_is_told_without_anoth
     await client.close()
 
 
+async def test_what_is_called_before_the_engine_can_be_woken_is_run_at_its_start():
+    core = scripted_core(served_model(), [5], 1)
+    is_run = threading.Event()
+    core.call_soon(is_run.set)
+    client = client_of(core)
+    await until_async(is_run.is_set)
+    await client.close()
+
+
 async def test_a_stream_gives_the_text_and_ends_with_a_reason_and_timing():
     engine, model, requests = scripted_engine("One soup, please.", SamplingParams(temperature=0.0, max_tokens=50))
     deltas = [delta async for delta in stream_text(engine, model, requests)]

@@ -219,6 +219,11 @@ class EngineCore:
         self._called.append(action)
         self.wake()
 
+    @property
+    def is_called(self) -> bool:
+        """Whether an action of `call_soon` waits to be run."""
+        return bool(self._called)
+
     def run_called(self) -> bool:
         """Before each step, and whenever `wake` was called: all that waits to be. Returns whether anything did."""
         has_called = bool(self._called)

@@ -146,7 +146,8 @@ class EngineLoop:
     def run(self) -> None:
         core, link = self._core, self._link
         while not self._stopping:
-            wait = not core.can_step  # for commands, or for KV from elsewhere, whose coming wakes it
+            # For commands, or for KV from elsewhere, whose coming wakes it. What was called before it could wake is run.
+            wait = not core.can_step and not core.is_called
             if wait and self._has_changed:
                 self._tell([])  # the figures of an idle engine, before it falls silent
                 self._has_changed = self._beside is None
