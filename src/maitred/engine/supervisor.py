@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 SILENT_S = 2.25  # without a heartbeat for so long, the engine is not healthy; told within three seconds of the last one
 START_POLL_S = 0.05
+LAST_REPORT_S = 0.5  # what an ended engine said is waited for so long: the sockets' own thread may not have read it yet
 STOP_S = 3.0  # an engine that was told to end, and has not by then, is killed
 
 
@@ -247,6 +248,8 @@ class Supervisor:
         if child is not self._child or self.stopping:
             return
         self._read()  # what it said before counts
+        while child.returncode == 1 and child.last_words is None and child.wait_readable(LAST_REPORT_S):
+            self._read()
         self._deafen()
         self._child = None
         self._num_wrong_frames += child.num_wrong_frames
