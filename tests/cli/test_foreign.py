@@ -104,9 +104,9 @@ def test_a_flag_of_ours_with_a_letter_missing_is_still_recognised():
             assert flag in what_was_meant(typed, OWN), typed
 
 
-def test_the_table_in_the_readme_says_what_the_command_line_answers():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (.+?) \| (.+) \|$", text.partition("## Coming from")[2].partition("**Not yet**")[0], re.M)
+def test_the_table_for_newcomers_says_what_the_command_line_answers():
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.M)
     for there, here in rows:
         for flag in re.findall(r"`(--?[a-z-]+)", there):
             assert flag in SAME or (flag_named(flag) or "").startswith(EQUAL), flag
