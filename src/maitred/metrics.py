@@ -337,13 +337,18 @@ METRICS: tuple[Metric, ...] = (
 
 
 def metrics_document() -> str:
-    """docs/metrics.md: one table row per metric."""
+    """Return docs/metrics.md: one table row per metric."""
     return "\n".join(
         [
             "# Metrics",
             "",
-            "`GET /metrics` answers in the Prometheus text format (OpenMetrics when asked for). A sample is one of the",
-            "`n` answers to one prompt. This page is made from `src/maitred/metrics.py`:",
+            "```sh",
+            "curl localhost:8000/metrics | grep maitred_requests_running",
+            "```",
+            "",
+            "Use it when you write a dashboard or an alert. `GET /metrics` answers in the Prometheus text format",
+            "(OpenMetrics when asked for). A sample is one of the `n` answers to one prompt. This page is made from",
+            "`src/maitred/metrics.py`:",
             "`python -m maitred.metrics > docs/metrics.md`.",
             "",
             *_table("The engine", ENGINE_METRICS),
