@@ -243,7 +243,7 @@ def measure_start(options: argparse.Namespace, folder: Path) -> None:
     rows = memoryview(os.urandom(64 * size))
     tier = open_kv_disk(disk, max_bytes=2 * options.folder_bytes, bytes_per_block=size, fingerprint="a model")
     for first in range(0, options.folder_bytes // size, 64):
-        tier.write([(first + i).to_bytes(32, "big") for i in range(64)], "", rows)
+        tier.write([(first + i).to_bytes(32, "big") for i in range(64)], rows)
     tier.close()
     began = time.perf_counter()
     tier = open_kv_disk(disk, max_bytes=2 * options.folder_bytes, bytes_per_block=size, fingerprint="a model")

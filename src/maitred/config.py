@@ -147,8 +147,6 @@ class TiersConfig:
     restart too, is not computed again. One server's alone; None keeps none."""
     kv_disk_max_bytes: int = 16 * 2**30
     """Most bytes in that folder; what was used longest ago goes first."""
-    kv_disk_key_file: str | None = None
-    """File of 32 bytes, raw or as hex or base64, that encrypt what lies in that folder (AES-256-GCM, extra kvcrypt)."""
     kv_redis: str | None = None
     """URL of a Redis server or cluster in which servers of the same model share keys and values of finished requests;
     servers with tenants need the same --fleet-token-file to find each other's. How much it keeps is Redis's own matter
@@ -165,8 +163,6 @@ class TiersConfig:
         require_at_least("kv_redis_max_block_bytes", self.kv_redis_max_block_bytes, 1)
         if self.kv_disk is not None and not self.kv_disk.strip():
             raise ConfigError(f"kv_disk is {self.kv_disk!r}; name a folder, or leave it out")
-        if self.kv_disk_key_file is not None and self.kv_disk is None:
-            raise ConfigError("kv_disk_key_file encrypts what lies in kv_disk; name that folder too")
 
 
 DEFAULT_TOKEN_BUDGET = 512

@@ -195,13 +195,10 @@ def test_a_peer_that_is_gone_or_has_nothing_costs_no_token(make):
     assert second.peers.counts.outcomes == {"recomputed": 2}
 
 
-@pytest.mark.parametrize("needs_salt", [False, True])
-def test_a_peer_gives_what_its_tier_alone_has_if_it_can_be_read_without_a_salt(make, needs_salt):
+def test_a_peer_gives_what_its_tier_alone_has(make):
     first, second = make(num_blocks=24), make(num_blocks=24)
     core, io = first.core, first.core._executor.block_io()
-    tier = KVHost(40, io.bytes_per_block)
-    tier.needs_salt = needs_salt
-    tiers = KVTiers(core, io, [tier], block_size=16, staging_bytes=2**28, clock=core._clock)
+    tiers = KVTiers(core, io, [KVHost(40, io.bytes_per_block)], block_size=16, staging_bytes=2**28, clock=core._clock)
     tiers._tiers[0].meter = FetchMeter(bandwidth=1e12, latency_s=0.0)  # quicker than computing
     said = first.complete("a")
     first.hear(lambda: not tiers._stores)
@@ -210,7 +207,7 @@ def test_a_peer_gives_what_its_tier_alone_has_if_it_can_be_read_without_a_salt(m
     first.rest_in_thread()
     tiers._thread = first._resting  # the engine's from here on
     assert second.complete("b", PROMPT, first.peers.gives.addresses) == said
-    assert (second.cached[0] < 192) if needs_salt else (second.cached == [192])
+    assert second.cached == [192]
     until(lambda: first.is_left_alone)
     tiers.close()
 

@@ -27,7 +27,7 @@ PROMPT = list(range(300, 300 + 200))
 class DictTier:
     """Keeps blocks in a dict. `before_read`, `before_write` are called in the threads that do so."""
 
-    name, has_index, needs_salt, hindrance = "dict", True, False, None
+    name, has_index, hindrance = "dict", True, None
     changes: Changes[bytes] | None = None
 
     def __init__(self, bytes_per_block: int) -> None:
@@ -45,7 +45,7 @@ class DictTier:
     def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
         tell(self.num_known(keys))
 
-    def read(self, keys: Sequence[bytes], salt: str, into: memoryview) -> int:
+    def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         self.before_read()
         size = self.bytes_per_block
         for i, key in enumerate(keys):
@@ -54,7 +54,7 @@ class DictTier:
             into[i * size : (i + 1) * size] = self.blocks[key]
         return len(keys)
 
-    def write(self, keys: Sequence[bytes], salt: str, rows: memoryview) -> int:
+    def write(self, keys: Sequence[bytes], rows: memoryview) -> int:
         self.before_write()
         size = self.bytes_per_block
         for i, key in enumerate(keys):

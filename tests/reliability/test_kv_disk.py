@@ -19,7 +19,6 @@ from tests.api.test_tenants_end_to_end import new_key
 from tests.cli.running import maitred_process
 from tests.conftest import ServerProcess, start_server
 from tests.model.adapters import random_tensors, write_adapter
-from tests.storage.test_kv_disk import key_file_with
 from tests.waiting import HANGS_S, is_gone, until
 
 MODEL, ADAPTER = "maitred-mini", "sql"
@@ -142,10 +141,8 @@ def test_conversations_go_on_after_kill_9_as_if_nothing_had_happened(world):
         assert texts(alone) == texts(back[kind]), kind
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_workers_of_a_new_start_are_sent_the_conversations_that_lie_with_them(world, encrypted):
-    key = ("--kv-disk-key-file", key_file_with(world.folder / "key", bytes(range(32)))) if encrypted else ()
-    words = ("--mixed-workers", "2", "--kv-disk", str(world.disk), *key)
+def test_workers_of_a_new_start_are_sent_the_conversations_that_lie_with_them(world):
+    words = ("--mixed-workers", "2", "--kv-disk", str(world.disk))
     prompts = [f"{number}. {PROMPT}" for number in range(4)]
 
     def tiers() -> list[dict[str, Any]]:
@@ -205,7 +202,6 @@ def test_a_folder_is_one_servers_and_private(world):
     [
         (("--kv-disk-max-bytes", "1000"), "one block takes"),
         (("--kv-staging-bytes", "1000"), "a block takes"),
-        (("--kv-disk-key-file", "{folder}/tenants.yaml"), "chmod 600"),
         (("--kv-disk", "{folder}/tenants.yaml"), "name a folder of your own"),
         (("--no-enable-prefix-caching",), "kv_disk out"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import errno
 import logging
 import os
@@ -29,7 +28,6 @@ from maitred.storage.kv_disk import KVDisk, open_kv_disk
 from maitred.storage.kv_folder import salt_secret
 
 BLOCK = 256
-SALTS = ("", "tenant")
 
 
 def keys_of(count: int, chain: str = "a") -> list[bytes]:
@@ -54,13 +52,13 @@ def opened(
 
 def stored(folder: Path, keys: Sequence[bytes], **settings: Any) -> None:
     with opened(folder, **settings) as disk:
-        assert disk.write(keys, "", rows_of(keys)) == len(keys)
+        assert disk.write(keys, rows_of(keys)) == len(keys)
 
 
-def found(disk: KVDisk, keys: Sequence[bytes], salt: str = "") -> int:
+def found(disk: KVDisk, keys: Sequence[bytes]) -> int:
     """How many are read; all of those are right, or this fails."""
     into = memoryview(bytearray(len(keys) * BLOCK))
-    count = disk.read(keys, salt, into)
+    count = disk.read(keys, into)
     assert into[: count * BLOCK] == rows_of(keys[:count])
     return count
 
@@ -84,17 +82,6 @@ def flip(file: Path, bit: int) -> None:
     file.write_bytes(content)
 
 
-@pytest.fixture
-def key_file(tmp_path: Path) -> str:
-    return key_file_with(tmp_path / "key", os.urandom(32))
-
-
-def key_file_with(path: Path, content: bytes, mode: int = 0o600) -> str:
-    path.write_bytes(content)
-    path.chmod(mode)
-    return str(path)
-
-
 # ---- what is stored is found
 
 
@@ -105,7 +92,7 @@ def test_blocks_are_found_after_a_restart_and_a_prefix_ends_where_they_do(tmp_pa
         assert disk.num_known(keys) == 60
         assert found(disk, keys) == 60
         assert (disk.stats.num_blocks, disk.stats.num_hits, disk.stats.num_misses) == (60, 60, 40)
-        assert disk.write(keys, "", rows_of(keys)) == 100
+        assert disk.write(keys, rows_of(keys)) == 100
         assert disk.stats.num_written == 40  # those that were not there
         assert found(disk, keys[30:]) == 70  # any run of keys, also over two segments
         told: list[int] = []
@@ -116,10 +103,10 @@ def test_blocks_are_found_after_a_restart_and_a_prefix_ends_where_they_do(tmp_pa
 def test_a_block_that_lacks_in_the_middle_ends_the_prefix(tmp_path):
     keys = keys_of(9)
     with opened(tmp_path) as disk:
-        disk.write(keys[:4], "", rows_of(keys[:4]))
-        disk.write(keys[5:], "", rows_of(keys[5:]))
+        disk.write(keys[:4], rows_of(keys[:4]))
+        disk.write(keys[5:], rows_of(keys[5:]))
         assert disk.num_known(keys) == found(disk, keys) == 4
-        assert disk.write(keys, "", rows_of(keys)) == 9
+        assert disk.write(keys, rows_of(keys)) == 9
         assert found(disk, keys) == 9
 
 
@@ -137,7 +124,7 @@ def test_the_bound_holds_and_what_was_hit_longest_ago_goes_first(tmp_path):
     chains = [keys_of(16, f"chain {i}") for i in range(12)]
     with opened(tmp_path, max_bytes=8 * 16 * (BLOCK + 48) + 8 * 96) as disk:
         for i, chain in enumerate(chains):
-            disk.write(chain, "", rows_of(chain))
+            disk.write(chain, rows_of(chain))
             disk.touch(chains[0])
             if i >= 1:
                 assert found(disk, chains[1]) == 16
@@ -154,7 +141,7 @@ def test_the_order_of_use_outlives_a_restart(tmp_path):
     bound = 8 * 16 * (BLOCK + 48)
     with opened(tmp_path, max_bytes=bound) as disk:
         for i, chain in enumerate(chains):
-            disk.write(chain, "", rows_of(chain))
+            disk.write(chain, rows_of(chain))
             os.utime(max(tmp_path.glob("*.kvi"), key=lambda file: file.stat().st_mtime_ns), (i, i))
         found(disk, chains[0])
     with opened(tmp_path, max_bytes=bound // 2) as disk:  # a lower bound evicts at once
@@ -162,15 +149,14 @@ def test_the_order_of_use_outlives_a_restart(tmp_path):
         assert disk.stats.num_bytes <= bound // 2
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_it_tells_which_blocks_came_and_went(tmp_path, key_file, encrypted):
-    keys, key_file = keys_of(60), key_file if encrypted else None
-    with opened(tmp_path / "kv", key_file=key_file) as disk:
-        disk.write(keys[:10], "", rows_of(keys[:10]))
-    with opened(tmp_path / "kv", key_file=key_file, max_bytes=10_000) as disk:
+def test_it_tells_which_blocks_came_and_went(tmp_path):
+    keys = keys_of(60)
+    with opened(tmp_path / "kv") as disk:
+        disk.write(keys[:10], rows_of(keys[:10]))
+    with opened(tmp_path / "kv", max_bytes=10_000) as disk:
         disk.tell_changes(True)
         assert set(disk.changes.take(99)[0]) == set(keys[:10])
-        disk.write(keys[10:], "", rows_of(keys[10:]))
+        disk.write(keys[10:], rows_of(keys[10:]))
         there = {key for key in keys if disk.num_known([key])}
         came, gone = disk.changes.take(99)
         assert disk.stats.num_evicted > 0
@@ -182,12 +168,12 @@ def test_it_tells_which_blocks_came_and_went(tmp_path, key_file, encrypted):
 def test_clear_deletes_every_block_and_after_close_nothing_is_found(tmp_path):
     keys = keys_of(40)
     with opened(tmp_path) as disk:
-        disk.write(keys, "", rows_of(keys))
+        disk.write(keys, rows_of(keys))
         assert disk.clear() == 40
         assert disk.num_known(keys) == disk.stats.num_bytes == 0
         assert not list(tmp_path.glob("*.kv*"))
-        assert disk.write(keys, "", rows_of(keys)) == 40
-    assert disk.num_known(keys) == found(disk, keys) == disk.write(keys, "", rows_of(keys)) == 0
+        assert disk.write(keys, rows_of(keys)) == 40
+    assert disk.num_known(keys) == found(disk, keys) == disk.write(keys, rows_of(keys)) == 0
     disk.close()
 
 
@@ -201,7 +187,7 @@ def test_readers_and_writers_meet_eviction_and_bytes_stay_right(tmp_path):
             try:
                 for chain in order.choices(chains, k=150):
                     if found(disk, chain) < 16:
-                        disk.write(chain, "", rows_of(chain))
+                        disk.write(chain, rows_of(chain))
                     disk.touch(chain)
             except BaseException as error:
                 failures.append(error)
@@ -219,30 +205,27 @@ def test_readers_and_writers_meet_eviction_and_bytes_stay_right(tmp_path):
 # ---- whatever is wrong is a miss
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(suffix=st.sampled_from([".kv", ".kvi"]), bit=st.integers(0, 1 << 20), while_open=st.booleans())
-def test_a_flipped_bit_anywhere_is_a_miss_that_is_counted_once(tmp_path_factory, encrypted, suffix, bit, while_open):
+def test_a_flipped_bit_anywhere_is_a_miss_that_is_counted_once(tmp_path_factory, suffix, bit, while_open):
     folder, keys = tmp_path_factory.mktemp("kv"), keys_of(12)
-    key = key_file_with(folder.parent / "key", b"k" * 32) if encrypted else None
-    stored(folder, keys, key_file=key)
-    with opened(folder, key_file=key) as disk:
+    stored(folder, keys)
+    with opened(folder) as disk:
         if while_open:
             flip(the_file(folder, suffix), bit)
             num_found = found_each(disk, keys)
             assert num_found == 12 - disk.stats.dropped.total() == disk.stats.num_blocks
     if not while_open:
         flip(the_file(folder, suffix), bit)
-    with opened(folder, key_file=key) as disk:
+    with opened(folder) as disk:
         num_found = found_each(disk, keys)
-        is_key_id = any(reason is DropReason.NO_KEY for reason in dropped(disk))
         assert num_found in {0, 11, 12}
-        assert is_key_id or num_found == 12 or disk.stats.dropped or while_open
-        assert disk.write(keys, "", rows_of(keys)) == 12
+        assert num_found == 12 or disk.stats.dropped or while_open
+        assert disk.write(keys, rows_of(keys)) == 12
         assert found(disk, keys) == 12
-    with opened(folder, key_file=key) as disk:
+    with opened(folder) as disk:
         assert found(disk, keys) == 12
-        assert is_key_id or not +disk.stats.dropped
+        assert not +disk.stats.dropped
 
 
 @settings(max_examples=60, deadline=None)
@@ -289,7 +272,7 @@ def test_rows_or_index_alone_are_nothing_and_go(tmp_path):
 def test_files_that_vanish_while_served_are_misses(tmp_path):
     keys = keys_of(5)
     with opened(tmp_path) as disk:
-        disk.write(keys, "", rows_of(keys))
+        disk.write(keys, rows_of(keys))
         the_file(tmp_path, ".kv").unlink()
         assert found(disk, keys) == disk.num_known(keys) == 0
         assert dropped(disk) == {DropReason.TORN: 5}
@@ -317,28 +300,26 @@ WRITES_UNTIL_KILLED = """
 import sys
 from tests.storage.test_kv_disk import keys_of, opened, rows_of
 from pathlib import Path
-with opened(Path(sys.argv[1]), max_bytes=1 << 18, key_file=sys.argv[3] or None) as disk:
+with opened(Path(sys.argv[1]), max_bytes=1 << 18) as disk:
     print("open", flush=True)
     for i in range(10**9):
         keys = keys_of(1 + i * 7 % 23, f"{sys.argv[2]} {i}")
-        disk.write(keys, "", rows_of(keys))
+        disk.write(keys, rows_of(keys))
         print(i, flush=True)
 """
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_whatever_a_killed_writer_left_is_right(tmp_path, key_file, encrypted):
-    folder, key = tmp_path / "kv", key_file if encrypted else ""
-    chance, told = random.Random(8), 0
+def test_whatever_a_killed_writer_left_is_right(tmp_path):
+    folder, chance, told = tmp_path / "kv", random.Random(8), 0
     for life in range(4):
-        command = [sys.executable, "-c", WRITES_UNTIL_KILLED, str(folder), str(life), key]
+        command = [sys.executable, "-c", WRITES_UNTIL_KILLED, str(folder), str(life)]
         root = Path(__file__).parents[2]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as writer:
             assert writer.stdout is not None
             for _ in range(chance.randrange(2, 60)):
                 told = int(writer.stdout.readline().strip().replace("open", "-1"))
             writer.send_signal(signal.SIGKILL)
-        with opened(folder, max_bytes=1 << 18, key_file=key or None) as disk:
+        with opened(folder, max_bytes=1 << 18) as disk:
             chains = [keys_of(1 + i * 7 % 23, f"{life} {i}") for i in range(told + 20)]
             assert sum(found_each(disk, chain) for chain in chains) > 0
             assert found(disk, chains[told]) == len(chains[told])  # told of, so the system has it
@@ -370,7 +351,7 @@ def test_a_bound_below_one_block_is_refused_with_the_number(tmp_path):
         pass
     keys = keys_of(3)
     with opened(tmp_path, max_bytes=least) as disk:
-        assert disk.write(keys, "", rows_of(keys)) == 0  # only the last one is there
+        assert disk.write(keys, rows_of(keys)) == 0  # only the last one is there
         assert (disk.stats.num_blocks, disk.stats.num_evicted, found(disk, keys[2:])) == (1, 2, 1)
 
 
@@ -401,13 +382,13 @@ def test_on_a_full_disk_it_goes_on_without_storing_and_stores_again_when_there_i
         handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("maitred.storage.kv_disk").addHandler(handler)
         with opened(tmp_path, retry_s=0.0) as disk:
-            disk.write(first, "", rows_of(first))
+            disk.write(first, rows_of(first))
             resource.setrlimit(resource.RLIMIT_FSIZE, (20 * BLOCK + 7, resource.RLIM_INFINITY))
-            assert [disk.write(more, "", rows_of(more)) for _ in range(3)] == [0, 0, 0]
+            assert [disk.write(more, rows_of(more)) for _ in range(3)] == [0, 0, 0]
             assert disk.stats.dropped == {DropReason.NO_SPACE: 120}
             assert (found(disk, first), disk.num_known(more)) == (10, 0)
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-            assert disk.write(more, "", rows_of(more)) == found(disk, more) == 40
+            assert disk.write(more, rows_of(more)) == found(disk, more) == 40
         with opened(tmp_path) as disk:
             assert (found(disk, first), found(disk, more), dropped(disk)) == (10, 40, {})
         return " | ".join(message.partition(": ")[2] for message in told)
@@ -434,7 +415,7 @@ def test_a_read_only_folder_is_served_and_nothing_is_stored(tmp_path):
         os.chdir("/")
         os.chmod(inner, 0o500)
         with opened(inner) as disk:
-            assert (found(disk, keys), disk.write(more, "", rows_of(more)), found(disk, more)) == (10, 0, 0)
+            assert (found(disk, keys), disk.write(more, rows_of(more)), found(disk, more)) == (10, 0, 0)
             assert dropped(disk) == {DropReason.READ_ONLY: 3}
             with pytest.raises(ConfigError, match="in use by"):
                 open_kv_disk(inner, max_bytes=1 << 20, bytes_per_block=BLOCK, fingerprint="")
@@ -453,75 +434,6 @@ def test_a_read_only_folder_is_served_and_nothing_is_stored(tmp_path):
     finally:
         if inner.parent != tmp_path:
             subprocess.run(["rm", "-rf", str(inner)], check=True)
-
-
-# ---- encryption
-
-
-def test_encrypted_blocks_are_found_with_their_key_and_tell_nothing(tmp_path, key_file):
-    folder, keys = tmp_path / "kv", keys_of(30)
-    stored(folder, keys, key_file=key_file)
-    content = b"".join(file.read_bytes() for file in folder.iterdir())
-    assert not any(key in content or bytes(rows_of([key])[:16]) in content for key in keys)
-    with opened(folder, key_file=key_file) as disk:
-        assert found(disk, keys) == 30
-
-
-def test_equal_blocks_of_unlike_salts_are_unlike_on_disk_and_open_only_with_theirs(tmp_path, key_file):
-    folder, keys = tmp_path / "kv", keys_of(2)
-    same = memoryview(bytes(2 * BLOCK))
-    with opened(folder, key_file=key_file) as disk:
-        disk.write(keys[:1], "one", same[:BLOCK])
-        disk.write(keys[1:], "two", same[BLOCK:])
-        rows = the_file(folder, ".kv").read_bytes()
-        assert rows[:BLOCK] != rows[BLOCK + 16 : 2 * BLOCK + 16]
-        into = memoryview(bytearray(b"x" * BLOCK))
-        assert disk.read(keys[:1], "two", into) == 0
-        assert disk.read(keys[1:], "two", into) == 1
-
-
-def test_without_the_key_or_with_another_nothing_is_found_and_nothing_deleted(tmp_path, key_file):
-    folder, keys = tmp_path / "kv", keys_of(5)
-    stored(folder, keys, key_file=key_file)
-    for key in (None, key_file_with(tmp_path / "other", b"o" * 32)):
-        with opened(folder, key_file=key) as disk:
-            assert (found(disk, keys), dropped(disk)) == (0, {DropReason.NO_KEY: 5})
-    with opened(folder, key_file=key_file) as disk:
-        assert found(disk, keys) == 5
-
-
-def test_what_lay_there_in_the_clear_goes_when_a_key_is_given(tmp_path, key_file):
-    folder, keys = tmp_path / "kv", keys_of(5)
-    stored(folder, keys)
-    with opened(folder, key_file=key_file) as disk:
-        assert (found(disk, keys), dropped(disk)) == (0, {DropReason.FOREIGN: 5})
-    assert not list(folder.glob("*.kv"))
-
-
-def test_a_key_is_the_same_raw_as_hex_and_as_base64(tmp_path):
-    key, keys = os.urandom(32), keys_of(5)
-    stored(tmp_path / "kv", keys, key_file=key_file_with(tmp_path / "raw", key))
-    for name, text in (("hex", key.hex().encode()), ("base64", base64.b64encode(key))):
-        with opened(tmp_path / "kv", key_file=key_file_with(tmp_path / name, text + b"\n")) as disk:
-            assert found(disk, keys) == 5
-
-
-@pytest.mark.parametrize(
-    ("content", "mode", "complaint"),
-    [(b"k" * 32, 0o644, "chmod 600"), (b"k" * 31, 0o600, "31 bytes that are no key"), (b"", 0o600, "0 bytes")],
-)
-def test_a_key_file_that_is_none_is_refused_in_one_line(tmp_path, content, mode, complaint):
-    path = key_file_with(tmp_path / "key", content, mode)
-    with pytest.raises(ConfigError, match=complaint), opened(tmp_path / "kv", key_file=path):
-        pass
-    with pytest.raises(ConfigError, match="No such file"), opened(tmp_path / "kv", key_file=path + "2"):
-        pass
-
-
-def test_without_the_package_the_error_names_the_extra(tmp_path, key_file, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
-    with pytest.raises(ConfigError, match=r"maitred\[kvcrypt\]"), opened(tmp_path / "kv", key_file=key_file):
-        pass
 
 
 # ---- the salt's secret

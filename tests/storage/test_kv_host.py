@@ -22,12 +22,12 @@ def rows_of(*numbers: int) -> memoryview:
 
 def read(host: KVHost, *numbers: int) -> tuple[int, bytes]:
     into = memoryview(bytearray(len(numbers) * BLOCK))
-    count = host.read(keys_of(*numbers), "", into)
+    count = host.read(keys_of(*numbers), into)
     return count, bytes(into[: count * BLOCK])
 
 
 def write(host: KVHost, *numbers: int) -> int:
-    return host.write(keys_of(*numbers), "", rows_of(*numbers))
+    return host.write(keys_of(*numbers), rows_of(*numbers))
 
 
 def known(host: KVHost, numbers: Sequence[int]) -> list[int]:

@@ -50,13 +50,13 @@ def looked_up(tier: KVRedis, keys: Sequence[bytes]) -> int:
 
 def stored(tier: KVRedis, keys: Sequence[bytes]) -> None:
     """In one of the next tries: a Redis that has just come is known after a probe."""
-    until(lambda: tier.write(keys, "", rows_of(keys)) == len(keys), limit_s=20.0)
+    until(lambda: tier.write(keys, rows_of(keys)) == len(keys), limit_s=20.0)
 
 
 def lost(tier: KVRedis) -> None:
     """Until the breaker is open; nothing is found meanwhile."""
     until(lambda: found(tier, KEYS) == 0 and looked_up(tier, KEYS) == 0 and not tier._store.is_up, limit_s=20.0)
-    assert tier.write(KEYS, "", rows_of(KEYS)) == 0
+    assert tier.write(KEYS, rows_of(KEYS)) == 0
     assert tier.stats.dropped[DropReason.UNREACHABLE] >= len(KEYS)
 
 
@@ -74,7 +74,7 @@ def test_what_one_server_stores_another_finds(server: RunningRedis):
         assert looked_up(other, KEYS) == other.num_known(KEYS) == 15
         assert found(other, KEYS) == 15
         assert (other.stats.num_hits, other.stats.num_misses, one.stats.num_written) == (15, 5, 15)
-        assert other.write(KEYS, "", rows_of(KEYS)) == 20
+        assert other.write(KEYS, rows_of(KEYS)) == 20
         assert other.stats.num_written == 5  # those that it did not know
         assert looked_up(stranger, KEYS) == found(stranger, KEYS) == 0
 
@@ -172,7 +172,7 @@ def test_down_at_the_start_it_is_found_when_it_comes(tmp_path: Path):
 @pytest.mark.parametrize("option", [("--maxmemory", "1", "--maxmemory-policy", "noeviction"), ("--requirepass", "x")])
 def test_a_full_one_and_one_with_another_password_cost_blocks_and_nothing_else(tmp_path: Path, option):
     with running_redis(tmp_path, *option) as server, tier_at(server.url) as tier:
-        until(lambda: tier.write(KEYS, "", rows_of(KEYS)) == 0 and not tier._store.is_up, limit_s=20.0)
+        until(lambda: tier.write(KEYS, rows_of(KEYS)) == 0 and not tier._store.is_up, limit_s=20.0)
         assert looked_up(tier, KEYS) == found(tier, KEYS) == 0
         assert tier.stats.dropped.total() >= 20
 
@@ -185,7 +185,7 @@ def test_with_a_small_memory_redis_evicts_by_its_own_policy_and_no_byte_is_wrong
     ):
         chains = [keys_of(100, f"chain {i}") for i in range(100)]
         for chain in chains:
-            tier.write(chain, "", rows_of(chain))
+            tier.write(chain, rows_of(chain))
         assert 0 < sum(found(tier, [key]) for chain in chains for key in chain[:5]) < 500
         assert not +tier.stats.dropped
 
@@ -193,7 +193,7 @@ def test_with_a_small_memory_redis_evicts_by_its_own_policy_and_no_byte_is_wrong
 def test_after_close_it_answers_that_there_is_nothing(server: RunningRedis):
     with tier_at(server.url) as tier:
         stored(tier, KEYS)
-    assert looked_up(tier, KEYS) == found(tier, KEYS) == tier.write(KEYS, "", rows_of(KEYS)) == tier.clear() == 0
+    assert looked_up(tier, KEYS) == found(tier, KEYS) == tier.write(KEYS, rows_of(KEYS)) == tier.clear() == 0
     tier.close()
 
 

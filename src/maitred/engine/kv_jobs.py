@@ -19,7 +19,6 @@ FIRST_GUESS = (0.5e9, 0.002)  # bytes/s, s; until a fetch was measured
 class Fetch:
     request_id: str
     tier: TierAtWork
-    salt: str
     keys: Sequence[bytes]
     blocks: Sequence[int]
     start: int  # tokens that were there
@@ -41,7 +40,6 @@ class Fetch:
 class Store:
     lease: str
     tier: TierAtWork
-    salt: str
     keys: Sequence[bytes]
     blocks: Sequence[int]
     guard: Guard = field(default_factory=Guard)

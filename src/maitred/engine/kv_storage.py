@@ -78,7 +78,6 @@ def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFing
             max_bytes=tiers.kv_disk_max_bytes,
             bytes_per_block=num_bytes,
             fingerprint=of_what,
-            key_file=tiers.kv_disk_key_file,
         )
         found.append(disk)
     if tiers.kv_redis is not None:

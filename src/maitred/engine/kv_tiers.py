@@ -101,7 +101,7 @@ class KVTiers:
 
     def knows(self, key: bytes) -> bool:
         """Whether a request that has nothing but hashes would find this block."""
-        usable = (each.tier for each in self._tiers if each.tier.has_index and not each.tier.needs_salt)
+        usable = (each.tier for each in self._tiers if each.tier.has_index)
         return any(tier.num_known([key]) for tier in usable)
 
     def clear(self, done: Callable[[int], None]) -> None:
@@ -195,7 +195,6 @@ class KVTiers:
         fetch = Fetch(
             request.request_id,
             tier,
-            request.spec.cache_salt,
             request.block_hashes[first : first + len(reserved.block_ids)],
             reserved.block_ids,
             reserved.start,
@@ -238,7 +237,7 @@ class KVTiers:
             for piece in self._pieces(len(fetch.keys)):
                 keys, blocks = fetch.keys[piece], fetch.blocks[piece]
                 rows = self._landing(len(keys) * size)
-                count = fetch.tier.tier.read(keys, fetch.salt, rows)
+                count = fetch.tier.tier.read(keys, rows)
                 with fetch.guard.lock:
                     if fetch.guard.is_over:
                         return
@@ -273,7 +272,7 @@ class KVTiers:
             self._core.release(lease)
             return
         keys = keys[num_known : len(blocks)]
-        store = self._stores[lease] = Store(lease, tier, request.spec.cache_salt, keys, blocks[num_known:])
+        store = self._stores[lease] = Store(lease, tier, keys, blocks[num_known:])
         tier.on_the_way.update(keys)
         self._copying.give(partial(self._copy_out, store))
 
@@ -287,16 +286,16 @@ class KVTiers:
                 if request.num_preemptions and request.status is RequestStatus.WAITING:
                     keys = [key for key in request.block_hashes if key in lost]
                     lost.difference_update(keys)
-                    self._store_evicted(tier, request.spec.cache_salt, keys, [blocks[key] for key in keys])
+                    self._store_evicted(tier, keys, [blocks[key] for key in keys])
 
-    def _store_evicted(self, tier: TierAtWork, salt: str, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+    def _store_evicted(self, tier: TierAtWork, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Piece by piece, while there is room to wait in; the step waits for copying alone."""
         for piece in self._pieces(len(keys)):
             if not self._room.acquire(blocking=False):
                 tier.dropped[DropReason.LAGGED] += len(keys) - piece.start
                 return
             self._num_leases += 1
-            store = Store(f"evicted-{self._num_leases}", tier, salt, keys[piece], blocks[piece])
+            store = Store(f"evicted-{self._num_leases}", tier, keys[piece], blocks[piece])
             self._stores[store.lease] = store
             tier.on_the_way.update(store.keys)
             rows = self._copied_rows(store, store.blocks)
@@ -341,7 +340,7 @@ class KVTiers:
         try:
             if not store.has_failed:
                 store.has_failed = True
-                store.has_failed = store.tier.tier.write(keys, store.salt, rows) < len(keys)
+                store.has_failed = store.tier.tier.write(keys, rows) < len(keys)
         finally:
             self._used.append(rows)
             self._room.release()

@@ -79,7 +79,6 @@ class LLM:
         kv_host_bytes: int = 0,
         kv_disk: str | None = None,
         kv_disk_max_bytes: int = _TIERS.kv_disk_max_bytes,
-        kv_disk_key_file: str | None = None,
         kv_redis: str | None = None,
         kv_redis_max_block_bytes: int = _TIERS.kv_redis_max_block_bytes,
         kv_staging_bytes: int = _TIERS.kv_staging_bytes,

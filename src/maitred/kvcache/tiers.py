@@ -24,7 +24,6 @@ class DropReason(StrEnum):
     DAMAGED = "damaged"  # its bytes are not those that were written
     FOREIGN = "foreign"  # another model, dtype, executor or layout
     OLDER = "older"  # an earlier layout of our files
-    NO_KEY = "no_key"  # encrypted, and there is no key, or another one; kept
     NO_SPACE = "no_space"  # the disk or the server is full
     READ_ONLY = "read_only"  # the folder may not be written
     FAILED = "failed"  # any other error of the device
@@ -75,9 +74,6 @@ class KVTier(Protocol):
     has_index: bool
     """Whether `num_known` knows of all there is; else only `read` tells, in one round trip."""
 
-    needs_salt: bool
-    """Whether a block is read only by who knows the salt of its key, too."""
-
     @property
     def hindrance(self) -> str | None:
         """Why nothing can be stored and found now; asks, which may take a second."""
@@ -95,10 +91,10 @@ class KVTier(Protocol):
     def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
         """`tell(num_known)`: before this returns where the index is in memory, else once, from a thread of the tier."""
 
-    def read(self, keys: Sequence[bytes], salt: str, into: memoryview) -> int:
+    def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         """Verified blocks into consecutive rows of `into`; how many from the front. Rows after those hold anything."""
 
-    def write(self, keys: Sequence[bytes], salt: str, rows: memoryview) -> int:
+    def write(self, keys: Sequence[bytes], rows: memoryview) -> int:
         """Stores consecutive rows that are not there yet; how many from the front are there now."""
 
     def touch(self, keys: Sequence[bytes]) -> None:

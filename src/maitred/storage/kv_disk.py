@@ -25,9 +25,8 @@ import numpy as np
 from maitred.errors import ConfigError
 from maitred.kvcache.tiers import DropReason, TierStats
 from maitred.storage import kv_segments
-from maitred.storage.kv_crypt import TAG_BYTES, BlockCipher, read_key_file
 from maitred.storage.kv_folder import Owned, own_folder, private_folder
-from maitred.storage.kv_segments import ENTRY_BYTES, HEADER_BYTES, NOT_ENCRYPTED, Layout, Segment, Unusable, checksums
+from maitred.storage.kv_segments import ENTRY_BYTES, HEADER_BYTES, Layout, Segment, Unusable, checksums
 from maitred.storage.kv_told import MAX_HELD, SharedChanges
 
 logger = logging.getLogger(__name__)
@@ -46,32 +45,19 @@ def open_kv_disk(
     max_bytes: int,
     bytes_per_block: int,
     fingerprint: str,
-    key_file: str | None = None,
     retry_s: float = RETRY_S,
 ) -> KVDisk:
     """The tier of a folder, which is made if it is not there.
 
     Raises ConfigError, one line with the remedy: the folder is another server's or open to others, the bound is below
-    one block, the key file is none, the package for encryption lacks.
+    one block.
     """
-    cipher = BlockCipher(read_key_file(key_file)) if key_file is not None else None
-    row_bytes = bytes_per_block + (TAG_BYTES if cipher else 0)
-    least = row_bytes + ENTRY_BYTES + HEADER_BYTES
+    least = bytes_per_block + ENTRY_BYTES + HEADER_BYTES
     if max_bytes < least:
         raise ConfigError(f"--kv-disk-max-bytes is {max_bytes}, and one block takes {least}; give that or more")
-    layout = Layout(
-        row_bytes, hashlib.sha256(fingerprint.encode()).digest(), cipher.key_id if cipher else NOT_ENCRYPTED
-    )
+    layout = Layout(bytes_per_block, hashlib.sha256(fingerprint.encode()).digest())
     folder = private_folder(path)
-    disk = KVDisk(
-        folder,
-        own_folder(folder),
-        layout,
-        cipher,
-        max_bytes=max_bytes,
-        bytes_per_block=bytes_per_block,
-        retry_s=retry_s,
-    )
+    disk = KVDisk(folder, own_folder(folder), layout, max_bytes=max_bytes, retry_s=retry_s)
     disk.load()
     return disk
 
@@ -81,7 +67,7 @@ class _Span(NamedTuple):
 
     segment: Segment
     first: int
-    keys: Sequence[bytes]  # as they are stored
+    num_rows: int
 
 
 class KVDisk:
@@ -89,28 +75,15 @@ class KVDisk:
 
     name, has_index, hindrance = "disk", True, None
 
-    def __init__(
-        self,
-        folder: Path,
-        owned: Owned,
-        layout: Layout,
-        cipher: BlockCipher | None,
-        *,
-        max_bytes: int,
-        bytes_per_block: int,
-        retry_s: float,
-    ) -> None:
-        self.bytes_per_block, self.max_bytes = bytes_per_block, max_bytes
+    def __init__(self, folder: Path, owned: Owned, layout: Layout, *, max_bytes: int, retry_s: float) -> None:
+        self.bytes_per_block, self.max_bytes = layout.row_bytes, max_bytes
         self.stats = TierStats()
-        self._folder, self._owned, self._layout, self._cipher = folder, owned, layout, cipher
-        self._stored_keys = cipher.stored_keys if cipher else list[bytes]
-        self._own_keys = cipher.own_keys if cipher else list[bytes]
-        self.needs_salt = cipher is not None
+        self._folder, self._owned, self._layout = folder, owned, layout
         self._retry_s, self._is_closed = retry_s, False
         per_segment = min(SEGMENT_BYTES, max_bytes // 8)  # eviction takes a small part
         self._rows_per_segment = max(1, per_segment // (layout.row_bytes + ENTRY_BYTES))
         self._lock = threading.Lock()  # of the books, never held over I/O
-        self._places: dict[bytes, int] = {}  # stored key -> segment's base + row
+        self._places: dict[bytes, int] = {}  # key -> segment's base + row
         self._segments: dict[int, Segment] = {}  # by base
         self._bases = itertools.count(0, _MOST_ROWS)
         self._num_uses = 1
@@ -125,11 +98,11 @@ class KVDisk:
     def tell_changes(self, wanted: bool) -> None:
         with self._lock:
             newest = [*itertools.islice(reversed(self._places), MAX_HELD)]
-            self.changes = SharedChanges(self._own_keys(newest)) if wanted else None
+            self.changes = SharedChanges(newest) if wanted else None
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         places = self._places
-        for i, key in enumerate(self._stored_keys(keys)):
+        for i, key in enumerate(keys):
             if key not in places:
                 return i
         return len(keys)
@@ -137,35 +110,33 @@ class KVDisk:
     def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
         tell(self.num_known(keys))
 
-    def read(self, keys: Sequence[bytes], salt: str, into: memoryview) -> int:
+    def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         into, num_read = into.cast("B"), 0
-        for span in self._spans(self._stored_keys(keys)):
-            rows = into[num_read * self.bytes_per_block :][: len(span.keys) * self.bytes_per_block]
-            count = self._read_span(span, salt, rows)
+        for span in self._spans(keys):
+            rows = into[num_read * self.bytes_per_block :][: span.num_rows * self.bytes_per_block]
+            count = self._read_span(span, rows)
             num_read += count
-            if count < len(span.keys):
+            if count < span.num_rows:
                 break
         with self._lock:
             self.stats.num_hits += num_read
             self.stats.num_misses += len(keys) - num_read
         return num_read
 
-    def write(self, keys: Sequence[bytes], salt: str, rows: memoryview) -> int:
+    def write(self, keys: Sequence[bytes], rows: memoryview) -> int:
         rows, size = rows.cast("B"), self.bytes_per_block
         with self._writing:
             if self._is_closed:
                 return 0
-            stored = self._stored_keys(keys)
-            fresh = [i for i, key in enumerate(stored) if key not in self._places]
+            fresh = [i for i, key in enumerate(keys) if key not in self._places]
             for run in _runs(fresh, len(fresh)):
                 begin, end = fresh[run.start], fresh[run.stop - 1] + 1
-                self._store(stored[begin:end], salt, rows[begin * size : end * size])
+                self._store(keys[begin:end], rows[begin * size : end * size])
         return self.num_known(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        stored = self._stored_keys(keys)
         with self._lock:
-            for base in {_base_of(place) for key in stored if (place := self._places.get(key)) is not None}:
+            for base in {_base_of(place) for key in keys if (place := self._places.get(key)) is not None}:
                 self._use(self._segments[base])
 
     def clear(self) -> int:
@@ -192,11 +163,7 @@ class KVDisk:
         with self._lock:
             places = list(itertools.takewhile(lambda place: place >= 0, (self._places.get(key, -1) for key in keys)))
             spans = [
-                _Span(
-                    self._segments[_base_of(places[run.start])],
-                    places[run.start] % _MOST_ROWS,
-                    keys[run.start : run.stop],
-                )
+                _Span(self._segments[_base_of(places[run.start])], places[run.start] % _MOST_ROWS, len(run))
                 for run in _runs(places, most)
             ]
             fresh = [span.segment for span in spans if self._use(span.segment)]
@@ -204,30 +171,21 @@ class KVDisk:
             segment.mark_used()
         return spans
 
-    def _read_span(self, span: _Span, salt: str, into: memoryview) -> int:
+    def _read_span(self, span: _Span, into: memoryview) -> int:
         """Verified rows; how many from the front. Those that are bad are deleted."""
-        segment, first, count = span.segment, span.first, len(span.keys)
-        rows = memoryview(bytearray(count * segment.row_bytes)) if self._cipher else into
+        segment, first, count = span
         try:
-            num_whole = segment.read(first, rows)
+            num_whole = segment.read(first, into)
         except FileNotFoundError:
             num_whole = 0
         except OSError:
             self._forget(segment, range(first, first + count), DropReason.FAILED)
             return 0
-        sums = checksums(rows[: num_whole * segment.row_bytes], num_whole)
+        sums = checksums(into[: num_whole * segment.row_bytes], num_whole)
         bad = np.flatnonzero(sums != segment.sums[first : first + num_whole]).tolist()
         self._forget(segment, range(first + num_whole, first + count), DropReason.TORN)
         self._forget(segment, [first + row for row in bad], DropReason.DAMAGED)
-        num_good = bad[0] if bad else num_whole
-        if self._cipher is None or not num_good:
-            return num_good
-        num_open = self._cipher.unseal(
-            segment.segment_id, first, salt, span.keys[:num_good], rows, into[: num_good * self.bytes_per_block]
-        )
-        if num_open < num_good:
-            self._forget(segment, [first + num_open], DropReason.DAMAGED)
-        return num_open
+        return bad[0] if bad else num_whole
 
     def _forget(self, segment: Segment, rows: Sequence[int], reason: DropReason) -> None:
         """Blocks that are none. Those of an evicted segment are not there to be forgotten."""
@@ -243,14 +201,14 @@ class KVDisk:
 
     # ---- writing; only by who holds `_writing`
 
-    def _store(self, keys: Sequence[bytes], salt: str, rows: memoryview) -> None:
+    def _store(self, keys: Sequence[bytes], rows: memoryview) -> None:
         size = self.bytes_per_block
         while keys:
             if self._not_storing is not None and time.monotonic() < self._again_at:
                 self._count_drops({self._not_storing: len(keys)})
                 return
             try:
-                count = self._append(keys, salt, rows)
+                count = self._append(keys, rows)
             except OSError as error:
                 self._stop_storing(error)
                 self._count_drops({_reason(error): len(keys)})
@@ -260,20 +218,18 @@ class KVDisk:
                 logger.warning("KV disk %s: blocks are stored again", self._folder)
             keys, rows = keys[count:], rows[count * size :]
 
-    def _append(self, keys: Sequence[bytes], salt: str, rows: memoryview) -> int:
+    def _append(self, keys: Sequence[bytes], rows: memoryview) -> int:
         """As many as the active segment takes. Raises OSError."""
         segment = self._writable_segment()
         first = len(segment.keys)
         count = min(len(keys), self._rows_per_segment - first)
         keys, rows = keys[:count], rows[: count * self.bytes_per_block]
-        if self._cipher is not None:
-            rows = self._cipher.seal(segment.segment_id, first, salt, keys, rows)
         self._make_room(count * (segment.row_bytes + ENTRY_BYTES))
         segment.append(keys, rows)
         with self._lock:
             self._places.update(zip(keys, range(segment.base + first, segment.base + first + count), strict=True))
             if self.changes is not None:
-                self.changes.all_stored(self._own_keys(keys))
+                self.changes.all_stored(keys)
             self.stats.num_written += count
             self._use(segment)
             self._sum_up()
@@ -368,7 +324,7 @@ class KVDisk:
             return False
         del self._places[key]
         if self.changes is not None:
-            self.changes.removed(*self._own_keys([key]))
+            self.changes.removed(key)
         return True
 
     def _sum_up(self) -> None:

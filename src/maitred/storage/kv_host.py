@@ -26,7 +26,7 @@ def open_kv_host(max_bytes: int, bytes_per_block: int) -> KVHost:
 class KVHost:
     """A `KVTier`. What was used longest ago goes first. Keys are salted, so that tenants never meet."""
 
-    name, has_index, needs_salt, hindrance = "host", True, False, None
+    name, has_index, hindrance = "host", True, None
 
     def __init__(self, num_rows: int, bytes_per_block: int) -> None:
         self.bytes_per_block, self.stats = bytes_per_block, TierStats()
@@ -46,7 +46,7 @@ class KVHost:
     def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
         tell(self.num_known(keys))
 
-    def read(self, keys: Sequence[bytes], salt: str, into: memoryview) -> int:
+    def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         size, num_read = self.bytes_per_block, 0
         for key in keys:
             with self._lock:
@@ -61,7 +61,7 @@ class KVHost:
             self.stats.num_misses += len(keys) - num_read
         return num_read
 
-    def write(self, keys: Sequence[bytes], salt: str, rows: memoryview) -> int:
+    def write(self, keys: Sequence[bytes], rows: memoryview) -> int:
         for key, row in zip(keys, np.frombuffer(rows, np.uint8).reshape(len(keys), -1), strict=True):
             with self._lock:
                 if key not in self._places and self._rows.size:

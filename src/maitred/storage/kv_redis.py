@@ -43,7 +43,7 @@ def open_kv_redis(url: str, *, max_block_bytes: int, bytes_per_block: int, finge
 class KVRedis:
     """A `KVTier`. Made by `open_kv_redis`."""
 
-    name, has_index, needs_salt = "redis", False, False
+    name, has_index = "redis", False
     changes = None
 
     def __init__(self, url: str, bytes_per_block: int, fingerprint: str) -> None:
@@ -77,7 +77,7 @@ class KVRedis:
         if not self._store.is_up or self._start(lambda: self._look_up(keys, tell)) is None:
             tell(0)
 
-    def read(self, keys: Sequence[bytes], salt: str, into: memoryview) -> int:
+    def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         into, num_read = into.cast("B"), 0
         while num_read < len(keys):
             piece = keys[num_read : num_read + self._piece]
@@ -90,7 +90,7 @@ class KVRedis:
             self.stats.num_misses += len(keys) - num_read
         return num_read
 
-    def write(self, keys: Sequence[bytes], salt: str, rows: memoryview) -> int:
+    def write(self, keys: Sequence[bytes], rows: memoryview) -> int:
         rows, size = rows.cast("B"), self.bytes_per_block
         sums = checksums(rows, len(keys)).tolist()
         fresh = [i for i, key in enumerate(keys) if not self.num_known([key])]

@@ -24,15 +24,13 @@ from numpy.typing import NDArray
 
 from maitred.kernels import _native
 from maitred.kvcache.tiers import DropReason
-from maitred.storage.kv_crypt import KEY_ID_BYTES
 
 FILE_VERSION = 1
 ROWS, INDEX = ".kv", ".kvi"
-NOT_ENCRYPTED = bytes(KEY_ID_BYTES)
 
 _NAME = re.compile(r"([0-9a-f]{32})\.kvi?")
 _MAGIC = b"maitreKV"
-_HEADER = struct.Struct("<8sIIQ16s16s32sQ")  # magic, version, 0, bytes of a row, id, key id, fingerprint, checksum
+_HEADER = struct.Struct("<8sIIQ16s16x32sQ")  # magic, version, 0, bytes of a row, id, zeros, fingerprint, checksum
 _ENTRY = np.dtype([("key", "V32"), ("row_sum", "<u8"), ("entry_sum", "<u8")])
 HEADER_BYTES, ENTRY_BYTES = _HEADER.size, _ENTRY.itemsize
 Sums = NDArray[np.uint64]
@@ -43,7 +41,6 @@ class Layout(NamedTuple):
 
     row_bytes: int
     fingerprint: bytes  # 32
-    key_id: bytes  # of the key that they are encrypted with
 
 
 class Unusable(Exception):
@@ -158,11 +155,11 @@ def _used_at(index: Path) -> float:
 def load(folder: Path, name: str, layout: Layout, base: int) -> tuple[Segment, Counter[DropReason]]:
     """The segment of that name (32 hex digits), and which of its blocks do not count any more.
 
-    Raises Unusable where none does. A segment that is encrypted with another key has no keys, and stays.
+    Raises Unusable where none does.
     """
     index = _content(folder / (name + INDEX))
     entries = np.frombuffer(index[HEADER_BYTES : len(index) - (len(index) - HEADER_BYTES) % ENTRY_BYTES], _ENTRY)
-    segment_id, key_id = _check_header(index, layout, len(entries))
+    segment_id = _check_header(index, layout, len(entries))
     if segment_id.hex() != name or not len(entries):  # killed before its first block
         raise Unusable(DropReason.FOREIGN, len(entries))
     try:
@@ -170,8 +167,6 @@ def load(folder: Path, name: str, layout: Layout, base: int) -> tuple[Segment, C
     except OSError:
         raise Unusable(DropReason.TORN, len(entries)) from None
     segment = Segment(folder, segment_id, layout.row_bytes, base, [], entries["row_sum"].copy(), num_bytes + len(index))
-    if key_id != layout.key_id:
-        return segment, Counter({DropReason.NO_KEY: len(entries)})
     return segment, _take_entries(segment, entries, num_bytes // layout.row_bytes, index)
 
 
@@ -198,27 +193,25 @@ def _take_entries(segment: Segment, entries: NDArray[Any], num_rows: int, index:
     return drops
 
 
-def _check_header(index: bytes, layout: Layout, num_blocks: int) -> tuple[bytes, bytes]:
-    """The segment's id and key id. Raises Unusable."""
+def _check_header(index: bytes, layout: Layout, num_blocks: int) -> bytes:
+    """The segment's id. Raises Unusable."""
+    segment_id: bytes
     if len(index) < HEADER_BYTES:
         raise Unusable(DropReason.TORN, 1)
-    magic, version, _, row_bytes, segment_id, key_id, fingerprint, checksum = _HEADER.unpack_from(index)
+    magic, version, _, row_bytes, segment_id, fingerprint, checksum = _HEADER.unpack_from(index)
     if magic != _MAGIC:
         raise Unusable(DropReason.FOREIGN, num_blocks)
     if version != FILE_VERSION:
         raise Unusable(DropReason.OLDER, num_blocks)
     if _checksum(index[: HEADER_BYTES - 8]) != checksum:
         raise Unusable(DropReason.DAMAGED, num_blocks)
-    was_plain = key_id == NOT_ENCRYPTED != layout.key_id  # who has a key wants nothing to lie there in the clear
-    if fingerprint != layout.fingerprint or was_plain:
+    if fingerprint != layout.fingerprint or row_bytes != layout.row_bytes:
         raise Unusable(DropReason.FOREIGN, num_blocks)
-    if key_id == layout.key_id and row_bytes != layout.row_bytes:
-        raise Unusable(DropReason.FOREIGN, num_blocks)
-    return segment_id, key_id
+    return segment_id
 
 
 def _header(layout: Layout, segment_id: bytes) -> bytes:
-    fields = (_MAGIC, FILE_VERSION, 0, layout.row_bytes, segment_id, layout.key_id, layout.fingerprint)
+    fields = (_MAGIC, FILE_VERSION, 0, layout.row_bytes, segment_id, layout.fingerprint)
     return _HEADER.pack(*fields, _checksum(_HEADER.pack(*fields, 0)[:-8]))
 
 
