@@ -22,12 +22,11 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from maitred.executor.kv_layout import NATIVE
 from maitred.executor.layer_io import NativeLayers
 from maitred.kernels.kv_pool import make_kv_pool
 from maitred.transfer.blocks import HeldBlocks
 from maitred.transfer.channel import Channel
-from maitred.transfer.compat import EXACT, Agreed, Layout, Numerics
+from maitred.transfer.compat import Agreed, Layout
 from maitred.transfer.handshake import Identity
 from maitred.transfer.leases import Readable
 from maitred.transfer.nixl import Agent
@@ -44,12 +43,13 @@ LAYOUT = Layout(
         num_layers=28,
         num_kv_heads=8,
         head_dim=128,
+        weight_dtype="int8",
+        executor="native",
+        isa="",
     ),
-    numerics=Numerics(weight_dtype="int8", executor="native", isa=""),
-    cells=NATIVE,
     block_size=16,
 )
-IDENTITY = Identity(LAYOUT, b"a token of a benchmark", EXACT)
+IDENTITY = Identity(LAYOUT, b"a token of a benchmark")
 STAGING_BYTES, CHUNK_BYTES = 256 * 2**20, 2**20
 LEASE = "prompt"
 HAS_NIXL = find_spec("nixl_cu12") is not None

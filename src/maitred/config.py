@@ -121,9 +121,6 @@ class CacheConfig:
 
     kv_transport: str = one_of(("auto", "shm", "tcp", "nixl"), "auto")
     """How KV moves between workers: shm (memory of this machine), tcp, nixl, or auto, the first of them that works."""
-    kv_compat: str = one_of(("exact", "mixed"), "exact")
-    """Whose KV is taken: exact, that of workers whose bits are the same (number format of the weights, executor and
-    instruction set), or mixed, other workers' too; it is used for requests that are handed over alone."""
     kv_lease_s: float = 30.0
     """How long (s) a worker keeps KV for another that says nothing; it is renewed while that one waits."""
 

@@ -139,7 +139,7 @@ ROLE_SWITCHES = _counter("role_switches", "workers", "Times that a worker was gi
 HANDOVERS = _counter(
     "handovers",
     "requests",
-    "Requests whose KV another worker had: moved, mixed, recomputed, or local where it was here already.",
+    "Requests whose KV another worker had: moved, recomputed, or local where it was here already.",
     ("outcome",),
 )
 HANDOVER_WAIT = _histogram(

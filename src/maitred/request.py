@@ -247,8 +247,8 @@ class Charges(NamedTuple):
     compute_us: int = 0  # its part of the time of the steps or batches it was in
 
 
-HANDOVER_OUTCOMES = ("local", "moved", "mixed", "recomputed")
-"""What became of a prompt's KV, the best first; `local` is of who answers, the last bits of `mixed` are another's."""
+HANDOVER_OUTCOMES = ("local", "moved", "recomputed")
+"""What became of a prompt's KV, the best first; `local` was computed by the engine that answers."""
 NO_CHARGES = Charges()
 
 
@@ -278,7 +278,6 @@ class RequestState:
     predicted_output_tokens: float | None = field(init=False)  # by the predictor, once, before the queue
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or will be after the steps already planned
-    kv_namespace: str = ""  # of blocks that it takes though their bits are not our own's; its own are named in it
     block_table: list[int] = field(default_factory=list)
     host_block_table: list[int] = field(default_factory=list)  # while preempted: where its KV was copied to
     num_swapped_tokens: int = 0  # whose KV is there

@@ -70,6 +70,7 @@ def test_what_is_called_equal_is_there_and_was_named_letter_by_letter():
         ("chat -t 4", "here it is --num-threads THREADS"),
         ("chat --alias name", "here it is --served-model-name NAME, of maitred serve"),
         ("serve --enable-mtp", "here it is --speculative ngram (or draft, mtp, off)"),
+        ("serve --kv-compat mixed", "no option --kv-compat; gone: "),
         ("serve --kv-disk-key-file key", "no option --kv-disk-key-file; gone: "),
         ("serve --backend cpu", "here it is --device auto|cpu|cuda"),
         ("plan model", "maitred explain MODEL"),

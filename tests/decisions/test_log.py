@@ -178,8 +178,6 @@ class Elsewhere:
     def act(self) -> None:
         core, chooser = self._core, self._chooser
         for request in chooser.sample(core.scheduler.waiting, min(2, len(core.scheduler.waiting))):
-            if chooser.random() < 0.3:
-                core.accept(request.request_id, chooser.choice(["mixed:a", "mixed:b"]))
             reserved = core.reserve(request.request_id, request.num_prompt_tokens)
             if reserved is not None:
                 self._coming[request.request_id] = reserved.start, reserved.end

@@ -56,9 +56,6 @@ class Notes:
     def reserved(self, request_id: str, num_tokens: int, now: float) -> None:
         self.told.append(("reserved", request_id, num_tokens, now))
 
-    def accepted(self, request_id: str, namespace: str, now: float) -> None:
-        self.told.append(("accepted", request_id, namespace, now))
-
     def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> None:
         self.told.append(("kv_arrived", request_id, num_tokens, now))
 

@@ -40,7 +40,6 @@ class Engine:
         speculative: str = "off",
         transport: str = "auto",
         block_size: int = 16,
-        compat: str = "exact",
         revision: str = "",
         **model: object,
     ) -> None:
@@ -59,7 +58,7 @@ class Engine:
         layout = layout_of(self.parts.facts, self.parts.spec, executor)
         if revision:
             layout = msgspec.structs.replace(layout, agreed=msgspec.structs.replace(layout.agreed, revision=revision))
-        peers = PeerConfig(Identity(layout, None, compat), transport)
+        peers = PeerConfig(Identity(layout, None), transport)
         self._io = io = executor.layer_io(layout.of_layer())
         clock, is_one_run = core._clock, executor.is_one_run
         self.peers = KVPeers(core, io, peers, block_size=block_size, clock=clock, is_one_run=is_one_run)

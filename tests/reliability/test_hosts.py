@@ -17,14 +17,13 @@ from maitred.api.route.outgoing import reached_by
 from maitred.cli.serve.kv_listening import share_of
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.errors import ConfigError
-from maitred.executor.kv_layout import NATIVE
-from maitred.transfer.compat import EXACT, Agreed, Layout, Numerics
 from maitred.transfer.handshake import Identity
 from maitred.transfer.pieces import Refusal
 from maitred.transfer.puller import connect
 from tests.conftest import ServerProcess, start_server
 from tests.reliability.test_workers import MODEL, STORY
 from tests.route.test_end_to_end import RealFleet, real_fleet
+from tests.transfer.worlds import make_layout
 from tests.waiting import HANGS_S, until
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -187,12 +186,10 @@ def test_a_router_says_what_to_expect_while_the_prompt_is_computed(apart: RealFl
 
 def test_a_stranger_is_refused_at_the_port(apart: RealFleet):
     (address,) = workers(apart)[0]["kv_addresses"]
-    agreed = Agreed(revision="r", positions="p", kv_dtype="bfloat16", num_layers=2, num_kv_heads=1, head_dim=8)
-    numerics = Numerics(weight_dtype="bfloat16", executor="native", isa="avx2")
-    layout = Layout(agreed=agreed, numerics=numerics, cells=NATIVE, block_size=16)
+    layout = make_layout()
     for token in (None, b"another token of another fleet"):
         with pytest.raises(Refusal, match="--fleet-token-file"):
-            connect(address, Identity(layout, token, EXACT), staging_bytes=2**20, timeout_s=HANGS_S)
+            connect(address, Identity(layout, token), staging_bytes=2**20, timeout_s=HANGS_S)
 
 
 def test_a_server_takes_another_role_and_its_router_hears_of_it(apart: RealFleet):

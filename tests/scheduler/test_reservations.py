@@ -301,52 +301,6 @@ def test_what_is_held_stays_and_can_be_held_again_until_it_is_released():
     assert scheduler.stats.num_blocks_used == 0
 
 
-NAMESPACE = "mixed:other numbers"
-
-
-def test_kv_of_other_bits_is_found_by_requests_that_accept_it_alone():
-    first, like, unlike = (make_request(name, prompt=range(12)) for name in ("first", "like", "unlike"))
-    run = Run(make_scheduler(), first)
-    stored: list[bytes] = []
-    run.scheduler.kv_cache.on_cached = stored.append
-    assert run.scheduler.accept("first", NAMESPACE, run.now)
-    reserved = reserve(run, first)
-    assert reserved is not None
-    assert arrive(run, first, reserved)
-    run.to_end()
-    assert first.num_cached_tokens == 8
-    assert stored == []
-    assert run.scheduler.hold("to a peer", first.block_hashes, run.now) == ()
-    run.add(unlike)
-    run.add(like)
-    assert run.scheduler.accept("like", NAMESPACE, run.now)
-    run.to_end()
-    assert (like.num_cached_tokens, unlike.num_cached_tokens) == (8, 0)
-
-
-def test_who_accepts_kv_of_other_bits_takes_its_own_as_well_and_names_what_it_fills():
-    own, other = make_request("own", prompt=range(9)), make_request("other", prompt=range(16))
-    run = Run(make_scheduler(), own)
-    run.to_end()
-    run.add(other)
-    assert run.scheduler.accept("other", NAMESPACE, run.now)
-    run.to_end()
-    assert other.num_cached_tokens == 8
-    assert len(run.scheduler.hold("to a peer", other.block_hashes, run.now)) == 2  # its own third and fourth are not
-
-
-def test_samples_of_a_prompt_accept_together_and_one_namespace_for_good():
-    first, second, late = make_samples("p", 3, prompt=12)
-    run = Run(make_scheduler(), first, second)
-    assert run.scheduler.accept(second.request_id, NAMESPACE, run.now)
-    run.add(late)
-    assert {each.kv_namespace for each in (first, second, late)} == {NAMESPACE}
-    assert not run.scheduler.accept(first.request_id, "mixed:third", run.now)
-    assert not run.scheduler.accept("nobody", NAMESPACE, run.now)
-    assert reserve(run, first) is not None
-    assert not run.scheduler.accept(first.request_id, NAMESPACE, run.now)  # its blocks are on the way
-
-
 def test_who_wants_the_same_tokens_waits_along_and_finds_them():
     prompt = list(range(12))
     first, second = make_request("a", prompt=prompt), make_request("b", prompt=prompt)

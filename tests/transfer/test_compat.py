@@ -1,4 +1,4 @@
-"""What two workers must have alike, what is converted, and what only `mixed` takes."""
+"""What two workers must have alike, and what is converted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from maitred.transfer.compat import EXACT, MIXED, agree, layout_of
+from maitred.transfer.compat import agree, layout_of
 from maitred.transfer.pieces import Refusal
 from tests.conftest import ROOT
 from tests.transfer.worlds import make_layout
@@ -31,28 +31,25 @@ layout_of(told)
 """
 
 
-@pytest.mark.parametrize("compat", [EXACT, MIXED])
 @pytest.mark.parametrize(
     "unlike",
-    [{"revision": "xyz"}, {"positions": "yarn 4"}, {"kv_dtype": "float32"}, {"num_layers": 5}, {"num_kv_heads": 4}],
+    [
+        {"revision": "xyz"},
+        {"positions": "yarn 4"},
+        {"kv_dtype": "float32"},
+        {"num_layers": 5},
+        {"num_kv_heads": 4},
+        {"weight_dtype": "int8"},
+        {"executor": "torch"},
+        {"isa": "amx"},
+    ],
 )
-def test_another_model_dtype_or_rope_is_refused_with_both_sides_named(unlike: dict[str, Any], compat: str) -> None:
+def test_another_model_rope_or_numerics_is_refused_with_both_sides_named(unlike: dict[str, Any]) -> None:
     (name, theirs), own = *unlike.items(), make_layout()
     with pytest.raises(Refusal) as refused:
-        agree(own, make_layout(**unlike), compat=compat, receives=True)
+        agree(own, make_layout(**unlike), receives=True)
     assert refused.value.reason == "unlike"
     assert f"{name} is {getattr(own.agreed, name)!r} here, {theirs!r} there" in str(refused.value)
-
-
-@pytest.mark.parametrize("unlike", [{"weight_dtype": "int8"}, {"executor": "torch"}, {"isa": "amx"}])
-def test_other_number_formats_need_mixed_and_have_a_namespace_of_their_own(unlike: dict[str, Any]) -> None:
-    own, peer = make_layout(), make_layout(**unlike)
-    with pytest.raises(Refusal, match=f"{next(iter(unlike))} is .* --kv-compat|--kv-compat mixed"):
-        agree(own, peer, compat=EXACT, receives=True)
-    terms = agree(own, peer, compat=MIXED, receives=True)
-    assert terms.namespace == agree(peer, own, compat=MIXED, receives=False).namespace != ""
-    assert agree(own, make_layout(), compat=MIXED, receives=True).namespace == ""
-    assert terms.namespace != agree(peer, own, compat=MIXED, receives=True).namespace  # whose numbers they are
 
 
 @pytest.mark.parametrize(
@@ -67,7 +64,7 @@ def test_other_number_formats_need_mixed_and_have_a_namespace_of_their_own(unlik
     ],
 )
 def test_blocks_of_another_size_are_pulled_in_whole_units(theirs: int, ours: int, blocks: range, pulled: range) -> None:
-    terms = agree(make_layout(block_size=ours), make_layout(block_size=theirs), compat=EXACT, receives=True)
+    terms = agree(make_layout(block_size=ours), make_layout(block_size=theirs), receives=True)
     assert terms.pulled(blocks) == pulled
     assert len(pulled) % terms.unit == 0
 

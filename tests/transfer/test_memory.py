@@ -27,8 +27,8 @@ SLOTS = {"shm": 0, "tcp": SLOT_BYTES}  # of a receiver beside it
 pytestmark = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
-def layout_of(cells: str = "native"):
-    return make_layout(cells=cells, num_kv_heads=8, head_dim=128)
+def layout_of(block_size: int = 16):
+    return make_layout(block_size=block_size, num_kv_heads=8, head_dim=128)
 
 
 @pytest.fixture
@@ -58,22 +58,23 @@ def shared_bytes() -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize(("cells", "num_copies"), [("native", 0), ("torch", 4)])
-def test_a_prompt_of_thousands_of_tokens_takes_a_ring_and_a_slot(source, traced, transport, cells, num_copies):
-    here = Pool(layout_of(cells), num_blocks=NUM_BLOCKS)
+@pytest.mark.parametrize(("block_size", "num_copies"), [(16, 0), (32, 5)])
+def test_a_prompt_of_thousands_of_tokens_takes_a_ring_and_a_slot(source, traced, transport, block_size, num_copies):
+    num_blocks = NUM_BLOCKS * 16 // block_size
+    here = Pool(layout_of(block_size), num_blocks=num_blocks)
     address, rings = address_of(source, transport), shared_bytes()
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
-    with closing(dial(address, identity(layout_of(cells)))) as puller:
-        into = HeldBlocks(here, list(range(NUM_BLOCKS)))
-        pulled = puller.pull("prompt", LAYERS, range(NUM_BLOCKS), into)
+    with closing(dial(address, identity(layout_of(block_size)))) as puller:
+        into = HeldBlocks(here, list(range(num_blocks)))
+        pulled = puller.pull("prompt", LAYERS, range(num_blocks), into)
         _, peak = tracemalloc.get_traced_memory()
         taken = peak - before + shared_bytes() - rings
-    assert pulled.num_blocks == NUM_BLOCKS
+    assert pulled.num_blocks == num_blocks
     assert pulled.num_bytes == here.array.nbytes > 7 * STAGING
     at_least = RING[transport] + SLOTS[transport]
     assert at_least <= taken <= at_least + num_copies * SLOT_BYTES + SMALL  # copies: a piece that is converted
-    assert cells != "native" or np.array_equal(here.array, source.offers.io.array)
+    assert block_size != 16 or np.array_equal(here.array, source.offers.io.array)
 
 
 def test_all_receivers_together_take_what_the_option_says_and_one_more_is_refused(source, traced, transport):

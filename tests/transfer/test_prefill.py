@@ -9,7 +9,7 @@ import pytest
 from maitred.executor.kv_layout import NATIVE, TORCH, CellLayout
 from maitred.executor.layer_io import HostLayers, LayerIO, NativeLayers, layers_of_next_run
 from maitred.transfer.blocks import HeldBlocks
-from maitred.transfer.compat import MIXED, Layout
+from maitred.transfer.compat import Layout
 from maitred.transfer.leases import Readable
 from maitred.transfer.offers import Offers
 from maitred.transfer.source import Source
@@ -32,7 +32,7 @@ def engine(cells: str, block_size: int) -> tuple[Hand, LayerIO, Layout]:
     else:
         reference = make_executor(decoder, block_size=block_size)
         executor, io = reference, HostLayers(reference.pool.as_bytes(), layout, lambda: reference.pool.progress)
-    told = make_layout(kv_dtype="float32", head_dim=8, block_size=block_size, cells=cells, executor=cells)
+    told = make_layout(kv_dtype="float32", head_dim=8, block_size=block_size, executor=cells)
     return Hand(executor, block_size=block_size), io, told
 
 
@@ -52,19 +52,17 @@ def prefill(hand: Hand, io: LayerIO, offers: Offers, num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize(
-    ("there", "here"), [((NATIVE, 16), (NATIVE, 16)), ((NATIVE, 16), (TORCH, 8)), ((TORCH, 4), (NATIVE, 16))]
-)
+@pytest.mark.parametrize(("cells", "there", "here"), [(NATIVE, 16, 16), (NATIVE, 16, 8), (TORCH, 4, 16)])
 def test_a_prompt_that_is_pulled_while_it_is_computed_goes_on_with_the_same_tokens(
-    there: tuple[str, int], here: tuple[str, int], transport: str
+    cells: str, there: int, here: int, transport: str
 ) -> None:
-    giver, source_io, source_layout = engine(*there)
-    taker, target_io, target_layout = engine(*here)
+    giver, source_io, source_layout = engine(cells, there)
+    taker, target_io, target_layout = engine(cells, here)
     giver.add("r", PROMPT)
     offers = Offers(source_io)
-    source = Source(identity(source_layout, compat=MIXED), offers, staging_bytes=STAGING)
+    source = Source(identity(source_layout), offers, staging_bytes=STAGING)
     address = source.listen_shm() if transport == "shm" else source.listen_tcp("127.0.0.1", 0)
-    puller = dial(address, identity(target_layout, compat=MIXED))
+    puller = dial(address, identity(target_layout))
     thread = threading.Thread(target=prefill, args=(giver, source_io, offers, len(PROMPT) // giver.block_size))
     thread.start()
     count = 192 // taker.block_size  # whole blocks of both

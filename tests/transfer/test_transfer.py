@@ -19,7 +19,6 @@ from maitred.errors import ConfigError
 from maitred.executor.kv_layout import convert
 from maitred.transfer import tcp
 from maitred.transfer.channel import Channel
-from maitred.transfer.compat import MIXED
 from maitred.transfer.handshake import expect
 from maitred.transfer.leases import Readable
 from maitred.transfer.pieces import (
@@ -414,7 +413,7 @@ def test_an_unlike_peer_is_refused_at_first_contact_on_both_sides(world: World, 
     with pytest.raises(Refusal, match="kv_dtype is 'bfloat16' here, 'float32' there"):  # as the source says it
         dial(address, identity(make_layout(kv_dtype="float32")))
     with pytest.raises(Refusal, match="isa"):
-        dial(address, identity(make_layout(isa="amx"), compat=MIXED))
+        dial(address, identity(make_layout(isa="amx")))
     until(lambda: world.source.offers.counts["unlike"] == 2)
 
 

@@ -15,7 +15,7 @@ from maitred.executor.layer_io import HostLayers
 from maitred.transfer import shm, tcp
 from maitred.transfer.blocks import HeldBlocks
 from maitred.transfer.channel import Channel
-from maitred.transfer.compat import EXACT, Agreed, Layout, Numerics
+from maitred.transfer.compat import Agreed, Layout
 from maitred.transfer.handshake import Identity, expect, greet
 from maitred.transfer.leases import Readable
 from maitred.transfer.offers import Offers
@@ -30,8 +30,8 @@ LAYERS = range(NUM_LAYERS)
 EPOCH = 77
 
 
-def make_layout(*, block_size: int = 16, cells: str = "native", **changes: Any) -> Layout:
-    """`changes` are fields of Agreed or Numerics."""
+def make_layout(*, block_size: int = 16, **changes: Any) -> Layout:
+    """`changes` are fields of Agreed."""
     agreed: dict[str, Any] = {
         "revision": "abc",
         "positions": "rope",
@@ -39,18 +39,15 @@ def make_layout(*, block_size: int = 16, cells: str = "native", **changes: Any) 
         "num_layers": NUM_LAYERS,
         "num_kv_heads": 2,
         "head_dim": 16,
+        "weight_dtype": "bfloat16",
+        "executor": "native",
+        "isa": "avx2",
     }
-    numerics = {"weight_dtype": "bfloat16", "executor": "native", "isa": "avx2"}
-    return Layout(
-        agreed=Agreed(**{name: changes.get(name, value) for name, value in agreed.items()}),
-        numerics=Numerics(**{name: changes.get(name, value) for name, value in numerics.items()}),
-        cells=cells,
-        block_size=block_size,
-    )
+    return Layout(agreed=Agreed(**agreed | changes), block_size=block_size)
 
 
-def identity(layout: Layout | None = None, *, token: bytes | None = TOKEN, compat: str = EXACT) -> Identity:
-    return Identity(layout or make_layout(), token, compat)
+def identity(layout: Layout | None = None, *, token: bytes | None = TOKEN) -> Identity:
+    return Identity(layout or make_layout(), token)
 
 
 class Pool(HostLayers):

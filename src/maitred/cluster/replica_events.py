@@ -24,10 +24,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
     kv_dtype: str
     isa: str  # the instruction set; empty where the executor has none to choose
 
-    def of_kv(self, compat: str) -> str:
-        """What must be alike where KV is moved; with `mixed`, only what cannot be converted."""
-        told = msgspec.structs.astuple(self) if compat == "exact" else (compat, self.revision, self.kv_dtype)
-        return " ".join(told)
+    def __str__(self) -> str:
+        return " ".join(msgspec.structs.astuple(self))
 
 
 class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,14 +70,6 @@ class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
     num_tokens: int
 
 
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """It may go on with blocks of a namespace, whose bits are not this engine's."""
-
-    now: float
-    request_id: str
-    namespace: str
-
-
 class KvArrived(msgspec.Struct, frozen=True, tag="kv_arrived"):
     """The KV of so many of its tokens came, and it queues again."""
 
@@ -149,7 +141,7 @@ class Completed(msgspec.Struct, frozen=True, tag="completed"):
 
 
 TensorEvent = ModelLoaded | ModelUnloaded | TensorArrived | TensorEnded | TensorsExpired | Dispatched | Completed
-Told = Ended | Configured | Measured | StepsMeasured | Reserved | Accepted | KvArrived | Held | Released | TensorEvent
+Told = Ended | Configured | Measured | StepsMeasured | Reserved | KvArrived | Held | Released | TensorEvent
 Event = Arrived | Told
 
 
@@ -234,9 +226,6 @@ class Recorder:
 
     def reserved(self, request_id: str, num_tokens: int, now: float) -> None:
         self._events.append(Reserved(now, request_id, num_tokens))
-
-    def accepted(self, request_id: str, namespace: str, now: float) -> None:
-        self._events.append(Accepted(now, request_id, namespace))
 
     def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> None:
         self._events.append(KvArrived(now, request_id, num_tokens))

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from maitred.decisions.codec import Header, read_log
 from maitred.decisions.log import (
-    Accepted,
     Arrived,
     Completed,
     Configured,
@@ -224,8 +223,6 @@ def _apply(event: Event, scheduler: Scheduler) -> None:
             scheduler.set_step_costs(costs)
         case Reserved(now, request_id, num_tokens):
             scheduler.reserve(request_id, num_tokens, now)
-        case Accepted(now, request_id, namespace):
-            scheduler.accept(request_id, namespace, now)
         case KvArrived(now, request_id, num_tokens):
             scheduler.kv_arrived(request_id, num_tokens, now)
         case Held(now, lease, digests):

@@ -313,7 +313,7 @@ def _kv_peers(
     """Between engines of one machine and user nothing is proved; those of several hosts have the fleet's token."""
     layout, listen = layout_of(facts, spec, executor), config.share.kv_listen
     peers = PeerConfig(
-        Identity(layout, config.share.kv_token, config.cache.kv_compat),
+        Identity(layout, config.share.kv_token),
         config.cache.kv_transport,
         config.tiers.kv_staging_bytes,
         config.cache.kv_lease_s,

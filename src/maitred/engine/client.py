@@ -66,7 +66,6 @@ class EngineClient(AsksEngine):
     ) -> None:
         self.supervisor = Supervisor(start, clock, self, on_event=on_event)
         self.role = start.process.role  # of a server that is one worker of several hosts
-        self.kv_compat = start.config.cache.kv_compat
         self._rule, self._in_process = start.process.resume, start.process.in_process
         self._clock = clock
         self._on_admitted = on_admitted

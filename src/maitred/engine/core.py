@@ -51,8 +51,6 @@ class StepObserver(TensorObserver, Protocol):
 
     def reserved(self, request_id: str, num_tokens: int, now: float) -> None: ...
 
-    def accepted(self, request_id: str, namespace: str, now: float) -> None: ...
-
     def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> None: ...
 
     def held(self, lease: str, block_hashes: Sequence[bytes], now: float) -> None:
@@ -239,14 +237,6 @@ class EngineCore:
         if self._observer is not None and (reserved is not None or self._scheduler.waits_along(request_id) is not None):
             self._observer.reserved(request_id, num_tokens, now)
         return reserved
-
-    def accept(self, request_id: str, namespace: str) -> bool:
-        """As `Scheduler.accept`."""
-        now = self._clock.now()
-        accepted = self._scheduler.accept(request_id, namespace, now)
-        if accepted and self._observer is not None:
-            self._observer.accepted(request_id, namespace, now)
-        return accepted
 
     def kv_arrived(self, request_id: str, num_tokens: int) -> bool:
         """As `Scheduler.kv_arrived`."""

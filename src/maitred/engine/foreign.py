@@ -35,6 +35,8 @@ EQUAL, NOT_YET, NOT_NEEDED = "here it is ", "not yet: ", "not needed: "
 FLAGS = """
 gone: keys and values on disk are not encrypted any more; give --kv-disk a folder of an encrypted disk
   kv-disk-key-file
+gone: KV is taken from workers of the same weights' dtype, executor and instruction set alone
+  kv-compat
 here it is MODEL (or --model MODEL), a folder, a GGUF file or a hub id
   -m -mu -hf -hfr hf-repo model-url model-path model-repository model-store model-base-path
 here it is --tfs-model-config FILE, of tensor models

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,10 +47,10 @@ class _Lane:
 @dataclass(slots=True, eq=False)
 class _Pull:
     request: RequestState
-    namespace: str  # that its blocks may be of
     addresses: Sequence[str]
     keys: Sequence[bytes]  # from the first block on
     start: int  # block
+    is_brought: bool  # the blocks before it came by a pull that expected the request
     held: HeldBlocks
     began_at: float  # s
     lane: _Lane
@@ -64,14 +64,6 @@ class _Pull:
         self.held.give_up()
         if self.watch is not None:
             self.watch.cancel()
-
-
-class _OfNamespace(Exception):
-    """The source's blocks are of a namespace that the pull is not for."""
-
-    def __init__(self, namespace: str) -> None:
-        super().__init__(namespace)
-        self.namespace = namespace
 
 
 class KVPeers:
@@ -95,13 +87,12 @@ class KVPeers:
         self._meter = FetchMeter(bandwidth=FIRST_GUESS[0], latency_s=FIRST_GUESS[1])
         self._bytes_per_block = io.num_layers * io.layout.layer_bytes
         self._pulls: dict[str, _Pull] = {}
-        self._namespaces: dict[tuple[str, ...], str] = {}  # of peers whose bits are not ours
         self._refused: set[tuple[str, ...]] = set()  # the pulling threads': whose first contact was told of
         self._silent_at: dict[tuple[str, ...], float] = {}  # theirs too: s, when one was found to say nothing
         self._lanes = [_Lane(ThreadOfJobs("maitred-kv-pull")) for _ in range(NUM_LANES)]
         self._here: dict[str, RequestState] = {}
         self._along: dict[str, float] = {}  # requests that wait for what another one pulls -> s, since when
-        self._arrived: dict[bytes, str] = {}  # what came of KV that was expected, by its last block's hash
+        self._arrived: dict[bytes, bool] = {}  # hashes of the last blocks that expecting pulls brought
         self.gives = GivenKV(core, io, config, self._here.values(), clock=clock, is_one_run=is_one_run)
         core.kv_followers.append(self)
         core.view_of_peers = self.view
@@ -117,24 +108,21 @@ class KVPeers:
         elif request.status is RequestStatus.WAITING_FOR_KV:  # with another sample
             self._along[request_id] = self._clock.now()
         else:
-            self._begin(request, self._namespaces.get(tuple(addresses), ""))
+            self._begin(request)
 
-    def _begin(self, request: RequestState, namespace: str) -> None:
-        """A pull, from a peer whose blocks are of that namespace as far as is known."""
+    def _begin(self, request: RequestState) -> None:
         request_id = request.request_id
-        if namespace and not self._core.accept(request_id, namespace):
-            return self._goes_without(request, "recomputed")
         reserved = self._core.reserve(request_id, request.num_tokens)
         if reserved is None:
-            return self._goes_without(request, self._without_pull(request))
+            return self._goes_without(request)
         first = reserved.start // self._block_size
         keys = request.block_hashes[: reserved.end // self._block_size]
         pull = _Pull(
             request,
-            request.kv_namespace,
             request.spec.kv_from,
             keys,
             first,
+            self._was_brought(request, first),
             HeldBlocks(self._io, reserved.block_ids, first=first),
             self._clock.now(),
             min(self._lanes, key=lambda lane: lane.num_pulls),
@@ -145,7 +133,7 @@ class KVPeers:
             self._watch(pull)
         return pull.lane.thread.give(partial(self._pull, pull))
 
-    def _goes_without(self, request: RequestState, outcome: str) -> None:
+    def _goes_without(self, request: RequestState) -> None:
         """It pulls nothing: the KV is here, or on its way to another request, or has no room."""
         if request.status is RequestStatus.WAITING_FOR_KV:
             self._along[request.request_id] = self._clock.now()
@@ -155,7 +143,8 @@ class KVPeers:
         elif request.spec.kv_only:
             self._core.call_soon(partial(self._core.abort, request.request_id))
         else:
-            if outcome in ("moved", "mixed") and request.spec.sample_index == 0:
+            outcome = self._without_pull(request)
+            if outcome == "moved" and request.spec.sample_index == 0:
                 self.counts.waited(0.0)  # its KV was here first
             self._came(request, outcome)
 
@@ -224,35 +213,23 @@ class KVPeers:
 
     def _without_pull(self, request: RequestState) -> str:
         hit = self._core.scheduler.kv_cache.find_prefix(request)
-        if request.num_tokens - hit.num_tokens > self._block_size:
-            return "recomputed"
-        if hit.blocks and request.kv_namespace:
-            return "mixed"
-        return self._arrived.pop(request.block_hashes[len(hit.blocks) - 1], "local") if hit.blocks else "local"
+        if self._was_brought(request, len(hit.blocks)):
+            return "moved"
+        return "recomputed" if request.num_tokens - hit.num_tokens > self._block_size else "local"
 
-    def _begin_again(self, pull: _Pull, namespace: str) -> None:
-        """First contact says that the peer's bits are not ours: with the names that such blocks have here."""
-        request_id = pull.request.request_id
-        pull.lane.num_pulls -= 1
-        if self._pulls.get(request_id) is not pull:
-            return  # its blocks were given up
-        del self._pulls[request_id]
-        pull.end()
-        self._namespaces[tuple(pull.addresses)] = namespace
-        self._core.kv_arrived(request_id, pull.start * self._block_size)
-        self._begin(pull.request, namespace)
+    def _was_brought(self, request: RequestState, num_blocks: int) -> bool:
+        """Whether a pull that expected the request brought its first `num_blocks`. Says so once."""
+        return num_blocks > 0 and self._arrived.pop(request.block_hashes[num_blocks - 1], False)
 
     # -- taking, in the thread that pulls
 
     def _pull(self, pull: _Pull) -> None:
         """Whatever comes of it, the engine's thread is told."""
-        then: Callable[[], None] = partial(self._pulled, pull, Pulled(0, 0))
+        pulled = Pulled(0, 0)
         try:
-            then = partial(self._pulled, pull, self._pull_unless_silent(pull))
-        except _OfNamespace as found:
-            then = partial(self._begin_again, pull, found.namespace)
+            pulled = self._pull_unless_silent(pull)
         finally:
-            self._core.call_soon(then)
+            self._core.call_soon(partial(self._pulled, pull, pulled))
 
     def _pull_unless_silent(self, pull: _Pull) -> Pulled:
         peer = tuple(pull.addresses)
@@ -269,13 +246,10 @@ class KVPeers:
         return pulled
 
     def _pull_from(self, peer: tuple[str, ...], pull: _Pull) -> Pulled:
-        """Raises _OfNamespace."""
         pulled = Pulled(0, 0)
         try:
             puller = self._puller(pull.lane.pullers, peer)
             pull.transport, busy_s = puller.transport, puller.busy_s
-            if puller.terms.namespace not in ("", pull.namespace):
-                raise _OfNamespace(puller.terms.namespace)
             size = puller.terms.source.block_size
             offered = self._offered(pull, puller, self._keys(pull, size))
             wanted = range(pull.start, min(offered.num_blocks * size // self._block_size, len(pull.keys)))
@@ -347,9 +321,11 @@ class KVPeers:
 
     def _settled(self, pull: _Pull, num_blocks: int) -> None:
         """So many blocks came for it, and nothing more will; who waited along goes on too."""
-        outcome, now = "recomputed" if not num_blocks else "mixed" if pull.namespace else "moved", self._clock.now()
+        is_moved, now = num_blocks > 0 or pull.is_brought, self._clock.now()
+        outcome = "moved" if is_moved else "recomputed"
         if pull.request.spec.kv_only:
-            self._arrived[pull.keys[-1]] = outcome
+            if is_moved:
+                self._arrived[pull.keys[pull.start + num_blocks - 1]] = True
             if len(self._arrived) > MAX_ARRIVED:
                 del self._arrived[next(iter(self._arrived))]
         else:

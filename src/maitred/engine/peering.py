@@ -6,9 +6,8 @@ from dataclasses import fields
 
 from maitred.engine.executors import BuiltExecutor
 from maitred.engine.model_facts import ModelFacts
-from maitred.executor.kv_layout import NATIVE, TORCH
 from maitred.model.spec import DecoderSpec, RopeSpec
-from maitred.transfer.compat import Agreed, Layout, Numerics
+from maitred.transfer.compat import Agreed, Layout
 
 
 def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> Layout:
@@ -23,9 +22,10 @@ def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> 
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            weight_dtype=held.dtype,
+            executor=held.executor,
+            isa=held.isa or held.device,
         ),
-        numerics=Numerics(weight_dtype=held.dtype, executor=held.executor, isa=held.isa or held.device),
-        cells=TORCH if held.executor == "torch" else NATIVE,
         block_size=facts.block_size,
         num_head_layers=executor.num_kv_layers - spec.num_layers,
     )

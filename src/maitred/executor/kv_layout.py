@@ -1,4 +1,4 @@
-"""Layouts of KV blocks as bytes, and exact conversion between them: block size, and native cells against torch's.
+"""Layouts of KV blocks as bytes, and exact conversion between block sizes.
 
 No number is rounded: a conversion moves values and the scales of int8 from where one layout has them to where another
 does. `kernels/csrc/kv_pool.h` has the native layout, `executor/kv_pool.py` the one of PyTorch's pool.
@@ -71,9 +71,10 @@ class CellLayout:
 def convert(rows: Bytes, source: CellLayout, target: CellLayout) -> Bytes:
     """[layers, blocks, source.layer_bytes] to [layers, blocks, target.layer_bytes], of the same tokens; padding is 0.
 
-    Raises KernelError for another dtype or other heads, and for blocks that are no whole number of the target's.
+    Raises KernelError for other cells, another dtype or other heads, and for tokens that fill no
+    whole number of target blocks.
     """
-    same = ("kv_dtype", "num_kv_heads", "head_dim")
+    same = ("cells", "kv_dtype", "num_kv_heads", "head_dim")
     num_layers, num_blocks = rows.shape[:2]
     num_tokens = num_blocks * source.block_size
     if any(getattr(source, name) != getattr(target, name) for name in same) or num_tokens % target.block_size:

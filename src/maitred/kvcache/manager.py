@@ -13,7 +13,7 @@ from maitred.errors import PromptTooLong
 from maitred.kvcache.block_pool import BlockPool
 from maitred.kvcache.changes import Changes
 from maitred.kvcache.host_pool import HostPool
-from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache, in_namespace
+from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache
 from maitred.request import RequestState
 from maitred.step import BlockCopy
 
@@ -119,7 +119,7 @@ class KVCacheManager:
             return NO_HIT  # prompt_logprobs needs the logits of every prompt token
         # Match at most num_tokens - 1: the last token is always computed, because sampling needs its logits.
         usable = (request.num_tokens - 1) // self.block_size
-        blocks = self._cache.find(self._names(request, usable))
+        blocks = self._cache.find(request.block_hashes[:usable])
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size)
 
     def fork(self, source: RequestState, target: RequestState) -> PrefixHit:
@@ -306,18 +306,10 @@ class KVCacheManager:
         """Asserts that host blocks are held as `requests`, all that there are, say."""
         self._host.check_invariants([block for request in requests for block in request.host_block_table])
 
-    def _names(self, request: RequestState, num_blocks: int) -> Iterable[bytes]:
-        """What its first blocks are looked up by: who accepts KV of other bits takes its own kind as well."""
-        hashes, namespace = request.block_hashes[:num_blocks], request.kv_namespace
-        if not namespace:
-            return hashes
-        return (name if (name := in_namespace(h, namespace)) in self._cache else h for h in hashes)
-
     def _register(self, request: RequestState, index: int) -> None:
-        """Only KV of our own bits is what others store."""
-        digest, namespace = request.block_hashes[index], request.kv_namespace
-        self._cache.register(in_namespace(digest, namespace), request.block_table[index])
-        if self.on_cached is not None and not namespace:
+        digest = request.block_hashes[index]
+        self._cache.register(digest, request.block_table[index])
+        if self.on_cached is not None:
             self.on_cached(digest)
 
     def _swap_in(self, request: RequestState, hit: PrefixHit) -> tuple[BlockCopy, ...]:

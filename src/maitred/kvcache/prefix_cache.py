@@ -8,7 +8,6 @@ Source: vLLM's automatic prefix caching, after RadixAttention (SGLang, Zheng et 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from hashlib import sha256
 from struct import Struct
 
@@ -38,18 +37,6 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, root: bytes) -> list[
         parent = sha256(parent + pack(*token_ids[start : start + block_size])).digest()
         hashes.append(parent)
     return hashes
-
-
-def in_namespace(digest: bytes, namespace: str) -> bytes:
-    """A block's name in a namespace; a shortened hash, as logs have it, gives the name shortened alike."""
-    if not namespace:
-        return digest
-    return (int.from_bytes(digest, "big") ^ _mask(namespace, len(digest))).to_bytes(len(digest), "big")
-
-
-@lru_cache(maxsize=64)
-def _mask(namespace: str, num_bytes: int) -> int:
-    return int.from_bytes(sha256(namespace.encode()).digest()[:num_bytes], "big")
 
 
 class TokenHasher:

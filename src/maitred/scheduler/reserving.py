@@ -46,19 +46,6 @@ def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> Reserved
     return reserved
 
 
-def accept(state: SchedulerState, request_id: str, namespace: str) -> bool:
-    """It may go on with blocks of that namespace, whose bits are not our own's; all it computes is named there too.
-    False, with nothing changed, for one that is gone, waits for KV, or is in another namespace.
-    """
-    request = state.requests.get(request_id)
-    if request is None or request.status is RequestStatus.WAITING_FOR_KV:
-        return False
-    if request.kv_namespace not in ("", namespace):
-        return False
-    state.sample_groups.accept(request, namespace)
-    return True
-
-
 def join_fellow(state: SchedulerState, request: RequestState) -> None:
     """A newcomer waits along with a sample of its prompt that waits for KV."""
     parent, reservations = request.spec.parent_id, state.reservations
@@ -104,9 +91,7 @@ def _brings_the_same(state: SchedulerState, request: RequestState, num_cached: i
     for leader, reserved in state.reservations.reserved.items():
         last = reserved.end // state.kv.block_size - 1
         other, ours = state.reservations.waiting[leader], request.block_hashes
-        if other.kv_namespace != request.kv_namespace or reserved.end <= num_cached or last >= len(ours):
-            continue
-        if other.block_hashes[last] == ours[last]:
+        if reserved.end > num_cached and last < len(ours) and other.block_hashes[last] == ours[last]:
             return leader
     return None
 

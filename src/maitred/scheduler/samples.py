@@ -13,7 +13,6 @@ class _SampleGroup:
     leader: RequestState | None = None  # computes the prompt, for the first time
     prompt_computed: bool = False
     sources: dict[str, RequestState] = field(default_factory=dict)  # running, prompt computed: may be forked
-    kv_namespace: str = ""  # of all, so that no fork names blocks otherwise than they are
 
 
 class SampleGroups:
@@ -41,17 +40,7 @@ class SampleGroups:
 
     def joined(self, request: RequestState) -> None:
         if request.spec.parent_id is not None and _shares(request):
-            group = self._groups.setdefault(request.spec.parent_id, _SampleGroup())
-            group.members[request.request_id], request.kv_namespace = request, group.kv_namespace
-
-    def accept(self, request: RequestState, namespace: str) -> None:
-        """The request and all samples that share its prompt's blocks, those to come too, are in the namespace."""
-        request.kv_namespace = namespace
-        group = self._group_of(request)
-        if group is not None:
-            group.kv_namespace = namespace
-            for member in group.members.values():
-                member.kv_namespace = namespace
+            self._groups.setdefault(request.spec.parent_id, _SampleGroup()).members[request.request_id] = request
 
     def started(self, request: RequestState) -> None:
         group = self._group_of(request)

@@ -30,7 +30,7 @@ from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.notes import Blocked, Preemption
 from maitred.scheduler.planning import build_plan, service_of, why_blocked
 from maitred.scheduler.reservations import NOTHING_GIVEN_UP, GivenUp, Reserved
-from maitred.scheduler.reserving import accept, arrived, can_step, hold, join_fellow, release, reserve
+from maitred.scheduler.reserving import arrived, can_step, hold, join_fellow, release, reserve
 from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.stats import SchedulerStats
@@ -277,13 +277,6 @@ class Scheduler:
         are given up. None, with nothing changed, when blocks lack, or when it would gain nothing.
         """
         return reserve(self._state, request_id, num_tokens)
-
-    def accept(self, request_id: str, namespace: str, now: float) -> bool:
-        """The request and other samples of its prompt find, and fill, blocks of a namespace, whose bits are not those
-        that this engine computes; nobody else does. False, with nothing changed, for one that is gone, waits for KV
-        or is in another namespace.
-        """
-        return accept(self._state, request_id, namespace)
 
     def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> bool:
         """Positions [0, num_tokens) hold verified KV: a multiple of block_size from `Reserved.start`, where nothing

@@ -27,7 +27,6 @@ class Identity(NamedTuple):
 
     layout: Layout
     token: bytes | None
-    compat: str
 
 
 class Ring(NamedTuple):
@@ -49,7 +48,7 @@ def greet(channel: Channel, own: Identity, epoch: int, ring_for: Callable[[Terms
         _check_version(hello.version)
         if not _is_proof(hello.proof, own.token, _RECEIVER, nonce + hello.nonce, hello.layout):
             raise Refusal("stranger", "the receiver does not know this fleet's token; give both --fleet-token-file")
-        terms = agree(own.layout, layout_of(hello.layout), compat=own.compat, receives=False)
+        terms = agree(own.layout, layout_of(hello.layout), receives=False)
         ring = ring_for(terms)
     except Refusal as refusal:
         channel.send(Refused(0, refusal.reason, str(refusal)))
@@ -71,7 +70,7 @@ def introduce(channel: Channel, own: Identity) -> tuple[Terms, Welcome]:
     welcome = expect(channel.receive(), Welcome)
     if not _is_proof(welcome.proof, own.token, _SOURCE, nonce + challenge.nonce, welcome.layout):
         raise Refusal("stranger", "the source does not know this fleet's token; give both --fleet-token-file")
-    terms = agree(own.layout, layout_of(welcome.layout), compat=own.compat, receives=True)
+    terms = agree(own.layout, layout_of(welcome.layout), receives=True)
     channel.trust()
     return terms, welcome
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from maitred.kernels import _native
 
-VERSION = 1
+VERSION = 2
 """Of messages and of the layouts that `executor/kv_layout.py` knows."""
 PREFIX = struct.Struct("<4sI")  # magic, bytes of the message
 MAGIC = b"mtKV"
@@ -35,7 +35,7 @@ class Refusal(Exception):
 
 
 REASONS = (
-    "unlike",  # another model, KV dtype, rope or context setting; in `exact` another number format
+    "unlike",  # another model, dtype, executor, instruction set, rope or context setting
     "stranger",  # no proof of the fleet token, or another user of this machine
     "garbage",  # what is no message, or not the one that belongs here
     "oversized",

@@ -192,8 +192,7 @@ class FleetFeed:
         facts, numbers = facts_of(engine, engine.role, is_beside=False), identity(self._model).fingerprint
         if facts is None:
             return None
-        told = numbers.of_kv(engine.kv_compat) if numbers is not None else ""
-        return KVWorker(replace(facts, numbers=told), engine.kv_addresses)
+        return KVWorker(replace(facts, numbers=str(numbers or "")), engine.kv_addresses)
 
     def _phase(self, state: ReplicaState) -> Phase:
         if not state.alive:

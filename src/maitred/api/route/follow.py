@@ -123,7 +123,7 @@ class Follower:
         told = _decoded(body, _Version)
         if told.name != NAME:
             return replace(live.facts, kind=Kind.FOREIGN, has_beats=False), _Version()
-        fingerprint = " ".join(msgspec.structs.astuple(told.fingerprint)) if told.fingerprint is not None else None
+        fingerprint = str(told.fingerprint) if told.fingerprint is not None else None
         facts = replace(live.facts, kind=Kind.MAITRED, slots=told.slots, fingerprint=fingerprint)
         return facts, told
 

@@ -61,7 +61,7 @@ def _run(options: Options) -> int:
         tell(f"connections  fewer than {num_descriptors - SPARE_DESCRIPTORS:,}, for want of descriptors (ulimit -n)")
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
         token = read_fleet_token(server.fleet_token_file)
-        share = share_of(options[ProcessConfig].kv_listen, options[CacheConfig], token, options[ProcessConfig].resume)
+        share = share_of(options[ProcessConfig].kv_listen, options[CacheConfig], token)
         server, config = _share_results(server, replace(_engine_config(options), share=share))
         ending = noted()
         if ending.came:

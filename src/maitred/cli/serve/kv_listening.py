@@ -8,7 +8,7 @@ from maitred.errors import ConfigError
 from maitred.field_checks import host_and_port
 
 
-def share_of(listen: str | None, cache: CacheConfig, token: FleetToken, resume: str = "exact") -> MachineShare:
+def share_of(listen: str | None, cache: CacheConfig, token: FleetToken) -> MachineShare:
     """What the engine is told. Raises ConfigError for what nobody could pull from."""
     if listen is None:
         return MachineShare()
@@ -21,11 +21,6 @@ def share_of(listen: str | None, cache: CacheConfig, token: FleetToken, resume: 
         raise ConfigError("kv_transport is shm, which ends at this machine; leave it at auto, or kv_listen out")
     if not cache.enable_prefix_caching:
         raise ConfigError("kv_listen gives what the prefix cache finds; leave enable_prefix_caching on, or it out")
-    if cache.kv_compat == "mixed" and resume != "always":
-        raise ConfigError(
-            f"kv_compat is mixed, and resume {resume}: streams that unlike workers began could not go on here; give "
-            "--resume always too"
-        )
     from maitred.transfer.tcp import listen as bound
 
     bound(*host_and_port("kv_listen", listen), has_token=True).close()  # a slip costs no loading time
