@@ -1,4 +1,4 @@
-"""The autoscaler beside the rule of the generated HPA (`maitred manifests kubernetes`), simulated: replica-seconds and
+"""The autoscaler beside the rule of the HPA of `deploy/kubernetes/fleet`, simulated: replica-seconds and
 promises kept.
 
     python benchmarks/bench_autoscale.py [--hours 1]
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from kubernetes_hpa import HpaRule, Metric, generated
+from kubernetes_hpa import HpaRule, Metric
 
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler, FleetFigures
 from maitred.cluster.config import FleetConfig
@@ -95,7 +95,7 @@ def hpa(results: Results) -> Autoscale:
         waits = results.total.queue_s
         return Metric(waits.count, waits.total)
 
-    return HpaRule.of(generated(1, MOST), read)
+    return HpaRule.of_manifest(1, MOST, read)
 
 
 def ours(results: Results) -> Autoscale:

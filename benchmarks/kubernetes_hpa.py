@@ -1,4 +1,4 @@
-"""The rule of the HorizontalPodAutoscaler in the manifest that `maitred manifests kubernetes` writes.
+"""The rule of the HorizontalPodAutoscaler of `deploy/kubernetes/fleet`.
 
 Source: kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale, and pkg/controller/podautoscaler of
 Kubernetes: a target of type `Value` is a ratio to the ready pods; what the manifest leaves out has the API's defaults.
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import yaml
 
 from maitred.cluster.autoscale import FleetFigures
 
+MANIFEST = Path(__file__).parents[1] / "deploy/kubernetes/fleet/autoscaler.yaml"
 PERIOD_S, TOLERANCE = 15.0, 0.1  # of kube-controller-manager
 UP = {
     "stabilizationWindowSeconds": 0,
@@ -37,14 +35,6 @@ class Metric(NamedTuple):
 
     count: int
     sum_s: float
-
-
-def generated(low: int, high: int) -> list[dict[str, Any]]:
-    """autoscaler.yaml, with the command's own target."""
-    with TemporaryDirectory() as out:
-        words = ["manifests", "kubernetes", "--out", out, "--replicas", f"{low}:{high}"]
-        subprocess.run([sys.executable, "-m", "maitred", *words], check=True, capture_output=True)
-        return list(yaml.safe_load_all((Path(out) / "autoscaler.yaml").read_text()))
 
 
 @dataclass
@@ -65,9 +55,9 @@ class HpaRule:
     changes: deque[tuple[float, int]] = field(default_factory=deque)
 
     @classmethod
-    def of(cls, manifest: Iterable[dict[str, Any]], read: Callable[[], Metric]) -> HpaRule:
-        """Of what `generated` gives."""
-        autoscaler, adapter = manifest
+    def of_manifest(cls, low: int, high: int, read: Callable[[], Metric]) -> HpaRule:
+        """The manifest's target, window and behaviour, with these bounds."""
+        autoscaler, adapter = yaml.safe_load_all(MANIFEST.read_text())
         spec = autoscaler["spec"]
         (metric,) = spec["metrics"]
         target = metric["external"]["target"]
@@ -76,13 +66,13 @@ class HpaRule:
         assert window is not None
         return cls(
             read,
-            low=spec["minReplicas"],
-            high=spec["maxReplicas"],
+            low=low,
+            high=high,
             target_s=int(target["value"].removesuffix("m")) / 1000,
             window_s=60.0 * int(window[1]),
             up=UP | spec["behavior"]["scaleUp"],
             down=DOWN | spec["behavior"]["scaleDown"],
-            num=spec["minReplicas"],
+            num=low,
         )
 
     def __call__(self, figures: FleetFigures, now: float) -> int:

@@ -74,7 +74,7 @@ def test_what_is_called_equal_is_there_and_was_named_letter_by_letter():
         ("serve --kv-disk-key-file key", "no option --kv-disk-key-file; gone: "),
         ("serve --backend cpu", "here it is --device auto|cpu|cuda"),
         ("plan model", "maitred explain MODEL"),
-        ("deploy model", "maitred manifests KIND"),
+        ("deploy model", "deploy/kubernetes puts a fleet"),
         ("quantize model", "--dtype int8 (or int4)"),
         ("prune model", "not yet: weights"),
         ("distill model", "--speculative-model DIR"),

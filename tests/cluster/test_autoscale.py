@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.kubernetes_hpa import HpaRule, Metric, generated
+from benchmarks.kubernetes_hpa import HpaRule, Metric
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler, FleetFigures, Target
 from maitred.cluster.sizing import as_asked
 from maitred.errors import ConfigError
@@ -120,9 +120,9 @@ def ours(arrivals: Arrivals, *, start_s: float, seed: int = 0) -> Run:
 
 
 def kubernetes(arrivals: Arrivals, *, start_s: float) -> Run:
-    """By the manifest that `maitred manifests kubernetes` writes."""
+    """By the manifest in `deploy/kubernetes/fleet`."""
     world = World(as_asked, arrivals, start_s=start_s)
-    world.scaler = HpaRule.of(generated(world.low, world.high), lambda: Metric(world.num_ended, world.waited_s))
+    world.scaler = HpaRule.of_manifest(world.low, world.high, lambda: Metric(world.num_ended, world.waited_s))
     return world.play(1800)
 
 

@@ -31,7 +31,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fleet drain": ("maitred.cli.fleet.drain", "send a replica nothing new, and let it finish"),
     "fleet restart": ("maitred.cli.fleet.restart", "replace launched replicas one by one, the new one first"),
     "fleet scale": ("maitred.cli.fleet.scale", "set how many replicas a router launches"),
-    "manifests": ("maitred.cli.manifests.command", "write what puts a fleet behind HAProxy, on Kubernetes or KubeRay"),
     "bench serve": ("maitred.cli.bench.command", "load any OpenAI server and measure it"),
     "bench infer": ("maitred.cli.bench.infer", "load any KServe v2 server and measure a model"),
     "simulate": ("maitred.cli.simulate.command", "compare scheduling policies on a workload, without a model"),

@@ -24,7 +24,7 @@ COMMANDS = {
     "cp": "--served-model-name NAME gives a model more names",
     "run": "maitred chat MODEL talks to a model; maitred run answers a file of batch lines",
     "plan": "maitred explain MODEL tells how a model would be run, maitred serve --help what it needs of memory",
-    "deploy": "maitred serve MODEL serves one here, maitred manifests KIND writes what puts a fleet on Kubernetes",
+    "deploy": "maitred serve MODEL serves one here, deploy/kubernetes puts a fleet on Kubernetes",
     "quantize": "maitred serve MODEL --dtype int8 (or int4) quantises at load",
     "prune": "not yet: weights are served as they are; --dtype int8 (or int4) makes them smaller",
     "distill": "not yet: models are not trained here; --speculative-model DIR takes a small one that was",
