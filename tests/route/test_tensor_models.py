@@ -56,14 +56,6 @@ async def test_what_names_a_model_of_tensors_goes_to_a_replica_that_serves_it():
         assert [card["id"] for card in cards] == [MODEL], "chats ask none of them"
 
 
-async def test_a_language_model_is_asked_where_its_tokens_count():
-    async with two(serving("boxes"), serving("boxes")) as (client, _):
-        refused = await client.post(f"/v2/models/{MODEL}/infer", json={"inputs": []})
-        assert refused.status_code == 400
-        assert f"/v2/models/{MODEL}/generate" in refused.json()["error"]
-        assert (await client.post(f"/v2/models/{MODEL}/generate", json={"text_input": "hi"})).status_code == 200
-
-
 async def test_a_model_loaded_since_the_last_look_is_found():
     models: list[str] = []
     async with two(serving(), serving(models=models)) as (client, (_, second)):

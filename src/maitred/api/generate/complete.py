@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -27,7 +27,6 @@ from maitred.engine.intake import make_requests, random_seed
 from maitred.errors import InvalidRequest, RequestError
 from maitred.gate.terms import TimeLimits, cap_max_tokens
 from maitred.request import MAX_SEED, RequestSpec
-from maitred.tenancy.caller import Caller
 
 # in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s
 MAX_PROMPT_LOGPROBS = 256 * 1024
@@ -96,24 +95,6 @@ async def generate(
             headers = (*JSON_HEADERS, *_server_timing(outcome), *usage_for_router(app, exchange, told_usage(outcome)))
             await exchange.answer(whole, 200, headers)
         app.results.keep(exchange, wanted)
-
-
-@asynccontextmanager
-async def generating(
-    app: App, caller: Caller, ask: GenerationAsk, limits: TimeLimits, num_bytes: int
-) -> AsyncIterator[Generation]:
-    """The same for who answers beside HTTP: the samples of `ask`, a text of `num_bytes`, within the caller's lease.
-    Leaving it early ends them.
-    """
-    limits = time_limits(ask.limits, {}).and_also(limits)
-    salt = cache_salt(app, caller, ask.cache_salt)
-    with _using(app, ask), leased(app, caller, ask, limits) as lease:
-        batches = await _tokenised(
-            app, ask, num_bytes, partial(_make_batches, app, ask, salt, limits, random_seed, None)
-        )
-        generation = Generation(app, lease.admit(batches), score_only=ask.score_only, marks=ask.shape_found.marks)
-        lease.outcome = generation.outcome
-        yield generation
 
 
 async def _tokenised(

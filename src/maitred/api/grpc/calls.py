@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from maitred.api.grpc.errors import GrpcError, grpc_error
+from maitred.api.grpc.errors import grpc_error
 from maitred.api.http.app import App
 from maitred.api.http.logs import ACCESS, ERRORS, log_fields
 from maitred.errors import InvalidRequest, MaitredError
@@ -126,15 +126,10 @@ def _decoded(method: Method, content: bytes) -> Any:
         raise InvalidRequest(f"the message cannot be decoded: {error}") from None
 
 
-def logged_error(error: Exception) -> GrpcError:
-    """As the client is told; what we did not raise on purpose is logged."""
+async def _refuse(context: grpc.aio.ServicerContext, error: Exception, ended: _Ended) -> None:
+    """Ends the call; logs what was not raised on purpose."""
     if not isinstance(error, MaitredError):
         ERRORS.error("request failed", exc_info=error)
-    return grpc_error(error)
-
-
-async def _refuse(context: grpc.aio.ServicerContext, error: Exception, ended: _Ended) -> None:
-    """Ends the call."""
-    told = logged_error(error)
+    told = grpc_error(error)
     ended.code = told.code
     await context.abort(told.code, told.message, told.trailing)

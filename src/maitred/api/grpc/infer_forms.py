@@ -146,9 +146,9 @@ def written(told: ANY_MESSAGE, contents: Sequence[Buffer]) -> bytes:
     return joined(told.SerializeToString(), RAW_OUTPUT_CONTENTS, contents)
 
 
-def in_stream(told: ANY_MESSAGE, contents: Sequence[Buffer], *, is_last: bool = True) -> bytes:
-    """A ModelStreamInferResponse around it; `is_last` of its request."""
-    told.parameters[FINAL].bool_param = is_last
+def in_stream(told: ANY_MESSAGE, contents: Sequence[Buffer]) -> bytes:
+    """A ModelStreamInferResponse around it: the only answer to its request."""
+    told.parameters[FINAL].bool_param = True
     return joined(b"", 2, [written(told, contents)])
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple
 
 from maitred.api.dialects.kserve import told
-from maitred.api.dialects.kserve.language import Models, asked_of, infer, is_language_model, responses
-from maitred.api.grpc.calls import Call, Method, logged_error
+from maitred.api.dialects.kserve.told import Models
+from maitred.api.grpc.calls import Call, Method
 from maitred.api.grpc.errors import grpc_error
 from maitred.api.grpc.infer_forms import (
     error_in_stream,
@@ -24,7 +23,7 @@ from maitred.api.grpc.infer_forms import (
 from maitred.api.http.app import App
 from maitred.api.http.text_threads import LONG_BYTES
 from maitred.api.tensor.extensions import Extensions
-from maitred.api.tensor.lease import new_id, tensors_of
+from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.api.tensor.parameters import CLASSIFICATION, check_unload, config_to_load, version_of
 from maitred.api.tensor.settings import LOGS, TRACES
 from maitred.errors import MaitredError, UnsupportedParameter
@@ -42,7 +41,7 @@ class _Decoded(NamedTuple):
     raw: list[memoryview]
 
 
-_Waiting = asyncio.Queue[asyncio.Task[bytes] | bytes | None]  # what a stream is to be told next; None ends it
+_Waiting = asyncio.Queue[asyncio.Task[bytes] | None]  # a stream's next answer; None ends it
 
 
 class InferenceService:
@@ -124,8 +123,9 @@ class InferenceService:
 
     async def _answered(self, decoded: _Decoded, call: Call) -> tuple[ANY_MESSAGE, list[Buffer]]:
         message = decoded.message
+        self._models(call).check_tensors(message.model_name)
         request = await self._request(decoded, call)
-        answer = await infer(self._app, call.caller, request, parameters=parameters_of(message), limits=call.limits)
+        answer = await infer(self._app, call.caller, request, limits=call.limits)
         is_classified = any(CLASSIFICATION in each.parameters for each in message.outputs)
         num_bytes = num_bytes_of(answer.outputs) if is_classified else 0
         return await self._app.text.run(num_bytes, partial(self._told, message, request, answer))
@@ -144,15 +144,13 @@ class InferenceService:
         return infer_response(message, answer, request.into, classes)
 
     async def _stream(self, requests: AsyncIterator[_Decoded], call: Call) -> AsyncGenerator[bytes, None]:
-        """Answers in the order of their requests, which run beside each other, and those of the language model as they
-        come; an error is of its request alone.
-        """
+        """Answers in the order of their requests, which run beside each other; an error is of its request alone."""
         waiting: _Waiting = asyncio.Queue(MOST_IN_STREAM)
-        running: set[asyncio.Task[Any]] = set()
+        running: set[asyncio.Task[bytes]] = set()
         reader = asyncio.create_task(self._read_stream(requests, call, waiting, running))
         try:
             while (told := await waiting.get()) is not None:
-                yield told if isinstance(told, bytes) else await told
+                yield await told
             await reader
         finally:
             left = (reader, *running)
@@ -165,17 +163,14 @@ class InferenceService:
         requests: AsyncIterator[_Decoded],
         call: Call,
         waiting: _Waiting,
-        running: set[asyncio.Task[Any]],
+        running: set[asyncio.Task[bytes]],
     ) -> None:
         try:
             async for decoded in requests:
-                spoken = is_language_model(self._app, call.caller, decoded.message.model_name)
-                work = self._spoken(decoded, call, waiting) if spoken else self._streamed(decoded, call)
-                task: asyncio.Task[Any] = asyncio.create_task(work)
+                task = asyncio.create_task(self._streamed(decoded, call))
                 running.add(task)
                 task.add_done_callback(running.discard)
-                if not spoken:
-                    await waiting.put(task)
+                await waiting.put(task)
                 while len(running) >= MOST_IN_STREAM:
                     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             if running:
@@ -189,18 +184,6 @@ class InferenceService:
         except MaitredError as error:
             return error_in_stream(decoded.message, grpc_error(error).message)
 
-    async def _spoken(self, decoded: _Decoded, call: Call, waiting: _Waiting) -> None:
-        """The answers of the language model to one request of a stream."""
-        message = decoded.message
-        try:
-            request = await self._request(decoded, call)
-            asked = asked_of(request, parameters_of(message))
-            async with aclosing(responses(self._app, call.caller, request, asked, call.limits)) as told:
-                async for answer, is_last in told:
-                    await waiting.put(in_stream(*self._told(message, request, answer), is_last=is_last))
-        except Exception as error:  # nobody awaits this task
-            await waiting.put(error_in_stream(message, logged_error(error).message))
-
     # -- statistics and the repository
 
     async def _statistics(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
@@ -210,7 +193,7 @@ class InferenceService:
     async def _index(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
         _one_repository(message)
         told = MESSAGES["RepositoryIndexResponse"]()
-        for entry in Models(self._app, call.caller).index(ready_only=message.ready):
+        for entry in self._models(call).index(ready_only=message.ready):
             state = entry.state.value if entry.state is not None else ""
             told.models.add(name=entry.name, version=str(entry.version or ""), state=state, reason=entry.reason)
         return told

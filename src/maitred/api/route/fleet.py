@@ -40,7 +40,6 @@ class LiveReplica:
     name: bytes  # for a header
     cards: Sequence[dict[str, Any]] = ()  # of its models, as it lists them
     adapters: frozenset[str] = frozenset()  # names of cards that have a parent
-    tensor_models: frozenset[str] = frozenset()
     kv_addresses: tuple[str, ...] = ()  # where others pull its KV
     role: Role | None = None  # that it was given here; None is the one it was started with
     follower: asyncio.Task[None] | None = field(default=None, repr=False)

@@ -113,7 +113,6 @@ class Follower:
         if why_not is not None:
             return replace(facts, state=State.STARTING, error=why_not)
         listed = await self._models(live, told.models or ())
-        live.tensor_models = frozenset(told.tensor_models)
         models = (*listed, *(name for name in told.tensor_models[:MAX_MODELS] if name not in listed))
         return replace(facts, state=State.READY, models=models, error=None)
 

@@ -84,12 +84,6 @@ async def pass_through(router: Router, exchange: Exchange) -> None:
     body = await exchange.body()
     read = read_body(body) if body else RoutedBody()
     read.model = await router.models.named_in(path) or read.model
-    if path.endswith("/infer") and router.models.is_language_model(read.model):
-        raise InvalidRequest(
-            f"{read.model} is a language model; a router takes it at {path.removesuffix('infer')}generate, which is "
-            "limited and billed",
-            param="model",
-        )
     await _route(router, exchange, body, read, NO_KEYS.keys)
 
 

@@ -59,11 +59,6 @@ class ModelNames:
             await self._look()
         return next((name for name in _names_in(path) if name in self._fleet.core.models), None)
 
-    def is_language_model(self, name: str | None) -> bool:
-        """Of those that are known."""
-        replicas = self._fleet.replicas.values()
-        return name in self._fleet.core.models and not any(name in live.tensor_models for live in replicas)
-
     def not_found(self, name: str, caller: Caller) -> ModelNotFound:
         there = told_names([str(card["id"]) for card in self.cards(caller)]) or "none yet"
         return ModelNotFound(f"no replica serves the model {shortened(repr(name))}; there are: {there}", param="model")

@@ -14,11 +14,7 @@ from maitred.tensor.service import SequenceControl, Tensor
 
 REGION, REGION_SIZE, REGION_OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 CLASSIFICATION = "classification"
-_RESERVED = ("triton_enable_empty_final_response",)  # no final answer here is empty, so that it changes nothing
-TERMS = frozenset(
-    ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", *_RESERVED)
-)
-"""Those of a request that KServe and Triton name; others are a model's own."""
+_EMPTY_FINAL = "triton_enable_empty_final_response"  # no final answer here is empty, so that it changes nothing
 
 View = Callable[[str, int, int], RegionPart]  # of a registered region: its name, an offset, so many bytes
 
@@ -105,8 +101,8 @@ def flag(parameters: Mapping[str, Any], name: str) -> bool:
 
 def _sequence(parameters: Mapping[str, Any]) -> SequenceControl | None:
     for name in parameters:
-        if name.startswith("triton_") and name not in _RESERVED:
-            raise InvalidRequest(f"the parameter {name[:80]!r} is Triton's own; known is {_RESERVED[0]}")
+        if name.startswith("triton_") and name != _EMPTY_FINAL:
+            raise InvalidRequest(f"the parameter {name[:80]!r} is Triton's own; known is {_EMPTY_FINAL}")
     start, end = flag(parameters, "sequence_start"), flag(parameters, "sequence_end")
     known = parameters.get("sequence_id", 0)
     if isinstance(known, bool) or not isinstance(known, int | str):

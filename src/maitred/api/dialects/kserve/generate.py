@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -28,7 +28,6 @@ from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.cluster.routed_body import GENERATE, GENERATE_ENDS, GENERATE_PATH, GENERATE_STREAM
 from maitred.engine.output import TextDelta
 from maitred.errors import InvalidRequest, ModelNotFound, RouteNotFound, did_you_mean
-from maitred.tenancy.caller import Caller
 
 MODEL_VERSION = 1  # of the language model, the only one
 TEXT_INPUT, STREAM, SAMPLING, EXCLUDE = "text_input", "stream", "sampling_parameters", "exclude_input_in_output"
@@ -79,24 +78,6 @@ _own = msgspec.json.Decoder(GenerateRequest)
 _OWN = GenerateRequest.__struct_fields__
 
 
-class Asked(NamedTuple):
-    """What a language model is asked for, by whichever protocol of tensors."""
-
-    model: str
-    version: int  # 0 is the default
-    text_input: str
-    stream: bool
-    exclude_input: bool | None  # None: as `stream` is
-    sampling: Mapping[str, Raw]  # fields of a completion
-
-    @property
-    def echoes(self) -> bool:
-        """Raises InvalidRequest for a stream that should."""
-        if self.stream and self.exclude_input is False:
-            raise InvalidRequest(f"{EXCLUDE} must not be false with {STREAM}: true", param=EXCLUDE)
-        return not (self.stream if self.exclude_input is None else self.exclude_input)
-
-
 def is_generate(parameter: str) -> bool:
     """Whether a path after `/v2/models/` asks for text."""
     return parameter.endswith(GENERATE_ENDS)
@@ -114,10 +95,19 @@ def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     streams = found["action"] == GENERATE_STREAM
     if own.stream and not streams:
         raise InvalidRequest(f"{GENERATE} answers once; ask {GENERATE_STREAM} for a stream", param=STREAM)
-    stream = streams if own.stream is None else own.stream
-    sampling = {**others, **sampling_of(own.sampling_parameters)}
-    asked = Asked(name, int(found["version"] or 0), own.text_input, stream, own.exclude_input_in_output, sampling)
-    ask = ask_of(app, exchange.caller, asked, exchange.request_id, own.id)
+    if int(found["version"] or 0) not in (0, MODEL_VERSION):
+        raise ModelNotFound(f"the language model has version {MODEL_VERSION}, not {found['version']}", param="model")
+    in_pieces = streams if own.stream is None else own.stream
+    completion = DECODER.decode(_completion(name, own, others, in_pieces=in_pieces))
+    refuse_unbuilt(completion.refused, COMPLETION_REFUSED)
+    if completion.unknown:
+        field = completion.unknown[0]
+        hint = did_you_mean(field, DECODER.known)
+        raise InvalidRequest(f"{shortened(repr(field), 80)} is no sampling parameter{hint}", param=field)
+    ask = completion_ask(app, exchange.caller, completion.body, name, exchange.request_id)
+    assert isinstance(ask.answer, CompletionAnswer)
+    ask.answer = TextAnswer(ask.answer, name, own.id, in_pieces=in_pieces)
+    ask.field_names = {**ask.field_names, "prompt": TEXT_INPUT}
     ask.stream = streams  # if of one event
     exchange.log |= {"model": name, "stream": ask.stream, "n": ask.sampling.n}
     return ask
@@ -137,7 +127,7 @@ def _split(sent: bytes) -> tuple[GenerateRequest, dict[str, Raw]]:
     return decode_json(msgspec.json.encode(own), _own), fields
 
 
-def sampling_of(sent: Raw | UnsetType) -> dict[str, Raw]:
+def _sampling(sent: Raw | UnsetType) -> dict[str, Raw]:
     """An object, or its JSON as text. Raises InvalidRequest."""
     if sent is not UNSET and bytes(sent).startswith(b'"'):
         sent = Raw(decode_json(sent, _text, at=SAMPLING).encode("utf-8", "replace"))
@@ -153,32 +143,19 @@ def _object(sent: Raw | UnsetType, name: str) -> dict[str, Raw]:
         raise InvalidRequest(f"{name} is no object in JSON: {error}", param=name) from None
 
 
-def ask_of(app: App, caller: Caller, asked: Asked, request_id: str, client_id: str = "") -> GenerationAsk:
-    """The completion that stands for it, whose answer is a `TextAnswer`. Raises RequestError."""
-    model = app.check_model(asked.model, caller)
-    if asked.version not in (0, MODEL_VERSION):
-        raise ModelNotFound(f"the language model has version {MODEL_VERSION}, not {asked.version}", param="model")
-    sent = DECODER.decode(_completion(asked))
-    refuse_unbuilt(sent.refused, COMPLETION_REFUSED)
-    if sent.unknown:
-        name = sent.unknown[0]
-        hint = did_you_mean(name, DECODER.known)
-        raise InvalidRequest(f"{shortened(repr(name), 80)} is no sampling parameter{hint}", param=name)
-    ask = completion_ask(app, caller, sent.body, model, request_id)
-    assert isinstance(ask.answer, CompletionAnswer)
-    ask.answer = TextAnswer(ask.answer, model, client_id, in_pieces=asked.stream)
-    ask.field_names = {**ask.field_names, "prompt": TEXT_INPUT}
-    return ask
-
-
-def _completion(asked: Asked) -> bytes:
-    """As a body of /v1/completions."""
-    for name, value in asked.sampling.items():
+def _completion(model: str, own: GenerateRequest, others: Mapping[str, Raw], *, in_pieces: bool) -> bytes:
+    """As a body of /v1/completions. Raises InvalidRequest for a stream that should tell the prompt too."""
+    if in_pieces and own.exclude_input_in_output is False:
+        raise InvalidRequest(f"{EXCLUDE} must not be false with {STREAM}: true", param=EXCLUDE)
+    sampling = {**others, **_sampling(own.sampling_parameters)}
+    for name, value in sampling.items():
         if name in _ELSEWHERE and bytes(value) != b"null":
             raise unsupported(f"{SAMPLING}.{name}", _ELSEWHERE[name])
-    fields = {name: _typed(name, value) for name, value in asked.sampling.items()}
-    own = {"model": asked.model, "prompt": asked.text_input, "stream": asked.stream, "echo": asked.echoes}
-    return msgspec.json.encode({**fields, **own})
+    echoes = not (in_pieces if own.exclude_input_in_output is None else own.exclude_input_in_output)
+    fields = {name: _typed(name, value) for name, value in sampling.items()}
+    return msgspec.json.encode(
+        {**fields, "model": model, "prompt": own.text_input, "stream": in_pieces, "echo": echoes}
+    )
 
 
 def _typed(name: str, value: Raw) -> Any:
@@ -193,17 +170,14 @@ def _typed(name: str, value: Raw) -> Any:
 
 
 class TextAnswer:
-    """Writes one answer, whole or in pieces; `texts` are what they hold, one of each sample."""
+    """Writes one answer, whole or in pieces: one text of each sample."""
 
     def __init__(self, of: CompletionAnswer, model: str, client_id: str, *, in_pieces: bool) -> None:
         self._of, self._model, self._client_id = of, model, client_id
         self.id, self.created, self.in_pieces = of.id, of.created, in_pieces
 
-    def texts(self, outcome: Outcome) -> list[str]:
-        return [self._of.echoed(outcome, sample) + sample.text for sample in outcome.samples]
-
     def whole(self, outcome: Outcome) -> bytes:
-        return self.told(self.texts(outcome))
+        return self.told([self._of.echoed(outcome, sample) + sample.text for sample in outcome.samples])
 
     def stream(self, outcome: Outcome) -> TextStream:
         return TextStream(self, outcome)
@@ -224,21 +198,21 @@ class TextStream:
 
     def __init__(self, answer: TextAnswer, outcome: Outcome) -> None:
         self._answer, self._outcome = answer, outcome
-        self.num_left = len(outcome.samples)  # samples that go on
-
-    def texts(self, sample: Sample, delta: TextDelta) -> list[str] | None:
-        """None for what has nothing to tell; the end always has."""
-        self.num_left -= delta.finish_reason is not None
-        if not self._answer.in_pieces:
-            sample.texts.append(delta.text)
-            return None if self.num_left else self._answer.texts(self._outcome)
-        if not delta.text and self.num_left:
-            return None
-        return [delta.text if each is sample else "" for each in self._outcome.samples]
+        self._num_left = len(outcome.samples)  # samples that go on
 
     def delta(self, sample: Sample, delta: TextDelta) -> bytes:
-        texts = self.texts(sample, delta)
-        return b"" if texts is None else b"data: " + self._answer.told(texts) + b"\n\n"
+        """Nothing for what has nothing to tell; the end always has."""
+        self._num_left -= delta.finish_reason is not None
+        if not self._answer.in_pieces:
+            sample.texts.append(delta.text)
+            return b"" if self._num_left else _event(self._answer.whole(self._outcome))
+        if not delta.text and self._num_left:
+            return b""
+        return _event(self._answer.told([delta.text if each is sample else "" for each in self._outcome.samples]))
 
     def last(self) -> bytes:
         return b""
+
+
+def _event(told: bytes) -> bytes:
+    return b"data: " + told + b"\n\n"

@@ -22,7 +22,7 @@ from maitred.api.dialects.kserve.body import (
     inflated,
 )
 from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, is_generate
-from maitred.api.dialects.kserve.language import Models, infer, is_language_model
+from maitred.api.dialects.kserve.told import Models
 from maitred.api.generate.complete import complete as complete_text
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
@@ -32,7 +32,7 @@ from maitred.api.http.routes import Route
 from maitred.api.http.text_threads import LONG_BYTES
 from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.api.tensor.extensions import Extensions
-from maitred.api.tensor.lease import new_id, tensors_of
+from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.api.tensor.parameters import check_unload, config_to_load, integer, version_of
 from maitred.api.tensor.settings import LOGS, TRACES
 from maitred.errors import InvalidRequest, RequestTooLarge, RouteNotFound, UnsupportedParameter
@@ -114,6 +114,7 @@ class KServe:
             raise MethodNotAllowed(f"{asked.action or 'metadata'} is asked by GET", allow="GET, HEAD")
 
     async def _infer(self, app: App, exchange: Exchange, model: _Model) -> None:
+        Models(app, exchange.caller).check_tensors(model.name)
         body = await body_of(exchange)
         encoding = exchange.headers.get(b"content-encoding", b"").strip().lower()
         limits = time_limits(None, exchange.headers)
@@ -122,7 +123,7 @@ class KServe:
                 work = partial(inflated, body, encoding, exchange.max_body_bytes)
                 body = await app.text.run(exchange.max_body_bytes, work)
             asked = await self._asked(app, exchange, model, body)
-            response = await infer(app, exchange.caller, asked.request, parameters=asked.parameters, limits=limits)
+            response = await infer(app, exchange.caller, asked.request, limits=limits)
             answer = await self._written(app, asked, response)
         headers: tuple[Header, ...] = JSON_HEADERS
         if answer.header_bytes is not None:
@@ -243,7 +244,7 @@ async def _json_of(exchange: Exchange) -> dict[str, Any]:
 def _model(app: App, exchange: Exchange) -> _Model:
     """Only the language model has names with slashes."""
     found = _MODEL.fullmatch(exchange.parameter)
-    if found is None or ("/" in found["model"] and not is_language_model(app, exchange.caller, found["model"])):
+    if found is None or ("/" in found["model"] and not Models(app, exchange.caller).has_language_model(found["model"])):
         raise RouteNotFound("there is /v2/models/NAME[/versions/V], and infer, ready, config, stats after it")
     return _Model(found["model"], version_of(found["version"] or ""), found["action"] or "")
 

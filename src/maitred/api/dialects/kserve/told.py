@@ -3,15 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import maitred
+from maitred.api.dialects.kserve.generate import EXCLUDE, MODEL_VERSION, SAMPLING, STREAM, TEXT_INPUT, TEXT_OUTPUT
+from maitred.api.http.app import App
 from maitred.api.tensor.extensions import NAMES
+from maitred.api.tensor.lease import tensors_of
 from maitred.errors import InvalidRequest, ModelNotFound
+from maitred.tenancy.caller import Caller
 from maitred.tensor.arrays import datatype_of
-from maitred.tensor.config import WILDCARD, TensorSpec, inputs_of, outputs_of
-from maitred.tensor.repository import IndexEntry
+from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
+from maitred.tensor.config_fields import DATA_TYPES, ModelConfig
+from maitred.tensor.repository import IndexEntry, State
 from maitred.tensor.service import DURATIONS, ModelStatistics, ModelTable, TensorService
+
+_FIELDS = {TEXT_INPUT: "TYPE_STRING", STREAM: "TYPE_BOOL", SAMPLING: "TYPE_STRING", EXCLUDE: "TYPE_BOOL"}  # generate's
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of the repository, and the language model beside them, described by what `generate` takes."""
+
+    app: App
+    caller: Caller
+
+    def has_language_model(self, name: str) -> bool:
+        """Whether `/v1/completions` knows a model by this name, adapters of the caller's too."""
+        return bool(self.app.model.names) and (
+            self.app.is_model(name) or self.app.adapter(name, self.caller) is not None
+        )
+
+    def check_tensors(self, name: str) -> None:
+        """Raises InvalidRequest for the language model, which takes no tensors."""
+        if self.has_language_model(name):
+            raise InvalidRequest(
+                f"{name!r} is a language model; post to /v2/models/{name}/generate or /generate_stream, or ask "
+                "/v1/completions",
+                param="model",
+            )
+
+    def config(self, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
+        if not self.has_language_model(model):
+            return tensors_of(self.app).config(model, version, label)
+        if version not in (0, MODEL_VERSION):
+            raise ModelNotFound(f"the language model has version {MODEL_VERSION}, not {version}", param="model")
+        config = ModelConfig(name=model, backend="maitred")
+        for each, kind in _FIELDS.items():
+            config.input.add(name=each, data_type=DATA_TYPES[kind], dims=[1], optional=each != TEXT_INPUT)
+        config.output.add(name=TEXT_OUTPUT, data_type=DATA_TYPES["TYPE_STRING"], dims=[WILDCARD])
+        config.model_transaction_policy.decoupled = True
+        return config
+
+    def versions(self, model: str) -> Sequence[int]:
+        if self.has_language_model(model):
+            return (MODEL_VERSION,) if self.app.ready else ()
+        return tensors_of(self.app).versions(model)
+
+    def index(self, *, ready_only: bool) -> Sequence[IndexEntry]:
+        """The language model by its names, without adapters, then the repository's."""
+        ready, tensors = self.app.ready, tensors_of(self.app)
+        state = State.READY if ready else State.UNAVAILABLE
+        own = [IndexEntry(name, MODEL_VERSION, state) for name in self.app.model.names if ready or not ready_only]
+        return [*own, *tensors.index(ready_only=ready_only)]
 
 
 def server_metadata(server_id: str) -> dict[str, Any]:

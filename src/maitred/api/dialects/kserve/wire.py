@@ -68,7 +68,6 @@ class Asked(NamedTuple):
     request: InferRequest
     wanted: Mapping[str, Wanted]
     is_binary: bool  # outputs that are not named
-    parameters: Mapping[str, Any] = {}
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -91,7 +90,7 @@ def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> 
         timeout_s=terms.timeout_s,
         sequence=terms.sequence,
     )
-    return Asked(found.id, whole, wanted, by_default, found.parameters)
+    return Asked(found.id, whole, wanted, by_default)
 
 
 def raw_asked(body: bytes, request: InferRequest, specs: Sequence[TensorSpec], *, batched: bool) -> Asked:
