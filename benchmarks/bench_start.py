@@ -1,8 +1,9 @@
-"""How long `maitred serve` takes to its first token: `python benchmarks/bench_start.py [--model FOLDER] [--repeats 5]`.
+"""How long `maitred serve` takes to its first token: `python benchmarks/bench_start.py [--model PATH] [--repeats 5]`.
 
 Measured from the start of the process, medians of --repeats on a warm disk: until the server is ready, and until the
 first token of a request that is sent then. Three kinds of start: the built-in model; a 1.2 GB checkpoint (random
 weights of Qwen3-0.6B's shape, unless --model names one) whose weights are packed and kept; and the same again, mapped.
+Beside a GGUF file, a checkpoint in safetensors of its size and width (random weights, fewer layers) is started too.
 The phases are those of the server's own timeline, in its last start, and add up to "ready". Modules are compiled, as
 an installed package's are: the first start, which is not counted, sees to that.
 """
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.weight_map import weight_map
 
@@ -59,7 +60,7 @@ class Start(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a checkpoint")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint, or a GGUF file")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
@@ -67,15 +68,21 @@ def main() -> None:
         folder = Path(name)
         model = args.model or make_checkpoint(folder / "model")
         cache = folder / "cache"
-        flags = [str(model), "--dtype", args.dtype, "--weight-cache", str(cache), "--max-model-len", "4096"]
-        measured([])
-        report("built-in model", [measured([]) for _ in range(args.repeats)])
-        cold = []
-        for _ in range(args.repeats):
-            shutil.rmtree(cache, ignore_errors=True)
-            cold.append(measured(flags))
-        report(f"{model.name}, packed and kept", cold)
-        report(f"{model.name}, mapped", [measured(flags) for _ in range(args.repeats)])
+        models = [model, make_checkpoint(folder / "safetensors", config_of_size(model))] if model.is_file() else [model]
+        measured(["maitred-mini"])
+        report("built-in model", [measured(["maitred-mini"]) for _ in range(args.repeats)])
+        for each in models:
+            cold, warm = [], []
+            flags = [str(each), "--dtype", args.dtype, "--weight-cache", str(cache), "--max-model-len", "4096"]
+            for _ in range(args.repeats):
+                shutil.rmtree(cache, ignore_errors=True)
+                cold.append(measured(flags))
+                warm.append(measured(flags))
+            num_bytes = sum(file.stat().st_size for file in cache.iterdir())
+            report(f"{each.name}, packed and kept", cold)
+            rate = num_bytes / statistics.median(start.phases["weights"] for start in cold) / 1e9
+            print(f"    {num_bytes / 1e6:,.0f} MB packed and kept at {rate:.2f} GB/s")
+            report(f"{each.name}, mapped", warm)
 
 
 def measured(flags: list[str]) -> Start:
@@ -120,6 +127,20 @@ def report(what: str, starts: list[Start]) -> None:
 def children_cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def config_of_size(gguf: Path) -> dict[str, Any]:
+    """The file's config with as many layers in bfloat16 as it has bytes, and at least one."""
+    with open_checkpoint(str(gguf)) as checkpoint:
+        config, num_bytes = dict(checkpoint.config), checkpoint.weight_bytes
+    sizes = [_num_bytes(config | {"num_hidden_layers": layers}) for layers in (1, 2)]
+    layers = max(1, 1 + round((num_bytes - sizes[0]) / (sizes[1] - sizes[0])))
+    return config | {"num_hidden_layers": layers, "layer_types": None, "torch_dtype": "bfloat16"}
+
+
+def _num_bytes(config: dict[str, Any]) -> int:
+    sources = weight_map(spec_from_config(config | {"layer_types": None}), AnyName())
+    return sum(2 * int(np.prod(source.shape)) for source in sources)
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any] = QWEN3_06B) -> Path:

@@ -2,6 +2,7 @@
 
     python benchmarks/cpu_peers.py --setup                       # environments and models into runs/peers, once
     python benchmarks/cpu_peers.py [--model qwen3-0.6b] [--cells decode-1,prefill-512] [--only NAMES] [--rounds 3]
+    python benchmarks/cpu_peers.py --model qwen3-0.6b-q4_k_m | FILE.gguf        # a GGUF file: maitred and llama.cpp
     python benchmarks/cpu_peers.py --tables                      # what the file of results holds, as Markdown
 
 Random weights of the model's real shape, unique prompts, greedy, end-of-sequence ignored, no prefix cache, no
@@ -14,6 +15,10 @@ speculation. Cells, by what `value` counts:
                 which flatters it. `offline` is maitred's in process
     start       seconds from launch to first token, of the second of two launches in a row: its files are in memory
     memory      peak MB of the process after 8 requests of 512 tokens
+
+Of a GGUF file every cell is asked over HTTP, of maitred's server and of llama.cpp's own, prebuilt: decode-N then counts
+while all N decode, `memory` is what a server with a KV cache of 8 x 1,024 tokens has resident after a short request
+(and after 8 of 512 tokens), and the first of the launches packs the weights.
 
 Memory's bandwidth is probed next to each repetition, and a share of the floor takes the probes beside it; `*` marks
 figures during which it moved by more than a tenth. Results are kept in a file after every round: a run that is
@@ -34,7 +39,7 @@ from peers.cells import CELLS, Bench, Probe, measure, unable
 from peers.contact import Workers
 from peers.entries import Entry, entries, missing
 from peers.setup import set_up
-from peers.shapes import SHAPES, make_checkpoint
+from peers.shapes import GGUF_SHAPES, SHAPES, make_checkpoint, make_gguf
 from peers.tables import described, http_table, ratios, table
 
 from maitred.engine.memory import usable_cores
@@ -99,7 +104,7 @@ def print_tables(results: Results, models: Sequence[str]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=RUNS / "peers", help="environments and models")
-    parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(SHAPES))
+    parser.add_argument("--model", default="qwen3-0.6b", help=f"{', '.join([*SHAPES, *GGUF_SHAPES])}, or a GGUF file")
     parser.add_argument("--setup", action="store_true", help="make what is missing in --work, then leave")
     parser.add_argument("--tables", action="store_true", help="print the results there are, then leave")
     parser.add_argument("--cells", default=",".join(CELLS), help=f"by comma, in this order; default {','.join(CELLS)}")
@@ -135,12 +140,15 @@ def main() -> None:
     args = arguments()
     results = Results(args.json)
     if args.tables:
-        print_tables(results, sorted(SHAPES))
+        print_tables(results, list(results.models))
         return
     if args.setup:
         set_up(args.work, args.model)
         return
-    make_checkpoint(args.model, args.work)
+    if args.model in SHAPES:
+        make_checkpoint(args.model, args.work)
+    elif args.model in GGUF_SHAPES:
+        make_gguf(args.model, args.work)
     chosen, cells = choose(args), args.cells.split(",")
     if args.again:
         results.forget(args.model, cells, [entry.name for entry in chosen])

@@ -7,24 +7,29 @@ after the few steps that it is about, and where those two agree, if they do anyw
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 from maitred.kernels import _native
 from maitred.kernels.linear import allocate
+from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.machine import STREAM_BYTES
 from maitred.model.roofline import KVFormat, Machine, Row, WeightFormat, floor_s, step_work
 from maitred.model.spec import DecoderSpec
 from peers.contact import Workers, serving
-from peers.entries import Entry
+from peers.entries import Entry, gguf_file
 from peers.http_load import run_http_loop
+from peers.shapes import SHAPES
 
 DECODE_STEPS, CONTEXT = 64, 512
 MEMORY_REQUESTS, MEMORY_TOKENS = 8, 64
@@ -92,9 +97,22 @@ class Bench:
     def look(self) -> None:
         self.streams.append(self.probe.bytes_per_s())
 
+    @cached_property
+    def gguf(self) -> Checkpoint | None:
+        return None if self.model in SHAPES else open_checkpoint(str(gguf_file(self.work, self.model)))
+
     @property
     def spec(self) -> DecoderSpec:
+        if self.gguf is not None:
+            return spec_from_config(self.gguf.config)
         return spec_from_config(json.loads((self.work / self.model / "config.json").read_text()))
+
+    def weights(self, dtype: str) -> WeightFormat:
+        """`gguf` is the file's mix: bytes of a weight on average."""
+        if self.gguf is None:
+            return WeightFormat(dtype)
+        sizes = (math.prod(self.gguf.tensor(name).shape) for name in self.gguf.tensor_names())
+        return WeightFormat("q8_0", self.gguf.weight_bytes / sum(sizes))
 
 
 def measure(bench: Bench, entry: Entry, cell: str, seed: int) -> Figures:
@@ -129,7 +147,8 @@ def _prefill(bench: Bench, entry: Entry, length: int, seed: int) -> Figures:
 
 
 def _decode(bench: Bench, entry: Entry, count: int, seed: int) -> Figures:
-    num_tokens = DECODE_STEPS + count + 1  # prompts that are read one after the other set requests apart
+    apart = count if entry.module else 3 * count  # prompts that are read one after the other set requests apart
+    num_tokens = DECODE_STEPS + apart + 1
     asked = prompts(count, CONTEXT - num_tokens // 2, seed)
     bench.streams = []  # the worker pauses before each segment and after the last
     load = {"prompts": asked, "num_tokens": num_tokens, "num_steps": DECODE_STEPS}
@@ -151,12 +170,12 @@ def _http(bench: Bench, entry: Entry, clients: int, seed: int) -> Figures:
     if entry.server is None:
         return _in_process(bench, entry, asked, clients)
     bench.workers.close(entry.name)  # its cores and memory are the server's now
-    with serving(entry, clients, context, bench.workers.log(entry)) as port:
+    with serving(entry, clients, context, bench.workers.log(entry)) as (port, _):
         dialect = entry.server.dialect
         run_http_loop(port, "bench", prompts(1, 32, seed), 1, 4, dialect)
         loop = run_http_loop(port, "bench", asked, clients, LOOP_OUTPUT, dialect)
     figures = {"value": loop["steady"], **loop}
-    if entry.ours and bench.offline:
+    if entry.ours and entry.module and bench.offline:
         bench.look()
         figures["offline"] = _in_process(bench, entry, asked, clients)["value"]
     return figures
@@ -172,6 +191,8 @@ def _start(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
     """The second of two launches in a row. Other contenders' cells come before the first, and its files may have left
     memory meanwhile: some virtual machines throw out what nobody has used for half a minute, free memory or not."""
     launches = []
+    if entry.cache is not None:
+        shutil.rmtree(entry.cache, ignore_errors=True)
     for _ in range(2):
         with bench.workers.working(entry, fresh=True, sequences=1, context=CONTEXT) as worker:
             launches.append(worker.first_token_s)
@@ -179,15 +200,18 @@ def _start(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
 
 
 def _memory(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
-    """Peak of the process after a few requests; for maitred split into weights, keys and values, and the rest."""
+    """Peak of the process after a few requests; for maitred split into weights, keys and values, and the rest. Of a
+    server, what is resident after a short request, and `used_mb` after that many."""
     asked = prompts(MEMORY_REQUESTS, CONTEXT, seed)
-    sizes = {"sequences": MEMORY_REQUESTS, "context": _rounded(CONTEXT + MEMORY_TOKENS)}
+    sizes = {"sequences": MEMORY_REQUESTS, "context": _rounded(CONTEXT + MEMORY_TOKENS if entry.module else 1024)}
     with bench.workers.working(entry, fresh=True, **sizes) as worker:
         found = worker.ask(cell="memory", prompts=asked, num_tokens=MEMORY_TOKENS)
     peak = found["peak_mb"]
+    if "used_mb" in found:
+        return {"value": peak, "used_mb": found["used_mb"]}
     if entry.floor is None:
         return {"value": peak}
-    weights, kv_of_token = _footprint(bench.spec, *entry.floor)
+    weights, kv_of_token = _footprint(bench, *entry.floor)
     weights_mb, kv_mb = weights / 2**20, kv_of_token * found["held_tokens"] / 2**20
     return {"value": peak, "weights_mb": weights_mb, "kv_mb": kv_mb, "rest_mb": peak - weights_mb - kv_mb}
 
@@ -201,10 +225,10 @@ KINDS: dict[str, Callable[[Bench, Entry, int, int], Figures]] = {
 }
 
 
-def _footprint(spec: DecoderSpec, dtype: str, kv_dtype: str) -> tuple[float, float]:
+def _footprint(bench: Bench, dtype: str, kv_dtype: str) -> tuple[float, float]:
     """Bytes of all matrices, and of one token's keys and values."""
     work = {True: 0.0, False: 0.0}
-    for op in step_work(spec, [Row(0, 1)], WeightFormat(dtype), KVFormat(kv_dtype)):
+    for op in step_work(bench.spec, [Row(0, 1)], bench.weights(dtype), KVFormat(kv_dtype)):
         work[op.name == "attention"] += op.num_bytes
     return work[False], work[True]
 
@@ -215,7 +239,7 @@ def _share(bench: Bench, entry: Entry, rate: float, tokens: int, rows: Sequence[
         return None
     (dtype, kv), around = entry.floor, bench.streams[-2:]
     machine = Machine(statistics.harmonic_mean(around), bench.peaks)
-    floor = floor_s(step_work(bench.spec, rows, WeightFormat(dtype), KVFormat(kv)), machine)
+    floor = floor_s(step_work(bench.spec, rows, bench.weights(dtype), KVFormat(kv)), machine)
     return Share(rate * floor / tokens, max(around) <= (1 + MOVED) * min(around))
 
 

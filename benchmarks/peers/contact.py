@@ -10,12 +10,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from peers.entries import Entry
+from peers.entries import Entry, Server
+from peers.http_load import run_http_loop
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 REPLY_LIMIT_S, READY_LIMIT_S = 900.0, 600.0
@@ -33,7 +34,7 @@ class Worker:
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [str(entry.python), "-m", "peers.worker", entry.module, json.dumps(sizes | entry.options)],
+                [str(entry.python), "-m", "peers.worker", str(entry.module), json.dumps(sizes | entry.options)],
                 cwd=BENCHMARKS,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -77,6 +78,49 @@ class Worker:
         _end(self._process)
 
 
+class Served:
+    """A contender that is a server alone, asked over HTTP what others are asked over pipes."""
+
+    def __init__(self, server: Server, port: int, process: int, began: float) -> None:
+        self._server, self._port, self._process = server, port, process
+        self._run([list(range(400, 416))], 1)
+        self.first_token_s = time.perf_counter() - began
+
+    def _run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, float]:
+        return run_http_loop(self._port, "bench", prompts, len(prompts), num_tokens, self._server.dialect)
+
+    def ask(
+        self,
+        between: Callable[[], None] = lambda: None,
+        *,
+        cell: str,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int = 1,
+        **_: Any,
+    ) -> dict[str, Any]:
+        if cell == "memory":
+            idle = resident_mb(self._process)
+            self._run(prompts, num_tokens)
+            return {"peak_mb": idle, "used_mb": resident_mb(self._process)}
+        between()
+        figures = self._run(prompts, num_tokens)
+        between()
+        if cell == "prefill":
+            return {"first_s": figures["ttft_p50"]}
+        if not figures["together"]:
+            raise RuntimeError(f"its first request ended before the last of {len(prompts)} had a token")
+        return {"segments_s": [[len(prompts) / figures["together"]]]}
+
+
+def resident_mb(process: int) -> float:
+    """Of the process and those that it started, each with what they share."""
+    found = 0
+    for each in [process, *map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]:
+        status = Path(f"/proc/{each}/status").read_text()
+        found += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+    return found / 1024
+
+
 class Workers:
     """Processes for cells: a fresh one each time, but one for all where starting takes minutes."""
 
@@ -89,7 +133,13 @@ class Workers:
         return self._logs / f"{entry.name}.log"
 
     @contextmanager
-    def working(self, entry: Entry, fresh: bool = False, **sizes: int) -> Iterator[Worker]:
+    def working(self, entry: Entry, fresh: bool = False, **sizes: int) -> Iterator[Worker | Served]:
+        if entry.module is None:
+            assert entry.server is not None
+            began = time.perf_counter()
+            with serving(entry, sizes["sequences"], sizes["context"], self.log(entry)) as (port, process):
+                yield Served(entry.server, port, process, began)
+            return
         if entry.lasting and not fresh:
             if entry.name not in self._lasting:
                 self._lasting[entry.name] = Worker(entry, self.log(entry))
@@ -109,18 +159,20 @@ class Workers:
 
 
 @contextmanager
-def serving(entry: Entry, clients: int, context: int, log: Path) -> Iterator[int]:
-    """The contender's server, ready, for so many requests of at most `context` tokens; the port it listens on."""
+def serving(entry: Entry, clients: int, context: int, log: Path) -> Iterator[tuple[int, int]]:
+    """The contender's server, ready, for so many requests of at most `context` tokens; its port and its process."""
     assert entry.server is not None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [*entry.server.for_clients(clients, context), "--port", str(port)]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=_environment(entry), process_group=0)
+        process = subprocess.Popen(
+            command, cwd=BENCHMARKS, stdout=output, stderr=output, env=_environment(entry), process_group=0
+        )
     try:
         _wait_until_ready(port, entry.server.ready, process, log)
-        yield port
+        yield port, process.pid
     finally:
         process.terminate()
         _end(process)

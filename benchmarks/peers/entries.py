@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from peers.http_load import LLAMA_SERVER, USAGE, Dialect
 from peers.setup import gguf, why_not
+from peers.shapes import GGUF_SHAPES, SHAPES
 
 MAX_CONTEXT, MAX_SEQUENCES = 4096, 32
 
@@ -21,11 +23,10 @@ class Server:
     dialect: Dialect = USAGE
     ready: str = "/health"  # answers 200 once the model is loaded
     environment: dict[str, str] = field(default_factory=dict)
-    slots: bool = False  # wants to know how many requests of which length there will be
+    slots: Callable[[int, int], tuple[str, ...]] = lambda clients, context: ()  # flags for so many and so long requests
 
     def for_clients(self, clients: int, context: int) -> list[str]:
-        slots = ["--parallel", str(clients), "--ctx-size", str(clients * context)] if self.slots else []
-        return [*self.command, *slots]
+        return [*self.command, *self.slots(clients, context)]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Entry:
     """A contender: which module of `peers`, in which environment, with what."""
 
     name: str
-    module: str
+    module: str | None  # None: it is a server alone, and every cell is asked over HTTP
     python: Path
     options: dict[str, Any]
     weights: str  # bf16, int8 or int4: what kind it competes in where kinds are compared
@@ -43,6 +44,7 @@ class Entry:
     sizes: tuple[str, ...] = ()  # what it is told of a cell when it is loaded: sequences, context, chunk
     lasting: bool = False  # starts so slowly that one process serves all rounds
     floor: tuple[str, str] | None = None  # maitred's weights and KV, as its roofline calls them
+    cache: Path | None = None  # of packed weights, emptied before the first of two starts
 
     @property
     def ours(self) -> bool:
@@ -51,10 +53,16 @@ class Entry:
 
 def entries(work: Path, model: str, budget: int | None = None) -> list[Entry]:
     """All, whether set up or not; with a `budget` maitred's steps hold so many tokens, and its names say so."""
-    ours = _maitred(work, model)
+    ours = _maitred(work, model) if model in SHAPES else []
     if budget is not None:
         ours = [_with_budget(entry, budget) for entry in ours]
-    return [*ours, *(entry for make in (_openvino, _onnxruntime, _llamacpp, _vllm) for entry in make(work, model))]
+    makers = (_openvino, _onnxruntime, _llamacpp, _vllm) if ours else (_served_gguf,)
+    return [*ours, *(entry for make in makers for entry in make(work, model))]
+
+
+def gguf_file(work: Path, model: str) -> Path:
+    """The file that is meant where `model` is not a shape: one of random weights, or a path."""
+    return work / f"{model}.gguf" if model in GGUF_SHAPES else Path(model).resolve()
 
 
 def missing(entry: Entry, work: Path) -> str | None:
@@ -131,7 +139,7 @@ def _llamacpp(work: Path, model: str) -> list[Entry]:
         file = str(gguf(work, model, kind))
         command = (str(home / "build/bin/llama-server"), "--model", file, "--threads", "2", "--threads-http", "2")
         caches = ("--batch-size", "2048", "--ubatch-size", "512", "--cache-ram", "0", "--no-kv-unified")
-        server = Server((*command, *caches, "--alias", "bench"), LLAMA_SERVER, slots=True)
+        server = Server((*command, *caches, "--alias", "bench"), LLAMA_SERVER, slots=_llama_slots)
         options, python = {"model": file}, home / "bin/python"
         name = f"llamacpp-{kind}"
         found.append(
@@ -140,6 +148,32 @@ def _llamacpp(work: Path, model: str) -> list[Entry]:
             )
         )
     return found
+
+
+def _llama_slots(clients: int, context: int) -> tuple[str, ...]:
+    return "--parallel", str(clients), "--ctx-size", str(clients * context)
+
+
+def _served_gguf(work: Path, model: str) -> list[Entry]:
+    """One GGUF file, maitred's server and llama.cpp's, without drafts."""
+    file, cache = gguf_file(work, model), work / "weight-cache"
+    serve = (sys.executable, "-m", "maitred.cli.main", "serve", str(file), "--served-model-name", "bench")
+    flags = ("--speculative", "off", "--no-enable-prefix-caching", "--weight-cache", str(cache))
+    ours = Server(
+        (*serve, *flags),
+        ready="/ready",
+        slots=lambda clients, context: ("--max-num-seqs", str(clients), "--max-model-len", str(context)),
+    )
+    python = work / "venv-xllamacpp/bin/python"
+    command = (str(python), "-m", "peers.xllamacpp_server", "--model", str(file))
+    theirs = Server(command, LLAMA_SERVER, slots=_llama_slots)
+    options = {"model": str(file)}
+    return [
+        Entry(
+            "maitred", None, Path(sys.executable), options, "gguf", None, ours, floor=("gguf", "bfloat16"), cache=cache
+        ),
+        Entry("xllamacpp", None, python, options, "gguf", "xllamacpp", theirs),
+    ]
 
 
 def _vllm(work: Path, model: str) -> list[Entry]:

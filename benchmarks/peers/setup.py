@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from peers.shapes import make_checkpoint
+from peers.shapes import SHAPES, make_checkpoint
 
 TORCH = "torch==2.13.0"
 OPENVINO = (
@@ -42,13 +42,15 @@ LLAMACPP_FLAGS = (
     f"-DCMAKE_CXX_FLAGS=-include {Path(__file__).with_name('tile_config.h')}",
 )
 INT4_OPTIONS = ("--sym", "--group-size", "128", "--ratio", "1.0")
+XLLAMACPP = "xllamacpp==2026.10.11549"
 GGUF_TYPES = ("bf16", "q8_0", "q4_0")
 
 
 def set_up(work: Path, model: str) -> None:
     """Everything that the cells of `model` need."""
-    checkpoint = make_checkpoint(model, work)
-    for name, peer in PEERS.items():
+    is_gguf = model not in SHAPES
+    checkpoint = work if is_gguf else make_checkpoint(model, work)
+    for name, peer in GGUF_PEERS.items() if is_gguf else PEERS.items():
         reason = why_not(work, name)
         reason.unlink(missing_ok=True)
         try:
@@ -122,6 +124,14 @@ def _llamacpp(work: Path, model: str, checkpoint: Path) -> None:
             _run([str(build / "bin/llama-quantize"), str(gguf(work, model, "bf16")), str(target), kind.upper(), "2"])
 
 
+def _xllamacpp(work: Path, model: str, checkpoint: Path) -> None:
+    """llama.cpp's server prebuilt: with AVX2, as the package index has it."""
+    folder = work / "venv-xllamacpp"
+    if not (folder / "bin/python").exists():
+        _run([sys.executable, "-m", "venv", str(folder)])
+    _run([str(folder / "bin/pip"), "install", "--quiet", "--disable-pip-version-check", XLLAMACPP])
+
+
 def gguf(work: Path, model: str, kind: str) -> Path:
     """llama.cpp's model file."""
     return work / f"llamacpp-{model}-{kind}.gguf"
@@ -133,6 +143,7 @@ PEERS: dict[str, Callable[[Path, str, Path], None]] = {
     "llamacpp": _llamacpp,
     "vllm": _vllm,
 }
+GGUF_PEERS: dict[str, Callable[[Path, str, Path], None]] = {"xllamacpp": _xllamacpp}
 
 
 def _environment(folder: Path, packages: tuple[str, ...]) -> Path:

@@ -1,4 +1,5 @@
-"""Random-weight checkpoints of real models' shapes, with a tokenizer of their vocabulary size; needs transformers.
+"""Random-weight checkpoints of real models' shapes, with a tokenizer of their vocabulary size; needs transformers, or
+gguf for GGUF files.
 
 python -m peers.shapes FOLDER qwen3-0.6b      (from benchmarks/)
 """
@@ -9,6 +10,9 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPECIALS = ("<|pad|>", "<|begin|>", "<|end|>")
@@ -73,6 +77,81 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     return target
 
 
+GGUF_SHAPES = ("qwen3-0.6b-q4_k_m", "qwen3-0.6b-q8_0")
+# Where a block type has its float16 scales, by byte, and values that make weights of about 0.02.
+SCALES: dict[str, dict[int, float]] = {"Q4_K": {0: 1e-4, 2: 7.5e-4}, "Q6_K": {208: 2e-5}, "Q8_0": {0: 2.7e-4}}
+
+
+def make_gguf(name: str, folder: Path) -> Path:
+    """Write `folder`/`name`.gguf of random codes unless it is there: Q8_0 throughout, or llama.cpp's mix Q4_K_M."""
+    target = folder / f"{name}.gguf"
+    if target.exists():
+        return target
+    import gguf
+    from tokenizers import pre_tokenizers
+
+    shape = SHAPES["qwen3-0.6b"]
+    hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    queries, keys = (shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value"))
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(target.with_suffix(".partial"), "qwen3", use_temp_file=False)
+    writer.add_block_count(layers)
+    writer.add_context_length(shape["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(shape["num_attention_heads"])
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_key_length(shape["head_dim"])
+    writer.add_value_length(shape["head_dim"])
+    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
+    writer.add_rope_freq_base(shape["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    pieces = [
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        "th",
+        *(f"<|unused-{number}|>" for number in range(shape["vocab_size"] - 257)),
+    ]
+    writer.add_token_list(pieces)
+    writer.add_token_types([1] * (len(pieces) - 1) + [3])
+    writer.add_token_merges(["t h"])
+    writer.add_eos_token_id(len(pieces) - 1)
+
+    def add(tensor: str, rows: int, width: int, more: bool = False) -> None:
+        kind = "Q8_0" if name.endswith("q8_0") else "Q6_K" if more else "Q4_K"
+        dtype = gguf.GGMLQuantizationType[kind]
+        values, size = gguf.GGML_QUANT_SIZES[dtype]
+        writer.add_tensor(f"{tensor}.weight", _random_blocks(rng, kind, rows, width // values, size), raw_dtype=dtype)
+
+    add("token_embd", shape["vocab_size"], hidden, more=True)
+    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
+    for layer in range(layers):
+        block, eighth = f"blk.{layer}.", layers // 8
+        more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2  # llama.cpp's use_more_bits
+        for norm, width in (("attn", hidden), ("ffn", hidden), ("attn_q", shape["head_dim"])):
+            writer.add_tensor(f"{block}{norm}_norm.weight", np.ones(width, np.float32))
+        writer.add_tensor(f"{block}attn_k_norm.weight", np.ones(shape["head_dim"], np.float32))
+        add(f"{block}attn_q", queries, hidden)
+        add(f"{block}attn_k", keys, hidden)
+        add(f"{block}attn_v", keys, hidden, more)
+        add(f"{block}attn_output", hidden, queries)
+        add(f"{block}ffn_gate", inner, hidden)
+        add(f"{block}ffn_up", inner, hidden)
+        add(f"{block}ffn_down", hidden, inner, more)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target.with_suffix(".partial").rename(target)
+
+
+def _random_blocks(rng: np.random.Generator, kind: str, rows: int, blocks: int, size: int) -> NDArray[np.uint8]:
+    found = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    for at, scale in SCALES[kind].items():
+        found[:, :, at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    return found.reshape(rows, blocks * size)
+
+
 def _write_older_names(file: Path, fields: dict[str, Any]) -> None:
     """Converters of older packages read rope_theta, rope_scaling and torch_dtype beside today's names."""
     config = json.loads(file.read_text())
@@ -117,4 +196,4 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 if __name__ == "__main__":
     for shape in sys.argv[2:]:
-        print(make_checkpoint(shape, Path(sys.argv[1])))
+        print((make_gguf if shape in GGUF_SHAPES else make_checkpoint)(shape, Path(sys.argv[1])))

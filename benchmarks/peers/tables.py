@@ -47,6 +47,8 @@ def described(cell: str, name: str, outcome: Mapping[str, Any]) -> str:
         text += f"  = weights {middle(rounds, 'weights_mb'):,.0f} + KV {middle(rounds, 'kv_mb'):,.0f} + {rest:,.0f} MB"
     if (first := middle(rounds, "first_launch")) is not None:
         text += f"  after a first launch of {first:.2f}"
+    if (used := middle(rounds, "used_mb")) is not None:
+        text += f"  {used:,.0f} MB with its KV in use"
     streams = [stream for r in rounds for stream in r["streams"]]
     text += f"  (memory {min(streams):.0f}-{max(streams):.0f} GB/s)"
     if cell.startswith("http"):

@@ -106,11 +106,12 @@ def loop_figures(done: Sequence[Done], clients: int, took_s: float) -> dict[str,
     still had a request in flight. `whole` is from the first sending to the last token.
     """
     first = sorted(times[0] - sent for sent, times in done)
-    gaps = sorted(b - a for _, times in done for a, b in pairwise(times))
+    gaps = sorted(b - a for _, times in done for a, b in pairwise(times)) or [0.0]
     whole = sum(len(times) for _, times in done) / took_s
     return {
         "steady": steady_rate(done, clients) or whole,
         "whole": whole,
+        "together": together_rate(done),
         "ttft_p50": quantile(first, 0.5),
         "ttft_p99": quantile(first, 0.99),
         "itl_p50": quantile(gaps, 0.5),
@@ -127,6 +128,12 @@ def steady_rate(done: Sequence[Done], clients: int) -> float | None:
     if end <= begin:
         return None
     return sum(begin < moment <= end for _, times in done for moment in times) / (end - begin)
+
+
+def together_rate(done: Sequence[Done]) -> float:
+    """Tokens a second from when the last request has its first token until the first has its last; 0 if never."""
+    begin, end = max(times[0] for _, times in done), min(times[-1] for _, times in done)
+    return sum(begin < moment <= end for _, times in done for moment in times) / (end - begin) if end > begin else 0.0
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
