@@ -17,7 +17,7 @@ from tests.fakes import make_request
 
 NUM_LAYERS, BLOCK_SIZE = 3, 16
 GROUP = 512  # blocks of 4 KB a layer in a huge page
-NUM_GROUPS = 4
+NUM_GROUPS = 8
 PROMPT = [*range(9)]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks the system which pages are there")
@@ -34,9 +34,9 @@ def there(executor: NativeExecutor, group: int) -> list[bool]:
     return found
 
 
-def wide_executor(**changes: Any) -> NativeExecutor:
+def wide_executor(num_blocks: int = NUM_GROUPS * GROUP, **changes: Any) -> NativeExecutor:
     decoder = make_decoder(make_spec(windows=(None,) * NUM_LAYERS))
-    return make_native(decoder, num_blocks=NUM_GROUPS * GROUP, block_size=BLOCK_SIZE, **changes)
+    return make_native(decoder, num_blocks=num_blocks, block_size=BLOCK_SIZE, **changes)
 
 
 def step_of(executor: NativeExecutor, start: int, num_tokens: int, *blocks: int) -> None:
@@ -58,6 +58,12 @@ def test_the_next_blocks_memory_comes_a_layer_a_step_before_they_are_used():
     assert seen == [1, 2, 3, 3, 3]
     assert all(there(executor, 0))
     assert not any(there(executor, 2) + there(executor, 3)), "nobody is near it"
+
+
+def test_a_small_pool_is_given_in_small_pages():
+    executor = wide_executor(num_blocks=GROUP, num_threads=1)
+    step_of(executor, 0, len(PROMPT), 0)
+    assert not any(there(executor, 0)), "the last block of what would be a huge page"
 
 
 def test_blocks_far_ahead_have_their_memory_in_all_layers_at_once():

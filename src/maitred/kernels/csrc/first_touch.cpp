@@ -5,7 +5,6 @@
 namespace maitred {
 namespace {
 
-constexpr int64_t kUnitBytes = int64_t{2} << 20;  // a huge page
 constexpr int64_t kPage = 4096;
 
 // The page is written to and holds what it held, whatever other threads write there meanwhile.
@@ -19,7 +18,7 @@ void touch_page(uint8_t* byte) {
 FirstTouch::FirstTouch(const KVPool& pool, int num_threads)
     : pool_(pool),
       num_threads_(num_threads),
-      group_blocks_(static_cast<int>(std::max<int64_t>(1, kUnitBytes / pool.layout().block_bytes))),
+      group_blocks_(static_cast<int>(std::max<int64_t>(1, pool.grain_bytes() / pool.layout().block_bytes))),
       used_(static_cast<size_t>((pool.num_blocks() + group_blocks_ - 1) / group_blocks_)) {}
 
 void FirstTouch::plan(const StepRows& step) {

@@ -2,9 +2,9 @@
 // huge page takes as long as many an operation, in a virtual machine longer than some steps; a step that begins the
 // next huge page of every layer at once would wait for all of them, one after the other.
 //
-// Memory comes in groups of neighbouring blocks, as many as fill a huge page in one layer; a group has a unit in each
-// layer. All threads share out the units of groups that a step is the first to use. Blocks that nobody had are handed
-// out in order, so each thread also touches one unit a step of the group that comes next.
+// Memory comes in groups of neighbouring blocks, as many as fill the pool's grain in one layer; a group has a unit in
+// each layer. All threads share out the units of groups that a step is the first to use. Blocks that nobody had are
+// handed out in order, so each thread also touches one unit a step of the group that comes next.
 #pragma once
 
 #include <cstdint>

@@ -12,6 +12,10 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int64_t kPage = 4096;
+constexpr int64_t kSmallGrain = 128 << 10;
+constexpr int64_t kManyHugePages = 8;  // of a layer: from there on an unused part of one is little
+
+int64_t grain_of(int64_t layer_bytes) { return layer_bytes < kManyHugePages * kHugePage ? kSmallGrain : kHugePage; }
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -54,7 +58,7 @@ int64_t query_head_bytes(const KVLayout& layout) {
   return layout.dtype == DType::int8 ? 2 * part + 64 : part;
 }
 
-Pages::Pages(int64_t num_bytes, SharedMemory* shared) : num_bytes_(num_bytes) {
+Pages::Pages(int64_t num_bytes, SharedMemory* shared, bool is_sparse) : num_bytes_(num_bytes) {
   if (shared != nullptr) {
     begin_ = shared->take(num_bytes);
     return;
@@ -68,7 +72,8 @@ Pages::Pages(int64_t num_bytes, SharedMemory* shared) : num_bytes_(num_bytes) {
   if (!huge) return;
   begin_ = reinterpret_cast<uint8_t*>(round_up(static_cast<int64_t>(reinterpret_cast<uintptr_t>(mapped_)), kHugePage));
 #if defined(MADV_HUGEPAGE)
-  madvise(begin_, static_cast<std::size_t>(round_up(num_bytes, kHugePage)), MADV_HUGEPAGE);  // small pages work too
+  const auto whole = static_cast<std::size_t>(round_up(num_bytes, kHugePage));
+  madvise(begin_, whole, is_sparse ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);  // any pages work
 #endif
 }
 
@@ -84,7 +89,9 @@ KVPool::KVPool(const KVLayout& layout, int num_layers, int num_blocks, SharedMem
                  ? throw std::invalid_argument("a KV pool of " + std::to_string(num_layers) + " layers and " +
                                                std::to_string(num_blocks) + " blocks; both must be at least 1")
                  : num_layers * int64_t{num_blocks} * layout.block_bytes,
-             shared) {}
+             shared, grain_of(num_blocks * layout.block_bytes) < kHugePage) {}
+
+int64_t KVPool::grain_bytes() const { return grain_of(num_blocks_ * layout_.block_bytes); }
 
 void KVPool::touch(ThreadPool& threads) {
   WorkCounter counter;

@@ -52,11 +52,12 @@ int64_t query_head_bytes(const KVLayout& layout);
 // Of them, for an int8 pool, those of the high or of the low parts of its values. Static: each file has its own copy.
 static inline int64_t int8_part(const KVLayout& layout) { return (int64_t{layout.k_words} * 4 + 63) / 64 * 64; }
 
-// Zeroed memory of the operating system, in huge pages where it has them, given when first touched.
+// Zeroed memory of the operating system, given when first touched: in huge pages where it has them, or in small ones
+// if it `is_sparse`, touched here and there.
 class Pages {
  public:
   // shared: of it, for as long as it is mapped, instead of memory of this process alone. Throws std::bad_alloc.
-  explicit Pages(int64_t num_bytes, SharedMemory* shared = nullptr);
+  explicit Pages(int64_t num_bytes, SharedMemory* shared = nullptr, bool is_sparse = false);
   ~Pages();
   Pages(const Pages&) = delete;
   Pages& operator=(const Pages&) = delete;
@@ -86,6 +87,8 @@ class KVPool {
   int num_blocks() const { return num_blocks_; }
   int64_t num_bytes() const { return pages_.num_bytes(); }
   int64_t bytes_per_block() const { return num_layers_ * layout_.block_bytes; }  // over all layers
+  // Of a layer, that the system gives at once: a huge page, or less where that were much of what the layer has.
+  int64_t grain_bytes() const;
 
   uint8_t* block(int layer, int block) const {
     return pages_.begin() + (int64_t{layer} * num_blocks_ + block) * layout_.block_bytes;
