@@ -1,7 +1,7 @@
 """Makes the peers' environments and models in a work folder: what `cpu_peers.py --setup` runs. Idempotent; minutes.
 
-Everything comes from the Python package index. Versions are those whose figures docs/experiments/peers.md gives. A peer that
-cannot be set up leaves a file that says why, and the others go on.
+Everything comes from the Python package index. Versions are those whose figures docs/experiments/peers.md gives. A
+peer that cannot be set up leaves a file that says why, and the others go on.
 """
 
 from __future__ import annotations
