@@ -19,7 +19,7 @@ from maitred.kernels import _native
 DTYPES = ("float32", "bfloat16", "int8", "float16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
 SOURCE_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 PACK_VERSION: int = _native.PACK_VERSION
-"""Of the packed layout; part of any cache's key. The layout is the same for every instruction set."""
+"""Version of the packed layout; part of any cache's key. The layout is the same for every instruction set."""
 
 _HUGE_PAGE = 2 * 1024 * 1024
 

@@ -22,8 +22,9 @@ NO_LOGPROBS = -1
 
 
 class Sampled(NamedTuple):
-    """What became of R rows. Logprobs are natural and of the untouched logits; their columns past a row's `num_top`,
-    and all of a row that asked for none or has a fault, mean nothing."""
+    """Outcome of R rows. Logprobs are natural and of the untouched logits; their columns past a row's `num_top`,
+    and all of a row that asked for none or has a fault, mean nothing.
+    """
 
     tokens: NDArray[np.int32]  # [R], 0 where there is a fault
     faults: NDArray[np.int32]  # [R], index into FAULTS
@@ -48,7 +49,7 @@ class Sampler:
         changes: Sequence[tuple[Any, ...] | None],
         num_top_R: NDArray[np.int32],
     ) -> Sampled:
-        """One token a row; rows with changes are overwritten.
+        """Draw one token a row; rows with changes are overwritten.
 
         Settings: temperature (0 is greedy), top_k (0 is no limit), top_p, min_p, the draw's random number in [0, 1).
         Changes: what `sampler_state.LogitChanges` holds, or None. `num_top`: likeliest tokens to list, or NO_LOGPROBS.

@@ -1,7 +1,7 @@
 """PEFT's adapter_config.json: which linears an adapter is for, of what ranks and scales.
 
-Names are matched as PEFT 0.21 does (`get_pattern_key`, `check_target_module_exists`). A regular expression comes from
-whoever wrote the folder, so those that could take for ever are refused.
+Names are matched as PEFT 0.21 does (`get_pattern_key`, `check_target_module_exists`). Regular expressions come from the
+folder's author, so those that could take for ever are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_PATTERN, _MOST_PATTERNS, _MOST_REPEATS = 512, 4096, 3
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What is used of the file."""
+    """The fields of the file that are used."""
 
     rank_default: int
     alpha_default: float
@@ -55,7 +55,7 @@ class AdapterConfig:
         return [t for t in self.target_modules or () if not any(_is_named(module, (t,)) for module in modules)]
 
     def targets(self, module: str) -> bool | None:
-        """Whether the adapter is for the module; None when only its tensors tell."""
+        """Return whether the adapter is for the module; None when only its tensors tell."""
         if self.target_modules is None or self.exclude_modules is None:
             return None
         layer = re.match(r".*?\.[^.]*\.(\d+)\.", module)
@@ -64,7 +64,9 @@ class AdapterConfig:
 
 
 def parse_config(path: Path, content: bytes, max_rank: int) -> AdapterConfig:
-    """Raises CheckpointError naming the key that cannot be served, or whose value is of the wrong type."""
+    """Parse the file. Raises CheckpointError naming a key that cannot be served, or one with a value of the wrong
+    type.
+    """
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:

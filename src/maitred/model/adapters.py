@@ -1,8 +1,8 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685) as PEFT 0.21 saves them: a folder -> matrices for a model's linears.
 
-Safetensors only. What would change the model's answers and is not done here is refused by its name, and so is whatever
-`adapter_config.json` says that this version does not know. Files are read whole and checked whole before anything
-is made of them, so that nobody who writes to them meanwhile can harm more than this one load.
+Safetensors only. Contents that would change the model's answers and are not computed here are refused by name, and so
+is any key that `adapter_config.json` has and this version does not know. Files are read whole and checked whole before
+anything is made of them, so a concurrent writer can harm this one load alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Adapter:
     rank: int
     """The largest of its matrices."""
     num_bytes: int
-    """Of the matrices as they are held here, in float32."""
+    """Bytes of the matrices as they are held here, in float32."""
     digest: str
     """sha256, in hex, of the bytes of both files."""
     tensors: Mapping[str, tuple[LowRank, ...]]
@@ -102,7 +102,7 @@ def _refuse_pickle(folder: Path) -> None:
 
 
 def _most_bytes(linears: Mapping[str, WeightSource], max_rank: int) -> int:
-    """Of an adapter of the largest rank on every linear, in float32."""
+    """Return the bytes of an adapter of the largest rank on every linear, in float32."""
     return _MOST_HEADER_BYTES + sum(4 * max_rank * sum(source.shape) for source in linears.values())
 
 

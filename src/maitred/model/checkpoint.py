@@ -94,7 +94,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, name: str, *, revision: str | None = None) -> None:
         self.path = path
-        """What opens it again: a folder, or a GGUF file."""
+        """The source that opens it again: a folder, or a GGUF file."""
         self.name = name
         """Name in /v1/models: the hub id, or that of the folder or the file."""
         self.revision = revision
@@ -180,7 +180,7 @@ class Checkpoint:
         return tuple(FileStamp(file.path.name, file.size_bytes, file.modified_ns) for file in self._files)
 
     def tensor_names(self) -> tuple[str, ...]:
-        """In the order of their bytes, file after file."""
+        """Return the names in the order of their bytes, file after file."""
         return tuple(self._file_of)
 
     def tensor(self, name: str) -> RawTensor:
@@ -224,8 +224,9 @@ class Checkpoint:
 
 
 def local_path(model: str) -> Path | None:
-    """The folder or the GGUF file that is meant, None for a hub id. Raises CheckpointError for another file, for what
-    was surely meant as a path and is none, and for a packaged model whose package is missing."""
+    """Return the folder or the GGUF file that `model` names, None for a hub id. Raises CheckpointError for another
+    file, for a text that is surely a path and leads nowhere, and for a packaged model without its package.
+    """
     if model in PACKAGED:  # also where a folder is called so: that is ./NAME
         return PACKAGED[model].path()
     path = Path(model).expanduser()

@@ -187,7 +187,7 @@ def _softcap_into_linear(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
 
 
 def _qkv_in_one(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
-    """What follows the stacked linear, up to the write: norms and ropes of q and k, in whatever number there are."""
+    """Return the operations between the stacked linear and the write: norms and ropes of q and k, in any number."""
     if not isinstance(ops[0], HeadNorm | Rope | WriteKV):
         return None
     norms: dict[str, HeadNorm] = {}
@@ -225,7 +225,7 @@ def _tie_output(ops: list[Op]) -> tuple[list[Op], int]:
 
 
 def _take_early(ops: list[Op]) -> tuple[list[Op], int]:
-    """Rows whose logits nobody wants end where their keys and values are written and attended to: in the last layer."""
+    """End unwanted rows where their keys and values are written and attended to: in the last layer."""
     last = max(index for index, op in enumerate(ops) if isinstance(op, Attention))
     if any(isinstance(op, Columns) and op.target == TAPS for op in ops[last:]):  # a head looks at all of them
         return ops, 0

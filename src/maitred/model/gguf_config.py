@@ -309,7 +309,7 @@ def _gemma3(keys: _Keys, config: Config) -> Config:
 
 
 def _layer_types(keys: _Keys, config: Config, pattern: int) -> Config:
-    """Which layers slide: a list in the file, or each but every n-th."""
+    """Return which layers slide: a list in the file, or each but every n-th."""
     told = keys.value("attention.sliding_window_pattern")
     if isinstance(told, list):
         return {"layer_types": _types(told)}

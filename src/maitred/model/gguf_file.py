@@ -87,7 +87,7 @@ class Metadata(Mapping[str, Any]):
         return 0 if place is None else 1 if place.length is None else place.length
 
     def indexes(self, key: str, texts: Iterable[str]) -> list[int]:
-        """Where these texts stand in an array of texts, without decoding the others."""
+        """Return the places of these texts in an array of texts, without decoding the others."""
         place = self._places.get(key)
         if place is None or place.kind != _STRING or place.length is None:
             return []
@@ -258,7 +258,7 @@ class _Reader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is GGUF, by name or first bytes: Ollama's files have no suffix."""
+    """Return whether a file is GGUF, by name or first bytes: Ollama's files have no suffix."""
     if not path.is_file():
         return False
     if path.suffix == ".gguf":

@@ -22,16 +22,17 @@ class HeadSpec:
     """
 
     decoder: DecoderSpec
-    """Its one layer, its norm and its output; `vocab_size` tokens are those that it can draft. `embedding.weight` has a
-    row for each token of the served model."""
+    """The head's one layer, its norm and its output; `vocab_size` counts the tokens that it can draft.
+    `embedding.weight` has a row for each token of the served model.
+    """
     taps: tuple[int, ...]
-    """After how many layers of the served model; 0 is the embedding."""
+    """Number of layers of the served model after which each tap is taken; 0 is the embedding."""
     num_embeddings: int
     """Tokens of the served model."""
     norms_taps: bool = False
-    """All taps of a token as one vector, before fc (`norm_before_fc`)."""
+    """Norm over all taps of a token as one vector, before fc (`norm_before_fc`)."""
     norms_each_tap: bool = False
-    """Each tap by itself (`fc_norm`)."""
+    """Norm over each tap alone (`fc_norm`)."""
     norms_residual: bool = False
     """The layer adds to the normed hidden (`norm_before_residual`)."""
     norms_state: bool = False

@@ -54,7 +54,7 @@ class HeadCheckpoint(Checkpoint):
 
     @property
     def has_embedding(self) -> bool:
-        """Whether its embedding is its own, and not the served model's."""
+        """Return whether the folder has an embedding of its own, and not the served model's."""
         return not self._borrowed
 
     @cached_property
@@ -85,13 +85,13 @@ def open_head(folder: Path, served: Checkpoint, name: str | None = None) -> Head
 
 
 def is_head(config: Config) -> bool:
-    """Whether this is the config.json of a head, supported or not, and not of a model that drafts by itself."""
+    """Return whether this is the config.json of a head, supported or not, and not of a draft model."""
     names = config.get("architectures") or []
     return "speculators_model_type" in config or any("eagle" in str(name).lower() for name in names)
 
 
 def head_spec(config: Config, num_layers: int) -> HeadSpec:
-    """What a head's config.json describes, beside a model of so many layers.
+    """Return the head that config.json describes, beside a model of `num_layers` layers.
 
     Raises CheckpointError, naming what is not supported.
     """
@@ -170,7 +170,7 @@ def _check_supported(config: Config, layer: Config) -> None:
 
 
 def _taps(config: Config, num_layers: int) -> tuple[int, ...]:
-    """After how many layers. Raises CheckpointError for layers that a model of so many has not."""
+    """Return the layers after which taps are taken. Raises CheckpointError for layers that the model does not have."""
     named, indices = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
     if named is None and indices is not None:
         named = [index + 1 for index in indices]
@@ -199,7 +199,7 @@ def _check_beside(spec: HeadSpec, model: DecoderSpec, told: str) -> None:
 
 
 def embedding_tensor(served: Checkpoint) -> str:
-    """Its name in a model's checkpoint."""
+    """Return the embedding's name in a model's checkpoint."""
     names = set(served.tensor_names())
     return next((f"{p}{EMBEDDING}" for p in PREFIXES if f"{p}{EMBEDDING}" in names), f"{PREFIXES[0]}{EMBEDDING}")
 
@@ -226,8 +226,9 @@ def _draft_to_target(head: HeadCheckpoint) -> NDArray[np.int32] | None:
 
 
 def _check_marked(head: HeadCheckpoint, ids: NDArray[np.int64], num_tokens: int) -> None:
-    """`t2d`, where there is one, marks the tokens that `d2t` leads to; in a head whose vocabulary was never set it does
-    not."""
+    """Check that `t2d`, where there is one, marks the tokens that `d2t` leads to; a head with an unset vocabulary has
+    other marks.
+    """
     if "t2d" not in head.tensor_names():
         return
     marked = np.flatnonzero(_integers(head, "t2d", num_tokens))

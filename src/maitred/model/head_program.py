@@ -30,7 +30,9 @@ _BOTH = "both"  # token and state, side by side
 
 
 def compile_head(spec: HeadSpec, formats: Formats, pool_layer: int) -> Program:
-    """Its layer's keys and values are those of `pool_layer`. Raises KernelError for what no kernel takes."""
+    """Compile the head; its layer's keys and values are those of `pool_layer`. Raises KernelError for operations
+    without a kernel.
+    """
     program = fused(spec.decoder, formats, list(_lowered(spec, formats, pool_layer)))
     return replace(program, head=spec)
 

@@ -60,7 +60,7 @@ def _tap(spec: DecoderSpec, taps: Sequence[int], num_layers: int) -> Iterator[Op
 
 
 def logits(spec: DecoderSpec, formats: Formats, source: str) -> Iterator[Op]:
-    """Of normed rows."""
+    """Write the logits of normed rows."""
     name = "embedding" if spec.tied_embeddings else "output"
     format = formats.of(f"{name}.weight", 0)
     yield prepare(source, spec.hidden_size, format)
@@ -98,7 +98,9 @@ def attention(
     width: int = 0,
     pool_layer: int | None = None,
 ) -> Iterator[Op]:
-    """Of layer `index`, over `width` values of the source (0: as HIDDEN has), kept as `pool_layer` (None: `index`)."""
+    """Write the attention of layer `index`, over `width` values of the source (0: HIDDEN's), kept as `pool_layer`
+    (None: `index`).
+    """
     layer, qkv = spec.layers[index], f"layers.{index}.qkv"
     q, kv, width = spec.q_width, spec.kv_width, width or spec.hidden_size
     kept = index if pool_layer is None else pool_layer

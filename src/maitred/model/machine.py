@@ -37,13 +37,13 @@ class Measured:
     num_threads: int
     isa: str
     cache_bytes_per_s: float | None = None
-    """Of reading as many bytes as the model has, where the last-level cache holds them."""
+    """Streaming read of as many bytes as the model has, where the last-level cache holds them."""
     unsteady: tuple[str, ...] = ()
-    """Figures whose repeats did not agree, because the machine is busy: the best seen, which may be too low."""
+    """Figures with repeats that did not agree, because the machine is busy: the best seen, which may be too low."""
 
     @property
     def machine_of_model(self) -> Machine:
-        """With the stream from where the model's weights lie."""
+        """Return the machine with the stream of the memory in which the model's weights lie."""
         return replace(self.machine, stream_bytes_per_s=self.cache_bytes_per_s or self.machine.stream_bytes_per_s)
 
 
@@ -53,7 +53,7 @@ class Settled(NamedTuple):
 
 
 def measure(num_threads: int, isa: str | None = None, *, model_bytes: int | None = None) -> Measured:
-    """All figures, each probed until its repeats agree, in LIMIT_S and what it takes to make the matrices."""
+    """Measure all figures, each probed until its repeats agree, in LIMIT_S and the time to make the matrices."""
     isa = isa or _native.default_isa()
     pool = _native.ThreadPool(num_threads)
     memory = allocate(STREAM_BYTES)
@@ -81,7 +81,7 @@ def measure(num_threads: int, isa: str | None = None, *, model_bytes: int | None
 
 
 def num_preemptions() -> int:
-    """How often a thread of this process has lost its processor to another's work."""
+    """Return how often a thread of this process has lost its processor to other work."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
@@ -92,7 +92,7 @@ def settled(
     now: Callable[[], float] = time.perf_counter,
     preemptions: Callable[[], int] = num_preemptions,
 ) -> Settled:
-    """Repeats `probe` until its best three repeats agree and nobody cut into them, or until `now()` is `until`.
+    """Repeat `probe` until its best three repeats agree without preemption, or until `now()` is `until`.
 
     A machine that is too slow for three repeats in that time is not called busy for it.
     """
@@ -124,7 +124,7 @@ def product_probe(pool: object, isa: str, dtype: str) -> Probe:
 
 
 def last_level_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
-    """None where the system does not tell."""
+    """Return the size of the last-level cache; None where the system does not tell."""
     try:
         sizes = {
             int((each / "level").read_text()): (each / "size").read_text().strip() for each in caches.glob("index*")

@@ -34,7 +34,7 @@ class PackagedModel:
     licence: str
     good_for: str
     question: str = ""
-    """One that the model answers in a chat; empty for a base model."""
+    """A question that the model answers in a chat; empty for a base model."""
 
     @property
     def remedy(self) -> str:
@@ -49,7 +49,7 @@ class PackagedModel:
         return ()
 
     def path(self) -> Path:
-        """The model's folder or file; parts are joined when that is first asked for.
+        """Return the model's folder or file; the first call joins a model that comes in parts.
 
         Raises CheckpointError with the remedy for a package that is missing, or whose file is not the published one.
         """
@@ -157,7 +157,7 @@ def default_folder() -> Path | None:
 
 
 def package_folders() -> tuple[Path, ...]:
-    """Where pip installs; not the other folders of sys.path, such as the one that Python was started in."""
+    """Return pip's folders, without the other folders of sys.path, such as the one in which Python was started."""
     return tuple(path for path in map(Path, sys.path) if path.name in ("site-packages", "dist-packages"))
 
 
@@ -167,7 +167,7 @@ def default_model(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def remark(model: str | None, name: str) -> str:
-    """What to know of model `name` that is served for `model`: what it is good for, and why it was chosen."""
+    """Return the remark on model `name` that is served for `model`: its use, and why it was chosen."""
     if name not in PACKAGED:
         return ""
     reason = f" (smollm2 is not installed: {PACKAGED['smollm2'].remedy})" if name == BUILTIN_NAME else ""

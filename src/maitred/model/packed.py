@@ -1,7 +1,8 @@
 """Packed weights: a program's matrices in the form that the native kernels read, made from a checkpoint.
 
-`plan_weights` knows every size before a byte is read; `pack_weights` then fills one buffer after the other, so that
-the peak is the packed weights and the pages of one tensor. Who wants them in a mapped cache file brings the buffers.
+`plan_weights` knows every size before a byte is read; `pack_weights` then fills one buffer after the other, so that the
+peak is the packed weights and the pages of one tensor. A caller that wants them in a mapped cache file brings the
+buffers.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def plan_weights(program: Program) -> tuple[WeightPlan, ...]:
 
 
 def total_bytes(plans: tuple[WeightPlan, ...]) -> int:
-    """Of the flat file, the last tensor's padding included."""
+    """Bytes of the flat file, the last tensor's padding included."""
     last = plans[-1]
     return last.offset + -(-last.num_bytes // ALIGNMENT) * ALIGNMENT
 

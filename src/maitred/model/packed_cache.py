@@ -4,14 +4,15 @@ A file is a header (magic, length, checksum, JSON) and, from a multiple of 2 MiB
 `packed.plan_weights`. Its name is a key of everything that decides its bytes: the checkpoint's headers, samples of its
 bytes, sizes and times, the program's weights and number formats, instruction set and packer's version.
 
-- Nothing is served unseen: mapping checks every segment's checksum first, at the speed of memory, which also brings in
-  the pages. A file that fails is deleted and packed again, and that is told.
-- Whoever packs writes a file of their own, renames it when it is whole, so that readers never see half of one, and maps
-  it. Of two that pack at once the first one's stays, with equal bytes, and both map that.
+- Files are checked before they are served: mapping checks every segment's checksum first, at the speed of memory, which
+  also brings in the pages. A file that fails is deleted and packed again, and the log says so.
+- A packer writes a file of its own, renames it when it is whole, so that readers never see half of one, and maps it. Of
+  two concurrent packers the first one's file stays, with equal bytes, and both map it.
 - The mapping is private and read-only; processes that serve the same model share its pages. Still a change of the file
   would be one of the weights, so the file is read-only too, and its user's alone: one that others own or may write is
-  packed anew. A file that is removed while it is mapped lives on for those who have it.
-- The folder is bounded: the files used longest ago go first. What cannot be kept is served from memory, with a reason.
+  packed anew. A file that is removed while it is mapped lives on for its users.
+- The folder is bounded: the files used longest ago go first. Weights that cannot be kept are served from memory, with a
+  reason.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ FILE_VERSION = 1
 MIN_BYTES = 64 * 2**20
 """Smaller weights are packed faster than a file is worth."""
 SPARE_BYTES = 2**30
-"""Of the disk, that much stays free."""
+"""Bytes of the disk that stay free."""
 
 _MAGIC = b"maitredW"
 _PREFIX = struct.Struct("<8sQQ")  # magic, bytes of the JSON, their checksum
@@ -121,7 +122,7 @@ def load_weights(
 
 
 def cache_key(program: Program, checkpoint: Checkpoint, isa: str) -> str:
-    """Of everything that decides the packed bytes."""
+    """Return the key of everything that decides the packed bytes."""
     parts = [
         FILE_VERSION,
         PACK_VERSION,
@@ -166,12 +167,14 @@ def _mapped(path: Path, program: Program, threads: Any) -> LoadedWeights:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """A pipe that nobody writes must not keep us waiting."""
+    """Open without waiting: a pipe without a writer would block."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _make_private(fd: int) -> None:
-    """Read-only, for its owner alone. Raises _Unusable where that is somebody else, or others could write until now."""
+    """Make the file read-only, for its owner alone. Raises _Unusable where another user owns it, or others could write
+    until now.
+    """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise _Unusable("no file")
@@ -200,8 +203,8 @@ def _map(fd: int, program: Program, threads: Any) -> PackedWeights:
 
 
 def _checksums(views: list[Buffer], num_threads: int) -> list[int]:
-    """Of each. Every thread takes the next one, and they meet once: on a busy machine two that share each of 200
-    tensors wait for one another up to ten times as long as they work.
+    """Return the checksum of each. Every thread takes the next one, and they meet once: on a busy machine two that
+    share each of 200 tensors wait for one another up to ten times as long as they work.
     """
     sums = [0] * len(views)
     numbers = iter(range(len(views)))
@@ -249,10 +252,10 @@ def _read_header(fd: int, size: int, program: Program, threads: Any) -> list[_Se
 
 
 def _keep(cache: WeightCache, path: Path, memory: Buffer, program: Program, threads: Any, *, is_replaced: bool) -> None:
-    """Writes the packed memory to a new file. Raises OSError or _Unusable when it cannot be kept.
+    """Write the packed memory to a new file. Raises OSError or _Unusable when it cannot be kept.
 
-    By writing and not through a mapping, whose page by page way into the file leaves it in small pages in memory: the
-    next start, and every step after it, would pay for those.
+    The file is written and not mapped for writing: a mapping would leave it in small pages in memory, which cost the
+    next start and every step after it.
     """
     plans = plan_weights(program)
     sums = [_native.checksum(threads, memory[plan.offset : plan.offset + plan.num_bytes]) for plan in plans]
@@ -265,7 +268,7 @@ def _keep(cache: WeightCache, path: Path, memory: Buffer, program: Program, thre
         _write(fd, begin, memory.data)
         _write(fd, 0, memoryview(_PREFIX.pack(_MAGIC, len(header), _checksum_of(header, threads)) + header))
         os.fchmod(fd, 0o400)
-        if is_replaced or not path.exists():  # who was first wrote the same bytes, and what all map is there once
+        if is_replaced or not path.exists():  # the first writer's bytes are the same, and one file serves all mappings
             draft.rename(path)
 
 
@@ -288,7 +291,7 @@ def _advise(mapping: mmap.mmap) -> None:
 
 
 def _header_of(path: Path, checksums: list[int]) -> bytes:
-    """Its length does not depend on the checksums."""
+    """Return the header; its length does not depend on the checksums."""
     return json.dumps({"key": path.stem, "checksums": [f"{value:016x}" for value in checksums]}).encode()
 
 
@@ -298,7 +301,7 @@ def _data_begin(header_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _draft(folder: Path) -> Iterator[tuple[int, Path]]:
-    """A new file, locked as long as somebody writes it, and gone afterwards unless it was renamed."""
+    """Make a new file, locked while it is written, and gone afterwards unless it was renamed."""
     fd, name = tempfile.mkstemp(suffix=_DRAFT_SUFFIX, dir=folder)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -309,7 +312,7 @@ def _draft(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _make_room(cache: WeightCache, needed: int) -> None:
-    """Deletes what was used longest ago, and drafts whose writer died. Raises _Unusable when that is not enough."""
+    """Delete the files used longest ago, and drafts of dead writers. Raises _Unusable when that is not enough."""
     if needed > cache.max_bytes:
         raise _Unusable(f"{_size(needed)} are more than the cache may hold, {_size(cache.max_bytes)}")
     for draft in cache.folder.glob(f"*{_DRAFT_SUFFIX}"):
@@ -337,7 +340,7 @@ def _least_recent_first(folder: Path, room: int) -> Iterator[Path]:
 
 
 def _delete_if_abandoned(draft: Path) -> None:
-    with contextlib.suppress(OSError):  # somebody holds the lock, or was faster
+    with contextlib.suppress(OSError):  # another process holds the lock, or was faster
         fd = os.open(draft, os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,7 +4,7 @@
 operation is one that the native library has. Nothing here computes: operations name values (rows of float32, one row a
 token, or an operand made ready for a linear) and weights by name.
 
-How the weights come to lie in memory is the seam to whoever packs or caches them (`packed.py`):
+The place of weights in memory is the seam to packing and caching (`packed.py`):
 
 - `Program.weights` lists, in the order of use, a `Weight` for each buffer the native operations read: its name, which
   rows of which parameters (`spec.parameter_shapes`) it stacks, and its number format.
@@ -12,7 +12,7 @@ How the weights come to lie in memory is the seam to whoever packs or caches the
   checkpoint is read; `packed.pack_weights(program, checkpoint)` fills buffers tensor by tensor, or buffers that the
   caller brings (a mapped cache file).
 - `packed.PackedWeights` is the ordered mapping name -> `PackedTensor`(weight, buffer) that the executor takes; a buffer
-  is bytes at a 64-byte-aligned address, owned by whoever made it, and never written once it is filled.
+  is bytes at a 64-byte-aligned address, owned by its maker, and never written once it is filled.
 
 T tokens of a step, L rows whose logits are wanted. Operations are msgspec's structs and no dataclasses: two dozen of
 those take 7 ms of every start to define.
@@ -27,7 +27,7 @@ from maitred.model.spec import Activation, DecoderSpec, RopeSpec
 
 HIDDEN = "hidden"  # the residual stream
 TAKEN = "taken"  # its rows whose logits are wanted
-TAPS = "taps"  # what a head reads of it, or whoever runs a head gives
+TAPS = "taps"  # states that a head reads, or that the caller of a head gives
 LOGITS = "logits"
 
 
@@ -181,7 +181,7 @@ class Linear(Struct, frozen=True):
 
 
 class HeadNorm(Struct, frozen=True):
-    """Each head of the value by itself, or all at once, in place."""
+    """Normalise each head of the value alone, or all at once, in place."""
 
     value: str
     weight: Weight
@@ -290,7 +290,7 @@ class Program(Struct, frozen=True):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Each buffer once, in the order of use."""
+        """Return each buffer once, in the order of use."""
         found: dict[str, Weight] = {}
         for op in self.ops:
             for weight in weights_of(op):

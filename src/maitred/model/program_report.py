@@ -28,7 +28,7 @@ class LinearGroup:
 
 
 def linear_groups(program: Program) -> list[LinearGroup]:
-    """In the order of the program; the same weight used twice counts where it multiplies."""
+    """Return the linears in the order of the program; the same weight used twice counts where it multiplies."""
     groups: dict[tuple[object, ...], LinearGroup] = {}
     for op in program.ops:
         if isinstance(op, Linear):
@@ -73,7 +73,7 @@ def tell_linears(program: Program, isa: str) -> list[str]:
 
 
 def _tell_kernels(weight: Weight, isa: str) -> str:
-    """What multiplies one row, and from how many rows on something else does."""
+    """Tell the kernel of one row, and the number of rows from which another one multiplies."""
     told = ""
     for num_rows in range(1, MOST_ROWS + 1):
         product, rows, channels = _native.linear_kernel(isa, shape_of(weight), num_rows)

@@ -40,7 +40,7 @@ class WeightFormat(NamedTuple):
     per_weight: float | None = None
 
     def bytes_of(self, rows: int, columns: int) -> float:
-        """Of a matrix [rows, columns], scales included."""
+        """Return the bytes of a matrix [rows, columns], scales included."""
         if self.per_weight is not None:
             return self.per_weight * rows * columns
         if self.dtype == "int8":
@@ -55,7 +55,7 @@ class WeightFormat(NamedTuple):
 
     @property
     def lm_head(self) -> WeightFormat:
-        """What the output matrix is held in unless asked otherwise: int8 beside int4, else the same."""
+        """Return the output matrix's format unless another is asked for: int8 beside int4, else the same."""
         return WeightFormat("int8") if self.dtype in ("int4", "q4_1") else self
 
 
@@ -65,7 +65,7 @@ class KVFormat(NamedTuple):
     dtype: str
 
     def bytes_of(self, head_dim: int) -> float:
-        """Of one head's key or value of one token."""
+        """Return the bytes of one head's key or value of one token."""
         return {"float32": 4.0 * head_dim, "bfloat16": 2.0 * head_dim, "int8": head_dim + SCALE_BYTES}[self.dtype]
 
 
@@ -142,7 +142,7 @@ def _attention(spec: DecoderSpec, window: int | None, rows: Sequence[Row], kv: K
 
 
 def query_key_pairs(row: Row, window: int | None) -> int:
-    """How many keys the row's tokens see, all told: position p sees min(p + 1, window)."""
+    """Return the number of keys that the row's tokens see in all: position p sees min(p + 1, window)."""
     start, num_tokens = row.start, row.num_tokens
     whole = num_tokens if window is None else min(max(window - start, 0), num_tokens)  # tokens that see all before them
     return whole * start + whole * (whole + 1) // 2 + (num_tokens - whole) * (window or 0)

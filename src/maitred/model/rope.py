@@ -48,7 +48,7 @@ def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> tuple[float, ...]
 
 
 def depends_on_context(rope: RopeSpec) -> bool:
-    """Whether `inverse_frequencies` looks at max_model_len."""
+    """Return whether `inverse_frequencies` looks at max_model_len."""
     return rope.rope_type in (RopeType.DYNAMIC, RopeType.LONGROPE)
 
 

@@ -48,7 +48,7 @@ class Entry:
 
 
 class Header(NamedTuple):
-    """What stands before the tensors' bytes: the part that tells files apart, where the bytes begin, and each place."""
+    """Header before the tensors' bytes: the part that tells files apart, where the bytes begin, and each place."""
 
     header_bytes: bytes
     begin: int
@@ -79,7 +79,7 @@ class TensorFile:
         raise NotImplementedError
 
     def tensor_names(self) -> tuple[str, ...]:
-        """In the order of their bytes."""
+        """Return the names in the order of their bytes."""
         return tuple(self._entries)
 
     def tensor(self, name: str) -> RawTensor:

@@ -18,7 +18,7 @@ TILE = 32  # rows that are packed side by side
 
 
 class Share(NamedTuple):
-    """What one rank has of a matrix."""
+    """The part of a matrix that one rank has."""
 
     first: int  # output channel
     weight: Weight | None  # of its rows alone; None where there are fewer tiles than ranks and it has none

@@ -13,7 +13,7 @@ from maitred.errors import CheckpointError
 
 
 class NormPlacement(Enum):
-    """Where a layer's two parts (attention and MLP) are normalised; x is the residual stream."""
+    """Places at which a layer's two parts (attention and MLP) are normalised; x is the residual stream."""
 
     PRE = "pre"  # x + part(norm(x)): Llama
     POST = "post"  # x + norm(part(x)): OLMo 2
@@ -74,7 +74,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What may differ from one layer to the next."""
+    """Properties that may differ from one layer to the next."""
 
     window: int | None = None
     """Sliding window in tokens: position p attends to (p - window, p]; None attends to all before it."""
@@ -147,7 +147,7 @@ class DecoderSpec:
         return sum(_product(shape) for shape in parameter_shapes(self).values())
 
     def identity(self) -> str:
-        """One line for logs and messages."""
+        """Return one line for logs and messages."""
         return (
             f"{self.architecture}, {self.num_parameters() / 1e6:,.1f} M parameters, {self.num_layers} layers, "
             f"hidden size {self.hidden_size}, {self.num_heads} heads of {self.head_dim} ({self.num_kv_heads} for keys "

@@ -20,7 +20,7 @@ HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq$|vision_tower\.|multi_modal_
 # And in a head's folder: its vocabulary (`head_folder` reads it), and what its training copied from the model.
 HARMLESS_IN_HEAD = re.compile(r"^(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$")
 HEAD_LAYERS = ("layers.0.", "midlayer.")
-"""What a head's one layer is called by `speculators` and by SpecForge."""
+"""Names of a head's one layer in `speculators` and in SpecForge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WeightSource:
 
 
 def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
-    """Where each of `tensor_names` goes; every row of every parameter is filled exactly once.
+    """Return the place of each of `tensor_names`; every row of every parameter is filled exactly once.
 
     Raises CheckpointError naming tensors that are missing, or that the decoder has no place for.
     """

@@ -21,7 +21,7 @@ class Mark:
 
 
 class Slot(Enum):
-    """What stands between the literals of a call."""
+    """The part of a call that stands between its literals."""
 
     NAME = "name"
     ID = "id"  # the call's, made up by the model
@@ -39,8 +39,8 @@ Pieces = tuple[str | Mark | Slot, ...]
 class PairsFormat:
     """Arguments as `key_begin KEY value_begin VALUE value_end`, with `separator` between two of them.
 
-    A text VALUE is written as it is; where there is a `quote`, between two of it (and texts in arrays and objects
-    too, whose keys are bare). Every other VALUE is JSON.
+    A text VALUE is written as it is; where there is a `quote`, between two quotes (texts in arrays and objects too,
+    where keys are bare). Every other VALUE is JSON.
     """
 
     key_begin: Text
@@ -49,7 +49,9 @@ class PairsFormat:
     separator: Text = ()
     quote: Text = ()
     value_begin_of: Mapping[str, Text] = field(default_factory=dict)
-    """By JSON type (string, integer, number, boolean, null, array, object), where it is not `value_begin`."""
+    """Words before a value by its JSON type (string, integer, number, boolean, null, array, object), where they are not
+    `value_begin`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class CallFormat:
     opener: Text = ()
     """May stand before the first call, and means nothing: `<|python_tag|>` of Llama 3."""
     several: bool = True
-    """Whether an answer may hold more than one call."""
+    """An answer may hold more than one call."""
     name_key: str = "name"
     arguments_key: str = "arguments"
     id_key: str | None = None
@@ -92,36 +94,36 @@ class ReasoningFormat:
     behind: str = ""
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether the prompt ends inside thoughts that it began."""
+        """Return whether the prompt ends inside thoughts that it began."""
         begin = plain(self.begin)
         return bool(begin.strip()) and prompt.rstrip().endswith(begin.rstrip())
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What is known of a model's answers."""
+    """The format of a model's answers, as far as it is known."""
 
     name: str
-    """Of the call format in TOOL_FORMATS, `template` for one that has no name, `none`."""
+    """Name of the call format in TOOL_FORMATS, `template` for one without a name, `none`."""
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
     reasoning_name: str = "none"
     channels: bool = False
     """Harmony (gpt-oss): thoughts, calls and content are messages on channels, see `answer_parser`."""
     content_begin: Text = ()
-    """What stands before content, where it is marked."""
+    """Words before content, where it is marked."""
     message_begin: Text = ()
-    """What begins each message of an answer but the first, which the prompt has begun."""
+    """Words that begin each message of an answer but the first, which the prompt has begun."""
     tools_variable: str = "tools"
-    """By what name the template takes the tools."""
+    """The template's variable for the tools."""
     tools_in_system: bool = False
-    """Whether it takes them as JSON text in the field `tools` of a system message."""
+    """The template takes the tools as JSON text in the field `tools` of a system message."""
     tools_system_text: Callable[[Any], str] | None = None
-    """For a template that knows no tools: the text about them that goes before the first message."""
+    """For a template without tools: the text about them that goes before the first message."""
     writes_calls: bool = True
-    """Whether the template writes calls that were made; otherwise they must be content."""
+    """The template writes calls that were made; otherwise they must be content."""
     tool_role: str = "tool"
-    """Where it does not: the role of a call's result."""
+    """Role of a call's result where the template does not write calls."""
 
     @property
     def mark_ids(self) -> frozenset[int]:
@@ -133,7 +135,7 @@ class AnswerFormat:
             yield from (piece for piece in text if isinstance(piece, Mark))
 
     def texts(self) -> Iterable[Pieces]:
-        """Every literal, and the calls' slots."""
+        """Return every literal, and the calls' slots."""
         if self.reasoning:
             yield from (self.reasoning.begin, self.reasoning.end)
         yield from (self.content_begin, self.message_begin)

@@ -39,7 +39,7 @@ class ArgumentsText:
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """What became certain with one push. `calls` in order; nothing else in a delta has an order."""
+    """The parts that became certain with one push. `calls` is in order; nothing else in a delta has an order."""
 
     content: str = ""
     reasoning: str = ""
@@ -86,7 +86,7 @@ class AnswerParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next is thought, as far as is certain."""
+        """Return whether the next text is thought, as far as is certain."""
         return self._thinking
 
     def push(self, pieces: Sequence[str | int]) -> AnswerDelta:
@@ -105,7 +105,7 @@ class AnswerParser:
         return self._told()
 
     def flush(self) -> AnswerDelta:
-        """What was held back, at the end of the answer."""
+        """Return the text that was held back, at the end of the answer."""
         self._feed.ended = True
         self._advance()
         return self._told()
@@ -223,7 +223,7 @@ class AnswerParser:
 
 
 def _before_space(text: str, at: int) -> int:
-    """Where the white space before `at` begins."""
+    """Return where the white space before `at` begins."""
     if at and not text[at - 1].isspace():
         return at
     since = max(0, at - _MAX_SPACE)

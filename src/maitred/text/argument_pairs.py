@@ -52,7 +52,7 @@ class PairReader:
         self._emit = emit
 
     def read(self, feed: Feed) -> Reading[None]:
-        """From behind the name to behind the call's end; the arguments are emitted as a JSON object."""
+        """Read from behind the name to behind the call's end; the arguments are emitted as a JSON object."""
         self._emit("{")
         num_read = 0
         while True:
@@ -73,7 +73,7 @@ class PairReader:
         self._emit("}")
 
     def _may_go_on(self, rest: str) -> bool:
-        """Whether the text ends inside a literal."""
+        """Return whether the text ends inside a literal."""
         return any(part and part[0].startswith(rest) for part in (self._call_end, self._key_begin, self._separator))
 
     def _pair(self, feed: Feed, at: int, before: str) -> Reading[bool]:
@@ -244,7 +244,7 @@ def _type_of(value: Any) -> str:
 
 
 def _bare_json(raw: str) -> str:
-    """JSON of a piece whose keys are bare, and that holds no text."""
+    """Return the JSON of a piece with bare keys and without texts."""
     return _SPACED.sub(r"\1 ", _BARE.sub(_bare_word, raw.lstrip()))
 
 

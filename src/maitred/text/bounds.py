@@ -47,7 +47,7 @@ def longest_text_of_a_token(
 
 
 def _normalizer_shrink(normalizer: Mapping[str, Any] | None) -> int | None:
-    """How many characters may become one; None when some may vanish, or the kind is not known to keep them."""
+    """Return how many characters may become one; None when some may vanish, or the kind is not known to keep them."""
     if normalizer is None:
         return 1
     kind = normalizer["type"]
@@ -79,7 +79,7 @@ def _pre_tokenizer_keeps(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _model_keeps(description: Mapping[str, Any]) -> bool:
-    """Whether the model gives at least one token for each unknown character."""
+    """Return whether the model gives at least one token for each unknown character."""
     model = description["model"]
     if model["type"] == "BPE":
         vocab = model["vocab"]

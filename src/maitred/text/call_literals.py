@@ -201,7 +201,7 @@ class _Split(NamedTuple):
 
 
 def _split(before: str, between: str, after: str) -> _Split:
-    """What two things X written as `before X between X after` each begin and end with; no tag is cut."""
+    """Return the common begin and end of two things X written as `before X between X after`; no tag is cut."""
     low = len(between) - len(shared_prefix(before[::-1], between[::-1]))
     high = len(shared_prefix(between, after))
     if low <= high:  # also what they share by chance

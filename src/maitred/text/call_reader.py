@@ -30,7 +30,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class Sink(NamedTuple):
-    """Who is told of calls."""
+    """Receiver of calls."""
 
     begin: Callable[[str, str | None], None]  # name, and the id that the model gave
     arguments: Callable[[str], None]
@@ -60,12 +60,12 @@ class CallReader:
         self._separator, self._end = words(encode(format.separator)), words(encode(format.end))
         self._call_end = words(encode(format.call_end))
         self.reached = 0
-        """Up to where the text was JSON when it turned out to be no call: no call begins in that."""
+        """End of the text that was JSON and turned out to be no call: no call begins before it."""
         self.trigger = self._first[0] if self._first else None
-        """What a first call begins with; None where that is only the `{` of its JSON."""
+        """Words that begin a first call; None where that is only the `{` of its JSON."""
 
     def read(self, at: int) -> Reading[bool]:
-        """All calls from `at`, if there is one; the feed then begins behind them, and is as it was otherwise."""
+        """Read all calls from `at`, if there is one; the feed then begins behind them, and is unchanged otherwise."""
         self.reached = at
         begins = yield from skip_words(self._feed, at, self._first)
         head = None if begins is None else (yield from self._head(begins))
@@ -85,7 +85,7 @@ class CallReader:
         return True
 
     def _is_cut_head(self, at: int, begins: int | None) -> bool:
-        """Whether the text ends where a call's head may go on."""
+        """Return whether the text ends where a call's head may go on."""
         if begins is None:
             return _is_prefix(self._feed.text[at:], self._first)
         rest = self._feed.text[begins:].strip()
@@ -248,7 +248,7 @@ class CallReader:
 
 
 def _is_prefix(text: str, parts: list[str]) -> bool:
-    """Whether the text ends inside a literal of these words."""
+    """Return whether the text ends inside a literal of these words."""
     return "".join(parts).startswith("".join(text.split()))
 
 

@@ -1,7 +1,7 @@
 """Reads answers in harmony (gpt-oss): messages on channels, each a header, `<|message|>` and a body.
 
-`analysis` holds thoughts, `final` and `commentary` content, a message to `functions.NAME` is a call. Messages to
-anybody else (built-in tools, which nobody runs here) are thoughts. Source: openai/harmony, docs/format.md.
+`analysis` holds thoughts, `final` and `commentary` content, a message to `functions.NAME` is a call. Messages to other
+recipients (built-in tools, which do not run here) are thoughts. Source: openai/harmony, docs/format.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ChannelReader:
         self._num_thoughts = 0
 
     def read(self) -> Reading[None]:
-        """All of an answer."""
+        """Read all of an answer."""
         feed = self._feed
         while (yield from skip_space(feed, 0)) < len(feed.text):
             header = ""

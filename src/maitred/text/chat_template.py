@@ -110,8 +110,9 @@ class ChatTemplate:
 
     @cached_property
     def _marks(self) -> tuple[Marks, Marks]:
-        """What no client's text may hold, and what the model's own may not either: special tokens, and those that this
-        template puts around turns. The others mean something to the template or to the parser of answers."""
+        """Return the texts that neither a client's text nor the model's own may hold: special tokens, and those that
+        this template puts around turns. The others mean something to the template or to the parser of answers.
+        """
         special = {text for text, special in self._added_tokens.items() if special}
         common = {text for text in self._added_tokens if text not in special and is_bracketed(text)}
         answers = {mark for mark in common if any(mark in text for text in _ANSWER_TEXTS)}
@@ -130,12 +131,12 @@ class ChatTemplate:
 
     @property
     def takes_objects(self) -> bool:
-        """Whether arguments of calls must be objects."""
+        """Return whether arguments of calls must be objects."""
         return not self._call_style.value[0]
 
     @cached_property
     def _call_style(self) -> CallStyle:
-        """How this template takes an assistant's calls: the first way in which it writes one, and no `None`."""
+        """Return this template's form of an assistant's calls: the first in which it writes one, and no `None`."""
         call = {"id": "probe0001", "type": "function", "function": {"name": "probe_tool", "arguments": {"a": 1}}}
         variables = {"tools": [{"type": "function", "function": _PROBE_TOOL}], "add_generation_prompt": False}
         variables = {**self._named_tokens, **_UNSET, **variables}

@@ -34,7 +34,7 @@ class Detokenizer:
         return self._stream.push(token_ids)
 
     def flush(self) -> str:
-        """What was held back, as decode gives it at the end: U+FFFD for an unfinished character."""
+        """Return the text that was held back, as decode gives it at the end: U+FFFD for an unfinished character."""
         return self._stream.flush()
 
 
@@ -47,7 +47,9 @@ class _Stream(Protocol):
 
 
 class _ByteStream:
-    """For ByteLevel decoders, whose text is the UTF-8 of the tokens' bytes: one incremental codec does it all."""
+    """Stream for ByteLevel decoders: their text is the UTF-8 of the tokens' bytes, so one incremental codec does it
+    all.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -63,7 +65,7 @@ class _ByteStream:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the bytes so far end inside a character."""
+        """Return whether the bytes so far end inside a character."""
         return bool(self._codec.getstate()[0])
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
@@ -82,7 +84,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For every other decoder: decode the new tokens behind a short context, and cut the context's text off.
+    """Stream for every other decoder: decode the new tokens behind a short context, and cut the context's text off.
 
     The context takes what decoders do to the first token only (Metaspace and Strip drop a leading space, WordPiece
     puts none), so it must give some text of its own.
@@ -126,7 +128,8 @@ class _WindowStream:
         return piece
 
     def _may_change_after(self, last: int) -> bool:
-        """Whether text can change that ends with the token `last`, the last one pushed: a byte run, half a character.
+        """Return whether text that ends with `last`, the last token pushed, can still change: a byte run, half a
+        character.
 
         The second is for a ByteLevel decoder among others (alone it has its own stream).
         """

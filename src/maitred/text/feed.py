@@ -67,7 +67,7 @@ def skip_one(feed: Feed, at: int, characters: str) -> Reading[int | None]:
 
 
 def match(feed: Feed, at: int, pattern: re.Pattern[str]) -> Reading[tuple[str, int]]:
-    """What the pattern finds at `at`, when a character behind it shows that this is all."""
+    """Return the pattern's match at `at`, when a character behind it shows that the match is complete."""
     while True:
         end = pattern.match(feed.text, at).end()  # type: ignore[union-attr]
         if end < len(feed.text) or feed.ended:
@@ -76,7 +76,7 @@ def match(feed: Feed, at: int, pattern: re.Pattern[str]) -> Reading[tuple[str, i
 
 
 def find(feed: Feed, at: int, parts: Sequence[str]) -> Reading[tuple[int, str] | None]:
-    """Where the first of these texts is found, and which; None when the text ends before."""
+    """Return the place of the first of these texts, and which it is; None when the text ends before."""
     pattern = _any_of(tuple(parts))
     longest = max(map(len, parts))
     since = at
@@ -97,7 +97,7 @@ def _any_of(parts: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def held_from(text: str, parts: Sequence[str]) -> int:
-    """Where an end of the text begins that one of the parts may begin with; the text's length for none."""
+    """Return where an end of the text begins that one of the parts may begin with; the text's length for none."""
     found = len(text)
     for part in parts:
         if len(part) == 1:
@@ -165,7 +165,7 @@ def pass_json(feed: Feed, emit: Callable[[str], None], depth: int = 0) -> Readin
 
 @dataclass(slots=True)
 class JsonScan:
-    """Where in JSON a text stands: `depth` open brackets, in a string, behind a backslash."""
+    """Place of a text in JSON: `depth` open brackets, in a string, behind a backslash."""
 
     depth: int = 0
     in_string: bool = False

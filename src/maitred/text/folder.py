@@ -166,5 +166,5 @@ def added_token_id(tokenizer_file: Path, text: str) -> int | None:
     try:
         found = msgspec.json.decode(tokenizer_file.read_bytes(), type=_TokenizerFile).added_tokens or []
     except (OSError, msgspec.DecodeError):
-        return None  # who reads all of it says what is wrong
+        return None  # the full reader names the fault
     return next((token.id for token in found if token.content == text), None)

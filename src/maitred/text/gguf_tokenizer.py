@@ -23,7 +23,7 @@ _SPACE = "▁"
 
 
 class _Vocabulary:
-    """What the metadata say of tokens, checked. Raises CheckpointError that names the key."""
+    """Tokens as the metadata describe them, checked. Raises CheckpointError that names the key."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.metadata = metadata
@@ -71,8 +71,9 @@ class _Vocabulary:
         return list(merges)  # type: ignore[arg-type]
 
     def merges_by_score(self) -> list[tuple[str, str]]:
-        """Every pair that makes a token, by the token's score. Of equal scores the longer token is first, and of one
-        token the pair whose left part is longer: so runs of spaces, which all have one score, grow from the left."""
+        """Return every pair that makes a token, by the token's score. Of equal scores the longer token is first, and of
+        one token the pair with the longer left part: so runs of spaces, which all have one score, grow from the left.
+        """
         tokens, scores = self.tokens, self._list("scores", (float, int), len(self.tokens))
         if not scores:
             raise CheckpointError(f"the file's tokens have no scores (key tokenizer.ggml.scores); {GGUF_AGAIN}")

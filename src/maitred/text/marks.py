@@ -21,7 +21,7 @@ _OWN_FIELDS = ("content", "thinking", "reasoning", "reasoning_content")
 
 
 class Marks:
-    """Some tokens, by their text, and where they stand in other texts: leftmost, and of those the longest."""
+    """Some tokens, by their text, and their places in other texts: leftmost, and of those the longest."""
 
     def __init__(self, texts: Collection[str]) -> None:
         self.texts = tuple(sorted(filter(None, texts)))
@@ -29,7 +29,7 @@ class Marks:
 
 
 def is_bracketed(text: str) -> bool:
-    """As `<x>` and `[x]`, and not as a word or a line's end, which may be added tokens too."""
+    """Return whether the token looks like `<x>` or `[x]`; words and line ends may be added tokens too."""
     return len(text) > 2 and not (text[0].isalnum() or text[0].isspace() or text[-1].isalnum() or text[-1].isspace())
 
 
@@ -45,7 +45,7 @@ class MarkedText(str):
         return made
 
     def parts(self) -> Iterator[tuple[str, bool]]:
-        """All of the text in order, each piece with whether it is one of the spans."""
+        """Return all of the text in order, each piece with whether it is one of the spans."""
         at = 0
         for start, end in self.spans:
             yield self[at:start], False
@@ -105,7 +105,7 @@ class HiddenMarks:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Every text in a value as JSON has them, names of fields too."""
+    """Return every text in a value as JSON has them, names of fields too."""
     rest = [value]
     while rest:
         value = rest.pop()

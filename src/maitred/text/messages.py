@@ -13,7 +13,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class CallStyle(Enum):
-    """How a template takes calls: whether arguments are text, and what a content is that there is none of."""
+    """A template's form of calls: whether arguments are text, and what stands for missing content."""
 
     OBJECTS_NO_CONTENT = (False, None)
     OBJECTS = (False, "")
@@ -22,7 +22,8 @@ class CallStyle(Enum):
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies whose content is text (or None), and whose calls hold objects. A tool's message has the name of its tool.
+    """Return copies in which content is text (or None) and calls hold objects. A tool's message has the name of its
+    tool.
 
     Raises InvalidRequest with the path for calls that are none, UnsupportedContent for parts that are not text.
     """
@@ -36,7 +37,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def styled(chat: Sequence[Mapping[str, Any]], style: CallStyle) -> list[dict[str, Any]]:
-    """Copies whose calls are as a template of this style takes them."""
+    """Return copies with calls as a template of this style takes them."""
     return [_styled(message, style) if message.get("tool_calls") else dict(message) for message in chat]
 
 

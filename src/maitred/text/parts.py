@@ -1,4 +1,4 @@
-"""The text parts of one model, tokenizer and chat template, read when somebody first needs them."""
+"""The text parts of one model, tokenizer and chat template, read when they are first needed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Text(Protocol):
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """How the model writes thoughts and calls of tools."""
+        """Return the format in which the model writes thoughts and calls of tools."""
 
     def read(self) -> object:
-        """So that nobody waits later; raises CheckpointError for what cannot be read."""
+        """Read everything now, so that no request waits later; raises CheckpointError for files that cannot be read."""
 
 
 class TextParts(NamedTuple):
@@ -49,10 +49,10 @@ class TextParts(NamedTuple):
 
 
 class FolderText:
-    """The parts of a model folder or a GGUF file, read by whichever thread asks first.
+    """The parts of a model folder or a GGUF file, read by the first thread that asks.
 
-    A vocabulary of 150,000 tokens takes 0.15 s and 60 MB, which whoever deals in token ids alone never needs. Asking
-    raises CheckpointError for files that are missing or broken.
+    A vocabulary of 150,000 tokens takes 0.15 s and 60 MB, which callers with token ids alone never need. Asking raises
+    CheckpointError for files that are missing or broken.
     """
 
     def __init__(

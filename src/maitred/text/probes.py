@@ -21,7 +21,7 @@ KEYS = ("alpha_key", "beta_key")
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A call whose parts are found again in a text: a text and a number as arguments."""
+    """A call with a text and a number as arguments, whose parts are found again in a rendered text."""
 
     id: str
     name: str
@@ -45,7 +45,7 @@ TOOLS = [
 
 
 class Thoughts(NamedTuple):
-    """What stands before and after thoughts in an answer that a template wrote."""
+    """Words before and after thoughts in an answer that a template wrote."""
 
     before: str
     after: str
@@ -72,7 +72,7 @@ class ProbeTemplate:
         return self._without_turn(text, text.rindex(value) + len(value))
 
     def knows_tools(self) -> bool:
-        """Whether a prompt differs by the tools that there are."""
+        """Return whether a prompt changes with its tools."""
         chat = [{"role": "user", "content": _QUESTION}]
         return self._render(chat, tools=TOOLS) != self._render(chat)
 
@@ -81,7 +81,9 @@ class ProbeTemplate:
         return self._answer({"content": None, "tool_calls": calls}, tools=TOOLS) is not None
 
     def thoughts(self) -> list[Thoughts]:
-        """Of an answer with content, and of one with a call, in this order; neither where they are not shown."""
+        """Return the thoughts of an answer with content, and of one with a call, in this order; neither where they are
+        not shown.
+        """
         found: list[Thoughts] = []
         with_content = {"content": _ANSWER, "reasoning_content": _THOUGHTS}
         with_call = {"content": None, "reasoning_content": _THOUGHTS, "tool_calls": [PROBES[0].call()]}
@@ -96,11 +98,11 @@ class ProbeTemplate:
 
     @property
     def plain_head(self) -> str:
-        """What is written between a question and an answer without thoughts."""
+        """Return the words between a question and an answer without thoughts."""
         return self._plain.partition(_ANSWER)[0]
 
     def _answer(self, message: Mapping[str, Any], **variables: Any) -> str | None:
-        """All that is rendered behind the question."""
+        """Return all that is rendered behind the question."""
         chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", **message}]
         text = self._render(chat, **variables)
         return None if text is None or _QUESTION not in text else text.rpartition(_QUESTION)[2]

@@ -43,7 +43,9 @@ class Source(NamedTuple):
 
 
 def json_source(schema: object, path: str, *, whitespace_pattern: str | None = None, is_strict: bool = False) -> Source:
-    """Of a JSON schema: an object, true, or the text of one. Raises InvalidRequest for anything else."""
+    """Return the source of a JSON schema: an object, true, or the text of one. Raises InvalidRequest for anything
+    else.
+    """
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -65,7 +67,9 @@ def json_source(schema: object, path: str, *, whitespace_pattern: str | None = N
 
 
 def _enforceable(schema: Mapping[str, Any], left_out: set[str]) -> Any:
-    """Without `minProperties` where llguidance 1.9 says that it cannot count keys, and then lets no object end."""
+    """Return the schema without `minProperties` where llguidance 1.9 says that it cannot count keys, and then lets no
+    object end.
+    """
 
     def edit(made: dict[str, Any], is_part: bool) -> None:
         if "minProperties" in made and not _counts_keys(made, is_part):
@@ -118,7 +122,7 @@ def _edited(schema: Any, edit: Callable[[dict[str, Any], bool], None], *, is_par
 
 
 def _counts_keys(schema: Mapping[str, Any], is_part: bool) -> bool:
-    """Whether llguidance can: of keys that are all required, or of a closed object that needs one."""
+    """Return whether llguidance can count keys: of keys that are all required, or of a closed object that needs one."""
     if is_part or any(name in schema for name in (*_PARTS, "$ref")):
         return False
     properties, required = schema.get("properties"), schema.get("required")
@@ -131,7 +135,7 @@ def _counts_keys(schema: Mapping[str, Any], is_part: bool) -> bool:
 
 
 def source_of(shape: StructuredOutputsParams, path: str, *, is_strict: bool = False) -> Source:
-    """Of the one kind that is given. Raises InvalidRequest."""
+    """Return the source of the one kind that is given. Raises InvalidRequest."""
     kind, at = shape.kind, f"{path}.{shape.kind}"
     if kind in ("json", "json_object"):
         schema = shape.json if kind == "json" else ANY_OBJECT
@@ -154,7 +158,7 @@ def _bounded(found: re.Match[str]) -> str:
 
 
 def ignored_keywords(warnings: Sequence[str]) -> list[str]:
-    """Names of what was left out of a schema, from llguidance's warnings, whose order is no order."""
+    """Return the keywords left out of a schema, from llguidance's warnings, in no order."""
     names: set[str] = set()
     for text in warnings:
         listed = re.match(r"Unimplemented keys: (\[.*\])", text, re.DOTALL)
@@ -197,5 +201,5 @@ def _of_tags(tag: object, path: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """As a literal of a Lark grammar; nothing for no text."""
+    """Return the text as a literal of a Lark grammar; nothing for no text."""
     return json.dumps(text, ensure_ascii=False) if text else ""

@@ -26,11 +26,11 @@ _TERMINALS = [
 
 
 class Shape(NamedTuple):
-    """What binds the answers to a prompt, and how they are read."""
+    """The grammar of the answers to a prompt, and the way to read them."""
 
     grammar: str = ""  # empty binds nothing
     thinking: ThinkingLimit | None = None
-    marks: Collection[int] | None = None  # tokens that are no text; None where nobody looks for any
+    marks: Collection[int] | None = None  # tokens that are no text; None where none are looked for
     ignored: tuple[str, ...] = ()  # keywords of schemas that were left out
     unknown: tuple[str, ...] = ()  # fields of the request's own objects that nothing reads
     emptied: tuple[str, ...] = ()  # earlier calls whose arguments are no JSON object, shown as {}
@@ -41,7 +41,7 @@ NO_SHAPE = Shape()
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One that may be called."""
+    """A tool that may be called."""
 
     name: str
     parameters: Mapping[str, Any]  # JSON schema of its arguments
@@ -140,7 +140,7 @@ class _Grammar:
         return f"{thoughts}* ({' | '.join(last)})"
 
     def body(self, calls: _Calls | None, content: Source | None) -> str:
-        """What follows the thoughts."""
+        """Return the grammar of what follows the thoughts."""
         if calls is not None and self.choice.is_required:
             return calls.alone
         if content is not None:
@@ -154,7 +154,7 @@ class _Grammar:
 
     @property
     def _begins_by_itself(self) -> bool:
-        """Whether a call's beginning tells it from text."""
+        """Return whether a call's beginning tells it from text."""
         calls = self.format.calls
         return calls is not None and bool(calls.begin or calls.call_begin)
 
@@ -186,7 +186,7 @@ class _Grammar:
         return " ".join(filter(None, [*parts, quoted(letters)]))
 
     def calls(self) -> _Calls:
-        """As many as the choice and the format allow."""
+        """Return the grammar of as many calls as the choice and the format allow."""
         form = self.format.calls
         assert form is not None
         one = self._any_call()
@@ -272,7 +272,7 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 def _trigger(begin: Text) -> tuple[str | Mark, Text]:
-    """What tells the beginning from text, and what follows that; blanks before it are text's."""
+    """Return the words that tell a call from text, and what follows them; blanks before it belong to the text."""
     first, *rest = begin
     if isinstance(first, Mark):
         return first, tuple(rest)

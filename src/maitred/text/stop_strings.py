@@ -47,7 +47,7 @@ class StopStringMatcher:
         return StopResult(known[:shown], None)
 
     def flush(self) -> str:
-        """What was held back, when the text has ended."""
+        """Return the text that was held back, when the text has ended."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stop)
         return held

@@ -50,9 +50,9 @@ class Tokenizer:
         self.max_chars_per_token = longest_text_of_a_token(inner, description, self._ids)
         """Most characters of a text that one token can stand for; None where nothing is certain."""
         self.byte_level = decoders == ["ByteLevel"]
-        """Whether decoding is joining the bytes of the tokens, and nothing else."""
+        """Decoding is joining the bytes of the tokens, and nothing else."""
         self.splits_characters = "ByteLevel" in decoders
-        """Whether a token may hold part of a UTF-8 character without being a byte token."""
+        """A token may hold part of a UTF-8 character without being a byte token."""
         self._byte_fallback = "ByteFallback" in decoders
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
         self._decoder_bytes: dict[int, bytes] = {}  # cache of decoder_bytes
@@ -129,11 +129,13 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """What the token adds to a text, its leading space included; U+FFFD for bytes that are no whole character."""
+        """Return the text that the token adds, its leading space included; U+FFFD for bytes that are no whole
+        character.
+        """
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to a text, as UTF-8; part of a character for some tokens, empty for unknown ids."""
+        """Return the UTF-8 that the token adds; part of a character for some tokens, empty for unknown ids."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._find_bytes(token_id)
@@ -151,11 +153,11 @@ class Tokenizer:
         return -(-len(text) // self.max_chars_per_token)
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token is one byte of a SentencePiece byte fallback, written <0xNN>."""
+        """Return whether the token is one byte of a SentencePiece byte fallback, written <0xNN>."""
         return self._byte_fallback and _fallback_byte(self._inner.id_to_token(token_id)) is not None
 
     def is_shown(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """Whether decoding gives anything for the token."""
+        """Return whether decoding gives any text for the token."""
         if skip_special_tokens and token_id in self.special_token_ids:
             return False
         return self._inner.id_to_token(token_id) is not None
@@ -227,8 +229,8 @@ def whole_json(folder: Path) -> str:
 
 
 class _MarkReader:
-    """A tokenizer in which marks have other names, unknown to anybody: the template's are written so, and a client's
-    stay letters. One text is read as a whole, so that what is around a mark is split as ever.
+    """A tokenizer with other, unguessable names for marks: the template's marks are written so, and a client's stay
+    letters. One text is read as a whole, so that the text around a mark is split as ever.
 
     `encode_special_tokens` would take all marks for letters, the template's too, and only those that are special.
     """
@@ -296,7 +298,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _vocabulary(inner: tokenizers.Tokenizer, description: Mapping[str, Any]) -> dict[str, int]:
-    """What `get_vocab` gives, which takes longer than all the rest where there are 150,000 tokens."""
+    """Return the result of `get_vocab`, which takes longer than all the rest where there are 150,000 tokens."""
     vocab = description["model"]["vocab"]
     if not isinstance(vocab, dict):  # Unigram has a list
         whole: dict[str, int] = inner.get_vocab(with_added_tokens=True)

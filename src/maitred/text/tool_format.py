@@ -42,7 +42,7 @@ _THINK_END = re.compile(r"</([\w:]*think[\w:]*)>|\[/(THINK)\]")
 
 
 def tool_format_names() -> list[str]:
-    """What `--tool-format` takes."""
+    """Return the names that `--tool-format` takes."""
     return sorted([*TOOL_FORMATS, HARMONY])
 
 
@@ -88,7 +88,7 @@ def _read(template: ChatTemplate, probe: ProbeTemplate) -> AnswerFormat:
 
 
 def _is_read_back(calls: CallFormat, probe: ProbeTemplate) -> bool:
-    """Whether the calls that the template writes are found again by the format that was read off it."""
+    """Return whether the calls that the template writes are found again by the format that was read off it."""
     schemas = {known.name: PARAMETERS for known in PROBES}
     for probes in (PROBES[:1], PROBES)[: 2 if calls.several else 1]:
         parser = AnswerParser(AnswerFormat("", calls), make_id=str, tools=schemas)
@@ -124,7 +124,9 @@ def _named_format(name: str) -> AnswerFormat:
 
 
 def _known(calls: CallFormat) -> tuple[str, CallFormat]:
-    """Its name in the table, and the calls without a begin of the next turn that was taken for their end."""
+    """Return the format's name in the table, and the calls without a begin of the next turn that was taken for their
+    end.
+    """
     for ended in (calls, replace(calls, end=())):
         for name in TOOL_FORMATS:
             if _shape(_named_format(name).calls) == _shape(ended):
@@ -158,7 +160,7 @@ def _read_reasoning(source: str, probe: ProbeTemplate, calls: CallFormat | None)
 
 
 def _shared_tags(texts: list[str]) -> str:
-    """What the texts, of which one may be longer, begin with; no tag is cut."""
+    """Return the common begin of the texts, of which one may be longer; no tag is cut."""
     shared = shared_prefix(*texts)
     return shared[: to_tag(shared, len(shared))] or texts[0]
 

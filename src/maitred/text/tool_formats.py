@@ -92,7 +92,7 @@ THOUGHT_MARKS = ("<think>", "</think>", "[THINK]", "[/THINK]")
 
 
 class Hint(NamedTuple):
-    """What is not shown by templates that hold `sign`."""
+    """Facts that templates which hold `sign` do not show."""
 
     sign: str
     format: str
@@ -108,7 +108,7 @@ HINTS = (
 )
 
 UNTAUGHT_FORMAT = "hermes"
-"""For a template that knows no tools, beside `tools_system_text`."""
+"""Texts for a template without tools, beside `tools_system_text`."""
 
 
 def tools_system_text(tools: Sequence[Mapping[str, Any]]) -> str:

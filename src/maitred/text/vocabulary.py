@@ -23,7 +23,7 @@ class _File(msgspec.Struct):
 
 
 def vocabulary_difference(tokenizer_file: Path, other_file: Path) -> str | None:
-    """What the first says otherwise than the second, for people; None where each id that both know is one token.
+    """Return the first difference of two vocabularies, in words; None where each id that both know is one token.
 
     Raises CheckpointError for a file that is no tokenizer.
     """
