@@ -14,7 +14,7 @@ class BlockPool:
     """Reference counts of all blocks, and the free blocks as a queue: the first is handed out next.
 
     `kept` names the blocks whose contents can still be found by prefix. Such a block, once free, goes to the end of the
-    queue (least recently used is evicted first); a block that nobody can find again goes to the front.
+    queue (least recently used is evicted first); a block that can no longer be found goes to the front.
     """
 
     def __init__(self, num_blocks: int, kept: Container[int] = ()) -> None:
@@ -37,7 +37,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
-        """In the order in which they will be handed out."""
+        """Free blocks in the order in which they will be handed out."""
         return tuple(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -49,13 +49,13 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        """One more holder of a block that is in use, or is free but still holds what it held."""
+        """Add a holder of a block that is in use, or is free but still has its contents."""
         if self.ref_counts[block] == 0:
             del self._free[block]
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder less; the last one puts the block among the free."""
+        """Remove one holder; the last one puts the block among the free."""
         remaining = self.ref_counts[block] - 1
         assert remaining >= 0, f"block {block} released more often than it was held"
         self.ref_counts[block] = remaining
@@ -65,7 +65,7 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def check_invariants(self) -> None:
-        """Asserts that a block is free exactly when nobody holds it."""
+        """Assert that a block is free exactly when it has no holder."""
         assert all(count >= 0 for count in self.ref_counts)
         unheld = {block for block, count in enumerate(self.ref_counts) if count == 0}
         assert unheld == set(self._free), f"lost or doubly owned blocks: {unheld ^ set(self._free)}"

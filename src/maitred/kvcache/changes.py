@@ -20,11 +20,11 @@ class Changes(Generic[Item]):
         return len(self._is_stored)
 
     def stored(self, item: Item) -> None:
-        """It was not there before."""
+        """Note an item that was not there before."""
         self._note(item, True)
 
     def removed(self, item: Item) -> None:
-        """It was there."""
+        """Note an item that was there."""
         self._note(item, False)
 
     def _note(self, item: Item, is_stored: bool) -> None:

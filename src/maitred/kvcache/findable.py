@@ -1,4 +1,4 @@
-"""Which blocks an engine need not compute, by their hashes: in its pool, or in a tier that knows what it has."""
+"""Findable blocks, by their hashes: blocks that an engine need not compute, in its pool or in a tier with an index."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _TellsChanges(Protocol):
 
 
 class FindableBlocks:
-    """What is news of them, for who chooses an engine: a block in both places is told once. One thread's."""
+    """Changes of findable blocks, for the choice of an engine: a block in both places is told once. For one thread."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
@@ -31,18 +31,18 @@ class FindableBlocks:
         return sum(map(len, self._changes()))
 
     def add(self, tier: KVTier) -> None:
-        """Before anybody wants to know."""
+        """Add a source before changes are told."""
         self._tiers.append(tier)
         self._sources.append(tier)
 
     def tell_changes(self, wanted: bool) -> None:
-        """From now on, or no more. What can be found now is told first."""
+        """Begin or end telling changes. The blocks that can be found now are told first."""
         self._told.clear()
         for source in self._sources:
             source.tell_changes(wanted)
 
     def take(self, most: int) -> tuple[list[bytes], list[bytes]]:
-        """As `Changes.take`."""
+        """Return the changes as `Changes.take` does."""
         changed: list[bytes] = []
         for changes in self._changes():
             changed += chain(*changes.take(most - len(changed)))

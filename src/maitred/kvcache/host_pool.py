@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 class HostPool:
-    """Each block has one owner. What is given back in a step is handed out from the next step on: within a step, all
-    copies to the host come before those from it.
+    """Blocks on the host, each with one owner. A block given back in a step is handed out from the next step on: within
+    a step, all copies to the host come before those from it.
     """
 
     def __init__(self, num_blocks: int) -> None:

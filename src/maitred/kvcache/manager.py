@@ -19,7 +19,7 @@ from maitred.step import BlockCopy
 
 
 class PrefixHit(NamedTuple):
-    """Blocks whose contents a request can use as they are."""
+    """Blocks with contents that a request can use as they are."""
 
     blocks: tuple[int, ...]
     num_tokens: int  # 0 is a miss; a multiple of block_size, unless forked or swapped
@@ -61,7 +61,7 @@ class KVCacheManager:
         self._cache = PrefixCache()
         self._pool = BlockPool(num_blocks, kept=self._cache.hashes)
         self.ref_counts = self._pool.ref_counts  # for the decode path, which asks for each row; read only
-        self.evicted: dict[bytes, int] | None = None  # block by hash, still as it was; while somebody clears it
+        self.evicted: dict[bytes, int] | None = None  # block by hash, still unchanged; while it is being cleared
         self._filling: set[int] = set()  # findable blocks, to which this plan copies
         self.on_cached: Callable[[bytes], None] | None = None  # told the hash of each block that becomes findable
 
@@ -84,20 +84,20 @@ class KVCacheManager:
 
     @property
     def findable(self) -> Container[int]:
-        """Those blocks; they hold a full, computed prefix."""
+        """Findable blocks; they hold a full, computed prefix."""
         return self._cache.hashes
 
     @property
     def changes(self) -> Changes[bytes] | None:
-        """Hashes of blocks that became findable, and that are no more; None while nobody wants to know."""
+        """Hashes of blocks that became findable, and that are no more; None while changes are not told."""
         return self._cache.changes
 
     def has_block(self, digest: bytes) -> bool:
-        """Whether a block of this hash is findable."""
+        """Return whether a block of this hash is findable."""
         return digest in self._cache
 
     def tell_changes(self, wanted: bool) -> None:
-        """From now on, or no more. What is findable now is told first."""
+        """Begin or end telling changes. The blocks that are findable now are told first."""
         self._cache.changes = Changes(self._cache.hashes.values()) if wanted else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -123,7 +123,8 @@ class KVCacheManager:
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size)
 
     def fork(self, source: RequestState, target: RequestState) -> PrefixHit:
-        """What `target`, a sample of the same prompt, can share of `source`, whose prompt is computed.
+        """Return the blocks that `target`, a sample of the same prompt, can share of `source`, whose prompt is
+        computed.
 
         The last prompt token is left out: `target` computes it for its logits. A partly used last block is shared too,
         and copied on the first write, which is at once.
@@ -140,7 +141,7 @@ class KVCacheManager:
         )
 
     def num_blocks_short(self, request: RequestState, hit: PrefixHit) -> int:
-        """How many more free blocks `admit` would need; 0 when it would succeed."""
+        """Return how many more free blocks `admit` would need; 0 when it would succeed."""
         return max(0, self.num_blocks_needed(request, hit) - self._pool.num_free)
 
     def num_blocks_needed(self, request: RequestState, hit: PrefixHit) -> int:
@@ -230,7 +231,7 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def finds_again(self, request: RequestState) -> bool:
-        """Whether the prefix cache serves this request at all."""
+        """Return whether the prefix cache serves this request at all."""
         return self.enable_prefix_caching and request.spec.sampling.prompt_logprobs is None
 
     def can_swap_out(self, num_tokens: int) -> bool:
@@ -248,7 +249,7 @@ class KVCacheManager:
         return tuple([BlockCopy(copied_from.get(source, source), target) for source, target in pairs])
 
     def drop_swapped(self, request: RequestState) -> None:
-        """Its copy on the host, if it has one, is not needed any more."""
+        """Drop the request's copy on the host, if it has one."""
         self._host.give_back(request.host_block_table)
         request.host_block_table = []
         request.num_swapped_tokens = 0
@@ -256,7 +257,7 @@ class KVCacheManager:
     def reserve(
         self, request: RequestState, hit: PrefixHit, num_blocks: int, num_spared: int
     ) -> tuple[int, ...] | None:
-        """Gives a request that waits the hit, and fresh blocks up to so many in all, which somebody else will fill:
+        """Give a waiting request the hit, and fresh blocks up to so many in all, to be filled from elsewhere:
         none of its tokens is computed yet. None, with nothing changed, unless `num_spared` free blocks would be left.
         """
         num_new = num_blocks - len(hit.blocks)
@@ -276,12 +277,12 @@ class KVCacheManager:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """What `hold` gave, the last first, so that a chain is evicted from its end."""
+        """Release what `hold` gave, the last first, so that a chain is evicted from its end."""
         for block in reversed(blocks):
             self._pool.release(block)
 
     def begin_step(self) -> None:
-        """Before each plan."""
+        """Begin a step; call it before each plan."""
         self._host.begin_step()
         self._filling.clear()
 

@@ -19,7 +19,7 @@ BlockHasher = Callable[[RequestState, int], Iterable[bytes]]
 
 
 def root_hash(model_identity: str, cache_salt: str = "") -> bytes:
-    """What the first block's hash hangs on, so that unlike models and unlike salts never share a block."""
+    """Return the parent of the first block's hash: unlike models and unlike salts never share a block."""
     digest = sha256()
     for part in (model_identity.encode(), cache_salt.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)  # the length keeps ("ab", "c") from ("a", "bc")
@@ -47,7 +47,7 @@ class TokenHasher:
         self._model_identity = model_identity
 
     def hash_prompt(self, token_ids: Sequence[int], cache_salt: str = "") -> list[bytes]:
-        """For `RequestState.block_hashes`, at intake."""
+        """Hash a prompt for `RequestState.block_hashes`, at intake."""
         return hash_blocks(token_ids, self._block_size, root_hash(self._model_identity, cache_salt))
 
     def __call__(self, request: RequestState, num_blocks: int) -> list[bytes]:
@@ -71,7 +71,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self.hashes: dict[int, bytes] = {}  # block -> hash; its keys are the findable blocks
-        self.changes: Changes[bytes] | None = None  # of the hashes, while somebody wants to know
+        self.changes: Changes[bytes] | None = None  # of the hashes, while they are told
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -1,4 +1,6 @@
-"""Candidates: a heap of things whose keys may rise unseen, and the smallest; so `policy.queue` does with groups."""
+"""Candidates: a heap of items whose keys may rise unseen, and the smallest of them; `policy.queue` does so with
+groups.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ class Candidates(Generic[T]):
         self._sequence = count()
 
     def __len__(self) -> int:
-        """At least as many as there are."""
+        """Return an upper bound on the number of candidates."""
         return len(self._listed)
 
     def offer(self, thing: T) -> None:
-        """It is one now, or its key may have fallen."""
+        """Take in a new candidate, or one with a key that may have fallen."""
         key, listed = self._key_of(thing), self._listed.get(thing)
         if key is not None and (listed is None or key < listed):
             self._listed[thing] = key
@@ -41,7 +43,7 @@ class Candidates(Generic[T]):
         return None if first is None else first[1]
 
     def first(self) -> tuple[tuple[Any, ...], T] | None:
-        """The smallest key and whose it is, which stays."""
+        """Return the smallest key and its item, which stays."""
         while self._heap:
             listed, _, thing = self._heap[0]
             if self._listed.get(thing) is not listed:

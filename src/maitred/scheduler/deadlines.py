@@ -56,7 +56,7 @@ class Deadlines(Generic[R]):
             self._push(request.finish_by, request, FinishReason.TIMEOUT)
 
     def ended(self, request: R) -> None:
-        """Its entries are dropped when they surface, or when the dead outnumber the living."""
+        """Forget the request; its entries are dropped when they surface, or when the dead outnumber the living."""
         self._num_dead += (request.start_by is not None) + (request.finish_by is not None)
         if self._num_dead > len(self._heap) // 2 + MIN_DEAD_ENTRIES:
             self._heap = [entry for entry in self._heap if not entry.request.finished]
@@ -65,14 +65,14 @@ class Deadlines(Generic[R]):
 
     @property
     def next_at(self) -> float | None:
-        """When the next request may run out of time (s)."""
+        """Return when the next request may run out of time (s)."""
         while self._heap and self._heap[0].request.finished:
             heappop(self._heap)
             self._num_dead = max(0, self._num_dead - 1)
         return self._heap[0].due_at if self._heap else None
 
     def missed(self, now: float) -> Iterator[tuple[R, FinishReason]]:
-        """Those whose time is up, the most overdue first; end each before asking for the next.
+        """Yield requests past their deadline, the most overdue first; end each before asking for the next.
 
         A request in its first step is not late to start, nor is a sample whose leader computes the prompt already.
         """

@@ -17,8 +17,8 @@ NumDrafts = Callable[[RequestState, int], int]
 
 
 def plan_drafts(state: SchedulerState, builder: PlanBuilder, lengths: Sequence[int]) -> None:
-    """Adds drafts to rows that sample, out of what tokens and blocks the finished plan leaves: they preempt nobody, and
-    keep nobody waiting. Their blocks are back before the next plan, unless accepted tokens are in them.
+    """Add drafts to rows that sample, out of the tokens and blocks that the finished plan leaves: they preempt and
+    delay no request. Their blocks are back before the next plan, unless accepted tokens are in them.
 
     `lengths` has how many are wanted for each row.
     """
@@ -42,7 +42,7 @@ def plan_drafts(state: SchedulerState, builder: PlanBuilder, lengths: Sequence[i
 
 
 def speculate(state: SchedulerState, speculation: Speculation, builder: PlanBuilder) -> bool:
-    """Whether it gave the plan drafts, out of what tokens prompts leave."""
+    """Give the plan drafts out of the tokens that prompts leave; return whether it did."""
     if state.forgotten:
         speculation.forgotten(state.forgotten)
     if builder.budget <= 0:

@@ -19,18 +19,18 @@ WAITING = RequestStatus.WAITING
 
 
 class NextBatch(NamedTuple):
-    """Of a lane: at most so many rows, from `at` (s) on."""
+    """A lane's next batch: at most so many rows, from `at` (s) on."""
 
     num_rows: int
     at: float
 
 
 class _Prefix(NamedTuple):
-    """Of those that wait, in order."""
+    """The first waiting requests, in order."""
 
     num_rows: int  # that fit into a batch
     preferred: int  # rows of the part that is to go at once, if there is one
-    closed: bool  # nobody else can join
+    closed: bool  # no other request can join
 
 
 class Lane:
@@ -42,7 +42,7 @@ class Lane:
         self.queue: RequestQueue[TensorRequest] = RequestQueue(policy.groups)
         self._grouped = policy.groups is not None
         self.num_rows = 0  # that wait
-        self.is_ready = False  # its batch may go, as `look` found; what changes that is told to whoever looks
+        self.is_ready = False  # its batch may go, as `look` found; callers of `look` are told of changes
         self.wake_at: float | None = None  # s, when its batch may go, if it waits for that
         self._num_alone = 0  # of those that wait, they share no batch, because one with them was lost
         self._by_age: deque[TensorRequest] = deque()  # the longest here first, and some that have gone
@@ -54,7 +54,7 @@ class Lane:
         self.rules, self._sizes = rules, rules.sizes
 
     def push(self, request: TensorRequest) -> None:
-        """A newcomer, or one whose batch was lost."""
+        """Queue a new request, or one whose batch was lost."""
         self.queue.push(request, _key(request))
         self.num_rows += request.num_rows
         if request.num_losses:
@@ -75,12 +75,12 @@ class Lane:
         self._left(request)
 
     def place_again(self, request: TensorRequest) -> None:
-        """Its key has changed."""
+        """Queue the request again under its changed key."""
         self.queue.remove(request.request_id)
         self.queue.push(request, _key(request))
 
     def reorder(self, policy: Policy) -> None:
-        """By another policy; everybody's key is of it."""
+        """Re-sort under a new policy; keys must have been recomputed."""
         waiting, self.queue = self.queue, RequestQueue(policy.groups)
         self._grouped = policy.groups is not None
         for request in waiting:
@@ -93,8 +93,8 @@ class Lane:
         self.wake_at = None if batch is None or self.is_ready else batch.at
 
     def next_batch(self, now: float) -> NextBatch | None:
-        """None when nobody waits. Whether it may go depends on who waits, and by policies with groups not on their
-        order, which moves on with the service of others.
+        """Return the next batch; None when no request waits. Its time depends on the set of waiting requests, and under
+        policies with groups not on their order, which changes with the service of others.
         """
         if not self.queue:
             return None
@@ -104,7 +104,7 @@ class Lane:
         enough, delay_s = self._wait()
         due_at = self._oldest().queued_at + delay_s
         if delay_s > 0.0 and due_at <= now:
-            return NextBatch(num_rows, now)  # not a preferred size only: who has waited goes
+            return NextBatch(num_rows, now)  # not a preferred size only: overdue requests go
         if preferred:
             return NextBatch(preferred, now)
         return NextBatch(num_rows, now if closed or num_rows >= enough else due_at)
@@ -140,7 +140,7 @@ class Lane:
         return _Prefix(num_rows, preferred, num_rows >= sizes[-1])
 
     def _or_below(self, preferred: int, num_rows: int, after: int, sizes: tuple[int, ...]) -> int:
-        """When the next request passes all preferred sizes and none was met, what is before it goes."""
+        """Return the rows before the next request when that passes all preferred sizes and none was met."""
         return num_rows if not preferred and after > sizes[-1] else preferred
 
     def _oldest(self) -> TensorRequest:

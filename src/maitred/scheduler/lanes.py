@@ -1,7 +1,7 @@
 """Lanes: the tensor requests of a scheduler, from `add` to their last progress, and the batches that they run in.
 
-They stand under the policy of the chats: its order key, and its counters of groups. Each lane has a queue of its own,
-and of those whose batch may go the one with the best head is first, so no lane holds up another. Pure.
+They stand under the chats' policy: its order key, and its counters of groups. Each lane has a queue of its own; among
+lanes with a batch that may go, the one with the best head is first, so no lane holds up another. Pure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class _Running:
 
 
 class Lanes:
-    """`order` is that of the chats, whose policy is everybody's; `llm_has_rows` tells whether they need the machine."""
+    """`order` is that of the chats, with the policy of all requests; `llm_has_rows` tells whether chats need the
+    machine.
+    """
 
     def __init__(self, order: ServiceOrder[Any], llm_has_rows: Callable[[], bool], tensor_share: float) -> None:
         self._order = order
@@ -47,7 +49,7 @@ class Lanes:
         self._delays: list[tuple[float, int, TensorRequest]] = []  # when a request goes behind the others
         self._num_delays = 0
         self._deadlines: Deadlines[TensorRequest] = Deadlines()
-        self._released: list[RequestProgress] = []  # answers that were held, of which nobody was told yet
+        self._released: list[RequestProgress] = []  # held answers that were not told yet
 
     # -- what callers ask
 
@@ -56,21 +58,23 @@ class Lanes:
 
     @property
     def models(self) -> tuple[TensorModel, ...]:
-        """Those that are loaded, and those whose last requests have not ended; to look at."""
+        """Loaded models, and unloaded ones with unfinished requests; to look at."""
         return tuple(self._models.values())
 
     @property
     def requests(self) -> tuple[TensorRequest, ...]:
-        """All that have not ended, in no order."""
+        """Requests that have not ended, in no order."""
         return tuple(self._requests.values())
 
     @property
     def batches(self) -> tuple[Batch, ...]:
-        """That run."""
+        """Running batches."""
         return tuple(running.batch for running in self._running.values())
 
     def place(self, request: TensorRequest) -> tuple[Any, ...]:
-        """Among all that wait, chats too; smaller is served first. As `ServiceOrder.place`."""
+        """Return the request's place among all waiting requests, chats too; smaller is served first. As
+        `ServiceOrder.place`.
+        """
         groups = self._policy.groups
         if groups is None:
             return request.key
@@ -78,16 +82,16 @@ class Lanes:
         return (groups.rank(group), group, request.key)
 
     def request(self, request_id: str) -> TensorRequest | None:
-        """One that has not ended."""
+        """Return a request that has not ended."""
         return self._requests.get(request_id)
 
     def why_not(self, key: LaneKey, now: float) -> tuple[LaneWait, float]:
-        """Why the next batch of a lane that somebody waits in does not go now, and until when at most (s)."""
+        """Return why the next batch of a lane with waiting requests does not go now, and until when at most (s)."""
         model = self._models[key[:2]]
         return self._ready.why_not(model, model.lanes[key.bucket], now)
 
     def next_wake(self, now: float) -> float | None:
-        """When `expire` or `dispatch` may have something to do (s); None until something happens."""
+        """Return when `expire` or `dispatch` may have something to do (s); None until an event."""
         if self._released:
             return now
         while self._delays and self._delays[0][2].status is not WAITING:
@@ -111,7 +115,7 @@ class Lanes:
         self._ready.touch(model)
 
     def unload(self, name: str, version: int) -> None:
-        """It takes no more requests; those that are here come to their end."""
+        """Take no more requests for the model; present ones come to their end."""
         model = self._models.get((name, version))
         if model is not None:
             model.unloaded = True
@@ -159,8 +163,8 @@ class Lanes:
         return progress
 
     def expire(self, now: float) -> list[RequestProgress]:
-        """Ends those whose `start_by` or `finish_by` has passed. Their last progress, and that of those whose answers
-        were held for one that was given up.
+        """End requests past their `start_by` or `finish_by`. Returns their last progress, and that of requests with
+        answers held for one of them.
         """
         told = []
         for request, reason in self._deadlines.missed(now):
@@ -172,7 +176,7 @@ class Lanes:
     # -- batches
 
     def dispatch(self, now: float) -> tuple[Batch, ...]:
-        """All batches that may go now, each to a free instance of its model."""
+        """Return all batches that may go now, each for a free instance of its model."""
         self._go_behind(now)
         self._ready.look(now)
         batches = []
@@ -205,7 +209,7 @@ class Lanes:
     # -- the policy
 
     def reorder(self, order: ServiceOrder[Any], tensor_share: float) -> None:
-        """Another policy or share from now on; keys are made of what requests carry, so nobody loses time waited."""
+        """Re-sort under another policy or share; keys are made of what requests carry, so no waiting time is lost."""
         self._ready.set_share(tensor_share)
         if order is self._order:
             return
@@ -293,7 +297,7 @@ class Lanes:
         return batch
 
     def _take(self, lane: Lane, now: float) -> list[TensorRequest]:
-        """One after another, each counted by the policy's groups before the next is looked for."""
+        """Take one request after another, each counted by the policy's groups before the next is looked for."""
         batch, groups = lane.next_batch(now), self._policy.groups
         assert batch is not None, "a lane that nobody waits in is not ready"
         taken: list[TensorRequest] = []
@@ -328,7 +332,7 @@ class Lanes:
     def _answered(
         self, model: TensorModel, request: TensorRequest, error: str | None, now: float
     ) -> list[RequestProgress]:
-        """It has its answer; the last progress of all that may be told now."""
+        """End the request with its answer; return the last progress of all that may be told now."""
         request.answered = True
         if request.finish_reason is None and request.finish_by is not None and request.finish_by <= now:
             request.finish_reason = FinishReason.TIMEOUT

@@ -1,4 +1,4 @@
-"""Scheduling notes: why the first in the queue was not admitted, and who was preempted for whom.
+"""Scheduling notes: why the first in the queue was not admitted, and which request was preempted for which.
 
 Not part of a decision: the scheduler writes it down for `view` and for people, and never reads it.
 """
@@ -16,7 +16,7 @@ class Lack(Enum):
     BLOCKS = "blocks"  # KV blocks for its known tokens
     LEADER = "leader"  # it waits for another sample that computes the prompt of both
     BUDGET = "budget"  # max_num_batched_tokens went to those before it
-    RUNNING_LACK_BLOCKS = "running_lack_blocks"  # a running request was preempted for its blocks: admit nobody
+    RUNNING_LACK_BLOCKS = "running_lack_blocks"  # a running request was preempted for its blocks: admit none
 
 
 class Blocked(NamedTuple):
@@ -37,7 +37,7 @@ class PreemptionCause(Enum):
 class Preemption(NamedTuple):
     request_id: str
     cause: PreemptionCause
-    by: str | None = None  # whom it made room for
+    by: str | None = None  # the request it made room for
 
 
 class LaneWait(Enum):

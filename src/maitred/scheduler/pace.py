@@ -11,7 +11,7 @@ UTILISATION = 0.8  # a batch waits until it is so large that its instance would 
 
 
 class Wait(NamedTuple):
-    """For so many rows, or so long (s), whichever is first."""
+    """Wait for so many rows, or so long (s), whichever is first."""
 
     num_rows: int
     at_most_s: float
@@ -45,7 +45,7 @@ class Pace:
         self._rows_s = keep * self._rows_s + num_rows * seconds
 
     def rows_per_s(self, now: float) -> float:
-        """That ran within the last RATE_S, about."""
+        """Return the rows a second of the last RATE_S, about."""
         return self._recent_rows(now) / RATE_S
 
     def _recent_rows(self, now: float) -> float:
@@ -53,13 +53,14 @@ class Pace:
         return num_rows * exp(min(0.0, at - now) / RATE_S) if num_rows else 0.0
 
     def seconds(self, num_rows: int) -> float:
-        """That a batch is to take; 0 until one was seen."""
+        """Return the seconds that a batch is expected to take; 0 until one was seen."""
         fixed_s, row_s = self._line()
         return fixed_s + row_s * num_rows
 
     def wait(self, max_rows: int) -> Wait:
-        """For the smallest batch that keeps its instance below UTILISATION as rows come now, and no longer than such
-        rows take to come, or than the batch takes. At a calm pace that is one row, which waits for nobody.
+        """Return the wait for the smallest batch that keeps its instance below UTILISATION at the present rate of rows,
+        and no longer than such rows take to come, or than the batch takes. At a calm pace that is one row, without a
+        wait.
         """
         gap_s, (fixed_s, row_s) = self._gap_s, self._line()
         if not gap_s or not self._count:

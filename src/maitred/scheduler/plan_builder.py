@@ -23,7 +23,7 @@ NOT_PLANNED = Removed(0, {})
 
 @dataclass(slots=True, eq=False)
 class PlanBuilder:
-    """One step's rows, with the request of each, and what is left of the token budget."""
+    """One step's rows, with the request of each, and the rest of the token budget."""
 
     budget: int
     now: float  # s, of the step
@@ -34,7 +34,7 @@ class PlanBuilder:
     swap_ins: list[BlockCopy] = field(default_factory=list)
     new_requests: list[NewRequest] = field(default_factory=list)
     settled: set[str] = field(default_factory=set)  # admitted in this step, so not preempted in it
-    out_of_blocks: bool = False  # a running request was preempted for its blocks: admit nobody
+    out_of_blocks: bool = False  # a running request was preempted for its blocks: admit none
     num_blocks_short: int = 0  # for the first in the queue, when that is why it was not admitted
     preemptions: list[Preemption] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class PlanBuilder:
         return Removed(num_tokens, copied_from)
 
     def plan(self, step: int, forgotten: Sequence[str]) -> SchedulerOutput:
-        """As it stands; `forgotten` left their slots since the plan before."""
+        """Return the plan as it stands; `forgotten` left their slots since the plan before."""
         return SchedulerOutput(
             step=step,
             rows=tuple(self.rows),
@@ -67,7 +67,7 @@ class PlanBuilder:
 
 
 def describe(request: RequestState) -> NewRequest:
-    """What the executor must know of a request that it does not hold."""
+    """Describe a request that the executor does not hold."""
     return NewRequest(
         request_id=request.request_id,
         num_output_tokens=len(request.output_token_ids),

@@ -17,7 +17,7 @@ RUNNING = RequestStatus.RUNNING
 
 
 def build_plan(state: SchedulerState, now: float) -> PlanBuilder:
-    """What is drafted counts as computed from here on, and blocks are allocated for it."""
+    """Make a plan; planned tokens count as computed from here on, and blocks are allocated for them."""
     builder = PlanBuilder(state.config.token_budget, now)
     state.order.begin_step()
     state.kv.begin_step()
@@ -30,7 +30,7 @@ def build_plan(state: SchedulerState, now: float) -> PlanBuilder:
 
 
 def why_blocked(state: SchedulerState, builder: PlanBuilder) -> Blocked | None:
-    """What the first in the queue lacks, now that admission has stopped."""
+    """Return what the first in the queue lacks, now that admission has stopped."""
     head = state.order.queue.peek()
     if head is None:
         return None
@@ -46,8 +46,8 @@ def why_blocked(state: SchedulerState, builder: PlanBuilder) -> Blocked | None:
 
 
 def service_of(state: SchedulerState, builder: PlanBuilder) -> Iterator[int]:
-    """What each row is counted for by the policy's groups: its tokens, but for forced ones, which were counted when
-    they became known.
+    """Return each row's count for the policy's groups: its tokens, except forced ones, which were counted when they
+    became known.
     """
     for row in builder.rows:
         yield row.num_tokens if row.request_id in state.prefilling else int(row.samples)
@@ -65,8 +65,8 @@ def _give_up_slots(state: SchedulerState, builder: PlanBuilder, now: float) -> N
 
 
 def _num_replaceable(state: SchedulerState) -> int:
-    """How many may leave for those that wait: none if the first finds room without that, else at least one, and
-    as many as the budget has tokens to replace, so that not all leave at once and their slots stay idle.
+    """Return how many requests may leave for waiting ones: none if the first finds room without that, else at least
+    one, and as many as the budget has tokens to replace, so that not all leave at once and their slots stay idle.
     """
     head = state.order.head()
     if head is None or state.sample_groups.awaits_leader(head):
@@ -103,8 +103,8 @@ def _plan_decodes(state: SchedulerState, builder: PlanBuilder) -> None:
 
 
 def _plan_forced(state: SchedulerState, builder: PlanBuilder) -> None:
-    """More tokens of decoding rows whose request has forced ones to catch up with, out of what tokens and free blocks
-    the first token of each row leaves: a row that does not come to its last known token samples in a later step.
+    """Add tokens to decoding rows with forced tokens to catch up with, out of the tokens and free blocks that the first
+    token of each row leaves: a row that does not come to its last known token samples in a later step.
     """
     if all(row.samples for row in builder.rows):
         return
@@ -146,10 +146,10 @@ def _plan_chunk(request: RequestState, builder: PlanBuilder, block_ids: tuple[in
 def _plan_admissions(
     state: SchedulerState, builder: PlanBuilder, now: float, ahead_of: RequestState | None = None
 ) -> None:
-    """Strictly in order: if the first has no room, nobody behind it is admitted, so large ones do not starve. Nor while
-    another sample computes its prompt: that takes up the budget but for what is left of the last step.
+    """Admit strictly in order: if the first has no room, no later request is admitted, so large ones do not starve. Nor
+    while another sample computes its prompt: that takes up the budget except for the rest of the last step.
 
-    With `ahead_of`, only those that outrank a running request, so that its long prompt does not keep them waiting.
+    With `ahead_of`, admit only requests that outrank a running one, so that its long prompt does not delay them.
     """
     order, kv = state.order, state.kv
     while builder.budget > 0 and not builder.out_of_blocks:

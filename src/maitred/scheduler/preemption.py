@@ -1,4 +1,4 @@
-"""Preemption: who gives up slot and blocks while a plan is made, and whether its KV goes to the host."""
+"""Preemption: which request gives up slot and blocks while a plan is made, and whether its KV goes to the host."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> 
 
 
 def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> bool:
-    """Preempts requests that `head` outranks, the worst first, for a slot and blocks; nobody if in vain. Blocks that
-    are set aside go first.
+    """Preempt requests that `head` outranks, the worst first, for a slot and blocks; none if in vain. Blocks that are
+    set aside go first.
     """
     kv, victims = state.kv, _victims_for(state, head, builder)
     if not victims and state.num_running:
@@ -41,7 +41,9 @@ def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder)
 
 
 def _victims_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> list[RequestState]:
-    """Those that would make enough room for `head`; nobody when all of them would not, or when it has room."""
+    """Return the requests that would make enough room for `head`; none when all of them would not, or when it has
+    room.
+    """
     kv = state.kv
     outranked = [r for r in state.order.outranked(head, state.running()) if r.request_id not in builder.settled]
     hit = state.reusable(head)
@@ -81,7 +83,7 @@ def preempt(
 def _swap_out(
     state: SchedulerState, request: RequestState, builder: PlanBuilder, removed: Removed, cause: PreemptionCause
 ) -> None:
-    """To the host, what was computed before this plan, if that takes less time than computing it again will."""
+    """Copy to the host what was computed before this plan, if that takes less time than computing it again will."""
     kv, costs = state.kv, state.swap_costs
     num_tokens = request.num_computed_tokens - removed.num_tokens
     lacking = cause is PreemptionCause.BLOCKS or (cause is PreemptionCause.OUTRANKED and builder.num_blocks_short)

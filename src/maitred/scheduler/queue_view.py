@@ -1,4 +1,4 @@
-"""Queue view for people: who waits for how long and why. Computed between two steps; decides nothing."""
+"""Queue view for people: which request waits for how long and why. Computed between two steps; decides nothing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from maitred.scheduler.scheduler import Scheduler
 from maitred.tensor_request import Batch, LaneKey, TensorRequest
 
 MAX_PAGE = 1000
-LEAST_ROWS_PER_S = 0.05  # of a lane that nobody is in, to be told
+LEAST_ROWS_PER_S = 0.05  # of an empty lane, to be told
 
 
 class WaitingRequest(msgspec.Struct, frozen=True):
-    """One sample that waits."""
+    """One waiting sample."""
 
     position: int  # 0 is next
     request_id: str
@@ -32,7 +32,7 @@ class WaitingRequest(msgspec.Struct, frozen=True):
 
 
 class LaneView(msgspec.Struct, frozen=True):
-    """What waits for a tensor model in one shape, or one length bucket, and what runs of it."""
+    """Waiting and running requests of a tensor model in one shape, or one length bucket."""
 
     model: str
     version: int
@@ -54,7 +54,7 @@ class QueueView(msgspec.Struct, frozen=True):
     num_waiting: int  # in all, not only on this page
     offset: int
     waiting: tuple[WaitingRequest, ...]
-    lanes: tuple[LaneView, ...] = ()  # of tensor models, those that somebody is in, or was of late
+    lanes: tuple[LaneView, ...] = ()  # of tensor models, those with requests now or lately
 
 
 def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int = 100) -> QueueView:
@@ -73,7 +73,7 @@ def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int 
 
 
 def lane_views(scheduler: Scheduler, now: float, most: int = MAX_PAGE) -> tuple[LaneView, ...]:
-    """By model, version and bucket; at most so many."""
+    """Return the lanes by model, version and bucket; at most so many."""
     rates = {
         LaneKey(*model.key, bucket): rate
         for model in scheduler.lanes.models

@@ -1,4 +1,4 @@
-"""Which lane goes next: of those whose batch may go and whose model has a free instance, the one with the best head.
+"""Next lane: among lanes with a batch that may go and a free instance of their model, the one with the best head.
 
 Kept in heaps, of a model's lanes and of models, so that a batch costs a few comparisons however many lanes wait.
 """
@@ -37,7 +37,7 @@ class ReadyLanes:
         self._turns_now = 0  # of the limited model that was served last
 
     def next_at(self, now: float) -> float | None:
-        """When a batch may go (s); None until something happens."""
+        """Return when a batch may go (s); None until an event."""
         if any(model.instances for model in self._touched):
             return now
         if self._best.best() is not None:
@@ -49,11 +49,11 @@ class ReadyLanes:
     # -- what happens
 
     def touch(self, model: TensorModel) -> None:
-        """Its lanes or instances have changed."""
+        """Note a model with changed lanes or instances."""
         self._touched[model] = None
 
     def waits_anew(self, model: TensorModel) -> None:
-        """Nobody waited for it, and somebody comes: it has saved up no turns meanwhile."""
+        """Restart a model that was empty at the present minimum of turns; idleness earns no credit."""
         model.turns = max(model.turns, self._turns_now)
 
     def models_changed(self) -> None:
@@ -61,7 +61,7 @@ class ReadyLanes:
         self._touched = {model: None for model in self._touched if model.key in self._models}
 
     def reorder(self, order: ServiceOrder[Any]) -> None:
-        """By another policy; everybody's key is of it already."""
+        """Re-sort under a new policy; keys must have been recomputed."""
         self._order = order
         self._best = Candidates(self._place_of_model)
         for model in self._models.values():
@@ -75,7 +75,7 @@ class ReadyLanes:
 
     def look(self, now: float) -> None:
         """Takes in what has changed, before `find`."""
-        for model in self._short:  # whose turn it is may have changed, and what is free
+        for model in self._short:  # turns and free resources may have changed
             model.short = False
         self._touched |= self._short
         self._short.clear()
@@ -90,7 +90,7 @@ class ReadyLanes:
         self._touched.clear()
 
     def offer(self, model: TensorModel, now: float) -> None:
-        """Its lanes that have changed; for those that wait, when to look again."""
+        """Offer the model's changed lanes; note when to look again at waiting ones."""
         for lane in model.offer_touched(now):
             assert lane.wake_at is not None
             self._num_timers += 1
@@ -151,7 +151,7 @@ class ReadyLanes:
         return LaneWait.TURN, inf
 
     def place_of_lane(self, lane: Lane) -> tuple[Any, ...] | None:
-        """That of its head, if its batch may go."""
+        """Return the place of the lane's head, if its batch may go."""
         placed = lane.queue.peek_placed() if lane.is_ready else None
         return None if placed is None else (placed[0], placed[1], placed[2].key)
 
@@ -166,7 +166,7 @@ class ReadyLanes:
         return timer[2].wake_at == timer[0] and bool(timer[2])
 
     def _whose_turn(self, model: TensorModel) -> TensorModel:
-        """It, or another that waits for resources which it needs too, and has had fewer turns."""
+        """Return the model, or another that waits for the same resources and has had fewer turns."""
         if model.instances.any_unlimited:
             return model
         names = model.instances.resource_names
@@ -174,6 +174,6 @@ class ReadyLanes:
         return min(rivals, key=lambda one: (one.turns, self._place_of_best(one)))
 
     def _waits(self, model: TensorModel) -> bool:
-        """For resources."""
+        """Return whether the model waits for resources."""
         instances = model.instances
         return bool(instances) and not instances.any_unlimited and model.ready.best() is not None

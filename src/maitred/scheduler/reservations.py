@@ -1,4 +1,4 @@
-"""Reservations: blocks set aside for KV that comes from elsewhere, or held under a lease until somebody copied them."""
+"""Reservations: blocks set aside for KV that comes from elsewhere, or held under a lease until they are copied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Reserved(NamedTuple):
 
 
 class GivenUp(NamedTuple):
-    """Whose blocks may be written to from now on by somebody else: nobody copies into them or out of them."""
+    """Requests and leases whose blocks are free again; every copy has stopped."""
 
     request_ids: tuple[str, ...] = ()
     leases: tuple[str, ...] = ()
@@ -28,21 +28,21 @@ NOTHING_GIVEN_UP = GivenUp()
 
 @dataclass(slots=True, eq=False)
 class Reservations:
-    """What is set aside now; false while nothing is."""
+    """Blocks set aside now; false while there are none."""
 
     reserved: dict[str, Reserved] = field(default_factory=dict)  # by request
-    # everybody whose status is WAITING_FOR_KV: those above, and samples that wait for the same prompt
+    # requests with the status WAITING_FOR_KV: those above, and samples that wait for the same prompt
     waiting: dict[str, RequestState] = field(default_factory=dict)
-    along: dict[str, str] = field(default_factory=dict)  # who waits for the same blocks -> whose reservation they are
+    along: dict[str, str] = field(default_factory=dict)  # waits for the same blocks -> owner of the reservation
     leases: dict[str, tuple[int, ...]] = field(default_factory=dict)  # -> blocks, the newest last
-    given_up_requests: list[str] = field(default_factory=list)  # that nobody was told of yet
+    given_up_requests: list[str] = field(default_factory=list)  # not told yet
     given_up_leases: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.reserved or self.leases)
 
     def take_given_up(self) -> GivenUp:
-        """Since it was asked last."""
+        """Return the requests and leases given up since the last call."""
         if not self.given_up_requests and not self.given_up_leases:
             return NOTHING_GIVEN_UP
         given_up = GivenUp(tuple(self.given_up_requests), tuple(self.given_up_leases))

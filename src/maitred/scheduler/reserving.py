@@ -1,9 +1,9 @@
-"""Reserving: blocks are set aside for KV that comes from elsewhere, or held under a lease until somebody copied them.
+"""Reserving: blocks are set aside for KV that comes from elsewhere, or held under a lease until they are copied.
 
-A request whose KV is on its way is out of the queue and in nobody's way. When it has come, its blocks are free but
-findable, and the request is admitted like any other with a cached prefix; so whatever did not come is computed.
-What is set aside is given up before a running request would lose its blocks: the newest lease first, then the
-reservation of the last in the policy's order.
+A request whose KV is on its way is out of the queue and delays no other. When the KV has come, its blocks are free but
+findable, and the request is admitted like any other with a cached prefix; missing KV is computed. Blocks set aside are
+given up before a running request would lose its own: the newest lease first, then the reservation of the last in the
+policy's order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> Reserved
         return None
     if state.sample_groups.awaits_leader(request):
         return None
-    most = request.num_tokens - (not request.spec.kv_only)  # who goes on computes its last token
+    most = request.num_tokens - (not request.spec.kv_only)  # a resumed request computes its last token
     num_blocks = min(num_tokens // kv.block_size, most // kv.block_size, len(request.block_hashes))
     end, hit = num_blocks * kv.block_size, kv.find_prefix(request)
     if end <= max(hit.num_tokens, state.reusable(request).num_tokens):
@@ -78,7 +78,7 @@ def arrived(state: SchedulerState, request_id: str, num_tokens: int) -> bool:
 
 
 def forget(state: SchedulerState, request: RequestState) -> None:
-    """It ends while it waits for KV."""
+    """Forget a request that ends while it waits for KV."""
     if request.request_id in state.reservations.reserved:
         state.reservations.given_up_requests.append(request.request_id)
         _end_reservation(state, request)
@@ -87,7 +87,7 @@ def forget(state: SchedulerState, request: RequestState) -> None:
 
 
 def _brings_the_same(state: SchedulerState, request: RequestState, num_cached: int) -> str | None:
-    """Who waits for more of this request's tokens than are cached, and for nothing else."""
+    """Return a request whose reservation covers more of this request's tokens than are cached, and only those."""
     for leader, reserved in state.reservations.reserved.items():
         last = reserved.end // state.kv.block_size - 1
         other, ours = state.reservations.waiting[leader], request.block_hashes
@@ -117,7 +117,7 @@ def _enter_queue(state: SchedulerState, request: RequestState) -> None:
 
 
 def _end_reservation(state: SchedulerState, request: RequestState) -> None:
-    """Its blocks are free, and who waited along queues again."""
+    """Free the reservation's blocks; requests that waited along queue again."""
     reservations, parent = state.reservations, request.spec.parent_id
     del reservations.reserved[request.request_id]
     state.kv.free(request)
@@ -144,7 +144,7 @@ def hold(state: SchedulerState, lease: str, block_hashes: Sequence[bytes]) -> tu
 
 
 def release(state: SchedulerState, lease: str) -> bool:
-    """Whether it held any."""
+    """Free the lease's blocks; return whether it held any."""
     blocks = state.reservations.leases.pop(lease, None)
     if blocks is not None:
         state.kv.release(blocks)
@@ -183,8 +183,8 @@ def num_kept_before(state: SchedulerState, head: RequestState) -> int:
 
 
 def can_step(state: SchedulerState) -> bool:
-    """Whether a plan would compute something, or give something up: not while the blocks that the first in the queue
-    lacks are reserved for those before it, and nobody runs.
+    """Return whether a plan would compute something, or give something up: not while the blocks that the first in the
+    queue lacks are reserved for requests before it, and none runs.
     """
     head, reservations = state.order.queue.peek(), state.reservations
     if state.num_running or head is None:

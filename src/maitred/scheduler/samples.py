@@ -1,4 +1,4 @@
-"""Samples of one prompt (n > 1): who computes the prompt, who waits for it, and whose blocks can be shared."""
+"""Samples of one prompt (n > 1): which one computes the prompt, which wait for it, and which blocks can be shared."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class SampleGroups:
 
     @property
     def num_awaiting(self) -> int:
-        """Those that wait for their leader: before its prompt is computed no other member runs."""
+        """Return the number of samples that wait for their leader: before its prompt is computed no other member
+        runs.
+        """
         return sum(len(group.members) - 1 for group in self._led.values())
 
     def awaits_leader(self, request: RequestState) -> bool:
-        """Whether another sample is computing the prompt of this one, which waits."""
+        """Return whether another sample is computing the prompt of this one, which waits."""
         if request.spec.parent_id is None or not self._led or not _shares(request):
             return False
         group = self._led.get(request.spec.parent_id)
@@ -57,7 +59,7 @@ class SampleGroups:
             group.prompt_computed = True
 
     def preempted(self, request: RequestState) -> None:
-        """Its blocks are gone, so nobody can fork it."""
+        """Note that the sample's blocks are gone, so it cannot be forked."""
         group = self._group_of(request)
         if group is not None:
             self._stop_leading(request, group)
@@ -75,14 +77,14 @@ class SampleGroups:
             del self._groups[request.spec.parent_id]
 
     def fellows(self, request: RequestState) -> list[RequestState]:
-        """The other samples of its prompt, while nobody has computed that or does: all of them wait."""
+        """Return the other samples of its prompt before any has computed it or begun to: all of them wait."""
         group = self._group_of(request)
         if group is None or group.prompt_computed or group.leader is not None:
             return []
         return [member for member in group.members.values() if member is not request]
 
     def source_for(self, request: RequestState) -> RequestState | None:
-        """A running sample of the same prompt whose blocks can be shared, the longest-standing one."""
+        """Return a running sample of the same prompt with blocks to share, the longest-standing one."""
         group = self._group_of(request)
         if group is None:
             return None

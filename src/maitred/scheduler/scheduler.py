@@ -58,7 +58,7 @@ class Scheduler:
         predictor: Predictor | None = None,  # None makes the one that `config` names
         policies: Mapping[str, PolicyFactory] = POLICIES,  # what `config.policy` may name
         num_drafts: NumDrafts | None = None,  # how many drafts there are to be, as a record has it
-        speculation: Speculation | None = None,  # or who decides it; without both nothing is drafted
+        speculation: Speculation | None = None,  # or their chooser; without both nothing is drafted
     ) -> None:
         self._policies = policies
         self._kv = kv_cache
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def policy_names(self) -> tuple[str, ...]:
-        """What `configure` may choose from, installed policies included."""
+        """Names that `configure` may choose from, installed policies included."""
         return tuple(sorted(self._policies))
 
     @property
@@ -98,12 +98,12 @@ class Scheduler:
 
     @property
     def can_step(self) -> bool:
-        """Whether a plan would hold anything: not while all that are here wait for KV from elsewhere."""
+        """Return whether a plan would hold anything: not while every request waits for KV from elsewhere."""
         return can_step(self._state)
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` may have something to do (s)."""
+        """Return when `expire` may have something to do (s)."""
         return self._deadlines.next_at
 
     @property
@@ -112,15 +112,17 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
-        """Those that could run if there were room: not running, nor waiting for KV or another sample's prompt."""
+        """Number of requests that could run if there were room: not running, nor waiting for KV or another sample's
+        prompt.
+        """
         return len(self._state.order.queue) - self._state.sample_groups.num_awaiting
 
     def awaits_leader(self, request: RequestState) -> bool:
-        """Whether it waits for another sample that is computing the prompt of both."""
+        """Return whether the request waits for another sample that is computing the prompt of both."""
         return self._state.sample_groups.awaits_leader(request)
 
     def waits_to_start(self, request_id: str) -> bool:
-        """Whether it is here and was in no step yet."""
+        """Return whether the request is here and was in no step yet."""
         request = self._state.requests.get(request_id) or self.lanes.request(request_id)
         return request is not None and request.first_scheduled_at is None
 
@@ -130,12 +132,12 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[RequestState, ...]:
-        """In order; for people to look at."""
+        """Waiting requests in order; for people to look at."""
         return tuple(self._state.order.queue.in_order())
 
     @property
     def waiting_for_kv(self) -> tuple[RequestState, ...]:
-        """Out of the queue: those that have a reservation, and other samples of their prompts."""
+        """Requests out of the queue: those with a reservation, and other samples of their prompts."""
         return tuple(self._state.reservations.waiting.values())
 
     def waits_along(self, request_id: str) -> str | None:
@@ -148,16 +150,16 @@ class Scheduler:
 
     @property
     def kv_cache(self) -> KVCacheManager:
-        """To look at: whose blocks, which can be found by prefix."""
+        """Holders and findable blocks of the KV cache; to look at."""
         return self._kv
 
     @property
     def order(self) -> ServiceOrder[RequestState]:
-        """To look at: the policy at work, the queue, and everybody's key."""
+        """The policy at work, the queue, and every request's key; to look at."""
         return self._state.order
 
     def request(self, request_id: str) -> RequestState | None:
-        """One that has not finished."""
+        """Return a request that has not finished."""
         return self._state.requests.get(request_id)
 
     def terms(self, request_id: str) -> dict[str, float]:
@@ -206,7 +208,9 @@ class Scheduler:
             join_fellow(self._state, request)
 
     def place_of_newcomer(self, request: RequestState) -> tuple[Any, ...]:
-        """In the policy's order as it is now, of one that has not been added; smaller is served first."""
+        """Return the place that a request which has not been added would have in the policy's order now; smaller is
+        served first.
+        """
         self._predict(request)
         return self._state.order.place_of_newcomer(request)
 
@@ -221,8 +225,8 @@ class Scheduler:
     def finish(
         self, request_id: str, reason: FinishReason, now: float, *, stop_reason: int | str | None = None
     ) -> RequestProgress | None:
-        """Ends a request for a reason found outside, such as a stop string; its last progress. None if unknown, and
-        for a tensor request whose batch runs, with which it ends.
+        """End a request for a reason found outside, such as a stop string; return its last progress. None if unknown,
+        and for a tensor request with a running batch, with which it ends.
         """
         request = self._state.requests.get(request_id)
         if request is None:
@@ -232,7 +236,7 @@ class Scheduler:
         return progress
 
     def expire(self, now: float) -> list[RequestProgress]:
-        """Ends those whose `start_by` or `finish_by` has passed; their last progress. Call it before `schedule`."""
+        """End requests past their `start_by` or `finish_by`; return their last progress. Call it before `schedule`."""
         expired = [self._finish(request, reason, now) for request, reason in self._deadlines.missed(now)]
         self.given_up = self._state.reservations.take_given_up()
         return expired
@@ -249,11 +253,11 @@ class Scheduler:
         self.configure(replace(self._state.config, policy=name, policy_args={}))
 
     def set_swap_costs(self, costs: SwapCosts | None) -> None:
-        """What copying and computing take on this machine; None never copies."""
+        """Set the times of copying and computing on this machine; None never copies."""
         self._state.swap_costs = costs
 
     def set_step_costs(self, costs: CostModel) -> None:
-        """What steps take on this machine: it decides how many tokens are drafted, if any are."""
+        """Set the times of steps on this machine: they decide how many tokens are drafted, if any are."""
         if self._speculation is not None:
             self._speculation.costs = costs
 
@@ -279,7 +283,7 @@ class Scheduler:
         return reserve(self._state, request_id, num_tokens)
 
     def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> bool:
-        """Positions [0, num_tokens) hold verified KV: a multiple of block_size from `Reserved.start`, where nothing
+        """Take positions [0, num_tokens) as verified KV: a multiple of block_size from `Reserved.start`, where nothing
         came, to `Reserved.end`. The request queues again, at its old place. False, with nothing changed, for one that
         is gone or whose blocks were given up.
         """
@@ -335,7 +339,7 @@ class Scheduler:
             self._speculation.learn_of(plan, output)
         progress, ended = apply_output(self._state, plan, self._in_flight, output, now)
         self._in_flight = []
-        # A second pass, so that blocks are freed in the plan's order whoever decided that the request ends.
+        # A second pass, so that blocks are freed in the plan's order, whatever ended the request.
         for index, request, reason in ended:
             self._end(request, reason, now)
             progress[index] = last_progress(progress[index], request, now)
@@ -350,11 +354,11 @@ class Scheduler:
         self.lanes.add(request, now)
 
     def expire_tensors(self, now: float) -> list[RequestProgress]:
-        """As `expire`, of those that wait for a batch. Call it before `dispatch`."""
+        """Do as `expire` for requests that wait for a batch. Call it before `dispatch`."""
         return self.lanes.expire(now)
 
     def dispatch(self, now: float) -> tuple[Batch, ...]:
-        """All batches that may go now; also while a step is under way, and after everything that happens."""
+        """Return all batches that may go now; call it also while a step is under way, and after every event."""
         return self.lanes.dispatch(now)
 
     def completed(self, batch: Batch, outcome: BatchOutcome, now: float) -> list[RequestProgress]:
@@ -362,7 +366,7 @@ class Scheduler:
         return self.lanes.completed(batch, outcome, now)
 
     def next_wake(self, now: float) -> float | None:
-        """When `expire_tensors` or `dispatch` may have something to do (s), if nothing happens before."""
+        """Return when `expire_tensors` or `dispatch` may have something to do (s), if nothing happens before."""
         return self.lanes.next_wake(now)
 
     # -- small things
@@ -388,5 +392,5 @@ class Scheduler:
 
 
 def _rules_of(config: SchedulerConfig) -> SchedulerConfig:
-    """What a policy is made of: all but the limits and the predictor."""
+    """Return the parts that make a policy: all but the limits and the predictor."""
     return replace(config, max_num_seqs=1, max_num_batched_tokens=1, predictor="max_tokens", tensor_share=1.0)

@@ -1,10 +1,10 @@
-"""How many tokens to draft for whom: as many as make expected tokens a second grow, by what was measured.
+"""Number of drafts for each request: as many as raise expected tokens a second, by measured times.
 
 A slot is a request's next position to draft for. Its chance of survival falls with each position: all before it must be
-accepted too. Slots are taken the likeliest first, and of all lengths on that way the one is chosen that gives most
-expected tokens in its modelled time: bandwidth-bound steps have room for many, full ones for none. Pure.
-Sources: Leviathan et al. 2023, arXiv:2211.17192 (section 3.4, what a length is worth); Liu et al., Optimizing
-Speculative Decoding for Serving Large Language Models Using Goodput, 2024, arXiv:2406.14066.
+accepted too. Slots are taken the likeliest first, and the length on that way with most expected tokens in its modelled
+time is chosen: bandwidth-bound steps have room for many, full ones for none. Pure. Sources: Leviathan et al. 2023,
+arXiv:2211.17192 (section 3.4, what a length is worth); Liu et al., Optimizing Speculative Decoding for Serving Large
+Language Models Using Goodput, 2024, arXiv:2406.14066.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ LASTS, NONE_LASTS = 6, 64
 """Steps for which a decision stands while the same requests decode, since to decide takes a good part of what a small
 model's step does; one against drafts stands longer, until a trial shows something or, after a while, others come."""
 FEWER = 7 / 8
-"""Of the rows that were decided about: with fewer than so many, what was too full may not be."""
+"""Share of the rows of a decision: with fewer left, a step that was too full may not be."""
 TRIAL_SHARE = 0.01
-"""Of time, for drafts that are not expected to pay, so that it is noticed when they would, and for steps without any
-where drafts are expected to, so that what those take is known."""
+"""Share of time for drafts that are not expected to pay, which shows when they would, and for steps without any where
+drafts are expected to, which measures those.
+"""
 LEAST_LOST = 0.05
-"""Share of a step's time that a step without drafts is taken to lose at least: nobody knows by how much drafts pay to
-less than that."""
+"""Share of a step's time that a step without drafts is taken to lose at least: smaller gains cannot be measured."""
 
 
 @dataclass(slots=True)
 class Shown:
-    """What drafts showed, older ones counting less."""
+    """Results of drafts, older ones counting less."""
 
     memory: float
     asked: float = 0.0  # rows that were to have drafts
@@ -58,7 +58,7 @@ class Shown:
             self.right = keep * self.right + num_accepted
 
     def chances(self, offer: float, accept: float) -> tuple[float, float]:
-        """With what others showed as a prior."""
+        """Return the chances, with the results of other requests as a prior."""
         weight = PRIOR_WEIGHT
         return (
             (self.offered + weight * offer) / (self.asked + weight),
@@ -68,7 +68,7 @@ class Shown:
 
 @dataclass(slots=True)
 class _Level:
-    """Requests whose drafts are as likely to be made and accepted."""
+    """Requests with equal chances that drafts are made and accepted."""
 
     offer: float
     accept: float
@@ -135,14 +135,14 @@ class Speculation:
         return _Decided(costs, num_tokens, rows[0].request_id, rows[-1].request_id, step, lengths, trial_s)
 
     def learn_of(self, plan: SchedulerOutput, output: ModelOutput) -> None:
-        """What came of a plan's drafts."""
+        """Learn the results of a plan's drafts."""
         drafted = {row.request_id: row for row in plan.rows if row.num_drafts}
         for result in output.rows if drafted else ():
             if result.request_id in drafted and result.token_ids:
                 self.learn(drafted[result.request_id], result)
 
     def learn(self, row: ScheduledRow, result: SampledRow) -> None:
-        """What came of a row with drafts."""
+        """Learn the results of a row with drafts."""
         if result.num_accepted and self._decided is not None and self._decided.is_none:
             self._decided, self._num_resting = None, 0  # a trial that brought nothing leaves it at that
         shown = self._shown.setdefault(row.request_id, Shown(MEMORY))
@@ -151,7 +151,7 @@ class Speculation:
             one.learn(result.num_drafts, result.num_accepted)
 
     def forgotten(self, request_ids: Iterable[str]) -> None:
-        """They left the executor, and what their proposer computed is gone."""
+        """Forget requests that left the executor; what their proposer computed is gone."""
         for request_id in request_ids:
             shown = self._shown.get(request_id)
             if shown is not None:
@@ -161,7 +161,9 @@ class Speculation:
         self._shown.pop(request_id, None)
 
     def chances(self, request_id: str) -> tuple[float, float]:
-        """That there are drafts for a request when asked for, and that one is accepted after those before it."""
+        """Return the chance that there are drafts for a request when asked for, and that one is accepted after those
+        before it.
+        """
         every, own = self._all, self._shown.get(request_id)
         offer, accept = (every.offered + 1.0) / (every.asked + 1.0), (every.right + 1.0) / (every.tried + 2.0)
         return (offer, accept) if own is None else own.chances(offer, accept)
@@ -173,7 +175,7 @@ class Speculation:
         return behind if behind > self.most else 0
 
     def _levels(self, step: _Step, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[_Level]:
-        """Of rows that decode, without those that would not have enough of their drafts to pay for catching up."""
+        """Return the levels of decoding rows, without those too few of whose drafts would pay for catching up."""
         levels: dict[tuple[int, int, int], _Level] = {}
         token_s, prior, shown = step.costs.catch_up_token_s, self.chances(""), self._shown
         for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
@@ -191,14 +193,16 @@ class Speculation:
         return [level for level in levels.values() if level.catch_up_s < level.gain(self.most) * step.token_s]
 
     def _trial_s(self, step: _Step) -> float:
-        """Of one draft or, every second time, of as many as may be, for what those take is to be known too."""
+        """Return the time of one draft or, every second time, of the longest length, because that is to be measured
+        too.
+        """
         length = 1 if self.num_trials % 2 else self.most
         return max(2 * step.more_s(length, [1] * length), TRIAL_SHARE * step.base_s)
 
     def _trial(
         self, decided: _Decided, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]
     ) -> Sequence[int]:
-        """One row's drafts now and then: as many as the time put aside for it allows."""
+        """Return one row's drafts now and then: as many as the time put aside for it allows."""
         step, index, lengths = decided.step, self.num_trials % len(rows), [0] * len(rows)
         if not rows[index].samples or rows[index].num_tokens > 1:
             self.num_trials += 1
@@ -212,7 +216,7 @@ class Speculation:
             lengths[index] = length
             self._again = lengths
         self.num_trials += 1
-        # Who was too far behind is passed over, and waited for: others may be less so.
+        # A row too far behind is passed over, and waited for: others may be less so.
         decided.trial_s = self._trial_s(step) if length else min(2 * decided.trial_s, cost_s)
         return lengths
 
@@ -274,11 +278,11 @@ class _Step:
 
     @property
     def token_s(self) -> float:
-        """What a token of those that decode takes."""
+        """Time of one token of the decoding rows."""
         return self.base_s / max(1, self.num_decoding)
 
     def more_s(self, num_drafts: float, rows_at_depth: Iterable[float]) -> float:
-        """With so many drafts in all, asked of so many rows at each depth."""
+        """Return the added time of so many drafts in all, asked of so many rows at each depth."""
         costs = self.costs
         tokens_s = costs.tokens_s(self._prefill, self._decode + num_drafts) - self._tokens_s
         return tokens_s + num_drafts * costs.sample_s + sum([costs.draft_s(rows) for rows in rows_at_depth])

@@ -48,7 +48,7 @@ class SchedulerState:
         return max(self.running(), key=self.order.victim_key)
 
     def reusable(self, request: RequestState) -> PrefixHit:
-        """What of its KV a waiting request finds: in the prefix cache, with another sample, or on the host."""
+        """Return the KV that a waiting request finds: in the prefix cache, with another sample, or on the host."""
         hit = self.kv.find_prefix(request)
         source = self.sample_groups.source_for(request)
         if source is not None and request.num_prompt_tokens - 1 >= max(hit.num_tokens, request.num_swapped_tokens):
@@ -60,14 +60,14 @@ class SchedulerState:
         self.order.enqueue(request)
 
     def start(self, request: RequestState) -> None:
-        """Out of the queue, into a slot; its blocks are allocated."""
+        """Move the request out of the queue into a slot; its blocks are allocated."""
         request.status = RequestStatus.RUNNING
         self.prefilling[request.request_id] = request
         self.order.started(request)
         self.sample_groups.started(request)
 
     def leave_running(self, request: RequestState) -> None:
-        """Out of its slot; its blocks are free."""
+        """Take the request out of its slot; its blocks are free."""
         if self.decoding.pop(request.request_id, None) is None:
             del self.prefilling[request.request_id]
         self.kv.free(request)

@@ -11,7 +11,7 @@ from maitred.request import FinishReason, RequestState
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerCounters:
-    """Only grow."""
+    """Counters that only grow."""
 
     num_steps: int = 0  # plans with at least one row
     num_prompt_tokens: int = 0  # prompts admitted to a first step; that of n samples counts once
@@ -27,7 +27,7 @@ class SchedulerCounters:
     num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     def count_drafts(self, request: RequestState, num_made: int, num_accepted: int) -> None:
-        """So many tokens were made up for a row, and so many of them became output."""
+        """Count so many drafts of a row, of which so many became output."""
         if not num_made:
             return
         request.num_draft_tokens += num_made
@@ -36,7 +36,7 @@ class SchedulerCounters:
         counts.count(num_made, num_accepted)
 
     def count_prompt(self, request: RequestState) -> None:
-        """Its prompt is admitted to a first step; `num_cached_tokens` is set."""
+        """Count a prompt admitted to a first step; `num_cached_tokens` is set."""
         request.num_charged_prompt_tokens = request.num_prompt_tokens
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_prefix_queried_tokens += request.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""What bounds the batches that run at once: instances of a model, resources that instances share, and the LLM's share.
+"""Bounds on the batches that run at once: instances of a model, resources that instances share, and the LLM's share.
 
 Source of resources and turns: triton-inference-server/server, docs/user_guide/rate_limiter.md; core, rate_limiter.cc.
 """
@@ -12,14 +12,14 @@ from maitred.tensor_request import BatchRules, Instance
 
 
 class Instances:
-    """Which of a model's instances are free, by number."""
+    """Free instances of a model, by number."""
 
     def __init__(self, rules: BatchRules) -> None:
         self._busy: dict[int, Instance] = {}  # as it was when it began
         self.replace(rules)
 
     def __bool__(self) -> bool:
-        """Whether any is free."""
+        """Return whether any is free."""
         return bool(self._free)
 
     @property
@@ -28,12 +28,12 @@ class Instances:
 
     @property
     def all(self) -> tuple[Instance, ...]:
-        """As the model's rules have them."""
+        """Instances as the model's rules have them."""
         return self._all
 
     @property
     def any_unlimited(self) -> bool:
-        """Whether one is free that needs no resources."""
+        """Return whether an instance is free that needs no resources."""
         return not self.resource_names or any(not self._all[number].resources for number in self._free)
 
     def replace(self, rules: BatchRules) -> None:
@@ -43,7 +43,7 @@ class Instances:
         self.resource_names = frozenset(name for instance in self._all for name, _ in instance.resources)
 
     def find(self, resources: Resources) -> int | None:
-        """The first free one whose resources are free, too; rather one that needs none."""
+        """Return the first free instance with free resources; preferably one that needs none."""
         if not self.resource_names:
             return self._free[0] if self._free else None
         fitting = (number for number in self._free if resources.has(self._all[number]))
@@ -72,7 +72,7 @@ class Resources:
         self._used: dict[str, int] = {}
 
     def count(self, instances: Iterable[Instance]) -> None:
-        """Of all models that are loaded."""
+        """Count the resources of all loaded models."""
         self._total = {}
         for name, needed in (each for instance in instances for each in instance.resources):
             self._total[name] = max(needed, self._total.get(name, 0))
@@ -92,9 +92,9 @@ class Resources:
 
 
 class TensorShare:
-    """What batches may take of the machine while the LLM has rows: over any stretch of time the share, and a batch.
+    """Share of the machine for batches while the LLM has rows: over any stretch of time the share, and one batch.
 
-    A batch that begins puts the next one off by what it takes of the machine over the share, so many small ones run
+    A batch that begins delays the next one by its time over the share, so many small ones run
     at once and a large one is followed by a rest (generic cell rate algorithm, ITU-T I.371).
     """
 
@@ -103,9 +103,9 @@ class TensorShare:
         self.next_at = 0.0  # s, when a batch may begin beside the LLM
 
     def begin(self, seconds: float, now: float) -> None:
-        """Beside the LLM, a batch that is to take so much of the machine's time."""
+        """Begin, beside the LLM, a batch that is to take so much of the machine's time."""
         self.next_at = max(self.next_at, now) + seconds / self.share
 
     def correct(self, more_seconds: float) -> None:
-        """It took so much more than was foretold, or less."""
+        """Correct the time of a batch by so much more than was expected, or less."""
         self.next_at += more_seconds / self.share

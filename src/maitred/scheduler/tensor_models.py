@@ -36,10 +36,10 @@ class TensorModel:
     def __init__(self, key: ModelKey, rules: BatchRules, place_of_lane: PlaceOfLane) -> None:
         self.key, self.rules = key, rules
         self.instances = Instances(rules)
-        self.lanes: dict[str, Lane] = {}  # that somebody waits in, by bucket
+        self.lanes: dict[str, Lane] = {}  # with waiting requests, by bucket
         self.ready: Candidates[Lane] = Candidates(place_of_lane)  # those whose batch may go, while instances are free
         self.touched: dict[Lane, None] = {}  # to be looked at when an instance is free
-        self.unloaded = False  # takes nobody any more
+        self.unloaded = False  # takes no more requests
         self.num_requests = 0  # that have not ended
         self.turns = 0  # that its instances had, each counted by its weight (rate limiter)
         self.short = False  # resources lack for the next batch
@@ -66,7 +66,7 @@ class TensorModel:
             raise Overloaded(f"Exceeds maximum queue size of {limit}: model {self.key.name!r}", reason="queue_size")
 
     def lane(self, key: LaneKey, policy: Policy) -> Lane:
-        """A new one where nobody waits yet."""
+        """Return the bucket's lane, a new one where none has waiting requests."""
         lane = self.lanes.get(key.bucket)
         if lane is None:
             lane = self.lanes[key.bucket] = Lane(key, self.rules, policy, self.pace(key.bucket))
@@ -81,7 +81,7 @@ class TensorModel:
         return pace
 
     def rows_per_s(self, now: float) -> dict[str, float]:
-        """By bucket, of those that are remembered; for people to look at."""
+        """Rows a second by bucket, of those that are remembered; for people to look at."""
         return {bucket: pace.rows_per_s(now) for bucket, pace in self._paces.items()}
 
     def ran(self, batch: Batch, seconds: float, now: float) -> None:
@@ -99,7 +99,7 @@ class TensorModel:
             self.touched[lane] = None
 
     def reorder(self, policy: Policy, place_of_lane: PlaceOfLane) -> None:
-        """By another policy; everybody's key is of it already."""
+        """Re-sort under a new policy; keys must have been recomputed."""
         self.ready = Candidates(place_of_lane)
         for lane in self.lanes.values():
             lane.reorder(policy)
@@ -121,7 +121,7 @@ class TensorModel:
         self.touched[lane] = None
 
     def left(self, lane: Lane, requests: Sequence[TensorRequest]) -> None:
-        """Out of their lane's queue."""
+        """Note requests that left their lane's queue."""
         for request in requests:
             self._num_waiting[request.level] -= 1
         if lane:
@@ -139,8 +139,8 @@ class TensorModel:
             self._unanswered.setdefault(request.tenant, deque()).append(request)
 
     def answerable(self, request: TensorRequest) -> Iterator[TensorRequest]:
-        """`request` has its answer, or has ended without: who may be told now, which is others too where answers come
-        in order.
+        """Return the requests that may be told once `request` has its answer, or has ended without: several where
+        answers come in order.
         """
         if not request.in_order:
             if not request.finished:

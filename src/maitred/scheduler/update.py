@@ -16,16 +16,16 @@ ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Update(NamedTuple):
-    """Of a plan, in its order."""
+    """Outcome of a plan, in its order."""
 
     progress: list[RequestProgress]  # of each request that got something
-    ended: list[tuple[int, RequestState, FinishReason]]  # index in `progress`, who ends, and why; nobody has ended yet
+    ended: list[tuple[int, RequestState, FinishReason]]  # index in `progress`, request to end, why; none has ended yet
 
 
 def apply_output(
     state: SchedulerState, plan: SchedulerOutput, in_flight: Sequence[RequestState], output: ModelOutput, now: float
 ) -> Update:
-    """What the executor gave; `in_flight` are the requests of the plan's rows."""
+    """Apply the executor's output; `in_flight` are the requests of the plan's rows."""
     running = RequestStatus.RUNNING
     results = {row.request_id: row for row in output.rows}
     progress: list[RequestProgress] = []
@@ -67,7 +67,7 @@ def end(state: SchedulerState, request: RequestState, reason: FinishReason, now:
 
 
 def last_progress(progress: RequestProgress, request: RequestState, now: float) -> RequestProgress:
-    """With all that is told of a request that has ended."""
+    """Return the last progress of a request that has ended."""
     return progress._replace(
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
@@ -80,7 +80,7 @@ def last_progress(progress: RequestProgress, request: RequestState, now: float) 
 def _apply_row(
     state: SchedulerState, request: RequestState, row: ScheduledRow, result: SampledRow, now: float
 ) -> tuple[RequestProgress, FinishReason | None]:
-    """One row's outcome; its KV becomes findable unless the row failed."""
+    """Apply one row's outcome; its KV becomes findable unless the row failed."""
     request_id, token_ids, logprobs, prompt_logprobs, error = result[:5]
     if error is None and row.samples and not (token_ids or result.complete or result.postponed):
         error = "the executor gave no token"
@@ -149,7 +149,7 @@ def _take(
 
 
 def _append(state: SchedulerState, request: RequestState, token: int, now: float) -> FinishReason | None:
-    """One more known token; why it ended the request, if it did."""
+    """Append one known token; return why it ended the request, if it did."""
     if request.request_id in state.prefilling:
         state.decoding[request.request_id] = state.prefilling.pop(request.request_id)
         state.sample_groups.prompt_computed(request)
