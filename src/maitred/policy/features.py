@@ -59,7 +59,7 @@ def _of_text(tail: str) -> tuple[float, ...]:
 
 
 def _of_tokens(tail: Sequence[int]) -> tuple[float, ...]:
-    """Without text, each token is a word of which only the hash is known."""
+    """Return the features of tokens: without text, each token is a word of which only the hash is known."""
     features = [0.0] * NUM_FEATURES
     features[2] = log1p(len(tail)) / 5.0
     for token in tail:

@@ -14,7 +14,7 @@ RESCORE_WINDOW = 64  # most requests that one step scores again because the pref
 
 
 class ServiceOrder(Generic[Q]):
-    """Answers who is next and who is last; knows nothing of blocks and plans."""
+    """Policy at work: answers which request is next and which is last; knows nothing of blocks and plans."""
 
     def __init__(self, policy: Policy, find_kv: Callable[[Q], KVNeed] = lambda request: NO_KV_NEED) -> None:
         """`find_kv` looks for what a request needs of the KV cache now."""
@@ -29,8 +29,8 @@ class ServiceOrder(Generic[Q]):
         self.on_rank_fall: Callable[[str], None] | None = None  # told of groups, for other queues under the policy
 
     def successor(self, policy: Policy, running: Iterable[Q], withdrawn: Iterable[Q] = ()) -> ServiceOrder[Q]:
-        """The same requests, waiting, running and withdrawn, ordered by another policy. Keys are made of what a request
-        carries (arrival, quanta), never of the moment, so nobody loses the time it has waited.
+        """Return an order of the same requests, waiting, running and withdrawn, under another policy. Keys are made of
+        what a request carries (arrival, quanta), never of the moment, so no waiting time is lost.
         """
         order = ServiceOrder(policy, self._find_kv)
         policy.quanta.update(self.policy.quanta)
@@ -48,7 +48,7 @@ class ServiceOrder(Generic[Q]):
         return order
 
     def begin_step(self) -> None:
-        """Before a plan: takes in what the prefix cache gained, as far as one step's window goes."""
+        """Begin a step before its plan: take in what the prefix cache gained, as far as one step's window goes."""
         self._num_rescores_left = RESCORE_WINDOW
         if self._watch is not None:
             for request_id in self._watch.gaining(RESCORE_WINDOW // 2):
@@ -69,11 +69,11 @@ class ServiceOrder(Generic[Q]):
         return request
 
     def enqueue(self, request: Q) -> None:
-        """To the queue; a request that has a key keeps it, or a better one, and so its place."""
+        """Queue the request; one that has a key keeps it, or a better one, and so its place."""
         self.queue.push(request, self.admit(request))
 
     def admit(self, request: Q) -> tuple[Any, ...]:
-        """As `enqueue`, of one that is `started` before it has waited; gives its key."""
+        """Take in a request as `enqueue` does that is `started` before it has waited; return its key."""
         if self.policy.groups is not None:
             self.tell_groups(self.policy.groups.on_queued, request)
         key = self.keys.get(request.request_id)
@@ -87,19 +87,21 @@ class ServiceOrder(Generic[Q]):
         return key
 
     def withdraw(self, request: Q) -> None:
-        """Out of the queue until it is `put_back`, or ends; it keeps its key, and to the groups it waits on."""
+        """Take the request out of the queue until it is `put_back`, or ends; it keeps its key, and counts as waiting
+        for the groups.
+        """
         self.queue.remove(request.request_id)
         if self._watch is not None:
             self._watch.forget(request.request_id)
 
     def put_back(self, request: Q) -> None:
-        """To its old place in the queue; what the cache has gained for it counts from the next step on."""
+        """Put the request back at its old place; the cache's gains for it count from the next step on."""
         self.queue.push(request, self.keys[request.request_id])
         if self._watch is not None:
             self._watch.score_again(request.request_id)
 
     def hand_over(self, request: Q, other: ServiceOrder[Q]) -> None:
-        """To another order of the same policy, with its key, and from queue to queue if it waits."""
+        """Hand the request to another order of the same policy, with its key, and from queue to queue if it waits."""
         request_id = request.request_id
         other.keys[request_id] = self.keys.pop(request_id)
         if request_id in self._quantum_ends:
@@ -112,7 +114,7 @@ class ServiceOrder(Generic[Q]):
             other.queue.push(request, other.keys[request_id])
 
     def started(self, request: Q) -> None:
-        """Out of the queue and running, with the tokens of its prefix hit computed."""
+        """Move the request from the queue to the running ones, with the tokens of its prefix hit computed."""
         if request.request_id in self.queue:
             self.queue.remove(request.request_id)
         if self._watch is not None:
@@ -123,7 +125,7 @@ class ServiceOrder(Generic[Q]):
             self.policy.groups.on_started(request)
 
     def ended(self, request: Q) -> None:
-        """It finished, wherever it stood."""
+        """Forget a finished request, waiting or running."""
         request_id = request.request_id
         self.keys.pop(request_id, None)
         self._quantum_ends.pop(request_id, None)
@@ -169,7 +171,7 @@ class ServiceOrder(Generic[Q]):
             self.policy.groups.on_scheduled(request, 1)
 
     def take_expired(self, running: Iterable[Q], now: float, limit: int) -> list[Q]:
-        """Those whose quantum is used up while somebody waits that comes before them now, the longest-standing first;
+        """Take running requests with a used-up quantum that a waiting request now precedes, the longest-standing first;
         at most `limit`, and at most as many as wait.
 
         Each has its next quantum and its new key already. A quantum is counted from where the last one ended, not from
@@ -192,7 +194,7 @@ class ServiceOrder(Generic[Q]):
         return leaving
 
     def outranked(self, waiting: Q, running: Iterable[Q]) -> list[Q]:
-        """Those whose slots and blocks a waiting request may take, the first to be preempted first."""
+        """Return the requests that a waiting request may displace, the first to be preempted first."""
         rule = self.policy.outranks
         if rule is None:
             return []
@@ -203,7 +205,7 @@ class ServiceOrder(Generic[Q]):
         return self._placed(request, self.keys[request.request_id])
 
     def place_of_newcomer(self, request: Q) -> tuple[Any, ...]:
-        """As `place`, of one that has not come to the queue yet."""
+        """Return the `place` of a request that has not come to the queue yet."""
         return self._placed(request, self.policy.order(request))
 
     def _placed(self, request: Q, key: tuple[Any, ...]) -> tuple[Any, ...]:

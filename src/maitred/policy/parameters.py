@@ -20,7 +20,7 @@ from maitred.policy.policy import Policy, PolicyFactory
 
 
 class Range(NamedTuple):
-    """Both ends included."""
+    """Range of a parameter, both ends included."""
 
     low: float
     high: float
@@ -33,7 +33,7 @@ _FIELDS = frozenset(field.name for field in fields(SchedulerConfig))
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One, as its factory declares it."""
+    """One parameter, as its factory declares it."""
 
     name: str
     kind: type
@@ -56,14 +56,16 @@ class Parameter:
 
     @property
     def allowed(self) -> str:
-        """In words."""
+        """Return the allowed values in words."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         return _KINDS[self.kind] if self.range == ANY else f"from {self.range.low:g} to {self.range.high:g}"
 
 
 def parameters_of(make: PolicyFactory) -> dict[str, Parameter]:
-    """By name, in the order in which the factory lists them. Raises ConfigError for one that could not be given."""
+    """Return the parameters by name, in the order in which the factory lists them. Raises ConfigError for one that
+    could not be given.
+    """
     keywords = [p for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
     # Their annotations alone: those of the config and the result may stand under TYPE_CHECKING.
     written = SimpleNamespace(__annotations__={p.name: p.annotation for p in keywords if p.annotation is not p.empty})

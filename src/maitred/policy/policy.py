@@ -1,8 +1,8 @@
 """The seam of scheduling policies: what a policy is made of. `policies.POLICIES` lists those that there are.
 
-A policy says how requests are ordered inside a group, which group is next, whom a waiting request may put out, and how
-long a request may run on. The scheduler supplies everything else, so a policy never touches blocks or plans.
-It is pure: no clock, no randomness, no environment. `testing.conformance` checks what it promises.
+A policy says how requests are ordered inside a group, which group is next, which running requests a waiting one may
+preempt, and how long a request may run on. The scheduler supplies everything else, so a policy never touches blocks or
+plans. It is pure: no clock, no randomness, no environment. `testing.conformance` checks what it promises.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class GroupRule(Protocol):
         """The group of smallest rank is served next; ties go by name."""
 
     def on_queued(self, request: Queued) -> None:
-        """It is about to wait: it is new, or was preempted."""
+        """Note a request that is about to wait: new, or preempted."""
 
     def on_started(self, request: Queued) -> None:
-        """Out of the queue and into a slot, with the tokens of its prefix hit computed."""
+        """Note a request that leaves the queue for a slot, with the tokens of its prefix hit computed."""
 
     def on_scheduled(self, request: Queued, num_tokens: int) -> None:
         """A plan computes so much of it; `num_computed` counts that already."""
 
     def on_finished(self, request: Queued) -> None:
-        """It ended, wherever it stood."""
+        """Note a finished request, waiting or running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +56,24 @@ class Policy:
     source: str
     """The paper or textbook it comes from."""
     bound: str
-    """Its starvation bound, in words; `overtaken_until` and `max_service_gap` are the same in numbers."""
+    """Starvation bound, in words; `overtaken_until` and `max_service_gap` are the same in numbers."""
     order: OrderKey
     """Order inside a group. A preempted request keeps its key, and so its place."""
     overtaken_until: Callable[[Queued], float]
-    """Of two that wait in a group, the one that arrived later than this time (s) of the other starts after it."""
+    """Bound on overtaking: of two waiting requests in a group, one that arrived later than this time (s) of the other
+    starts after it.
+    """
     terms: Callable[[Queued], Mapping[str, float]]
     """The parts of its place in the queue, by name, for people to read: `arrived_at_s`, `ageing_s`, `counter_tokens`.
     Asked for one request at a time, never by the scheduler. Without groups they sum up to the first part of `order`."""
     outranks: PreemptionRule | None = None
-    """When slots or blocks lack for the first in the queue; None waits until a running request ends."""
+    """Preemption when slots or blocks lack for the first in the queue; None waits until a running request ends."""
     victim: OrderKey | None = None
     """The largest is preempted first when blocks run out; None takes the last in the policy's own order."""
     resumed: OrderKey | None = None
     """Key of a preempted request, not after the one it had; None keeps that."""
     groups: GroupRule | None = None
-    """None is one group for all, and costs nothing for each row."""
+    """Rule of groups; None is one group for all, and costs nothing for each row."""
     max_service_gap: Callable[[int, int, int, int], float] | None = None
     """(longest prompt, longest output, max_num_seqs, tokens of the KV pool) -> by how much the weighted service of two
     groups that always wait can drift apart, in input tokens for a weight of 1. Of a policy with `groups`."""
@@ -79,18 +81,19 @@ class Policy:
     """Position at which a quantum that begins now ends: there it makes room for those that wait, and is given a new
     key. None runs on."""
     quanta: dict[str, UsedQuanta] = field(default_factory=dict)
-    """Of a policy with `quantum_end`: quanta used up, by request id; a request that has used up none is not in it.
-    Written by `ServiceOrder`, which hands it on when the policy changes, so that nobody's place is lost by that."""
+    """Quanta used up under a policy with `quantum_end`, by request id; a request that has used up none is not in it.
+    Written by `ServiceOrder`, which hands them on when the policy changes, so that every request keeps its place.
+    """
     kv_needs: dict[str, KVNeed] | None = None
-    """Of a policy whose `order` looks at what is cached: what each request needs of the KV cache. Written by
-    `ServiceOrder`, which then asks for the key again when the cache gains or loses blocks of one that waits. None does
-    not look."""
+    """KV needs of each request, for a policy whose `order` looks at cached tokens. Written by `ServiceOrder`, which
+    then asks for the key again when the cache gains or loses blocks of a waiting request. None does not look.
+    """
     heeds_priority: bool = True
-    """Whether a request's priority may change its place."""
+    """A request's priority may change its place."""
     reads_predictions: bool = True
-    """Whether how long its answer is thought to be may change its place."""
+    """The expected length of a request's answer may change its place."""
     arguments: Mapping[str, PolicyArg] = field(default_factory=dict)
-    """Its parameters, by name, with the values it was made with; `parameters.make_policy` sets them."""
+    """Parameters by name, with the values the policy was made with; `parameters.make_policy` sets them."""
 
 
 PolicyFactory = Callable[..., Policy]

@@ -24,7 +24,7 @@ class Foretold(Queued, Protocol):
 
     @property
     def features(self) -> Sequence[float]:
-        """Of its prompt's text, see `features.prompt_features`; empty where nobody made them."""
+        """Features of the prompt's text, see `features.prompt_features`; empty where they were not made."""
 
 
 TrueLength = Callable[[Foretold], float]
@@ -32,7 +32,9 @@ TrueLength = Callable[[Foretold], float]
 
 
 class Predictor(Protocol):
-    """Not asked again for the same request, so a prediction may be drawn from what was learned so far."""
+    """Predictor of output length; asked once for each request, so a prediction may be drawn from what was learned so
+    far.
+    """
 
     def predict(self, request: Foretold) -> float:
         """Expected output tokens; any number, the caller bounds it."""
@@ -42,13 +44,13 @@ class Predictor(Protocol):
 
 
 class MaxTokens:
-    """By max_tokens, as the client allows: right for who asks for what he wants, blind where it is left out."""
+    """Predict max_tokens, as the client allows: right where it is the wanted length, blind where it is left out."""
 
     def predict(self, request: Foretold) -> float:
         return float(request.max_outputs)
 
     def observe(self, request: Foretold) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 class _History:
@@ -76,7 +78,7 @@ class _History:
 class Quantile:
     """A quantile of the last outputs of the same tenant at the same prompt length (a bucket for each doubling).
 
-    With fewer than `MIN_SEEN` of those it asks the tenant's whole history, then everybody's, then max_tokens.
+    With fewer than `MIN_SEEN` of those it asks the tenant's whole history, then that of all tenants, then max_tokens.
     """
 
     CAPACITY = 64  # lengths in one history
@@ -172,11 +174,13 @@ class Oracle:
         return self._true_length(request)
 
     def observe(self, request: Foretold) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 class Adversarial:
-    """As wrong as can be: calls long what is short, and now and then says what is no length at all. For tests."""
+    """Predict as wrongly as can be: short answers are called long, and now and then the result is no length at all. For
+    tests.
+    """
 
     NONSENSE = (float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e300)
 

@@ -24,7 +24,7 @@ class PrefixWatch:
             self._watchers.setdefault(digest, {})[request.request_id] = None
 
     def forget(self, request_id: str) -> None:
-        """It does not wait any more, or is scored anew."""
+        """Forget a request that waits no more, or is scored anew."""
         self._gaining.pop(request_id, None)
         digest = self._watched.pop(request_id, None)
         if digest is not None:
@@ -42,7 +42,7 @@ class PrefixWatch:
             self._gaining |= watchers
 
     def score_again(self, request_id: str) -> None:
-        """One that is not watched."""
+        """Score a request that is not watched."""
         self._gaining[request_id] = None
 
     def gaining(self, limit: int) -> list[str]:

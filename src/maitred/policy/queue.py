@@ -48,7 +48,7 @@ class RequestQueue(Generic[Q]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Q]:
-        """In no order."""
+        """Iterate in no order."""
         return (entry.request for entry in self._entries.values())
 
     def __contains__(self, request_id: str) -> bool:
@@ -56,7 +56,7 @@ class RequestQueue(Generic[Q]):
 
     @property
     def num_entries(self) -> int:
-        """In its heaps, removed ones too; at most MIN_DEAD_ENTRIES + 1 over twice the living."""
+        """Number of entries in its heaps, removed ones too; at most MIN_DEAD_ENTRIES + 1 over twice the living."""
         return self._num_entries
 
     def get(self, request_id: str) -> Q:

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 
 class Queued(Protocol):
-    """A request as its policy sees it: who asks, by when, what it costs, how far it has come. All to be read only."""
+    """A request as its policy sees it: tenant, deadlines, cost and progress. All to be read only."""
 
-    # -- who asks
+    # -- the tenant
 
     @property
     def request_id(self) -> str: ...
@@ -22,7 +22,7 @@ class Queued(Protocol):
 
     @property
     def weight(self) -> float:
-        """Of its tenant: twice the weight, twice the fair share."""
+        """Weight of its tenant: twice the weight, twice the fair share."""
 
     @property
     def priority(self) -> int:
@@ -53,11 +53,11 @@ class Queued(Protocol):
 
     @property
     def expected_outputs(self) -> float | None:
-        """As predicted, whatever the predictor said; None without a prediction."""
+        """Output tokens as predicted, whatever the predictor said; None without a prediction."""
 
     @property
     def block_hashes(self) -> Sequence[Hashable]:
-        """Of the parts of its input, in order, that a cache may hold; empty where there is none."""
+        """Hashes of the parts of its input, in order, that a cache may hold; empty where there are none."""
 
     # -- how far it has come
 
@@ -66,21 +66,21 @@ class Queued(Protocol):
 
     @property
     def num_computed(self) -> int:
-        """Of its inputs and outputs, those computed or planned; 0 while it waits."""
+        """Inputs and outputs that are computed or planned; 0 while it waits."""
 
     @property
     def num_outputs(self) -> int: ...
 
 
 class UsedQuanta(NamedTuple):
-    """Of one request under a policy that has quanta."""
+    """Quanta of one request under a policy that has quanta."""
 
     num_used: int
     ended_at: float  # s, when the last of them was used up
 
 
 class KVNeed(NamedTuple):
-    """What one request needs of the KV cache, found when it was last looked for; nothing where there is no cache."""
+    """KV that one request needs, found when it was last looked for; nothing where there is no cache."""
 
     num_cached: int = 0  # of its inputs and outputs, those whose KV it would find
     num_cached_blocks: int = 0

@@ -12,13 +12,13 @@ from maitred.policy.queued import Queued
 def fcfs(config: SchedulerConfig) -> Policy:
     """First come, first served.
 
-    Source: textbook (Kleinrock, Queueing Systems, 1975); what Orca (OSDI 2022) and vLLM (SOSP 2023) do.
-    Bound: nobody is overtaken, so the wait is the work that was there before. Preempts nobody for a slot; when blocks
-    run out, the last to arrive gives its own.
+    Source: textbook (Kleinrock, Queueing Systems, 1975); what Orca (OSDI 2022) and vLLM (SOSP 2023) do. Bound: no
+    request is overtaken, so the wait is the work that was there before. Never preempts for a slot; when blocks run out,
+    the last to arrive gives its own.
     """
     return Policy(
         source="Kleinrock, Queueing Systems, 1975; Orca, OSDI 2022",
-        bound="overtaken by nobody",
+        bound="never overtaken",
         order=by_arrival,
         overtaken_until=lambda request: request.arrived_at,
         terms=arrival_term,
@@ -28,7 +28,7 @@ def fcfs(config: SchedulerConfig) -> Policy:
 
 
 def priority(config: SchedulerConfig, *, ageing_s: float) -> Policy:
-    """Most urgent first (0 before 1), with ageing, so that nobody starves.
+    """Most urgent first (0 before 1), with ageing against starvation.
 
     Source: priority with ageing (Silberschatz, Galvin, Gagne, Operating System Concepts, section 5.3.4).
     Each level of priority counts as `ageing_s` seconds of later arrival. Bound: a request of priority p is overtaken

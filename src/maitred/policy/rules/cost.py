@@ -9,7 +9,7 @@ from maitred.policy.queued import NO_KV_NEED, KVNeed, Queued
 
 
 def expected_outputs(request: Queued) -> float:
-    """From 1 to max_outputs whatever the predictor said; max_outputs without one."""
+    """Return the expected outputs, from 1 to max_outputs whatever the predictor said; max_outputs without one."""
     expected = request.expected_outputs
     if expected is None or not expected <= request.max_outputs:  # a NaN goes here too
         return request.max_outputs
@@ -17,7 +17,7 @@ def expected_outputs(request: Queued) -> float:
 
 
 def remaining_outputs(request: Queued) -> float:
-    """At least 1 is still to come, however wrong the prediction was."""
+    """Return the outputs to come, at least 1 however wrong the prediction was."""
     left = expected_outputs(request) - request.num_outputs
     return left if left > 1.0 else 1.0
 
@@ -36,18 +36,22 @@ class Costs:
         return left if left > 0 else 0
 
     def computing(self, request: Queued) -> float:
-        """Without its blocks, and without what it has put out: inputs not cached count again, outputs do not."""
+        """Return the cost of computing, without blocks and without past outputs: inputs not cached count again, outputs
+        do not.
+        """
         return self.uncached(request) + self.output_weight * remaining_outputs(request)
 
     def blocks(self, request: Queued) -> float:
         return self.block_weight * self.needs.get(request.request_id, NO_KV_NEED).num_blocks
 
     def expected(self, request: Queued) -> float:
-        """Of all of it."""
+        """Return the expected cost of the whole request."""
         return self.uncached(request) + self.output_weight * expected_outputs(request) + self.blocks(request)
 
     def remaining(self, request: Queued) -> float:
-        """Of what is to come, its prompt again included; with as much cached never more than `expected`."""
+        """Return the cost of what is to come, its prompt again included; with as much cached never more than
+        `expected`.
+        """
         return self.computing(request) + self.blocks(request)
 
     def largest(self, request: Queued) -> float:

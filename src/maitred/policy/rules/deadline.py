@@ -72,7 +72,7 @@ def least_slack(
 ) -> Policy:
     """Least slack first: by the latest moment at which its prefill can begin and still meet the deadline of `edf`.
 
-    Source: Mok, PhD thesis, MIT 1983 (least laxity). While a request waits, its slack shrinks as fast as everybody's,
+    Source: Mok, PhD thesis, MIT 1983 (least laxity). While a request waits, its slack shrinks as fast as every other's,
     so the latest start is a static key. Bound and preemption: as edf; a request whose prefill is longer than its
     objective counts from its arrival, never from before it.
     """

@@ -26,7 +26,7 @@ def vtc(config: SchedulerConfig, *, output_token_weight: float) -> Policy:
     requests add to that. A request that has yielded t tokens since holds t of the pool, so at most pool / t do, and all
     of them yield at most O, the sum of min(max_num_seqs, pool / t) over t = 1 .. L_output. So a counter is ahead by at
     most L_input + w_q * O; of what it counts, one prompt at most is still to be computed; and the gap is twice the sum.
-    Preempts nobody for a slot; when blocks run out, the last request of the tenant that has had most.
+    Never preempts for a slot; when blocks run out, the last request of the tenant that has had most.
     """
     weight = output_token_weight
     counters = VirtualTokenCounters(weight)
@@ -55,7 +55,7 @@ def vtc(config: SchedulerConfig, *, output_token_weight: float) -> Policy:
 class VirtualTokenCounters:
     """Algorithm 2 of the paper as a GroupRule: a counter for each tenant, lifted when a tenant comes back.
 
-    Of equal counters the tenant that joined first is next, so that a crowd of new names overtakes nobody.
+    Of equal counters the tenant that joined first is next, so that a crowd of new names overtakes no tenant.
     """
 
     def __init__(self, output_weight: float) -> None:
@@ -65,7 +65,7 @@ class VirtualTokenCounters:
         self._waiting: dict[str, set[str]] = {}  # tenants that have requests waiting -> their ids
         self._lowest: list[tuple[float, str]] = []  # heap over `_listed`; counters only rise, so entries are too low
         self._listed: set[str] = set()
-        self._floor = 0.0  # the least counter that anybody can wait with; only rises
+        self._floor = 0.0  # the least counter of any tenant that can wait; only rises
         self._last_to_leave: str | None = None  # the queue
         self._num_joins = 0
         self._prune_over = MIN_COUNTERS_TO_PRUNE  # counters; doubles when few can be forgotten
@@ -95,7 +95,7 @@ class VirtualTokenCounters:
         self._leave(request)
 
     def _join(self, tenant: str) -> None:
-        """Lifted to the least of those that wait, so that nobody saves up service while away."""
+        """Lift a returning tenant to the least counter of the waiting ones; service is not saved up while away."""
         self._raise_floor()
         self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
         self._num_joins += 1
@@ -120,7 +120,7 @@ class VirtualTokenCounters:
         self._counters[tenant] = self._counters.get(tenant, self._floor) + tokens / max(request.weight, MIN_WEIGHT)
 
     def _raise_floor(self) -> None:
-        """To the least counter of the tenants that wait, or to that of the last that did."""
+        """Raise the floor to the least counter of the waiting tenants, or to that of the last that waited."""
         heap = self._lowest
         while heap:
             counter, tenant = heap[0]

@@ -16,7 +16,7 @@ def lpm(config: SchedulerConfig, *, ageing_tokens_per_s: float, ageing_s: float)
     ageing is ours. Each cached token counts as 1 / ageing_tokens_per_s seconds of earlier arrival, at most `ageing_s`.
     Bound: overtaken only by requests that arrive less than ageing_s seconds after it, whatever is cached. The scheduler
     scores again, a bounded number a step, when a block of a waiting prompt enters the cache, and at the head of the
-    queue when one has left. Preempts nobody for a slot; when blocks run out, the last in order.
+    queue when one has left. Never preempts for a slot; when blocks run out, the last in order.
     """
     kv_needs: dict[str, KVNeed] = {}
 

@@ -14,10 +14,10 @@ from maitred.policy.queued import Queued, UsedQuanta
 
 
 def rr(config: SchedulerConfig, *, quantum_tokens: int) -> Policy:
-    """Round robin: after `quantum_tokens` output tokens a request goes to the end of the queue, if anybody waits.
+    """Round robin: after `quantum_tokens` output tokens a request goes to the end of the queue, if another waits.
 
     Source: Kleinrock, Analysis of a time-shared processor, 1964; Silberschatz, 5.3.3.
-    Bound: a request is overtaken by nobody that came to the queue after it. With n before it, waiting or running, and s
+    Bound: no request that came to the queue later overtakes. With n before it, waiting or running, and s
     slots, its first token comes after at most (n / s + 1) quanta and n + 1 prompts: quanta run side by side, prompts
     share one budget. What a preempted request computes again, with or without the prefix cache, counts as its prompt.
     Preempts at the end of a quantum only.
@@ -25,7 +25,7 @@ def rr(config: SchedulerConfig, *, quantum_tokens: int) -> Policy:
     quanta: dict[str, UsedQuanta] = {}
 
     def joined_at(request: Queued) -> float:
-        """When it went to the end of the queue."""
+        """Return when the request went to the end of the queue."""
         used = quanta.get(request.request_id)
         return request.arrived_at if used is None else used.ended_at
 
@@ -34,7 +34,7 @@ def rr(config: SchedulerConfig, *, quantum_tokens: int) -> Policy:
 
     return Policy(
         source="Kleinrock, Naval Research Logistics, 1964",
-        bound="overtaken by nobody that arrives after it; with n before it, waiting or running, and s slots, its first "
+        bound="overtaken by no later arrival; with n before it, waiting or running, and s slots, its first "
         "token comes after at most (n / s + 1) quanta and n + 1 prompts, which share one budget",
         order=order,
         overtaken_until=joined_at,
@@ -70,7 +70,7 @@ def mlfq(config: SchedulerConfig, *, quantum_tokens: int, mlfq_levels: int, agei
         return min(last, entry if used is None else entry + used.num_used)
 
     def joined_at(request: Queued) -> float:
-        """When it went to the end of its level."""
+        """Return when the request went to the end of its level."""
         used = quanta.get(request.request_id)
         return request.arrived_at if used is None else used.ended_at
 

@@ -1,4 +1,4 @@
-"""Shortest job first, with ageing in the key: expected cost counts as later arrival, so nobody starves.
+"""Shortest job first, with ageing in the key: expected cost counts as later arrival, against starvation.
 
 The cost of a request is its inputs that are not cached (asked again as the cache gains and loses), output_token_weight
 for each output expected, and kv_block_weight for each KV block that it will hold. A cost of C counts as
@@ -20,7 +20,7 @@ from maitred.policy.rules.cost import Costs, remaining_outputs
 # it is as much as still decides between equal work, and 8,000 cached tokens stay below 500 fresh ones.
 KV_BLOCK_WEIGHT = 0.25
 BlockWeight = Annotated[float, Range(0.0, 1e6)]
-"""As many uncached inputs as a KV block counts."""
+"""Uncached inputs that a KV block counts as."""
 
 COST_BOUND = (
     "overtaken only by arrivals within (prompt + output_token_weight * max_tokens + kv_block_weight * blocks of both) "
@@ -38,10 +38,9 @@ def sjf(
     """Shortest job first, by expected cost, with ageing.
 
     Source: Smith, Naval Research Logistics 1956 (optimal mean wait without preemption); with predicted lengths: Fu et
-    al., Efficient LLM Scheduling by Learning to Rank, arXiv:2408.15792; ageing: Silberschatz, 5.3.4.
-    Bound: overtaken only by requests that arrive less than (prompt + output_token_weight * max_tokens +
-    kv_block_weight * blocks of both) / ageing_tokens_per_s seconds after it. Preempts nobody for a slot; when blocks
-    run out, the last in order.
+    al., Efficient LLM Scheduling by Learning to Rank, arXiv:2408.15792; ageing: Silberschatz, 5.3.4. Bound: overtaken
+    only by requests that arrive less than (prompt + output_token_weight * max_tokens + kv_block_weight * blocks of
+    both) / ageing_tokens_per_s seconds after it. Never preempts for a slot; when blocks run out, the last in order.
     """
     rate, kv_needs = ageing_tokens_per_s, dict[str, KVNeed]()
     costs = Costs(output_weight=output_token_weight, block_weight=kv_block_weight, needs=kv_needs)
