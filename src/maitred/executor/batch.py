@@ -44,7 +44,7 @@ class RowGroup(NamedTuple):
 
 
 class KeySpan(NamedTuple):
-    """The blocks whose keys a group's rows may see. Short rows repeat their last block, to be masked."""
+    """Blocks with the keys that a group's rows may see. Short rows repeat their last block, to be masked."""
 
     block_ids: Ints  # [R, B]
     first_positions: Ints  # [R] position of the first slot of each row's first block
@@ -94,7 +94,9 @@ class Batch:
         )
 
     def block_ranges(self, rows: slice, window: int | None) -> tuple[Ints, Ints]:
-        """For each row: index in its table of the first block that any of its tokens sees, and how many to its last."""
+        """Return for each row the index in its table of the first block that any of its tokens sees, and how many to
+        its last.
+        """
         num_blocks_R = -(-self.contexts[rows] // self.block_size)
         if window is None:
             return np.zeros_like(num_blocks_R), num_blocks_R
@@ -113,12 +115,12 @@ class Batch:
         return KeySpan(block_ids_RB, first_R * self.block_size)
 
     def query_index(self, group: RowGroup) -> Ints:
-        """For a padded group: token of the batch at each [row, query], the row's last one where there is none."""
+        """Return for a padded group the batch's token at each [row, query], the row's last one where there is none."""
         offsets = np.minimum(np.arange(group.query_len)[None, :], self.num_tokens[group.rows, None] - 1)
         return self.first_tokens[group.rows, None] + offsets
 
     def query_keep(self, group: RowGroup) -> Ints:
-        """For a padded group: flat index [row * query_len + query] of each real token, in batch order."""
+        """Return for a padded group the flat index [row * query_len + query] of each real token, in batch order."""
         real = np.arange(group.query_len)[None, :] < self.num_tokens[group.rows, None]
         return np.flatnonzero(real)
 

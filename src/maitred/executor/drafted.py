@@ -23,10 +23,10 @@ def with_drafts(
     most: int,
     grammars: Grammars | None = None,
 ) -> list[RowWork]:
-    """The works, each row as long as the drafts that there are for it: at most `most`. Grammars are told of theirs.
-    They are `works` itself where no drafts are planned.
+    """Return the works, each row as long as its drafts: at most `most`. Grammars are told of theirs. Without planned
+    drafts the result is `works` itself.
 
-    Raises KernelError for rows with drafts where nobody makes them up.
+    Raises KernelError for rows with drafts where there is no proposer.
     """
     asked = [index for index, work in enumerate(works) if work.row.num_drafts]
     if not asked:
@@ -65,7 +65,9 @@ def _with(work: RowWork, drafts: Sequence[int]) -> RowWork:
 
 
 def samplers_of(work: RowWork) -> Iterator[RequestSampler]:
-    """For the last known token and each draft: what samples the token after it, were the drafts before it output."""
+    """Return, for the last known token and each draft, what samples the token after it, were the drafts before it
+    output.
+    """
     sampler, grammar = work.state.sampler, work.state.grammar
     yield sampler
     if grammar is None and sampler.is_alike_ahead:  # a copy for each draft takes a tenth of a small model's step
@@ -79,7 +81,8 @@ def samplers_of(work: RowWork) -> Iterator[RequestSampler]:
 
 
 def accepted(drafts: Sequence[int], sampled: Sequence[SampledToken]) -> list[SampledToken]:
-    """Of what was sampled at the last known token and at each draft: what stands, as if sampled in steps of its own.
+    """Return the samples that stand, of those at the last known token and at each draft, as if sampled in steps of
+    their own.
 
     A fault behind accepted drafts is left to the next step, which meets it first.
     """

@@ -25,7 +25,7 @@ _TILE = 16
 
 @dataclass(frozen=True, slots=True)
 class CellLayout:
-    """How one layer of a block lies in memory. Raises KernelError for what no executor has."""
+    """Layout of one layer of a block in memory. Raises KernelError for one that no executor has."""
 
     cells: str  # native or torch
     kv_dtype: str
@@ -46,7 +46,7 @@ class CellLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one block in one layer."""
+        """Bytes of one block in one layer."""
         heads_and_slots, size = self.num_kv_heads * self.block_size, self.number.itemsize
         if self.cells == TORCH:
             return 2 * heads_and_slots * self.head_dim * size
@@ -89,7 +89,9 @@ def convert(rows: Bytes, source: CellLayout, target: CellLayout) -> Bytes:
 
 @lru_cache(maxsize=16)
 def _places(layout: CellLayout) -> Places:
-    """Where in a layer's numbers each one lies: by slot, then K and V, head and value, and likewise those of scales."""
+    """Return where each of a layer's numbers lies: by slot, then K and V, head and value, and likewise those of
+    scales.
+    """
     slot, part, head, value = np.ogrid[: layout.block_size, :2, : layout.num_kv_heads, : layout.head_dim]
     if layout.cells == TORCH:
         return _flat(((part * layout.block_size + slot) * layout.num_kv_heads + head) * layout.head_dim + value)

@@ -30,13 +30,13 @@ class LayerIO(Protocol):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Runs of the model that have begun, and the layers whose KV the last of them has written; of a draft head's
-        nothing is told.
+        """Runs of the model that have begun, and the layers with KV that the last of them has written; runs of a draft
+        head do not count.
         """
 
 
 class NativeLayers:
-    """Of a `_native.KVPool` whose blocks lie as `layout` says; copies with the GIL released, in the calling thread."""
+    """Layers of a `_native.KVPool` with blocks as in `layout`; copies with the GIL released, in the calling thread."""
 
     def __init__(self, pool: Any, layout: CellLayout) -> None:
         if pool.layer_bytes != layout.layer_bytes:
@@ -62,8 +62,8 @@ class NativeLayers:
 
 
 class HostLayers:
-    """Of an array [layers, parts, blocks, bytes]: PyTorch's pool on a CPU (`TorchKVPool.as_bytes`, K and V apart), or
-    with one part any memory of the host.
+    """Layers of an array [layers, parts, blocks, bytes]: PyTorch's pool on a CPU (`TorchKVPool.as_bytes`, K and V
+    apart), or with one part any memory of the host.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ def check_part(
 
 
 def layers_of_next_run(io: LayerIO) -> Callable[[], int]:
-    """How many layers the model's next run has written; 0 before and after it. For steps that are one run."""
+    """Return how many layers the model's next run has written; 0 before and after it. For steps that are one run."""
     run = io.progress[0] + 1
 
     def num_layers_written() -> int:

@@ -74,7 +74,7 @@ class Choice(Protocol):
 
 
 class TapReader(Protocol):
-    """Whoever drafts from what the program computed; `speculative.mtp.Head` is one."""
+    """Proposer that drafts from what the program computed; `speculative.mtp.Head` is one."""
 
     def computed(self, step: Computed) -> None: ...
 
@@ -119,8 +119,8 @@ class NativeExecutor:
         self.runner = runner
         self._sample_rows = sample_rows
         self.adapters = adapters
-        self.grammars: Grammars | None = None  # for requests with one; whoever builds an engine sets it
-        self.proposer: Proposer | None = None  # of drafts; whoever builds an engine sets it
+        self.grammars: Grammars | None = None  # for requests with one; set by the engine's builder
+        self.proposer: Proposer | None = None  # of drafts; set by the engine's builder
         self.head: TapReader | None = None  # told of what steps computed; likewise
         self._block_size = block_size
         self._states: dict[str, HeldRequest] = {}
@@ -150,11 +150,13 @@ class NativeExecutor:
         return ModelOutput(tuple(self._reports(works, tokens, prompts)), draft_s=draft_s)
 
     def is_one_run(self, plan: SchedulerOutput) -> bool:
-        """Whether the program runs once for it (`LayerIO.progress`); runs of a head do not count."""
+        """Return whether the program runs once for the plan (`LayerIO.progress`); runs of a head do not count."""
         return plan.num_tokens <= self.runner.max_tokens
 
     def measure_swap(self) -> Bandwidth | None:
-        """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""
+        """Measure how fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the
+        pool.
+        """
         return self._host.measure() if self._host is not None else None
 
     def block_io(self) -> NativeBlocks:
@@ -184,7 +186,7 @@ class NativeExecutor:
         del self.runner, self.pool, self._sample_rows, self.threads
 
     def _choose_threads(self, choice: Choice, num_tokens: int, num_rows: int, began_at: float) -> None:
-        """For the next step, by what this one took."""
+        """Choose the threads of the next step, by the time of this one."""
         news, most = choice.took(num_tokens, num_rows, began_at, self._clock()), self.threads.num_threads
         self.threads.use(choice.num_threads)
         if news == most:
@@ -199,7 +201,7 @@ class NativeExecutor:
             )
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
-        """All of the plan but the computing, and each row's block table."""
+        """Take in all of the plan but the computing; return each row's block table."""
         works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars, self.proposer)
         for work in works:
             work.state.take_blocks(work.row)
@@ -208,7 +210,7 @@ class NativeExecutor:
     def _run(
         self, slices: Sequence[Slice], tokens: dict[int, SampledToken], prompts: dict[int, list[TokenLogprobs]]
     ) -> None:
-        """One call of the program, and what is wanted of its logits."""
+        """Run the program once; return the wanted logits."""
         step = ragged_step(slices, self._block_size)
         names = [piece.work.state.adapter for piece in slices]
         if self.adapters is not None and any(names):
@@ -262,13 +264,13 @@ class NativeExecutor:
             tokens[piece.row] = kept[-1]._replace(before=tuple(kept[:-1]))
 
     def _settle_blocks(self, planned: Sequence[RowWork]) -> None:
-        """Of rows for which drafts were planned, as the scheduler does."""
+        """Settle the blocks of rows with planned drafts, as the scheduler does."""
         for row, state, _ in planned:
             if row.num_drafts:
                 state.settle_blocks(max(row.start + row.num_known, state.tokens.size - 1), self._block_size)
 
     def _add_prompt_logprobs(self, piece: Slice, first: int, prompts: dict[int, list[TokenLogprobs]]) -> None:
-        """Of prompt positions start + 1 .. start + num_tokens, each from the logits before it."""
+        """Add the logprobs of prompt positions start + 1 .. start + num_tokens, each from the logits before it."""
         state = piece.work.state
         if state.prompt_logprobs is None:
             return

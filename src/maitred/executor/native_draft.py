@@ -144,5 +144,5 @@ def _settings(sampler: SamplerSettings) -> tuple[float, float, float, float]:
 
 
 def _sequence(settings: SamplerSettings, position: int) -> tuple[int, int, int]:
-    """What `sampler.uniform` draws with, as it takes it, for the token at the position."""
+    """Return the sequence that `sampler.uniform` draws with for the token at the position."""
     return settings.seed & _MASK_64, settings.sample_index & _MASK_64, position

@@ -31,7 +31,7 @@ class HeadPlan:
 
     @property
     def own(self) -> Program:
-        """What is loaded for it: the embedding is the served model's, of which a rank has a part only."""
+        """Return what is loaded for it: the embedding is the served model's, of which a rank has a part only."""
         return own_weights(self.program) if self._shares_embedding else self.program
 
     @property

@@ -60,7 +60,7 @@ class AdapterRunner(Protocol):
 
     @property
     def adapter_memory(self) -> NDArray[np.uint8] | None:
-        """Where parts must lie, because ranks share them; None: anywhere."""
+        """Memory for parts, because ranks share them; None: anywhere."""
 
     def release_adapter_memory(self, offset: int, num_bytes: int) -> None: ...
 
@@ -72,7 +72,7 @@ class Resident(NamedTuple):
 
     @property
     def end(self) -> int:
-        """There, where the next may begin."""
+        """End of the adapter there, where the next may begin."""
         return _round_up(self.offset + self.adapter.num_bytes, PAGE)
 
 
@@ -163,12 +163,12 @@ class NativeAdapters:
         return dict(sorted(self._resident.items(), key=lambda item: item[1].offset))
 
     def slots(self, names: Sequence[str]) -> Int32s:
-        """Of each row, by the name of its adapter, which is resident; -1 for no name."""
+        """Return the slot of each row, by the name of its adapter, which is resident; -1 for no name."""
         return np.array([self._resident[name].slot if name else -1 for name in names], dtype=np.int32)
 
 
 def refuse(works: Sequence[RowWork], adapters: NativeAdapters | None) -> dict[int, SampledToken]:
-    """Rows whose adapter is not resident, by place, and what is reported of them: they end, and no others."""
+    """Return the rows with an adapter that is not resident, by place, and their reports: they end, and no others."""
     known = adapters.names() if adapters is not None else frozenset()
     return {
         index: SampledToken(0, error=f"adapter {work.state.adapter} is not loaded")
@@ -189,7 +189,7 @@ class Run(NamedTuple):
 
 
 class PartPlan(NamedTuple):
-    """What is packed for one linear."""
+    """Parts that are packed for one linear."""
 
     dtype: str
     a: tuple[Floats, ...]  # stacked
@@ -223,7 +223,7 @@ class Piece(NamedTuple):
 
 
 def pack_adapter(adapted: Sequence[Weight], adapter: Adapter) -> PackedAdapter:
-    """In one piece of memory, linear after linear, A before B."""
+    """Pack an adapter in one piece of memory, linear after linear, A before B."""
     planned = plans(adapted, adapter)
     offsets = _layout(planned)
     memory = allocate(offsets[-1])
@@ -236,7 +236,7 @@ def plans(adapted: Sequence[Weight], adapter: Adapter) -> list[PartPlan | None]:
 
 
 def _layout(planned: Sequence[PartPlan | None]) -> list[int]:
-    """Where each begins, and the end of all."""
+    """Return where each part begins, and the end of all."""
     offsets = [0]
     for plan in planned:
         offsets.append(offsets[-1] + (_aligned(plan.a_bytes) + _aligned(plan.b_bytes) if plan else 0))
@@ -263,7 +263,7 @@ def _plan(weight: Weight, tensors: Mapping[str, tuple[LowRank, ...]]) -> PartPla
 
 
 def _runs(weight: Weight, pieces: Sequence[Piece]) -> Iterator[Run]:
-    """Over the panels of the weight's tiles; those of a gated pair half by half."""
+    """Return the runs over the panels of the weight's tiles; those of a gated pair half by half."""
     if not weight.gated:
         yield from _runs_of(pieces, 0, weight.rows, _round_up(weight.rows, TILE))
         return
@@ -294,7 +294,7 @@ def _within(piece: Piece, first: int, end: int) -> Piece:
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
-    """One matrix from row 0 on, with zeros where a rank does not reach a row."""
+    """Return one matrix from row 0 on, with zeros where a rank does not reach a row."""
     first = min(piece.rank for piece in pieces)
     ranks = max(piece.rank + piece.b.shape[1] for piece in pieces) - first
     b = np.zeros((max(piece.row + len(piece.b) for piece in pieces), ranks), dtype=np.float32)

@@ -60,7 +60,7 @@ class Chained(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a process among those that run a program together."""
+    """Place of a process among those that run a program together."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -76,7 +76,7 @@ class OpTime(NamedTuple):
 
 
 class LowRankPart(NamedTuple):
-    """What an adapter adds to one linear, as csrc/adapters.h has it: A and B as flat bytes aligned to 64."""
+    """Addend of an adapter to one linear, as csrc/adapters.h has it: A and B as flat bytes aligned to 64."""
 
     dtype: str  # float32 or bfloat16
     rank: int  # of all of A, its padding included
@@ -198,7 +198,7 @@ class NativeProgram:
         return logits
 
     def serve(self) -> None:
-        """Of ranks above 0: computes what rank 0 runs, until that ends."""
+        """Serve on a rank above 0: compute what rank 0 runs, until that ends."""
         self._native.serve()
 
     def load_adapter(self, slot: int, parts: Sequence[LowRankPart | None]) -> None:
@@ -210,8 +210,9 @@ class NativeProgram:
 
     @property
     def adapter_memory(self) -> NDArray[np.uint8] | None:
-        """Where parts must lie that are loaded, because ranks share them; None for one process: anywhere. Parts of it
-        that were never written take no memory."""
+        """Memory for loaded parts, because ranks share them; None for one process: anywhere. Parts of it that were
+        never written take no memory.
+        """
         memory: NDArray[np.uint8] | None = self._native.adapter_memory
         return memory
 
@@ -227,7 +228,7 @@ class NativeProgram:
         self._native.set_profiling(on)
 
     def profile(self) -> list[OpTime]:
-        """Of the last run, in the program's order, on the first thread."""
+        """Return the profile of the last run, in the program's order, on the first thread."""
         return [OpTime(*pair) for pair in self._native.profile()]
 
     def close(self) -> None:
@@ -315,7 +316,7 @@ class _Builder:
         self._native.norm(source, op.source_first, target, op.first, op.width, norm, self._eps, index >= self._head)
 
     def _width(self, value: str) -> int:
-        """Of a value that is written by columns."""
+        """Return the width of a value that is written by columns."""
         return max(op.first + op.width for op in self._program.ops if isinstance(op, Columns) and op.target == value)
 
     def _add_linear(self, index: int, op: Linear) -> None:

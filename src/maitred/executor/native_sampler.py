@@ -1,6 +1,6 @@
 """`sampler.sample_rows` by the native library: the same tokens and errors for the same rows, in a fraction of the time.
 
-What may differ: a draw whose random number falls within rounding (1e-14) of the edge between two tokens, and logprobs
+Differences: a draw whose random number falls within rounding (1e-14) of the edge between two tokens, and logprobs
 in their last bits, because sums run in another order than numpy's.
 """
 
@@ -25,7 +25,9 @@ class NativeSampler:
         self._sampler = Sampler(pool, isa=isa)
 
     def sample_rows(self, logits_RV: NDArray[np.float32], samplers: Sequence[RequestSampler]) -> list[SampledToken]:
-        """As `sampler.sample_rows`: one token for each of R rows, which may be overwritten; the caller appends."""
+        """Sample as `sampler.sample_rows` does: one token for each of R rows, which may be overwritten; the caller
+        appends.
+        """
         assert logits_RV.shape[0] == len(samplers), (logits_RV.shape, len(samplers))
         logits_RV = np.asarray(logits_RV, dtype=np.float32)
         if logits_RV.strides[1] != logits_RV.itemsize or not logits_RV.flags.writeable:

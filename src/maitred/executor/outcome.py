@@ -14,7 +14,7 @@ NAN_LOGITS = "logits are NaN"
 
 
 def prompt_tokens_due(work: RowWork) -> list[int]:
-    """The prompt tokens after those the row computes, whose logprobs were asked for; empty when none were."""
+    """Return the prompt tokens after those the row computes whose logprobs were asked for; empty when none were."""
     row, state, _ = work
     if state.prompt_logprobs is None:
         return []
@@ -26,7 +26,7 @@ def prompt_tokens_due(work: RowWork) -> list[int]:
 def report(
     work: RowWork, token: SampledToken | None, prompt_logprobs: tuple[TokenLogprobs, ...] | None
 ) -> SampledRow | None:
-    """None when the row has nothing to say."""
+    """Return the row's report; None when it has nothing to say."""
     if token is None and prompt_logprobs is None:
         return None
     error = token.error if token is not None else None

@@ -13,8 +13,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(fd: int) -> None:
-    """By the kernel on Linux, which needs no thread of ours; everywhere, when `fd` (a pipe or socket that only the
-    parent holds the other end of) comes to its end. For a process that the parent's main thread began.
+    """End this process with its parent: by the kernel on Linux, which needs no thread of ours; everywhere, when `fd` (a
+    pipe or socket with its other end in the parent alone) comes to its end. For a process that the parent's main thread
+    began.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -22,8 +23,8 @@ def end_with_parent(fd: int) -> None:
 
 
 def end_with(fd: int, *, grace_s: float = 0.0) -> None:
-    """When that comes to its end alone: for a process that any thread of the parent began. `grace_s` is what it has to
-    end by itself.
+    """End this process when `fd` comes to its end: for a process that any thread of the parent began. `grace_s` is its
+    time to end by itself.
     """
 
     def wait_for_the_end() -> None:

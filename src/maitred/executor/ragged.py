@@ -1,7 +1,7 @@
 """Ragged batch for the native program: a plan's rows as flat arrays, cut to what its buffers hold.
 
 The program's buffers never grow. A step with more tokens than they hold, as when the token budget was raised at run
-time, is carried out in passes over slices of its rows; nothing a token computes depends on who shares its pass.
+time, is carried out in passes over slices of its rows; no token's result depends on the rows that share its pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Slice(NamedTuple):
 
 @dataclass(slots=True)
 class RaggedStep:
-    """What `StepRows` of the native library points to; T tokens of R slices."""
+    """Rows as `StepRows` of the native library points to them; T tokens of R slices."""
 
     token_ids: Int32s  # [T]
     positions: Int32s  # [T]

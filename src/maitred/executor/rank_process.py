@@ -20,7 +20,7 @@ from maitred.model.families import spec_from_config
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # who stops the group stops rank 0, and it stops us
+    for number in (signal.SIGINT, signal.SIGTERM):  # a signal to the group stops rank 0, which stops this rank
         signal.signal(number, signal.SIG_IGN)
     begin = msgspec.json.decode(_line(0), type=Begin)
     end_with_parent(0)
@@ -65,7 +65,7 @@ def _load(begin: Begin, place: Place) -> NativeProgram:
 
 
 def _line(fd: int) -> bytes:
-    """Up to the line's end and no further, so that the end of the stream can be waited for."""
+    """Read up to the line's end and no further, so that the end of the stream can be waited for."""
     read = b""
     while not read.endswith(b"\n") and (more := os.read(fd, 65536)):
         read += more

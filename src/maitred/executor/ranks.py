@@ -30,9 +30,11 @@ from maitred.model.checkpoint import Checkpoint
 # -P: the current folder, which may be a model's with Python code in it, is no place for modules
 RANK = (sys.executable, "-P", "-m", "maitred.executor.rank_process")
 PROCESS_BYTES = 64 * 2**20
-"""What a rank's process takes besides its weights: Python, numpy and the library."""
+"""Bytes of a rank's process besides its weights: Python, numpy and the library."""
 SPARE_BYTES = 2**38
-"""Of addresses, for what is no buffer of the plan, as parts of long attentions. What is not touched is no memory."""
+"""Bytes of addresses for what is no buffer of the plan, as parts of long attentions. Untouched addresses take no
+memory.
+"""
 NODES = Path("/sys/devices/system/node")
 STOP_S = 3.0  # a rank that was told to end, and has not by then, is killed
 
@@ -41,7 +43,7 @@ OnLost = Callable[[str, int], None]
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank makes its plan of, as rank 0 did; with `identity`, the files that it must find."""
+    """Configuration from which a rank makes its plan, as rank 0 did; with `identity`, the files that it must find."""
 
     path: str
     identity: str
@@ -53,7 +55,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """To a rank: what it is, and what it loads."""
+    """Message to a rank: its place, and what it loads."""
 
     config: RankConfig
     rank: int = 0
@@ -71,7 +73,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """From a rank, when it has loaded: bytes of shared memory that its program takes; or why it could not load."""
+    """Message from a rank that has loaded: bytes of shared memory that its program takes; or why it could not load."""
 
     num_taken: int = 0
     error: str = ""
@@ -123,7 +125,7 @@ class Ranks:
         bind_process(self.cpus)  # from here on: the others begin wherever there is room
 
     def wait(self, num_taken: int) -> None:
-        """Until all have loaded, and have the program in memory that rank 0 has. Raises KernelError."""
+        """Wait until all have loaded, and have the program in memory that rank 0 has. Raises KernelError."""
         for _ in self._keepers:
             rank, loaded = self._answers.get()
             if loaded.error:
@@ -137,7 +139,7 @@ class Ranks:
         self._memory.close()  # all have it mapped
 
     def close(self) -> None:
-        """Nothing of them is there when this returns; idempotent."""
+        """End all ranks before returning; idempotent."""
         self._closing = True
         self._team.stop()
         for keeper in self._keepers:
@@ -149,7 +151,7 @@ class Ranks:
         self._memory.close()
 
     def _keep(self, begin: Begin) -> None:
-        """One rank's life."""
+        """Keep one rank for its life."""
         try:
             process = self._processes[begin.rank] = _start(begin.memory_fd)
         except OSError as error:
@@ -163,7 +165,7 @@ class Ranks:
             self._lost(f"rank {begin.rank} {why}", process.returncode)
 
     def _follow(self, process: subprocess.Popen[bytes], begin: Begin) -> Loaded | None:
-        """To its end: what it said when it had loaded, None if it never did."""
+        """Follow a rank to its end; return its message after loading, None if there was none."""
         assert process.stdin is not None
         assert process.stdout is not None
         with process.stdin as commands, process.stdout as answers:
@@ -238,15 +240,16 @@ def join_team(begin: Begin) -> Any:
 
 
 def processors_of_ranks(num_ranks: int, num_threads: int, system: Path = NODES) -> tuple[tuple[int, ...], ...]:
-    """For each rank, one processor a thread where there are as many as threads in all; else those of its NUMA node, if
-    there are several; else none, for any will do."""
+    """Return processors for each rank: one a thread where there are as many as threads in all; else those of its NUMA
+    node, if there are several; else none, for any will do.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return ()
     return dealt_processors(processors_by_node(os.sched_getaffinity(0), system), num_ranks, num_threads)
 
 
 def processors_by_node(allowed: Collection[int], system: Path) -> list[list[int]]:
-    """Those of `allowed`, by the node whose memory is near; one list where the system tells of no nodes."""
+    """Return the processors of `allowed` by the node with near memory; one list where the system tells of no nodes."""
     nodes = [
         [cpu for cpu in _listed(path.read_text()) if cpu in allowed]
         for path in sorted(system.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
@@ -264,14 +267,14 @@ def dealt_processors(nodes: Sequence[Sequence[int]], num_ranks: int, num_threads
 
 
 def bind_process(cpus: Collection[int]) -> None:
-    """This thread, and those that it starts from now on, run on these; so what they touch first lies near."""
+    """Bind this thread, and those that it starts from now on, so that memory they touch first lies near."""
     if cpus:
         with suppress(OSError):
             os.sched_setaffinity(0, cpus)
 
 
 def bind_rank(threads: Any, cpus: Sequence[int]) -> None:
-    """Each thread of the `_native.ThreadPool` to one of them, where they are as many."""
+    """Bind each thread of the `_native.ThreadPool` to one processor, where there are as many."""
     if len(cpus) == threads.num_threads:
         threads.bind(list(cpus))
 

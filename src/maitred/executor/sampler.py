@@ -120,7 +120,7 @@ def _mix64(z: int) -> int:
 
 
 def _draw(logits_V: LogitsRow, largest: float, sampler: RequestSampler) -> int:
-    """One token by inverse CDF over the candidates, ids ascending: the first whose cumulated weight exceeds u."""
+    """Draw one token by inverse CDF over the candidates, ids ascending: the first with a cumulated weight over u."""
     ids, weights = _candidates(logits_V, largest, sampler.sampling)
     index = _first_over(weights, uniform(sampler.seed, sampler.sample_index, sampler.position))
     return index if ids is None else int(ids[index])

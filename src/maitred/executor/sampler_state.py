@@ -20,7 +20,9 @@ TokenMask = NDArray[np.uint32]  # [at least V / 32], a bit a token, from the low
 
 
 class LogitChanges(NamedTuple):
-    """What `RequestSampler.apply` would do now, as the native sampler takes it; fields in the order they act."""
+    """Changes that `RequestSampler.apply` would make now, as the native sampler takes them; fields in the order they
+    act.
+    """
 
     mask: TokenMask | None
     allowed_ids: TokenIds | None
@@ -77,7 +79,7 @@ class RequestSampler:
         thinking: ThinkingLimit | None = None,
     ) -> None:
         self.sampling = sampling
-        self.mask: TokenMask | None = None  # of a grammar, for the token drawn next; whoever has one sets it
+        self.mask: TokenMask | None = None  # of a grammar, for the token drawn next; set by its owner
         self._thoughts = ThoughtCounter(thinking) if thinking is not None else None
         self.vocab_size = vocab_size
         self.seed = seed
@@ -108,7 +110,7 @@ class RequestSampler:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether `apply` would do anything now."""
+        """Return whether `apply` would do anything now."""
         p = self.sampling
         return (
             self.mask is not None
@@ -124,7 +126,7 @@ class RequestSampler:
 
     @property
     def is_alike_ahead(self) -> bool:
-        """Whether it draws alike whatever is output from here on: greedy, of logits that nothing changes."""
+        """Return whether it draws alike whatever is output from here on: greedy, of logits that nothing changes."""
         p = self.sampling
         return p.greedy and not (self.changes_logits or self._thoughts or p.presence_penalty or p.frequency_penalty)
 

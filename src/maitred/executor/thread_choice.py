@@ -1,7 +1,7 @@
 """Thread count of the next step: that with which steps like it are fastest, found by trials now and then.
 
 Threads meet hundreds of times in a step. One whose processor has other work keeps the rest waiting for a time slice
-each time, so on a busy machine two threads can be slower than one. What took how long is all that is known here.
+each time, so on a busy machine two threads can be slower than one. Only step times are known here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ThreadChoice:
 
     @property
     def num_threads(self) -> int:
-        """For the next step."""
+        """Return the number of threads for the next step."""
         return self._trial.num_threads if self._trial is not None else self._present
 
     def took(self, num_tokens: int, num_rows: int, began_at: float, ended_at: float) -> int | None:
@@ -115,5 +115,5 @@ class ThreadChoice:
 
 
 def other_numbers(present: int, most: int) -> list[int]:
-    """To be tried in turn: one thread more or less, half of them, all."""
+    """Return the numbers to be tried in turn: one thread more or less, half of them, all."""
     return sorted({n for n in (present - 1, present // 2, present + 1, most) if 1 <= n <= most} - {present})

@@ -101,7 +101,7 @@ class GatherAttention:
         return out if group.query_keep is None else out.index_select(0, group.query_keep)
 
     def _gather(self, layer: int, num_rows: int, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's keys and values, [R, L, K, H] in the compute dtype."""
+        """Gather each row's keys and values, [R, L, K, H] in the compute dtype."""
         shape = self._pool.shape
         numel = keys.block_ids.numel() * shape.block_size * shape.num_kv_heads * shape.head_dim
         if numel > self._scratch.shape[1]:
@@ -130,7 +130,7 @@ class GatherAttention:
     def _attend_long(
         self, q_QNH: torch.Tensor, k_LKH: torch.Tensor, v_LKH: torch.Tensor, mask_RQL: torch.Tensor | None
     ) -> torch.Tensor:
-        """One row: key heads are the batch, and the G query heads of each see the same keys through stride 0."""
+        """Attend one row: key heads are the batch, and the G query heads of each see the same keys through stride 0."""
         query_len, num_heads, head_dim = q_QNH.shape
         num_kv_heads = k_LKH.shape[1]
         q = q_QNH.view(query_len, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)

@@ -33,10 +33,12 @@ class TorchKVPool:
                 f"lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len ({error})"
             ) from error
         self.progress = 0, 0
-        """Forward passes that have begun, and the layers whose KV the last of them has written, or told a GPU to."""
+        """Forward passes that have begun, and the layers with KV that the last of them has written, or told a GPU
+        to.
+        """
         make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
         self.written = [make_event() for _ in range(shape.num_layers)] if device.type == "cuda" else []
-        """On a GPU, of each layer: that its last write is done."""
+        """Events of a GPU, one a layer: its last write is done."""
         by_slot = shape.num_blocks * shape.block_size
         self._slots = self._pool.view(shape.num_layers, 2, by_slot, shape.num_kv_heads, shape.head_dim)
 
@@ -110,7 +112,7 @@ class _BesideSteps:
         return torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Until all copies are done."""
+        """Wait until all copies are done."""
         if self._stream is not None:
             self._stream.synchronize()
 

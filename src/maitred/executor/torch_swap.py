@@ -26,7 +26,7 @@ class Bandwidth(NamedTuple):
 class TorchHostPool:
     """Blocks of `pool`, each contiguous, in host memory; pinned where the pool is on a GPU.
 
-    A GPU's copies are queued on its stream, in order with everything else that touches the pool; nobody waits for them.
+    A GPU's copies are queued on its stream, in order with everything else that touches the pool, without a wait.
     """
 
     def __init__(self, pool: TorchKVPool, num_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""When open-loop requests are sent: a gamma process, which is Poisson at shape 1 and bursty below it."""
+"""Arrival times of open-loop requests: a gamma process, which is Poisson at shape 1 and bursty below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Those who ask a simulated engine or fleet: when each request comes, what it may ask for, what becomes of it."""
+"""Clients of a simulated engine or fleet: each request's arrival, its terms, and its outcome."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SimulatedRequest:
     moves: list[tuple[float, float]] = field(default_factory=list)  # from, to (s): when its KV was waited for
 
     def begin_again(self) -> None:
-        """It is on no engine any more; whatever it had there is lost."""
+        """Start over: the request is on no engine any more, and what it had there is lost."""
         self.state, self.last_token_at, self.num_slow_gaps = None, -1.0, 0
         self.spec = msgspec.structs.replace(self.spec, resumed=None)
         self.slots.clear()
@@ -47,7 +47,9 @@ class SimulatedRequest:
 
 
 class Clients:
-    """Requests of `tenants` are under their terms and limits; whom those or `admission` turn away counts as failed."""
+    """Clients whose requests are under the terms and limits of `tenants`; a request refused by those or by `admission`
+    counts as failed.
+    """
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class Clients:
         self._callers = {name: Caller(tenant, quotas.of(tenant)) for name, tenant in (tenants or {}).items()}
         self._anybody = anybody()
         self._gate = Gate(admission)
-        self._events: list[tuple[float, int, Arrival]] = []  # a heap: who comes next
+        self._events: list[tuple[float, int, Arrival]] = []  # a heap: the next to come
         self._num_events = 0
         self._source: Iterator[Arrival] = iter(())
 
@@ -75,7 +77,7 @@ class Clients:
 
     @property
     def next_at(self) -> float | None:
-        """When the next one comes (s); None when nobody does, unless an answer makes somebody ask again."""
+        """Return when the next request comes (s); None when none does, unless an answer triggers one."""
         return self._events[0][0] if self._events else None
 
     def take(self) -> SimulatedRequest:
@@ -118,7 +120,7 @@ class Clients:
         self.results.failed(live.group, now, _reason_of(error))
 
     def given_up(self, live: SimulatedRequest, reason: FinishReason, now: float) -> None:
-        """Before any engine had begun with it."""
+        """Count a request that was given up before any engine had begun it."""
         assert live.lease is not None
         live.lease.end(0)
         self.results.failed(live.group, now, reason.value)
@@ -142,7 +144,7 @@ class Clients:
 
 
 def _reason_of(error: MaitredError) -> str:
-    """In a word, as the figures have it."""
+    """Return the reason in a word, as the figures have it."""
     if isinstance(error, Overloaded):
         return error.reason
     return error.limit if isinstance(error, RateLimited) else "too_long"

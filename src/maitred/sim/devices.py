@@ -23,7 +23,7 @@ GB, TFLOPS = 1e9, 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of a decoder its cost depends on."""
+    """Shape of a decoder, as far as its cost depends on it."""
 
     name: str
     num_parameters: float
@@ -116,7 +116,7 @@ class Device:
     compute_efficiency: float = 0.55
     bandwidth_efficiency: float = 0.75
     token_budget: int = DEFAULT_TOKEN_BUDGET
-    """Tokens of a step where nobody asks for another number."""
+    """Tokens of a step unless another number is given."""
 
 
 DEVICES: dict[str, Device] = {
@@ -190,7 +190,9 @@ def roofline(device: Device, model: ModelShape) -> CostModel:
 
 
 def num_kv_blocks(device: Device, model: ModelShape, block_size: int) -> int:
-    """What is left after the weights and a tenth for activations. Raises ConfigError when the weights do not fit."""
+    """Return the blocks that fit beside the weights and a tenth for activations. Raises ConfigError when the weights do
+    not fit.
+    """
     free = 0.9 * device.memory_bytes - model.weight_bytes
     blocks = int(free / (model.kv_bytes_per_token * block_size))
     if blocks < 1:

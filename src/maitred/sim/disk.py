@@ -17,7 +17,7 @@ class SimulatedDisk:
         return len(self._kept)
 
     def num_known(self, names: Sequence[bytes]) -> int:
-        """How many from the front are there."""
+        """Return how many from the front are there."""
         return next((i for i, name in enumerate(names) if name not in self._kept), len(names))
 
     def store(self, names: Sequence[bytes]) -> None:

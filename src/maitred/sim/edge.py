@@ -1,4 +1,4 @@
-"""What a request spends outside of the engine, as its client sees it."""
+"""Edge: the time that a request spends outside the engine, as its client sees it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class EdgeModel:
     """
 
     fixed_s: float = 0.0
-    """Each request, until its client has the first token."""
+    """Time of each request until its client has the first token, at no prompt."""
     prompt_token_s: float = 0.0
     output_token_s: float = 0.0
-    """Each token after the first: by how much longer than the engine its client waits for it."""
+    """Time of each token after the first by which its client waits longer than the engine."""
 
     def first_token_s(self, prompt_tokens: int) -> float:
         return self.fixed_s + prompt_tokens * self.prompt_token_s

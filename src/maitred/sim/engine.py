@@ -26,22 +26,22 @@ from maitred.sim.workload import block_hashes
 from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
 SlownessAt = Callable[[float], Slowness]
-"""Of the machine at a time (s since the first arrival)."""
-IDLE_STEP_S = 1e-3  # a step with nothing to do, while everybody waits for something other than a slot
+"""Slowness of the machine at a time (s since the first arrival)."""
+IDLE_STEP_S = 1e-3  # a step with nothing to do, while all requests wait for something other than a slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What of an engine's configuration its scheduling depends on."""
+    """Configuration of an engine, as far as its scheduling depends on it."""
 
     scheduler: SchedulerConfig
     num_blocks: int
     block_size: int = 16
     enable_prefix_caching: bool = True
     predictor: str = "oracle"
-    """One of PREDICTORS, in place of `scheduler.predictor`: the oracle's truth is only known here."""
+    """Name in PREDICTORS, in place of `scheduler.predictor`: the oracle's truth is only known here."""
     policies: Mapping[str, PolicyFactory] = field(default_factory=lambda: POLICIES)
-    """By name; installed ones may be among them."""
+    """Policies by name; installed ones may be among them."""
     acceptance: float | None = None
     """Chance that a draft is accepted after those before it; None drafts nothing."""
     num_speculative_tokens: int = 5
@@ -49,8 +49,9 @@ class EngineSetup:
 
 
 class SimulatedEngine:
-    """Without `jitter` every step takes what the cost model says, and without `slowness` the machine's speed is always
-    that of the cost model. Steps and gaps between tokens are counted in `results`; ends are its user's to count.
+    """Simulated engine. Without `jitter` every step takes what the cost model says, and without `slowness` the
+    machine's speed is always that of the cost model. Steps and gaps between tokens are counted in `results`; ends are
+    its user's to count.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SimulatedEngine:
         self._setup = setup
         self.clock = ManualClock()
         self._executor = _SimulatedExecutor(self.clock, cost_model, results, jitter, slowness, setup.acceptance or 0.0)
-        self.live = self._executor.live_requests  # by id; whoever ends one takes it out
+        self.live = self._executor.live_requests  # by id; removed when it ends
         self.kv_cache = KVCacheManager(
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,
@@ -93,15 +94,15 @@ class SimulatedEngine:
 
     @property
     def can_step(self) -> bool:
-        """Not all that are here wait for KV."""
+        """Return whether a request is here that does not wait for KV."""
         return self.core.can_step
 
     def wait_until(self, now: float) -> None:
-        """Nothing if its clock is further already, for it has executed a step that ends later."""
+        """Advance the clock to a time; do nothing if it is further already, after a step that ends later."""
         self.clock.advance(max(0.0, now - self.clock.now()))
 
     def add(self, live: SimulatedRequest) -> None:
-        """It is in the next step at the earliest. Raises RequestError when it can never be served."""
+        """Add a request, for the next step at the earliest. Raises RequestError when it can never be served."""
         self.live[live.spec.request_id] = live
         try:
             live.state = self.core.add(live.spec)
@@ -110,7 +111,7 @@ class SimulatedEngine:
             raise
 
     def step(self) -> list[RequestProgress]:
-        """What came of it is known when its clock says."""
+        """Execute a step; its outcome is known when the engine's clock says so."""
         return self.core.step()
 
     def rest(self) -> None:
@@ -118,11 +119,11 @@ class SimulatedEngine:
         self.clock.advance(self._executor.gap_s)
 
     def run_beside(self, tensors: TensorSimulation) -> None:
-        """While a step is under way, batches of tensor models are; the step takes so much longer."""
+        """Run batches of tensor models beside the step under way, which takes longer for them."""
         self._executor.beside = tensors
 
     def take_back(self, request_id: str) -> None:
-        """It is to go on elsewhere, or nowhere."""
+        """Take a request back, to go on elsewhere or nowhere."""
         self.core.abort(request_id)
         self.live.pop(request_id, None)
 
@@ -233,7 +234,7 @@ class _SimulatedExecutor:
         return sampled
 
     def _drafted(self, row: ScheduledRow) -> SampledRow:
-        """Which drafts are right is a function of request and position: the same in every run."""
+        """Return the drafts; which are right is a function of request and position, the same in every run."""
         first = row.start + row.num_known
         num_accepted = 0
         while num_accepted < row.num_drafts and chance(row.request_id, first + num_accepted) < self._acceptance:
@@ -246,7 +247,7 @@ class _SimulatedExecutor:
 
 
 def draft_chain_s(costs: CostModel, lengths: Sequence[int]) -> float:
-    """What making up so many drafts for each row takes: a link of the chain for all that are as long."""
+    """Return the time of making up so many drafts for each row: a link of the chain for all that are as long."""
     return sum(costs.draft_s(sum(length >= depth for length in lengths)) for depth in range(1, max(lengths) + 1))
 
 

@@ -14,12 +14,12 @@ class SimulatedStep:
 
     model: str
     version: int  # 0 is the highest
-    needs: tuple[int, ...] = ()  # steps whose outputs it takes
+    needs: tuple[int, ...] = ()  # steps that give its inputs
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEnsemble:
-    """Its steps, of which none waits for itself."""
+    """An ensemble's steps, without circles."""
 
     name: str
     steps: tuple[SimulatedStep, ...]

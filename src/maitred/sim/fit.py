@@ -87,7 +87,7 @@ class EdgeFit(NamedTuple):
 
 
 def fit_edge(samples: Sequence[EdgeSample]) -> EdgeFit:
-    """Of every other sample; the error is that on the rest. `MIN_EDGE_SAMPLES` or more.
+    """Fit the edge to every other sample; the error is that on the rest. `MIN_EDGE_SAMPLES` or more.
 
     Medians of prompts of like length are fitted: half of the requests are slower, and a few by much.
     """
@@ -193,7 +193,9 @@ def nonnegative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence
 
 
 def _standard_errors(rows: Sequence[Sequence[float]], coefficients: Sequence[float]) -> list[float]:
-    """Of the coefficients over 0, as in ordinary least squares with those terms alone; 0 for the others."""
+    """Return the standard errors of the coefficients over 0, as in ordinary least squares with those terms alone; 0 for
+    the others.
+    """
     active = [j for j, c in enumerate(coefficients) if c > 0]
     errors = [0.0] * len(coefficients)
     if len(rows) <= len(active):
@@ -206,7 +208,7 @@ def _standard_errors(rows: Sequence[Sequence[float]], coefficients: Sequence[flo
 
 
 def _inverse_diagonal(matrix: list[list[float]]) -> list[float]:
-    """By Gauss-Jordan on the matrix scaled to a unit diagonal."""
+    """Return the inverse's diagonal by Gauss-Jordan on the matrix scaled to a unit diagonal."""
     size = len(matrix)
     scales = [math.sqrt(matrix[i][i]) for i in range(size)]
     work = [[matrix[i][j] / scales[i] / scales[j] for j in range(size)] for i in range(size)]

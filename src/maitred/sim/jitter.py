@@ -1,4 +1,4 @@
-"""How unsteady a machine is: draws by which modelled times spread as measured ones do."""
+"""Jitter: draws by which modelled times spread as measured ones do."""
 
 from __future__ import annotations
 

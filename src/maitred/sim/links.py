@@ -79,7 +79,7 @@ class Links:
         self._share()
 
     def cut(self, flow: Flow, now: float) -> None:
-        """What is left of it does not come."""
+        """Cut the transfer; the rest of it does not come."""
         self._pass(now)
         flow.left = 0.0
         self._flows.pop(flow, None)
@@ -101,7 +101,7 @@ class Links:
             flow.left -= flow.rate * passed_s
 
     def _share(self) -> None:
-        """Each port evenly among its flows; a flow is as fast as the fuller of its ports."""
+        """Share each port evenly among its flows; a flow is as fast as the fuller of its ports."""
         users: dict[str, int] = {}
         for flow in self._flows:
             for port in flow.ports:

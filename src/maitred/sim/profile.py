@@ -17,36 +17,36 @@ DOUBTFUL_ERROR = 0.10
 
 
 class TermError(msgspec.Struct, frozen=True, kw_only=True):
-    """How sure one coefficient is."""
+    """Uncertainty of one coefficient."""
 
     seconds: float
     """The coefficient, for each unit of its term."""
     standard_error_s: float
     share: float
-    """Of the modelled time of all recorded steps."""
+    """Share of the modelled time of all recorded steps."""
     held_out_error: float | None = None
     """Mean relative error of the held-out steps in which this term weighs most; None when there is none."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What `maitred profile` writes and `maitred simulate --device FILE` reads."""
+    """Profile that `maitred profile` writes and `maitred simulate --device FILE` reads."""
 
     model: str
     machine: str
     executor: str
     cost_model: CostModel
     edge: EdgeModel = EdgeModel()
-    """What a client sees besides; all 0 in profiles of version 1."""
+    """Time that a client sees besides; all 0 in profiles of version 1."""
     edge_error: float = 0.0
-    """Of its time to the first token on requests that it was not fitted to."""
+    """Error of the edge's time to the first token on requests that it was not fitted to."""
     num_edge_requests: int = 0
     max_model_len: int
     kv_bytes_per_token: int
     kv_memory_bytes: int
-    """What the engine may take for KV on this machine."""
+    """Bytes that the engine may take for KV on this machine."""
     block_size: int = 16
     token_budget: int = DEFAULT_TOKEN_BUDGET
-    """Of the engine that was measured."""
+    """Token budget of the engine that was measured."""
     num_steps: int = 0
     num_held_out_steps: int = 0
     mape: float = 0.0

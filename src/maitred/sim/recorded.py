@@ -1,4 +1,4 @@
-"""What a decision log tells of a run that really was: its steps' durations, its requests' fates, and its workload."""
+"""Recorded run: a decision log's step durations, ends of requests, and workload."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _cdf(title: str, sketches: Mapping[str, Sketch], outcomes: Mapping[str, Resu
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_CURVE_POINTS` of them, the last one among them."""
+    """Return at most `MAX_CURVE_POINTS` of them, the last one among them."""
     stride = -(-len(points) // MAX_CURVE_POINTS) or 1
     return [*points[:-1:stride], *points[-1:]]
 

@@ -1,4 +1,4 @@
-"""What came of a simulated (or recorded) run, in memory that does not grow with the number of requests."""
+"""Results of a simulated (or recorded) run, in memory that does not grow with the number of requests."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def _value_of(bucket: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """What a request must meet to count as good, in seconds, besides its own objectives; None asks for nothing."""
+    """Objectives that a good request meets, in seconds, besides its own; None asks for nothing."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
-    """For 99% of a request's gaps."""
+    """Objective for 99% of a request's gaps."""
     tpot_s: float | None = None
     """Mean gap of a request."""
     e2e_s: float | None = None
@@ -98,7 +98,7 @@ class Objectives:
 
 @dataclass(slots=True)
 class GroupResults:
-    """Of one tenant, or of all."""
+    """Results of one tenant, or of all."""
 
     ttft_s: Sketch = field(default_factory=Sketch)
     itl_s: Sketch = field(default_factory=Sketch)
@@ -167,7 +167,7 @@ class GroupResults:
 
     @property
     def jain(self) -> float:
-        """Over its requests' rates of service."""
+        """Return Jain's index over its requests' rates of service."""
         count = self.num_finished
         return self.rates**2 / (count * self.squared_rates) if self.squared_rates > 0 else 1.0
 
@@ -308,7 +308,7 @@ class Results:
 
     @property
     def jain(self) -> float:
-        """Over the tenants' rates of service by weight; with one tenant, over its requests."""
+        """Return Jain's index over the tenants' rates of service by weight; with one tenant, over its requests."""
         if len(self.tenants) == 1:
             return self.total.jain
         return jain_index(group.service_rate for group in self.tenants.values())

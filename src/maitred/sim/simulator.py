@@ -26,7 +26,7 @@ from maitred.tenancy.tenant import Tenant
 class Simulation:
     """One engine and one workload; see `SimulatedEngine` and `Clients` for what may be given.
 
-    What a request spends outside of the engine is that of `results.edge`; the engine's decisions know nothing of it.
+    A request's time outside the engine is that of `results.edge`; the engine's decisions do not depend on it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Simulation:
         observer: StepObserver | None = None,
         tensors: Callable[[Scheduler], TensorSimulation] | None = None,
     ) -> None:
-        """`tensors` puts tensor models, and who asks for them, beside the language model."""
+        """Simulate one engine; `tensors` puts tensor models, and their requests, beside the language model."""
         self.results = results
         self._engine = SimulatedEngine(setup, cost_model, results, jitter=jitter, slowness=slowness, observer=observer)
         self.scheduler, self._core, self._clock = self._engine.scheduler, self._engine.core, self._engine.clock
@@ -53,7 +53,7 @@ class Simulation:
         self._shed: list[RequestProgress] = []  # since the last step; told along with the next one's progress
 
     def run(self, arrivals: Iterator[Arrival]) -> Results:
-        """Until the last request has ended; `arrivals` is read as time goes on, one ahead."""
+        """Run until the last request has ended; `arrivals` is read as time goes on, one ahead."""
         clients, core, engine, clock = self._clients, self._core, self._engine, self._clock
         clients.begin(arrivals)
         while core.has_work or self._next_at is not None:
@@ -73,7 +73,7 @@ class Simulation:
 
     @property
     def _next_at(self) -> float | None:
-        """When somebody comes, or a batch ends."""
+        """Return when the next request comes, or a batch ends."""
         if self.tensors is None:
             return self._clients.next_at
         return min((at for at in (self._clients.next_at, self.tensors.next_at) if at is not None), default=None)

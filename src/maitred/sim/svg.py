@@ -77,7 +77,7 @@ class Panel:
     _parts: list[str] = field(default_factory=list)
 
     def line(self, points: Sequence[Point], colour: str, *, step: bool = False) -> None:
-        """Through the points; `step` holds each value until the next point."""
+        """Draw a line through the points; `step` holds each value until the next point."""
         if not points:
             return
         words, last_y = [], 0.0

@@ -35,7 +35,7 @@ class ClassSpec:
     output: str = "64"
     """Tokens it generates, in the same forms."""
     max_tokens: int = 1024
-    """What the client allows; raised to the output if that is longer."""
+    """Tokens that the client allows; raised to the output if that is longer."""
     prefix_tokens: int = 0
     """Tokens that begin the prompt alike for all that share the prefix."""
     num_prefixes: int = 1
@@ -53,7 +53,7 @@ class ClassSpec:
     deadline_s: float | None = None
     """Given up if it is not done by then."""
     tenant: str | None = None
-    """Whose it is; None draws from the workload's tenants."""
+    """Tenant of its requests; None draws from the workload's tenants."""
 
     def __post_init__(self) -> None:
         _at_least("share", self.share, 0.0)
@@ -73,11 +73,11 @@ class TenantSpec:
     share: float = 1.0
     """Part of the arrivals, relative to the other tenants'."""
     weight: float = 1.0
-    """Of fair share: twice the weight, twice the service."""
+    """Weight in fair shares: twice the weight, twice the service."""
     priority: int | None = None
-    """In place of the class's."""
+    """Priority in place of the class's."""
     requests_per_minute: int | None = None
-    """Limits as in tenants.yaml; whom they turn away counts as failed."""
+    """Limits as in tenants.yaml; a request refused by them counts as failed."""
     tokens_per_minute: int | None = None
     compute_ms_per_minute: int | None = None
     concurrency: int | None = None
@@ -104,7 +104,7 @@ class WorkloadSpec:
     amplitude: float = 0.8
     """diurnal: from rate * (1 - amplitude) by night to rate * (1 + amplitude) by day."""
     num_requests: int = 1000
-    """In all, turns included."""
+    """Number of requests in all, turns included."""
     seed: int = 0
     """Same seed, same workload."""
     classes: Mapping[str, ClassSpec] = field(default_factory=lambda: {"all": ClassSpec()})
@@ -196,7 +196,7 @@ class SyntheticWorkload:
 
     @property
     def tenants(self) -> dict[str, Tenant]:
-        """Those with their limits; any priority may be theirs."""
+        """Tenants with their limits; any priority may be theirs."""
         names = [f.name for f in fields(Limits)]
         return {
             name: replace(ANYBODY, name=name, weight=t.weight, limits=Limits(**{n: getattr(t, n) for n in names}))

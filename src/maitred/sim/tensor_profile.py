@@ -13,7 +13,7 @@ FORMAT = 1
 
 
 class ShapeTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one length of the inputs' open dimensions; medians of joined, run and split batches."""
+    """Times of one length of the inputs' open dimensions; medians of joined, run and split batches."""
 
     length: int  # 0 where no dimension is open
     rows: tuple[int, ...]  # ascending
@@ -21,7 +21,7 @@ class ShapeTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one version."""
+    """Times of one version."""
 
     model: str
     version: int
@@ -32,7 +32,7 @@ class ModelTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Quantiles of single times over their median, evenly spaced from the least to the largest."""
 
     def seconds(self, num_rows: int, length: int = 0) -> float:
-        """Of a batch that has the machine for itself; between measured ones linearly."""
+        """Return the seconds of a batch that has the machine for itself; linear between measured ones."""
         lengths = [shape.length for shape in self.shapes]
         by_length = [_between(shape.rows, shape.seconds, num_rows) for shape in self.shapes]
         return _between(lengths, by_length, length)
@@ -46,7 +46,7 @@ class ModelTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the thread that keeps the lanes spends on them, one thing after another (s)."""
+    """Time that the thread of the lanes spends, one thing after another (s)."""
 
     request_s: float = 0.0  # of each request, until it is in its lane and when its answer is told
     batch_s: float = 0.0  # of each batch, until it begins and when it has ended
@@ -55,7 +55,7 @@ class HostTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What `maitred profile --model-repository` writes, and `maitred simulate --tensor-profile` reads."""
+    """Profile that `maitred profile --model-repository` writes, and `maitred simulate --tensor-profile` reads."""
 
     tensor_profile: int = FORMAT  # which form of this file
     machine: str

@@ -28,7 +28,7 @@ class TensorLine(msgspec.Struct, frozen=True):
 
 
 class MixedTrace(NamedTuple):
-    """Both in order of time."""
+    """Requests of both kinds, in order of time."""
 
     chats: list[TraceLine]
     tensors: list[TensorLine]

@@ -1,6 +1,6 @@
 """Simulated tensor models: the scheduler's own lanes, and batches that take as long as a profile says.
 
-Whoever keeps the lanes does one thing after another, and each takes time; batches run beside each other, and beside a
+The thread of the lanes does one thing after another, and each takes time; batches run beside each other, and beside a
 step of the language model, each as much slower as the profile says of so many.
 """
 
@@ -39,14 +39,14 @@ class SimulatedModel:
     buckets: tuple[int, ...] = ()  # of length, ascending
 
     def bucket(self, length: int) -> str:
-        """Of its lane; equal exactly where the served one is."""
+        """Return the bucket of its lane; equal exactly where the served one is."""
         size = next((size for size in self.buckets if length <= size), None)
         return str(length) if size is None else f"<={size}"
 
 
 @dataclass(slots=True)
 class ModelFigures:
-    """What came of a model's requests."""
+    """Figures of a model's requests."""
 
     latency_s: Sketch = field(default_factory=Sketch)
     failures: Counter[str] = field(default_factory=Counter)
@@ -80,7 +80,7 @@ class Machine:
     def __init__(self) -> None:
         self._runs: list[_Run] = []
         self._at = 0.0
-        self.ended: deque[tuple[float, int]] = deque()  # batches: when, and which; until somebody takes it in
+        self.ended: deque[tuple[float, int]] = deque()  # batches: when, and which; until taken in
         self.step_ended_at: float | None = None
 
     def begin(self, number: int, times: Callable[[int], float], seconds: float, share: float, now: float) -> None:
@@ -88,7 +88,7 @@ class Machine:
         self._runs.append(_Run(number, times, seconds, share))
 
     def begin_step(self, seconds: float, now: float) -> None:
-        """Of the language model, which shares the cores evenly with what runs beside it."""
+        """Begin a step of the language model, which shares the cores evenly with batches beside it."""
         self.step_ended_at = None
         self.begin(_STEP, lambda _: sum(run.share for run in self._runs), seconds, 1.0, now)
 
@@ -99,7 +99,7 @@ class Machine:
         return self._at + min(self._remaining()) if self._runs else None
 
     def advance(self, now: float) -> None:
-        """All that ends until then has ended."""
+        """End everything that ends until then."""
         while self._runs:
             remaining = self._remaining()
             soonest = min(remaining)
@@ -135,7 +135,7 @@ class _Running:
 
 
 Follow = Callable[[TensorArrival, float], TensorArrival | None]
-"""What its client asks next, when an answer came then."""
+"""Next request of a client, given when its answer came."""
 
 
 class TensorSimulation:
@@ -167,7 +167,7 @@ class TensorSimulation:
         self._source: Iterator[TensorArrival] = iter(())
         self._live: dict[str, TensorArrival] = {}
         self._running: dict[int, _Running] = {}
-        self._free_at = 0.0  # when whoever keeps the lanes has done all so far
+        self._free_at = 0.0  # when the thread of the lanes has done all so far
         self._wake_at: float | None = None
 
     def begin(self, source: Iterator[TensorArrival]) -> None:
@@ -176,14 +176,14 @@ class TensorSimulation:
         self._expect_next()
 
     def run(self) -> dict[str, ModelFigures]:
-        """Until the last answer, where there is no language model."""
+        """Run until the last answer, where there is no language model."""
         while (next_at := self.next_at) is not None:
             self.run_until(next_at)
         return self.figures
 
     @property
     def next_at(self) -> float | None:
-        """When something happens next (s)."""
+        """Return when something happens next (s)."""
         arrives_at = self._arrivals[0][0] if self._arrivals else None
         found = [at for at in (arrives_at, self._machine.next_end, self._wake_at) if at is not None]
         return min(found) if found else None
@@ -232,7 +232,7 @@ class TensorSimulation:
         self._turn(now)
 
     def _stand(self, arrival: TensorArrival, now: float) -> None:
-        """In its lane, or in those of an ensemble's first steps."""
+        """Put the request into its lane, or into those of an ensemble's first steps."""
         ensemble = self._ensembles.get(arrival.model)
         if ensemble is not None:
             self._go_on(Whole(arrival, ensemble), now)
@@ -271,7 +271,7 @@ class TensorSimulation:
                 self._go_on(whole, now)
 
     def _give_up(self, whole: Whole, now: float) -> None:
-        """Steps that wait; one whose batch runs ends with it."""
+        """Give up waiting steps; one with a running batch ends with it."""
         for request_id in whole.running:
             if self._scheduler.finish(request_id, FinishReason.ABORT, now) is not None:
                 del self._live[request_id], self._whole_of[request_id]
@@ -312,7 +312,7 @@ class TensorSimulation:
         self._turn(self._free_at)
 
     def _turn(self, now: float) -> None:
-        """Ends who ran out of time, begins what may go, and asks when to look again."""
+        """End requests out of time, begin batches that may go, and note when to look again."""
         now = self._tell(self._scheduler.expire_tensors(now), now)
         for batch in self._scheduler.dispatch(now):
             now += self._host.batch_s / 2
@@ -335,7 +335,7 @@ class TensorSimulation:
         figures.num_batches += 1
 
     def _tell(self, progress: Sequence[RequestProgress], now: float) -> float:
-        """One answer after another; when the last has been told."""
+        """Tell one answer after another; return when the last has been told."""
         for told in progress:
             now += self._host.request_s / 2
             assert told.finish_reason is not None

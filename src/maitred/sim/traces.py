@@ -45,8 +45,8 @@ class TraceLine(msgspec.Struct, frozen=True):
 def parse_trace(
     lines: Iterable[bytes], name: str, *, unit: str | None = None, block_tokens: int = BLOCK_TOKENS
 ) -> list[TraceLine]:
-    """In order of time, which is in ms whatever the file's `unit` is; None is ms for JSON lines and s for CSV. Raises
-    ConfigError with the line at fault.
+    """Read a trace in order of time, which is in ms whatever the file's `unit` is; None is ms for JSON lines and s for
+    CSV. Raises ConfigError with the line at fault.
     """
     lines = iter(lines)
     first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")
@@ -70,7 +70,7 @@ def parse_trace(
 
 
 def is_csv(first: bytes) -> bool:
-    """Whether a file's first line names the columns of a known trace."""
+    """Return whether a file's first line names the columns of a known trace."""
     return any(set(columns) <= set(_cells(first)) for columns in CSV_COLUMNS)
 
 
@@ -79,7 +79,7 @@ def _cells(line: bytes) -> list[str]:
 
 
 def _parse_csv(head: bytes, lines: Iterable[bytes], name: str, to_ms: float) -> list[TraceLine]:
-    """Without rows of requests that failed, which have no tokens of a prompt or of an answer."""
+    """Read a CSV trace without the rows of failed requests, which have no tokens of a prompt or of an answer."""
     names = _cells(head)
     at, *lengths = next(columns for columns in CSV_COLUMNS if set(columns) <= set(names))
     parsed: list[TraceLine] = []

@@ -1,6 +1,6 @@
-"""What a simulated engine is asked to do: who comes when, with what prompt, and how long the answer will be.
+"""Workload of a simulated engine: arrivals, prompts, and lengths of answers.
 
-A prompt is not tokens but what it is made of: spans whose name tells everything up to their end. Equal names at the
+A prompt is not tokens but named spans; a span's name stands for everything up to its end. Equal names at the
 same place are equal prompts, so prefixes are shared exactly where a trace or a workload says so.
 """
 
@@ -28,7 +28,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What follows when the turn before has ended: its prompt is that one's prompt and answer, and `new_tokens`."""
+    """Turn of a conversation: its prompt is the turn before's prompt and answer, and `new_tokens`; it follows when that
+    has ended.
+    """
 
     think_s: float
     new_tokens: int
@@ -57,7 +59,7 @@ class Arrival:
 
     @property
     def urgency(self) -> int:
-        """Its priority, 0 if it says nothing."""
+        """Return the priority, 0 without one."""
         return self.priority or 0
 
 
@@ -66,10 +68,10 @@ class Workload(Protocol):
 
     @property
     def tenants(self) -> Mapping[str, Tenant]:
-        """Those whose limits are to be kept."""
+        """Tenants whose limits are to be kept."""
 
     def arrivals(self) -> Iterator[Arrival]:
-        """In order of `at`."""
+        """Arrivals in order of `at`."""
 
 
 def of_known_tenants(arrivals: Iterator[Arrival], tenants: Mapping[str, Tenant]) -> Iterator[Arrival]:
