@@ -3,77 +3,46 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from maitred.cli.command import make_parser
 from maitred.cli.main import load, main
-from maitred.engine.foreign import EQUAL, FLAGS, NOT_NEEDED, NOT_YET, flag_named, what_was_meant
+from maitred.engine.foreign import EQUAL, FLAGS, flag_named, what_was_meant
 from tests.conftest import ROOT
 
 OWN = list(make_parser(load("serve"))._option_string_actions)
-# Named alike and meant alike; a value of another form, as a folder for --generation-config, is refused.
-SAME = """-h --help --api-key --block-size --chat-template --config --cors-origins --device --dtype
---enable-prefix-caching --generation-config --host --kv-cache-memory-bytes --log-format --log-level --lora
---max-lora-rank --max-model-len
---max-num-batched-tokens --max-num-seqs --max-queued-requests --model --port --revision --served-model-name
---ssl-certfile --ssl-keyfile --grpc-port --model-repository --model-control-mode --load-model""".split()  # noqa: SIM905
 
 
-def foreign_flags() -> Iterator[tuple[str, str]]:
-    """(server, flag) of every flag in the list."""
-    server = ""
-    for line in (Path(__file__).parent / "foreign_flags.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith("  "):
-            yield from ((server, word if word.startswith("-") else f"--{word}") for word in line.split())
-        elif not line.startswith("#"):
-            server = line.removesuffix(":")
-
-
-def test_every_flag_of_five_servers_is_answered_and_never_by_one_of_another_meaning():
-    flags = list(foreign_flags())
-    assert len({server for server, _ in flags}) == 5
-    assert len(flags) > 1400
-    answers = {(server, flag): what_was_meant(flag, OWN) for server, flag in flags if flag not in SAME}
-    kinds = tuple(f"; {kind}" for kind in (EQUAL, NOT_YET, NOT_NEEDED, "in vLLM it is "))
-    assert [key for key, answer in answers.items() if not answer.startswith(kinds)] == []
-    assert not {flag for _, flag in flags if flag in OWN} - set(SAME)  # a new flag of ours: is theirs the same?
-
-
-def test_what_is_called_equal_is_there_and_was_named_letter_by_letter():
-    lines = FLAGS.strip().splitlines()
-    answer = ""
-    for line in lines:
-        if not line.startswith(" "):
-            answer = line
-        elif answer.startswith(EQUAL):
-            assert "*" not in line
-        if line.startswith(EQUAL):
-            assert set(re.findall(r"--[a-z-]+", line)) - {"--version"} <= set(OWN)
+def test_what_is_called_equal_is_there():
+    assert sum(not answer.startswith("gone: ") for answer in FLAGS.values()) == 60
+    assert not {flag for flag in FLAGS if flag in OWN or f"--{flag}" in OWN}, "what is here needs no other name"
+    for answer in FLAGS.values():
+        assert answer.startswith((EQUAL, "not yet: ", "not needed: ", "gone: "))
+        assert set(re.findall(r"--[a-z-]+", answer)) - {"--replicas"} <= set(OWN)
 
 
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
         ("serve --tp-size 2", "no option --tp-size; here it is --tensor-parallel RANKS, processes of this machine"),
-        ("serve --pp-size=2", "no option --pp-size; not yet: splits over machines"),
+        ("serve --pipeline-parallel-size=2", "no option --pipeline-parallel-size; not yet: splits over machines"),
         ("serve --data-parallel-size 2", "here it is --mixed-workers WORKERS, engines of this server"),
         ("serve --quantization awq", "here it is --dtype int8 (or int4)"),
         ("serve --gpu-memory-utilization 0.9", "here it is --kv-cache-memory-bytes BYTES"),
-        ("serve --model_base_path /models", "here it is MODEL (or --model MODEL)"),
+        ("serve --model_path /models", "here it is MODEL (or --model MODEL)"),
         ("serve --no-enable-chunked-prefill", "not needed: a step is one batch"),
         ("serve -m model", "here it is MODEL"),
         ("serve -hf owner/name", "here it is MODEL"),
         ("serve -c 4096", "here it is --max-model-len TOKENS"),
         ("chat -t 4", "here it is --num-threads THREADS"),
         ("chat --alias name", "here it is --served-model-name NAME, of maitred serve"),
-        ("serve --enable-mtp", "here it is --speculative ngram (or draft, mtp, off)"),
+        ("serve --speculative-algorithm EAGLE3", "here it is --speculative ngram (or draft, mtp, off)"),
         ("serve --kv-compat mixed", "no option --kv-compat; gone: "),
         ("serve --kv-disk-key-file key", "no option --kv-disk-key-file; gone: "),
-        ("serve --backend cpu", "here it is --device auto|cpu|cuda"),
         ("plan model", "maitred explain MODEL"),
+        ("manifests kubernetes", "gone: deploy/kubernetes"),
         ("deploy model", "deploy/kubernetes puts a fleet"),
         ("quantize model", "--dtype int8 (or int4)"),
         ("prune model", "not yet: weights"),
@@ -111,7 +80,7 @@ def test_the_table_for_newcomers_says_what_the_command_line_answers():
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.M)
     for there, here in rows:
         for flag in re.findall(r"`(--?[a-z-]+)", there):
-            assert flag in SAME or (flag_named(flag) or "").startswith(EQUAL), flag
+            assert flag in OWN or (flag_named(flag) or "").startswith(EQUAL), flag
         for flag in re.findall(r"(?<=[ `])--[a-z-]+", here):
             assert flag in OWN or flag == "--set", flag
     assert len(rows) > 10

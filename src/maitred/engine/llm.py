@@ -341,11 +341,11 @@ def _unknown_of_generate(name: str) -> str:
 
 def _unknown_argument(name: str) -> str:
     """What another library's argument is called here, or which of ours was meant."""
-    from maitred.engine.foreign import flag_alike, flag_named  # noqa: PLC0415  only a slip of the pen pays for it
+    from maitred.engine.foreign import flag_named  # noqa: PLC0415  only a slip of the pen pays for it
 
     own = inspect.signature(LLM).parameters
     near = did_you_mean(name, own, cutoff=0.8)
-    told = flag_named(name) or (None if near else flag_alike(name))
+    told = flag_named(name)
     if told is None:
         return f"LLM has no argument {name!r}{near}; help(LLM) lists them"
 
