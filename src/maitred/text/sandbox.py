@@ -1,25 +1,21 @@
-"""Runs a Jinja template that is not trusted: no way out, and no bomb.
+"""Runs an untrusted Jinja template in Jinja's ImmutableSandboxedEnvironment, with a deadline and a bound of size.
 
-Jinja's ImmutableSandboxedEnvironment keeps templates from Python's internals and caps `range` (MAX_RANGE, 100,000).
-Beyond that, a template may not
+Jinja keeps templates from Python's internals and caps `range` (MAX_RANGE, 100,000). Beyond that, a template may not
 
-- run longer than `time_limit_s`: every turn of a loop, call, filter and arithmetic operator counts, and every 16th
-  looks at the clock. This needs no signal and no second thread, so it works in any thread; one single step is never
-  interrupted, and is kept short by the next two;
-- make a text, list or number larger than `max_chars` by +, *, **, ~, replace, join or a filter;
-- name a width or count over MAX_WIDTH (`'%1000000000d'`, `center(10**9)`).
-
-Not caught: one `tojson` of a list nested many times in itself. Who must stop that too renders in a child process.
+- run longer than `time_limit_s`: every turn of a loop, call, filter and operator that is watched counts, and every 16th
+  looks at the clock. This needs no signal and no second thread, so it works in any thread; a single step of Python's is
+  never interrupted;
+- make a text, list or number larger than `max_chars`, in its answer or on the way to it. Only `*` and `**` are refused
+  before they are done; one filter or method that is given a huge width makes its text first.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -31,15 +27,11 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
+import jinja2.visitor
 
-MAX_WIDTH = 10_000
 _MAX_BITS = 4096
 _TICKS_PER_LOOK = 16
 _SIZED = (str, bytes, list, tuple, dict)
-_WIDTH_IN_FORMAT = re.compile(r"\d{5,}|%[^%]*\*")
-# Filters and methods that make their input longer by a number given to them.
-_WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "tojson", "batch"})
-_WIDENING |= {"slice", "format", "truncate", "urlize", "filesizeformat", "round"}
 
 
 class LimitReached(Exception):
@@ -78,7 +70,7 @@ class TemplateSandbox:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"+", "*", "**", "%", "/", "//"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, max_chars: int, clock: Callable[[], float]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
@@ -87,7 +79,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._budget = threading.local()  # a render stays in its thread
         self._time_limit_s = 0.0
         self.filters["tojson"] = _tojson
-        self.filters = {name: self._limited_filter(name, function) for name, function in self.filters.items()}
+        self.filters = {name: self._watched(function) for name, function in self.filters.items()}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -104,63 +96,37 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if self._budget.num_ticks % _TICKS_PER_LOOK == 0 and self._clock() > self._budget.ends_at:
             raise LimitReached(f"it ran longer than {self._time_limit_s:g} s")
 
-    def limited_concat(self, *values: Any) -> str:
-        """`~`: the values as text, joined."""
+    def joined(self, *values: Any) -> Any:
+        """`~`: the values as text."""
         self.tick()
-        text = "".join(map(str, values))
-        self._limited(text)
-        return text
+        return self._bounded("".join(map(str, values)))
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         __self.tick()
-        name = getattr(__obj, "__name__", None)
-        if name in _WIDENING:
-            _check_widths((*args, *kwargs.values()))
-        elif name in ("replace", "join") and isinstance(getattr(__obj, "__self__", None), str):
-            __self._check_method(name, __obj.__self__, args)
-        return __self._limited(super().call(__context, __obj, *args, **kwargs))
+        return __self._bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         self.tick()
         if operator == "*":
             self._check_product(left, right)
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() * abs(right) > _MAX_BITS:
-                raise LimitReached("it raised a number to a huge power")
-        elif operator == "%" and isinstance(left, str):
-            _check_format(left)
-        return self._limited(super().call_binop(context, operator, left, right))
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapper = super().wrap_str_format(value)
-        if wrapper is not None:
-            _check_format(value.__self__)
-        return wrapper
+        elif operator == "**":
+            _check_power(left, right)
+        return self._bounded(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        template = _with_checks(super()._parse(source, name, filename))
+        template: jinja2.nodes.Template = _Watching().visit(super()._parse(source, name, filename))
         template.set_environment(self)
         return template
 
-    def _limited_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)  # copies the marks of pass_environment and the like too
-        def limited(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             self.tick()
-            if name in _WIDENING:
-                _check_widths((*args[1:], *kwargs.values()))
-            if name == "format":
-                _check_format(str(args[0]))
-            elif name == "replace":
-                self._check_replace(str(args[1]), *args[2:])
-            elif name == "join":
-                self._check_join(args[1])
-            elif name == "sum" and not all(isinstance(v, (int, float, str)) for v in (*args[3:], *kwargs.values())):
-                raise LimitReached("it summed what are no numbers")
-            return self._limited(function(*args, **kwargs))
+            return self._bounded(function(*args, **kwargs))
 
-        return limited
+        return watched
 
-    def _limited(self, value: Any) -> Any:
+    def _bounded(self, value: Any) -> Any:
         if isinstance(value, _SIZED):
             if len(value) > self._max_chars:
                 raise LimitReached(f"it made a {type(value).__name__} of {len(value)} elements")
@@ -174,20 +140,27 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if repeats and len(sequence) * times > self._max_chars:
                 raise LimitReached(f"it repeated something {times} times")
 
-    def _check_method(self, name: str, text: str, args: tuple[Any, ...]) -> None:
-        if name == "replace":
-            self._check_replace(text, *args)
-        elif args:
-            self._check_join(args[0])
 
-    def _check_join(self, values: Any) -> None:
-        texts = (value for value in values if isinstance(value, str)) if isinstance(values, (list, tuple)) else ()
-        if sum(map(len, texts)) > self._max_chars:
-            raise LimitReached("it joined too much")
+def _check_power(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > _MAX_BITS:
+        raise LimitReached("it raised a number to a huge power")
 
-    def _check_replace(self, text: str, *args: Any) -> None:
-        if len(args) >= 2 and (text.count(str(args[0])) + 1) * len(str(args[1])) > self._max_chars:
-            raise LimitReached("it replaced something by something huge")
+
+class _Watching(jinja2.visitor.NodeTransformer):
+    """Counts each turn of each loop, and joins text by a function that knows the bound."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:  # noqa: N802 - named so by jinja2
+        self.generic_visit(node)
+        node.body.insert(0, jinja2.nodes.ExprStmt(_call_of("tick", [], node.lineno), lineno=node.lineno))
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Call:  # noqa: N802
+        self.generic_visit(node)
+        return _call_of("joined", node.nodes, node.lineno)
+
+
+def _call_of(method: str, arguments: list[jinja2.nodes.Expr], line: int) -> jinja2.nodes.Call:
+    return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(method), arguments, [], None, None, lineno=line)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -199,46 +172,6 @@ class _Generation(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-def _with_checks(template: jinja2.nodes.Template) -> jinja2.nodes.Template:
-    """Look at the clock at the start of each turn of each loop, and join text by a function that knows the limit."""
-    for loop in list(template.find_all(jinja2.nodes.For)):
-        loop.body.insert(0, jinja2.nodes.ExprStmt(_call_of("tick", []), lineno=loop.lineno))
-    _replace_concats(template)
-    return template
-
-
-def _replace_concats(node: jinja2.nodes.Node) -> None:
-    for name, value in node.iter_fields():
-        if isinstance(value, list):
-            setattr(node, name, [_without_concat(item) for item in value])
-        elif isinstance(value, jinja2.nodes.Node):
-            setattr(node, name, _without_concat(value))
-
-
-def _without_concat(value: Any) -> Any:
-    if not isinstance(value, jinja2.nodes.Node):
-        return value
-    _replace_concats(value)
-    if isinstance(value, jinja2.nodes.Concat):
-        return _call_of("limited_concat", value.nodes).set_lineno(value.lineno)
-    return value
-
-
-def _call_of(method: str, arguments: list[Any]) -> jinja2.nodes.Call:
-    return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(method), arguments, [], None, None)
-
-
-def _check_widths(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, int) and abs(value) > MAX_WIDTH:
-            raise LimitReached(f"it asked for a width of {value}, over {MAX_WIDTH}")
-
-
-def _check_format(text: str) -> None:
-    if _WIDTH_IN_FORMAT.search(text):
-        raise LimitReached(f"it formats to a width that is not known, or over {MAX_WIDTH}")
 
 
 # What transformers puts into the environment of a chat template (transformers.utils.chat_template_utils).
