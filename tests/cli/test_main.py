@@ -15,7 +15,7 @@ from maitred.cli.command import Command, CommonOptions
 from maitred.errors import EngineDead, OutOfMemory
 from tests.cli.running import environment, maitred_process
 
-HEAVY = ("torch", "numpy", "rich", "starlette", "uvicorn", "aiohttp", "tokenizers", "prompt_toolkit", "yaml", "asyncio")
+HEAVY = ("torch", "numpy", "rich", "starlette", "uvicorn", "tokenizers", "prompt_toolkit", "yaml", "asyncio")
 FOREIGN = "maitred.engine.foreign"  # read when a word is unknown
 HELP_WORDS = [["--help"], *([*path.split(), "--help"] for path in cli.COMMANDS)]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from maitred.cluster.origins import parse_target
+from maitred.cluster.upstream import Answer, Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
 from maitred.errors import ConfigError, ServerError
 
 MAX_ERROR_TEXT = 300  # characters of a foreign error message that are worth showing
@@ -94,60 +98,62 @@ class HttpEndpoint:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> None:
         self.url = base_url(url)
-        self._headers = {"Content-Type": "application/json"}
+        self._origin = parse_target(self.url).origin
+        self._headers = [(b"content-type", b"application/json")]
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
         self._timeout_s = timeout_s
-        self._session: Any = None
+        self._upstream: Upstream
 
     async def __aenter__(self) -> HttpEndpoint:
-        import aiohttp
-
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=10),
-            headers=self._headers,
-            auto_decompress=True,
-            read_bufsize=2**20,
-        )
+        counts = ConnectionCounts()
+        self._upstream = Upstream(self._origin, counts=counts, connect_timeout_s=10.0, max_idle=sys.maxsize)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._session.close()
+        self._upstream.close()
 
     def post(self, path: str, body: bytes) -> AbstractAsyncContextManager[Reply]:
         return self._request("POST", path, body)
 
     def get(self, path: str) -> AbstractAsyncContextManager[Reply]:
-        return self._request("GET", path, None)
+        return self._request("GET", path, b"")
 
     @asynccontextmanager
-    async def _request(self, method: str, path: str, body: bytes | None) -> AsyncIterator[Reply]:
-        import aiohttp
-
+    async def _request(self, method: str, path: str, body: bytes) -> AsyncIterator[Reply]:
+        ask = Ask(request_head(method, path, self._origin, self._headers, len(body)), body)
+        answer: Answer | None = None
         try:
-            async with self._session.request(method, self.url + path, data=body) as response:
-                headers = {name.lower(): value for name, value in response.headers.items()}
-                yield Reply(response.status, headers, response.content.iter_any())
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._upstream.send(ask)
+                headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in answer.headers}
+                yield Reply(answer.status, headers, _pieces(answer))
         except TimeoutError:
             raise TimedOut(f"{self.url} gave no answer in time; send less at once, or raise the time limit") from None
-        except aiohttp.ClientConnectorCertificateError as error:
-            cause = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
+        except UpstreamFailed as failed:
+            raise self._told(failed) from failed
+        finally:
+            if answer is not None:
+                answer.abort()
+
+    def _told(self, failed: UpstreamFailed) -> Unreachable:
+        cause = failed.__cause__
+        if isinstance(cause, ssl.SSLCertVerificationError):
             remedy = "name the file with its authority's certificate in SSL_CERT_FILE"
-            raise Untrusted(f"the certificate of {self.url} is not trusted: {cause}; {remedy}") from None
-        except aiohttp.ClientConnectorSSLError:
-            raise Untrusted(f"{self.url} does not speak HTTPS as we do; without a certificate it is http://") from None
-        except aiohttp.ClientConnectorError as error:
-            number = error.os_error.errno
-            cause = os.strerror(number) if number is not None and number > 0 else error.os_error.strerror
-            raise Unreachable(f"cannot reach {self.url}: {cause}; start a server there, or check --url") from error
-        except aiohttp.InvalidURL:
-            raise ConfigError(f"url is {self.url!r}; it must look like http://127.0.0.1:8000") from None
-        except aiohttp.ClientError as error:
-            cause = str(error) or type(error).__name__
-            secret = isinstance(error, aiohttp.ServerDisconnectedError) and self.url.startswith("http:")
-            hint = ", or write https:// if it has a certificate" if secret else ""
-            raise Unreachable(f"the connection to {self.url} broke: {cause}; see the server's log{hint}") from error
+            return Untrusted(f"the certificate of {self.url} is not trusted: {cause.verify_message}; {remedy}")
+        if isinstance(cause, ssl.SSLError):
+            return Untrusted(f"{self.url} does not speak HTTPS as we do; without a certificate it is http://")
+        if failed.broken is Broken.REFUSED:
+            number = getattr(cause, "errno", None) or 0
+            why = os.strerror(number) if number > 0 else getattr(cause, "strerror", None) or str(cause) or "no answer"
+            return Unreachable(f"cannot reach {self.url}: {why}; start a server there, or check --url")
+        hint = "" if self._origin.is_tls else ", or write https:// if it has a certificate"
+        return Unreachable(f"the connection broke: {failed}; see the server's log{hint}")
+
+
+async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
+    while piece := await answer.piece():
+        yield piece
 
 
 class AppEndpoint:

@@ -62,7 +62,7 @@ def _target(text: str, url: str, weight: float) -> Target:
     if parts.scheme not in ("http", "https", "dns") or not host or not _NAME.fullmatch(host):
         raise ConfigError(f"{text!r} is no URL of a server; {_REMEDY}")
     if parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"{text!r}: a replica's URL has no user, query or fragment; {_REMEDY}")
+        raise ConfigError(f"{text!r}: a server's URL has no user, query or fragment; {_REMEDY}")
     if parts.scheme == "dns":
         if port is None or parts.path.strip("/"):
             raise ConfigError(f"{text!r}: a name to follow has a port and no path, such as dns://replicas:8000")
