@@ -66,6 +66,18 @@ def test_after_a_prompt_the_pieces_are_what_the_output_adds(kind: str, text: str
     assert prompt_text + added == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("kind", ["llama_2", "gemma", "unigram"])
+@pytest.mark.parametrize("cut", [2, 65, 66])
+def test_a_run_of_bytes_is_read_from_its_beginning_however_long_it_is(kind: str, cut: int):
+    tokenizer = KINDS[kind]()
+    text = "\x80" + "0" * 200
+    ids = tokenizer.encode(text)
+    added = stream(Detokenizer(tokenizer, prompt_token_ids=ids[:cut]), [ids[cut:]])
+    assert tokenizer.decode(ids[:cut]).rstrip("\ufffd") + added == tokenizer.decode(ids)
+    assert added
+    assert "\ufffd" not in added
+
+
 def test_a_character_of_four_tokens_comes_whole():
     tokenizer = byte_level()
     detokenizer = Detokenizer(tokenizer)

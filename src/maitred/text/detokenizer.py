@@ -11,7 +11,7 @@ from maitred.text.tokenizer import Tokenizer
 REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so an unfinished one spans at most 3 tokens that are not empty.
 _LONGEST_UNFINISHED = 3
-# Prompt tokens looked back at, at most, for the context of the first piece.
+# Prompt tokens looked back at, at most, for the context of the first piece; of a byte run all, see `Detokenizer`.
 _PROMPT_CONTEXT = 64
 
 
@@ -146,14 +146,17 @@ class _WindowStream:
     def _prompt_context(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The prompt's end, from a token that gives text and is not inside a byte run or a character."""
         least = _LONGEST_UNFINISHED + 1 if self._tokenizer.splits_characters else 1
-        context: list[int] = []
-        for token_id in reversed(prompt_token_ids[-_PROMPT_CONTEXT:]):
-            if not self._is_shown(token_id):
-                continue
-            context.insert(0, token_id)
-            if len(context) >= least and not self._tokenizer.is_byte_token(token_id) and self._decode(context):
+        context: list[int] = []  # from its end
+        in_run = False
+        for looked_at, token_id in enumerate(reversed(prompt_token_ids), 1):
+            if self._is_shown(token_id):
+                context.append(token_id)
+                in_run = self._tokenizer.is_byte_token(token_id)
+                if len(context) >= least and not in_run and self._decode(context[::-1]):
+                    break
+            if looked_at >= _PROMPT_CONTEXT and not in_run:
                 break
-        return context
+        return context[::-1]
 
     def _is_shown(self, token_id: int) -> bool:
         return self._tokenizer.is_shown(token_id, skip_special_tokens=self._skip)
