@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from maitred.model.checkpoint import RawTensor, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from maitred.model.weight_map import WeightSource, weight_map
+from tests.kernels.test_block_formats import stored_rows
 
 
 class Narrow:
@@ -28,13 +30,23 @@ class Narrow:
         self.release_adapter_memory = runner.release_adapter_memory
 
 
+BLOCK_TYPES = {
+    "blocks of 32": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    "super-blocks": ("Q4_K", "Q5_K", "Q6_K", "F16", "BF16"),
+}
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head")
+
+
 class DecoderCheckpoint:
-    """The parameters of a `TorchDecoder`, as a checkpoint with stacked matrices has them."""
+    """The parameters of a `TorchDecoder`, as a checkpoint with stacked matrices has them; with `types`, as a GGUF file
+    of such tensors: in the first layer q, k and v are alike, and so are gate and up, in all others none are."""
 
-    name, dtype, gguf = "in memory", "float32", None
+    name, dtype = "in memory", "float32"
 
-    def __init__(self, decoder: Any) -> None:
-        self.spec: DecoderSpec = replace(decoder.spec, fused_weights=True)
+    def __init__(self, decoder: Any, types: tuple[str, ...] = ()) -> None:
+        self.gguf = "in memory" if types else None
+        self._types = types
+        self.spec: DecoderSpec = replace(decoder.spec, fused_weights=not types)
         self._parameters = dict(decoder.named_parameters())
         self._sources = {source.tensor: source for source in weight_map(self.spec, Everything())}
 
@@ -45,7 +57,15 @@ class DecoderCheckpoint:
         source: WeightSource = self._sources[name]
         rows = self._parameters[source.parameter][source.row : source.row + source.shape[0]]
         values = rows.detach().float().numpy().copy() - source.offset
-        return RawTensor("F32", source.shape, memoryview(values).cast("B"))
+        stored = stored_rows(kind := self.dtype_of(name), values, seed=zlib.crc32(name.encode()))
+        return RawTensor(kind, source.shape, memoryview(stored).cast("B"))
+
+    def dtype_of(self, name: str) -> str:
+        if not self._types or len(self._sources[name].shape) == 1:
+            return "F32"
+        part = next(i for i, part in enumerate(_PARTS) if part in name)
+        alike = (0, 0, 0, 1, 2, 2, 3, 4, 4) if ".layers.0." in name else range(9)
+        return self._types[alike[part] % len(self._types)]
 
     def file_of(self, name: str) -> Path:
         return Path("in memory")
@@ -67,8 +87,8 @@ class Everything:
 def make_native(
     decoder: Any, *, num_blocks: int = 64, block_size: int = 4, num_host_blocks: int = 0, **changes: Any
 ) -> NativeExecutor:
-    """`changes` are fields of ModelConfig, SchedulerConfig and NativeExecutor."""
-    checkpoint: Any = DecoderCheckpoint(decoder)
+    """`changes` are fields of ModelConfig, SchedulerConfig and NativeExecutor; `blocks` names types of a GGUF file."""
+    checkpoint: Any = DecoderCheckpoint(decoder, BLOCK_TYPES.get(changes.pop("blocks", ""), ()))
     on_logits = changes.pop("on_logits", None)
     plan = native_plan(checkpoint, checkpoint.spec, block_size=block_size, **changes)
     spec = checkpoint.spec

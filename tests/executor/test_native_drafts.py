@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from maitred import LLM, SamplingParams
 from maitred.clock import WallClock
-from maitred.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.engine.build import EngineParts, build_parts
 from maitred.errors import ConfigError
 from maitred.request import RequestSpec
 from maitred.speculative.proposer import DraftAsk
 from maitred.step import RequestProgress
+from tests.model.gguf_models import random_tensors, write_gguf
+from tests.model.test_gguf_config import llama
 
 PROMPTS = (
     "<|bos|><|im_start|>user\nWhat do 2 soups and 3 teas cost?<|im_end|>\n<|im_start|>assistant\n",
@@ -108,11 +112,14 @@ def test_output_is_that_of_a_run_without_drafts(proposer: str, settings: str, al
         assert outputs(llm, tuple(ASKED.values())) == alone
 
 
-def served(proposer: Callable[[], object] | None, **settings: object) -> tuple[dict[str, list[int]], EngineParts]:
+def served(
+    proposer: Callable[[], object] | None, model: Path | None = None
+) -> tuple[dict[str, list[int]], EngineParts]:
     """What one request of each kind gives, by its name."""
     config = EngineConfig(
+        model=ModelConfig(model=None if model is None else str(model), weight_cache="off", max_model_len=256),
         scheduler=SchedulerConfig(max_num_seqs=16),
-        cache=CacheConfig(**settings),
+        cache=CacheConfig(kv_cache_memory_bytes=2**24),
         speculative=SpeculativeConfig(speculative="off" if proposer is None else "ngram", num_speculative_tokens=4),
     )
     parts = build_parts(config, clock=WallClock())
@@ -122,7 +129,9 @@ def served(proposer: Callable[[], object] | None, **settings: object) -> tuple[d
     found: dict[str, list[int]] = {}
     for name, sampling in ASKED.items():
         if sampling.n == 1:
-            prompt = tuple(parts.model.tokenizer.encode(PROMPTS[1], add_special_tokens=False))
+            prompt = tuple(range(5, 30))
+            if model is None:
+                prompt = tuple(parts.model.tokenizer.encode(PROMPTS[1], add_special_tokens=False))
             spec = RequestSpec(
                 request_id=name,
                 arrived_at=0.0,
@@ -151,6 +160,21 @@ def test_adversarial_drafts_cost_time_and_nothing_else():
         parts.close()
         assert found == right, num_right
     found, parts = served(Mad)
+    parts.close()
+    assert found == right
+
+
+def test_a_gguf_files_tokens_do_not_depend_on_drafts(tmp_path: Path):
+    config = llama(vocab_size=1536, num_hidden_layers=2)
+    types = {"q_proj": "Q4_1", "v_proj": "Q8_0", "down_proj": "Q5_0"}
+    path = write_gguf(
+        tmp_path / "m.gguf", "llama", config, random_tensors(config),
+        type_of=lambda name: Type[types.get(name.split(".")[-2], "Q4_0")],
+    )  # fmt: skip
+    right, parts = served(None, path)
+    parts.close()
+    assert len({tuple(tokens) for tokens in right.values()}) > 5
+    found, parts = served(lambda: Scripted(right, 2), path)
     parts.close()
     assert found == right
 

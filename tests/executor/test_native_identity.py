@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +28,7 @@ from maitred.executor.native import Logits
 from maitred.kernels import _native
 from maitred.model.spec import Activation, NormPlacement, QKNorm
 from maitred.request import RequestState, SamplingParams
-from tests.executor.native_worlds import make_native
+from tests.executor.native_worlds import BLOCK_TYPES, make_native
 from tests.executor.torch_worlds import VOCAB, make_decoder, make_spec
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 
@@ -39,7 +40,10 @@ FORMATS = [
     {"dtype": "int8", "kv_dtype": "int8"},
     {"dtype": "int8", "kv_dtype": "bfloat16"},
     {"dtype": "int4", "kv_dtype": "bfloat16"},
-    {"dtype": "int4", "kv_dtype": "int8"},
+]
+BLOCKS = [  # of GGUF files, all in one model
+    {"dtype": "auto", "kv_dtype": "bfloat16", "blocks": "super-blocks"},
+    {"dtype": "auto", "kv_dtype": "int8", "blocks": "blocks of 32"},
 ]
 KINDS = ("narrow", "wide")
 SEGMENT = 256  # tokens that attention sums at once
@@ -48,7 +52,13 @@ LONGEST = 320
 
 @cache
 def a_decoder(kind: str) -> Any:
-    """Two unlike decoders: one of sizes that fill no tile, one whose heads and rows are more than a tile or two."""
+    """Two unlike decoders: one of sizes that fill no tile, one whose heads and rows are more than a tile or two; and
+    others whose rows are whole blocks of GGUF files."""
+    if kind in BLOCK_TYPES:
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+        if kind == "blocks of 32":
+            sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_heads": 3, "num_kv_heads": 1}
+        return make_decoder(make_spec(windows=(None, 270), max_position_embeddings=LONGEST, **sizes))
     if kind == "wide":
         sizes = {"hidden_size": 580, "intermediate_size": 150, "head_dim": 80, "num_heads": 3, "num_kv_heads": 1}
         spec = make_spec(windows=(None, 270), qk_norm=QKNorm.PER_HEAD, max_position_embeddings=LONGEST, **sizes)
@@ -192,8 +202,11 @@ def alone(decoder: Any, request: RequestState, adapter: Any = None, **formats: A
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
-@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f['dtype']}-{f['kv_dtype']}")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("formats", "kind"),
+    [*product(FORMATS, KINDS), *((formats, formats["blocks"]) for formats in BLOCKS)],
+    ids=lambda value: value if isinstance(value, str) else f"{value['dtype']}-{value['kv_dtype']}",
+)
 @settings(max_examples=1, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_logits_are_the_same_bits_under_any_schedule(kind: str, seed: int, formats: dict[str, Any], isa: str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -40,6 +41,7 @@ FORMATS = [
     {"dtype": "int8", "kv_dtype": "bfloat16"},
     {"dtype": "int4", "kv_dtype": "bfloat16"},
 ]
+BLOCKS = {"dtype": "auto", "kv_dtype": "bfloat16", "blocks": "blocks of 32"}
 
 
 def greedy(request_id: str, prompt: list[int], adapter: str, *, length: int = NUM_GREEDY) -> RequestState:
@@ -184,8 +186,11 @@ def load_all(executor: NativeExecutor, adapters: dict[str, Adapter]) -> NativeEx
     return executor
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f['dtype']}-{f['kv_dtype']}")
-@pytest.mark.parametrize("kind", ["odd", "even"])
+@pytest.mark.parametrize(
+    ("formats", "kind"),
+    [*product(FORMATS, ["odd", "even"]), (BLOCKS, "even")],
+    ids=lambda value: value if isinstance(value, str) else f"{value['dtype']}-{value['kv_dtype']}",
+)
 def test_logits_are_the_same_bits_beside_any_adapters(kind: str, formats: dict[str, Any], tmp_path: Path):
     """Chunked, preempted, from the prefix cache; of each instruction set, `test_low_rank.py` says it of one linear."""
     chooser, decoder = Random(f"{kind} {formats}"), a_decoder(kind)

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from gguf import GGMLQuantizationType
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.engine.llm import LLM
@@ -30,6 +31,9 @@ from tests.executor.native_worlds import Narrow
 from tests.executor.test_native_identity import Bits, World, tries_everything
 from tests.model.adapters import random_tensors, write_adapter
 from tests.model.checkpoints import make_checkpoint
+from tests.model.gguf_models import random_tensors as tensors_of
+from tests.model.gguf_models import write_gguf
+from tests.model.test_gguf_config import llama
 from tests.waiting import HANGS_S, is_gone, until
 
 BLOCK_SIZE = 16
@@ -79,13 +83,25 @@ def outcome(folder: Path, num_ranks: int, **model: Any) -> tuple[dict[str, dict[
     return bits.seen, [list(request.output_token_ids) for request in requests]
 
 
+def a_gguf_file(path: Path) -> Path:
+    """Of several block formats; one of v and down alone."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    config = llama() | sizes
+    kinds = {"v_proj": "Q6_K", "down_proj": "Q5_0", "embed_tokens": "Q8_0", "lm_head": "Q4_0"}
+
+    def type_of(name: str) -> GGMLQuantizationType:
+        return GGMLQuantizationType[next((kind for part, kind in kinds.items() if part in name), "Q4_K")]
+
+    return write_gguf(path, "llama", config, tensors_of(config), type_of=type_of)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "model"),
     [
         ("llama_bias", {}, {"dtype": "float32", "kv_dtype": "bfloat16"}),
         ("gemma2", {"tie_word_embeddings": True}, {"dtype": "bfloat16"}),
         ("qwen3", {"hidden_size": 40}, {"dtype": "int8", "kv_dtype": "int8"}),
-        ("qwen2", {}, {"dtype": "int4"}),
+        ("gguf", {}, {"dtype": "auto"}),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("dtype"),
 )
@@ -93,7 +109,10 @@ def test_any_number_of_ranks_gives_the_bits_of_one(
     family: str, changes: dict[str, Any], model: dict[str, Any], tmp_path: Path
 ):
     """Biases and gates, tied matrices and others, and (hidden size 40: two tiles) ranks that own nothing of some."""
-    folder = make_checkpoint(family, tmp_path / "model", max_position_embeddings=512, **changes)
+    if family == "gguf":
+        folder = a_gguf_file(tmp_path / "model.gguf")
+    else:
+        folder = make_checkpoint(family, tmp_path / "model", max_position_embeddings=512, **changes)
     one = outcome(folder, 1, **model)
     several = [
         outcome(folder, num_ranks, **model, num_threads=threads) == one for num_ranks, threads in ((2, 2), (3, 1))

@@ -32,18 +32,26 @@ def pool() -> Any:
     return _native.ThreadPool(2)
 
 
-def random_rows(kind: str, n: int, k: int) -> tuple[Array, Array]:
+def random_rows(kind: str, n: int, k: int, *, scale: float = 0.01, seed: int = 0) -> tuple[Array, Array]:
     """Bytes of n rows, every code and part there is among them, and the float32 values that they stand for."""
-    rng = np.random.default_rng(n + k)
+    rng = np.random.default_rng(n + k + seed)
     values, num_bytes = _native.source_block(kind)
     blocks = rng.integers(0, 256, (n, k // values, num_bytes), dtype=np.uint8)
     for at in HEADS[kind]:
-        heads = rng.uniform(-0.01, 0.01, blocks.shape[:2]).astype(np.float16)
+        heads = rng.uniform(-scale, scale, blocks.shape[:2]).astype(np.float16)
         blocks[:, :, at : at + 2] = heads.view(np.uint8).reshape(*heads.shape, 2)
     if kind == "MXFP4":
         blocks[:, :, 0] = rng.integers(110, 130, blocks.shape[:2])
     rows = blocks.reshape(n, -1)
     return rows, gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+
+
+def stored_rows(kind: str, values: Array, *, seed: int = 0) -> Array:
+    """Rows as a file of that type has them: the values', or, where gguf cannot make those, some of its own."""
+    try:
+        return np.asarray(gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]))
+    except NotImplementedError:
+        return random_rows(kind, *values.shape, scale=2e-3, seed=seed)[0]
 
 
 @pytest.mark.parametrize("kind", HEADS)

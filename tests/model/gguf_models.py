@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from maitred.model.families import spec_from_config
 from maitred.model.weight_map import weight_map
 from tests.executor.native_worlds import Everything
+from tests.kernels.test_block_formats import stored_rows
 
 Config = dict[str, Any]
 Tensors = dict[str, NDArray[np.float32]]
@@ -65,7 +66,7 @@ def write_gguf(
         own = names.get_name(name, (".weight", ".bias"))
         assert own is not None, name
         dtype = type_of(name) if type_of is not None and values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(own, gguf.quants.quantize(stored, dtype), raw_dtype=dtype)
+        writer.add_tensor(own, stored_rows(dtype.name, stored, seed=len(own)), raw_dtype=dtype)
     for own, factors in _rope_tensors(config).items():
         writer.add_tensor(own, factors)
     writer.write_header_to_file()
