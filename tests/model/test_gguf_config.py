@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
+from maitred import LLM, SamplingParams
+from maitred.cli.main import main
 from maitred.errors import CheckpointError
 from maitred.kernels import _native
-from maitred.model.checkpoint import Checkpoint, folder_beside, open_checkpoint
+from maitred.model.checkpoint import Checkpoint, check_model, folder_beside, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.rope import inverse_frequencies
 from maitred.model.weight_map import weight_map
-from tests.model.gguf_models import TOKENS, random_tensors, write_gguf
+from tests.model.gguf_models import TOKEN_TYPES, TOKENS, random_tensors, write_gguf
 from tests.model.test_families import Config
 from tests.model.test_families import family as family_of
 
@@ -172,6 +174,8 @@ def test_sampling_and_every_end_token_come_from_the_file(tmp_path: Path) -> None
         ("olmo2", {"olmo2__attention__sliding_window": 4096}, r"OLMo 3, whose layers slide"),
         ("granite", {"granite__rope__scaling__finetuned": False}, r"granite model without rope"),
         ("llama", {"tokenizer__ggml__tokens": ["t"] * 501}, r"tokenizer has 501 tokens, and the embedding 500 rows"),
+        ("llama", {"llama__feed_forward_length": 96}, r"ffn_gate.weight has shape \[192, 64\], .* asks for \[96"),
+        ("gemma3", {"gemma3__attention__sliding_window_pattern": [True]}, r"metadata has 1 layer_types for 7 layers"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_key(tmp_path: Path, name: str, keys: dict[str, Any], told: str) -> None:
@@ -179,6 +183,33 @@ def test_what_cannot_be_served_is_refused_by_key(tmp_path: Path, name: str, keys
         opened(tmp_path, name, **keys)
     assert "\n" not in str(refused.value)
     assert str(tmp_path / "model.gguf") in str(refused.value)
+
+
+def test_a_tensor_that_is_missing_is_told_before_a_weight_is_read_and_by_file(tmp_path: Path) -> None:
+    architecture, config = FORMS["llama"]
+    tensors = random_tensors(config)
+    del tensors["model.layers.1.self_attn.v_proj.weight"]
+    path = write_gguf(tmp_path / "model.gguf", architecture, config, tensors)
+    told = r"model.gguf: 1 tensors .* are missing from the weights: .*1.self_attn.v_proj.weight; the metadata and"
+    with pytest.raises(CheckpointError, match=told):
+        check_model(str(path))
+
+
+@pytest.mark.parametrize("executor", ["native", "torch"])
+def test_types_that_no_executor_holds_are_widened_and_told(tmp_path: Path, executor: str, capsys: Any) -> None:
+    config = llama(num_hidden_layers=1) | {"hidden_size": 256, "intermediate_size": 256}
+    types = {"q_proj": Type.Q2_K, "up_proj": Type.Q3_K}
+    path = write_gguf(
+        tmp_path / "model.gguf", "llama", config, random_tensors(config),
+        type_of=lambda name: types.get(name.split(".")[-2], Type.Q4_K),
+        tokenizer__ggml__tokens=[*TOKENS, "ab"], tokenizer__ggml__token_type=[*TOKEN_TYPES, 1],
+        tokenizer__ggml__merges=["a b"],
+    )  # fmt: skip
+    assert main(["explain", str(path), "--executor", "native"]) == 0
+    assert "as the file has them (Q3_K the same values in q6_k, Q2_K rounded to q8_0)" in capsys.readouterr().out
+    asked = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with LLM(str(path), executor=executor, kv_cache_memory_bytes=2**22, weight_cache="off", max_model_len=64) as llm:
+        assert len(llm.generate([[3, 4, 3]], asked)[0].outputs[0].token_ids) == 4
 
 
 def test_a_type_that_is_not_computed_is_refused_by_tensor(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from maitred.kernels import _native
 from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
-from maitred.model.gguf_file import HELD_AS
+from maitred.model.gguf_file import HELD_AS, WIDENED
 from maitred.model.packaged import default_folder
 from maitred.model.packed import OnPacked, plan_weights, total_bytes
 from maitred.model.packed_cache import WeightCache, load_weights
@@ -152,8 +152,15 @@ class NativePlan:
         ranks = f"{self.num_ranks} ranks of " if self.num_ranks > 1 else ""
         return (
             f"native  {self.isa}, {ranks}{up_to}{self.num_threads} thread{'s' if self.num_threads > 1 else ''}, "
-            f"weights {formats}, KV cache {self.kv_dtype}, {len(self.program.ops)} operations a step"
+            f"weights {formats}{self._widened()}, KV cache {self.kv_dtype}, {len(self.program.ops)} operations a step"
         )
+
+    def _widened(self) -> str:
+        """Types of a GGUF file that are held in a larger format."""
+        names = self.checkpoint.tensor_names() if self.program.formats.stored else ()
+        found = {self.checkpoint.dtype_of(name) for name in names}
+        told = [f"{dtype} {how} {HELD_AS[dtype]}" for dtype, how in WIDENED.items() if dtype in found]
+        return f" ({', '.join(told)})" if told else ""
 
     def build(
         self,

@@ -344,10 +344,10 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device, *, num_parameters: int) -> torch.dtype:
     """Weights and activations. `checkpoint_dtype` is a name such as bfloat16.
 
-    auto, on a GPU: the checkpoint's. On a CPU: bfloat16 if the checkpoint has it, the processor multiplies it
-    (AVX512-BF16, AMX) and the model is not small; else float32. PyTorch's `F.linear` was then as fast for one row and 2
-    to 5 times as fast from 8 rows on, on half the memory. A small model gains less than a third of a step, and keeps
-    float32 because bfloat16 logits tie so often that the batch's shape shows in the text.
+    auto, on a GPU: the checkpoint's, bfloat16 for a GGUF file's block types. On a CPU: bfloat16 if that is its format,
+    the processor multiplies it (AVX512-BF16, AMX) and the model is not small; else float32. PyTorch's `F.linear` was
+    then as fast for one row and 2 to 5 times as fast from 8 rows on, on half the memory. A small model gains less than
+    a third of a step, and keeps float32 because bfloat16 logits tie so often that the batch's shape shows in the text.
     """
     if name in ("int8", "int4"):
         raise ConfigError(
@@ -355,7 +355,7 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device, *, num
         )
     if name != "auto":
         return _DTYPES[name]
-    own = _DTYPES.get(checkpoint_dtype, torch.float32)
+    own = _DTYPES.get(checkpoint_dtype, torch.float32 if checkpoint_dtype == "float64" else torch.bfloat16)
     if device.type == "cuda":
         return own
     small = num_parameters * torch.float32.itemsize <= SMALL_WEIGHTS_BYTES

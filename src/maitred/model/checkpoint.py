@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from maitred.errors import CheckpointError
+from maitred.model.families import spec_from_config
 from maitred.model.gguf_config import (
     config_of,
     generation_config_of,
@@ -26,6 +27,7 @@ from maitred.model.gguf_config import (
 from maitred.model.gguf_file import GgufFile, gguf_in, gguf_name, is_gguf, open_gguf
 from maitred.model.packaged import BUILTIN_FOLDER, BUILTIN_NAME, PACKAGED, default_model
 from maitred.model.safetensors_file import RawTensor, SafetensorsFile, TensorFile
+from maitred.model.weight_map import weight_map
 
 __all__ = ["BUILTIN_FOLDER", "BUILTIN_NAME", "Checkpoint", "RawTensor", "open_checkpoint"]
 
@@ -116,11 +118,26 @@ class Checkpoint:
         try:
             self.gguf, located = files[0], _locate_tensors(files)
             self.config = config_of(files)
+            self._own_names = hugging_face_names(files[0].metadata["general.architecture"], located)
+            self._file_of = {name: located[own] for name, own in self._own_names.items()}
+            self._check_tensors()
         except BaseException:
             self.close()
             raise
-        self._own_names = hugging_face_names(files[0].metadata["general.architecture"], located)
-        self._file_of = {name: located[own] for name, own in self._own_names.items()}
+
+    def _check_tensors(self) -> None:
+        """Raise CheckpointError, naming the GGUF file, where its metadata and its tensors are of different models."""
+        try:
+            sources = weight_map(spec_from_config(self.config), self._file_of)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {str(error).replace('config.json', 'the metadata')}") from None
+        for source in sources:
+            file, own = self._file_of[source.tensor], self._own(source.tensor)
+            if (shape := file.shape_of(own)) != source.shape:
+                raise CheckpointError(
+                    f"{file.path}: tensor {own} has shape {list(shape)}, the metadata asks for {list(source.shape)}; "
+                    f"the file is damaged, download it again"
+                )
 
     @property
     def folder(self) -> Path:

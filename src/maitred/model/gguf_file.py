@@ -33,10 +33,14 @@ HELD_AS = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "Q4_0": "q4_0", "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q8_0": "q8_0",
     "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
-    "Q3_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q8_0",  # the same values in more bits
-    "Q2_K": "q8_0", "IQ4_XS": "q8_0",  # rounded: no format here has their scales
+    "Q3_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q8_0", "Q2_K": "q8_0", "IQ4_XS": "q8_0",
 }  # fmt: skip
 """Type of a tensor that is computed here -> the number format in which the native executor holds it."""
+WIDENED = {
+    "Q3_K": "the same values in", "IQ4_NL": "the same values in", "MXFP4": "the same values in",
+    "Q2_K": "rounded to", "IQ4_XS": "rounded to",
+}  # fmt: skip
+"""Types held in more bits than the file's, and what becomes of their values: nothing here has the scales of the last two."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

@@ -27,8 +27,6 @@ from maitred.model.spec import RopeSpec, RopeType
 Floats = NDArray[np.float32]
 _F32 = np.float32
 
-ROPE_TYPES: tuple[str, ...] = tuple(t.value for t in RopeType)
-
 
 def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> tuple[float, ...]:
     """Radians per position for each rotated pair: `rope.num_frequencies` numbers, each a float32 value."""
@@ -115,21 +113,3 @@ def _llama3(rope: RopeSpec) -> Floats:
     blended = (_F32(1) - smooth) * plain / factor + smooth * plain
     frequencies: Floats = np.where(turns < low, plain / factor, np.where(turns > high, plain, blended))
     return frequencies
-
-
-def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """The default temperature of YaRN (arXiv:2309.00071, section 3.4), with DeepSeek's two multipliers."""
-
-    def scale(multiplier: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
-
-    if mscale and mscale_all_dim:
-        return scale(mscale) / scale(mscale_all_dim)
-    return scale(1.0)
-
-
-def longrope_attention_factor(factor: float, original_max_position_embeddings: int) -> float:
-    """The default temperature of LongRoPE (arXiv:2402.13753): sqrt(1 + ln(factor) / ln(original context))."""
-    if factor <= 1:
-        return 1.0
-    return math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))

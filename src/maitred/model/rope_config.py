@@ -5,11 +5,11 @@ Precedences are those of `modeling_rope_utils.py` of transformers 5.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from maitred.errors import CheckpointError
-from maitred.model.rope import ROPE_TYPES, longrope_attention_factor, yarn_attention_factor
 from maitred.model.spec import RopeSpec, RopeType
 
 Config = Mapping[str, Any]
@@ -68,7 +68,7 @@ def _rope_type(parameters: Config, config: Config) -> RopeType:
         return RopeType(name)
     except ValueError:
         raise CheckpointError(
-            f"rope type {name!r} is not supported; the supported ones are {', '.join(ROPE_TYPES)}"
+            f"rope type {name!r} is not supported; the supported ones are {', '.join(each.value for each in RopeType)}"
         ) from None
 
 
@@ -88,7 +88,7 @@ def _yarn(parameters: Config, context: int, original: int) -> dict[str, Any]:
     factor = float(parameters.get("factor") or context / original)
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
-        attention_factor = yarn_attention_factor(factor, parameters.get("mscale"), parameters.get("mscale_all_dim"))
+        attention_factor = _yarn_attention_factor(factor, parameters.get("mscale"), parameters.get("mscale_all_dim"))
     return {
         "factor": factor,
         "original_max_position_embeddings": original,
@@ -105,7 +105,7 @@ def _longrope(parameters: Config, context: int, original: int) -> dict[str, Any]
         factor = context / original
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
-        attention_factor = longrope_attention_factor(float(factor), original)
+        attention_factor = _longrope_attention_factor(float(factor), original)
     return {
         "factor": float(factor),
         "original_max_position_embeddings": original,
@@ -162,3 +162,21 @@ def _check_factors(rope: RopeSpec) -> None:
 def _set_default(parameters: dict[str, Any], name: str, value: Any) -> None:
     if parameters.get(name) is None:
         parameters[name] = value
+
+
+def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """The default temperature of YaRN (arXiv:2309.00071, section 3.4), with DeepSeek's two multipliers."""
+
+    def scale(multiplier: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1.0)
+
+
+def _longrope_attention_factor(factor: float, original_max_position_embeddings: int) -> float:
+    """The default temperature of LongRoPE (arXiv:2402.13753): sqrt(1 + ln(factor) / ln(original context))."""
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))

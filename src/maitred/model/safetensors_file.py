@@ -89,6 +89,9 @@ class TensorFile:
     def dtype_of(self, name: str) -> str:
         return self._entries[name].dtype
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
     def num_bytes_of(self, name: str) -> int:
         return self._entries[name].end - self._entries[name].begin
 

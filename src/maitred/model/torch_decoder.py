@@ -286,11 +286,11 @@ _TORCH_DTYPES = {
 
 
 def tensor_from_raw(raw: RawTensor, name: str) -> Tensor:
-    """A view of the file's bytes; do not write to it."""
+    """A view of the file's bytes, not to be written to; GGML's block types in float32."""
     if raw.dtype not in _TORCH_DTYPES:
-        raise CheckpointError(
-            f"tensor {name} is of type {raw.dtype}; weights must be one of {', '.join(_TORCH_DTYPES)}"
-        )
+        from maitred.model.packed import float32_values  # noqa: PLC0415  the native library, for GGML's block types
+
+        return torch.from_numpy(float32_values(raw, name))
     dtype = _TORCH_DTYPES[raw.dtype]
     if raw.data.nbytes == 0:
         return torch.empty(raw.shape, dtype=dtype)
