@@ -1,7 +1,7 @@
-"""Admission control: refuses at once those whose first token would come too late, and those over a limit.
+"""Admission control: refuse at once requests whose first token would come too late, and those over a limit.
 
-An overloaded server that lets everybody in makes everybody late (Beyer et al., "Site Reliability Engineering", chapters
-21 and 22), so it is decided on arrival, from the measured drain rate, and the refusal says when to come again.
+An overloaded server that lets every request in makes every request late (Beyer et al., "Site Reliability Engineering",
+chapters 21 and 22), so it is decided on arrival, from the measured drain rate, and the refusal says when to come again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ REASONS = ("requests", "tokens", "class", "objective")
 UNKNOWN_SLACK = 0.6  # of the objective, until it is known how wrong forecasts are
 UNKNOWN_SHARE = 8  # of a batch may wait, one in so many, until it is known how fast work leaves
 AIM = 0.8  # of the objective: what is foretold changes, and a shorter queue keeps the slots as full
-MAX_SLACK = 0.7  # of the objective: however wrong they were, somebody must get in to show that it got better
+MAX_SLACK = 0.7  # of the objective: some requests must get in to show that forecasts got better
 PRIORITY_FIRST = ("priority", "interactive")  # policies under which the less urgent stand behind the more urgent
 Foretell = Callable[[int], float | None]
-"""Seconds to the first token of a new prompt of so many tokens, as who places it foretells; None where nobody does."""
+"""Seconds to the first token of a new prompt of so many tokens, as its placement predicts; None where there is no
+prediction.
+"""
 NUM_CLASSES = 16  # priorities from this on share what is learned
 
 
@@ -41,7 +43,7 @@ class _Admitted:
 
 
 class _Caller(NamedTuple):
-    """What is known of a request before it is admitted; of one that is only checked early, not the size."""
+    """Facts of a request before it is admitted; for one that is only checked early, without its size."""
 
     priority: int
     ttft_slo_s: float | None
@@ -50,7 +52,7 @@ class _Caller(NamedTuple):
 
 
 class Queueable(Protocol):
-    """What is asked of a request that wants to queue; a `RequestSpec` is one, and a router's estimate of one."""
+    """Facts asked of a request that wants to queue; a `RequestSpec` has them, and a router's estimate of one."""
 
     @property
     def request_id(self) -> str: ...
@@ -84,10 +86,10 @@ _LET_IN = _Verdict()
 
 
 class AdmissionController:
-    """Decides who may queue. Holds no lock and reads no clock: the gate calls it, with what it hears of progress.
+    """Decide which requests may queue. Holds no lock and reads no clock: the gate calls it, and tells it of progress.
 
-    A request waits until its first token; what runs is not touched. With `priority_first`, which says that the queue's
-    order heeds priorities, only those as urgent count as ahead of a newcomer.
+    A request waits until its first token; running ones are not touched. With `priority_first` (the queue's order heeds
+    priorities), only requests as urgent count as ahead of a newcomer.
     """
 
     def __init__(
@@ -110,21 +112,23 @@ class AdmissionController:
         self._work_done = 0.0  # since the last look at the queue
         self._queued_before = False  # was there a queue at that look
         self._looked_at: float | None = None
-        self._owed_work, self._owed_at = 0.0, 0.0  # of those turned away, who will be back
+        self._owed_work, self._owed_at = 0.0, 0.0  # of refused requests, which will be back
 
     def reconfigure(self, scheduler: SchedulerConfig) -> None:
-        """Each engine has another number of slots, or another policy."""
+        """Take in another number of slots of each engine, or another policy."""
         self.resize(self._num_engines * scheduler.max_num_seqs)
         self._priority_first = scheduler.policy in PRIORITY_FIRST
 
     def resize(self, max_num_seqs: int) -> None:
-        """There are so many slots now: of one engine, or of all of a fleet."""
+        """Take in the number of slots now: of one engine, or of all of a fleet."""
         self._max_num_seqs = max_num_seqs
 
     # -- before the queue
 
     def check_early(self, priority: int, ttft_slo_s: float | None, now: float) -> None:
-        """Before any work is done for a request: raises Overloaded if even the smallest of its kind cannot get in."""
+        """Check a request before any work is done for it: raises Overloaded if even the smallest of its kind cannot get
+        in.
+        """
         caller = _Caller(priority, ttft_slo_s, 0, now)
         verdict = self._judge(caller, now)
         if verdict.reason is not None:
@@ -154,7 +158,9 @@ class AdmissionController:
         return verdict.shed
 
     def admit_all(self, requests: Sequence[Queueable], now: float) -> tuple[str, ...]:
-        """As `admit`, all or none of them: a refusal of one takes the others out again, and nobody leaves for them."""
+        """Admit all of them as `admit` does, or none: a refusal of one takes the others out again, and sheds none for
+        them.
+        """
         shed: list[str] = []
         for position, request in enumerate(requests):
             try:
@@ -168,7 +174,7 @@ class AdmissionController:
         return tuple(shed)
 
     def retry_after_s(self, now: float) -> float:
-        """When somebody turned away now would find room: after the queue, and after those turned away before."""
+        """Return when a request refused now would find room: after the queue, and after those refused before."""
         rate = self._rate.per_s
         if rate is None:
             return MIN_RETRY_S
@@ -178,7 +184,7 @@ class AdmissionController:
     # -- what the engine did
 
     def tokens_came(self, request_id: str, num_tokens: int, now: float) -> None:
-        """Of a request that was admitted; with the first, its prompt is done and it waits no longer."""
+        """Count tokens of an admitted request; with the first, its prompt is done and it waits no longer."""
         entry = self._admitted.get(request_id)
         if entry is None:
             return
@@ -192,8 +198,8 @@ class AdmissionController:
                 self._late(entry.priority).add(now - entry.admitted_at - entry.foretold_s)
 
     def look(self, num_queued: int, now: float) -> None:
-        """So many requests have no place in the engine: what was done since the last look tells how fast work leaves,
-        if there was a queue then and is one now.
+        """Look at so many requests without a place in the engine: the work done since the last look tells how fast it
+        leaves, if there was a queue then and is one now.
         """
         work, self._work_done = self._work_done, 0.0
         if self._looked_at is not None and self._queued_before and num_queued > 0 and now > self._looked_at:
@@ -201,7 +207,7 @@ class AdmissionController:
         self._queued_before, self._looked_at = num_queued > 0, now
 
     def leave(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """It has ended, or nobody wants it any more; unknown ids are ignored."""
+        """Forget a request that has ended or is not wanted any more; unknown ids are ignored."""
         entry = self._admitted.get(request_id)
         if entry is None:
             return
@@ -218,7 +224,7 @@ class AdmissionController:
 
     @property
     def num_waiting(self) -> int:
-        """Those without a first token."""
+        """Number of requests without a first token."""
         return self._num_waiting
 
     @property
@@ -227,7 +233,7 @@ class AdmissionController:
         return self._rate.per_s or 0.0
 
     def foretold_wait_s(self, priority: int = 0) -> float:
-        """Until the first token of a small request that came now; 0 while unknown."""
+        """Predicted time to the first token of a small request that came now; 0 while unknown."""
         caller = _Caller(priority, None)
         placed_s = self.foretell(0)
         return (self._foretold_s(caller) if placed_s is None else placed_s) or 0.0
@@ -266,7 +272,7 @@ class AdmissionController:
         return _Verdict(None, tuple(shed), self._expected_s(caller, freed_work))
 
     def _is_shedding_vain(self, caller: _Caller) -> bool:
-        """The less urgent are behind it anyway, or whoever places it has them in his forecast until they are gone."""
+        """Return whether shedding gains nothing: the less urgent are behind it, or its placement counts them anyway."""
         return self._priority_first or self.foretell(caller.num_prompt_tokens) is not None
 
     def _over_class_cap(self, priority: int) -> str | None:
@@ -277,7 +283,7 @@ class AdmissionController:
         return None
 
     def _less_urgent(self, priority: int) -> Iterator[tuple[str, _Admitted]]:
-        """Those that may be shed for one of this priority, the least urgent and latest first."""
+        """Return the requests that may be shed for one of this priority, the least urgent and latest first."""
         for each in sorted((p for p in self._waiting if p > priority), reverse=True):
             yield from reversed(self._waiting[each].items())
 
@@ -293,16 +299,20 @@ class AdmissionController:
         return (now - caller.arrived_at) + foretold_s + slack_s <= AIM * slo_s
 
     def _free_places(self) -> bool:
-        """Nobody waits, or nobody was left over in the last step and there are slots."""
+        """Return whether a place is free: no request waits, or the last step left none over and there are slots."""
         return not self._num_waiting or (not self._queued_before and len(self._admitted) < self._max_num_seqs)
 
     def _expected_s(self, caller: _Caller, freed_work: float) -> float | None:
-        """As foretold by who places it, else by the rate; by that, nothing of one that finds a free place."""
+        """Return the expected wait: its placement's prediction, else the rate's; by the rate, 0 for a request that
+        finds a free place.
+        """
         placed_s = self.foretell(caller.num_prompt_tokens)
         return placed_s if placed_s is not None or self._free_places() else self._foretold_s(caller, freed_work)
 
     def _foretold_s(self, caller: _Caller, freed_work: float = 0.0) -> float | None:
-        """From now to the first token: the work ahead, and its own prompt. None while the rate is unknown."""
+        """Return the time from now to the first token: the work ahead, and its own prompt. None while the rate is
+        unknown.
+        """
         rate = self._rate.per_s
         if rate is None:
             return None
@@ -332,7 +342,7 @@ class AdmissionController:
         return f"{self._num_waiting} requests wait, the limit is {self.config.max_queued_requests}"
 
     def _forgive(self, rate: float, now: float) -> None:
-        """Those turned away are taken to come back at the rate at which there is room for them."""
+        """Reduce the work of refused requests at the drain rate, at which they are assumed to come back."""
         self._owed_work = max(0.0, self._owed_work - rate * max(0.0, now - self._owed_at))
         self._owed_at = now
 

@@ -29,12 +29,12 @@ class DrainRate:
 
     @property
     def per_s(self) -> float | None:
-        """None until there was a queue for long enough."""
+        """Work a second; None until there was a queue for long enough."""
         enough = self._num_steps >= self.MIN_STEPS and self._seconds >= self.MIN_EVIDENCE_S
         return self._work / self._seconds if enough and self._work > 0 else None
 
     def served(self, work: float, seconds: float) -> None:
-        """This much in this time, while others waited."""
+        """Count so much work in this time, while others waited."""
         self._num_steps += 1
         keep = exp(-seconds / self.MEMORY_S)
         self._work = self._work * keep + work
@@ -42,7 +42,7 @@ class DrainRate:
 
 
 class MeanOutput:
-    """How long answers have been lately."""
+    """Mean length of recent answers."""
 
     MEMORY = 200  # answers
 
@@ -65,8 +65,8 @@ class MeanOutput:
 class LateBy:
     """How much later than foretold first tokens came: a high quantile of the last few hundred, in seconds.
 
-    As in conformal prediction: whatever the forecast lacks (prefill, policy, a machine that slows down) is paid for by
-    asking for that much slack, so that all but the given share of those admitted are in time.
+    As in conformal prediction, that much slack covers whatever the forecast lacks (prefill, policy, a machine that
+    slows down), so that all but the given share of those admitted are in time.
     """
 
     CAPACITY = 256
@@ -85,7 +85,7 @@ class LateBy:
 
     @property
     def slack_s(self) -> float | None:
-        """None until enough was seen."""
+        """Slack (s); None until enough was seen."""
         if len(self._by_size) < self.MIN_SEEN:
             return None
         return self._by_size[min(int(self.SHARE * len(self._by_size)), len(self._by_size) - 1)]

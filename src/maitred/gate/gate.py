@@ -1,6 +1,6 @@
-"""The gate: who may ask for what, what of a quota it takes, and whether it may queue; one lease from there to the end.
+"""The gate: a request's rights, its quota, and its admission to the queue; one lease from there to the end.
 
-It knows tenants and engines by what it is given: a server, a router in front of many and the simulator use the same.
+Its tenants and engines are arguments: a server, a router in front of many and the simulator use the same gate.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from maitred.tenancy.quota import QuotaLease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a request says of itself before its prompt is looked at."""
+    """Facts that a request tells before its prompt is looked at."""
 
     num_samples: int = 1
-    """Of all its prompts; 0 takes no place, as the server's own probes."""
+    """Samples of all its prompts; 0 takes no place, as the server's own probes."""
     priority: int | None = None
-    """None is the tenant's default."""
+    """Priority; None is the tenant's default."""
     limits: TimeLimits = NO_LIMITS
 
 
@@ -47,7 +47,9 @@ class Admitted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one request holds: of its tenant's quota, of the server's bound, of the queue. `end` gives it all back."""
+    """Lease of one request: its part of the tenant's quota, of the server's bound, of the queue. `end` gives it all
+    back.
+    """
 
     gate: Gate
     caller: Caller
@@ -60,7 +62,7 @@ class Lease:
     ended: bool = False
 
     def tokens_came(self, request_id: str, num_tokens: int, now: float) -> None:
-        """Of one of its samples; with the first its wait is over, for quota and queue alike."""
+        """Count tokens of one of its samples; with the first its wait is over, for quota and queue alike."""
         if request_id in self.waiting:
             self.waiting.discard(request_id)
             if self.quota is not None:
@@ -69,7 +71,7 @@ class Lease:
             self.gate.admission.tokens_came(request_id, num_tokens, now)
 
     def sample_ended(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """It is with the engine no longer; told again, it changes nothing."""
+        """Note that a sample has left the engine; a second call changes nothing."""
         self.gate.leases.pop(request_id, None)
         if self.gate.admission is not None:
             self.gate.admission.leave(request_id, reason)
@@ -89,9 +91,9 @@ class Lease:
 
 
 class Gate:
-    """Lets requests in, or raises why not; holds no lock and reads no clock.
+    """Gate that lets requests in, or raises why not; holds no lock and reads no clock.
 
-    Without `admission` nobody is turned away for the queue, without `max_concurrent_requests` nobody for the number of
+    Without `admission` no request is refused for the queue, without `max_concurrent_requests` none for the number of
     samples in flight.
     """
 
@@ -106,7 +108,7 @@ class Gate:
         self.leases: dict[str, Lease] = {}  # by request id, of those that have something to hear of it
 
     def enter(self, caller: Caller, ask: Ask, now: float) -> Lease:
-        """Before any work is done for a request.
+        """Let a request enter before any work is done for it.
 
         Raises PermissionDenied for a priority that the caller may not have, RateLimited or InsufficientQuota for its
         tenant's limits, InvalidRequest for more samples than the server ever holds, and Overloaded.
@@ -127,7 +129,7 @@ class Gate:
         return Lease(self, caller, ask.num_samples, priority, limits, quota)
 
     def admit(self, lease: Lease, specs: Sequence[RequestSpec], now: float) -> Admitted:
-        """All samples of a request once its tokens are known, or only how many: all are let in, or none.
+        """Admit all samples of a request or none, once its tokens are known, or only how many.
 
         Raises RateLimited, InsufficientQuota or Overloaded; the lease has ended then.
         """
@@ -136,7 +138,9 @@ class Gate:
         return Admitted(specs, self.let_in(lease, specs, num_tokens, now))
 
     def let_in(self, lease: Lease, requests: Sequence[Queueable], num_tokens: int, now: float) -> tuple[str, ...]:
-        """As `admit`, of requests that are under their terms and take so many tokens; gives those that are shed."""
+        """Admit, as `admit` does, requests that are under their terms and take so many tokens; return those that are
+        shed.
+        """
         try:
             if lease.quota is not None:
                 lease.quota.reserve(num_tokens, now)
@@ -151,7 +155,7 @@ class Gate:
         return shed
 
     def progressed(self, progress: Iterable[RequestProgress], num_queued: int, now: float) -> None:
-        """What came out of the engine at once, and how many requests had no place in it then."""
+        """Take in the engine's progress, and how many requests had no place in it then."""
         for item in progress:
             lease = self.leases.get(item.request_id)
             if lease is None:
@@ -169,7 +173,7 @@ class Gate:
             self.admission.reconfigure(scheduler)
 
     def retry_after_s(self, now: float) -> float:
-        """When there may be room again, by the rate at which work leaves."""
+        """Return when there may be room again, by the rate at which work leaves."""
         return self.admission.retry_after_s(now) if self.admission is not None else MIN_RETRY_S
 
     def _check_room(self, num_samples: int, now: float) -> None:

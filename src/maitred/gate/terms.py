@@ -13,7 +13,7 @@ from maitred.tenancy.tenant import Tenant
 
 
 class TimeLimits(NamedTuple):
-    """In seconds from arrival; None is no limit."""
+    """Time limits in seconds from arrival; None is no limit."""
 
     ttft_slo_s: float | None = None
     queue_timeout_s: float | None = None
@@ -53,14 +53,16 @@ def within(spec: RequestSpec, limits: TimeLimits, **terms: Any) -> RequestSpec:
 
 
 def cap_max_tokens(specs: Sequence[RequestSpec], limit: float | None) -> list[RequestSpec]:
-    """Where the client set no limit, `limit` holds as far as the context has room; a default never refuses a prompt."""
+    """Return the tokens allowed: without a limit of the client's, `limit` holds as far as the context has room; a
+    default never refuses a prompt.
+    """
     if limit is None or any(spec.sampling.max_tokens is not None for spec in specs):
         return list(specs)
     return [replace(spec, max_tokens=max(1, min(spec.max_tokens, int(limit)))) for spec in specs]
 
 
 def num_prompt_tokens(specs: Iterable[RequestSpec]) -> int:
-    """Of one request; the samples of a prompt share its tokens."""
+    """Return the tokens of one request; the samples of a prompt share them."""
     return sum(spec.num_prompt_tokens for spec in specs if spec.sample_index == 0)
 
 

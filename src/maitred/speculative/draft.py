@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class ChainEnd(NamedTuple):
-    """How far a chain goes on from a piece, and what it draws with."""
+    """How far a chain goes on from a piece, and its settings of drawing."""
 
     num_tokens: int
     settings: SamplerSettings
@@ -69,7 +69,7 @@ class DraftRunner(Protocol):
 
 @dataclass(slots=True)
 class _Kept:
-    """What is known of a request: the first `num_known` of its tokens and the drafts after them were computed."""
+    """State of a request: the first `num_known` of its tokens and the drafts after them were computed."""
 
     number: int  # its own, from 1
     names: list[int]  # of the blocks that its known tokens fill, see `_Blocks`
@@ -79,11 +79,11 @@ class _Kept:
     is_hopeless: bool = False  # what it knows gives no logits to draw from
 
     def mark(self, block: int) -> int:
-        """Of a block of its table, while its known tokens do not fill it: its own, and negative."""
+        """Mark of a block of its table, while its known tokens do not fill it: its own, and negative."""
         return -(self.number << _INDEX_BITS | block)
 
     def num_as_drafted(self, tokens: Ints) -> int:
-        """Of `tokens`, those at the beginning that were computed when it last drafted."""
+        """Return how many of `tokens`, from the beginning, were computed when it last drafted."""
         computed = self.drafts[:-1]  # the last was not
         now = tokens[self.num_known : self.num_known + len(computed)].tolist()
         pairs = enumerate(zip(computed, now, strict=False))
@@ -91,8 +91,8 @@ class _Kept:
 
 
 class _Blocks:
-    """What lies in each block of the pool: a hash of all tokens up to its end, or a mark of the one request that wrote
-    there last, and where. So what requests share is computed once, and what was written over is noticed.
+    """Contents of each block of the pool: a hash of all tokens up to its end, or a mark of the one request that wrote
+    there last, and where. So shared blocks are computed once, and overwritten ones are noticed.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -110,7 +110,7 @@ class _Blocks:
             names.append(hash((names[-1] if names else 0, filling)) & _POSITIVE | 1)
 
     def num_valid(self, table: Ints, kept: _Kept, num_as_drafted: int) -> int:
-        """How many positions lie in the table's blocks as its tokens make them."""
+        """Return how many positions lie in the table's blocks as its tokens make them."""
         names, end = kept.names, self.up_to(num_as_drafted)
         block = first = self._num_settled(table, kept)
         contents = [self._contents[block_id] for block_id in table[first : max(end, len(names))].tolist()]
@@ -132,8 +132,9 @@ class _Blocks:
         kept.settled_table = table[: (kept.num_known - 1) // self._size].tobytes()
 
     def _num_settled(self, table: Ints, kept: _Kept) -> int:
-        """Blocks that need no look: a request keeps those before its last known token, and who shares them writes
-        alike. Blocks behind go back where drafts are rejected, and come again, perhaps after others had them.
+        """Return the blocks that need no look: a request keeps those before its last known token, and requests that
+        share them write alike. Blocks behind go back where drafts are rejected, and come again, perhaps after others
+        had them.
         """
         count = len(kept.settled_table) // table.itemsize
         return count if table[:count].tobytes() == kept.settled_table else 0
@@ -152,7 +153,7 @@ class _Job:
     table: Ints  # blocks of all that will be written: known tokens, and drafts but the last
 
     def next_piece(self, num_tokens: int) -> Piece:
-        """So many of the known tokens that are not computed, which are then."""
+        """Return a piece of so many known tokens that are not computed, which are then."""
         first = self.num_computed
         self.num_computed += num_tokens
         return Piece(self.request.tokens.array[first : self.num_computed], first, self.table)
@@ -191,7 +192,7 @@ class DraftModel:
         self._runner.close()
 
     def _job(self, place: int, ask: DraftAsk) -> _Job | None:
-        """None where the draft model's context ends, or it has nothing to say."""
+        """Return the job; None where the draft model's context ends, or it has nothing to say."""
         tokens = ask.request.tokens.array
         num_drafts = min(ask.num_drafts, self._runner.max_positions - len(tokens) + 1)
         kept = self._kept_of(ask.request)
@@ -200,7 +201,7 @@ class DraftModel:
         self._blocks.name(kept.names, tokens[:-1])  # the last is computed in the chain, for its logits
         table = ask.request.blocks.array[: self._blocks.up_to(len(tokens) + num_drafts - 1)]
         valid = min(self._blocks.num_valid(table, kept, kept.num_as_drafted(tokens)), len(tokens) - 1)
-        self._blocks.write(table, kept, valid)  # here, so that who shares them computes them no more
+        self._blocks.write(table, kept, valid)  # here, so that requests that share them compute them no more
         return _Job(place, ask.request, kept, len(tokens), num_drafts, valid, table)
 
     def _kept_of(self, request: DraftedRequest) -> _Kept:
@@ -211,7 +212,7 @@ class DraftModel:
         return kept
 
     def _draft(self, jobs: Sequence[_Job]) -> Iterator[tuple[_Job, list[int]]]:
-        """At most `max_rows` of them."""
+        """Draft for at most `max_rows` of them."""
         self._catch_up(jobs)
         ends = [ChainEnd(job.num_drafts, job.request.sampler) for job in jobs]
         pieces = [job.next_piece(job.num_known - job.num_computed) for job in jobs]

@@ -23,12 +23,13 @@ from maitred.speculative.proposer import DraftAsk, DraftedRequest
 logger = logging.getLogger(__name__)
 Taps = NDArray[np.float32]
 WAITING_BYTES = 64 * 2**20
-"""Of taps, at most."""
+"""Bytes of taps, at most."""
 KEPT = 32
-"""Steps without being asked, after which a request keeps the taps of so many last positions: with those, drafts are as
-often right as with all, and whoever tries drafts again has that much to catch up with."""
+"""Steps without a draft, after which a request keeps the taps of so many last positions: drafts are then as often right
+as with all taps, and the next trial of drafts has that much to catch up with.
+"""
 _LOGGED = 16
-"""Steps whose taps are dealt out to their requests together."""
+"""Steps after which their taps are dealt out to the requests together."""
 
 
 class Computed(NamedTuple):
@@ -92,12 +93,12 @@ class _Kept:
             self.forget_old()
 
     def forget_old(self) -> None:
-        """All but the last `KEPT`, at most."""
+        """Forget all but the last `KEPT`, at most."""
         taps = np.concatenate(self.waiting)[-KEPT:]  # a copy of its own: what the others are views of is large
         self.first, self.waiting, self.num_waiting = self.end - len(taps), [taps.copy()], len(taps)
 
     def drop(self, num_kept: int) -> None:
-        """All but the first so many."""
+        """Drop all but the first so many."""
         while (num_more := self.num_waiting - num_kept) > 0:
             last = self.waiting.pop()
             self.num_waiting -= len(last)
@@ -164,7 +165,7 @@ class Head:
         self._runner.close()
 
     def _job(self, place: int, ask: DraftAsk) -> _Job | None:
-        """None where the taps of the last position are missing, or the head's context ends."""
+        """Return the job; None where the taps of the last position are missing, or the head's context ends."""
         request = ask.request
         kept, num_tokens = self._kept.get(request.request_id), len(request.tokens.array)
         num_drafts = min(ask.num_drafts, self._runner.max_positions - num_tokens + 1)
@@ -216,7 +217,7 @@ class Head:
             self._drop_old()
 
     def _drop_old(self) -> None:
-        """Until what waits is within its bound, of those that came first."""
+        """Drop the oldest taps until the waiting ones are within their bound."""
         num_waiting = sum(kept.num_waiting for kept in self._kept.values())
         for kept in self._kept.values():
             if num_waiting <= self._most_waiting:

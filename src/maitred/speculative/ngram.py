@@ -45,7 +45,7 @@ class PairIndex:
             previous = token
 
     def match(self, text: Sequence[int]) -> Match | None:
-        """Where the end of `text` was met, its last two tokens at least, and something follows."""
+        """Return where the end of `text` was met, its last two tokens at least, with tokens after it."""
         if len(text) < 2:
             return None
         place, best = self._last.get(text[-2] << 32 | text[-1], -1), Match(-1, 0)

@@ -45,7 +45,7 @@ class PredictionProposer:
 
 
 class PredictedText:
-    """How far one request's output has come in its prediction."""
+    """Progress of one request's output in its prediction."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._index = PairIndex()
@@ -55,7 +55,7 @@ class PredictedText:
         self.num_seen = 0
 
     def drafts(self, new_tokens: Sequence[int], num_drafts: int) -> Sequence[int]:
-        """After these, which are output since it was last asked."""
+        """Return drafts after these tokens, which are output since the last call."""
         text = self._index.tokens
         self.num_seen += len(new_tokens)
         self._tail = [*self._tail, *new_tokens][-LONGEST_MATCH:]
@@ -67,6 +67,6 @@ class PredictedText:
 
 
 def _output(request: DraftedRequest, first: int) -> list[int]:
-    """Its output tokens from number `first` on."""
+    """Return its output tokens from number `first` on."""
     tokens: list[int] = request.tokens.array[request.num_prompt_tokens + first :].tolist()
     return tokens

@@ -25,7 +25,7 @@ class IntArray(Protocol):
 
 
 class SamplerSettings(Protocol):
-    """What decides a draw besides the logits; `executor.sampler_state.RequestSampler` has it."""
+    """Settings that decide a draw besides the logits; `executor.sampler_state.RequestSampler` has them."""
 
     sampling: SamplingParams
     seed: int
@@ -33,7 +33,7 @@ class SamplerSettings(Protocol):
 
 
 class DraftedRequest(Protocol):
-    """What a proposer sees of a request; `executor.state.HeldRequest` is one."""
+    """Request as a proposer sees it; `executor.state.HeldRequest` is one."""
 
     request_id: str
     num_prompt_tokens: int
@@ -63,11 +63,12 @@ class Proposer(Protocol):
 
     @property
     def name(self) -> str:
-        """As `--speculative` has it."""
+        """Name as `--speculative` has it."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
-        """At most `num_drafts` tokens for each, in order; empty where it has none. A fault of its own (a NaN) costs the
-        drafts and nothing else."""
+        """Propose at most `num_drafts` tokens for each, in order; empty where there are none. A fault of its own (a
+        NaN) costs the drafts and nothing else.
+        """
 
     def forget(self, request_id: str) -> None:
         """The executor holds this request no more, or holds it anew; also of ids it never heard of."""

@@ -32,5 +32,5 @@ class Caller:
 
 
 def anybody() -> Caller:
-    """Whoever asks a server that knows no tenants, or the server itself."""
+    """Return the caller of a server without tenants, or the server itself."""
     return Caller(ANYBODY, TenantQuota(ANYBODY.name, Limits()), is_admin=True)

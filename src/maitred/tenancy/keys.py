@@ -1,6 +1,6 @@
 """API keys: only their sha256 is kept, and finding one takes as long whatever was sent.
 
-A plain hash suffices, because a key is 256 random bits that nobody can guess; slow hashes are for passwords.
+A plain hash suffices, because a key is 256 random bits, beyond guessing; slow hashes are for passwords.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KeyRing:
     """All keys. Each look-up compares every one of them, each in constant time, and never leaves early.
 
     So neither the length nor the position of the first wrong byte shows in the time (CVE-2025-59425 was a plain
-    comparison); what does show is how many keys there are.
+    comparison); only the number of keys shows.
     """
 
     def __init__(self, keys: Sequence[Key]) -> None:

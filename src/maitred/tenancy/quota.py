@@ -1,8 +1,8 @@
-"""What a tenant has used and may still use. Time is an argument; each check takes microseconds and never waits.
+"""Quota: the use and the limits of a tenant. Time is an argument; each check takes microseconds and never waits.
 
-A request takes its tokens before it runs, prompt and most output, and gives back what it did not need when it ends:
-so limits hold at every moment, whatever the answers turn out to be. What it computes nobody knows before: that is
-counted when it ends, and over the limit the next one waits.
+A request takes its tokens before it runs, prompt and most output, and gives back what it did not need when it ends: so
+limits hold at every moment, whatever the answers turn out to be. Its computing is not known before: that is counted
+when it ends, and over the limit the next request waits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ WINDOW_S = 60.0
 US_PER_MS = 1000
 SLOT_S = 0.5
 SILENT_SHARE, SILENT_LEAST = 4, 256
-FULL_RETRY_S = 1.0  # nobody knows when a request ends
+FULL_RETRY_S = 1.0  # the end of a request cannot be known
 
 
 class SlidingWindow:
-    """What was taken in the last 60 s, in slots of half a second, so at most 121 numbers.
+    """Amounts taken in the last 60 s, in slots of half a second, so at most 121 numbers.
 
     An amount counts until 60 s after the end of its slot. Hence no 60 s whatsoever see more than the limit, which a
     token bucket of the same rate would let through twice (a full bucket, and what flows in meanwhile).
@@ -119,7 +119,7 @@ class TenantQuota:
         return QuotaLease(self, num_samples)
 
     def computed(self, compute_us: int, now: float) -> None:
-        """One of its requests has ended, and computing it took so long."""
+        """Count the computing of a request that has ended."""
         if compute_us:
             self._compute.take(compute_us, now)
 
@@ -255,7 +255,7 @@ class QuotaLease:
         self._reserved = num_tokens
 
     def first_token(self) -> None:
-        """One of its samples has left the queue."""
+        """Note that one of its samples has left the queue."""
         if self._num_waiting and not self.ended:
             self._num_waiting -= 1
             self._quota.num_waiting -= 1
@@ -296,7 +296,7 @@ class QuotaBook:
 
 
 def duration_text(seconds: float) -> str:
-    """As OpenAI writes durations in headers: `0s`, `12ms`, `59s`, `1m30s`, `2h0m5s`; rounded up."""
+    """Return the duration as OpenAI writes it in headers: `0s`, `12ms`, `59s`, `1m30s`, `2h0m5s`; rounded up."""
     if seconds <= 0:
         return "0s"
     millis = math.ceil(seconds * 1000)

@@ -1,8 +1,8 @@
 """Limits by the minute that several routers share: each holds a lease in bulk, taken ahead of need from one bucket.
 
-Nobody waits for the bucket. What a lease covers is spent at once; beyond it, what the bucket had left when it was heard
-of last, and that is owed until the next exchange. So all routers together stay within a limit but for what they let in
-beyond their leases within one exchange. Of which nothing was heard lately, each router's own limit is all there is.
+No request waits for the bucket. A router spends its lease at once, then what the bucket had left at the last exchange,
+which is owed until the next one. So all routers together stay within a limit except for what they let in beyond their
+leases within one exchange. Without news of a bucket, each router's own limit holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_SHARE = 8  # a lease is at most an eighth of the limit
 
 
 class Order(NamedTuple):
-    """What a router tells the bucket: `owed` is spent already, `wanted` is a lease, negative what it gives back."""
+    """Message of a router to the bucket: `owed` is spent already, `wanted` is a lease, negative for a return."""
 
     owed: int
     wanted: int
@@ -37,7 +37,7 @@ class SharedWindow:
     taken: int = 0  # since the last exchange
 
     def left(self, now: float, limit: int) -> int | None:
-        """What may be taken now; None is unknown. Asking keeps the exchange going."""
+        """Return what may be taken now; None is unknown. Asking keeps the exchange going."""
         self.asked_at, self.limit = now, limit
         if self.heard_at is None or now - self.heard_at > STALE_S:
             return None
@@ -50,7 +50,7 @@ class SharedWindow:
         self.taken += amount
 
     def give_back(self, amount: int) -> None:
-        """Of what was taken, while it counts."""
+        """Give back a part of what was taken, while it counts."""
         if not self.limit:  # it was taken under no limit
             return
         cancelled = min(self.owed, amount)
@@ -58,7 +58,7 @@ class SharedWindow:
         self.leased += amount - cancelled
 
     def is_due(self, now: float) -> bool:
-        """Whether there is something to tell, or somebody asked lately."""
+        """Return whether there is something to tell, or the window was used lately."""
         return bool(self.owed or self.leased) or (self.asked_at is not None and now - self.asked_at <= STALE_S)
 
     def order(self) -> Order:
@@ -69,7 +69,7 @@ class SharedWindow:
             wanted = 0
         order = Order(self.owed, wanted, self.limit)
         self.owed, self.taken = 0, 0
-        self.leased += min(0, wanted)  # nobody spends what is being given back
+        self.leased += min(0, wanted)  # amounts on their way back are not spent
         return order
 
     def told(self, granted: int, left_in_bucket: int, now: float) -> None:
@@ -77,21 +77,21 @@ class SharedWindow:
         self.left_in_bucket, self.heard_at = left_in_bucket, now
 
     def lost(self) -> None:
-        """Nobody knows what the bucket counted; it begins anew."""
+        """Forget the bucket's count, which is unknown; it begins anew."""
         self.leased = self.owed = 0
         self.heard_at = None
 
 
 @dataclass(slots=True, eq=False)
 class SharedQuota:
-    """One tenant's."""
+    """Shared windows of one tenant."""
 
     requests: SharedWindow = field(default_factory=SharedWindow)
     tokens: SharedWindow = field(default_factory=SharedWindow)
 
 
 class SharedQuotas:
-    """Those of all tenants that this router has seen."""
+    """Shared windows of all tenants that this router has seen."""
 
     def __init__(self) -> None:
         self._quotas: dict[str, SharedQuota] = {}

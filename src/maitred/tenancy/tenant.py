@@ -1,4 +1,4 @@
-"""Tenants: who may ask, for how much, and how urgently; read from the parsed `tenants.yaml`."""
+"""Tenants: their keys, limits and urgency; read from the parsed `tenants.yaml`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ TIERS: dict[str, int] = {"priority": 0, "default": 1, "flex": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a tenant may use; None is without limit. A sample is one of the `n` answers to one prompt."""
+    """Limits of a tenant; None is without limit. A sample is one of the `n` answers to one prompt."""
 
     requests_per_minute: int | None = None
     """HTTP requests let in within any 60 seconds."""
     tokens_per_minute: int | None = None
     """Tokens, prompt and output, of the requests let in within any 60 seconds."""
     compute_ms_per_minute: int | None = None
-    """Measured computing (ms) of the requests that ended within the last 60 seconds; over it nobody is let in."""
+    """Measured computing (ms) of the requests that ended within the last 60 seconds; over it new requests are
+    refused.
+    """
     concurrency: int | None = None
     """Samples in flight at once, waiting or running."""
     max_queue: int | None = None
-    """Of those, samples that still wait for their first token."""
+    """Samples in flight that still wait for their first token."""
     token_budget: int | None = None
     """Tokens, prompt and output, in all; kept in the ledger. Raise it to grant more."""
 
@@ -49,7 +51,7 @@ class Tenant:
     tier: str = "default"
     """priority, default or flex: how urgent its requests are when they do not say."""
     weight: float = 1.0
-    """Its share where a policy is fair by tenant: twice the weight, twice the service."""
+    """Share where a policy is fair by tenant: twice the weight, twice the service."""
     priorities: tuple[int, int] = (TIERS["default"], LEAST_URGENT)
     """Most and least urgent priority that its requests may ask for."""
     default_priority: int = TIERS["default"]
@@ -69,7 +71,7 @@ class Tenant:
     limits: Limits = Limits()
 
     def may_use(self, adapter: str) -> bool:
-        """Whether it may ask for this one, and see that it is there."""
+        """Return whether it may ask for this adapter, and see that it is there."""
         return adapter in self.adapters or "*" in self.adapters
 
     def priority_of_tier(self, service_tier: str | None) -> int:
@@ -80,9 +82,10 @@ class Tenant:
         return max(low, min(high, TIERS[service_tier]))
 
     def cache_salt(self, secret: bytes, sent: str = "") -> str:
-        """What keeps its cached prompts apart from those of others; `sent` (the client's own) parts them further.
+        """Return the salt that keeps its cached prompts apart from those of others; `sent` (the client's own) parts
+        them further.
 
-        Nobody without `secret` can make another tenant's salt, so nobody can ask whether its prompt is cached.
+        Only `secret` makes a tenant's salt, so no other tenant can ask whether its prompt is cached.
         """
         group = f"group:{self.shared_cache_group}" if self.shared_cache_group is not None else f"tenant:{self.name}"
         return hmac.new(secret, f"{len(group)}:{group}:{sent}".encode("utf-8", "surrogatepass"), sha256).hexdigest()
@@ -130,7 +133,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def _shown(value: Any) -> str:
-    """For messages; short, whatever is nested in it and however often."""
+    """Return the value for messages; short, whatever is nested in it and however often."""
     try:
         return _SHORT.repr(value)
     except ValueError:  # a number of over 4300 digits
@@ -267,7 +270,7 @@ def _as_is(value: Any, where: str) -> Any:
 
 
 def _read(fields: object, where: str, readers: Mapping[str, Reader]) -> dict[str, Any]:
-    """Each field by its reader; a null is a field left out."""
+    """Read each field by its reader; a null is a field left out."""
     given = _mapping(fields, where, readers)
     return {name: readers[name](value, f"{where}: {name}") for name, value in given.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""What a ledger holds and how it adds up: rows, and the buckets of `/v1/organization/usage/completions`."""
+"""Usage rows of a ledger, and their sums: the buckets of `/v1/organization/usage/completions`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ US_PER_HOUR = 3_600_000_000
 
 
 class UsageKey(NamedTuple):
-    """Whose usage; a field that was not asked for is None."""
+    """Owner of usage; a field that was not asked for is None."""
 
     tenant: str | None = None
     key_id: str | None = None
@@ -40,7 +40,7 @@ class UsageSum(NamedTuple):
     compute_us: int = 0  # of steps and batches, split over their requests
 
     def cost(self, price_per_hour: float) -> float:
-        """Of the computing; in the price's currency."""
+        """Cost of the computing; in the price's currency."""
         return self.compute_us * price_per_hour / US_PER_HOUR
 
     def plus(self, other: UsageSum) -> UsageSum:
@@ -57,7 +57,7 @@ class UsageBucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
-    """What is asked of a ledger; times are unix seconds, [start, end)."""
+    """Question to a ledger; times are unix seconds, [start, end)."""
 
     start: int
     end: int
@@ -66,7 +66,7 @@ class UsageQuery:
     filters: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (field of UsageKey, values that count)
 
     def bucket_of(self, at: float) -> int:
-        """Where the bucket of `at` begins: buckets end at whole minutes, hours or days, UTC."""
+        """Return where the bucket of `at` begins: buckets end at whole minutes, hours or days, UTC."""
         return max(self.start, int(at) // self.width_s * self.width_s)
 
     def buckets(self) -> Iterator[tuple[int, int]]:
@@ -123,7 +123,7 @@ def _dimension(name: str, param: str) -> str:
 
 
 def fill_buckets(query: UsageQuery, rows: Iterable[tuple[int, UsageKey, UsageSum]]) -> list[UsageBucket]:
-    """Buckets in order with what each holds; `rows` are (start of bucket, whose, how much), in any order."""
+    """Return buckets in order with their rows; `rows` are (start of bucket, owner, amount), in any order."""
     sums: dict[int, dict[UsageKey, UsageSum]] = {start: {} for start, _ in query.buckets()}
     for start, key, amount in rows:
         held = sums[start]

@@ -1,4 +1,4 @@
-"""Policy conformance: what every policy must keep, ours and anybody's. Call `check_policy`. Pure and seeded.
+"""Policy conformance: what every policy must keep, also those of other packages. Call `check_policy`. Pure and seeded.
 
     from maitred.testing.conformance import check_policy
     check_policy(my_policy)          # my_policy: PolicyFactory; raises PolicyFault, naming the property and the seed
@@ -34,7 +34,7 @@ def check_steps(
     properties: Iterable[str] = STEP_PROPERTIES,
     bring: Bring = lambda blocks, request, start: None,
 ) -> World:
-    """Runs the scenario to its end and watches properties in every step; everybody must come to the end."""
+    """Runs the scenario to its end and watches properties in every step; every request must come to its end."""
     world, names = World(make, scenario, execute, bring), list(properties)
     while world.scheduler.has_work or len(world.requests) < scenario.num_requests:
         world.arrive()
@@ -72,7 +72,7 @@ def check_determinism(make: PolicyFactory, scenario: Scenario, execute: Execute 
 
 
 def check_swap(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
-    """To another policy and back, again and again: nobody is lost, and nobody's place or bound is worse for it."""
+    """Change to another policy and back, again and again: no request is lost, and no place or bound is worse for it."""
     world = World(make, scenario, execute)
     while world.scheduler.has_work or len(world.requests) < scenario.num_requests:
         world.arrive()
@@ -160,8 +160,9 @@ def _rival(world: World, kind: str) -> RequestState:
 
 
 def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> float:
-    """Of groups that always wait, the weighted service drifts apart by no more than `max_service_gap`; that of any two,
-    over every stretch of time. Returns the largest drift as a share of the bound. A policy without groups passes.
+    """Check that the weighted service of groups that always wait drifts apart by no more than `max_service_gap`; that
+    of any two, over every stretch of time. Returns the largest drift as a share of the bound. A policy without groups
+    passes.
     """
     policy = make_policy(make, scenario.config)
     gap = policy.max_service_gap
@@ -241,7 +242,7 @@ def _fault_of_lane_swap(world: World, tensors: TensorWorld) -> str | None:
 
 
 def check_busy_lane(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
-    """In a lane that is never empty nobody starves, and of two tenants neither gets more than the policy says."""
+    """Check that no request starves in a lane that is never empty, and no tenant gets more than the policy says."""
     rivals = [{name: value for name, value in rival.items() if name != "family"} for rival in RIVALS.values()]
     fault = lane_starvation_fault(make, scenario, rivals)
     if fault is not None:
@@ -255,7 +256,7 @@ def check_busy_lane(make: PolicyFactory, scenario: Scenario, execute: Execute = 
 
 
 def check_statement(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
-    """It says where it comes from and what it promises, and its terms sum up to its key."""
+    """Check that the policy names its source and its promises, and that its terms sum up to its key."""
     world = World(make, scenario, execute)
     policy = world.policy
     if not policy.source or not policy.bound:
@@ -282,7 +283,7 @@ CHECKS: dict[str, Callable[..., object]] = {  # (factory, scenario), and an exec
 
 
 def check_policy(make: PolicyFactory, seeds: Iterable[int] = range(20), execute: Execute = answer) -> None:
-    """Every check, in a world for each seed. Raises PolicyFault at the first that fails."""
+    """Run every check, in a world for each seed. Raises PolicyFault at the first that fails."""
     for seed in seeds:
         for check in CHECKS.values():
             check(make, scenario_of(seed), execute)

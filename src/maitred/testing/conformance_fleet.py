@@ -32,7 +32,7 @@ class FleetWorld:
     def __init__(
         self, make: PolicyFactory, scenario: Scenario, balance: str | None = None, num_replicas: int = 3
     ) -> None:
-        """Without a balance the seed chooses one."""
+        """Make a fleet; without a balance the seed chooses one."""
         balance = balance if balance is not None else BALANCES[scenario.seed % len(BALANCES)]
         self.make, self.scenario = make, scenario
         self.source = World(make, scenario)  # draws requests, and runs none
@@ -60,7 +60,7 @@ class FleetWorld:
         self.carry_out(self.core.joined(ReplicaFacts(name=name, models=("m",)), self.now))
 
     def die(self, name: str) -> None:
-        """All that it had is moved by what the core says."""
+        """Kill a replica; all that it had is moved as the core says."""
         places = {request_id: self.place(request_id) for request_id, at in self.where.items() if at == name}
         del self.engines[name]
         actions = self.core.left(name, self.now)
@@ -72,7 +72,7 @@ class FleetWorld:
                 )
 
     def place(self, request_id: str) -> tuple[object, ...]:
-        """Its key: groups may change places meanwhile."""
+        """Return a request's place: its key, because groups may change places meanwhile."""
         request = self.core.request(request_id)
         assert request is not None
         return self.core.key_of(request)
@@ -85,7 +85,7 @@ class FleetWorld:
         self.carry_out(self.core.arrived(request_of(spec, keys), self.now))
 
     def carry_out(self, actions: list[Action]) -> None:
-        """Then looks at who is bound and who is held."""
+        """Carry out the core's actions, then look at the bound and held requests."""
         started = []
         for action in actions:
             if isinstance(action, Bind):
@@ -102,7 +102,7 @@ class FleetWorld:
         self._look(started)
 
     def step(self) -> None:
-        """Every replica does a step; a step takes a second."""
+        """Let every replica do a step; a step takes a second."""
         self.plans = []
         self.now += 1.0
         self.num_steps += 1
@@ -142,7 +142,7 @@ class FleetWorld:
                     raise self.fault("no inversion", f"{request_id} is bound before {waiting.request_id}")
 
     def check_places(self) -> None:
-        """Every request is in one place."""
+        """Check that every request is in one place."""
         here = {r.request_id for r in self.core.held()}
         running = [r.request_id for w in self.engines.values() for r in (*w.scheduler.waiting, *w.scheduler.running)]
         if len(here) + len(running) != len(here.union(running)) or set(running) != self.where.keys():
@@ -159,7 +159,9 @@ class FleetWorld:
 
 
 def check_fleet_steps(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> list[tuple[str, str]]:
-    """The load of a scenario to its end, while replicas die and come. Returns who was bound where, in order."""
+    """Run a scenario's load to its end, while replicas die and come. Returns each request's replica, in order of
+    binding.
+    """
     scenario = replace(scenario, num_requests=3 * scenario.num_requests)
     world, dice, num_joined = FleetWorld(make, scenario, balance), World(make, scenario).dice, 3
     while world.has_work or len(world.specs) < scenario.num_requests:
@@ -212,9 +214,9 @@ def check_fleet_endless_load(make: PolicyFactory, scenario: Scenario, balance: s
 
 
 def check_fleet_fair_share(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> float:
-    """Of groups that always wait, the service of all replicas together drifts apart by no more than the bound says of
-    a batch as large as all of theirs, and twice the prompts in flight: they count when they are bound, and are computed
-    later. Returns the largest drift as a share of it. A policy without groups passes.
+    """Check that the service of groups that always wait drifts apart by no more than the bound says, over all replicas,
+    of a batch as large as all of theirs, and twice the prompts in flight: they count when they are bound, and are
+    computed later. Returns the largest drift as a share of it. A policy without groups passes.
     """
     gap = make_policy(make, scenario.config).max_service_gap
     if gap is None:
@@ -255,7 +257,9 @@ FLEET_CHECKS: dict[str, Callable[..., object]] = {  # (factory, scenario), and a
 
 
 def check_fleet_policy(make: PolicyFactory, seeds: Iterable[int] = range(6)) -> None:
-    """Every check, in a fleet for each seed, each under another balance. Raises PolicyFault at the first that fails."""
+    """Run every check, in a fleet for each seed, each under another balance. Raises PolicyFault at the first that
+    fails.
+    """
     for seed in seeds:
         for check in FLEET_CHECKS.values():
             check(make, scenario_of(seed))

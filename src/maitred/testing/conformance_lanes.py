@@ -48,7 +48,7 @@ class TensorWorld:
         )
 
     def arrive(self, now: float) -> None:
-        """Some more, and perhaps an abort."""
+        """Let some more arrive, and perhaps an abort."""
         dice = self.dice
         while len(self.requests) < 2 * self.world.scenario.num_requests and dice.chance(60):
             self.add(self.draw_request(now), now)
@@ -71,7 +71,7 @@ class TensorWorld:
         )
 
     def make_request(self, now: float, *, model: str = "m0", bucket: str = "", **fields: Any) -> TensorRequest:
-        """Of one row."""
+        """Make a request of one row."""
         lane = LaneKey(model, 1, bucket)
         return TensorRequest(TensorSpec(request_id=f"x{len(self.requests):05d}", arrived_at=now, lane=lane, **fields))
 
@@ -102,7 +102,9 @@ class TensorWorld:
     # -- properties of a dispatch
 
     def _fault_of_order(self, batches: Iterable[Batch]) -> str | None:
-        """Starvation bound, and no inversion: in its lane and group nobody goes before one that is before it."""
+        """Return a fault of the starvation bound, or an inversion: in its lane and group no request goes before one
+        that is before it.
+        """
         policy = self.world.policy
         rule = policy.groups
         for started in (self.requests[name] for batch in batches for name in batch.request_ids):
@@ -118,7 +120,9 @@ class TensorWorld:
         return None
 
     def _fault_of_waiting(self, now: float) -> str | None:
-        """No lane holds up another: who may go beside a free instance has gone, but for the share of the LLM."""
+        """Return a fault of waiting: a lane must not hold up another, so a batch beside a free instance has gone,
+        except for the LLM's share.
+        """
         at = self.world.scheduler.next_wake(now)
         if at is not None and at <= now:
             return f"a batch may go at {at}, and it is {now}"
@@ -132,7 +136,7 @@ class TensorWorld:
         return None
 
     def _fault_of_places(self) -> str | None:
-        """Everybody is in one place; none is lost."""
+        """Return a fault of places: every request is in one place; none is lost."""
         try:
             self.lanes.check_invariants()
         except AssertionError as fault:
@@ -193,7 +197,9 @@ def _add_rivals(tensors: TensorWorld, rival: dict[str, Any], now: float) -> None
 def lane_fair_share_fault(
     make: PolicyFactory, scenario: Scenario, shape: Callable[[World, int], tuple[int, int, float]]
 ) -> str | None:
-    """Of groups that always wait in a lane, the weighted service drifts apart by no more than `max_service_gap`."""
+    """Return a fault of fair shares: the weighted service of groups that always wait in a lane drifts apart by no more
+    than `max_service_gap`.
+    """
     policy = make_policy(make, scenario.config)
     if policy.groups is None or policy.max_service_gap is None:
         return None

@@ -10,7 +10,7 @@ from maitred.policy.queue import MIN_DEAD_ENTRIES
 from maitred.testing.conformance_world import Moment, Scenario
 
 Property = Callable[[Moment], str | None]
-"""What is wrong at this moment, in words, or None."""
+"""Return what is wrong at this moment, in words, or None."""
 
 
 class PolicyFault(ConfigError):
@@ -57,7 +57,7 @@ def work_conservation(moment: Moment) -> str | None:
 
 
 def starvation_bound(moment: Moment) -> str | None:
-    """Nobody starts before a request of its group whose `overtaken_until` was over when it arrived."""
+    """Check that no request starts before one of its group whose `overtaken_until` was over when it arrived."""
     world = moment.world
     started = [(world.group_of(r), r) for r in moment.started]
     for waiting in world.scheduler.waiting:
@@ -74,7 +74,9 @@ def starvation_bound(moment: Moment) -> str | None:
 
 
 def no_inversion(moment: Moment) -> str | None:
-    """Who starts is before all that wait on in its group; and no full slot is held by one that the first outranks."""
+    """Check that a starting request is before all that wait on in its group, and that no full slot is held by one that
+    the first outranks.
+    """
     world, scheduler = moment.world, moment.world.scheduler
     places = [(world.place(r), r) for r in moment.started]
     for waiting in scheduler.waiting:
@@ -111,7 +113,7 @@ def keeps_place(moment: Moment) -> str | None:
 
 
 def bounded_queue(moment: Moment) -> str | None:
-    """Nothing is kept of requests that have gone, but for removed entries up to as many as the living."""
+    """Check that nothing is kept of requests that have gone, except removed entries up to as many as the living."""
     order = moment.world.scheduler.order
     held, living = order.queue.num_entries, len(order.queue)
     if held > 2 * living + MIN_DEAD_ENTRIES + 1:

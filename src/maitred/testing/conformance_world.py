@@ -170,7 +170,7 @@ class World:
         return 0 if used is None else used.num_used
 
     def arrive(self) -> None:
-        """As many as the scenario wants before this step, and perhaps an abort."""
+        """Let as many arrive as the scenario wants before this step, and perhaps an abort."""
         scenario, dice = self.scenario, self.dice
         while len(self.requests) < scenario.num_requests and dice.chance(scenario.arrivals_percent):
             for request in self.draw_samples():
@@ -192,7 +192,7 @@ class World:
                 self._coming[request.request_id] = reserved
 
     def _kv_arrives(self) -> None:
-        """All of it, or the beginning, or nothing."""
+        """Let KV arrive: all of it, or the beginning, or nothing."""
         if self._coming:
             request_id = self.dice.choose(sorted(self._coming))
             start, _, blocks = self._coming.pop(request_id)
@@ -245,7 +245,7 @@ class World:
         )
 
     def _draw_prediction(self, max_tokens: int) -> float:
-        """Whatever a predictor may say, right and wrong."""
+        """Draw whatever a predictor may say, right and wrong."""
         return self.dice.choose([float(max_tokens), 1.0, 1e9, -3.0, float("nan")])
 
     def _sample_of(self, first: RequestSpec, index: int) -> RequestSpec:
@@ -302,7 +302,7 @@ class World:
         self.num_finished += sum(1 for told in progress if told.finish_reason is not None)
 
     def swap(self) -> None:
-        """To another policy and back, between two steps."""
+        """Change to another policy and back, between two steps."""
         self.scheduler.configure(replace(self.scheduler.config, policy=OTHER))
         self.scheduler.configure(replace(self.scheduler.config, policy=CHECKED))
 
@@ -325,7 +325,7 @@ class ServiceMeter:
 
     @property
     def widest(self) -> float:
-        """Over every stretch of time and any two tenants."""
+        """Return the widest gap over every stretch of time and any two tenants."""
         return max(self._highest[pair] - self._lowest[pair] for pair in self._lowest)
 
     def read(self, plan: SchedulerOutput, requests: Mapping[str, RequestState]) -> None:
