@@ -94,9 +94,7 @@ class Batch:
         )
 
     def block_ranges(self, rows: slice, window: int | None) -> tuple[Ints, Ints]:
-        """Return for each row the index in its table of the first block that any of its tokens sees, and how many to
-        its last.
-        """
+        """Return for each row the table index of the first block that its tokens see, and how many to the last."""
         num_blocks_R = -(-self.contexts[rows] // self.block_size)
         if window is None:
             return np.zeros_like(num_blocks_R), num_blocks_R

@@ -65,9 +65,7 @@ def _with(work: RowWork, drafts: Sequence[int]) -> RowWork:
 
 
 def samplers_of(work: RowWork) -> Iterator[RequestSampler]:
-    """Return, for the last known token and each draft, what samples the token after it, were the drafts before it
-    output.
-    """
+    """Return, for the last known token and each draft, the sampler of the token after it, were the drafts output."""
     sampler, grammar = work.state.sampler, work.state.grammar
     yield sampler
     if grammar is None and sampler.is_alike_ahead:  # a copy for each draft takes a tenth of a small model's step

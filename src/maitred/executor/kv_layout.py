@@ -89,9 +89,7 @@ def convert(rows: Bytes, source: CellLayout, target: CellLayout) -> Bytes:
 
 @lru_cache(maxsize=16)
 def _places(layout: CellLayout) -> Places:
-    """Return where each of a layer's numbers lies: by slot, then K and V, head and value, and likewise those of
-    scales.
-    """
+    """Return the place of each of a layer's numbers: by slot, then K and V, head and value; likewise of scales."""
     slot, part, head, value = np.ogrid[: layout.block_size, :2, : layout.num_kv_heads, : layout.head_dim]
     if layout.cells == TORCH:
         return _flat(((part * layout.block_size + slot) * layout.num_kv_heads + head) * layout.head_dim + value)

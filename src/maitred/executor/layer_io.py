@@ -30,9 +30,7 @@ class LayerIO(Protocol):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Runs of the model that have begun, and the layers with KV that the last of them has written; runs of a draft
-        head do not count.
-        """
+        """Runs of the model that have begun, and the layers with KV that the last has written; without heads' runs."""
 
 
 class NativeLayers:

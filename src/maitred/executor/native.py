@@ -154,8 +154,8 @@ class NativeExecutor:
         return plan.num_tokens <= self.runner.max_tokens
 
     def measure_swap(self) -> Bandwidth | None:
-        """Measure how fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the
-        pool.
+        """Measure how fast blocks go to the host and back; None without host blocks. New executors only: it spoils
+        KV.
         """
         return self._host.measure() if self._host is not None else None
 

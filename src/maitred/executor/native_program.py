@@ -210,9 +210,7 @@ class NativeProgram:
 
     @property
     def adapter_memory(self) -> NDArray[np.uint8] | None:
-        """Memory for loaded parts, because ranks share them; None for one process: anywhere. Parts of it that were
-        never written take no memory.
-        """
+        """Memory for loaded parts, shared by ranks; None for one process: anywhere. Unwritten parts take none."""
         memory: NDArray[np.uint8] | None = self._native.adapter_memory
         return memory
 

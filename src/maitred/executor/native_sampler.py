@@ -25,9 +25,7 @@ class NativeSampler:
         self._sampler = Sampler(pool, isa=isa)
 
     def sample_rows(self, logits_RV: NDArray[np.float32], samplers: Sequence[RequestSampler]) -> list[SampledToken]:
-        """Sample as `sampler.sample_rows` does: one token for each of R rows, which may be overwritten; the caller
-        appends.
-        """
+        """Sample as `sampler.sample_rows`: a token for each of R rows, which may be overwritten; the caller appends."""
         assert logits_RV.shape[0] == len(samplers), (logits_RV.shape, len(samplers))
         logits_RV = np.asarray(logits_RV, dtype=np.float32)
         if logits_RV.strides[1] != logits_RV.itemsize or not logits_RV.flags.writeable:

@@ -23,9 +23,7 @@ def end_with_parent(fd: int) -> None:
 
 
 def end_with(fd: int, *, grace_s: float = 0.0) -> None:
-    """End this process when `fd` comes to its end: for a process that any thread of the parent began. `grace_s` is its
-    time to end by itself.
-    """
+    """End this process when `fd` comes to its end, after at most `grace_s`: also if not the main thread began it."""
 
     def wait_for_the_end() -> None:
         while os.read(fd, 4096):

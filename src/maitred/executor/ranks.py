@@ -32,9 +32,7 @@ RANK = (sys.executable, "-P", "-m", "maitred.executor.rank_process")
 PROCESS_BYTES = 64 * 2**20
 """Bytes of a rank's process besides its weights: Python, numpy and the library."""
 SPARE_BYTES = 2**38
-"""Bytes of addresses for what is no buffer of the plan, as parts of long attentions. Untouched addresses take no
-memory.
-"""
+"""Bytes of addresses for buffers out of the plan, as parts of long attentions. Untouched ones take no memory."""
 NODES = Path("/sys/devices/system/node")
 STOP_S = 3.0  # a rank that was told to end, and has not by then, is killed
 

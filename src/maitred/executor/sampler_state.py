@@ -20,9 +20,7 @@ TokenMask = NDArray[np.uint32]  # [at least V / 32], a bit a token, from the low
 
 
 class LogitChanges(NamedTuple):
-    """Changes that `RequestSampler.apply` would make now, as the native sampler takes them; fields in the order they
-    act.
-    """
+    """Changes that `RequestSampler.apply` would make now, for the native sampler; fields in the order they act."""
 
     mask: TokenMask | None
     allowed_ids: TokenIds | None

@@ -54,9 +54,7 @@ def flash_refusal(spec: DecoderSpec, *, device: torch.device, dtype: torch.dtype
 
 
 def reads_block_tables(block_size: int) -> bool:
-    """Return whether the kernel walks the pool itself. Other implementations, if one was activated, have other
-    rules.
-    """
+    """Return whether the kernel walks the pool itself. Other implementations, if activated, have other rules."""
     return block_size % PAGE_MULTIPLE == 0 and current_flash_attention_impl() is None
 
 

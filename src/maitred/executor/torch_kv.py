@@ -33,9 +33,7 @@ class TorchKVPool:
                 f"lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len ({error})"
             ) from error
         self.progress = 0, 0
-        """Forward passes that have begun, and the layers with KV that the last of them has written, or told a GPU
-        to.
-        """
+        """Forward passes that have begun, and the layers with KV that the last has written, or told a GPU to."""
         make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
         self.written = [make_event() for _ in range(shape.num_layers)] if device.type == "cuda" else []
         """Events of a GPU, one a layer: its last write is done."""

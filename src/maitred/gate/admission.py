@@ -23,9 +23,7 @@ AIM = 0.8  # of the objective: what is foretold changes, and a shorter queue kee
 MAX_SLACK = 0.7  # of the objective: some requests must get in to show that forecasts got better
 PRIORITY_FIRST = ("priority", "interactive")  # policies under which the less urgent stand behind the more urgent
 Foretell = Callable[[int], float | None]
-"""Seconds to the first token of a new prompt of so many tokens, as its placement predicts; None where there is no
-prediction.
-"""
+"""Seconds to the first token of a new prompt of so many tokens, as predicted by its placement; None if unknown."""
 NUM_CLASSES = 16  # priorities from this on share what is learned
 
 
@@ -126,9 +124,7 @@ class AdmissionController:
     # -- before the queue
 
     def check_early(self, priority: int, ttft_slo_s: float | None, now: float) -> None:
-        """Check a request before any work is done for it: raises Overloaded if even the smallest of its kind cannot get
-        in.
-        """
+        """Check a request before any work is done for it: raises Overloaded if even the smallest cannot get in."""
         caller = _Caller(priority, ttft_slo_s, 0, now)
         verdict = self._judge(caller, now)
         if verdict.reason is not None:
@@ -158,9 +154,7 @@ class AdmissionController:
         return verdict.shed
 
     def admit_all(self, requests: Sequence[Queueable], now: float) -> tuple[str, ...]:
-        """Admit all of them as `admit` does, or none: a refusal of one takes the others out again, and sheds none for
-        them.
-        """
+        """Admit all of them as `admit` does, or none: a refusal takes the others out again, and sheds none."""
         shed: list[str] = []
         for position, request in enumerate(requests):
             try:
@@ -303,16 +297,12 @@ class AdmissionController:
         return not self._num_waiting or (not self._queued_before and len(self._admitted) < self._max_num_seqs)
 
     def _expected_s(self, caller: _Caller, freed_work: float) -> float | None:
-        """Return the expected wait: its placement's prediction, else the rate's; by the rate, 0 for a request that
-        finds a free place.
-        """
+        """Return the expected wait: its placement's prediction, else by the rate, 0 where a place is free."""
         placed_s = self.foretell(caller.num_prompt_tokens)
         return placed_s if placed_s is not None or self._free_places() else self._foretold_s(caller, freed_work)
 
     def _foretold_s(self, caller: _Caller, freed_work: float = 0.0) -> float | None:
-        """Return the time from now to the first token: the work ahead, and its own prompt. None while the rate is
-        unknown.
-        """
+        """Return the time to the first token: the work ahead, and its own prompt. None while the rate is unknown."""
         rate = self._rate.per_s
         if rate is None:
             return None

@@ -47,9 +47,7 @@ class Admitted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Lease of one request: its part of the tenant's quota, of the server's bound, of the queue. `end` gives it all
-    back.
-    """
+    """Lease of one request: its part of the tenant's quota, the server's bound, the queue. `end` gives all back."""
 
     gate: Gate
     caller: Caller
@@ -138,9 +136,7 @@ class Gate:
         return Admitted(specs, self.let_in(lease, specs, num_tokens, now))
 
     def let_in(self, lease: Lease, requests: Sequence[Queueable], num_tokens: int, now: float) -> tuple[str, ...]:
-        """Admit, as `admit` does, requests that are under their terms and take so many tokens; return those that are
-        shed.
-        """
+        """Admit, as `admit`, requests that are under their terms and take so many tokens; return the shed ones."""
         try:
             if lease.quota is not None:
                 lease.quota.reserve(num_tokens, now)

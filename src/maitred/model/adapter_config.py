@@ -64,9 +64,7 @@ class AdapterConfig:
 
 
 def parse_config(path: Path, content: bytes, max_rank: int) -> AdapterConfig:
-    """Parse the file. Raises CheckpointError naming a key that cannot be served, or one with a value of the wrong
-    type.
-    """
+    """Parse the file. Raises CheckpointError naming a key that cannot be served, or has a value of the wrong type."""
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:

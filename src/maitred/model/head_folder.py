@@ -226,9 +226,7 @@ def _draft_to_target(head: HeadCheckpoint) -> NDArray[np.int32] | None:
 
 
 def _check_marked(head: HeadCheckpoint, ids: NDArray[np.int64], num_tokens: int) -> None:
-    """Check that `t2d`, where there is one, marks the tokens that `d2t` leads to; a head with an unset vocabulary has
-    other marks.
-    """
+    """Check that `t2d`, where there is one, marks the tokens that `d2t` leads to; unset vocabularies do not."""
     if "t2d" not in head.tensor_names():
         return
     marked = np.flatnonzero(_integers(head, "t2d", num_tokens))

@@ -30,9 +30,7 @@ _BOTH = "both"  # token and state, side by side
 
 
 def compile_head(spec: HeadSpec, formats: Formats, pool_layer: int) -> Program:
-    """Compile the head; its layer's keys and values are those of `pool_layer`. Raises KernelError for operations
-    without a kernel.
-    """
+    """Compile the head; its keys and values are those of `pool_layer`. Raises KernelError without a kernel."""
     program = fused(spec.decoder, formats, list(_lowered(spec, formats, pool_layer)))
     return replace(program, head=spec)
 

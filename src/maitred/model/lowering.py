@@ -98,9 +98,7 @@ def attention(
     width: int = 0,
     pool_layer: int | None = None,
 ) -> Iterator[Op]:
-    """Write the attention of layer `index`, over `width` values of the source (0: HIDDEN's), kept as `pool_layer`
-    (None: `index`).
-    """
+    """Write the attention of layer `index`, over `width` source values (0: HIDDEN's), kept as `pool_layer`."""
     layer, qkv = spec.layers[index], f"layers.{index}.qkv"
     q, kv, width = spec.q_width, spec.kv_width, width or spec.hidden_size
     kept = index if pool_layer is None else pool_layer

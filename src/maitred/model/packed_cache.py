@@ -172,9 +172,7 @@ def _at_once(path: str, flags: int) -> int:
 
 
 def _make_private(fd: int) -> None:
-    """Make the file read-only, for its owner alone. Raises _Unusable where another user owns it, or others could write
-    until now.
-    """
+    """Make the file read-only, for its owner alone. Raises _Unusable if another owns it, or others could write."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise _Unusable("no file")

@@ -87,8 +87,8 @@ class ServiceOrder(Generic[Q]):
         return key
 
     def withdraw(self, request: Q) -> None:
-        """Take the request out of the queue until it is `put_back`, or ends; it keeps its key, and counts as waiting
-        for the groups.
+        """Take the request out of the queue until it is `put_back`, or ends; it keeps its key, and waits for the
+        groups.
         """
         self.queue.remove(request.request_id)
         if self._watch is not None:

@@ -63,9 +63,7 @@ class Parameter:
 
 
 def parameters_of(make: PolicyFactory) -> dict[str, Parameter]:
-    """Return the parameters by name, in the order in which the factory lists them. Raises ConfigError for one that
-    could not be given.
-    """
+    """Return the parameters by name, in the factory's order. Raises ConfigError for one that cannot be given."""
     keywords = [p for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
     # Their annotations alone: those of the config and the result may stand under TYPE_CHECKING.
     written = SimpleNamespace(__annotations__={p.name: p.annotation for p in keywords if p.annotation is not p.empty})

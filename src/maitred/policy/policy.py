@@ -60,8 +60,8 @@ class Policy:
     order: OrderKey
     """Order inside a group. A preempted request keeps its key, and so its place."""
     overtaken_until: Callable[[Queued], float]
-    """Bound on overtaking: of two waiting requests in a group, one that arrived later than this time (s) of the other
-    starts after it.
+    """Bound on overtaking in a group: a waiting request that arrived later than this time (s) of another starts after
+    it.
     """
     terms: Callable[[Queued], Mapping[str, float]]
     """The parts of its place in the queue, by name, for people to read: `arrived_at_s`, `ageing_s`, `counter_tokens`.

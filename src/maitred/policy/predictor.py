@@ -32,9 +32,7 @@ TrueLength = Callable[[Foretold], float]
 
 
 class Predictor(Protocol):
-    """Predictor of output length; asked once for each request, so a prediction may be drawn from what was learned so
-    far.
-    """
+    """Predictor of output length; asked once for each request, so it may draw from what was learned so far."""
 
     def predict(self, request: Foretold) -> float:
         """Expected output tokens; any number, the caller bounds it."""
@@ -178,9 +176,7 @@ class Oracle:
 
 
 class Adversarial:
-    """Predict as wrongly as can be: short answers are called long, and now and then the result is no length at all. For
-    tests.
-    """
+    """Predict as wrongly as can be: short is called long, and now and then the result is no length. For tests."""
 
     NONSENSE = (float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e300)
 

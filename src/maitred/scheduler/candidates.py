@@ -1,6 +1,4 @@
-"""Candidates: a heap of items whose keys may rise unseen, and the smallest of them; `policy.queue` does so with
-groups.
-"""
+"""Candidates: a heap of items with keys that may rise unseen, and the smallest; `policy.queue` does so with groups."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ class _Running:
 
 
 class Lanes:
-    """`order` is that of the chats, with the policy of all requests; `llm_has_rows` tells whether chats need the
-    machine.
-    """
+    """`order` is the chats', with every request's policy; `llm_has_rows` tells whether chats need the machine."""
 
     def __init__(self, order: ServiceOrder[Any], llm_has_rows: Callable[[], bool], tensor_share: float) -> None:
         self._order = order
@@ -72,9 +70,7 @@ class Lanes:
         return tuple(running.batch for running in self._running.values())
 
     def place(self, request: TensorRequest) -> tuple[Any, ...]:
-        """Return the request's place among all waiting requests, chats too; smaller is served first. As
-        `ServiceOrder.place`.
-        """
+        """Return the place among all waiting requests, chats too (`ServiceOrder.place`); smaller is served first."""
         groups = self._policy.groups
         if groups is None:
             return request.key

@@ -46,9 +46,7 @@ def why_blocked(state: SchedulerState, builder: PlanBuilder) -> Blocked | None:
 
 
 def service_of(state: SchedulerState, builder: PlanBuilder) -> Iterator[int]:
-    """Return each row's count for the policy's groups: its tokens, except forced ones, which were counted when they
-    became known.
-    """
+    """Return each row's tokens for the policy's groups; forced ones were counted when they became known."""
     for row in builder.rows:
         yield row.num_tokens if row.request_id in state.prefilling else int(row.samples)
 

@@ -41,9 +41,7 @@ def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder)
 
 
 def _victims_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> list[RequestState]:
-    """Return the requests that would make enough room for `head`; none when all of them would not, or when it has
-    room.
-    """
+    """Return the requests that would make enough room for `head`; none if all would not, or when it has room."""
     kv = state.kv
     outranked = [r for r in state.order.outranked(head, state.running()) if r.request_id not in builder.settled]
     hit = state.reusable(head)

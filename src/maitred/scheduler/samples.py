@@ -28,9 +28,7 @@ class SampleGroups:
 
     @property
     def num_awaiting(self) -> int:
-        """Return the number of samples that wait for their leader: before its prompt is computed no other member
-        runs.
-        """
+        """Number of samples that wait for their leader: before its prompt is computed no other member runs."""
         return sum(len(group.members) - 1 for group in self._led.values())
 
     def awaits_leader(self, request: RequestState) -> bool:

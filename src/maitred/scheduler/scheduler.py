@@ -112,7 +112,7 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that could run if there were room: not running, nor waiting for KV or another sample's
+        """Number of requests that could run if there were room: not running, nor waiting for KV or a sample's
         prompt.
         """
         return len(self._state.order.queue) - self._state.sample_groups.num_awaiting
@@ -208,9 +208,7 @@ class Scheduler:
             join_fellow(self._state, request)
 
     def place_of_newcomer(self, request: RequestState) -> tuple[Any, ...]:
-        """Return the place that a request which has not been added would have in the policy's order now; smaller is
-        served first.
-        """
+        """Return the place in the policy's order of a request that was not added; smaller is served first."""
         self._predict(request)
         return self._state.order.place_of_newcomer(request)
 

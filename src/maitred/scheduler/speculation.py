@@ -161,9 +161,7 @@ class Speculation:
         self._shown.pop(request_id, None)
 
     def chances(self, request_id: str) -> tuple[float, float]:
-        """Return the chance that there are drafts for a request when asked for, and that one is accepted after those
-        before it.
-        """
+        """Return the chance that a request gets drafts when asked, and that one is accepted after those before it."""
         every, own = self._all, self._shown.get(request_id)
         offer, accept = (every.offered + 1.0) / (every.asked + 1.0), (every.right + 1.0) / (every.tried + 2.0)
         return (offer, accept) if own is None else own.chances(offer, accept)
@@ -193,9 +191,7 @@ class Speculation:
         return [level for level in levels.values() if level.catch_up_s < level.gain(self.most) * step.token_s]
 
     def _trial_s(self, step: _Step) -> float:
-        """Return the time of one draft or, every second time, of the longest length, because that is to be measured
-        too.
-        """
+        """Return the time of one draft or, every second time, of the longest length, to measure that too."""
         length = 1 if self.num_trials % 2 else self.most
         return max(2 * step.more_s(length, [1] * length), TRIAL_SHARE * step.base_s)
 

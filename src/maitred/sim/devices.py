@@ -190,9 +190,7 @@ def roofline(device: Device, model: ModelShape) -> CostModel:
 
 
 def num_kv_blocks(device: Device, model: ModelShape, block_size: int) -> int:
-    """Return the blocks that fit beside the weights and a tenth for activations. Raises ConfigError when the weights do
-    not fit.
-    """
+    """Return the blocks that fit beside the weights and a tenth for activations. Raises ConfigError for no room."""
     free = 0.9 * device.memory_bytes - model.weight_bytes
     blocks = int(free / (model.kv_bytes_per_token * block_size))
     if blocks < 1:

@@ -193,9 +193,7 @@ def nonnegative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence
 
 
 def _standard_errors(rows: Sequence[Sequence[float]], coefficients: Sequence[float]) -> list[float]:
-    """Return the standard errors of the coefficients over 0, as in ordinary least squares with those terms alone; 0 for
-    the others.
-    """
+    """Return standard errors of the coefficients over 0, as in ordinary least squares of those; 0 for the others."""
     active = [j for j, c in enumerate(coefficients) if c > 0]
     errors = [0.0] * len(coefficients)
     if len(rows) <= len(active):

@@ -28,9 +28,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Turn of a conversation: its prompt is the turn before's prompt and answer, and `new_tokens`; it follows when that
-    has ended.
-    """
+    """Turn of a conversation, after the one before: its prompt is that one's prompt and answer, and `new_tokens`."""
 
     think_s: float
     new_tokens: int

@@ -28,9 +28,7 @@ class Limits:
     tokens_per_minute: int | None = None
     """Tokens, prompt and output, of the requests let in within any 60 seconds."""
     compute_ms_per_minute: int | None = None
-    """Measured computing (ms) of the requests that ended within the last 60 seconds; over it new requests are
-    refused.
-    """
+    """Measured computing (ms) of the requests that ended within the last 60 s; over it new requests are refused."""
     concurrency: int | None = None
     """Samples in flight at once, waiting or running."""
     max_queue: int | None = None

@@ -159,9 +159,7 @@ class FleetWorld:
 
 
 def check_fleet_steps(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> list[tuple[str, str]]:
-    """Run a scenario's load to its end, while replicas die and come. Returns each request's replica, in order of
-    binding.
-    """
+    """Run a scenario's load to its end, while replicas die and come. Returns each request's replica, as bound."""
     scenario = replace(scenario, num_requests=3 * scenario.num_requests)
     world, dice, num_joined = FleetWorld(make, scenario, balance), World(make, scenario).dice, 3
     while world.has_work or len(world.specs) < scenario.num_requests:
@@ -257,9 +255,7 @@ FLEET_CHECKS: dict[str, Callable[..., object]] = {  # (factory, scenario), and a
 
 
 def check_fleet_policy(make: PolicyFactory, seeds: Iterable[int] = range(6)) -> None:
-    """Run every check, in a fleet for each seed, each under another balance. Raises PolicyFault at the first that
-    fails.
-    """
+    """Run every check, in a fleet for each seed, each under another balance. Raises PolicyFault at the first."""
     for seed in seeds:
         for check in FLEET_CHECKS.values():
             check(make, scenario_of(seed))

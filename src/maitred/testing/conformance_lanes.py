@@ -102,8 +102,8 @@ class TensorWorld:
     # -- properties of a dispatch
 
     def _fault_of_order(self, batches: Iterable[Batch]) -> str | None:
-        """Return a fault of the starvation bound, or an inversion: in its lane and group no request goes before one
-        that is before it.
+        """Return a fault of the starvation bound, or an inversion: no request of a lane's group starts before its
+        turn.
         """
         policy = self.world.policy
         rule = policy.groups

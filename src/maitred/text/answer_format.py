@@ -49,9 +49,7 @@ class PairsFormat:
     separator: Text = ()
     quote: Text = ()
     value_begin_of: Mapping[str, Text] = field(default_factory=dict)
-    """Words before a value by its JSON type (string, integer, number, boolean, null, array, object), where they are not
-    `value_begin`.
-    """
+    """Words before a value of a JSON type (string, integer, number, boolean, null, array, object), if special."""
 
 
 @dataclass(frozen=True, slots=True)

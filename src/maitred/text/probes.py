@@ -81,9 +81,7 @@ class ProbeTemplate:
         return self._answer({"content": None, "tool_calls": calls}, tools=TOOLS) is not None
 
     def thoughts(self) -> list[Thoughts]:
-        """Return the thoughts of an answer with content, and of one with a call, in this order; neither where they are
-        not shown.
-        """
+        """Return the thoughts of an answer with content, and of one with a call; neither where they are not shown."""
         found: list[Thoughts] = []
         with_content = {"content": _ANSWER, "reasoning_content": _THOUGHTS}
         with_call = {"content": None, "reasoning_content": _THOUGHTS, "tool_calls": [PROBES[0].call()]}

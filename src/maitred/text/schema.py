@@ -43,9 +43,7 @@ class Source(NamedTuple):
 
 
 def json_source(schema: object, path: str, *, whitespace_pattern: str | None = None, is_strict: bool = False) -> Source:
-    """Return the source of a JSON schema: an object, true, or the text of one. Raises InvalidRequest for anything
-    else.
-    """
+    """Return the source of a JSON schema: an object, true, or the text of one. Raises InvalidRequest otherwise."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -67,9 +65,7 @@ def json_source(schema: object, path: str, *, whitespace_pattern: str | None = N
 
 
 def _enforceable(schema: Mapping[str, Any], left_out: set[str]) -> Any:
-    """Return the schema without `minProperties` where llguidance 1.9 says that it cannot count keys, and then lets no
-    object end.
-    """
+    """Return the schema without a `minProperties` that llguidance 1.9 cannot count, with which no object would end."""
 
     def edit(made: dict[str, Any], is_part: bool) -> None:
         if "minProperties" in made and not _counts_keys(made, is_part):

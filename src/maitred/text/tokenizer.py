@@ -129,9 +129,7 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text that the token adds, its leading space included; U+FFFD for bytes that are no whole
-        character.
-        """
+        """Return the text that the token adds, its leading space included; U+FFFD for parts of characters."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:

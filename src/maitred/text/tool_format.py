@@ -124,9 +124,7 @@ def _named_format(name: str) -> AnswerFormat:
 
 
 def _known(calls: CallFormat) -> tuple[str, CallFormat]:
-    """Return the format's name in the table, and the calls without a begin of the next turn that was taken for their
-    end.
-    """
+    """Return the format's name in the table, and the calls without a next turn's begin that was taken for their end."""
     for ended in (calls, replace(calls, end=())):
         for name in TOOL_FORMATS:
             if _shape(_named_format(name).calls) == _shape(ended):

@@ -36,8 +36,8 @@ class Costs:
         return left if left > 0 else 0
 
     def computing(self, request: Queued) -> float:
-        """Return the cost of computing, without blocks and without past outputs: inputs not cached count again, outputs
-        do not.
+        """Return the cost of computing, without blocks and past outputs: uncached inputs count again, outputs do
+        not.
         """
         return self.uncached(request) + self.output_weight * remaining_outputs(request)
 
@@ -49,9 +49,7 @@ class Costs:
         return self.uncached(request) + self.output_weight * expected_outputs(request) + self.blocks(request)
 
     def remaining(self, request: Queued) -> float:
-        """Return the cost of what is to come, its prompt again included; with as much cached never more than
-        `expected`.
-        """
+        """Return the cost of what is to come, its prompt again included; with as much cached at most `expected`."""
         return self.computing(request) + self.blocks(request)
 
     def largest(self, request: Queued) -> float:
