@@ -44,7 +44,7 @@ class BatchRun:
 
 
 def run_batch(instance: ModelInstance, batching: Batching, batch: Sequence[Rows]) -> BatchRun:
-    """Where several fail together each is run alone, so that only those fail whose fault it is."""
+    """Run a batch; where several requests fail together each is run alone, so that only faulty ones fail."""
     run = _run(instance, batching, batch)
     if len(batch) == 1 or run.lost or not isinstance(run.answers[0], MaitredError):
         return run

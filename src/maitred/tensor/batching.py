@@ -61,7 +61,7 @@ def _sequence_rules(config: ANY_MESSAGE, num_cores: int | None) -> BatchRules:
 
 
 def _machine_share(num_threads: int, num_cores: int | None) -> float:
-    """Of the cores, what a running instance takes; without a number of threads the runtime takes all."""
+    """Return the cores that a running instance takes; without a number of threads the runtime takes all."""
     num_cores = num_cores or len(os.sched_getaffinity(0))
     return min(1.0, num_threads / num_cores) if num_threads > 0 else 1.0
 
@@ -76,7 +76,7 @@ def _queue(policy: ANY_MESSAGE) -> QueueRules:
 
 
 def _instances(config: ANY_MESSAGE) -> tuple[Instance, ...]:
-    """In the order of `LoadedVersion.instances`: groups, their devices, and as many on each as `count`."""
+    """Return the instances in the order of `LoadedVersion.instances`: groups, their devices, `count` on each."""
     found: list[Instance] = []
     for group in config.instance_group:
         for gpu in group.gpus or (None,):
@@ -204,7 +204,7 @@ class Batching:
         return found.pop() if len(found) == 1 else None
 
     def joined(self, batch: Sequence[Rows]) -> tuple[dict[str, np.ndarray], set[str]]:
-        """Inputs by rows, one request after another, and the outputs that anybody wants; none is all."""
+        """Join inputs by rows, one request after another, and the wanted outputs; none is all."""
         wanted = set() if any(not rows.outputs for rows in batch) else {name for rows in batch for name in rows.outputs}
         if len(batch) == 1:
             return dict(batch[0].inputs), wanted
@@ -242,7 +242,9 @@ class Batching:
         return whole - sum((rows.length or 0) * rows.num_rows for rows in batch), whole
 
     def split(self, outputs: Mapping[str, np.ndarray], batch: Sequence[Rows]) -> list[tuple[Tensor, ...]]:
-        """Of each request its rows, cut back to its length. Raises InvalidRequest for an output without the rows."""
+        """Split off each request's rows, cut back to its length. Raises InvalidRequest for an output without the
+        rows.
+        """
         total, longest = sum(rows.num_rows for rows in batch), self._longest(batch)
         for name, array in outputs.items():
             if len(batch) > 1 and (not array.ndim or array.shape[0] != total):

@@ -100,7 +100,7 @@ def _checked_folder(folder: Path, *, allow_code: bool) -> Checked:
 
 
 def _ensemble_faults(model: ModelFolder) -> str:
-    """Its steps' models are looked for beside it."""
+    """Return the faults of an ensemble; its steps' models are looked for beside it."""
     try:
         plan_of(model.config, partial(_config_beside, model.folder))
     except CheckpointError as error:

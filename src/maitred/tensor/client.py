@@ -46,7 +46,7 @@ from maitred.tensor.statistics import Statistics
 
 @dataclass(slots=True, eq=False)
 class LiveTensor:
-    """A request whose answer has not come: for the ledger, and to run again when its engine dies."""
+    """Request without an answer yet: for the ledger, and to run again when its engine dies."""
 
     request: InferRequest
     answer: asyncio.Future[Ended]
@@ -104,7 +104,7 @@ def client_with_tensors(
     on_admitted: Callable[[LiveRequest], None] | None = None,
     on_event: Callable[[str], None] = lambda line: None,
 ) -> EngineClient:
-    """A client whose engine serves tensor models too."""
+    """Return a client of an engine that serves tensor models too."""
     memory = ServerMemory(start.config.tensors.tensor_arena_bytes)
     share = replace(start.config.share, tensor_memory=memory.file)
     start = replace(start, config=replace(start.config, share=share))
@@ -123,7 +123,7 @@ def client_with_tensors(
 
 
 class TensorClient:
-    """On one event loop, but for what comes before there is one."""
+    """Client of an engine's tensor models, on one event loop, except for calls before there is one."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class TensorClient:
         return bool(self._live or self._changes)
 
     def lost(self, cause: str, *, own_fault: bool) -> Loss:
-        """The engine died; who may, runs again."""
+        """End or keep requests of an engine that died: those that may, run again."""
         before = len(self._live)
         self._restoring.clear()
         culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
@@ -267,7 +267,7 @@ class TensorClient:
         return Loss(len(self._live), before - len(self._live), found_cause)
 
     def regained(self) -> int:
-        """There is an engine, which knows nobody: how many run again."""
+        """Send requests to a new engine; return how many run again."""
         if (kept := self.memory.kept()) is not None:
             self._send(kept)
         self._restoring = {next(self._numbers) for _ in self._asked}

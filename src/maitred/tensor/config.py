@@ -72,7 +72,7 @@ def _decoded(content: bytes, source: str) -> str:
 
 
 def _reason(error: str) -> str:
-    """Without the position and the line, which are told before it; in our words where a name is not known."""
+    """Return the reason without position and line, which are told before it; in our words for an unknown name."""
     text = re.sub(r"^\d+:\d+ : (?:'.*?': (?=[A-Z]))?", "", error, flags=re.DOTALL).rstrip(".")[:MOST_OF_REASON]
     unknown = _NO_FIELD.search(text)
     if unknown is None:

@@ -1,6 +1,6 @@
-"""What is wrong with a ModelConfig by itself: each rule of Triton's that a config breaks, in one line with the numbers.
+"""Faults of a ModelConfig alone: each rule of Triton's that a config breaks, in one line with the numbers.
 
-A rule yields nothing for a config that it finds right. Rules see configs whose gaps are filled (`maitred.tensor.fill`).
+A rule yields nothing for a config that it finds right. Rules see filled configs (`maitred.tensor.fill`).
 Source: the checks of `model_config_utils.cc` in Triton Inference Server's repository `core`.
 """
 

@@ -1,6 +1,6 @@
-"""Which models of a repository are loaded: all at the start, by polls, or as an administrator asks.
+"""Loaded models of a repository: all at the start, by polls, or as an administrator asks.
 
-These are Triton's control modes none, poll and explicit. Whoever has the clock calls `poll`, in the thread that loads.
+These are Triton's control modes none, poll and explicit. The owner of the clock calls `poll`, in the thread that loads.
 """
 
 from __future__ import annotations
@@ -77,10 +77,7 @@ class ModelControl:
         return changes
 
     def load(self, name: str, config: str | None = None) -> None:
-        """As its folder is now; `config`, a ModelConfig as JSON, stands in for its own.
-
-        Raises Unavailable outside of explicit mode, ModelNotFound, InvalidRequest with the reason of a failed load.
-        """
+        """Load a model as its folder is now; `config`, a ModelConfig as JSON, stands in for its own."""
         self._must_be_explicit()
         now = scan(self.repository)
         if name not in now:

@@ -1,8 +1,8 @@
 """Tensors between a server and its engine: small ones in frames, others in memory that both have mapped.
 
 The server writes inputs into the first half of its arena, the engine outputs into the second, and each allocates in its
-own. An input's block is free once its request has ended, which no batch that reads it outlives; an output's once nobody
-looks at the answer, also where another engine has come meanwhile. Where a half is full, tensors go in frames.
+own. An input's block is free once its request has ended, which no batch that reads it outlives; an output's once its
+answer was read, also where another engine has come meanwhile. Where a half is full, tensors go in frames.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ServerMemory:
     """The server's end, on its event loop; answers may be let go in any thread."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Without any, or where the system gives none, tensors go in frames."""
+        """Arena of a server; without any, or where the system gives none, tensors go in frames."""
         self._map = unnamed_memory(num_bytes) if num_bytes else None
         self._inputs = Arena(0, _half(num_bytes) if self._map is not None else 0)
-        self._lent: dict[int, int] = {}  # bytes of outputs that somebody looks at, by their offset
-        self._returned: deque[int] = deque()  # of them, those that nobody does any more
+        self._lent: dict[int, int] = {}  # bytes of outputs being read, by their offset
+        self._returned: deque[int] = deque()  # of them, those that were read
 
     @property
     def file(self) -> int | None:
@@ -71,7 +71,7 @@ class ServerMemory:
     # -- answers
 
     def answered(self, ended: Ended) -> Ended:
-        """With the data of its outputs where it lies; their blocks are free when nobody looks at them any more."""
+        """Return the answer with its outputs' data where they lie; their blocks are free once it was read."""
         lent = {place.offset: place.num_bytes for place in ended.places if place is not None}
         self._lent |= lent
         if ended.result is None:
@@ -90,7 +90,7 @@ class ServerMemory:
         return block.data.toreadonly()
 
     def freed(self) -> Free | None:
-        """What nobody looks at any more, for the present engine; None is nothing."""
+        """Return the blocks of outputs that were read, for the present engine; None is nothing."""
         offsets = tuple(self._returned.popleft() for _ in range(len(self._returned)))
         for offset in offsets:
             del self._lent[offset]

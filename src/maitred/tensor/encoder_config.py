@@ -42,7 +42,7 @@ def is_encoder(config: ANY_MESSAGE) -> bool:
 
 
 def encoder_of(config: ANY_MESSAGE) -> Encoder:
-    """Of a config whose gaps are filled. Raises CheckpointError where its tensors are not those of an encoder."""
+    """Return the encoder of a filled config. Raises CheckpointError where its tensors are not those of an encoder."""
     parameters, inputs = parameters_of(config), inputs_of(config)
     length = _length(config, inputs)
     fixed = None if length == WILDCARD else length
@@ -97,7 +97,7 @@ def _output(config: ANY_MESSAGE, pooling: str) -> tuple[TensorSpec, str]:
 
 
 def with_length_buckets(config: ANY_MESSAGE) -> ANY_MESSAGE:
-    """The config itself: an encoder whose batches may be padded has buckets, unless it says which or none."""
+    """Return the config: an encoder with batches that may be padded gets buckets, unless it says which or none."""
     specs = {spec.name: spec for spec in inputs_of(config)}
     padded = MASK in specs and specs[MASK].dims[-1:] == (WILDCARD,) and config.max_batch_size > 1
     if is_encoder(config) and padded and "length_buckets" not in config.parameters:

@@ -19,7 +19,7 @@ from maitred.text.folder import read_json
 MODULES = "modules.json"
 TOKENIZER = "tokenizer.json"
 ONNX = "onnx"  # the folder of model.onnx
-MOST_LENGTH = 1 << 20  # tokenizer_config.json says 1e30 where nobody knows
+MOST_LENGTH = 1 << 20  # tokenizer_config.json says 1e30 for unknown
 _POOLING_FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
 _POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 
@@ -72,7 +72,7 @@ def _places(folder: Path, version: Path, modules: Sequence[_Module]) -> Iterator
 
 
 def _modules(folder: Path) -> list[_Module]:
-    """In their order; none where it is no folder of sentence-transformers."""
+    """Return the modules in order; none for a folder not of sentence-transformers."""
     path = folder / MODULES
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[_Module])

@@ -1,4 +1,4 @@
-"""Requests of ensembles: each step is a request of its own in its model's lane, with who asks and when of the whole."""
+"""Requests of ensembles: each step is a request of its own in its model's lane, with tenant and times of the whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from maitred.tensor.service import InferRequest, InferResponse, Tensor
 
 @dataclass(slots=True, eq=False)
 class _Whole:
-    """A request whose steps have not all answered."""
+    """Ensemble request with steps that have not answered."""
 
     request: InferRequest
     version: int
@@ -117,7 +117,7 @@ class EnsembleFlow:
             self._end(whole)
 
     def _fail(self, whole: _Whole, error: MaitredError, reason: FinishReason) -> None:
-        """The other steps are given up; one whose batch runs ends with it, so that its time is charged."""
+        """Give up the other steps; one with a running batch ends with it, so that its time is charged."""
         if whole.failure is None:
             whole.failure = (error, reason)
             for request_id in tuple(whole.running.values()):
@@ -148,7 +148,7 @@ class EnsembleFlow:
 
 
 def _step_request(whole: _Whole, ready: StepInputs, request_id: str) -> InferRequest:
-    """Who waits to start is the whole: once one of its steps has run, no other is late to start."""
+    """Return a step's request. The whole waits to start: once one of its steps has run, no other is late to start."""
     step: Step = ready.step
     return msgspec.structs.replace(
         whole.request,
@@ -173,7 +173,7 @@ def _num_rows(config: ANY_MESSAGE, request: InferRequest) -> int:
 
 
 def _model_shapes(config: ANY_MESSAGE, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """As the steps have them, where the ensemble's config reshapes what clients send."""
+    """Return shapes as the steps have them, where the ensemble's config reshapes what clients send."""
     specs = {spec.name: spec for spec in inputs_of(config) if spec.reshape is not None}
     if not specs:
         return inputs

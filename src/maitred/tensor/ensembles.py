@@ -147,7 +147,7 @@ def _name_faults(config: ANY_MESSAGE, config_of: ConfigOf) -> Iterator[str]:
 
 
 def _writers(config: ANY_MESSAGE) -> dict[str, list[int]]:
-    """Of each tensor the steps that write it; -1 is the ensemble's own input."""
+    """Return for each tensor the steps that write it; -1 is the ensemble's own input."""
     writers: dict[str, list[int]] = {each.name: [-1] for each in config.input}
     for at, step in enumerate(config.ensemble_scheduling.step):
         for name in sorted(step.output_map):
@@ -177,7 +177,7 @@ def _order_faults(config: ANY_MESSAGE) -> Iterator[str]:
 
 
 def _tensor_faults(config: ANY_MESSAGE, config_of: ConfigOf) -> Iterator[str]:
-    """Types and shapes, of each tensor between who writes it and who reads it."""
+    """Return faults of types and shapes, for each tensor between its writer and its readers."""
     wrote = {spec.name: _side("the ensemble", spec.model_dims, spec, config) for spec in inputs_of(config)}
     read: list[tuple[str, _Side]] = []
     for called, step, model in _steps(config, config_of):
@@ -230,7 +230,7 @@ class EnsembleRun:
         self._readers.update(self._wanted)
 
     def ready(self) -> list[StepInputs]:
-        """Those that may go now, each told once."""
+        """Return the steps that may go now, each once."""
         going = [number for number, step in self._left.items() if self._coming.isdisjoint(step.inputs.values())]
         return [self._started(number, self._left.pop(number)) for number in going]
 
@@ -243,7 +243,7 @@ class EnsembleRun:
         return StepInputs(number, step, tuple(inputs))
 
     def _let_go(self, tensor: str) -> None:
-        """What nobody reads any more need not be kept."""
+        """Drop tensors without further readers."""
         self._readers[tensor] -= 1
         if not self._readers[tensor]:
             del self._tensors[tensor]

@@ -6,5 +6,5 @@ from maitred.errors import ConfigError
 
 
 def missing(package: str) -> ConfigError:
-    """To be raised in place of the ImportError of `package`."""
+    """Return the error to be raised in place of the ImportError of `package`."""
     return ConfigError(f"tensor models need the package {package}; install it with: pip install 'maitred[tensor]'")

@@ -21,7 +21,7 @@ MODEL_FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
 DEFAULT_MAX_BATCH_SIZE = 4  # Triton's --backend-config=default-max-batch-size
 ENCODER_BATCH_SIZE = 32  # texts are short, and come by the list
 ONNX_CPU_INSTANCES = 2  # of a group that does not say how many
-SEQUENCE_IDLE_US = 1_000_000  # after which a sequence that nobody continues is forgotten
+SEQUENCE_IDLE_US = 1_000_000  # after which an idle sequence is forgotten
 _KINDS = SCHEMA.enums["ModelInstanceGroup.Kind"]
 
 
@@ -46,7 +46,7 @@ def _fill_backend(config: ANY_MESSAGE, files: Collection[str]) -> None:
 
 
 def _backend(config: ANY_MESSAGE, files: Collection[str]) -> str:
-    """By the platform, else by the name of the model's file, else by what lies there; empty where nothing tells."""
+    """Return the backend by the platform, else by the model's file name, else by the files there; else empty."""
     if config.platform:
         return next((name for name, platform in BACKENDS.items() if platform == config.platform), "")
     named = [config.default_model_filename] if config.default_model_filename else files

@@ -40,13 +40,13 @@ class Unload(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Outputs in shared memory that nobody looks at any more."""
+    """Outputs in shared memory that were read."""
 
     offsets: tuple[int, ...]
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Outputs of an engine before this one that somebody looks at: offsets and bytes."""
+    """Outputs of an earlier engine that are being read: offsets and bytes."""
 
     blocks: tuple[tuple[int, int], ...]
 

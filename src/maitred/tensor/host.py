@@ -81,7 +81,7 @@ class TensorHost:
             raise CheckpointError("; ".join(entry.reason for entry in self.models.index()))
 
     def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
-        """Before the engine says that it is ready; the server hears first which models there are."""
+        """Begin before the engine says that it is ready; the server hears first which models there are."""
         self._send_frame, self._wake, self._lanes = send, wake, core.tensor_lanes
         self.runner = TensorRunner(
             core.tensor_lanes,
@@ -114,7 +114,7 @@ class TensorHost:
                 self._memory.obey(command)
 
     def turn(self) -> None:
-        """After whatever happened, and when `wake_in_s` is over."""
+        """Take a turn, after every event and when `wake_in_s` is over."""
         if self._done:
             self._models_changed()
             while self._done:
@@ -172,7 +172,7 @@ class TensorHost:
     # -- models
 
     def _change(self, number: int, change: Callable[[], object]) -> None:
-        """In the thread that loads."""
+        """Change models, in the thread that loads."""
         try:
             change()
             changed = Changed(number)

@@ -122,7 +122,7 @@ async def _closed_loop(server: Server, concurrency: int, left: Iterator[int], du
 async def _open_loop(
     server: Server, rate: float, left: Iterator[int], duration_s: float, rows: int, drawn: random.Random
 ) -> Measured:
-    """Gaps are exponential; a request waits for nobody, so that latency counts from when it was due."""
+    """Send at exponential gaps; a request waits for no other, so latency counts from when it was due."""
     measured, began, due = Measured(rows=rows), time.monotonic(), time.monotonic()
     idle: list[Caller] = []
     running: set[asyncio.Task[None]] = set()
@@ -155,7 +155,7 @@ async def _one(caller: Caller, measured: Measured, due_at: float) -> None:
 
 
 def lines(measured: Measured) -> list[str]:
-    """For people."""
+    """Return the figures as lines for people."""
     told = measured.to_json()
     rates = f"{told['requests_per_s']:,.1f} requests/s, {told['rows_per_s']:,.1f} rows/s in {measured.span_s:.1f} s"
     found = [f"{told['num_requests']} answered, {told['num_failed']} failed: {rates}"]

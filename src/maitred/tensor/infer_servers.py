@@ -27,7 +27,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is sent, and to whom."""
+    """Request to send, and its server."""
 
     url: str
     model: str
@@ -56,7 +56,7 @@ class Server(Protocol):
     """What is asked of one before and after a load. Raises ConfigError where it does not tell."""
 
     async def inputs(self) -> list[Tensor]:
-        """As the model declares them, rows first, without data."""
+        """Return the inputs as the model declares them, rows first, without data."""
 
     async def register(self, key: str, num_bytes: int) -> None: ...
 
@@ -70,7 +70,7 @@ class Server(Protocol):
 
 @asynccontextmanager
 async def connected(asked: Asked) -> AsyncIterator[Server]:
-    """As its protocol is."""
+    """Return a connection of the URL's protocol."""
     if asked.protocol == "http":
         yield _HttpServer(asked)
         return

@@ -42,10 +42,12 @@ class ModelInstance(Protocol):
     """What runs batches of a model, whatever it is made of."""
 
     def prepare(self) -> None:
-        """Before a batch, outside the batch's time. Raises InstanceLost where what had ended cannot be begun again."""
+        """Prepare before a batch, outside its time. Raises InstanceLost where an ended process cannot be started
+        again.
+        """
 
     def run(self, inputs: Arrays, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """As `Instance.run`; raises InstanceLost too, then the batch is run again."""
+        """Run as `Instance.run`; raises InstanceLost too, then the batch is run again."""
 
     def close(self) -> None:
         """Gives back what the collector would not."""
@@ -75,14 +77,14 @@ class Instance:
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Those that the session has, which may be fewer than were asked for."""
+        """Providers of the session, which may be fewer than were asked for."""
         return tuple(self._session.get_providers())
 
     def prepare(self) -> None:
         """A session is always ready."""
 
     def close(self) -> None:
-        """A session gives its memory back when nobody holds it."""
+        """Close; a session gives its memory back when it has no holder."""
 
     def run(self, inputs: Arrays, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         """Outputs by name: those `wanted`, or all with states of sequences. Shapes begin with the rows of a batch.

@@ -116,7 +116,7 @@ class Load:
         return self.run
 
     async def closed_loop(self, in_flight: int, seconds: float) -> LiveRun:
-        """So many clients, each asking again once it was answered."""
+        """Run so many clients, each asking again once it was answered."""
 
         async def client() -> None:
             while time.monotonic() < until:

@@ -130,7 +130,7 @@ class LocalTensorService:
         self._turn()
 
     def _count(self, model: str, version: int, answer: Answer) -> None:
-        """Of a request, or of a step of an ensemble."""
+        """Count a request, or a step of an ensemble."""
         version = answer.result.version if isinstance(answer.result, InferResponse) else version
         if (timing := answer.timing) is not None:
             queue_ns, total_ns = round(timing.queue_s * 1e9), round(timing.total_s * 1e9)

@@ -27,7 +27,7 @@ def lone_scheduler(config: SchedulerConfig) -> Scheduler:
 
 
 class _NoExecutor:
-    """Nothing is ever planned for it."""
+    """Executor without plans."""
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         raise AssertionError("an engine without a language model has no steps")

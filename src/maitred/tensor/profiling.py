@@ -42,7 +42,7 @@ def measured_profile(
     point_s: float = POINT_S,
     openers: Mapping[str, Opener] = OPENERS,
 ) -> TensorProfile:
-    """Of all models, or of one. Raises CheckpointError, ConfigError."""
+    """Measure all models, or one. Raises CheckpointError, ConfigError."""
     models = ServedModels(openers)
     ModelControl(repository, ControlMode.EXPLICIT, models).start([name or EVERY])
     for entry in models.index():
@@ -168,7 +168,7 @@ def _times_at_once(
 
 
 def _quantiles(values: list[float]) -> tuple[float, ...]:
-    """Without the very last: one stall of the machine would be in every hundredth batch."""
+    """Return the quantiles without the very last: one stall of the machine would be in every hundredth batch."""
     values = sorted(values)
     return tuple(percentile(values, 100 * (i + 0.5) / QUANTILES) for i in range(QUANTILES))
 
@@ -195,7 +195,7 @@ async def _host_times(repository: Path, config: ANY_MESSAGE, openers: Mapping[st
 
 
 async def _bursts(repository: Path, config: ANY_MESSAGE, together: int, openers: Mapping[str, Opener]) -> LiveRun:
-    """Of so many requests that come at once and share a batch, each burst when the one before is over."""
+    """Send bursts of so many requests at once that share a batch, each when the one before is over."""
     whole = type(config)()
     whole.CopyFrom(config)
     if config.max_batch_size > 1:

@@ -73,7 +73,7 @@ def _cache_folder() -> Path:
 
 
 def _key(model: ModelFolder, version: ModelVersion, precision: str) -> str:
-    """Of what the copy is made of: the model's bytes, its weights in other files, the calibration, the runtime."""
+    """Return the key of the copy's sources: the model's bytes, its other files, the calibration, the runtime."""
     digest = sha256(f"2 {precision} {version_of_package('onnxruntime')}".encode())
     files = [*version.path.parent.rglob("*"), *(model.folder / FOLDER).glob("*.npz")]
     for path in sorted(path for path in files if path.is_file()):
@@ -176,7 +176,7 @@ def _measure(source: Path, copy: Path, batches: Sequence[Batch]) -> Measured:
 
 
 def _cosine(one: Sequence[Any], other: Sequence[Any]) -> float:
-    """Of everything after each other; NaN where one has it counts as unlike."""
+    """Return the cosine of everything after each other; NaN on one side counts as unlike."""
     a, b = (np.concatenate([np.ravel(each).astype(np.float64) for each in side]) for side in (one, other))
     if np.array_equal(a, b):
         return 1.0

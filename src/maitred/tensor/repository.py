@@ -28,9 +28,9 @@ class Changes:
 
 
 def settled_changes(taken: Scan, last: Scan, now: Scan) -> Changes:
-    """What differs from what was taken, and stood still between the last two scans: a folder half copied waits.
+    """Return changes against `taken` that stood still between the last two scans: a folder half copied waits.
 
-    A folder that is gone must stay so for a whole poll too: whoever replaces it removes it first. `taken` also has what
+    A folder that is gone must stay so for a whole poll too: a replacement begins with a removal. `taken` also has what
     was tried and failed, or it would be tried at every poll.
     """
     still = {name for name in {*taken, *now} if last.get(name) == now.get(name)}
@@ -49,7 +49,7 @@ def version_of(folder: str) -> int | None:
 
 
 def versions_to_serve(config: ANY_MESSAGE, present: Iterable[int]) -> tuple[int, ...]:
-    """By the version policy, ascending; specific ones also where they are absent. Raises CheckpointError for none."""
+    """Return the versions by policy, ascending; specific ones also where absent. Raises CheckpointError for none."""
     policy, have = config.version_policy, sorted(set(present))
     chosen = policy.WhichOneof("policy_choice")
     if chosen == "specific":
@@ -62,7 +62,7 @@ def versions_to_serve(config: ANY_MESSAGE, present: Iterable[int]) -> tuple[int,
 
 
 def labels_of(config: ANY_MESSAGE, served: Sequence[int]) -> dict[str, int]:
-    """Labels of versions, of a config without faults. Raises CheckpointError for one whose version is not served."""
+    """Return the labels of versions of a faultless config. Raises CheckpointError for one of an unserved version."""
     parameters = parameters_of(config).items()
     labels = {key.removeprefix(LABEL): int(value) for key, value in parameters if key.startswith(LABEL)}
     for label, version in labels.items():
@@ -122,7 +122,7 @@ class RepositoryIndex:
         self._failures.pop(name, None)
 
     def failed(self, name: str, reason: str, version: int | None = None) -> None:
-        """Without a version: the whole model. What is ready stays so, with the reason."""
+        """Note a failure, without a version of the whole model. Ready versions stay so, with the reason."""
         if version is None:
             self._models.setdefault(name, {})
             self._failures[name] = reason
@@ -145,7 +145,7 @@ class RepositoryIndex:
         return tuple(sorted(each.version for each in versions if each.version and each.state is State.READY))
 
     def entries(self, *, ready_only: bool = False) -> list[IndexEntry]:
-        """By name and version."""
+        """Return the entries by name and version."""
         entries = [entry for name in sorted(self._models) for entry in self._of(name)]
         return [entry for entry in entries if entry.state is State.READY or not ready_only]
 

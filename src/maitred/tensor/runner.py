@@ -1,7 +1,7 @@
 """Runs the lanes: requests come in, batches go to instances in threads, answers come out.
 
-One thread owns it and calls `turn` after whatever happened, and when `wake_in_s` is over; `wake` is called from threads
-whose batch has ended, and says that `turn` has something to do.
+One thread owns it and calls `turn` after every event, and when `wake_in_s` is over; batch threads call `wake` when a
+batch has ended, so that `turn` is called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from maitred.tensor_request import Batch, BatchOutcome, LaneKey, TensorSpec
 
 MOST_BATCHES = 1024  # that run at once; a thread each, made when it is needed
 MOST_LANES = 1024  # whose rows are measured
-FIRST_ROW_S = 0.001  # of a model that nobody has measured
+FIRST_ROW_S = 0.001  # of an unmeasured model
 NEWS = 0.2  # weight of the last batch in what a row is believed to take
 PREFILL_S_PER_TOKEN = 1 / 2000  # until prompts were measured, or for good where there are none
 
@@ -44,7 +44,7 @@ Done = Callable[[Answer], None]
 
 
 class Flow(Protocol):
-    """Who takes requests of some models into its own hands, such as ensembles: it begins others in their stead."""
+    """Flow that takes requests of some models over, such as ensembles: it begins others in their stead."""
 
     def __len__(self) -> int:
         """What it has begun and not ended."""
@@ -67,7 +67,7 @@ class Flow(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A version that takes requests, or whose batches run."""
+    """Version that takes requests, or has running batches."""
 
     loaded: LoadedVersion
     batching: Batching
@@ -114,7 +114,7 @@ class TensorRunner:
     # -- models
 
     def models_changed(self) -> None:
-        """After every load and unload: lanes as the models are now."""
+        """Take in models after every load and unload: lanes as the models are now."""
         served = {(entry.name, entry.version) for entry in self._models.index(ready_only=True)}
         for name, version in served:
             assert version is not None
@@ -162,7 +162,7 @@ class TensorRunner:
             self._enqueue(loaded, request, done)
 
     def stand(self, request: InferRequest, done: Done) -> None:
-        """As `begin`, but in its lane whatever a flow says."""
+        """Begin a request in its lane whatever a flow says."""
         with self._models.lease(request.model, request.version or None, request.label or None) as loaded:
             self._enqueue(loaded, request, done)
 
@@ -192,7 +192,7 @@ class TensorRunner:
         )
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """It gives up its place at once; one whose batch runs ends with it."""
+        """Cancel a request at once; one with a running batch ends with it."""
         if any(flow.cancel(request_id, reason) for flow in self.flows):
             return
         if (progress := self._lanes.finish(request_id, reason)) is not None:
@@ -201,7 +201,7 @@ class TensorRunner:
     # -- batches
 
     def turn(self) -> None:
-        """Takes in batches that have ended, ends who ran out of time, and begins all batches that may go."""
+        """Take in ended batches, end requests out of time, and begin all batches that may go."""
         while self._ended:
             self._take_in(*self._ended.popleft())
         for progress in self._lanes.expire():
@@ -229,7 +229,7 @@ class TensorRunner:
         running.add_done_callback(lambda future: self._note_end(batch, held, future))
 
     def _note_end(self, batch: Batch, held: _Held, run: Future[BatchRun]) -> None:
-        """In the batch's thread."""
+        """Note a batch's end, in its thread."""
         self._ended.append((batch, held, list(batch.request_ids), run))
         self._wake()
 
@@ -263,7 +263,7 @@ class TensorRunner:
         self._on_batch(BatchTimes(lane.model, lane.version, len(rows), batch.num_rows, *times, *padding))
 
     def _tell(self, progress: RequestProgress) -> None:
-        """Its end, to whoever began it."""
+        """Tell a request's end to its caller."""
         waiting = self._waiting.pop(progress.request_id)
         reason, charges, timing = progress.finish_reason, progress.charges, progress.timing
         assert reason is not None

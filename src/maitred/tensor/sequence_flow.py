@@ -87,7 +87,7 @@ class SequenceFlow:
         return None
 
     def cancel(self, request_id: str, reason: FinishReason) -> bool:
-        """One that is begun has its place in a lane."""
+        """Cancel a request; one that is begun has its place in a lane."""
         held = self._held.get(request_id)
         if held is None:
             return False
@@ -95,7 +95,7 @@ class SequenceFlow:
         return True
 
     def turn(self) -> None:
-        """Ends who waited for too long, and sequences that nobody went on with."""
+        """Fail requests past their queue timeout and close idle sequences."""
         now = self._clock.now()
         for held, reason in self._deadlines.missed(now):
             self._give_up(held, reason)
@@ -112,7 +112,7 @@ class SequenceFlow:
     # -- small things
 
     def _model(self, loaded: LoadedVersion) -> _Model:
-        """With another load of a version its sequences begin anew; the old ones come to their end."""
+        """Return the model's sequences. Another load of a version begins new ones; the old ones come to their end."""
         model = self._models.get(id(loaded))
         if model is None:
             model = self._models[id(loaded)] = _model_of(loaded)

@@ -23,7 +23,7 @@ _START, _END = _KINDS["CONTROL_SEQUENCE_START"], _KINDS["CONTROL_SEQUENCE_END"]
 
 
 def initial_states(config: ANY_MESSAGE, folder: Path) -> dict[str, Tensor]:
-    """By the names of inputs. Raises CheckpointError for a file that does not fit."""
+    """Return initial states by the names of inputs. Raises CheckpointError for a file that does not fit."""
     batched = config.max_batch_size > 0
     states = {}
     for state in config.sequence_batching.state:

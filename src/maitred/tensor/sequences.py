@@ -85,7 +85,7 @@ class SequenceBook(Generic[S]):
         return self._go_on(sequence)
 
     def answered(self, request_id: str, states: Mapping[str, S] | None, now: float) -> list[Turn[S]]:
-        """Of a request that was begun: the model's new state, or None where it failed."""
+        """Note an answer: the model's new state, or None where the request failed."""
         sequence = self._of_request.pop(request_id)
         if states is not None:
             sequence.states, sequence.fresh = {**sequence.states, **states}, False
@@ -93,12 +93,12 @@ class SequenceBook(Generic[S]):
         return self._settled(sequence, now)
 
     def is_held(self, request_id: str) -> bool:
-        """It waits for the one before it, or for a slot."""
+        """Return whether the request waits for the one before it, or for a slot."""
         sequence = self._of_request.get(request_id)
         return sequence is not None and (sequence.running is None or sequence.running.request_id != request_id)
 
     def give_up(self, request_id: str, now: float) -> list[Turn[S]]:
-        """Of a request that is held."""
+        """Give up a held request."""
         sequence = self._of_request.pop(request_id)
         given_up = next(each for each in sequence.waiting if each.request_id == request_id)
         after = [*sequence.waiting][sequence.waiting.index(given_up) + 1 :]
@@ -108,7 +108,7 @@ class SequenceBook(Generic[S]):
         return self._settled(sequence, now)
 
     def expire(self, now: float) -> list[Turn[S]]:
-        """Forgets sequences that nobody went on with; what may go in their slots."""
+        """Forget idle sequences; return requests that may go in their slots."""
         turns: list[Turn[S]] = []
         while (at := self.next_at) is not None and at <= now:
             sequence = next(iter(self._idle))
@@ -148,7 +148,7 @@ class SequenceBook(Generic[S]):
         return self._go_on(self._backlog[0]) if self._backlog else []
 
     def _go_on(self, sequence: _Sequence[S]) -> list[Turn[S]]:
-        """Its first request, where it has a slot or gets one."""
+        """Begin the sequence's first request, where it has a slot or gets one."""
         if not sequence.has_slot and (not self._free_slots or self._backlog[0] is not sequence):
             return []
         if not sequence.has_slot:

@@ -1,6 +1,6 @@
 """Loaded models, by name and version: a new copy is loaded and warmed before it replaces the old one, which drains.
 
-Whoever runs a batch holds a lease on a version; one that was replaced is closed when its last lease ends.
+A running batch holds a lease on a version; a replaced version is closed when its last lease ends.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ServedModels:
             return self._index.entries(ready_only=ready_only)
 
     def found(self, names: Iterable[str]) -> None:
-        """Models whose folders are there."""
+        """Models with folders."""
         with self._lock:
             self._index.found(names)
 
@@ -159,7 +159,7 @@ class ServedModels:
                 self._close_if_left(loaded)
 
     def labels(self, name: str) -> Mapping[str, int]:
-        """Of versions that answer now."""
+        """Labels of versions that answer now."""
         with self._lock:
             return dict(self._models[name].labels) if name in self._models else {}
 

@@ -43,7 +43,7 @@ class SequenceControl(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a caller asks of a model; who asks stands in it, as in a chat's RequestSpec."""
+    """Inference request; it has its caller, as a chat's RequestSpec has."""
 
     request_id: str  # ours, unique
     model: str
@@ -76,18 +76,20 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def unknown_model(model: str, version: int = 0, *, label: str = "", served: Sequence[int] = ()) -> ModelNotFound:
-    """As Triton tells it (triton-inference-server/core, and its clients look for the words), then what is served."""
+    """Return the error as Triton tells it (triton-inference-server/core, and its clients look for the words), then what
+    is served.
+    """
     which = f" version {version}" if version else f" with the label {label!r}" if label else ""
     there = f"; served are: {', '.join(map(str, sorted(served)))}" if served else ""
     return ModelNotFound(f"Request for unknown model: {model[:200]!r}{which} is not found{there}", param="model")
 
 
 DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
-"""Of ModelStatistics, each a pair of count and nanoseconds; as Triton names them."""
+"""Names of ModelStatistics as Triton has them, each a pair of count and nanoseconds."""
 
 
 class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of one version since it was loaded, as Triton's statistics extension: counts, and nanoseconds by use."""
+    """Statistics of one version since it was loaded, as Triton's extension: counts, and nanoseconds by use."""
 
     model: str
     version: int
@@ -113,7 +115,7 @@ class ModelTable(Protocol):
         ...
 
     def versions(self, model: str) -> Sequence[int]:
-        """Those that answer now, ascending; none for a model that is not served."""
+        """Return the versions that answer now, ascending; none for a model that is not served."""
         ...
 
 
@@ -130,11 +132,11 @@ class TensorService(ModelTable, Protocol):
     def index(self, *, ready_only: bool = False) -> Sequence[IndexEntry]: ...
 
     def statistics(self, model: str = "", version: int = 0) -> Sequence[ModelStatistics]:
-        """Of all models, of one, or of one version. Raises ModelNotFound."""
+        """Return the statistics of all models, of one, or of one version. Raises ModelNotFound."""
         ...
 
     async def load(self, model: str, config: str | None = None) -> None:
-        """As `tensor.control.ModelControl.load`."""
+        """Load as `tensor.control.ModelControl.load`."""
         ...
 
     async def unload(self, model: str) -> None: ...

@@ -41,7 +41,7 @@ _REFUSALS = (_RAISED.Fail, _RAISED.InvalidArgument, _RAISED.RuntimeException)
 _OF_MACHINE = re.compile("allocate memory|bad_alloc|CUDA|CUDNN|CUBLAS", re.IGNORECASE)
 
 
-# Threads that spin while they wait take cores from whoever reads requests, and from a language model's steps.
+# Threads that spin while they wait take cores from the reader of requests, and from a language model's steps.
 _ENTRIES = {"session.intra_op.allow_spinning": "0"}
 
 
@@ -63,7 +63,7 @@ class SessionSettings:
 def settings_for(
     config: ANY_MESSAGE, group: ANY_MESSAGE, gpu: int | None, available: Collection[str]
 ) -> SessionSettings:
-    """Of one group of instances on one device; `available` are providers that the runtime has here."""
+    """Return the settings of one group's instances on one device; `available` are the runtime's providers here."""
     parameters = parameters_of(config)
     providers, fell_back = _providers(config, group, gpu, available)
     return SessionSettings(

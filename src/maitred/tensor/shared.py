@@ -24,9 +24,9 @@ class SharedMap(mmap.mmap):
 
 
 def unnamed_memory(num_bytes: int) -> SharedMap | None:
-    """Memory of that size, of which none is taken before it is touched; None where the system gives none.
+    """Return memory of that size, taken as it is touched; None where the system gives none.
 
-    No path leads to it, so that no client can register it (CVE-2025-23319), and nobody can make it shorter.
+    No path leads to it, so no client can register it (CVE-2025-23319) or make it shorter.
     """
     try:
         file = os.memfd_create("maitred-tensors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -33,17 +33,17 @@ class _Counts:
 
 
 class Statistics:
-    """By model and version, from its load until it is unloaded."""
+    """Statistics by model and version, from its load until it is unloaded."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int], _Counts] = {}
 
     def serve(self, versions: Collection[tuple[str, int]]) -> None:
-        """Those that are served now; others are forgotten."""
+        """Take in the served versions; others are forgotten."""
         self._counts = {key: self._counts.get(key) or _Counts() for key in sorted(versions)}
 
     def ran(self, times: BatchTimes) -> None:
-        """As Triton counts: each request of a batch is charged with all of it, the batch once."""
+        """Count as Triton does: each request of a batch is charged with all of it, the batch once."""
         counts = self._counts.setdefault((times.model, times.version), _Counts())
         counts.last_inference_ms = int(time.time() * 1000)
         counts.num_rows += times.num_rows
@@ -54,7 +54,7 @@ class Statistics:
         counts.batches.setdefault(times.num_rows, _Count()).add(1, times.infer_ns)
 
     def ended(self, model: str, version: int, *, succeeded: bool, total_ns: int, queue_ns: int) -> None:
-        """Version 0 is the highest that is served; where none is, it is nobody's."""
+        """Count an ended request; version 0 is the highest served one, and without any it is not counted."""
         version = version or max((number for name, number in self._counts if name == model), default=0)
         if not version:
             return
@@ -64,12 +64,12 @@ class Statistics:
             durations["queue"].add(1, queue_ns)
 
     def cached(self, model: str, version: int, *, hit: bool, ns: int) -> None:
-        """It was looked for in the cache; of a miss the time that looking and keeping took."""
+        """Count a look into the cache; of a miss the time that looking and keeping took."""
         durations = self._counts.setdefault((model, version), _Counts()).durations
         durations["cache_hit" if hit else "cache_miss"].add(1, ns)
 
     def of(self, model: str = "", version: int = 0) -> list[ModelStatistics]:
-        """Of all, of a model, or of a version. Raises ModelNotFound."""
+        """Return the statistics of all, of a model, or of a version. Raises ModelNotFound."""
         keys = [key for key in self._counts if model in ("", key[0]) and version in (0, key[1])]
         if model and not keys:
             raise unknown_model(model, version)

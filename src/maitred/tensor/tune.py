@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """As `with_setting` writes it."""
+    """Setting as `with_setting` writes it."""
 
     batch: int  # rows; 1 does not batch
     delay_us: int
@@ -73,7 +73,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of a run, simulated or live."""
+    """Outcome of a run, simulated or live."""
 
     p50_s: float
     p99_s: float
@@ -153,10 +153,7 @@ def _must_be_tunable(model: ModelFolder) -> None:
 
 
 def settings_of(config: ANY_MESSAGE, target: Target, num_cores: int | None = None) -> list[Setting]:
-    """Those worth trying: no more threads in all than twice the cores, and no delay over half of the time there is.
-
-    On accelerators instances and threads stay as they are. An instance that is Python is a process of one thread.
-    """
+    """Return the settings worth trying: at most twice the cores in threads, no delay over half of the time there is."""
     num_cores = num_cores or len(os.sched_getaffinity(0))
     on_gpu = any(group.kind == _GPU for group in config.instance_group)
     powers = rows_to_try(num_cores)
@@ -206,7 +203,7 @@ def write_setting(folder: Path, setting: Setting) -> None:
 def _times(
     model: ModelFolder, num_threads: int, most_at_once: int, length: int, openers: Mapping[str, Opener]
 ) -> ModelTimes:
-    """Of the highest version."""
+    """Return the times of the highest version."""
     setting = Setting(batch=max(1, model.config.max_batch_size), delay_us=0, instances=1, threads=num_threads)
     models = ServedModels(openers)
     if not models.take(replace(model, config=with_setting(model.config, setting))):
@@ -317,7 +314,7 @@ def run_live(
     seed: int = 0,
     openers: Mapping[str, Opener] = OPENERS,
 ) -> Outcome:
-    """In this process, as `setting` says. Raises CheckpointError."""
+    """Run live in this process, as `setting` says. Raises CheckpointError."""
     return asyncio.run(_run_live(repository, with_setting(config, setting), target, seed, openers))
 
 

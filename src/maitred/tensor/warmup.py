@@ -63,7 +63,7 @@ def _kept(config: ANY_MESSAGE) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def control_type(control: ANY_MESSAGE) -> str:
-    """Of the tensor that a control of sequences fills."""
+    """Return the type of the tensor that a control of sequences fills."""
     if control.int32_false_true:
         return "TYPE_INT32"
     if control.fp32_false_true:

@@ -1,6 +1,6 @@
 """Protobuf's wire format in a file, walked by offsets: what is not asked for is stepped over, however large it is.
 
-A model of 2 GB, whose weights nobody wants to see, costs the pages that hold the heads of its fields. The file is read
+A model of 2 GB without a look at its weights costs the pages that hold the heads of its fields. The file is read
 and not mapped: one that is cut short meanwhile gives an error, not a signal.
 """
 

@@ -57,7 +57,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """It is loaded."""
+    """The model is loaded."""
 
     config: dict[str, Any] | None = None  # as the model's code completes it
 
@@ -151,7 +151,7 @@ def _found(each: ArrayAt, memory: mmap.mmap | bytes) -> np.ndarray:
 
 
 def texts_array(texts: Iterable[bytes]) -> np.ndarray:
-    """Of one dimension, of objects."""
+    """Return an array of one dimension, of objects."""
     listed = list(texts)
     array = np.empty(len(listed), object)
     array[:] = listed

@@ -57,7 +57,7 @@ COMMAND = (sys.executable, "-P", "-m", "maitred.tensor.python.process")
 
 
 def all_openers(*, allow_code: bool) -> dict[str, Opener]:
-    """Of every backend there is; code that lies in the repository runs only where that is allowed."""
+    """Return the openers of every backend; code in the repository runs only where that is allowed."""
     return {**OPENERS, PYTHON: python_opener(allow_code=allow_code)}
 
 
@@ -83,7 +83,7 @@ def python_opener(*, allow_code: bool) -> Opener:
 
 
 class Place(NamedTuple):
-    """Of one instance."""
+    """Place of one instance."""
 
     name: str
     kind: str = "CPU"
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 
 def _places(config: ANY_MESSAGE) -> Iterator[Place]:
-    """As many as `count` on each device of a group."""
+    """Return `count` places on each device of a group."""
     for group in config.instance_group:
         on_gpu = group.kind == _GPU
         for device in group.gpus if on_gpu and group.gpus else (0,):
@@ -143,7 +143,7 @@ class PythonInstance:
                 self._restart()
 
     def run(self, inputs: Arrays, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """As an ONNX instance. Raises InstanceLost when the process died or did not answer in its time."""
+        """Run as an ONNX instance. Raises InstanceLost when the process died or did not answer in its time."""
         with self._lock:
             given = self._given_to_model(inputs)
             if self._process is None:
@@ -159,7 +159,7 @@ class PythonInstance:
             return {name: array.copy() for name, array in self._checked(found, inputs, wanted).items()}
 
     def close(self) -> None:
-        """The process finalizes its model and ends; nobody waits for that."""
+        """Have the process finalize its model and end, without a wait."""
         self._closed = True
         process, self._process = self._process, None
         if process is not None:
@@ -233,7 +233,7 @@ class PythonInstance:
     # -- what goes in and comes out
 
     def _given_to_model(self, inputs: Arrays) -> Arrays:
-        """In the shapes that the model itself takes."""
+        """Return the arrays in the shapes that the model itself takes."""
         check_inputs(inputs, self._types, self._needed)
         return {name: self._reshaped(array, self._inputs[name], back=False) for name, array in inputs.items()}
 
@@ -246,7 +246,7 @@ class PythonInstance:
     def _checked(
         self, outputs: Mapping[str, np.ndarray], inputs: Arrays, wanted: Collection[str]
     ) -> dict[str, np.ndarray]:
-        """Those that are wanted, each as the config says. Raises KernelError, with both sides."""
+        """Return the wanted outputs, each as the config says. Raises KernelError, with both sides."""
         rows = next((array.shape[:1] for array in inputs.values()), ()) if self._batched else ()
         told = {}
         for spec in self._outputs.values():
@@ -265,7 +265,7 @@ def _shared(name: str, files: ExitStack) -> SharedArrays:
 
 
 def _reap(process: subprocess.Popen[bytes], files: ExitStack) -> None:
-    """Its files are ours until it has ended."""
+    """Reap the process; its files are ours until it has ended."""
     with files:
         try:
             process.wait(FINALIZE_S)
@@ -275,7 +275,9 @@ def _reap(process: subprocess.Popen[bytes], files: ExitStack) -> None:
 
 
 def _completed(config: ANY_MESSAGE, found: Mapping[str, Any]) -> ANY_MESSAGE:
-    """With what the model's code added. Raises CheckpointError where that cannot be served."""
+    """Return the config with the additions of the model's code. Raises CheckpointError for one that cannot be
+    served.
+    """
     told = {name: found[name] for name in COMPLETED if name in found}
     completed = ModelConfig()
     completed.CopyFrom(config)

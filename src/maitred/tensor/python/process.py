@@ -109,7 +109,7 @@ def _load(asked: Load) -> Model:
 
 
 def _module(asked: Load) -> Any:
-    """Its own folder can be imported from, as Triton has it."""
+    """Import the module; its own folder can be imported from, as Triton has it."""
     sys.path.insert(0, os.path.dirname(asked.file))
     spec = importlib.util.spec_from_file_location("model", asked.file)
     assert spec is not None

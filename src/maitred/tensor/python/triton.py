@@ -33,7 +33,7 @@ _logger = logging.getLogger("maitred.python_model")
 
 
 def load(asked: Load, module: ModuleType) -> Model:
-    """Its class, initialized, with the config as the class completes it."""
+    """Load its class, initialized, with the config as the class completes it."""
     made = getattr(module, CLASS, None)
     if made is None:
         raise LookupError(f"{asked.file} has no class {CLASS}")
@@ -249,7 +249,7 @@ class ModelConfig:
         self._add("output", tensor)
 
     def _add(self, side: str, tensor: dict[str, Any]) -> None:
-        """One that the config has stays as it is, and must be the same."""
+        """Add a tensor; one that the config has stays as it is, and must be the same."""
         absent = {"name", "data_type", "dims"} - {*tensor}
         if absent:
             raise ValueError(f"an {side} that auto_complete_config adds has no {min(absent)}: {tensor}")
