@@ -1,4 +1,4 @@
-"""How many replicas a fleet may have, as a word: `3`, or `0:8`."""
+"""Number of replicas that a fleet may have, as a word: `3`, or `0:8`."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The scheduler: who is served next, and how much in one step."""
+    """The scheduler: order of service, and the size of a step."""
 
     max_num_batched_tokens: int | None = None
     """Most tokens in one step. Larger raises throughput and inter-token latency. None is what suits the executor: 64 a
@@ -220,7 +220,8 @@ class SchedulerConfig:
     their own, such as ageing_s, this is another spelling, which goes before it."""
     ageing_s: float = 30.0
     """Waiting this long (s) outweighs one level of priority (priority, interactive, edf, least_slack) or of mlfq, and
-    any cached prefix (lpm), so nobody starves."""
+    any cached prefix (lpm), against starvation.
+    """
     ageing_tokens_per_s: float | None = None
     """sjf, srpt, interactive, lpm: waiting a second outweighs this many tokens of expected work or cached prefix. None
     is 1/128 of the prompt tokens that this device computes in a second, as its steps show; 200 until they do."""
@@ -262,11 +263,11 @@ class SchedulerConfig:
 
     @property
     def ageing_rate(self) -> float:
-        """`ageing_tokens_per_s`, in whose place stands a guess until the device was measured."""
+        """Value of `ageing_tokens_per_s`, or a guess until the device was measured."""
         return UNMEASURED_AGEING if self.ageing_tokens_per_s is None else self.ageing_tokens_per_s
 
     def settled(self, token_budget: int) -> SchedulerConfig:
-        """With the executor's budget where none was given."""
+        """Return the config with the executor's budget where none was given."""
         if self.max_num_batched_tokens is not None:
             return self
         return replace(self, max_num_batched_tokens=max(token_budget, self.max_num_seqs))
@@ -293,7 +294,7 @@ class TensorConfig:
     repository_poll_s: float = 15.0
     """How often the repository is looked at in mode poll."""
     allow_repository_code: bool = False
-    """Run model.py files of the repository, in processes of their own; who may write there runs code here."""
+    """Run model.py files of the repository, in processes of their own: write access to it runs code here."""
     tensor_arena_bytes: int = 256 * 2**20
     """Memory that server and engine share for tensors over 4 KiB; taken as it is used. What does not fit is copied."""
 
@@ -312,24 +313,24 @@ class TensorConfig:
 
     @property
     def serves(self) -> bool:
-        """Whether there are tensor models."""
+        """Return whether there are tensor models."""
         return self.model_repository is not None or self.tfs_model_config is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineShare:
-    """What an engine may take of its machine, where several share it."""
+    """Share of the machine for an engine, where several share it."""
 
     num_engines: int = 1
     """Alike, of which it is one."""
     available_bytes: int | None = None
     """Memory that was free before the first of them; None is what is free as it starts."""
     exchanges_kv: bool = False
-    """Whether they pull KV from each other."""
+    """They pull KV from each other."""
     kv_listen: str | None = None
     """HOST:PORT where engines of other hosts pull it too."""
     kv_token: bytes | None = field(default=None, repr=False)
-    """That both ends of a transfer prove; None between processes of one machine."""
+    """Secret that both ends of a transfer prove; None between processes of one machine."""
     result_cache_bytes: int = 0
     """Memory for answers of tensor models: its part of the server's result cache."""
     result_cache_ttl_s: float = 3600.0
@@ -340,7 +341,7 @@ class MachineShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine: model, cache, scheduler, and who drafts."""
+    """One engine: model, cache, scheduler, drafts."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -88,7 +88,7 @@ class CostModel:
     """Seconds for each unit of `StepShape`; 0 where a device does not feel it."""
 
     fixed_s: float = 0.0
-    """Each step, whatever is in it: dispatch, launch, synchronisation."""
+    """Time of each step, whatever is in it: dispatch, launch, synchronisation."""
     row_s: float = 0.0
     weights_s: float = 0.0
     """Floor under the tokens' arithmetic: reading all weights once."""
@@ -99,21 +99,21 @@ class CostModel:
     sample_s: float = 0.0
     group_s: float = 0.0
     between_s: float = 0.0
-    """From the end of a step to the start of the next, besides what follows: progress handed out, requests taken in."""
+    """Time between the end of a step and the start of the next, besides what follows: progress out, requests in."""
     between_row_s: float = 0.0
     jitter: tuple[Band, ...] = ()
-    """How measured step times are spread about modelled ones; empty is a machine that never stutters."""
+    """Spread of measured step times about modelled ones; empty is a machine that never stutters."""
     gap_jitter: tuple[float, ...] = ()
     """The same for the time between steps: quantiles of measured over modelled."""
     steps: tuple[Knot, ...] = ()
     """Measured steps by their number of tokens; where there are any, they stand in place of the tokens' terms above."""
     drafts: tuple[Knot, ...] = ()
-    """What making up one token each for so many requests takes, the host's part included; none takes no time."""
+    """Time of making up one token each for so many requests, the host's part included; none takes no time."""
     catch_up_token_s: float = 0.0
-    """Of a known token that whoever makes drafts up has not computed yet."""
+    """Time of a known token that the proposer has not computed yet."""
 
     def step_s(self, shape: StepShape) -> float:
-        """Of a plan that has rows."""
+        """Return the time of a plan that has rows."""
         rows, prefill, decode, context, attention, samples, groups = shape
         return (
             self.fixed_s
@@ -126,13 +126,13 @@ class CostModel:
         )
 
     def tokens_s(self, prefill: float, decode: float) -> float:
-        """Of a step's tokens, or of reading the weights for them."""
+        """Return the time of a step's tokens, or of reading the weights for them."""
         if self.steps:
             return between(self.steps, prefill + decode)
         return max(prefill * self.prefill_token_s + decode * self.decode_token_s, self.weights_s)
 
     def draft_s(self, rows: float) -> float:
-        """Of one token each for so many requests."""
+        """Return the time of one draft each for so many requests."""
         return between(self.drafts, rows) if self.drafts and rows else 0.0
 
     def slowed_s(self, shape: StepShape, slowness: Slowness) -> float:
@@ -151,13 +151,14 @@ class CostModel:
         return modelled_s
 
     def gap_s(self, rows: int) -> float:
-        """Between a step of so many rows and the next."""
+        """Return the time between a step of so many rows and the next."""
         return self.between_s + rows * self.between_row_s
 
 
 def native_token_budget(num_threads: int, *, tiles: bool = False) -> int:
-    """Of the native executor. From 128 tokens on its products are about as fast as at 512, and who decodes waits for as
-    long as a step takes; more threads take as long for as many tokens more, and so do processors with `tiles` (AMX) for
-    twice as many."""
+    """Return the native executor's budget. From 128 tokens on its products are about as fast as at 512, and decoding
+    requests wait for the whole step; more threads take as long for as many tokens more, and so do processors with
+    `tiles` (AMX) for twice as many.
+    """
     budget = max(LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD * num_threads)
     return min(DEFAULT_TOKEN_BUDGET, 2 * budget if tiles else budget)

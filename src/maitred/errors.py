@@ -81,7 +81,7 @@ class PromptTooLong(RequestError):
 
 
 class TooManyTokens(PromptTooLong):
-    """A text has more tokens than whoever has it tokenised can use."""
+    """A text has more tokens than its user can take."""
 
     def __init__(self, num_tokens: int, most: int) -> None:
         super().__init__(f"the text has {num_tokens} tokens; at most {most}", param="prompt")
@@ -209,12 +209,12 @@ class Overloaded(Unavailable):
 
 
 class QueueTimeout(Unavailable):
-    """It was in no step in the time it had; nothing was computed for it."""
+    """Request that was in no step in its time; nothing was computed for it."""
 
     code = "queue_timeout"
 
 
 class RequestTimeout(ServerError):
-    """It was not done in the time it had. The client set that time or the server did, so trying again is no use."""
+    """Request that was not done in its time. The client or the server set that time, so trying again is no use."""
 
     code = "request_timeout"

@@ -18,7 +18,7 @@ def one_of(choices: tuple[str, ...], default: str) -> str:
 
 
 def require_choices(config: DataclassInstance) -> None:
-    """Of every field made by `one_of`."""
+    """Check every field made by `one_of`."""
     for f in fields(config):
         value, choices = getattr(config, f.name), f.metadata.get("choices", ())
         if choices and value not in choices:
@@ -38,7 +38,7 @@ def require_between(name: str, value: float, low: float, high: float) -> None:
 
 
 def host_and_port(name: str, value: str) -> tuple[str, int]:
-    """Of `HOST:PORT`, `[::1]:PORT` too."""
+    """Return host and port of `HOST:PORT`, `[::1]:PORT` too."""
     host, _, port = value.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:

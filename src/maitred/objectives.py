@@ -29,13 +29,13 @@ def parse_slo(text: str) -> tuple[str, float]:
 
 
 def promised(slos: Iterable[str]) -> dict[str, float | None]:
-    """What is said (s) of first tokens and of the time between tokens. Raises ConfigError."""
+    """Return the promises (s) of first tokens and of the time between tokens. Raises ConfigError."""
     bounds_s = dict(map(parse_slo, slos))
     return {"ttft_s": bounds_s.get("ttft"), "tpot_s": bounds_s.get("tpot", bounds_s.get("itl"))}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted, non-empty `values`; between two of them linearly, as numpy's default."""
+    """Return the percentile of sorted, non-empty `values`; between two of them linearly, as numpy's default."""
     at = (len(values) - 1) * percent / 100
     low = math.floor(at)
     high = min(low + 1, len(values) - 1)
@@ -44,7 +44,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Pace:
-    """When the tokens of one sample came, in seconds of one clock."""
+    """Times of one sample's tokens, in seconds of one clock."""
 
     first_at: float | None = None
     last_at: float | None = None
@@ -81,7 +81,7 @@ def new_pace(*, keeps_gaps: bool) -> Pace:
 
 
 def values_s(pace: Pace, began_at: float) -> dict[str, float | None]:
-    """What each objective bounds, of one sample of a request that began then; None meets every bound."""
+    """Return the value that each objective bounds, of a sample of a request that began then; None meets every bound."""
     return {
         "ttft": pace.first_at - began_at if pace.first_at is not None else None,
         "itl": pace.itl_p99_s(),
@@ -91,7 +91,7 @@ def values_s(pace: Pace, began_at: float) -> dict[str, float | None]:
 
 
 def met(bounds_s: Mapping[str, float], paces: Iterable[Pace], began_at: float) -> dict[str, bool]:
-    """Of each objective, whether every sample kept to it."""
+    """Return for each objective whether every sample kept to it."""
     values = [values_s(pace, began_at) for pace in paces]
     return {
         name: all((value := of_one[name]) is None or value <= bound for of_one in values)
@@ -100,7 +100,7 @@ def met(bounds_s: Mapping[str, float], paces: Iterable[Pace], began_at: float) -
 
 
 def broken_by(bounds_s: Mapping[str, float], paces: Sequence[Pace], began_at: float, now: float) -> dict[str, bool]:
-    """Of each objective, whether a request given up at `now` had broken it, whatever would have followed."""
+    """Return for each objective whether a request given up at `now` had broken it, whatever would have followed."""
     has_begun = any(pace.first_at is not None for pace in paces)
     waited_s = {"ttft": 0.0 if has_begun else now - began_at, "e2e": now - began_at}
     kept = met(bounds_s, paces, began_at)

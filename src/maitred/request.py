@@ -64,7 +64,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this share of the likeliest, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Over 1 discourages tokens of the prompt and the output (CTRL, arXiv:1909.05858)."""
+    """Penalty over 1 discourages tokens of the prompt and the output (CTRL, arXiv:1909.05858)."""
     presence_penalty: float = 0.0
     """Subtracted once from each token already in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -192,9 +192,9 @@ class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was asked of an engine: one sample of one prompt. It never changes; `msgspec.structs.replace` makes another.
+    """Specification of one sample of one prompt. It never changes; `msgspec.structs.replace` makes another.
 
-    This is what crosses processes, is logged, simulated and resumed, encoded as it stands: a field with a default costs
+    The spec crosses processes, is logged, simulated and resumed, encoded as it stands: a field with a default costs
     nothing on the wire, and adding one takes one line here. Samples of one prompt (n > 1) are specs of their own with
     one `parent_id`; sample 0 computes the prompt, the others share its blocks. A spec can be made from block hashes in
     place of tokens (traces, replay): then `prompt_token_ids` is empty and `num_prompt_tokens` says how many there were.
@@ -240,7 +240,7 @@ class Charges(NamedTuple):
     num_preemptions: int = 0
     first_scheduled_at: float | None = None  # s
     first_token_at: float | None = None  # s
-    num_draft_tokens: int = 0  # made up for it so far; nobody is billed for them
+    num_draft_tokens: int = 0  # made up for it so far; not billed
     num_accepted_tokens: int = 0  # of them, those that became output
     handover: str = ""  # one of HANDOVER_OUTCOMES; empty where no other engine is beside this one
     num_rows: int = 0  # of a tensor request
@@ -248,7 +248,7 @@ class Charges(NamedTuple):
 
 
 HANDOVER_OUTCOMES = ("local", "moved", "recomputed")
-"""What became of a prompt's KV, the best first; `local` was computed by the engine that answers."""
+"""Outcomes of a prompt's KV, the best first; `local` was computed by the engine that answers."""
 NO_CHARGES = Charges()
 
 
@@ -267,7 +267,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class RequestState:
     """A request in its scheduler, which alone writes here; `spec` is what was asked.
 
-    Most properties are what a policy may ask of whoever waits in its queue (`policy.queued.Queued`).
+    Most properties are those that a policy may ask of a queued request (`policy.queued.Queued`).
     """
 
     spec: RequestSpec

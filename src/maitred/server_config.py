@@ -1,4 +1,4 @@
-"""Settings of the HTTP server, and of who is admitted."""
+"""Settings of the HTTP server, and of admission."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METRICS_COMPAT = ("none", "vllm", "triton")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig:
-    """Admission: who is refused, and how long the others may take."""
+    """Admission: limits of the queue, and the time that admitted requests may take."""
 
     max_queued_requests: int = 4096
     """Most samples that wait for their first token; for more the least urgent is shed, or the newcomer answered 503."""
@@ -26,7 +26,7 @@ class AdmissionConfig:
     max_queued_by_priority: Mapping[str, int] = field(default_factory=dict)
     """PRIORITY=COUNT: most waiting samples of this priority and those less urgent, to keep room for the others."""
     ttft_objective_s: float | None = None
-    """Who would wait longer (s) for a first token is answered 503 at once. Requests may ask for less."""
+    """A request that would wait longer (s) for a first token is answered 503 at once. Requests may ask for less."""
     queue_timeout_s: float | None = None
     """A request in no step after this (s) is answered 503. Requests may ask for less."""
     request_timeout_s: float | None = None
@@ -61,8 +61,9 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     """Origins a browser page may call from; none by default."""
     strict_fields: bool = False
-    """Refuse a request with a field that nobody knows (400); else it is served, and the header
-    x-maitred-ignored-fields names the field."""
+    """Refuse a request with an unknown field (400); else it is served, and the header
+    x-maitred-ignored-fields names the field.
+    """
     max_body_bytes: int = 8 * 1024 * 1024
     """Largest request body in bytes. One of 8 MiB can keep other requests waiting for 0.1 s."""
     result_cache_bytes: int = 0
@@ -91,8 +92,9 @@ class ServerConfig:
     ssl_keyfile: str | None = None
     """PEM file with the certificate's key; None is the certificate's own file."""
     fleet_token_file: str | None = None
-    """File with the secret that a router and its replicas share: who shows it may listen to this server's events, and
-    is believed what it says of a request's tenant."""
+    """File with the secret that a router and its replicas share: its holder may listen to this server's events, and is
+    believed about a request's tenant.
+    """
     drain_timeout_s: float = 30.0
     """After SIGTERM, requests in flight may take this long (s); then, or at a second signal, they end with an error."""
     decode_timeout_s: float = 10.0
@@ -104,8 +106,9 @@ class ServerConfig:
     triton is of tensor models (nv_inference_*)."""
     slo: tuple[str, ...] = ()
     """Objective of requests, such as ttft:1s, itl:80ms, tpot:50ms or e2e:20s, written and judged as `bench serve --slo`
-    does; maitred_requests_in_objective_total counts who met it. Workers that hand over are chosen so that ttft and tpot
-    are kept."""
+    does; maitred_requests_in_objective_total counts those that met it. Workers that hand over are chosen so that ttft
+    and tpot are kept.
+    """
     price_per_hour: float | None = None
     """What an hour of computing costs, in any currency: GET /v1/organization/usage/completions tells the cost of what
     each tenant, key or model computed. None tells none."""

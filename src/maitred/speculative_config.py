@@ -16,9 +16,10 @@ class SpeculativeConfig:
     """Speculative decoding: tokens are made up and checked several at a time; the output stays the same to the bit."""
 
     speculative: str = one_of(SPECULATIVE, "auto")
-    """Who makes tokens up: a draft model, mtp (a head that reads the model's own states, as EAGLE-3), ngram (what
+    """Source of drafts: a draft model, mtp (a head that reads the model's own states, as EAGLE-3), ngram (what
     followed the last tokens when they were there before), off, or auto, which is a head where there is one, else a
-    draft model, else ngram. How many is decided by measurement, down to none."""
+    draft model, else ngram. Measured times decide how many, down to none.
+    """
     speculative_model: str | None = None
     """Folder or hub id of a draft model with the same vocabulary, or of a head for this model; None is what lies beside
     the served model under its name and -mtp or -draft, as with the built-in one."""
@@ -36,5 +37,5 @@ class SpeculativeConfig:
 
     @property
     def num_drafts(self) -> int:
-        """Most of a request in a step, where anybody drafts."""
+        """Most drafts of a request in a step, where there is a proposer."""
         return 0 if self.speculative == "off" else self.num_speculative_tokens

@@ -1,4 +1,4 @@
-"""The contract between scheduler and executor: the plan of one step, what came of it, and who carries it out."""
+"""Contract between scheduler and executor: the plan of one step, its outcome, and the executor."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class RequestTiming:
         return self.queue_s + self.prefill_s + self.decode_s + self.stall_s + self.schedule_s
 
     def with_schedule(self, prefill_s: float, decode_s: float) -> RequestTiming:
-        """With so much of prefill and of decode told as the host's work; a part never falls below 0."""
+        """Return the timing with so much of prefill and decode told as the host's work; a part never falls below 0."""
         prefill_s, decode_s = min(prefill_s, self.prefill_s), min(decode_s, self.decode_s)
         return replace(
             self,
@@ -157,8 +157,8 @@ class RequestProgress(NamedTuple):
     """Progress of a request, told to its owner after a step that touched it.
 
     The first and the last one have `charges`, and some between, as its computing grows; the last one has finish_reason
-    and timing too. Who adds up `charges.num_prompt_tokens` of the last ones and the new tokens of all has the engine's
-    own counters.
+    and timing too. The sums of `charges.num_prompt_tokens` of the last ones and of all new tokens are the engine's own
+    counters.
     """
 
     request_id: str

@@ -1,6 +1,6 @@
 """Tensor request: what was asked of a model without tokens, what its scheduler knows, and the batch that it runs in.
 
-Here are no tensors: inputs and outputs stay with whoever runs the batch, and are found by request id.
+Here are no tensors: inputs and outputs stay with the batch's runner, and are found by request id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LaneKey(NamedTuple):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was asked of a tensor model. It never changes, crosses processes and is logged as it stands."""
+    """Specification of a tensor request. It never changes, crosses processes and is logged as it stands."""
 
     request_id: str
     arrived_at: float  # s, Clock.now() at admission; of a step of an ensemble, that of the whole
@@ -127,7 +127,7 @@ class TensorRequest:
 
     @property
     def timing(self) -> RequestTiming:
-        """Of one that has finished: waiting, and from its first batch to the answer."""
+        """Timing of a finished request: waiting, and from its first batch to the answer."""
         assert self.finished_at is not None
         scheduled = self.finished_at if self.first_scheduled_at is None else self.first_scheduled_at
         whole_s = self.finished_at - self.arrived_at
@@ -147,7 +147,7 @@ class Batch(NamedTuple):
 
 
 class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came of a batch. The outputs are where the inputs were."""
+    """Outcome of a batch. The outputs are where the inputs were."""
 
     compute_us: int = 0  # the instance was busy so long
     error: str | None = None  # of all of it
@@ -159,7 +159,7 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class QueueRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """ModelQueuePolicy: who may wait, of a model or of one of its priority levels."""
+    """ModelQueuePolicy: limits of waiting requests, of a model or of one of its priority levels."""
 
     max_size: int = 0  # requests; 0 has no limit
     timeout_s: float = 0.0  # 0 has none
@@ -175,7 +175,7 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One of ModelInstanceGroup, with its ModelRateLimiter where that is on."""
+    """Instances of ModelInstanceGroup, with its ModelRateLimiter where that is on."""
 
     resources: tuple[tuple[str, int], ...] = ()  # how many it holds while it runs; named with the device if not global
     weight: int = 1  # ModelRateLimiter.priority: twice the weight, half the turns
@@ -185,7 +185,7 @@ DEFAULT_QUEUE = QueueRules()
 
 
 class BatchRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a model's requests become batches: ModelDynamicBatching, max_batch_size and its instances."""
+    """Rules by which a model's requests become batches: ModelDynamicBatching, max_batch_size and its instances."""
 
     max_batch_size: int = 0  # rows; 0 is a model without a batch dimension
     dynamic: bool = False  # without it each request runs alone
@@ -210,7 +210,7 @@ class BatchRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return tuple(sorted(set(self.preferred_sizes))) or (self.max_batch_size,)
 
     def level_of(self, spec: TensorSpec) -> int:
-        """Of one that names none, or one that there is not, the default."""
+        """Return the priority level; the default for a request that names none, or one that does not exist."""
         return spec.level if 1 <= spec.level <= self.num_levels else self.default_level
 
     def queue_of(self, level: int) -> QueueRules:
