@@ -27,6 +27,7 @@ from maitred.api.http.server import Server
 from maitred.api.serving import create_app
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
+from maitred.engine.replica import Replica
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress, RequestTiming
@@ -74,7 +75,7 @@ class InstantStream:
         return self.items.popleft()
 
 
-class InstantReplica:
+class InstantReplica(Replica):
     """An engine whose steps take no time: each turn of the loop gives every request one token."""
 
     def __init__(self, tokens: list[int]) -> None:

@@ -20,6 +20,7 @@ from maitred.api.serving import create_app
 from maitred.clock import Clock
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
+from maitred.engine.replica import Replica
 from maitred.errors import EngineDead
 from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
@@ -70,7 +71,7 @@ def says(text: str) -> Callable[[RequestSpec], Sequence[int]]:
 
 
 @dataclass
-class FakeReplica:
+class FakeReplica(Replica):
     """Gives each request the tokens of `answer`, one per turn of the loop (or per `token_s`), and notes aborts."""
 
     answer: Callable[[RequestSpec], Sequence[int]] = field(default_factory=lambda: says("Hello, world!"))

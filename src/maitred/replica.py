@@ -1,18 +1,16 @@
-"""Replica protocol: the one interface of an engine, its process, a simulated engine, or many replicas as one."""
+"""Records of a replica: its state at one moment, counters, KV tiers and workers."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from maitred.metrics import HANDOVER_WAIT
-from maitred.request import FinishReason, RequestSpec
-from maitred.step import RequestProgress
+from maitred.request import FinishReason
 
 
 class DraftCounts(msgspec.Struct, array_like=True):
@@ -189,38 +187,3 @@ class WorkerView(msgspec.Struct, frozen=True):
     def of(cls, worker: int, pid: int | None, state: ReplicaState, role: str = "mixed") -> WorkerView:
         told = {name: getattr(state, name) for name in cls.__struct_fields__[3:]}
         return cls(worker, pid, role, **told)
-
-
-@runtime_checkable
-class HasWorkers(Protocol):
-    """A replica that tells of its engines one by one."""
-
-    def workers(self) -> tuple[WorkerView, ...]: ...
-
-
-@runtime_checkable
-class HasRoles(HasWorkers, Protocol):
-    """One whose engines can do each other's work."""
-
-    def give_role(self, number: int, role: str) -> None:
-        """Raises ConfigError, and changes nothing."""
-
-
-class Replica(Protocol):
-    """Takes requests and streams their progress."""
-
-    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
-        """Progress until the item with a finish_reason. Closing the iterator early aborts the request.
-
-        Submit the samples of one prompt in order of sample_index, without awaiting in between.
-        Raises EngineDead, on the first item, when the replica cannot take it.
-        """
-
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End it and free its blocks within one step; unknown ids are ignored (it may just have ended).
-
-        `reason` is STOP when the text side found a stop string, so that the counters tell the truth. SHED ends only a
-        request that is in no step yet.
-        """
-
-    def state(self) -> ReplicaState: ...

@@ -22,9 +22,9 @@ from maitred.api.ops.observer import Observer
 from maitred.api.routes import make_routes
 from maitred.clock import ManualClock, WallClock
 from maitred.config import ServerConfig
+from maitred.engine.replica import Replica
 from maitred.errors import CheckpointError, EngineDead
 from maitred.gate.admission import AdmissionController
-from maitred.replica import Replica
 from tests.fakes_api import FakeReplica, make_model
 from tests.waiting import HANGS_S, joined
 

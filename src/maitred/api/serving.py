@@ -8,7 +8,6 @@ from socket import socket
 from maitred.api.http.app import App
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.auth import Authenticator, TenantSource
-from maitred.api.http.loading import Opened, Starting
 from maitred.api.http.logs import configure_logging
 from maitred.api.http.routes import Route, RouteTable
 from maitred.api.http.server import Beside, Server
@@ -18,8 +17,9 @@ from maitred.clock import Clock, WallClock
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
 from maitred.engine.limits import hand_over_quickly
+from maitred.engine.replica import Replica
+from maitred.engine.starting import Engine, StartingEngine
 from maitred.gate.admission import AdmissionController
-from maitred.replica import Replica
 from maitred.storage.ledger import Ledger
 
 
@@ -52,7 +52,7 @@ def create_app(
 
 
 def serve(
-    starting: Starting,
+    starting: StartingEngine,
     config: ServerConfig,
     listener: socket | None = None,
     *,
@@ -62,7 +62,7 @@ def serve(
     start_phases: Mapping[str, float] | None = None,
     salt_secret: bytes | None = None,
     is_ending: Callable[[], bool] = lambda: False,
-    on_open: Callable[[Opened, str, int], None] | None = None,
+    on_open: Callable[[Engine, str, int], None] | None = None,
     more: Sequence[Route] = (),
     beside: Callable[[App], Beside] | None = None,
 ) -> None:

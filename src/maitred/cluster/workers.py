@@ -31,7 +31,7 @@ from maitred.cluster.worker_requests import WorkerRequests
 from maitred.cluster.worker_views import live_view_of_all, queue_of_all, queued_request, state_of_all, waiting_request
 from maitred.config import MachineShare, SchedulerConfig
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
-from maitred.engine.client import EngineClient, OnBlocks, OnComputed, OnProgress
+from maitred.engine.client import EngineClient
 from maitred.engine.frames import Command, Ready
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_storage import with_own_tiers
@@ -41,6 +41,7 @@ from maitred.engine.memory import available_memory_bytes
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import AdapterFolder
+from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.sleep import Phase
 from maitred.engine.supervisor import Start
 from maitred.errors import ConfigError, EngineDead
@@ -55,8 +56,8 @@ NEVER_S = 1e9
 T = TypeVar("T")
 
 
-class Workers:
-    """A Replica over the engines of a server. Everything runs on one event loop, but for `begin`, `wait` and `stop`.
+class Workers(Replica):
+    """The engines of a server. Everything runs on one event loop, but for `begin`, `wait` and `stop`.
 
     The first engine loads alone: it settles the context, and packs the weights that the others map.
     """

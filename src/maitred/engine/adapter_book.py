@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from maitred.engine.frames import Command, ForgetAdapter, KnowAdapters
 from maitred.engine.live_requests import LiveRequest
@@ -37,13 +37,6 @@ def adapters_at_work(requests: Iterable[LiveRequest]) -> AtWork:
         if live.spec.adapter:
             names[live.charges.first_scheduled_at is None][live.spec.adapter.partition("@")[0]] = None
     return AtWork(*map(tuple, names))
-
-
-@runtime_checkable
-class HasAdapters(Protocol):
-    """A replica that serves LoRA adapters; `EngineClient` is one."""
-
-    adapters: AdapterBook
 
 
 class AdapterBook:

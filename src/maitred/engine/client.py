@@ -10,7 +10,6 @@ from weakref import WeakSet
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
-from maitred.engine.asks_engine import AsksEngine
 from maitred.engine.counters import Counters
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.expected_kv import expecting, expecting_id
@@ -18,7 +17,6 @@ from maitred.engine.frames import (
     Abort,
     Answer,
     Ask,
-    BlockChanges,
     OfTensors,
     Ready,
     Refused,
@@ -28,27 +26,37 @@ from maitred.engine.frames import (
     error_of,
 )
 from maitred.engine.live_requests import LiveRequest
-from maitred.engine.model_facts import ModelFacts
+from maitred.engine.live_view import LiveView
+from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.engine.owner import Loss
 from maitred.engine.progress_streams import ProgressStream
-from maitred.engine.queries import CONFIGURE, TELL_ROUTER, Wanted
+from maitred.engine.queries import (
+    CLEAR_KV,
+    CONFIGURE,
+    INTRODUCE_ADAPTER,
+    KV_TIERS,
+    LIVE_VIEW,
+    POLICY_NAMES,
+    QUEUE_VIEW,
+    SCHEDULER_CONFIG,
+    TELL_ROUTER,
+    AdapterFolder,
+    Nothing,
+    QueuePage,
+    Wanted,
+)
 from maitred.engine.questions import Questions
+from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.supervisor import Start, Supervisor
 from maitred.engine.tensors_of_engine import TensorsOfEngine
 from maitred.errors import ConfigError, EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
-from maitred.replica import ReplicaState, WorkerView
+from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
+from maitred.scheduler.queue_view import QueueView
 from maitred.step import RequestProgress
 
-OnProgress = Callable[[list[RequestProgress], int, float], None]
-"""(what came at once, how many requests have no place in the engine, now); on the event loop, so it must not wait."""
-OnComputed = Callable[[str, int], None]
-"""(tenant, us) of each request that ends, however it does. On the event loop, so it must not wait."""
-OnBlocks = Callable[[BlockChanges | None], None]
-"""What changed; None when an engine died, and with it all that was cached. On the event loop, so it must not wait."""
 
-
-class EngineClient(AsksEngine):
+class EngineClient(Replica):
     """Requests, queries and counters of an engine; `supervisor` starts it, over the transport that `start` names.
 
     Everything runs on one event loop, but for `start` before there is one, and `stop` after.
@@ -78,7 +86,7 @@ class EngineClient(AsksEngine):
         self._on_change = on_change
         self.counters = Counters()
         self._isolation = CrashIsolation(self._send)
-        self.adapters = adapters or AdapterBook(
+        self.adapters: AdapterBook = adapters or AdapterBook(
             self.supervisor.send,
             self.introduce_adapter,
             start.config.lora.lora_dir,
@@ -231,7 +239,33 @@ class EngineClient(AsksEngine):
         if error is not None:
             raise EngineDead(error)
 
-    # -- questions to the engine
+    # -- questions to the engine, which are answered between two steps
+
+    async def queue_view(self, *, offset: int, limit: int) -> QueueView:
+        """Who waits, as it stands between two steps. Raises EngineDead."""
+        return await self._questions.ask(QUEUE_VIEW, QueuePage(offset, limit))
+
+    async def live_view(self) -> LiveView:
+        """Slots, queue and blocks, as they stand between two steps. Raises EngineDead."""
+        return await self._questions.ask(LIVE_VIEW, Nothing())
+
+    async def scheduler_config(self) -> SchedulerConfig:
+        return await self._questions.ask(SCHEDULER_CONFIG, Nothing())
+
+    async def policy_names(self) -> tuple[str, ...]:
+        return await self._questions.ask(POLICY_NAMES, Nothing())
+
+    async def kv_tiers(self) -> tuple[TierView, ...]:
+        """What outlives requests and restarts; none where nothing does. Raises EngineDead."""
+        return await self._questions.ask(KV_TIERS, Nothing())
+
+    async def clear_kv(self) -> int:
+        """Empties the tiers; returns when it is done, with how many blocks there were. Raises EngineDead."""
+        return await self._questions.ask(CLEAR_KV, Nothing())
+
+    async def introduce_adapter(self, folder: AdapterFolder) -> AdapterFacts:
+        """What lies there. Raises CheckpointError, ConfigError or EngineDead."""
+        return await self._questions.ask(INTRODUCE_ADAPTER, folder)
 
     async def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""

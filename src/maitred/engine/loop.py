@@ -146,7 +146,7 @@ class EngineLoop:
     def run(self) -> None:
         core, link = self._core, self._link
         while not self._stopping:
-            # For commands, or for KV from elsewhere, whose coming wakes it. What was called before it could wake is run.
+            # For commands, or KV from elsewhere, whose coming wakes it; what was called before it can be woken is run.
             wait = not core.can_step and not core.is_called
             if wait and self._has_changed:
                 self._tell([])  # the figures of an idle engine, before it falls silent

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from maitred.engine.intake import ServedModel
-from maitred.replica import Replica
+from maitred.engine.replica import Replica
 from maitred.request import Charges, FinishReason, RequestSpec
 from maitred.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.text import Detokenizer, StopStringMatcher, Tokenizer

@@ -1,6 +1,6 @@
 """Questions to the engine's thread, answered between two steps: a name, two types, and a function of the core.
 
-To add one: an entry here, and a method of one line in `asks_engine` beside those that ask the others.
+To add one: an entry here, and a method of one line in `EngineClient` beside those that ask the others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 import msgspec
 
@@ -31,10 +31,3 @@ class TensorsOfEngine(Protocol):
 
     def ended(self, error: EngineDead) -> None:
         """There will be none any more."""
-
-
-@runtime_checkable
-class HasTensors(Protocol):
-    """A replica that serves tensor models, or may; `EngineClient` is one."""
-
-    tensors: Any  # a TensorsOfEngine and TensorService; None where it serves none

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt, StreamWriter
 from maitred.api.generate.generation import Generation
@@ -105,21 +105,13 @@ async def _tokenised(
     return await app.text.run(num_bytes, work, may_take_long=ask.may_take_long)
 
 
-@runtime_checkable
-class ExpectsKV(Protocol):
-    """A replica that can pull a prompt's KV while another one computes it."""
-
-    def expect_kv(self, request: RequestSpec, kv_from: tuple[str, ...]) -> None:
-        """It will go on with it here; does not wait."""
-
-
 async def _expect_kv(
     app: App, exchange: Exchange, ask: GenerationAsk, work: Callable[[], list[list[RequestSpec]]]
 ) -> None:
     """A router says that the prompts are computed elsewhere now; they are answered here when they come again."""
     batches = await _tokenised(app, ask, exchange.num_body_bytes, work)
     for first, *_ in placed_by_router(exchange.headers, batches):
-        if first.kv_from and isinstance(app.replica, ExpectsKV):
+        if first.kv_from:
             app.replica.expect_kv(first, first.kv_from)
     await exchange.answer_json({})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 from maitred.api.generate.complete import generate
 from maitred.api.generate.dialect import Dialect
@@ -18,13 +17,6 @@ from maitred.errors import CannotResume, InvalidRequest, PermissionDenied
 
 MAX_TOLD_BYTES = 32 * 1024 * 1024  # of tokens, beside as much body as any request may have
 _decoder = BodyDecoder(ResumeRequest)
-
-
-@runtime_checkable
-class DecidesResume(Protocol):
-    """A replica that knows whether its tokens would be those that the first one would have made."""
-
-    def why_not_resumed(self, *, same_numbers: bool) -> str | None: ...
 
 
 class Resume:
@@ -58,11 +50,7 @@ def _is_of(known: str, path: str) -> bool:
 
 def _check_numerics(app: App, adapter: AdapterFacts | None, fingerprint: str) -> None:
     own = fingerprint_of(app.model, adapter)
-    same = own == fingerprint
-    if isinstance(app.replica, DecidesResume):
-        why_not = app.replica.why_not_resumed(same_numbers=same)
-    else:
-        why_not = None if same else "another model, or other numerics, made its first tokens"
+    why_not = app.replica.why_not_resumed(same_numbers=own == fingerprint)
     if why_not is not None:
         raise CannotResume(
             f"the stream cannot go on here: {why_not}; it was begun by {fingerprint[:200]!r}, and this is {own!r}"

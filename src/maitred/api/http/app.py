@@ -7,7 +7,7 @@ import os.path
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
@@ -16,43 +16,27 @@ from maitred.api.http.fleet_token import read_fleet_token
 from maitred.api.http.ignored_fields import IgnoredFields
 from maitred.api.http.in_flight import InFlight
 from maitred.api.http.kept_logprobs import KeptLogprobs
-from maitred.api.http.loading import LOADING, LoadingReplica
 from maitred.api.http.results import Results
 from maitred.api.http.text_threads import TextThreads
 from maitred.api.ops.fleet_feed import FleetFeed
 from maitred.api.ops.observer import Observer
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig, ServerConfig
-from maitred.engine.adapter_book import AdapterBook, HasAdapters
+from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import AdapterFacts
-from maitred.engine.tensors_of_engine import HasTensors
+from maitred.engine.replica import LOADING, LoadingReplica, Replica
 from maitred.errors import ModelNotFound, Unavailable
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
-from maitred.replica import Replica
 from maitred.request import RequestSpec
 from maitred.step import RequestProgress
 from maitred.tenancy.caller import Caller
 
 if TYPE_CHECKING:
     from maitred.tensor.service import TensorService  # which needs the extra
-
-
-@runtime_checkable
-class TellsProgress(Protocol):
-    """A replica that tells of all progress at once, before those who wait for it are woken."""
-
-    on_progress: Callable[[list[RequestProgress], int, float], None]
-
-
-@runtime_checkable
-class TellsComputing(Protocol):
-    """A replica that tells what each request took when it ends: tenant and microseconds."""
-
-    on_computed: Callable[[str, int], None]
 
 
 class App:
@@ -74,8 +58,6 @@ class App:
         """`policy` is the scheduler's; None heeds priorities. `salt_secret` None is the fleet's token, or is drawn."""
         self.config, self.clock, self.observer, self.authenticator = config, clock, observer, authenticator
         self.replica: Replica = LoadingReplica()
-        self._with_adapters: HasAdapters | None = None  # the replica, looked at once: a request asks several times
-        self._with_tensors: HasTensors | None = None
         self.loaded_model: ServedModel | None = None
         self._paths: set[str] = set()  # where it lies, which is a name too
         self.gate = Gate()
@@ -98,13 +80,8 @@ class App:
     def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
         """The engine is there. `admission` knows its slots, and turns away more than it can serve in time."""
         self.replica, self.loaded_model = replica, model
-        self._with_adapters = replica if isinstance(replica, HasAdapters) else None
-        self._with_tensors = replica if isinstance(replica, HasTensors) else None
         self.gate = Gate(admission, max_concurrent_requests=self.config.max_concurrent_requests)
-        if isinstance(replica, TellsProgress):
-            replica.on_progress = self._progressed
-        if isinstance(replica, TellsComputing):
-            replica.on_computed = self._computed
+        replica.on_progress, replica.on_computed = self._progressed, self._computed
         if model.root:
             self._paths.add(os.path.normpath(model.root))
             with suppress(FileNotFoundError):  # of a folder that is gone
@@ -123,7 +100,7 @@ class App:
     @property
     def adapters(self) -> AdapterBook | None:
         """None where the replica has none."""
-        return self._with_adapters.adapters if self._with_adapters is not None else None
+        return self.replica.adapters
 
     def adapter(self, name: str | None, caller: Caller) -> AdapterFacts | None:
         """What `name` stands for; None where it is no adapter, or not for this caller."""
@@ -139,7 +116,8 @@ class App:
     @property
     def tensors(self) -> TensorService | None:
         """None where no tensor models are served."""
-        return self._with_tensors.tensors if self._with_tensors is not None else None
+        tensors: TensorService | None = self.replica.tensors
+        return tensors
 
     @property
     def model(self) -> ServedModel:

@@ -10,26 +10,19 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from socket import socket
 from types import FrameType
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import uvicorn
 
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.connection import GuardedConnection
-from maitred.api.http.loading import Opened, Starting
 from maitred.api.http.logs import ERRORS
 from maitred.api.http.service import Service
 from maitred.api.http.tls import Certificate
 from maitred.config import ServerConfig
+from maitred.engine.starting import Engine, StartingEngine
 
 CUT_S = 2.0  # requests that may not finish have this long to tell their clients
-
-
-@runtime_checkable
-class Attachable(Protocol):
-    """A replica that must know the event loop before the first request, to see its engine die."""
-
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None: ...
 
 
 class Beside(Protocol):
@@ -55,7 +48,7 @@ class Server(uvicorn.Server):
         app: AsgiApp,
         config: ServerConfig,
         *,
-        starting: Starting | None = None,
+        starting: StartingEngine | None = None,
         is_ending: Callable[[], bool] = lambda: False,
         on_open: Callable[[str, int], None] | None = None,
         beside: Beside | None = None,
@@ -90,7 +83,7 @@ class Server(uvicorn.Server):
         self._opening: asyncio.Task[None] | None = None
         self._beside = beside
         self._grpc_port = config.grpc_port
-        self.engine: Opened | None = None
+        self.engine: Engine | None = None
         """What `starting` gave, once it has."""
         self.failure: Exception | None = None
         """Why it never opened, if it did not."""
@@ -110,17 +103,16 @@ class Server(uvicorn.Server):
         if self._is_ending():
             self._signalled(signal.SIGTERM)
 
-    async def _open_when_loaded(self, starting: Starting, host: str, port: int) -> None:
+    async def _open_when_loaded(self, starting: StartingEngine, host: str, port: int) -> None:
         try:
             came = self.engine = await asyncio.to_thread(starting.wait)
             self.app.open(came.replica, came.model, came.admission)
+            came.replica.attach(asyncio.get_running_loop())  # to see its engine die before the first request
             self._opened(host, port)
         except Exception as error:
             self.failure, self.should_exit = error, True
 
     def _opened(self, host: str, port: int) -> None:
-        if isinstance(self.app.replica, Attachable):
-            self.app.replica.attach(asyncio.get_running_loop())
         if self._on_open is not None:
             self._on_open(host, port)
 
@@ -139,7 +131,7 @@ class Server(uvicorn.Server):
         finally:
             self.app.close()
 
-    async def _stop_opening(self, starting: Starting, opening: asyncio.Task[None]) -> None:
+    async def _stop_opening(self, starting: StartingEngine, opening: asyncio.Task[None]) -> None:
         """Whoever ends the server while it loads has not asked why the engine is not there."""
         if not opening.done():
             starting.give_up()

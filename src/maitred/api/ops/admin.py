@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 from urllib.parse import parse_qs
 
 import msgspec
@@ -11,36 +11,14 @@ import msgspec
 from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
-from maitred.cluster.choices import MAX_REQUESTS, ChoicesMade
+from maitred.cluster.choices import MAX_REQUESTS
 from maitred.config import PolicyArg, SchedulerConfig
 from maitred.engine.installed import policy_of
 from maitred.errors import ConfigError, InvalidRequest, RouteNotFound
-from maitred.replica import HasRoles, HasWorkers, WorkerView
-from maitred.scheduler.queue_view import MAX_PAGE, QueueView
+from maitred.replica import WorkerView
+from maitred.scheduler.queue_view import MAX_PAGE
 
 LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})  # memory was planned for them
-
-
-@runtime_checkable
-class Administrable(Protocol):
-    """What these routes need of a replica besides `Replica`; `EngineClient` has it."""
-
-    async def queue_view(self, *, offset: int, limit: int) -> QueueView: ...
-
-    async def scheduler_config(self) -> SchedulerConfig: ...
-
-    async def policy_names(self) -> tuple[str, ...]: ...
-
-    async def configure(self, config: SchedulerConfig) -> None:
-        """Returns when it took effect. Raises ConfigError and changes nothing."""
-
-
-@runtime_checkable
-class HasChoices(Protocol):
-    """A replica of several, which tells why a request went to which."""
-
-    def choices_of(self, words: str) -> ChoicesMade | None:
-        """As `Choices.of`."""
 
 
 class Roles(msgspec.Struct, frozen=True):
@@ -83,18 +61,18 @@ async def show_queue(app: App, exchange: Exchange) -> None:
     offset, limit = _count(query, "offset", 0), _count(query, "limit", 100)
     if limit > MAX_PAGE:
         raise InvalidRequest(f"limit is {limit}; it must be at most {MAX_PAGE}", param="limit")
-    await exchange.answer_json(await _administrable(app).queue_view(offset=offset, limit=limit))
+    await exchange.answer_json(await app.replica.queue_view(offset=offset, limit=limit))
 
 
 async def show_policy(app: App, exchange: Exchange) -> None:
     """The policy in force."""
-    engine = _administrable(app)
+    engine = app.replica
     await exchange.answer_json(policy_view(await engine.scheduler_config(), await engine.policy_names()))
 
 
 async def change_policy(app: App, exchange: Exchange) -> None:
     """Orders everything by another policy, or by the same one with other parameters; answers when it is in force."""
-    engine = _administrable(app)
+    engine = app.replica
     changes = await exchange.json(_CHANGES)
     config = changed(await engine.scheduler_config(), changes)
     try:
@@ -107,15 +85,11 @@ async def change_policy(app: App, exchange: Exchange) -> None:
 
 async def show_roles(app: App, exchange: Exchange) -> None:
     """The engines of this server, what is sent to each, and how it is."""
-    if not isinstance(app.replica, HasWorkers):
-        raise RouteNotFound("this server has no engine of its own to look into; ask the servers behind it")
     await exchange.answer_json(Roles(app.replica.workers()))
 
 
 async def show_choices(app: App, exchange: Exchange) -> None:
     """Which worker one of the last requests went to, and why."""
-    if not isinstance(app.replica, HasChoices):
-        raise RouteNotFound("this server has one engine and nothing to choose; its decision log tells of waits")
     made = app.replica.choices_of(exchange.parameter)
     if made is None:
         raise RouteNotFound(f"{exchange.parameter!r} is none of the last {MAX_REQUESTS:,} requests that were sent")
@@ -124,8 +98,6 @@ async def show_choices(app: App, exchange: Exchange) -> None:
 
 async def give_role(app: App, exchange: Exchange) -> None:
     """Another role for one worker; answers when it has it, with all of them."""
-    if not isinstance(app.replica, HasRoles):
-        raise RouteNotFound("this server has one engine, which does everything; serve with --prefill-workers")
     change = await exchange.json(_ROLE)
     try:
         app.replica.give_role(change.worker, change.role)
@@ -157,12 +129,6 @@ def changed(config: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig
         return msgspec.convert({**values, **changes}, SchedulerConfig)
     except (msgspec.ValidationError, ConfigError) as error:
         raise InvalidRequest(str(error), param=next(iter(changes), None)) from None
-
-
-def _administrable(app: App) -> Administrable:
-    if not isinstance(app.replica, Administrable):
-        raise RouteNotFound("this server has no engine of its own to look into; ask the servers behind it")
-    return app.replica
 
 
 def _count(query: dict[str, list[str]], name: str, default: int) -> int:

@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -38,8 +37,9 @@ from maitred.cluster.worker import facts_of
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges
 from maitred.engine.intake import ServedModel
+from maitred.engine.replica import Replica
 from maitred.errors import Overloaded
-from maitred.replica import Replica, ReplicaState
+from maitred.replica import ReplicaState
 from maitred.request import RequestSpec
 
 MAX_LISTENERS = 16
@@ -48,13 +48,6 @@ PAUSE_S = 0.02  # what changes meanwhile is told at once
 LINGER_S = 60.0  # after the last listener: a router whose stream broke comes back within it
 NoteTokens = Callable[[str | Sequence[int], RequestSpec], None]
 _encode = msgspec.json.Encoder().encode
-
-
-@runtime_checkable
-class TellsBlocks(Protocol):
-    """What the feed needs of a replica for its keys; `EngineClient` has it. Of others only the load is told."""
-
-    def tell_router(self, on_blocks: Callable[[BlockChanges | None], None] | None) -> None: ...
 
 
 class FleetFeed:
@@ -208,7 +201,7 @@ class FleetFeed:
         if self._lingering is not None:
             self._lingering.cancel()
             self._lingering = None
-        if not self.is_on and isinstance(self._replica, TellsBlocks):
+        if not self.is_on:
             self.is_on = True
             self._replica.tell_router(self._blocks_changed)
 
@@ -219,7 +212,7 @@ class FleetFeed:
 
     def _end(self) -> None:
         self._lingering = None
-        if self.is_on and isinstance(self._replica, TellsBlocks):
+        if self.is_on:
             self.is_on = False
             self._replica.tell_router(None)
             self.keys = StoredKeys()

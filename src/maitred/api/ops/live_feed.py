@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from heapq import heappop, heappush
-from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from maitred.api.ops.latencies import Latencies, Percentiles
 from maitred.engine.live_view import LiveView
-from maitred.errors import EngineDead, Overloaded, RouteNotFound
-from maitred.replica import ReplicaState
+from maitred.engine.replica import Replica
+from maitred.errors import EngineDead, Overloaded
 
 FRAME_S = 0.2  # between frames while there is work
 IDLE_S = 0.5
@@ -20,16 +19,6 @@ COST_FACTOR = 200  # a pause is at least so many times the last snapshot's cost,
 MAX_PAUSE_S = 2.0  # one that stood in line for a processor says little of its cost; the page calls 4 s ill
 SUMMARY_S = 1.0  # percentiles are computed this often
 MAX_WATCHERS = 32
-
-
-@runtime_checkable
-class Watchable(Protocol):
-    """What the feed needs of a replica; `EngineClient` has it."""
-
-    async def live_view(self) -> LiveView:
-        """Raises EngineDead."""
-
-    def state(self) -> ReplicaState: ...
 
 
 class LiveFrame(msgspec.Struct, frozen=True):
@@ -55,7 +44,7 @@ class LiveFeed:
     """Runs while somebody watches. Belongs to the event loop alone."""
 
     def __init__(
-        self, replica: object, latencies: Latencies, model: str, *, is_over: Callable[[], bool] = lambda: False
+        self, replica: Replica, latencies: Latencies, model: str, *, is_over: Callable[[], bool] = lambda: False
     ) -> None:
         """`is_over` says that the server is going; then every watcher's frames end."""
         self._replica, self._latencies, self._model, self._is_over = replica, latencies, model, is_over
@@ -66,9 +55,7 @@ class LiveFeed:
         return self._showing.num_watchers if self._showing is not None else 0
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Events with the newest frame; who is slow misses frames. Raises EngineDead, Overloaded or RouteNotFound."""
-        if not isinstance(self._replica, Watchable):
-            raise RouteNotFound("this server has no engine of its own to look into; ask the servers behind it")
+        """Events with the newest frame; who is slow misses frames. Raises EngineDead or Overloaded."""
         if self.num_watchers >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} are watching already; close one of them", retry_after_s=5.0)
         if self._showing is None or self._showing.ended:
@@ -87,7 +74,7 @@ class LiveFeed:
 class _Showing:
     """From the first watcher to the last: one task that looks, and its newest frame."""
 
-    def __init__(self, replica: Watchable, latencies: Latencies, model: str, is_over: Callable[[], bool]) -> None:
+    def __init__(self, replica: Replica, latencies: Latencies, model: str, is_over: Callable[[], bool]) -> None:
         self._replica, self._latencies, self._model, self._is_over = replica, latencies, model, is_over
         self._encode = msgspec.json.Encoder().encode
         self._slots = SlotRows()

@@ -6,7 +6,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -18,12 +18,11 @@ from prometheus_client.utils import floatToGoString
 from maitred import metrics as m
 from maitred.api.ops.metrics_compat import lora_family, triton_families, vllm_families
 from maitred.api.ops.promises import Promises
-from maitred.engine.adapter_book import HasAdapters
-from maitred.engine.tensors_of_engine import HasTensors
+from maitred.engine.replica import Replica
 from maitred.errors import RateLimited
 from maitred.gate.admission import AdmissionController
 from maitred.metrics import Metric, MetricKind
-from maitred.replica import DraftCounts, HasWorkers, Replica, ReplicaState, TierFigures, WorkerView
+from maitred.replica import DraftCounts, ReplicaState, TierFigures, WorkerView
 from maitred.request import FinishReason
 from maitred.step import RequestTiming
 from maitred.tenancy.quota import TenantQuota
@@ -247,10 +246,10 @@ class EdgeMetrics(Collector):
         yield from families
         if self._compat == "vllm":
             yield from vllm_families(families, self._model or "")
-            if isinstance(self._replica, HasAdapters) and self._replica.adapters.is_used:
-                yield lora_family(self._replica.adapters.at_work(), self._max_num_seqs, time.time())
+            if (adapters := self._replica.adapters) is not None and adapters.is_used:
+                yield lora_family(adapters.at_work(), self._max_num_seqs, time.time())
 
-        if self._compat == "triton" and (tensors := _tensors_of(self._replica)) is not None:
+        if self._compat == "triton" and (tensors := self._replica.tensors) is not None:
             yield from triton_families(tensors)
 
     def _families(self) -> Iterator[Family]:
@@ -319,7 +318,7 @@ class EdgeMetrics(Collector):
 
 def worker_samples(metric: Metric, replica: Replica) -> dict[tuple[str, ...], float]:
     """By worker; a server that has one engine tells of it under the names without."""
-    workers = replica.workers() if isinstance(replica, HasWorkers) else ()
+    workers = replica.workers()
     told = _WORKER[metric]
     return {_labels(metric, worker): float(told(worker)) for worker in workers} if len(workers) > 1 else {}
 
@@ -330,15 +329,11 @@ def _labels(metric: Metric, worker: WorkerView) -> tuple[str, ...]:
 
 def tensor_samples(replica: Replica) -> Mapping[Metric, dict[tuple[str, ...], float]]:
     """Of TENSOR_METRICS; a server without tensor models tells of none."""
-    tensors = _tensors_of(replica)
+    tensors = replica.tensors
     if tensors is None:
         return {metric: {} for metric in m.TENSOR_METRICS}
     samples: Mapping[Metric, dict[tuple[str, ...], float]] = tensors.counts.samples()
     return samples
-
-
-def _tensors_of(replica: Replica) -> Any:
-    return replica.tensors if isinstance(replica, HasTensors) else None
 
 
 def result_cache_samples(results: Results | None) -> dict[Metric, dict[tuple[str, ...], float]]:

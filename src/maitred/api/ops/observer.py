@@ -12,13 +12,13 @@ import maitred
 from maitred.api.generate.outcome import Sample
 from maitred.api.http.errors import CLIENT_GONE_STATUS
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.loading import LoadingReplica
 from maitred.api.http.logs import ACCESS, log_fields
 from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.api.ops.promises import Promises
 from maitred.clock import Clock
 from maitred.config import ServerConfig
+from maitred.engine.replica import LoadingReplica
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:

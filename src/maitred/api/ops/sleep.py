@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
-from maitred.errors import InvalidRequest, RouteNotFound
+from maitred.errors import InvalidRequest
 
 LEVELS = ("0", "1", "2")
 MODES = ("wait", "abort")
@@ -19,15 +19,6 @@ SLEEP_QUERY: dict[str, dict[str, Any]] = {
     "mode": {"enum": [*MODES], "default": "wait"},
 }
 WAKE_QUERY: dict[str, dict[str, Any]] = {"tags": {"type": "array", "items": {"type": "string"}}}
-
-
-@runtime_checkable
-class Sleeper(Protocol):
-    """What these routes need of a replica; `EngineClient` has it."""
-
-    async def sleep(self, *, abort: bool = False) -> None: ...
-
-    async def wake_up(self) -> None: ...
 
 
 class Sleeping(msgspec.Struct, frozen=True):
@@ -45,25 +36,19 @@ async def sleep(app: App, exchange: Exchange) -> None:
     _one_of(query, "level", LEVELS, "1")
     mode = _one_of(query, "mode", MODES, "wait")
     async with app.in_flight.watch(exchange):
-        await _sleeper(app).sleep(abort=mode == "abort")
+        await app.replica.sleep(abort=mode == "abort")
     await exchange.answer(b"", 200, ())
 
 
 async def wake_up(app: App, exchange: Exchange) -> None:
     """Start the engine; 200 when it is ready. `tags` are accepted: weights and KV come together."""
     async with app.in_flight.watch(exchange):
-        await _sleeper(app).wake_up()
+        await app.replica.wake_up()
     await exchange.answer(b"", 200, ())
 
 
 async def is_sleeping(app: App, exchange: Exchange) -> None:
     await exchange.answer_json(Sleeping(app.replica.state().asleep))
-
-
-def _sleeper(app: App) -> Sleeper:
-    if not isinstance(app.replica, Sleeper):
-        raise RouteNotFound("this server has no engine of its own that could sleep; ask the servers behind it")
-    return app.replica
 
 
 def _one_of(query: dict[str, list[str]], name: str, choices: tuple[str, ...], default: str) -> str:

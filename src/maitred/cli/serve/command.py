@@ -31,9 +31,9 @@ from maitred.errors import ConfigError
 if TYPE_CHECKING:
     from socket import socket
 
-    from maitred.api.http.loading import Opened
     from maitred.engine.live_requests import LiveRequest
-    from maitred.engine.starting import MakeReplica, StartingEngine
+    from maitred.engine.replica import Replica
+    from maitred.engine.starting import Engine, StartingEngine
     from maitred.engine.supervisor import Start
     from maitred.tensor.repository import IndexEntry
 
@@ -72,9 +72,8 @@ def _run(options: Options) -> int:
         starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
             from maitred.api.serving import serve  # while the engine's process loads
-            from maitred.engine.tensors_of_engine import HasTensors
 
-            def on_open(engine: Opened, host: str, port: int) -> None:
+            def on_open(engine: Engine, host: str, port: int) -> None:
                 if ledger is not None:
                     ledger.model = engine.model.name
                 timeline.end_nested(engine.start_phases, "server")
@@ -82,7 +81,7 @@ def _run(options: Options) -> int:
                 if slow := timeline.over(server.start_budget_s):
                     logging.getLogger("maitred.start").warning(slow)
                 has_keys = bool(server.api_keys or tenants)
-                tensors = engine.replica.tensors if isinstance(engine.replica, HasTensors) else None
+                tensors = engine.replica.tensors
                 served = served_words(engine.model.names, tensors.index() if tensors is not None else ())
                 tell(_welcome(served, url_of(server, host, port), has_keys=has_keys, talks=bool(engine.model.names)))
                 spare_the_collector()
@@ -181,7 +180,7 @@ def _tensor_protocols(options: Options) -> dict[str, Any]:
     return {"more": more, "beside": partial(grpc_server, extensions)}
 
 
-def _replica_of(options: Options) -> MakeReplica:
+def _replica_of(options: Options) -> Callable[..., Replica]:
     if _tensors(options).serves:
         if len(options[ProcessConfig].roles) > 1:
             raise ConfigError("a model_repository is served by one engine; leave out workers, or the repository")
