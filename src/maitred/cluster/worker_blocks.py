@@ -8,8 +8,8 @@ from functools import partial
 from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.replicas import Report
 from maitred.cluster.worker import Worker, key_of
-from maitred.engine.replica import OnBlocks
 from maitred.engine.frames import BlockChanges
+from maitred.engine.replica import OnBlocks
 
 NOTHING_KNOWN = Report(is_broken=True)
 

@@ -13,8 +13,8 @@ from maitred.cluster.choices import Choices
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.worker import Prompt, Worker, prompt_of
-from maitred.engine.replica import OnProgress
 from maitred.engine.live_requests import LiveRequest
+from maitred.engine.replica import OnProgress
 from maitred.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
 from maitred.request import FinishReason
 from maitred.step import RequestProgress
