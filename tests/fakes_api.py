@@ -20,8 +20,9 @@ from maitred.api.serving import create_app
 from maitred.clock import Clock
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
+from maitred.engine.live_view import LiveView
 from maitred.engine.replica import Replica
-from maitred.errors import EngineDead
+from maitred.errors import EngineDead, RouteNotFound
 from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
 from maitred.request import Charges, FinishReason, RequestSpec
@@ -110,6 +111,9 @@ class FakeReplica(Replica):
             num_blocks_cached=7,
             num_finished={FinishReason.STOP: 3},
         )
+
+    async def live_view(self) -> LiveView:
+        raise RouteNotFound("as of a server that has no such page")
 
     async def _progress(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
         if self.dead is not None:

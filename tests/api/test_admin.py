@@ -187,7 +187,7 @@ def test_a_key_is_needed(server: httpx.Client):
 def test_a_replica_without_an_engine_of_its_own_says_so():
     with running_server(FakeReplica()) as running:
         answer = httpx.get(f"{running.url}/admin/queue")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
 
 
 def test_a_stopped_engine_answers_503():

@@ -127,11 +127,6 @@ def test_an_engine_that_dies_ends_the_watch_with_an_error(kitchen):
         assert list(stream)[-1]["error"]["code"] == "engine_dead"
 
 
-def test_a_replica_without_an_engine_of_its_own_says_so(served):
-    answer = httpx.get(f"{served.url}/admin/live")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-
-
 def test_the_table_of_models_has_what_is_known():
     held = Footprint(
         architecture="LlamaForCausalLM",
