@@ -62,7 +62,7 @@ class _Rows(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class _Outcomes(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What the rows gave; what few of them give is told with the row's index."""
+    """Outcomes of rows; what few of them have is told with the row's index."""
 
     num_tokens: tuple[int, ...] = ()  # of each row
     finished: tuple[tuple[int, FinishReason], ...] = ()
@@ -72,7 +72,7 @@ class _Outcomes(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """One step. Times are in s, bit for bit."""
+    """Frame of one step. Times are in s, bit for bit."""
 
     scheduled_at: float
     updated_at: float
@@ -87,7 +87,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class _LongFrame(_Frame, frozen=True, array_like=True, omit_defaults=True):
-    """One during which something happened, or of events alone; the others are written without these fields."""
+    """Frame of a step during which something happened, or of events alone; other steps go without these fields."""
 
     during: tuple[Event, ...] = ()
     taken: bool = True

@@ -1,4 +1,4 @@
-"""The history of one request, from the replay of its log: what it waited for, who went first, how it ended."""
+"""History of one request, from the replay of its log: what it waited for, which went first, how it ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Start:
-    """Out of the queue and into a slot."""
+    """Start of a request: out of the queue and into a slot."""
 
     at: float  # s
     policy: str
@@ -77,7 +77,7 @@ class RequestHistory:
 
 
 def ids_like(frames: Iterable[bytes], words: str) -> list[str]:
-    """Of the requests that arrived, the id that is `words`, else all that contain it."""
+    """Return the id that is `words` among the requests that arrived, else all that contain it."""
     found: dict[str, None] = {}
     for step in read_log(frames)[1]:
         for event in (*step.events, *step.during):
@@ -188,7 +188,9 @@ class _HistoryBuilder:
         wait.ended_at = at
 
     def _for_kv_s(self, step: ReplayedStep) -> float:
-        """Of the time since the last step: from a reservation until the KV came, or until the step that gave it up."""
+        """Return the part of the time since the last step for KV: from a reservation until the KV came, or was given
+        up.
+        """
         total, since = 0.0, self._for_kv_since
         for event in step.step.events:
             if isinstance(event, Reserved) and self._concerns_me(event.request_id, step.scheduler):
@@ -201,7 +203,9 @@ class _HistoryBuilder:
         return total + (at - since if since is not None else 0.0)
 
     def _concerns_me(self, request_id: str, scheduler: Scheduler) -> bool:
-        """It is the one, or a sample of the same prompt that has not started: they wait for KV together."""
+        """Return whether it is the request, or a sample of its prompt that has not started: they wait for KV
+        together.
+        """
         if request_id == self._request_id or self.history.starts:
             return request_id == self._request_id
         other, parent = scheduler.request(request_id), self.history.request.spec.parent_id

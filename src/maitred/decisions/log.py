@@ -56,7 +56,7 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
 
 
 class StepsMeasured(msgspec.Struct, frozen=True, tag="steps_measured"):
-    """What steps and drafts cost, as the engine measured it."""
+    """Times of steps and drafts, as the engine measured them."""
 
     now: float
     costs: CostModel
@@ -120,7 +120,7 @@ class TensorEnded(msgspec.Struct, frozen=True, tag="tensor_ended"):
 
 
 class TensorsExpired(msgspec.Struct, frozen=True, tag="tensors_expired"):
-    """Some ran out of time."""
+    """Some requests ran out of time."""
 
     now: float
 
@@ -133,7 +133,7 @@ class Dispatched(msgspec.Struct, frozen=True, tag="dispatched"):
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
-    """What came of a batch, by its number."""
+    """Outcome of a batch, by its number."""
 
     now: float
     number: int
@@ -172,7 +172,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Arrival(NamedTuple):
-    """An `Arrived` that nobody has written out yet. The request's first hashes stay what they are."""
+    """An `Arrived` that is not written out yet. The request's first hashes stay what they are."""
 
     now: float
     request: RequestState
@@ -180,7 +180,7 @@ class Arrival(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What came of a request's drafts in a step."""
+    """Outcome of a request's drafts in a step."""
 
     request_id: str
     num_drafts: int
@@ -250,11 +250,11 @@ class Recorder:
         self._events.append(TensorEnded(now, request_id, reason))
 
     def tensors_expired(self, now: float) -> None:
-        """Of `expire_tensors`, when it told of any."""
+        """Tell the result of `expire_tensors`, when there is any."""
         self._events.append(TensorsExpired(now))
 
     def dispatched(self, batches: tuple[Batch, ...], now: float) -> None:
-        """Of `dispatch`, when it gave any."""
+        """Tell the result of `dispatch`, when there is any."""
         self._events.append(Dispatched(now, batches))
 
     def completed(self, batch: Batch, outcome: BatchOutcome, now: float) -> None:

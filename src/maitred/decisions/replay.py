@@ -78,7 +78,7 @@ class LoggedOutcomes:
         self._sampling = [row.request_id for row in plan.rows if row.samples]
 
     def num_drafts(self, request: RequestState, num_rows: int) -> int:
-        """As recorded, where no rule is known that decided it."""
+        """Return the number of drafts as recorded, where no rule is known that decided it."""
         return self._drafted.get(request.request_id, 0)
 
     def set_step(self, outcomes: Iterable[Outcome]) -> ModelOutput:
@@ -123,7 +123,7 @@ def _sampled_row(outcome: Outcome) -> SampledRow | None:
 def fresh_scheduler(
     header: Header, outcomes: LoggedOutcomes, policies: Mapping[str, PolicyFactory] = POLICIES
 ) -> Scheduler:
-    """As the recorded one was when it began; `policies` must hold those that the log names."""
+    """Return a scheduler like the recorded one at its begin; `policies` must hold those that the log names."""
     kv_cache = KVCacheManager(
         num_blocks=header.num_blocks,
         block_size=header.block_size,
@@ -173,7 +173,7 @@ def replay(
 
 
 def first_difference(frames: Iterable[bytes]) -> str | None:
-    """Where the replay of a log leaves the record, in words; None when every plan is equal."""
+    """Return where the replay of a log leaves the record, in words; None when every plan is equal."""
     return next((step.difference for step in replay(frames) if not step.equal), None)
 
 

@@ -26,7 +26,7 @@ class TensorWait:
 
     began_at: float
     ended_at: float
-    for_reason: dict[LaneWait, float] = field(default_factory=dict)  # s; of INSTANCES, by who ran:
+    for_reason: dict[LaneWait, float] = field(default_factory=dict)  # s; of INSTANCES, by the requests that ran:
     for_batches: dict[tuple[Batch, ...], float] = field(default_factory=dict)  # s, of its model, all at once
 
     @property
@@ -56,7 +56,7 @@ class TensorHistory:
 
 
 def is_tensor(frames: Iterable[bytes], request_id: str) -> bool:
-    """Whether a tensor request of this id arrived."""
+    """Return whether a tensor request of this id arrived."""
     return any(
         isinstance(event, TensorArrived) and event.spec.request_id == request_id
         for step in read_log(frames)[1]

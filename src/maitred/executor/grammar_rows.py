@@ -13,8 +13,8 @@ PATIENCE_S = 0.02  # that rows without a grammar wait for the masks of those wit
 
 
 def wait_for_masks(states: Sequence[HeldRequest], grammars: Grammars | None) -> bool:
-    """Before rows are sampled. False when masks are late: rows with a grammar are then postponed, so that others need
-    not wait; where there are no others, nothing is gained by that.
+    """Wait for masks before rows are sampled. False when masks are late: rows with a grammar are then postponed, so
+    that others need not wait; where there are no others, nothing is gained by that.
     """
     bound = [state for state in states if state.grammar is not None]
     if grammars is None or not bound:
@@ -23,7 +23,7 @@ def wait_for_masks(states: Sequence[HeldRequest], grammars: Grammars | None) -> 
 
 
 def num_checked(work: RowWork, has_masks: bool) -> int:
-    """Of a row's drafts, the first so many: those after which it can be sampled."""
+    """Return how many of a row's drafts, from the first, it can be sampled after."""
     grammar = work.state.grammar
     if grammar is None:
         return len(work.drafts)
@@ -44,7 +44,7 @@ def keep(state: HeldRequest, token: SampledToken, has_mask: bool) -> SampledToke
 
 
 def follow_grammars(works: Sequence[RowWork], tokens: dict[int, SampledToken], grammars: Grammars | None) -> None:
-    """After a step's rows were sampled: puts what their grammars say of it into `tokens` (by row) and the states."""
+    """Put what the grammars say of a step's sampled rows into `tokens` (by row) and the states."""
     if grammars is None:
         return
     sampled = {

@@ -51,7 +51,7 @@ Stored = tuple[tuple[int, Format], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePlan:
-    """As `executor.torch.TorchPlan`, for the native library."""
+    """Plan of memory as `executor.torch.TorchPlan`, for the native library."""
 
     program: Program
     checkpoint: Checkpoint
@@ -95,12 +95,12 @@ class NativePlan:
 
     @property
     def weights_bytes(self) -> int:
-        """Of all ranks."""
+        """Bytes of weights of all ranks."""
         return sum(plan.num_bytes for rank in range(self.num_ranks) for plan in plan_weights(self._program_of(rank)))
 
     @property
     def mapped_bytes(self) -> int:
-        """Of them, those that processes which serve the same have in memory once."""
+        """Bytes of weights that processes which serve the same have in memory once."""
         cache = self.weight_cache
         sizes = (total_bytes(plan_weights(self._program_of(rank))) for rank in range(self.num_ranks))
         return sum(size for size in sizes if size >= cache.min_bytes) if cache is not None else 0
@@ -310,7 +310,8 @@ def plan_native_executor(
 
 
 def bind_threads(threads: _native.ThreadPool) -> bool:
-    """A processor for each thread, the caller's among them; False where they are not as many, or nobody may choose.
+    """Bind each thread to a processor, the caller's too; return False where there are not as many, or none may be
+    chosen.
 
     Two threads that meet 200 times a step on one processor wait for a time slice each time, which is what happens for a
     while whenever a third one, such as the server's, was given the other.

@@ -40,7 +40,7 @@ OnLogits = Callable[[str, int, torch.Tensor], None]
 
 
 class Decoder(Protocol):
-    """What the executor needs of a model; `TorchDecoder` is one."""
+    """Model as the executor needs it; `TorchDecoder` is one."""
 
     @property
     def spec(self) -> DecoderSpec: ...
@@ -84,7 +84,7 @@ class TorchExecutor:
         self._block_size = block_size
         self._num_threads = num_threads
         self._states: dict[str, HeldRequest] = {}
-        self.grammars: Grammars | None = None  # for requests with one; whoever builds an engine sets it
+        self.grammars: Grammars | None = None  # for requests with one; set by the engine's builder
         self.pool = TorchKVPool(
             pool_shape(spec, num_blocks=num_blocks, block_size=block_size), device=device, dtype=kv_dtype
         )
@@ -113,7 +113,9 @@ class TorchExecutor:
             return ModelOutput(tuple(self._collect(batch, hidden_TD)))
 
     def measure_swap(self) -> Bandwidth | None:
-        """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""
+        """Measure how fast blocks go to the host and back; None without host blocks. New executors only: it spoils
+        KV.
+        """
         with torch.inference_mode(), _threads(self._num_threads):
             return self._host.measure() if self._host is not None else None
 
@@ -122,7 +124,7 @@ class TorchExecutor:
         return TorchBlocks(self.pool)
 
     def is_one_run(self, plan: SchedulerOutput) -> bool:
-        """Whether the model runs once for it (`LayerIO.progress`): always."""
+        """Return whether the model runs once for the plan (`LayerIO.progress`): always."""
         return True
 
     @property
@@ -144,9 +146,9 @@ class TorchExecutor:
         del self._attention, self.pool, self._decoder
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
-        """All of the plan but the computing: each row's block table too, and what of it must be cleared."""
+        """Take in all of the plan but the computing: each row's block table too, and what of it must be cleared."""
         works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars)
-        works = with_drafts(works, None, self.vocab_size, 0)  # nobody makes up drafts here
+        works = with_drafts(works, None, self.vocab_size, 0)  # there are no drafts here
         for work in works:
             if work.state.adapter:
                 raise KernelError(
@@ -184,7 +186,9 @@ class TorchExecutor:
         return tokens
 
     def _prompt_logprobs(self, batch: Batch, row: int, hidden_TD: torch.Tensor) -> tuple[TokenLogprobs, ...] | None:
-        """Of prompt positions start + 1 .. start + num_tokens, each from the logits before it; None: none due."""
+        """Return the logprobs of prompt positions start + 1 .. start + num_tokens, each from the logits before it;
+        None: none due.
+        """
         next_tokens = prompt_tokens_due(batch.works[row])
         if not next_tokens:
             return None
@@ -254,7 +258,7 @@ class TorchPlan:
 
     @property
     def token_budget(self) -> int:
-        """Tokens of a step where nobody asked for another number."""
+        """Tokens of a step unless another number is given."""
         return DEFAULT_TOKEN_BUDGET
 
     @property
@@ -296,7 +300,7 @@ class TorchPlan:
         num_host_blocks: int = 0,
         on_phase: Callable[[str, str], None] = lambda phase, summary: None,
         on_packed: Callable[[int, int], None] | None = None,  # nothing is packed
-        on_lost: Callable[[str, int], None] | None = None,  # and nobody helps
+        on_lost: Callable[[str, int], None] | None = None,  # and no thread helps
     ) -> TorchExecutor:
         """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory."""
         decoder = load_torch_decoder(

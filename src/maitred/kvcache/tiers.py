@@ -33,7 +33,7 @@ class DropReason(StrEnum):
 
 @dataclass(slots=True)
 class TierStats:
-    """What a tier holds and did. Written by the tier, under its lock; others read."""
+    """Figures of a tier. Written by the tier, under its lock; others read."""
 
     num_blocks: int = 0  # held now
     num_bytes: int = 0  # held now, on the medium
@@ -46,7 +46,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVFingerprint:
-    """What decides the bytes of a block besides its tokens and their salt: blocks of unlike ones are never mixed."""
+    """Facts that decide the bytes of a block besides its tokens and their salt: unlike blocks are never mixed."""
 
     revision: str  # of the model
     weight_dtype: str
@@ -72,7 +72,7 @@ class KVTier(Protocol):
     bytes_per_block: int
     stats: TierStats
     has_index: bool
-    """Whether `num_known` knows of all there is; else only `read` tells, in one round trip."""
+    """`num_known` knows of all blocks; else only `read` tells, in one round trip."""
 
     @property
     def hindrance(self) -> str | None:
@@ -80,13 +80,15 @@ class KVTier(Protocol):
 
     @property
     def changes(self) -> Changes[bytes] | None:
-        """Keys that it has, and has no more, for who chooses an engine; None while nobody wants to know."""
+        """Keys gained and lost, for the choice of an engine; None while changes are not told."""
 
     def tell_changes(self, wanted: bool) -> None:
-        """From now on, or no more; the newest that are there first. One that has no index tells nothing."""
+        """Begin or end telling changes; the newest present keys first. A tier without an index tells nothing."""
 
     def num_known(self, keys: Sequence[bytes]) -> int:
-        """How many from the front are there, by what is in memory: microseconds, no I/O. Reading may find fewer."""
+        """Return how many from the front are there, by an index in memory: microseconds, no I/O. Reading may find
+        fewer.
+        """
 
     def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
         """`tell(num_known)`: before this returns where the index is in memory, else once, from a thread of the tier."""
@@ -98,7 +100,7 @@ class KVTier(Protocol):
         """Stores consecutive rows that are not there yet; how many from the front are there now."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """They were of use elsewhere (in the pool), so they should stay."""
+        """Keep blocks that were of use elsewhere (in the pool)."""
 
     def clear(self) -> int:
         """Deletes all blocks; how many there were."""
@@ -131,7 +133,7 @@ _TIMES = 2.0  # a fetch that takes so many times the foretold time is compared w
 
 
 def most_seconds(foretold_s: float, computing_s: float) -> float:
-    """After which a fetch is abandoned: computing would have been faster."""
+    """Time after which a fetch is abandoned, because computing would have been faster."""
     return max(computing_s, _TIMES * foretold_s)
 
 
@@ -165,7 +167,7 @@ class FetchMeter:
         self.bandwidth = max(mean_bytes, 1.0) / (mean_s - self.latency_s)
 
     def seconds_for(self, num_bytes: float) -> float:
-        """How long a fetch would take."""
+        """Return how long a fetch would take."""
         return num_bytes / self.bandwidth + self.latency_s
 
     def _add(self, num_bytes: float, seconds: float) -> None:

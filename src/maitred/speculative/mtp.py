@@ -3,7 +3,7 @@
 Slot t of its keys and values is made of the taps at position t and the token after it, so it comes one step later than
 the model's own. Its layer is one more of the served pool: shared, copied and swapped blocks bring it along. Taps wait
 until drafts are asked for, so that steps without drafts do nothing for them but keep them, and those that waited too
-long are dropped. Slots that nobody made hold what they held: drafts are guesses, which the served model checks.
+long are dropped. Slots that were not made hold old contents: drafts are guesses, which the served model checks.
 Source: Li et al., EAGLE-3, 2025, arXiv:2503.01840.
 """
 
