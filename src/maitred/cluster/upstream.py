@@ -3,8 +3,8 @@
 Connections are kept and used again, the latest first. One that died while it was idle costs a new connection and no
 failure. What a server may send is bounded: heads, framing, and how much of an answer is here that nobody took yet.
 
-A streamed piece costs 7.4 us of processor time here and 10.5 with aiohttp 3.14, a short answer 25 and 125 us (32 streams
-on a quiet machine, four turns).
+A streamed piece costs 7.4 us of processor time here and 10.5 with aiohttp 3.14, a short answer 25 and 125 us (32
+streams on a quiet machine, four turns).
 """
 
 from __future__ import annotations
