@@ -99,7 +99,7 @@ HEARTBEAT_AGE = _gauge(
     "Time since the engine's process said that it is there; 0 in one process.",
 )
 RESTARTS = _counter("engine_restarts", "restarts", "Times the engine's process died and was started again.")
-SLEEPS = _counter("engine_sleeps", "sleeps", "Times the engine's process was ended because nobody asked.")
+SLEEPS = _counter("engine_sleeps", "sleeps", "Times the engine's process was ended for want of requests.")
 WAKE_SECONDS = _gauge("engine_wake_seconds", "seconds", "What the last start of the engine out of sleep took.")
 RESUMED = _counter("requests_resumed", "requests", "Samples that went on, or began anew, with another engine process.")
 WRONG_FRAMES = _counter(
@@ -168,13 +168,13 @@ START_SECONDS = _gauge(
 )
 START_BUDGET = _gauge("start_budget_seconds", "seconds", "What the start of the server may take (--start-budget-s).")
 HTTP_IN_FLIGHT = _gauge("http_requests_in_flight", "requests", "HTTP requests being answered.")
-LOOP_TASKS = _gauge("event_loop_tasks", "tasks", "Tasks of the server's event loop; as few as before when nobody asks.")
+LOOP_TASKS = _gauge("event_loop_tasks", "tasks", "Tasks of the server's event loop; as few as before without requests.")
 HTTP_REQUESTS = _counter(
     "http_requests", "requests", "HTTP requests answered; 499 is a client that went away.", ("route", "status")
 )
 REQUESTS_CANCELLED = _counter("requests_cancelled", "requests", "HTTP requests whose client went away before the end.")
 LOG_LINES_DROPPED = _counter(
-    "log_lines_dropped", "lines", "Lines of the log that nobody read in time, or that could not be written."
+    "log_lines_dropped", "lines", "Lines of the log that were not read in time, or that could not be written."
 )
 TTFT = _histogram("request_ttft_seconds", "seconds", "Arrival to first token, per sample.", LATENCY_BUCKETS_S)
 INTER_TOKEN_LATENCY = _histogram(
@@ -200,7 +200,7 @@ REQUESTS_IN_OBJECTIVE = _counter(
 )
 EDGE_METRICS = _group()
 
-# admission: who is refused before the queue
+# admission: refusals before the queue
 ADMISSION_REFUSED = _counter(
     "admission_refused",
     "requests",
