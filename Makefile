@@ -49,6 +49,7 @@ bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, tensor models reloaded under load, tensor calls left in every way and large bodies beside /health, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (eighty in all)
+	@scripts/debian-packages aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64=qemu-user # for the kernels of Arm
 	$(PIP) install -c constraints.txt "$$(sed -n 's/^ray = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates) \
 	MAITRED_LLAMA_VOCABS=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates --vocabularies) \

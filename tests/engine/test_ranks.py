@@ -57,7 +57,12 @@ def request() -> RequestSpec:
 
 @pytest.mark.parametrize(
     ("victim", "number"),
-    [("rank 1", signal.SIGKILL), ("rank 1", signal.SIGSEGV), ("rank 1", signal.SIGSTOP), ("rank 0", signal.SIGKILL)],
+    [
+        pytest.param("rank 1", signal.SIGKILL, marks=pytest.mark.soak),
+        pytest.param("rank 1", signal.SIGSEGV, marks=pytest.mark.soak),
+        ("rank 1", signal.SIGSTOP),
+        ("rank 0", signal.SIGKILL),
+    ],
 )
 async def test_a_stream_goes_on_exactly_when_a_rank_is_lost(victim: str, number: int, model: Path):
     async with engine_of(model, 1) as alone:

@@ -201,10 +201,19 @@ def alone(decoder: Any, request: RequestState, adapter: Any = None, **formats: A
     return found
 
 
-@pytest.mark.parametrize("isa", _native.available_isas())
+def cases() -> list[Any]:
+    """Each format with each instruction set, in either decoder by turns; the other half is for `make soak`."""
+    found = []
+    for (row, isa), (column, formats) in product(enumerate(_native.available_isas()), enumerate([*FORMATS, *BLOCKS])):
+        for number, kind in enumerate([formats["blocks"]] if "blocks" in formats else KINDS):
+            in_soak = "blocks" not in formats and (row + column + number) % 2
+            found.append(pytest.param(formats, kind, isa, marks=[pytest.mark.soak] if in_soak else []))
+    return found
+
+
 @pytest.mark.parametrize(
-    ("formats", "kind"),
-    [*product(FORMATS, KINDS), *((formats, formats["blocks"]) for formats in BLOCKS)],
+    ("formats", "kind", "isa"),
+    cases(),
     ids=lambda value: value if isinstance(value, str) else f"{value['dtype']}-{value['kv_dtype']}",
 )
 @settings(max_examples=1, deadline=None)

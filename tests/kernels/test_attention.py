@@ -81,6 +81,8 @@ def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, is
     rng = np.random.default_rng(5)
     names = ["qwen3", "all three", "head of 26", "head of 80", "head of 96", "head of 256", "many share", "eight share"]
     names.append("blocks that divide no heads")
+    if isa == "plain":  # takes ten times as long, by the same loops for every shape
+        names = ["all three", "head of 26", "many share"]
     for shape in (SHAPES[name] for name in names):
         rows = random_rows(shape, [3, 70, 310, 530])  # attention sums 256 tokens at once
         alone = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa, num_threads=1)
