@@ -171,3 +171,4 @@ class RequestProgress(NamedTuple):
     charges: Charges | None = None
     timing: RequestTiming | None = None
     num_forced: int = 0  # of new_token_ids, the last so many: a grammar left no choice for them
+    is_requests_fault: bool = False  # the error is what was asked for, and not what became of it

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from maitred import LLM, SamplingParams
+from maitred.engine.output import CompletionOutput
 from maitred.errors import InvalidRequest
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.structured_outputs import StructuredOutputsParams
@@ -50,11 +51,18 @@ def test_the_start_tells_of_them_and_texts_with_one_are_refused(folder, caplog):
         assert llm.chat([{"role": "user", "content": "Hello <|tool|>"}], SHORT)[0].outputs, "a special one is letters"
 
 
-@pytest.mark.parametrize("grammar", ['start: "a" <|tool|> "b"', 'start: "a <extra_0> b"'])
-def test_a_grammar_brings_no_such_token(llm, grammar):
+def test_a_grammar_brings_no_such_token_and_one_that_names_one_is_at_fault(llm):
     rows = llm.model.vocab_size
-    shape = StructuredOutputsParams(grammar=grammar)
-    (bound,) = llm.generate("a", SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=shape))
-    assert all(token < rows for token in bound.outputs[0].token_ids)
+
+    def answer(grammar: str) -> CompletionOutput:
+        shape = StructuredOutputsParams(grammar=grammar)
+        asked = SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=shape)
+        return llm.generate("a", asked)[0].outputs[0]
+
+    letters = answer('start: "a <extra_0> b"')
+    assert letters.text == "a <extra_0> b"
+    assert all(token < rows for token in letters.token_ids)
+    for named in ("<|tool|>", f"<[{rows}]>"):
+        assert (answer(f'start: "a" {named} "b"').error or "").startswith("the grammar cannot be used: ")
     (after,) = llm.generate("The bill", SHORT)
     assert len(after.outputs[0].token_ids) == 6

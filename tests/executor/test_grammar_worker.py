@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_worker import CompiledGrammars, GrammarFault, Slot
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.text import Tokenizer
 from tests.engine.grammar_worlds import GRAMMARS
 from tests.text.kinds import byte_level, gemma, llama_2, unigram
+from tests.waiting import HANGS_S
 
 BUILTIN = CompiledGrammars(BUILTIN_FOLDER, 1536, (0,))
 NUM_LOGITS = 1536  # of the built-in model
@@ -93,6 +97,17 @@ def test_a_grammar_with_an_unknown_name_is_refused_in_one_line():
     with pytest.raises(GrammarFault, match=r"unknown name: .nobody.") as refused:
         BUILTIN.matcher("start: /a/ nobody")
     assert "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_that_changed_since_the_start_binds_no_grammar(tmp_path: Path):
+    file = Path(shutil.copy(BUILTIN_FOLDER / "tokenizer.json", tmp_path))
+    grammars, told = Grammars(str(tmp_path), NUM_LOGITS, (0,)), queue.SimpleQueue[tuple[str, bool]]()
+    file.write_text(file.read_text() + " ")
+    grammars.prepare(GRAMMARS[1], lambda *verdict: told.put(verdict))
+    error, is_grammars_fault = told.get(timeout=HANGS_S)
+    assert f"{file} changed since the start; restart" in error
+    assert not is_grammars_fault
+    grammars.close()
 
 
 def test_masks_are_as_wide_as_the_logits_where_the_tokenizer_is_narrower():

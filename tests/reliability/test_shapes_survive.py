@@ -101,6 +101,17 @@ async def test_streams_with_a_shape_outlive_their_engine_token_for_token(served:
     assert await together(served.url, 20, engine_of(served).pid) == undisturbed
 
 
+@pytest.mark.parametrize("named", ["<|nobody|>", "<[9999]>"])
+async def test_a_grammar_that_names_a_token_there_is_not_is_a_400(served: ServerProcess, named: str):
+    """What only the model's own tokenizer can tell."""
+    async with httpx.AsyncClient(base_url=served.url, timeout=HANGS_S) as client:
+        for streamed in (False, True):
+            body = {"messages": MESSAGES, "stream": streamed, "structured_outputs": {"grammar": f'start: "a" {named}'}}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+            assert "the grammar cannot be used: " in answer.text
+
+
 async def test_an_answer_is_the_same_alone_and_among_others(served: ServerProcess):
     among = await together(served.url, 8)
     async with httpx.AsyncClient(base_url=served.url, timeout=HANGS_S) as client:

@@ -5,15 +5,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from maitred.request import FinishReason, RequestSpec
 
 Done = Callable[[str], None]
 """Told what is wrong, or nothing; in any thread."""
-Need = Callable[[Done], None]
+Prepare = Callable[[str, Callable[[str, bool], None]], None]
+"""Compiles a grammar, then tells what is wrong with it, or nothing, and whether that is the request's own fault."""
+
+
+class _Done(Protocol):
+    def __call__(self, error: str, is_requests_fault: bool = False) -> None: ...
+
+
+Need = Callable[[_Done], None]
 """Begins to make something, such as a compiled grammar; returns at once."""
-Prepare = Callable[[str, Done], None]
-"""Compiles a grammar."""
+
+
+class Ready(NamedTuple):
+    """A request that waits no more, and what is wrong with what it needs; empty when nothing is."""
+
+    spec: RequestSpec
+    error: str
+    is_requests_fault: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +43,7 @@ class HeldRequests:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._held: dict[str, _Held] = {}
-        self._done: deque[tuple[_Held, str]] = deque()
+        self._done: deque[tuple[_Held, str, bool]] = deque()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -37,8 +52,8 @@ class HeldRequests:
         """Until all needs are met."""
         held = self._held[spec.request_id] = _Held(spec, len(needs))
 
-        def done(error: str) -> None:
-            self._done.append((held, error))
+        def done(error: str, is_requests_fault: bool = False) -> None:
+            self._done.append((held, error, is_requests_fault))
             self._wake()
 
         for need in needs:
@@ -48,14 +63,14 @@ class HeldRequests:
         """Ended from outside; whether it was here."""
         return self._held.pop(request_id, None) is not None
 
-    def ready(self) -> Iterator[tuple[RequestSpec, str]]:
-        """Those that wait no more, in order, each with what is wrong with what it needs; empty when nothing is."""
+    def ready(self) -> Iterator[Ready]:
+        """In order."""
         while self._done:
-            held, error = self._done.popleft()
+            held, error, is_requests_fault = self._done.popleft()
             held.num_needs -= 1
             if (error or not held.num_needs) and self._held.get(held.spec.request_id) is held:
                 del self._held[held.spec.request_id]
-                yield held.spec, error
+                yield Ready(held.spec, error, is_requests_fault)
 
     def expired(self, now: float) -> list[tuple[str, FinishReason]]:
         """Those whose time is over; they are held no more."""

@@ -42,7 +42,7 @@ from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import INTRODUCE_ADAPTER, QUERIES, AdapterFolder, Later
 from maitred.engine.speed_meter import SPEEDS
-from maitred.errors import MaitredError
+from maitred.errors import MaitredError, RequestError
 from maitred.replica import HandoverCounts, KVFigures
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
@@ -210,7 +210,11 @@ class EngineLoop:
         try:
             self._core.add(spec)
         except MaitredError as error:  # cannot ever fit: this request's fault, not the engine's
-            self._ended.append(RequestProgress(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            self._fail(spec, str(error), isinstance(error, RequestError))
+
+    def _fail(self, spec: RequestSpec, error: str, is_requests_fault: bool) -> None:
+        ended = RequestProgress(spec.request_id, finish_reason=FinishReason.ERROR, error=error)
+        self._ended.append(ended._replace(is_requests_fault=is_requests_fault))
 
     def _needs(self, spec: RequestSpec) -> list[Need]:
         """What must be made before it is the scheduler's."""
@@ -229,9 +233,9 @@ class EngineLoop:
             self._link.send(self._introduced.popleft())
         for request_id, reason in self._held.expired(self._clock.now()) if self._held else ():
             self._note_end(RequestProgress(request_id, finish_reason=reason))
-        for spec, error in self._held.ready():
+        for spec, error, is_requests_fault in self._held.ready():
             if error:
-                self._note_end(RequestProgress(spec.request_id, finish_reason=FinishReason.ERROR, error=error))
+                self._fail(spec, error, is_requests_fault)
             else:
                 self._add(spec)
 

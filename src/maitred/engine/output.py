@@ -37,6 +37,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string; None for end-of-sequence
     error: str | None = None
+    is_requests_fault: bool = False
     charges: Charges | None = None  # with the first and the last
     timing: RequestTiming | None = None
 
@@ -94,6 +95,7 @@ class SampleText:
             finish_reason=finish,
             stop_reason=stop_reason,
             error=progress.error,
+            is_requests_fault=progress.is_requests_fault,
             charges=progress.charges,
             timing=progress.timing,
         )

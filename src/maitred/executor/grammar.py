@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -44,8 +45,8 @@ START_S = 30.0  # for the first answer of a worker, which reads the tokenizer be
 MAX_FAULTS = 2  # of one request, or of one compilation
 MAX_RESTARTS = 3  # in a row, without an answer between them
 
-Done = Callable[[str], None]
-"""Told what is wrong with a grammar; empty when nothing is."""
+Done = Callable[[str, bool], None]
+"""Told what is wrong with a grammar, empty when nothing is, and whether the grammar is at fault."""
 
 
 class Bound(NamedTuple):
@@ -90,6 +91,9 @@ class Grammars:
         leave no choice for. A worker has `answer_s` (s) for masks, `advance_s` to tell what came of tokens, `start_s`
         for its first answer."""
         self._arguments = (str(vocab_size), tokenizer_folder, ",".join(map(str, eos_token_ids)))
+        place = Path(tokenizer_folder)
+        self._tokenizer_file = place if place.is_file() else place / "tokenizer.json"
+        self._stamp = _stamp_of(self._tokenizer_file)  # of what the engine's own ids are of
         self._vocab_size, self._forces = vocab_size, forces
         self._answer_s, self._advance_s, self._start_s, self._command = answer_s, advance_s, start_s, command
         self._memory: MaskMemory | None = None
@@ -125,19 +129,21 @@ class Grammars:
     def _compile_all(self) -> None:
         while (asked := self._compilations.get()) is not None:
             grammar, done = asked
-            done(self._compile(grammar))
+            done(*self._compile(grammar))
 
-    def _compile(self, grammar: str) -> str:
+    def _compile(self, grammar: str) -> tuple[str, bool]:
         for _ in range(MAX_FAULTS):
             try:
                 worker = self._current()
             except OSError as error:
-                return f"no process for grammars could be begun: {error}"
+                return f"no process for grammars could be begun: {error}", False
             try:
-                return worker.compile(grammar, self._answer_s)
+                compiled = worker.compile(grammar, self._answer_s)
             except WorkerLost:
                 self._replace(worker)
-        return "compiling this grammar ended its process, or took longer than it may"
+                continue
+            return compiled.error, compiled.is_grammars_fault
+        return "compiling this grammar ended its process, or took longer than it may", False
 
     # -- in a step
 
@@ -307,6 +313,8 @@ class Grammars:
             if self._is_closed:
                 raise OSError("the executor is closed")
             if self._worker is None:
+                if _stamp_of(self._tokenizer_file) != self._stamp:
+                    raise OSError(f"{self._tokenizer_file} changed since the start; restart to serve it as it is now")
                 fd = self._mapped().fd
                 self._worker = GrammarProcess(fd, self._arguments, start_s=self._start_s, command=self._command)
             return self._worker
@@ -325,6 +333,15 @@ class Grammars:
             if self._memory is None:
                 self._memory = MaskMemory(new_memory(), self._vocab_size)
             return self._memory
+
+
+def _stamp_of(file: Path) -> tuple[int, int] | None:
+    """Size and time of a file; None where there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def may_force(sampling: SamplingParams) -> bool:

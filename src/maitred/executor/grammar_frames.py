@@ -26,6 +26,7 @@ class Compile(Frame, frozen=True, array_like=True):
 
 class Compiled(Frame, frozen=True, array_like=True):
     error: str  # empty when the grammar can be used
+    is_grammars_fault: bool = False
 
 
 class Opened(Frame, frozen=True, array_like=True):

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 from maitred.executor.grammar_frames import (
     Compile,
+    Compiled,
     Filled,
     Outcomes,
     Step,
@@ -74,13 +75,13 @@ class GrammarProcess:
             return None
         return decode_answer(self._await(self._steps, left_s))
 
-    def compile(self, grammar: str, limit_s: float) -> str:
-        """What is wrong with it; empty when nothing is. Raises WorkerLost."""
+    def compile(self, grammar: str, limit_s: float) -> Compiled:
+        """Raises WorkerLost."""
         try:
             self._compilations.send_bytes(encode(Compile(grammar)))
         except OSError:
             raise WorkerLost from None
-        return decode_compiled(self._await(self._compilations, self._limit(limit_s))).error
+        return decode_compiled(self._await(self._compilations, self._limit(limit_s)))
 
     def kill(self) -> None:
         """Idempotent; nothing of it is there when this returns."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -49,9 +50,19 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """Part of a tokenizer.json."""
+    """Parts of a tokenizer.json."""
 
     model: _Model
+    added_tokens: list[dict[str, Any]] = []
+
+
+def _with_rows(text: str, added: Sequence[dict[str, Any]], num_rows: int) -> str:
+    """A tokenizer.json without added tokens for which the embedding has no row: no grammar can name those."""
+    left = [token for token in added if token["id"] < num_rows]
+    if len(left) == len(added):
+        return text
+    parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode(parts | {"added_tokens": msgspec.Raw(msgspec.json.encode(left))}).decode()
 
 
 class CompiledGrammars:
@@ -59,12 +70,14 @@ class CompiledGrammars:
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         text, eos_token = whole_json(folder), list(eos_token_ids) or None
-        kind = msgspec.json.decode(text, type=_File).model.type
+        file = msgspec.json.decode(text, type=_File)
+        kind = file.model.type
         if kind != "BPE":  # the library would take a Unigram's marks of spaces for letters
             raise ValueError(f"it is a {kind} tokenizer, and only BPE ones can be")
+        text = _with_rows(text, file.added_tokens, vocab_size)
         try:
             self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token)
-        except ValueError:  # more tokens than logits
+        except ValueError:  # more ordinary tokens than logits
             self._tokenizer = LLTokenizer(text, eos_token=eos_token)
         self._limits = LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -80,7 +93,7 @@ class CompiledGrammars:
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not compiled.is_error():
             compiled.compute_bitmask()  # what the first mask builds stays in all copies
-        check(compiled)
+        check(compiled, "the grammar cannot be used: ")
         with self._lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > MAX_COMPILED:
@@ -88,10 +101,10 @@ class CompiledGrammars:
             return compiled.deep_copy()
 
 
-def check(matcher: LLMatcher) -> None:
+def check(matcher: LLMatcher, what: str = "") -> None:
     """Raises GrammarFault for one in an error state, as when it is out of fuel."""
     if matcher.is_error():
-        raise GrammarFault(matcher.get_error().partition("\n")[0][:500])
+        raise GrammarFault(what + matcher.get_error().partition("\n")[0][:500])
 
 
 class Slot:
@@ -247,15 +260,19 @@ class Compiler:
             self._is_ready.set()
             while True:
                 compile_ = decode_compile(self._connection.recv_bytes())
-                self._connection.send_bytes(encode(Compiled(self._compile(compile_.grammar))))
+                self._connection.send_bytes(encode(self._compile(compile_.grammar)))
         os._exit(0)  # the engine is gone, whatever the other thread is at
 
-    def _compile(self, grammar: str) -> str:
+    def _compile(self, grammar: str) -> Compiled:
         try:
-            self.grammars().matcher(grammar)
+            grammars = self.grammars()
         except GrammarFault as fault:
-            return str(fault)
-        return ""
+            return Compiled(str(fault))
+        try:
+            grammars.matcher(grammar)
+        except GrammarFault as fault:
+            return Compiled(str(fault), is_grammars_fault=True)
+        return Compiled("")
 
 
 def main(arguments: Sequence[str]) -> None:

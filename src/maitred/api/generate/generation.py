@@ -12,7 +12,15 @@ from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.kept_logprobs import Keep
 from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
-from maitred.errors import GenerationFailed, Overloaded, QueueTimeout, RequestTimeout, ServerError, Unavailable
+from maitred.errors import (
+    GenerationFailed,
+    InvalidRequest,
+    MaitredError,
+    Overloaded,
+    QueueTimeout,
+    RequestTimeout,
+    Unavailable,
+)
 from maitred.request import FinishReason, RequestSpec
 
 _GOOD_ENDS = (None, FinishReason.STOP, FinishReason.LENGTH)
@@ -42,7 +50,7 @@ class Generation:
         self.outcome = Outcome(batches, keeps_gaps=app.observer.keeps_gaps)
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
-        """What each sample gained, as it comes; closing it ends all. Raises a ServerError when one cannot go on."""
+        """What each sample gained, as it comes; closing it ends all. Raises a MaitredError when one cannot go on."""
         if not self.num_running:
             return
         if len(self._batches) == 1:
@@ -61,7 +69,7 @@ class Generation:
             raise self._failure(delta)
         return sample, self._without_output(delta) if self._score_only else delta
 
-    def _failure(self, delta: TextDelta) -> ServerError:
+    def _failure(self, delta: TextDelta) -> MaitredError:
         waited_s = delta.timing.total_s if delta.timing is not None else 0.0
         if delta.finish_reason is FinishReason.QUEUE_TIMEOUT:
             message = f"the request was in no step after {waited_s:.3g} s, all the time it had to wait"
@@ -73,7 +81,8 @@ class Generation:
             return RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
         if delta.finish_reason is FinishReason.ABORT:  # by an administrator, for the client is still there
             return Unavailable("the server was told to end its requests before it sleeps; send the request again")
-        return GenerationFailed(delta.error or "the server ended this request")
+        error = delta.error or "the server ended this request"
+        return InvalidRequest(error) if delta.is_requests_fault else GenerationFailed(error)
 
     async def gather(self, keep: Keep) -> None:
         """Run to the end; the samples then hold everything. `keep` is told what that costs, and may end it."""
