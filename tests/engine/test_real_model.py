@@ -5,12 +5,17 @@ from __future__ import annotations
 import inspect
 import json.decoder
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from maitred import LLM, SamplingParams
 from maitred.errors import CheckpointError
 from maitred.model.checkpoint import open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.structured_outputs import StructuredOutputsParams
+from tests.model.adapters import random_tensors, write_adapter
 
 TOKENS, WINDOW = 1000, 250
 
@@ -45,3 +50,17 @@ def test_the_files_own_codes_int8_and_int4_cost_next_to_nothing(smollm2: str):
     assert 8.0 < exact < 16.0  # another tokenizer or another order of rope gives hundreds
     for dtype in ("auto", "int8", "int4"):
         assert perplexity(smollm2, dtype) == pytest.approx(exact, rel=0.02)
+
+
+def test_a_schema_binds_its_49_152_tokens_with_an_adapter_too(smollm2: str, tmp_path: Path):
+    with open_checkpoint(smollm2) as checkpoint:
+        tensors = random_tensors(spec_from_config(checkpoint.config), 2)
+    tensors = {name: values * np.float32(0.1) for name, values in tensors.items()}
+    adapter = write_adapter(tmp_path / "a", tensors, rank=2)
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    shape = StructuredOutputsParams(json=schema | {"additionalProperties": False})
+    asked = SamplingParams(max_tokens=40, temperature=0.0, structured_outputs=shape)
+    with LLM(smollm2, max_model_len=256, kv_cache_memory_bytes=2**26, lora={"a": str(adapter)}) as llm:
+        for lora in (None, "a"):
+            (answer,) = llm.generate("The capital of France, as JSON:", asked, lora=lora)
+            assert json.loads(answer.outputs[0].text)["city"] in ("Paris", "Rome")

@@ -129,6 +129,7 @@ def test_time_in_which_the_watcher_itself_did_not_run_is_nobodys_fault():
     [
         (-11, None, "was killed by SIGSEGV"),
         (-9, None, "was killed by SIGKILL (by hand, or for want of memory)"),
+        (-7, None, "was killed by SIGBUS (a file that it read was cut short meanwhile: is the model's whole?)"),
         (-6, "terminate called\n after throwing", "was killed by SIGABRT: terminate called after throwing"),
         (1, "RuntimeError: no", "ended with exit code 1: RuntimeError: no"),
         (0, None, "ended with exit code 0"),

@@ -17,8 +17,11 @@ from maitred.errors import CheckpointError
 from maitred.kernels import _native
 from maitred.model.checkpoint import Checkpoint, check_model, folder_beside, open_checkpoint
 from maitred.model.families import spec_from_config
+from maitred.model.packed import pack_weights
 from maitred.model.rope import inverse_frequencies
 from maitred.model.weight_map import weight_map
+from tests.executor.native_worlds import native_plan
+from tests.model.checkpoints import make_checkpoint
 from tests.model.gguf_models import TOKEN_TYPES, TOKENS, random_tensors, write_gguf
 from tests.model.test_families import Config
 from tests.model.test_families import family as family_of
@@ -210,6 +213,24 @@ def test_types_that_no_executor_holds_are_widened_and_told(tmp_path: Path, execu
     asked = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     with LLM(str(path), executor=executor, kv_cache_memory_bytes=2**22, weight_cache="off", max_model_len=64) as llm:
         assert len(llm.generate([[3, 4, 3]], asked)[0].outputs[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_a_file_that_changes_while_its_weights_are_read_is_told(tmp_path: Path, kind: str) -> None:
+    if kind == "gguf":
+        path = file = write_gguf(tmp_path / "model.gguf", *FORMS["llama"], random_tensors(FORMS["llama"][1]))
+    else:
+        path = make_checkpoint("llama", tmp_path / "model")
+        file = path / "model.safetensors"
+
+    def change(num_bytes: int, total: int) -> None:
+        with file.open("ab") as opened:
+            opened.write(b"more")
+
+    with open_checkpoint(str(path)) as checkpoint:
+        plan = native_plan(checkpoint, spec_from_config(checkpoint.config))
+        with pytest.raises(CheckpointError, match=rf"{file} changed while it was read \([\d,]+ bytes then, [\d,]+"):
+            pack_weights(plan.program, checkpoint, _native.ThreadPool(1), on_packed=change)
 
 
 def test_a_type_that_is_not_computed_is_refused_by_tensor(tmp_path: Path) -> None:

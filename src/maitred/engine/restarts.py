@@ -95,6 +95,8 @@ def cause_of_death(returncode: int, last_words: str | None) -> str:
         how = f"was killed by {_signal_name(-returncode)}"
         if -returncode == signal.SIGKILL:
             how += " (by hand, or for want of memory)"
+        if -returncode == signal.SIGBUS:
+            how += " (a file that it read was cut short meanwhile: is the model's whole?)"
     else:
         how = f"ended with exit code {returncode}"
     words = " ".join((last_words or "").split())

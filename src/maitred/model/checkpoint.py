@@ -227,6 +227,11 @@ class Checkpoint:
             )
         return path
 
+    def check_unchanged(self) -> None:
+        """For whoever has read all weights: raise CheckpointError where a file changed meanwhile."""
+        for file in self._files:
+            file.check_unchanged()
+
     def close(self) -> None:
         for file in self._files:
             file.close()

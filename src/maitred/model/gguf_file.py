@@ -40,7 +40,7 @@ WIDENED = {
     "Q3_K": "the same values in", "IQ4_NL": "the same values in", "MXFP4": "the same values in",
     "Q2_K": "rounded to", "IQ4_XS": "rounded to",
 }  # fmt: skip
-"""Types held in more bits than the file's, and what becomes of their values: nothing here has the scales of the last two."""
+"""Types held in more bits than the file's, and what becomes of the values: no format has the last two's scales."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

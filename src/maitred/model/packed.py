@@ -113,7 +113,8 @@ def pack_weights(
 
     `buffer_for` gives each tensor its memory: `num_bytes`, 64-byte aligned, zeroed. None takes new memory for all.
     `on_packed` is told after each tensor how many bytes are packed, and of how many.
-    Raises CheckpointError naming tensor, shapes and file when something is missing, surplus or of the wrong shape.
+    Raises CheckpointError naming tensor, shapes and file when something is missing, surplus or of the wrong shape, and
+    for a file that changed meanwhile.
     """
     sources = _Sources(program, checkpoint)
     plans = plan_weights(program)
@@ -129,6 +130,7 @@ def pack_weights(
         tensors[plan.weight.name] = PackedTensor(plan.weight, buffer)
         if on_packed is not None:
             on_packed(plan.offset + plan.num_bytes, plans[-1].offset + plans[-1].num_bytes)
+    checkpoint.check_unchanged()
     return PackedWeights(tensors)
 
 

@@ -111,6 +111,16 @@ class TensorFile:
                 assert self._mapping is not None
                 self._mapping.madvise(mmap.MADV_WILLNEED, page, min(place + num_bytes, self.size_bytes) - page)
 
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where another process wrote or replaced the file since it was opened."""
+        now = self.path.stat() if self.path.exists() else None
+        if now is None or (now.st_size, now.st_mtime_ns) != (self.size_bytes, self.modified_ns):
+            found = "it is gone" if now is None else f"{now.st_size:,} bytes"
+            raise CheckpointError(
+                f"{self.path} changed while it was read ({self.size_bytes:,} bytes then, {found} now); start "
+                f"again when it is whole"
+            )
+
     def close(self) -> None:
         """Unmap, unless a tensor's bytes are still in use: then the mapping ends with them."""
         self._view.release()

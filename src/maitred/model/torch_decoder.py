@@ -274,6 +274,7 @@ def load_torch_decoder(
         loaded += raw.data.nbytes
         if progress is not None:
             progress(loaded, checkpoint.weight_bytes)
+    checkpoint.check_unchanged()
     return decoder
 
 
