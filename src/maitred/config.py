@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from maitred.errors import ConfigError
 from maitred.field_checks import one_of, require_at_least, require_between, require_choices
-from maitred.process_config import HANDOVERS, RESUME_RULES, SWITCHING, ProcessConfig
+from maitred.process_config import HANDOVERS, RESUME_RULES, ProcessConfig
 from maitred.server_config import AdmissionConfig, ServerConfig
 from maitred.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
@@ -19,7 +19,6 @@ __all__ = (
     "HANDOVERS",
     "MAX_SPECULATIVE_TOKENS",
     "RESUME_RULES",
-    "SWITCHING",
     "AdmissionConfig",
     "ProcessConfig",
     "ServerConfig",

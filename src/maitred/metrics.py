@@ -135,7 +135,6 @@ SWAPPED_OUT_BLOCKS = _counter("swapped_out_blocks", "blocks", "KV blocks of pree
 SWAPPED_IN_BLOCKS = _counter(
     "swapped_in_blocks", "blocks", "KV blocks of preempted requests copied back from the host."
 )
-ROLE_SWITCHES = _counter("role_switches", "workers", "Times that a worker was given another role.")
 HANDOVERS = _counter(
     "handovers",
     "requests",

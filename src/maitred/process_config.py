@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maitred.bounds import Bounds
 from maitred.errors import ConfigError
 from maitred.field_checks import host_and_port, one_of, require_at_least, require_choices
 
-
-def bounds_of(role: str, word: str) -> Bounds:
-    """Raises ConfigError."""
-    if str(word) == "0":
-        return Bounds(0, 0)
-    try:
-        return Bounds.parse(str(word))
-    except ConfigError as error:
-        raise ConfigError(f"{role}_workers: {error}") from None
-
-
 RESUME_RULES = ("exact", "always", "never")
 HANDOVERS = ("auto", "always", "never")
-SWITCHING = ("on", "off")
 ROLES = ("prefill", "decode", "mixed")
 
 
@@ -44,12 +31,10 @@ class ProcessConfig:
     """Engines of this server, each in a process of its own with a KV cache of its own; requests are shared out among
     them. --num-threads and --kv-cache-memory-bytes are each one's; without, cores and memory are shared out. None is 1,
     or none beside prefill and decode workers."""
-    prefill_workers: str = "0"
-    """N, or MIN:MAX by the load: engines that are sent prompts to compute; a decode or mixed worker pulls the KV and
-    goes on with the answer. MAX share cores and memory; those that are not needed sleep."""
-    decode_workers: str = "0"
-    """N, or MIN:MAX by the load: engines that go on with answers whose prompts others computed, and take whole requests
-    where that is faster."""
+    prefill_workers: int = 0
+    """Engines that are sent prompts to compute; a decode or mixed worker pulls the KV and goes on with the answer."""
+    decode_workers: int = 0
+    """Engines that go on with answers whose prompts others computed, and take whole requests where that is faster."""
     handover: str = one_of(HANDOVERS, "auto")
     """Whether a prompt is computed by another worker than its answer: auto does as foretold from queues, free blocks
     and what steps and transfers take here; always wherever it can be; never."""
@@ -59,9 +44,6 @@ class ProcessConfig:
     kv_listen: str | None = None
     """HOST:PORT where servers of other hosts that show the same fleet token pull this one's keys and values; a router
     of theirs then chooses where a prompt is computed and where it is answered. Port 0 lets the system choose."""
-    role_switching: str = one_of(SWITCHING, "on")
-    """A prefill worker becomes a decode worker, or the other way round, when load turns: nothing is restarted, and the
-    last of a role stays."""
     sleep_after_s: float | None = None
     """Without a request for so long (s), the engine's process ends and gives its memory back; the server stays, and the
     next request starts the engine and waits for it. None never sleeps by itself."""
@@ -71,8 +53,8 @@ class ProcessConfig:
         require_at_least("step_timeout_s", self.step_timeout_s, 0.1)
         require_at_least("max_restarts", self.max_restarts, 0)
         require_at_least("sleep_after_s", self.sleep_after_s, 0.1)
-        require_at_least("mixed_workers", self.mixed_workers, 0)
-        self._check_bounds()
+        for name in ("mixed_workers", "prefill_workers", "decode_workers"):
+            require_at_least(name, getattr(self, name), 0)
         if not self.roles:
             raise ConfigError("mixed_workers is 0, and there are no others; give at least one worker")
         if "prefill" in self.roles and len(set(self.roles)) == 1:
@@ -98,28 +80,9 @@ class ProcessConfig:
                 "leave in_process out"
             )
 
-    def _check_bounds(self) -> None:
-        for role, bounds in self.bounds.items():
-            if bounds.low == bounds.high:
-                continue
-            if bounds.low < 1:
-                raise ConfigError(f"{role}_workers is {bounds.low}:{bounds.high}; the last of a role stays, so give 1:")
-            if self.handover == "never":
-                raise ConfigError(
-                    f"{role}_workers follow the load, and with handover never nobody has a role; give a number"
-                )
-
-    @property
-    def bounds(self) -> dict[str, Bounds]:
-        """Fewest and most prefill and decode workers. Raises ConfigError."""
-        return {
-            "prefill": bounds_of("prefill", self.prefill_workers),
-            "decode": bounds_of("decode", self.decode_workers),
-        }
-
     @property
     def roles(self) -> tuple[str, ...]:
-        """Of each worker that there may be, in order."""
-        apart = [role for role, bounds in self.bounds.items() for _ in range(bounds.high)]
+        """Of each worker, in order."""
+        apart = ("prefill",) * self.prefill_workers + ("decode",) * self.decode_workers
         mixed = self.mixed_workers if self.mixed_workers is not None else int(not apart)
         return (*apart, *("mixed",) * mixed)

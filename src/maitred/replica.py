@@ -163,7 +163,6 @@ class ReplicaState:
     num_sleeps: int = 0  # ends of the engine's process on purpose
     wake_s: float = 0.0  # what the last start out of sleep took
     num_resumed: int = 0  # samples that went on with another engine
-    num_role_switches: int = 0  # of its workers
     num_wrong_frames: int = 0  # messages from the engine's process that were none, and were dropped
 
 

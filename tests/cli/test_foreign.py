@@ -39,6 +39,7 @@ def test_what_is_called_equal_is_there():
         ("chat -t 4", "here it is --num-threads THREADS"),
         ("chat --alias name", "here it is --served-model-name NAME, of maitred serve"),
         ("serve --speculative-algorithm EAGLE3", "here it is --speculative ngram (or draft, mtp, off)"),
+        ("serve --role-switching on", "no option --role-switching; gone: "),
         ("serve --kv-compat mixed", "no option --kv-compat; gone: "),
         ("serve --kv-disk-key-file key", "no option --kv-disk-key-file; gone: "),
         ("plan model", "maitred explain MODEL"),

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ import pytest
 from msgspec import structs
 
 from maitred.clock import WallClock
-from maitred.cluster.actions import Start as StartWorker
-from maitred.cluster.actions import Stop as StopWorker
-from maitred.cluster.replicas import State
 from maitred.cluster.serve_engine import read_options, start_engine
 from maitred.cluster.workers import Workers
 from maitred.config import ProcessConfig, SchedulerConfig
@@ -283,43 +279,27 @@ def test_a_server_has_a_worker_and_each_has_a_process(settings: dict[str, Any]):
         ProcessConfig(**settings)
 
 
-async def test_workers_of_a_role_begin_and_sleep_as_the_core_says(gate: Gate):
-    start = start_of("", SchedulerConfig(max_num_seqs=8), prefill_workers="1:2", decode_workers="1")
-    workers = Workers(start, WallClock())
+async def test_a_server_tells_which_role_no_worker_can_serve(gate: Gate):
+    workers = Workers(start_of("", SchedulerConfig(max_num_seqs=8), prefill_workers=1, decode_workers=1), WallClock())
     workers.begin()
     workers.wait()
     workers.attach(asyncio.get_running_loop())
 
-    def is_ready(name: str) -> bool:
-        return workers._core.fleet.by_name[name].state is State.READY
-
-    def standing() -> list[bool]:
-        return [view.alive and not view.asleep for view in workers.workers()]
+    def lacks(role: str | None) -> bool:
+        return workers.state().lacking == (None if role is None else f"no {role} worker is there yet")
 
     try:
-        assert workers.state().lacking == "no decode worker is there yet"
-        await until_async(lambda: standing() == [True, False, True])
-        assert workers.state().lacking is None
-        for name in ("prefill-2", "prefill-3"):  # again, by another name
-            workers._renumber(StartWorker(name, "cold"))
-            await until_async(lambda: standing() == [True, True, True])
-            await until_async(partial(is_ready, name))
-            assert await Following(workers, ask("a", max_tokens=4)).task
-            workers._renumber(StopWorker(name))
-            assert name not in workers._core.fleet.by_name
-            await until_async(lambda: not workers._workers[1].is_there)
-            assert standing() == [True, False, True]
-            assert await Following(workers, ask("b", max_tokens=4)).task
-        with pytest.raises(ConfigError, match="follows the load"):
-            workers.give_role(0, "decode")
+        assert lacks("decode")
+        await until_async(lambda: lacks(None))
+        assert await Following(workers, ask("a", max_tokens=4)).task
         await workers.sleep()
-        assert workers.state().lacking is None, "whoever comes wakes one"
+        assert lacks(None), "a request wakes one"
         await workers.wake_up()
-        await until_async(lambda: standing() == [True, False, True])
+        await until_async(lambda: all(view.alive and not view.asleep for view in workers.workers()))
         for number, role in enumerate(("prefill", "decode")):
-            kill(workers, 2 * number)
-            await until_async(lambda role=role: workers.state().lacking == f"no {role} worker is there yet")
-            await until_async(lambda: workers.state().lacking is None)
+            kill(workers, number)
+            await until_async(lambda role=role: lacks(role))
+            await until_async(lambda: lacks(None))
         workers._core.check_invariants()
     finally:
         await workers.close()

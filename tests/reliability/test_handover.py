@@ -7,9 +7,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count, takewhile
-from threading import Event
 from typing import Any
 
 import httpx
@@ -23,6 +20,8 @@ from tests.conftest import start_server
 from tests.reliability.test_workers import MODEL, STORY, House, Stream, key_of
 from tests.waiting import HANGS_S, until
 
+LONG = {"max_tokens": 400, "ignore_eos": True}
+"""A shorter answer may end on a busy machine where its prompt was computed, before it is handed over."""
 SLO = ("--slo", "ttft:9s", "--slo", "tpot:1s")
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": STORY, "max_tokens": 40, "temperature": 0, "ignore_eos": True},
@@ -77,7 +76,7 @@ def test_every_answer_is_that_of_a_lone_engine(apart: House, alone: House, kind:
 
 def test_kv_moves_from_the_prefill_worker_to_the_decode_worker(apart: House):
     before = handovers(apart).get("moved", 0)
-    body = {"prompt": "Another story. " + STORY, "max_tokens": 20, "ignore_eos": True, "n": 2}
+    body = {"prompt": "Another story. " + STORY, "n": 2} | LONG
     assert apart.post("/v1/completions", **body).json()["usage"]["handover"] == "moved"
     until(lambda: handovers(apart).get("moved", 0) > before)
     roles = {worker["role"]: worker for worker in apart.workers}
@@ -114,7 +113,7 @@ def test_metrics_tell_what_was_moved_how_and_who_kept_its_promise(apart: House):
     names = ("handover_wait_seconds_count", "kv_transfer_bytes_total")
     kinds = (("prefill", "ttft"), ("decode", "tpot"), ("mixed", "all"), ("mixed", "ttft"))
     before, promises = [told(name) for name in names], [shared(*kind) for kind in kinds]
-    apart.post("/v1/completions", prompt="What is counted. " + STORY, max_tokens=8, ignore_eos=True)
+    apart.post("/v1/completions", prompt="What is counted. " + STORY, **LONG)
     until(lambda: told(names[0]) > before[0])  # those of earlier requests may be told late
     assert told(names[1], transport="shm") == told(names[1]) > before[1]
     assert [shared(*kind) - was for kind, was in zip(kinds, promises, strict=True)] == [1, 1, 1, 0]
@@ -122,7 +121,7 @@ def test_metrics_tell_what_was_moved_how_and_who_kept_its_promise(apart: House):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_says_what_became_of_the_kv_where_workers_hand_it_over(apart: House, alone: House, stream: bool):
-    asked = {"max_tokens": 40, "n": 2, "temperature": 0, "ignore_eos": True, "stream": stream}
+    asked = {"n": 2, "temperature": 0, "stream": stream} | LONG
     said = f"{stream} {STORY}"
     chat = {"messages": [{"role": "user", "content": said}]} | asked
     assert handover_told(apart, "/v1/chat/completions", chat) == "moved"
@@ -177,9 +176,6 @@ def test_a_client_that_leaves_leaves_nothing_behind(apart: House):
         ({"prefill_workers": 1}, "give decode_workers or mixed_workers too"),
         ({"prefill_workers": 1, "decode_workers": 1, "in_process": True}, "leave in_process out"),
         ({"decode_workers": -1}, "decode_workers"),
-        ({"prefill_workers": "2:1", "decode_workers": 1}, "most must be at least"),
-        ({"prefill_workers": "0:2", "decode_workers": 1}, "the last of a role stays"),
-        ({"prefill_workers": "1:2", "decode_workers": 1, "handover": "never"}, "give a number"),
         ({"handover": "sometimes"}, "handover"),
         ({"kv_transport": "smoke"}, "choose one of auto, shm, tcp, nixl"),
         ({"kv_lease_s": 0.0}, "at least 0.1"),
@@ -199,70 +195,3 @@ def test_another_tenant_finds_nothing_of_what_was_handed_over(apart: House):
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     assert [cached("a"), cached("a") > 0, cached("boss"), cached("boss") > 0] == [0, True, 0, True]
-
-
-def test_roles_change_without_a_restart_and_the_last_that_answers_stays(apart: House):
-    def give(worker: int, role: str) -> httpx.Response:
-        body = {"worker": worker, "role": role}
-        return httpx.post(f"{apart.server.url}/admin/roles", json=body, headers=key_of("boss"), timeout=HANGS_S)
-
-    pids = [worker["pid"] for worker in apart.workers]
-    assert give(0, "mixed").json()["workers"][0]["role"] == "mixed"
-    assert give(1, "prefill").status_code == 200
-    refused = give(0, "prefill")
-    assert refused.status_code == 400
-    assert "last that answers" in refused.json()["error"]["message"]
-    assert give(7, "mixed").status_code == 400
-    assert give(0, "cook").status_code == 400
-    before, numbers = handovers(apart).get("moved", 0), count()
-
-    def became() -> str:
-        """Of the KV of one more prompt. A busy machine's pull may take longer than computing, and is given up then."""
-        body = {"prompt": f"The roles have changed {next(numbers)} times. {STORY}", "max_tokens": 20}
-        return str(apart.post("/v1/completions", **body, ignore_eos=True).json()["usage"]["handover"])
-
-    until(lambda: became() == "moved")
-    until(lambda: handovers(apart).get("moved", 0) > before)
-    assert [worker["pid"] for worker in apart.workers] == pids
-    assert give(0, "prefill").status_code == 400
-    assert give(1, "decode").status_code == give(0, "prefill").status_code == 200
-
-
-def test_the_number_of_prefill_workers_follows_the_load():
-    words = ("--prefill-workers", "1:2", "--decode-workers", "1:2", "--handover", "always", "--slo", "ttft:20ms")
-    server = start_server(*words, "--num-threads", "1")
-
-    def alive(role: str) -> int:
-        workers = httpx.get(f"{server.url}/admin/roles", timeout=HANGS_S).json()["workers"]
-        return sum(worker["alive"] and not worker["asleep"] for worker in workers if worker["role"] == role)
-
-    enough = Event()
-
-    def ask(number: int) -> set[str]:
-        """What became of prompts that come one after another, until there is a second worker for them."""
-        return {ask_once(f"{number} {turn}") for turn in takewhile(lambda turn: not enough.is_set(), count())}
-
-    def ask_once(start: str) -> str:
-        body = {
-            "model": MODEL,
-            "prompt": [f"{start} {number} " + "a long story " * 350 for number in range(8)],
-            "max_tokens": 8,
-            "ignore_eos": True,
-        }
-        return httpx.post(f"{server.url}/v1/completions", json=body | {"seed": 1}, timeout=HANGS_S).json()["usage"][
-            "handover"
-        ]
-
-    try:
-        until(lambda: (alive("prefill"), alive("decode")) == (1, 1))
-        page = httpx.get(f"{server.url}/metrics", timeout=HANGS_S).text
-        assert float(page.split("\nmaitred_admission_wait_seconds ")[1].split("\n")[0]) > 0  # by what chooses workers
-        with ThreadPoolExecutor(4) as clients:
-            answers = [clients.submit(ask, number) for number in range(4)]
-            try:
-                until(lambda: alive("prefill") == 2)
-            finally:
-                enough.set()
-            assert "moved" in set().union(*(answer.result() for answer in answers))
-    finally:
-        server.stop()

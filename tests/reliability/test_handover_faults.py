@@ -151,7 +151,7 @@ class Hold:
 @contextmanager
 def workers_apart(alone: Alone, *, pull_timeout_s: float = 4.0) -> Iterator[Apart]:
     relay = Relay()
-    words = ("--prefill-workers", "1", "--decode-workers", "1", "--handover", "always", "--role-switching", "off")
+    words = ("--prefill-workers", "1", "--decode-workers", "1", "--handover", "always")
     words += ("--kv-transport", "tcp", "--kv-lease-s", "0.5")
     with ThreadPoolExecutor(16) as pool:
         server = start_server(*words, command=faulty_server.command(relay.port, pull_timeout_s))

@@ -96,7 +96,7 @@ def hosts_apart(folder: Path, alone: Alone) -> Iterator[Hosts]:
     token = ("--fleet-token-file", str(folder / "token"))
     worker = ("--kv-listen", "127.0.0.1:0", "--kv-transport", "tcp", "--kv-lease-s", "0.5")
     flags = {role: (*token, "--role", role, *worker, "--port", str(free_port())) for role in ROLES}
-    router = ("--handover", "always", "--role-switching", "off", "--silence-s", "1.5")
+    router = ("--handover", "always", "--silence-s", "1.5")
     command = faulty_server.command(relay.port, Hosts.pull_timeout_s)
     with (
         ThreadPoolExecutor(16) as pool,

@@ -8,13 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.bounds import Bounds
-from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.cluster.record import Recorder as FleetRecorder
 from maitred.cluster.replay import replay, split
-from maitred.cluster.roles import RoleScaling
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder, StepRecord
 from maitred.decisions.replay import first_difference
@@ -76,7 +73,7 @@ def fleet(
     objectives: Objectives | None = None,
     **fields: Any,
 ) -> FleetSimulation:
-    of_fleet = {name: fields.pop(name) for name in ("disk", "role_scaling", "cold_start_s") if name in fields}
+    of_fleet = {name: fields.pop(name) for name in ("disk",) if name in fields}
     replicas = [one(role, link, **fields) for role in roles]
     asked, scheduler = HandoverConfig(handover=handover), replicas[0].engine.scheduler
     made = FleetSetup(
@@ -179,31 +176,6 @@ def test_transfers_at_once_share_the_link():
         simulated.run(iter([arrival(f"r{i}", prompt=60, output=3) for i in range(count)]))
         waits.append(simulated.to_json()["handover_wait_s"]["max"])
     assert waits[1] > 1.5 * waits[0]
-
-
-def test_only_the_busy_role_grows_and_nothing_is_lost_when_it_shrinks():
-    scaling = {
-        role: RoleScaling(Bounds(1, 3), Autoscaler(AutoscaleConfig(ttft_objective_s=0.05)))
-        for role in (Role.PREFILL, Role.DECODE)
-    }
-    roles = ["prefill"] * 3 + ["decode"] * 3
-    promised = Objectives(ttft_s=0.02)
-    simulated = fleet(*roles, handover="always", role_scaling=scaling, cold_start_s=0.5, objectives=promised)
-    busy = workload(rate=250.0, num_requests=2500, classes={"a": {"input": 120, "output": 4, "max_tokens": 8}})
-    late = [arrival("late", at=200.0, prompt=50)]
-    simulated.run(iter([*busy.arrivals(), *late]))
-    assert_nothing_is_left(simulated, 2501)
-    assert {name.partition("-")[0] for _, name in simulated.figures.starts} == {"prefill"}  # only the busy role grew
-    assert simulated.figures.role_s["decode"] == simulated.results.ended_at
-
-
-def test_roles_follow_when_the_load_turns_from_prompts_to_answers():
-    prompts = [arrival(f"p{i}", at=i * 0.002, prompt=160, output=2) for i in range(1500)]
-    answers = [arrival(f"a{i}", at=3.0 + i * 0.01, prompt=8, output=200, max_tokens=256) for i in range(1000)]
-    simulated = fleet("prefill", "prefill", "prefill", "decode", handover="always", max_num_seqs=64, num_blocks=2048)
-    simulated.run(iter([*prompts, *answers]))
-    assert_nothing_is_left(simulated, 2500)
-    assert [role for _, _, role in simulated.figures.switches][:1] == ["decode"]
 
 
 def test_a_returning_conversation_finds_its_kv_on_disk():

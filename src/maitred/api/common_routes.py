@@ -25,27 +25,16 @@ def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
     )
 
 
-def role_routes(
-    show: Handler, give: Handler, *, change: type, answer: type, more_errors: tuple[int, ...] = ()
-) -> tuple[Route, ...]:
+def role_route(show: Handler, *, answer: type, more_errors: tuple[int, ...] = ()) -> Route:
     """Which worker does what; a router's workers are whole servers."""
-    roles = partial(Route, path="/admin/roles", answer=answer)
-    return (
-        roles(
-            method="GET",
-            handler=show,
-            summary="The workers: what each is for, and how it is.",
-            admin="see roles",
-            errors=(401, 403, *more_errors),
-        ),
-        roles(
-            method="POST",
-            handler=give,
-            summary="Give a worker another role, without a restart.",
-            admin="change roles",
-            body=change,
-            errors=(400, 401, 403, 413, 415, *more_errors),
-        ),
+    return Route(
+        method="GET",
+        path="/admin/roles",
+        handler=show,
+        summary="The workers: what each is for, and how it is.",
+        answer=answer,
+        admin="see roles",
+        errors=(401, 403, *more_errors),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_routes, usage_route
+from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_route, usage_route
 from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, Generated, GenerateRequest
 from maitred.api.dialects.openai import models
 from maitred.api.dialects.openai import schemas as s
@@ -261,9 +261,7 @@ def _scheduling() -> tuple[Route, ...]:
 def _workers() -> tuple[Route, ...]:
     """Which engine does what."""
     return (
-        *role_routes(
-            admin.show_roles, admin.give_role, change=admin.RoleChange, answer=admin.Roles, more_errors=(404, 503)
-        ),
+        role_route(admin.show_roles, answer=admin.Roles, more_errors=(404, 503)),
         Route(
             method="GET",
             path="/admin/fleet/choices/{id:path}",

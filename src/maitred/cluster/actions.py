@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maitred.cluster.balance import Choice
-from maitred.cluster.disagg import Role
 from maitred.cluster.fleet_request import Failure
 from maitred.errors import MaitredError
 
@@ -71,12 +70,4 @@ class Probe:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """Give a worker another role, and tell `joined` its facts with it. It goes on with what it has."""
-
-    name: str
-    role: Role
-
-
-Action = Bind | Move | Refuse | Start | Sleep | Stop | Probe | Switch
+Action = Bind | Move | Refuse | Start | Sleep | Stop | Probe

@@ -6,14 +6,13 @@ What happens goes in by the methods of `ClusterCore`, what must be done comes ou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from maitred.cluster.actions import Action
 from maitred.cluster.autoscale import FleetFigures
 from maitred.cluster.binding import Binder
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig, Role
+from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.cluster.draining import Draining
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.health import Health
@@ -22,7 +21,6 @@ from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.record import Recorder, core_input
 from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, Report, State, Use
 from maitred.cluster.requests import Requests
-from maitred.cluster.roles import Roles, RoleScaling
 from maitred.cluster.sizing import EVERY_S, Autoscale, Sizing, as_asked
 from maitred.cluster.view import FleetView, view_of
 from maitred.cluster.watch import SILENT, Watch
@@ -48,7 +46,6 @@ class ClusterCore:
         predictor: Predictor | None = None,  # None makes the one that `scheduler` names
         autoscale: Autoscale = as_asked,
         handover: HandoverConfig = DEFAULT_HANDOVER,
-        role_scaling: Mapping[Role, RoleScaling] = MappingProxyType({}),
     ) -> None:
         self.config, self.scheduler, self.handover = config, scheduler, handover
         self.recorder: Recorder | None = None  # is told of all that goes in
@@ -60,7 +57,6 @@ class ClusterCore:
         self._binder = binder
         self._health = Health(config, self.fleet)
         self._sizing = Sizing(config, self.fleet, autoscale)
-        self._roles = Roles(self.fleet, handover, role_scaling)
         self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
         self._draining = Draining(self.fleet, self._sizing, self._requests, self._health)
         self._watch = Watch(config, self.fleet, self._health, self._requests)
@@ -263,13 +259,12 @@ class ClusterCore:
             actions += self._requests.fell_due(request_due, now)
         if self._scale_at is not None and self._scale_at <= now:
             actions += self._resize(now)
-        actions += self._roles.tick(self.num_held, lambda r: self._drain(r, now), now)
         return actions + self._requests.dispatch(now)
 
     def next_tick(self) -> float | None:
         """(s) when something falls due, if nothing else happens; None is never."""
         timers = (self._watch.timers, self._draining.timers, self._requests.timers)
-        times = (self._scale_at, self._roles.next_at, *(each.next_at() for each in timers))
+        times = (self._scale_at, *(each.next_at() for each in timers))
         return min((at for at in times if at is not None), default=None)
 
     # -- to look at
@@ -353,7 +348,6 @@ class ClusterCore:
             self._watch.expect_back(replica, now)
         if state is State.READY:
             self._sizing.is_there(replica, now)
-            self._roles.is_there(replica.name, now)
             self._watch.begin(replica)
 
     def _is_news(self, replica: Replica, told: State) -> bool:
@@ -373,7 +367,6 @@ class ClusterCore:
     def _fleet_changed(self, now: float) -> list[Action]:
         """Who there is, or what they serve."""
         refused: list[Action] = []
-        self._roles.changed(now)
         if self._facts_version != self.fleet.facts_version:
             self._facts_version = self.fleet.facts_version
             refused = self._requests.look_again()

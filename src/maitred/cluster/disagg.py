@@ -80,8 +80,6 @@ class HandoverConfig:
 
     handover: str = "auto"
     """One of HANDOVERS: as foretold, wherever it can be, or never."""
-    role_switching: bool = True
-    """A prefill worker becomes a decode worker, or the other way round, when load turns; the last of a role stays."""
     ttft_s: float | None = None
     """Objectives (s) that choices are held against; without any they shorten the time that all spend together."""
     tpot_s: float | None = None

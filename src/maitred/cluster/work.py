@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import exp
 
-from maitred.cluster.disagg import Option, Role, WorkerFacts, WorkerLoad, chunks_s
+from maitred.cluster.disagg import Option, WorkerFacts, WorkerLoad, chunks_s
 from maitred.cluster.fleet_request import FleetRequest
 from maitred.policy.rules.cost import remaining_outputs
 
@@ -35,25 +35,6 @@ class _Work:
 
 
 @dataclass(slots=True, eq=False)
-class Demand:
-    """For prompts, or for answers, whoever serves them. Counters only grow."""
-
-    num_here: int = 0
-    num_arrived: int = 0
-    num_ended: int = 0
-    served_s: float = 0.0  # computing, of prompts; first token to last, of answers
-
-    def began(self) -> None:
-        self.num_here += 1
-        self.num_arrived += 1
-
-    def ended(self, served_s: float) -> None:
-        self.num_here -= 1
-        self.num_ended += 1
-        self.served_s += served_s
-
-
-@dataclass(slots=True, eq=False)
 class _Part:
     """Of one request."""
 
@@ -62,11 +43,8 @@ class _Part:
     num_tokens: int  # known when it was bound
     kv_bytes: float  # of a hand-over, until it is done
     num_samples: int = 1
-    prompt_s: float = 0.0
     num_new: int = 0  # tokens since
     has_begun: bool = False
-    began_at: float = 0.0  # s, its first token
-    last_at: float = 0.0  # s, and its last so far
 
 
 class WorkBook:
@@ -77,8 +55,6 @@ class WorkBook:
         self._parts: dict[str, _Part] = {}
         self._bytes_in_flight = 0.0  # of all
         self._num_answers, self._mean_outputs = 0.0, 0.0
-        self.mean_tokens = 0.0  # of those that ended, prompt and answer
-        self.demand = {Role.PREFILL: Demand(), Role.DECODE: Demand()}
 
     # -- to look at
 
@@ -112,10 +88,6 @@ class WorkBook:
         )
         return load._replace(queued_tokens=self._left(work, load, now))
 
-    def prompts_s(self, now: float) -> float:
-        """Seconds of prompts that come in a second, for all workers."""
-        return sum(w.prompts_s * exp((w.prompts_at - now) / SHARE_S) for w in self._work.values()) / SHARE_S
-
     def prompts_at(self, name: str) -> list[str]:
         """Requests whose prompts are computed there for others."""
         return [name_of for name_of, part in self._parts.items() if part.prefill == name != part.replica]
@@ -138,8 +110,7 @@ class WorkBook:
         for there in {option.replica, name}:
             self._add(there, part, 1)
         work = self._work[name]
-        self.demand[Role.PREFILL].began()
-        prompt_s = part.prompt_s = chunks_s(WorkerLoad(name, facts), num_uncached, request.num_cached)
+        prompt_s = chunks_s(WorkerLoad(name, facts), num_uncached, request.num_cached)
         work.prompts_s = work.prompts_s * exp((work.prompts_at - now) / SHARE_S) + prompt_s
         work.prompts_at = now
         if not work.queued:
@@ -152,14 +123,11 @@ class WorkBook:
             return
         work = self._work[part.replica]
         if not part.has_begun:
-            part.has_begun, part.began_at = True, now
-            self.demand[Role.PREFILL].ended(part.prompt_s)
-            self.demand[Role.DECODE].began()
+            part.has_begun = True
             self._unqueue(request_id, part).moved_on_at = now
             self._move(part, 1)
             work.rows += part.num_samples
             work.context_tokens += part.num_samples * part.num_tokens
-        part.last_at = now
         part.num_new += num_tokens
         work.context_tokens += num_tokens
         work.held_tokens += num_tokens
@@ -186,14 +154,11 @@ class WorkBook:
             return
         if not part.has_begun:
             self._unqueue(request_id, part)
-            self.demand[Role.PREFILL].num_here -= 1
         self.prefilled(request_id)
         work = self._work[part.replica]
         if part.has_begun:
-            self.demand[Role.DECODE].ended(part.last_at - part.began_at)
             self._num_answers = min(self._num_answers + 1, NUM_REMEMBERED)
             self._mean_outputs += (part.num_new / part.num_samples - self._mean_outputs) / self._num_answers
-            self.mean_tokens += (part.num_tokens + part.num_new - self.mean_tokens) / self._num_answers
             work.rows -= part.num_samples
             work.context_tokens -= part.num_samples * part.num_tokens + part.num_new
         work.held_tokens -= part.num_new

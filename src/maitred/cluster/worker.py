@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from maitred.cluster.disagg import Role, WorkerFacts
 from maitred.cluster.fleet_request import FleetRequest, request_of
 from maitred.cluster.replicas import ReplicaFacts, State
@@ -57,17 +55,14 @@ class Worker:
     number: int
     client: EngineClient
     role: str = "mixed"  # what it is sent: prompts, answers, or both
-    name: str = ""  # the core's; its number, where how many there are does not follow the load
-    is_scaled: bool = False  # it does
-    is_parked: bool = False  # it is not needed, and has no engine
-    is_begun: bool = False  # it had one
     told: WorkerFacts | None = None  # to the core
     is_up: bool = False  # as the core knows it
     num_queued: int = 0  # requests that have no place in its engine
 
     @property
-    def facts_name(self) -> str:
-        return self.name or str(self.number)
+    def name(self) -> str:
+        """The core's."""
+        return str(self.number)
 
     @property
     def is_there(self) -> bool:
@@ -82,8 +77,7 @@ class Worker:
     @property
     def view(self) -> WorkerView:
         """For people."""
-        view = WorkerView.of(self.number, self.client.supervisor.pid, self.client.state(), self.role)
-        return msgspec.structs.replace(view, pid=None, error=None, asleep=True) if self.is_parked else view
+        return WorkerView.of(self.number, self.client.supervisor.pid, self.client.state(), self.role)
 
     @property
     def is_over(self) -> bool:
@@ -96,9 +90,7 @@ class Worker:
         self.told = self.own
         state = State.READY if self.is_up else State.STARTING
         is_silent = self.is_there and not self.is_up
-        return ReplicaFacts(
-            name=self.facts_name, state=state, worker=self.told, is_launched=self.is_scaled, is_silent=is_silent
-        )
+        return ReplicaFacts(name=self.name, state=state, worker=self.told, is_silent=is_silent)
 
     @property
     def own(self) -> WorkerFacts | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from maitred.clock import Clock
-from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop, Switch
+from maitred.cluster.actions import Action, Bind, Move, Refuse
 from maitred.cluster.balance import Choice
 from maitred.cluster.choices import Choices
 from maitred.cluster.core import ClusterCore
@@ -32,14 +32,9 @@ class WorkerRequests:
         workers: Sequence[Worker],
         clock: Clock,
         on_held: Callable[[], None],
-        on_switch: Callable[[int, str], None],
-        on_number: Callable[[Start | Stop], None],
     ) -> None:
-        """`on_held` is told that somebody waits for a worker, `on_switch` which is to have another role, `on_number`
-        that one more, or one less, is to run.
-        """
+        """`on_held` is told that a request waits for a worker."""
         self._core, self._workers, self._clock, self._on_held = core, workers, clock, on_held
-        self._on_switch, self._on_number = on_switch, on_number
         self.choices = Choices()
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
         self.prompts: dict[str, Prompt] = {}  # by the id of each sample, in order of arrival
@@ -108,12 +103,8 @@ class WorkerRequests:
                 case Bind(request_id, choice):
                     self._note(self._by_id[request_id], action)
                     self._bind(self._by_id[request_id], choice)
-                case Switch(name, role):
-                    self._on_switch(self._named(name).number, role.value)
                 case Move(request_id):
                     self._take_back(self._by_id[request_id])
-                case Start() | Stop():
-                    self._on_number(action)
                 case Refuse(request_id, error):
                     self._refuse(self._by_id[request_id], error)
         if self._core.num_held:
@@ -141,7 +132,7 @@ class WorkerRequests:
             prompt.goes_to.client.expect_kv(prompt.spec, computes.client.kv_addresses)
 
     def _named(self, name: str) -> Worker:
-        return next(worker for worker in self._workers if worker.facts_name == name)
+        return self._workers[int(name)]
 
     def _take_back(self, prompt: Prompt) -> None:
         """From a worker that is to end: it goes on with the next that it is bound to."""

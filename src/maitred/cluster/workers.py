@@ -17,8 +17,6 @@ from weakref import WeakSet
 import msgspec
 
 from maitred.clock import Clock
-from maitred.cluster.actions import Start as StartWorker
-from maitred.cluster.actions import Stop as StopWorker
 from maitred.cluster.choices import ChoicesMade
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.core import ClusterCore
@@ -26,7 +24,6 @@ from maitred.cluster.disagg import HandoverConfig
 from maitred.cluster.replicas import Report
 from maitred.cluster.worker import Worker
 from maitred.cluster.worker_blocks import WorkerBlocks
-from maitred.cluster.worker_numbers import WorkerNumbers, scaling_of
 from maitred.cluster.worker_requests import WorkerRequests
 from maitred.cluster.worker_views import live_view_of_all, queue_of_all, queued_request, state_of_all, waiting_request
 from maitred.config import MachineShare, SchedulerConfig
@@ -44,7 +41,7 @@ from maitred.engine.queries import AdapterFolder
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.sleep import Phase
 from maitred.engine.supervisor import Start
-from maitred.errors import ConfigError, EngineDead
+from maitred.errors import EngineDead
 from maitred.objectives import promised
 from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
@@ -79,7 +76,7 @@ class Workers(Replica):
         )
         start = replace(start, config=replace(start.config, share=share))
         self._clock, self._on_admitted = clock, on_admitted
-        self._exchange_kv, self._num_role_switches = share.exchanges_kv, 0
+        self._exchange_kv = share.exchanges_kv
         self.adapters = AdapterBook(
             self._send_all,
             self._introduce,
@@ -89,13 +86,9 @@ class Workers(Replica):
         )
         self._workers = [self._make(n, start, on_event if n == 0 else logger.debug) for n in range(len(roles))]
         config = FleetConfig(slots=scheduler.max_num_seqs, hold_timeout_s=NEVER_S)
-        rules = HandoverConfig(
-            handover=start.process.handover, role_switching=start.process.role_switching == "on", **promised(slo)
-        )
-        scaling = scaling_of(start.process.bounds, rules.ttft_s)
-        self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules, role_scaling=scaling)
-        self._numbers = WorkerNumbers(self._workers, start.process.bounds if scaling else {}, self._begin)
-        self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one, self._switch, self._renumber)
+        rules = HandoverConfig(handover=start.process.handover, **promised(slo))
+        self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules)
+        self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one)
         self._blocks = WorkerBlocks(self._core.index, self._workers, self._report)
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._facts: ModelFacts | None = None
@@ -123,7 +116,6 @@ class Workers(Replica):
     def begin(self) -> None:
         """Start the first engine. In the main thread, as `attach`: a process ends with the thread that began it."""
         self._workers[0].client.begin()
-        self._workers[0].is_begun = True
 
     def wait(self) -> Ready:
         """Until the first has loaded; of all workers together. Raises what keeps it from loading."""
@@ -145,19 +137,13 @@ class Workers(Replica):
             return
         self._loop = loop
         for worker in self._workers:
-            if not worker.is_parked:
-                self._core.joined(worker.facts, self._clock.now())
+            self._core.joined(worker.facts, self._clock.now())
             worker.client.attach(loop)
             self._changed(worker)
-        self._blocks.learn(worker for worker in self._workers if not worker.is_parked)
+        self._blocks.learn(self._workers)
         for worker in self._workers[1:]:
-            if not worker.is_parked:
-                self._begin(worker)
+            worker.client.begin(self._facts)
         self._tick()
-
-    def _begin(self, worker: Worker) -> None:
-        worker.client.begin(self._facts)
-        worker.is_begun = True
 
     async def close(self) -> None:
         """Stop the engines after their current steps; unfinished requests end with EngineDead."""
@@ -205,9 +191,9 @@ class Workers(Replica):
 
     def state(self) -> ReplicaState:
         """Sums over the workers, and of who waits for one."""
-        states = [worker.client.state() for worker in self._workers if not worker.is_parked]
+        states = [worker.client.state() for worker in self._workers]
         total = state_of_all(states, self._requests.num_held, self._requests.ended)
-        return replace(total, num_role_switches=self._num_role_switches, lacking=self._lacking())
+        return replace(total, lacking=self._lacking())
 
     def _lacking(self) -> str | None:
         """Role that no worker can serve now, where prompts are handed over, unless all its workers were given up."""
@@ -228,37 +214,6 @@ class Workers(Replica):
     def choices_of(self, words: str) -> ChoicesMade | None:
         """Where one of the last requests went, and why; None for one that is not known."""
         return self._requests.choices.of(words)
-
-    def give_role(self, number: int, role: str) -> None:
-        """From now on, of one worker; it goes on with what it has. Raises ConfigError, and changes nothing."""
-        if not 0 <= number < len(self._workers):
-            raise ConfigError(f"there is no worker {number}; they are 0 to {len(self._workers) - 1}")
-        if not self._exchange_kv:
-            raise ConfigError("these workers hand nothing over; serve with --prefill-workers and --decode-workers")
-        if self._workers[number].is_scaled:
-            raise ConfigError("how many workers a role has follows the load; serve with numbers in place of MIN:MAX")
-        roles = [role if worker.number == number else worker.role for worker in self._workers]
-        if "prefill" in roles and len(set(roles)) == 1:
-            raise ConfigError(f"worker {number} is the last that answers; give another one that role first")
-        self._switch(number, role)
-
-    def _renumber(self, action: StartWorker | StopWorker) -> None:
-        """As the core says of the workers of a role."""
-        started = isinstance(action, StartWorker)
-        worker = (self._numbers.started if started else self._numbers.stopped)(action.name)
-        if started and worker is not None:
-            self._requests.do(self._core.joined(worker.facts, self._clock.now()))
-            self._blocks.learn([worker])
-        else:
-            self._requests.do(self._core.left(action.name, self._clock.now()))
-
-    def _switch(self, number: int, role: str) -> None:
-        worker = self._workers[number]
-        if worker.role != role:
-            logger.info("worker %d was %s, and is %s", number, worker.role, role)
-            worker.role = role
-            self._num_role_switches += 1
-            self._requests.do(self._core.joined(worker.facts, self._clock.now()))
 
     def why_not_resumed(self, *, same_numbers: bool) -> str | None:
         """None where a stream may go on that another server began; `same_numbers` is whether their fingerprints are."""
@@ -346,7 +301,7 @@ class Workers(Replica):
         self._blocks.tell_router(on_blocks)
 
     def _report(self, worker: Worker, report: Report) -> None:
-        self._requests.do(self._core.reported(worker.facts.name, report, self._clock.now()))
+        self._requests.do(self._core.reported(worker.name, report, self._clock.now()))
 
     # -- workers come and go
 
@@ -357,14 +312,14 @@ class Workers(Replica):
 
     @property
     def _left(self) -> list[Worker]:
-        """Those that were not given up, and are needed."""
-        return [worker for worker in self._workers if not (worker.is_over or worker.is_parked)]
+        """Those that were not given up."""
+        return [worker for worker in self._workers if not worker.is_over]
 
     def _changed(self, worker: Worker) -> None:
         """Its engine has come or gone, fell silent or is heard again. One that is only silent keeps what it has: it
         would still make tokens of it.
         """
-        if self._is_closing or worker.is_parked:
+        if self._is_closing:
             return
         if worker.is_up != worker.seems_up:
             worker.is_up = worker.seems_up
@@ -381,14 +336,12 @@ class Workers(Replica):
         assert self._loop is not None
         self._timer = self._loop.call_later(TICK_S, self._tick)  # first, so that nothing can end the row
         for worker in self._workers:
-            if worker.is_parked:
-                continue
             if worker.is_up != worker.seems_up:
                 self._changed(worker)
             elif worker.is_up and worker.told != worker.own:
                 self._requests.do(self._core.joined(worker.facts, self._clock.now()))
-            elif worker.is_over and self._core.is_idle(worker.facts_name):  # nobody waits for it any more
-                self._requests.do(self._core.left(worker.facts_name, self._clock.now()))
+            elif worker.is_over and self._core.is_idle(worker.name):  # nobody waits for it any more
+                self._requests.do(self._core.left(worker.name, self._clock.now()))
         now, due = self._clock.now(), self._core.next_tick()
         if due is not None and due <= now:
             self._requests.do(self._core.tick(now))

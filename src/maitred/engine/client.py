@@ -49,7 +49,7 @@ from maitred.engine.questions import Questions
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.supervisor import Start, Supervisor
 from maitred.engine.tensors_of_engine import TensorsOfEngine
-from maitred.errors import ConfigError, EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
+from maitred.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
 from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
@@ -208,12 +208,6 @@ class EngineClient(Replica):
     def workers(self) -> tuple[WorkerView, ...]:
         """This one."""
         return (WorkerView.of(0, self.supervisor.pid, self.state(), self.role),)
-
-    def give_role(self, number: int, role: str) -> None:
-        """As routers hear from now on of a worker of several hosts. Raises ConfigError."""
-        if number != 0 or not self.kv_addresses:
-            raise ConfigError("this server has one engine, worker 0, which has a role if served with --kv-listen")
-        self.role = role
 
     # -- sleep
 

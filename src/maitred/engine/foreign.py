@@ -97,6 +97,8 @@ gone: keys and values on disk are not encrypted any more; give --kv-disk a folde
   kv-disk-key-file
 gone: KV is taken from workers of the same weights' dtype, executor and instruction set alone
   kv-compat
+gone: a worker keeps the role it was started with (--prefill-workers, --decode-workers, --role)
+  role-switching
 """
 FLAGS: dict[str, str] = {}  # name -> what it is called here, or why there is none
 for _line in _FLAGS.strip().splitlines():

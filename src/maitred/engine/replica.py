@@ -136,10 +136,6 @@ class Replica:
         """Where one of the last requests went, and why, as a `cluster.choices.ChoicesMade`; None for an unknown one."""
         raise UnsupportedParameter("this server has one engine and nothing to choose; its decision log tells of waits")
 
-    def give_role(self, number: int, role: str) -> None:
-        """Another role for one worker, which goes on with what it has. Raises ConfigError, and changes nothing."""
-        self._refuse("workers with roles")
-
     def tell_router(self, on_blocks: OnBlocks | None) -> None:
         """Measure speed, and tell which blocks can be found by prefix, all that are there first; None tells no more."""
 

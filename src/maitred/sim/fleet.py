@@ -17,7 +17,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest as key_of
 
-from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop, Switch
+from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import FleetRequest, Usage, request_of
 from maitred.cluster.replicas import ReplicaFacts, Report, State
@@ -88,7 +88,6 @@ class FleetSimulation:
             predictor=predictor,
             autoscale=setup.autoscale,
             handover=replace(setup.handover, ttft_s=asked.ttft_s, tpot_s=asked.tpot_s or asked.itl_s),
-            role_scaling=setup.role_scaling,
         )
         rules = self.core.policy.groups, self.core.policy.outranks
         self._handovers = self._make_handovers(setup)
@@ -120,10 +119,7 @@ class FleetSimulation:
         replica_s = self.figures.replica_s
         figures["utilisation"] = self.results.busy_s / replica_s if replica_s > 0 else 0.0
         figures |= self.figures.to_json(self.results)
-        if self._handovers is None:
-            return figures
-        roles = {"replica_s_by_role": self.figures.role_s, "num_role_switches": len(self.figures.switches)}
-        return {**figures, **self._handovers.to_json(), **roles}
+        return figures if self._handovers is None else {**figures, **self._handovers.to_json()}
 
     # -- what happens next
 
@@ -218,8 +214,6 @@ class FleetSimulation:
                 self._start(action)
             elif isinstance(action, Stop):
                 self._stop(action)
-            elif isinstance(action, Switch):
-                self._switch(action)
 
     def _bind(self, bind: Bind) -> None:
         now, live, replica = self._now, self._live[bind.request_id], self._replicas[bind.choice.replica]
@@ -324,7 +318,7 @@ class FleetSimulation:
         if low is not None:
             names = [start.name for start in self.core.scaled(low, high, began_at) if isinstance(start, Start)]
         if self._handovers is not None:
-            names = list(self._setup.first_workers())
+            names = list(self._setup.workers())
         for name in names:
             replica = self._make(name, State.READY)
             self.figures.started(name, self._speeds[replica.number], 0.0)
@@ -346,8 +340,6 @@ class FleetSimulation:
         """It ends, or falls asleep: either way its cache is gone."""
         replica = self._replicas.pop(stop.name)
         replica.is_gone = True
-        if self._handovers is not None:
-            self._handovers.lost(replica, self._now)
         self._unused.append(replica.number)
         self._unused.sort()
         self.figures.stopped(stop.name, self._now)
@@ -365,7 +357,7 @@ class FleetSimulation:
             state=state,
             slots=setup.engine.scheduler.max_num_seqs,
             tokens_per_s=setup.tokens_per_s if setup.tells_speed else None,
-            is_launched=self._setup.low is not None or bool(self._setup.role_scaling),
+            is_launched=self._setup.low is not None,
             worker=setup.worker,
         )
         self._replicas[name] = made = SimulatedReplica(name, number, facts, self._make_engine)
@@ -380,12 +372,6 @@ class FleetSimulation:
         if self._handovers is not None:
             engine.core.on_given_up = partial(self._handovers.given_up, replica)
         return engine
-
-    def _switch(self, switch: Switch) -> None:
-        replica = self._replicas[switch.name]
-        replica.facts = replace(replica.facts, worker=replace(replica.worker, role=switch.role))
-        self.figures.switches.append((self._now, switch.name, switch.role.value))
-        self._carry_out(self.core.joined(replica.facts, self._now))
 
     def _make_handovers(self, setup: FleetSetup) -> Handovers | None:
         if setup.disk is None and (setup.link is None or setup.handover.handover == "never"):

@@ -40,8 +40,6 @@ class FleetFigures:
     num_prompt_tokens: int = 0  # of finished requests
     max_over_mean: Sketch = field(default_factory=Sketch)
     targets: list[tuple[float, int]] = field(default_factory=list)  # (s, replicas there or starting), where it changed
-    switches: list[tuple[float, str, str]] = field(default_factory=list)  # (s, worker, its new role)
-    role_s: dict[str, float] = field(default_factory=dict)  # as replica_s, by what they are named after
     _loads: dict[str, ReplicaLoad] = field(default_factory=dict)
     _span_ends_at: float = SPAN_S
     _num_in_flight: int = 0
@@ -56,10 +54,7 @@ class FleetFigures:
 
     def stopped(self, name: str, now: float) -> None:
         self._pass(now)
-        stayed_s = now - self._loads.pop(name).began_at
-        self.replica_s += stayed_s
-        role = name.rpartition("-")[0]
-        self.role_s[role] = self.role_s.get(role, 0.0) + stayed_s
+        self.replica_s += now - self._loads.pop(name).began_at
         self._note_count(now)
 
     def changed(self, name: str, more: int, now: float) -> None:

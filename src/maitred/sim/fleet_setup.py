@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig, Role, WorkerFacts
-from maitred.cluster.roles import RoleScaling
+from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig, WorkerFacts
 from maitred.cluster.sizing import Autoscale, as_asked
 from maitred.config import DEFAULT_TOKEN_BUDGET, SchedulerConfig
 from maitred.cost_model import CostModel, StepShape
@@ -53,19 +52,16 @@ class FleetSetup:
     """Replicas that are kept asleep when they are stopped, and so need `wake_s` to start."""
     handover: HandoverConfig = DEFAULT_HANDOVER
     """Its objectives are those that results are held against."""
-    role_scaling: Mapping[Role, RoleScaling] = field(default_factory=dict)
-    """How many workers there are of each role, where that follows the load."""
     link: Link | None = None
     """Between workers."""
     disk: SimulatedDisk | None = None
     """That all workers store KV on and read it from; only where all tell what they are as workers."""
 
-    def first_workers(self) -> Iterator[str]:
-        """Those that are there at the beginning, named after their roles."""
+    def workers(self) -> Iterator[str]:
+        """Named after their roles."""
         counts = Counter(one.worker.role for one in self.replicas if one.worker is not None)
         for role, count in counts.items():
-            scaling = self.role_scaling.get(role)
-            yield from (f"{role.value}-{i + 1}" for i in range(count if scaling is None else scaling.bounds.low))
+            yield from (f"{role.value}-{i + 1}" for i in range(count))
 
     def number_for(self, name: str, unused: Sequence[int]) -> int:
         """Of the first replica that is not used, of the role that `name` begins with if it names one."""

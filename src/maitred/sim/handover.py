@@ -366,16 +366,6 @@ class Handovers:
             if move.sender is not None and move.token_at is None and move.sender is not ended_at:
                 move.sender.engine.take_back(request_id)
 
-    def lost(self, replica: SimulatedReplica, now: float) -> None:
-        """It is gone: whoever was to get KV from it computes."""
-        for move in [*self._fetches.values(), *self._moves.values()]:
-            if move.sender is replica:
-                move.holds = False
-                if move.tier:
-                    self._end_fetch(move, move.start, now)
-                else:
-                    self._fall_back(move, now)
-
     def _forget(self, move: _Move, now: float) -> None:
         del self._moves[move.request_id]
         self._close(move, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -44,15 +44,7 @@ class PolicyChange(msgspec.Struct, frozen=True):
     policy: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class RoleChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one worker is to do from now on."""
-
-    worker: int
-    role: Literal["prefill", "decode", "mixed"]
-
-
 _CHANGES = msgspec.json.Decoder(dict[str, Any])
-_ROLE = msgspec.json.Decoder(RoleChange)
 
 
 async def show_queue(app: App, exchange: Exchange) -> None:
@@ -94,16 +86,6 @@ async def show_choices(app: App, exchange: Exchange) -> None:
     if made is None:
         raise RouteNotFound(f"{exchange.parameter!r} is none of the last {MAX_REQUESTS:,} requests that were sent")
     await exchange.answer_json(made)
-
-
-async def give_role(app: App, exchange: Exchange) -> None:
-    """Another role for one worker; answers when it has it, with all of them."""
-    change = await exchange.json(_ROLE)
-    try:
-        app.replica.give_role(change.worker, change.role)
-    except ConfigError as error:
-        raise InvalidRequest(str(error), param="worker") from None
-    await exchange.answer_json(Roles(app.replica.workers()))
 
 
 def policy_view(config: SchedulerConfig, choices: tuple[str, ...]) -> PolicyView:

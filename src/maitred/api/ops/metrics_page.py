@@ -61,7 +61,6 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.SWAPPED_IN_BLOCKS: lambda s: s.num_swapped_in_blocks,
     m.PREFIX_QUERIED: lambda s: s.num_prefix_queried_tokens,
     m.PREFIX_HIT: lambda s: s.num_prefix_hit_tokens,
-    m.ROLE_SWITCHES: lambda s: s.num_role_switches,
 }
 
 

@@ -52,14 +52,6 @@ class Roles(msgspec.Struct, frozen=True):
     workers: tuple[RoutedWorker, ...]
 
 
-class RoleChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one worker is sent from now on."""
-
-    worker: str
-    role: Role
-
-
-_decode_role = msgspec.json.Decoder(RoleChange)
 _decode_named = msgspec.json.Decoder(Named)
 _decode_maybe_named = msgspec.json.Decoder(MaybeNamed)
 _decode_bounds = msgspec.json.Decoder(Bounds)
@@ -79,30 +71,13 @@ async def show_choices(router: Router, exchange: Exchange) -> None:
 
 async def show_roles(router: Router, exchange: Exchange) -> None:
     """The replicas that hand KV over, and what each is sent first."""
-    await exchange.answer_json(_roles(router))
-
-
-async def give_role(router: Router, exchange: Exchange) -> None:
-    """Another role for one worker, as this router sees it; answers with all of them."""
-    change = await exchange.json(_decode_role)
-    roles = {worker.worker: worker.role for worker in _roles(router).workers}
-    if change.worker not in roles:
-        text = f"{change.worker!r} is no worker that hands KV over; there are: {', '.join(roles) or 'none'}"
-        raise InvalidRequest(text, param="worker")
-    if set({**roles, change.worker: change.role}.values()) == {Role.PREFILL}:
-        raise InvalidRequest(f"{change.worker} is the last that answers; give another one that role", param="role")
-    router.fleet.give_role(change.worker, change.role)
-    await exchange.answer_json(_roles(router))
-
-
-def _roles(router: Router) -> Roles:
     core = router.fleet.core.fleet
     found = [
         RoutedWorker(name, replica.facts.worker.role, replica.state.value, live.kv_addresses, replica.load)
         for name, live in sorted(router.fleet.replicas.items())
         if (replica := core.by_name.get(name)) is not None and replica.facts.worker is not None
     ]
-    return Roles(tuple(found))
+    await exchange.answer_json(Roles(tuple(found)))
 
 
 async def drain(router: Router, exchange: Exchange) -> None:

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from maitred.api.http.logs import log_fields
@@ -15,10 +15,10 @@ from maitred.api.route.bills import Bills
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.clock import Clock
-from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop, Switch
+from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop
 from maitred.cluster.choices import Choices
 from maitred.cluster.core import ClusterCore
-from maitred.cluster.disagg import Role, WorkerFacts
+from maitred.cluster.disagg import WorkerFacts
 from maitred.cluster.fleet_request import Failure, FleetRequest, Usage
 from maitred.cluster.origins import Origin
 from maitred.cluster.replica_events import KVWorker
@@ -41,7 +41,6 @@ class LiveReplica:
     cards: Sequence[dict[str, Any]] = ()  # of its models, as it lists them
     adapters: frozenset[str] = frozenset()  # names of cards that have a parent
     kv_addresses: tuple[str, ...] = ()  # where others pull its KV
-    role: Role | None = None  # that it was given here; None is the one it was started with
     follower: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -153,21 +152,9 @@ class Fleet:
         self._do(self.core.left(name, self.clock.now(), returns=returns))
 
     def work(self, live: LiveReplica, worker: KVWorker | None) -> WorkerFacts | None:
-        """What it tells of itself as a worker, with the role that it has here."""
+        """What it tells of itself as a worker."""
         live.kv_addresses = worker.addresses if worker is not None else ()
-        if worker is None or live.role is None:
-            return worker.facts if worker is not None else None
-        return replace(worker.facts, role=live.role)
-
-    def give_role(self, name: str, role: Role) -> None:
-        """From now on, of one that tells that it is a worker; it goes on with what it has."""
-        live = self.replicas.get(name)
-        if live is None or live.facts.worker is None or live.facts.worker.role is role:
-            return
-        fields = {"replica": name, "role": role.value, "before": live.facts.worker.role.value}
-        log_fields(logger, logging.INFO, "a worker has another role", fields)
-        live.role = role
-        self.tell(live, replace(live.facts, worker=replace(live.facts.worker, role=role)))
+        return worker.facts if worker is not None else None
 
     def restart(self, name: str | None) -> None:
         """Replace it, or each, by a new one that is there first."""
@@ -287,8 +274,6 @@ class Fleet:
                     self._probe(name)
                 case Start(name, origin):
                     self._launch(name, origin)
-                case Switch(name, role):
-                    self.give_role(name, role)
                 case Sleep(name):
                     if self.launching is not None:
                         self.launching.sleep(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import maitred
-from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_routes, usage_route
+from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_route, usage_route
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
@@ -103,7 +103,7 @@ ROUTES = RouteTable(
             admin="see choices",
             errors=(401, 403, 404),
         ),
-        *role_routes(admin.show_roles, admin.give_role, change=admin.RoleChange, answer=admin.Roles),
+        role_route(admin.show_roles, answer=admin.Roles),
         _order(
             path="/admin/fleet/drain",
             handler=admin.drain,

@@ -17,7 +17,7 @@ from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.config import PLACEMENTS, FleetConfig, SharedConfig
 from maitred.cluster.disagg import HandoverConfig
 from maitred.cluster.origins import Target, parse_target
-from maitred.config import HANDOVERS, SWITCHING, AdmissionConfig, SchedulerConfig, ServerConfig
+from maitred.config import HANDOVERS, AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.errors import ConfigError
 from maitred.objectives import promised
 
@@ -80,13 +80,11 @@ class RouteOptions:
     handover: str = option("auto", choices=HANDOVERS)
     """Among replicas that give their KV (serve --kv-listen): whether a prompt is computed by another one than its
     answer. auto does as foretold from queues, free blocks and what steps and transfers take; always; never."""
-    role_switching: str = option("on", choices=SWITCHING)
-    """Among these: one that computes prompts is sent answers, or the other way round, when load turns."""
     reuse_port: bool = False
     """Listen beside other routers on the same port; a new one takes over when the old one ends."""
 
     def __post_init__(self) -> None:
-        choices = {"launch": LAUNCHERS, "placement": PLACEMENTS, "handover": HANDOVERS, "role_switching": SWITCHING}
+        choices = {"launch": LAUNCHERS, "placement": PLACEMENTS, "handover": HANDOVERS}
         for name, names in choices.items():
             if (value := getattr(self, name)) not in names:
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(names)}")
@@ -163,9 +161,7 @@ def _router(
         shared=options[SharedConfig],
         autoscale=Autoscaler(AutoscaleConfig(idle_s=given.idle_s, ttft_objective_s=objective_s)),
         launch=launch,
-        handover=HandoverConfig(
-            handover=given.handover, role_switching=given.role_switching == "on", **promised(server.slo)
-        ),
+        handover=HandoverConfig(handover=given.handover, **promised(server.slo)),
         bounds=Bounds.parse(given.replicas) if given.replicas is not None else None,
         ledger=ledger,
     )

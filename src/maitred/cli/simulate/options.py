@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maitred.cli.flags import option
-from maitred.config import HANDOVERS, MAX_SPECULATIVE_TOKENS, SIMULATED_PREDICTOR_NAMES, SWITCHING, SchedulerConfig
+from maitred.config import HANDOVERS, MAX_SPECULATIVE_TOKENS, SIMULATED_PREDICTOR_NAMES, SchedulerConfig
 from maitred.errors import ConfigError
 
 DEVICES = ("a100", "h100", "h200", "mi300x", "tpu-v5e", "cpu")
@@ -108,10 +108,10 @@ class SimulatedFleetOptions:
 class SimulatedWorkerOptions:
     """Workers that hand KV over"""
 
-    prefill_workers: str | None = option(None, metavar="N|MIN:MAX")
-    """Simulate workers behind one port: so many to which prompts are sent first; with MIN:MAX as the load asks for."""
-    decode_workers: str | None = option(None, metavar="N|MIN:MAX")
-    """So many that go on with the answers; with MIN:MAX as the load asks for."""
+    prefill_workers: int = 0
+    """Simulate workers behind one port: so many to which prompts are sent first."""
+    decode_workers: int = 0
+    """So many that go on with the answers."""
     mixed_workers: int = 0
     """So many for both."""
     prefill_device: str | None = option(None, metavar="NAME|FILE", choices=DEVICES)
@@ -124,8 +124,6 @@ class SimulatedWorkerOptions:
     """Between workers: shm, tcp, 10gbe, 25gbe, 100gbe, 400g, nvlink, a rate such as 100MB/s, or none."""
     handover: str = option("auto", metavar="RULE", choices=HANDOVERS)
     """Whether one worker computes a prompt and another answers: auto, always or never, as of `maitred serve`."""
-    role_switching: str = option("on", metavar="on|off", choices=SWITCHING)
-    """Whether prefill workers become decode workers, and the other way round, when load turns; not with MIN:MAX."""
     kv_disk_bytes: int | None = option(None, metavar="BYTES")
     """Disk tier of all workers: ended requests' KV is stored there, and read where that is quicker than computing."""
 

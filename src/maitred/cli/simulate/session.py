@@ -208,7 +208,7 @@ def _simulate_fleet(
         ttft_objective_s=inputs.objectives.ttft_s,
     )
     simulation = FleetSimulation(
-        setup if workers is None else workers.setup(setup, targets, inputs.objectives.ttft_s),
+        setup if workers is None else workers.setup(setup, targets),
         Results(inputs.objectives, targets[0].edge),
         seed=inputs.seed,
         tenants=inputs.terms,

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from maitred.bounds import Bounds
 from maitred.cli.flags import UsageError
 from maitred.cli.simulate.sources import Target
-from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
-from maitred.cluster.roles import RoleScaling
 from maitred.errors import ConfigError
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import EngineSetup
@@ -25,7 +22,7 @@ ANY_ROLE = (Role.PREFILL, Role.DECODE, Role.MIXED)
 
 
 class Worker(NamedTuple):
-    """One that there may be."""
+    """One of them."""
 
     role: Role
     device: str | None  # None is --device's default
@@ -35,8 +32,7 @@ class Worker(NamedTuple):
 class WorkersAsked:
     """What the flags ask for."""
 
-    bounds: dict[Role, Bounds]
-    workers: list[Worker]  # as many as there may be, role by role
+    workers: list[Worker]  # role by role
     link: Link | None
     options: SimulatedWorkerOptions
 
@@ -44,13 +40,7 @@ class WorkersAsked:
     def devices(self) -> list[str | None]:
         return [worker.device for worker in self.workers]
 
-    @property
-    def scaling(self) -> dict[Role, Bounds]:
-        """Of the roles whose number follows the load; all but mixed workers where one of them does."""
-        follows = any(bounds.low < bounds.high for bounds in self.bounds.values())
-        return {role: bounds for role, bounds in self.bounds.items() if follows and role is not Role.MIXED}
-
-    def setup(self, plain: FleetSetup, targets: list[Target], ttft_objective_s: float | None) -> FleetSetup:
+    def setup(self, plain: FleetSetup, targets: list[Target]) -> FleetSetup:
         """`plain` with a role for each of its replicas, whose targets these are."""
         asked, disk_bytes = self.options, self.options.kv_disk_bytes
         replicas = [
@@ -59,14 +49,10 @@ class WorkersAsked:
         ]
         return replace(
             plain,
-            handover=HandoverConfig(handover=asked.handover, role_switching=asked.role_switching == "on"),
+            handover=HandoverConfig(handover=asked.handover),
             replicas=replicas,
             link=self.link,
             disk=None if disk_bytes is None else _disk(disk_bytes, replicas[0].worker),
-            role_scaling={
-                role: RoleScaling(bounds, Autoscaler(AutoscaleConfig(ttft_objective_s=ttft_objective_s)))
-                for role, bounds in self.scaling.items()
-            },
         )
 
 
@@ -76,37 +62,25 @@ def workers_of(
     """None where no flag asks for workers. Raises UsageError, in one line with the remedy."""
     if options == type(options)():
         return None
-    if options.handover == "never" and any(
-        ":" in str(word) for word in (options.prefill_workers, options.decode_workers)
-    ):
-        raise UsageError("--handover never has no roles to scale; give --fleet MIN:MAX, or leave --handover out")
     if fleet.fleet is not None or fleet.fleet_devices is not None:
         raise UsageError("--fleet is for replicas that hand nothing over; for workers give --mixed-workers N instead")
     counts = {role: getattr(options, f"{role.value}_workers") for role in ANY_ROLE}
-    bounds = {role: _bounds(role, str(word)) for role, word in counts.items() if word}
-    if not bounds:
+    for role, count in counts.items():
+        if not 0 <= count <= MAX_WORKERS:
+            raise UsageError(f"--{role.value}-workers is {count}; give from 0 to {MAX_WORKERS}")
+    if not any(counts.values()):
         _refuse_without_workers(options)
-        bounds = {Role.MIXED: Bounds(1, 1)}
-    if set(bounds) in ({Role.PREFILL}, {Role.DECODE}):
-        (role,) = bounds
+        counts[Role.MIXED] = 1
+    if (roles := {role for role, count in counts.items() if count}) in ({Role.PREFILL}, {Role.DECODE}):
+        (role,) = roles
         other = "decode" if role is Role.PREFILL else "prefill"
         raise UsageError(f"--{role.value}-workers are alone; add --{other}-workers N or --mixed-workers N")
     workers = [
         Worker(role, getattr(options, f"{role.value}_device") or device)
-        for role, bound in bounds.items()
-        for _ in range(bound.high)
+        for role, count in counts.items()
+        for _ in range(count)
     ]
-    return WorkersAsked(bounds, workers, _link(options), options)
-
-
-def _bounds(role: Role, word: str) -> Bounds:
-    try:
-        bounds = Bounds.parse(word)
-    except ConfigError as error:
-        raise UsageError(f"--{role.value}-workers {error}") from None
-    if not 1 <= bounds.low <= bounds.high <= MAX_WORKERS:
-        raise UsageError(f"--{role.value}-workers is {word!r}; give from 1 to {MAX_WORKERS}, the last of a role stays")
-    return bounds
+    return WorkersAsked(workers, _link(options), options)
 
 
 def _refuse_without_workers(options: SimulatedWorkerOptions) -> None:
