@@ -1,8 +1,9 @@
 """Grammars of an executor's requests: matchers live in a worker process, their masks in memory shared with it.
 
-A step costs one message to the worker, which tells the sampled tokens, and one short answer: what is forced now, and
-who is complete. The masks for the next tokens are written while the next forward pass runs. A worker that ends or does
-not answer is begun again and told all tokens, so only time is lost; who it was working on twice ends with an error.
+A step costs one message to the worker, which tells the sampled tokens, and one short answer: forced tokens, and
+complete requests. The masks for the next tokens are written while the next forward pass runs. A worker that ends or
+does not answer is begun again and told all tokens, so only time is lost; a request that it was working on twice ends
+with an error.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Done = Callable[[str, bool], None]
 
 
 class Bound(NamedTuple):
-    """What a worker must be told of a request when it is begun."""
+    """Facts that a new worker must be told of a request."""
 
     grammar: str
     forces: bool
@@ -59,7 +60,7 @@ class Bound(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class GrammarSlot:
-    """One held request's grammar: where its mask lies, and what became of it."""
+    """Grammar of one held request: the place of its mask, and its outcome."""
 
     number: int
     bound: Bound
@@ -103,18 +104,18 @@ class Grammars:
         self._compilations: queue.SimpleQueue[tuple[str, Done] | None] = queue.SimpleQueue()
         self._compiling: threading.Thread | None = None
         # of the executor's thread
-        self._told: GrammarProcess | None = None  # who knows of the slots
+        self._told: GrammarProcess | None = None  # knows the slots
         self._slots: dict[int, GrammarSlot] = {}
         self._free: list[int] = list(range(MAX_SLOTS))
         self._closed: list[int] = []
         self._opened: list[GrammarSlot] = []
         self._number = 0  # of the last step that was sent
-        self._num_filled = 0  # number of the last whose masks are there
+        self._num_filled = 0  # number of the last step with masks
         self._num_restarts = 0  # since the last answer
 
     @property
     def worker_pid(self) -> int | None:
-        """None while there is none."""
+        """Process id; None while there is no worker."""
         return None if self._worker is None else self._worker.pid
 
     # -- before a request is scheduled
@@ -167,14 +168,15 @@ class Grammars:
             self._closed.append(held.number)
 
     def tell(self) -> None:
-        """Those that came and went; their masks are made from now on. A worker that is busy hears of them later, so
-        that what it is sent never waits for it."""
+        """Tell the worker of requests that came and went; their masks are made from now on. A busy worker hears of them
+        later, so that messages never wait for it.
+        """
         if self._opened and not self._is_busy:
             self._send([])
 
     @property
     def may_draft(self) -> bool:
-        """Whether `draft` may be called: the worker has told all it was asked for, so that it never waits."""
+        """Return whether `draft` may be called: the worker has answered everything, so that it never waits."""
         if self._is_busy and not self._opened:
             self._receive(self._answer_s, 0.0)
         return not self._is_busy and not self._opened
@@ -192,8 +194,9 @@ class Grammars:
         self._send([], told)
 
     def wait(self, patience_s: float = math.inf) -> bool:
-        """Until the masks of all slots are there, but for those that have an `error` or are `complete` now. False when
-        they are not after `patience_s` (s), as when the worker had to be begun again."""
+        """Wait until the masks of all slots are there, except those that have an `error` or are `complete` now. False
+        when they are not after `patience_s` (s), as when the worker had to be begun again.
+        """
         until = time.monotonic() + patience_s
         while self._is_busy or self._opened:
             self.tell()
@@ -229,7 +232,7 @@ class Grammars:
         return self._num_filled < self._number
 
     def _send(self, advanced: list[Advanced], drafted: Sequence[Drafted] = ()) -> bool:
-        """Whether the worker was told; another one was begun otherwise."""
+        """Send to the worker; return whether it was told. Another one was started otherwise."""
         self._number += 1
         opened = [_opening(held, self._number) for held in self._opened]
         step = Step(self._number, self._closed, opened, advanced, list(drafted))
@@ -244,7 +247,7 @@ class Grammars:
         return True
 
     def _receive(self, limit_s: float, patience_s: float) -> Outcomes | Filled | None:
-        """None when there is none yet, or another worker was begun meanwhile."""
+        """Receive an answer; None when there is none yet, or another worker was started meanwhile."""
         assert self._told is not None, "nobody was asked"
         try:
             answer = self._told.receive(limit_s, patience_s)
@@ -258,7 +261,7 @@ class Grammars:
         return answer
 
     def _take_in(self, filled: Filled) -> None:
-        """What is said of slots, unless it was of who was there before."""
+        """Take in the answer on slots, except on slots that have changed hands."""
         self._num_filled = filled.number
         there = {number: held for number, held in self._slots.items() if (held.told_in or math.inf) <= filled.number}
         for number, error in filled.errors:
@@ -290,7 +293,7 @@ class Grammars:
             self._give_up(f"no process for grammars could be begun: {error}")
 
     def _blame(self) -> None:
-        """Who was being worked on when the worker ended, if one did."""
+        """Blame the request that was being worked on when the worker ended, if there was one."""
         if self._told is None:
             return
         memory = self._mapped()
@@ -320,7 +323,7 @@ class Grammars:
             return self._worker
 
     def _replace(self, lost: GrammarProcess | None) -> None:
-        """By a new one, when it is next asked for; unless that happened already."""
+        """Replace the worker by a new one, when it is next asked for; unless that happened already."""
         if lost is None:
             return
         with self._lock:
@@ -345,7 +348,9 @@ def _stamp_of(file: Path) -> tuple[int, int] | None:
 
 
 def may_force(sampling: SamplingParams) -> bool:
-    """Whether sampling under a mask of one token gives that token, whatever the logits, and nobody asks for these."""
+    """Return whether sampling under a mask of one token gives that token, whatever the logits, which are not asked
+    for.
+    """
     hides = sampling.min_tokens or sampling.bad_words or sampling.allowed_token_ids is not None
     return sampling.logprobs is None and not hides
 

@@ -54,7 +54,7 @@ class Drafted(Frame, frozen=True, array_like=True):
 
 
 class Step(Frame, frozen=True, array_like=True):
-    """What happened since the last one, in this order. `Outcomes` answers it if anything advanced, then `Filled`."""
+    """Events since the last step, in this order. `Outcomes` answers it if anything advanced, then `Filled`."""
 
     number: int
     closed: list[int]
@@ -64,7 +64,7 @@ class Step(Frame, frozen=True, array_like=True):
 
 
 class Outcome(Frame, frozen=True, array_like=True):
-    """What came of an `Advanced`."""
+    """Outcome of an `Advanced`."""
 
     slot: int
     forced: list[int]  # tokens after it that the grammar left no choice for
@@ -94,8 +94,7 @@ decode_answer: Callable[[bytes], Outcomes | Filled] = msgspec.msgpack.Decoder(Ou
 
 
 class MaskMemory:
-    """Shared memory of masks, one row a slot, then one a draft; and what the worker works on, so that who outlives it
-    knows."""
+    """Shared memory of masks, one row a slot, then one a draft; and the worker's present request, to outlive it."""
 
     def __init__(self, fd: int, vocab_size: int) -> None:
         self.fd, self.vocab_size = fd, vocab_size
@@ -110,7 +109,7 @@ class MaskMemory:
         return _HEADER_BYTES + row * self._row_bytes
 
     def write(self, row: int, mask: bytes) -> None:
-        """As many words as there are logits."""
+        """Write as many words as there are logits."""
         start = self.offset(row)
         self.memory[start : start + 4 * self.num_words] = mask[: 4 * self.num_words]
 

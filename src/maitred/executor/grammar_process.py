@@ -30,7 +30,7 @@ SEND_S = 5  # a step larger than the channel's buffer waits for its reader
 
 
 class WorkerLost(Exception):
-    """It ended, or did not answer in time."""
+    """The worker ended, or did not answer in time."""
 
 
 class GrammarProcess:
@@ -102,7 +102,7 @@ class GrammarProcess:
         return message
 
     def _is_there(self, channel: Connection, limit_s: float) -> bool:
-        """Whether there is something to receive, or the channel's end, within `limit_s`."""
+        """Return whether there is something to receive, or the channel's end, within `limit_s`."""
         try:
             return channel.poll(max(0.0, limit_s))
         except OSError:

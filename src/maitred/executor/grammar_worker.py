@@ -138,7 +138,7 @@ class Slot:
         return self._matcher.is_stopped()
 
     def masks_after(self, token_ids: Sequence[int]) -> Iterator[bytes]:
-        """After each of these, were it output; ends with the first that the grammar does not allow, or ends at."""
+        """Return the masks after each of these, were it output; end with the first that the grammar does not allow."""
         ahead = self._matcher.deep_copy()
         for token_id in token_ids:
             if ahead.is_stopped() or not ahead.validate_tokens([token_id]):
@@ -209,7 +209,7 @@ class StepServer:
             return Outcome(advanced.slot, [], False, str(fault))
 
     def _fill_after(self, drafted: Drafted) -> int:
-        """How many masks there are after drafts."""
+        """Fill the masks after drafts; return their number."""
         slot, count = self._slots.get(drafted.slot), 0
         if slot is None:
             return 0

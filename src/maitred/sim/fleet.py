@@ -42,7 +42,7 @@ MOST_CHANGES = 1 << 30  # all
 
 
 class _Phase(IntEnum):
-    """What comes first of what happens at one moment."""
+    """Order of events at one moment."""
 
     STEP_ENDS = 0
     TRANSFER = 1
@@ -100,7 +100,7 @@ class FleetSimulation:
         self._now = 0.0
 
     def run(self, arrivals: Iterator[Arrival]) -> Results:
-        """Until the last request has ended; `arrivals` is read as time goes on, one ahead."""
+        """Run until the last request has ended; `arrivals` is read as time goes on, one ahead."""
         self._clients.begin(arrivals)
         self._open()
         while self._live or self._clients.next_at is not None:
@@ -110,7 +110,7 @@ class FleetSimulation:
 
     @property
     def replicas(self) -> Mapping[str, SimulatedReplica]:
-        """Those that there are, by name."""
+        """Replicas by name."""
         return self._replicas
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class FleetSimulation:
                 happen(replica, at)
 
     def _happens_at(self, now: float) -> bool:
-        """Whether something else does, which the next step may be about."""
+        """Return whether another event happens, which the next step may be about."""
         arrives_at = self._clients.next_at
         return (bool(self._events) and self._events[0][0] <= now) or (arrives_at is not None and arrives_at <= now)
 
@@ -175,7 +175,7 @@ class FleetSimulation:
         return request_of(spec, keys, key_of(session.encode()) if session else None)
 
     def _shed(self, request_id: str, now: float) -> None:
-        """Where it has not begun."""
+        """Shed the request where it has not begun."""
         replica = self._at.get(request_id)
         if replica is not None and not replica.engine.scheduler.waits_to_start(request_id):
             return
@@ -189,7 +189,7 @@ class FleetSimulation:
         self._clients.refused(self._live.pop(request_id), error, self._now)
 
     def _take_back(self, request_id: str) -> None:
-        """From its replica, if it has one; whatever the step under way gives it is lost."""
+        """Take the request back from its replica, if it has one; the result of the step under way is lost."""
         replica = self._at.pop(request_id, None)
         if replica is None:
             return
@@ -289,7 +289,7 @@ class FleetSimulation:
         self._carry_out(self.core.ended(request_id, usage, now))
 
     def _note_changes(self, replica: SimulatedReplica, now: float) -> None:
-        """What its cache has, or has no more, is told at its next beat."""
+        """Note changes of a replica's cache, told at its next beat."""
         if replica.is_reporting or not replica.engine.kv_cache.changes:
             return
         replica.is_reporting = True
@@ -305,14 +305,14 @@ class FleetSimulation:
             self._carry_out(self.core.reported(replica.name, Report(stored=stored, removed=removed), now))
 
     def _keys_of(self, names: Sequence[bytes]) -> list[int]:
-        """Of blocks that are the last of a key."""
+        """Return the keys of blocks that are the last of a key."""
         every = self._key_blocks
         return [key_of(name) for name in names if (int.from_bytes(name[-4:], "little") + 1) % every == 0]
 
     # -- replicas come and go
 
     def _open(self) -> None:
-        """Those that are there at the beginning, begun so long before that their starts teach what a start takes."""
+        """Open the first replicas, begun so long before that their starts teach what a start takes."""
         low, high, began_at = self._setup.low, len(self._setup.replicas), -self._setup.cold_start_s
         names = [f"replica-{number + 1}" for number in range(high)]
         if low is not None:
@@ -337,7 +337,7 @@ class FleetSimulation:
         self._carry_out(self.core.joined(replica.facts, now))
 
     def _stop(self, stop: Stop) -> None:
-        """It ends, or falls asleep: either way its cache is gone."""
+        """Stop a replica: it ends, or falls asleep; either way its cache is gone."""
         replica = self._replicas.pop(stop.name)
         replica.is_gone = True
         self._unused.append(replica.number)

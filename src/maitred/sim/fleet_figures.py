@@ -1,4 +1,4 @@
-"""What a simulated fleet costs and how evenly it is loaded, besides what its clients see."""
+"""Figures of a simulated fleet: its cost and how evenly it is loaded, besides its clients' figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_LOAD = 8.0  # in flight on average: with fewer, the most loaded replica is f
 
 @dataclass(slots=True, eq=False)
 class ReplicaLoad:
-    """Of one replica while it is there; loads count beside the speed of its device."""
+    """Load of one replica while it is there; loads count beside the speed of its device."""
 
     speed: float
     began_at: float  # s, as all times; its start, for it costs from then on
@@ -31,19 +31,19 @@ class ReplicaLoad:
 
 @dataclass(slots=True, eq=False)
 class FleetFigures:
-    """Loads are averaged over spans of a second, of replicas that are ready at its end; those after the last was
-    bound do not count, for where nobody comes replicas run empty one by one, whatever the balance did.
+    """Figures of a fleet. Loads are averaged over spans of a second, of replicas that are ready at its end; spans after
+    the last binding do not count, because without arrivals replicas run empty one by one, whatever the balance did.
     """
 
     replica_s: float = 0.0
-    starts: list[tuple[float, str]] = field(default_factory=list)  # (s, who) besides those there at the beginning
+    starts: list[tuple[float, str]] = field(default_factory=list)  # (s, name) besides those there at the beginning
     num_prompt_tokens: int = 0  # of finished requests
     max_over_mean: Sketch = field(default_factory=Sketch)
     targets: list[tuple[float, int]] = field(default_factory=list)  # (s, replicas there or starting), where it changed
     _loads: dict[str, ReplicaLoad] = field(default_factory=dict)
     _span_ends_at: float = SPAN_S
     _num_in_flight: int = 0
-    _since_bound: list[float] = field(default_factory=list)  # of spans that count if somebody is bound later
+    _since_bound: list[float] = field(default_factory=list)  # of spans that count if a request is bound later
 
     def started(self, name: str, speed: float, now: float) -> None:
         self._loads[name] = ReplicaLoad(speed, now, counted_until=now)
@@ -58,7 +58,7 @@ class FleetFigures:
         self._note_count(now)
 
     def changed(self, name: str, more: int, now: float) -> None:
-        """So many more are in flight there, or fewer."""
+        """Count so many more in flight there, or fewer."""
         self._pass(now)
         load = self._loads[name]
         load.count_until(now)
@@ -72,7 +72,7 @@ class FleetFigures:
             self.stopped(name, now)
 
     def to_json(self, results: Results) -> dict[str, Any]:
-        """What `maitred simulate --fleet --json` has besides the figures of one engine."""
+        """Return the figures that `maitred simulate --fleet --json` has besides those of one engine."""
         prompts = self.num_prompt_tokens
         return {
             "prefix_hit_ratio": results.num_cached_tokens / prompts if prompts else 0.0,
@@ -114,7 +114,7 @@ class FleetFigures:
 
 @dataclass(slots=True)
 class HandoverFigures:
-    """What came of all of them."""
+    """Figures of all hand-overs."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wait_s: Sketch = field(default_factory=Sketch)  # from the first token until the receiver could go on

@@ -1,4 +1,4 @@
-"""What a simulated fleet is made of."""
+"""Setup of a simulated fleet."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ReplicaSetup:
     engine: EngineSetup
     cost_model: CostModel
     tells_speed: bool = True
-    """Whether the router knows how fast its device is."""
+    """The router knows how fast its device is."""
     worker: WorkerFacts | None = None
-    """What it tells of itself where it may hand KV over."""
+    """Facts that it tells of itself where it may hand KV over."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of prompts, in steps of as many tokens as there may be."""
+        """Return the prompt tokens a second, in steps of as many tokens as there may be."""
         budget = self.engine.scheduler.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
         return budget / self.cost_model.step_s(StepShape(prefill_tokens=budget, rows=1))
 
@@ -40,9 +40,9 @@ class FleetSetup:
 
     config: FleetConfig
     scheduler: SchedulerConfig
-    """Of the router's queue: its policy."""
+    """Scheduler of the router's queue: its policy."""
     replicas: Sequence[ReplicaSetup]
-    """As many as there may be at once, in the order in which they are started."""
+    """Replicas, as many as there may be at once, in the order in which they are started."""
     low: int | None = None
     """Fewest there are to be, and as many are there at the beginning; None keeps all of them."""
     autoscale: Autoscale = as_asked
@@ -51,11 +51,11 @@ class FleetSetup:
     num_asleep: int = 0
     """Replicas that are kept asleep when they are stopped, and so need `wake_s` to start."""
     handover: HandoverConfig = DEFAULT_HANDOVER
-    """Its objectives are those that results are held against."""
+    """Hand-over, with the objectives by which results are judged."""
     link: Link | None = None
-    """Between workers."""
+    """Link between workers."""
     disk: SimulatedDisk | None = None
-    """That all workers store KV on and read it from; only where all tell what they are as workers."""
+    """Disk on which all workers store KV; only where all tell their facts as workers."""
 
     def workers(self) -> Iterator[str]:
         """Named after their roles."""
@@ -64,6 +64,6 @@ class FleetSetup:
             yield from (f"{role.value}-{i + 1}" for i in range(count))
 
     def number_for(self, name: str, unused: Sequence[int]) -> int:
-        """Of the first replica that is not used, of the role that `name` begins with if it names one."""
+        """Return the number of the first unused replica, of the role that `name` begins with if it names one."""
         of_role = [n for n in unused if (told := self.replicas[n].worker) and name.startswith(told.role)]
         return (of_role or unused)[0]

@@ -83,8 +83,8 @@ class _Move:
 
 
 class Handovers:
-    """Of one fleet. `wake` is told of replicas that have something to do, `rid` of requests whose prefill worker is rid
-    of them; `expect` calls back at a time, if that replica is still there.
+    """Hand-overs of one fleet. `wake` is told of replicas that have something to do, `rid` of requests that have left
+    their prefill worker; `expect` calls back at a time, if that replica is still there.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Handovers:
 
     @property
     def next_at(self) -> float | None:
-        """When the next transfer has ended (s)."""
+        """Return when the next transfer has ended (s)."""
         return min((at for links in self._all_links if (at := links.next_at) is not None), default=None)
 
     @property
@@ -156,7 +156,7 @@ class Handovers:
     def _hand_over(
         self, live: SimulatedRequest, receiver: SimulatedReplica, prefill: SimulatedReplica, now: float
     ) -> bool:
-        """Whether the receiver has reserved blocks for its prompt, and `prefill` computes it."""
+        """Hand over; return whether the receiver has reserved blocks for its prompt, and `prefill` computes it."""
         spec, arrival = live.spec, live.arrival
         reserved = receiver.engine.core.reserve(spec.request_id, spec.num_prompt_tokens)
         if reserved is None:
@@ -193,7 +193,7 @@ class Handovers:
     def _fetch_from_disk(
         self, live: SimulatedRequest, worker: SimulatedReplica, disk: SimulatedDisk, now: float
     ) -> None:
-        """Where that takes less time than computing."""
+        """Fetch from disk where that takes less time than computing."""
         facts, state = worker.worker, worker.engine.scheduler.request(live.spec.request_id)
         if state is None:
             return
@@ -214,7 +214,7 @@ class Handovers:
         peer: SimulatedReplica | None,
         now: float,
     ) -> bool:
-        """Whether there is anything of those blocks to fetch, and room for it."""
+        """Begin a fetch; return whether there is anything of those blocks to fetch, and room for it."""
         facts = worker.worker
         reserved = worker.engine.core.reserve(request_id, num_blocks * facts.block_size) if num_blocks else None
         if reserved is None:
@@ -231,7 +231,7 @@ class Handovers:
         self._end_fetch(move, move.end, now)
 
     def _end_fetch(self, move: _Move, num_tokens: int, now: float) -> None:
-        """So much of it came."""
+        """End a fetch of which so much came."""
         del self._fetches[move.request_id]
         self._close(move, now)
         move.receiver.engine.wait_until(now)
@@ -275,7 +275,7 @@ class Handovers:
         return told._replace(finish_reason=None, timing=None)
 
     def _is_over(self, move: _Move, replica: SimulatedReplica, now: float) -> None:
-        """It ended at one of the two, and so at the other."""
+        """Note that the request ended at one of the two, and so at the other."""
         assert move.live is not None
         assert move.twin is not None
         self.drop(move.request_id, now, ended_at=replica)
@@ -300,7 +300,7 @@ class Handovers:
     # -- they end
 
     def _arrived(self, move: _Move, _: SimulatedReplica, now: float) -> None:
-        """All that was sent, unless more was meanwhile, or it was cut."""
+        """Take in all that was sent, unless more was sent meanwhile, or it was cut."""
         if move.flow not in self._flows or move.flow.left > 0.0 or now < move.not_before:
             return
         if move.tier:
@@ -329,12 +329,14 @@ class Handovers:
         self._rid(move.request_id, now)
 
     def given_up(self, replica: SimulatedReplica, given_up: GivenUp) -> None:
-        """By its scheduler, for want of blocks. It is in the midst of a step, so what comes of it comes after that."""
+        """Note a request given up by its scheduler, for want of blocks, in the midst of a step; the rest comes after
+        that.
+        """
         if self._fetches or self._moves:
             self._expect(self._now, partial(self._given_up, given_up), replica)
 
     def _given_up(self, given_up: GivenUp, replica: SimulatedReplica, now: float) -> None:
-        """Those requests compute again, and who waits for those leases too."""
+        """Compute again the requests given up, and those that wait for given-up leases."""
         for request_id in given_up.request_ids:
             fetch, move = self._fetches.get(request_id), self._moves.get(request_id)
             if fetch is not None and fetch.receiver is replica:
@@ -357,7 +359,7 @@ class Handovers:
         self._rid(move.request_id, now)
 
     def drop(self, request_id: str, now: float, ended_at: SimulatedReplica | None = None) -> None:
-        """Nothing is to come for it any more; `ended_at` has ended it already."""
+        """Expect nothing for it any more; `ended_at` has ended it already."""
         fetch, move = self._fetches.pop(request_id, None), self._moves.get(request_id)
         if fetch is not None:
             self._close(fetch, now)
