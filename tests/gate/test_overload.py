@@ -27,7 +27,7 @@ def test_the_capacity_is_what_the_other_tests_take_it_for():
     assert len(server.run(10 * CAPACITY, 30.0).ended) / 30.0 == pytest.approx(CAPACITY, rel=0.1)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_ten_times_the_load_does_as_much_good_and_keeps_the_objective(policy: str, seed: int):
     at_capacity = make_server(seed, policy=policy).run(CAPACITY, 60.0)

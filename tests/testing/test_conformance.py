@@ -69,23 +69,23 @@ def for_every_policy(max_examples: int) -> Callable[[Any], Any]:
     return decorate
 
 
-@for_every_policy(150)
+@for_every_policy(60)
 def test_every_property_holds_in_every_step(name: str, scenario: Scenario):
     executor = CheckingExecutor(scenario.block_size)
     check_steps(POLICIES[name], scenario, executor.execute, bring=executor.write)
 
 
-@for_every_policy(25)
+@for_every_policy(12)
 def test_two_runs_make_equal_plans(name: str, scenario: Scenario):
     check_determinism(POLICIES[name], scenario)
 
 
-@for_every_policy(40)
+@for_every_policy(20)
 def test_a_swap_of_policy_costs_nobody_the_age_it_has(name: str, scenario: Scenario):
     check_swap(POLICIES[name], scenario)
 
 
-@for_every_policy(40)
+@for_every_policy(20)
 def test_chats_and_batches_of_several_lanes_keep_all_of_it_under_one_policy(name: str, scenario: Scenario):
     check_lanes(POLICIES[name], scenario)
 

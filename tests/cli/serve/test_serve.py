@@ -97,18 +97,22 @@ def unharmed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "flags", "cause"),
+    ("damage", "flags", "cause", "processes"),
     [
-        (cut_short, [], "model.safetensors was cut short: 7677400 bytes of 7678400"),
-        (with_another_dtype, [], "is of type I16; matrices must be one of"),
-        (with_another_dtype_in_the_config, [], "config.json: dtype is 'float13'"),
-        (without_tokenizer, [], "has no tokenizer.json"),
-        (with_half_a_tokenizer, [], "tokenizer.json cannot be read"),
-        (unharmed, ["--kv-cache-memory-bytes", "900TB"], "kv_cache_memory_bytes asks for"),
-        (unharmed, ["--max-model-len", "100000000000"], "one context of 100,000,000,000 tokens needs"),
+        (cut_short, [], "model.safetensors was cut short: 7677400 bytes of 7678400", []),
+        (with_another_dtype, [], "is of type I16; matrices must be one of", ["--in-process"]),
+        (with_another_dtype_in_the_config, [], "config.json: dtype is 'float13'", []),
+        (without_tokenizer, [], "has no tokenizer.json", ["--in-process"]),
+        (with_half_a_tokenizer, [], "tokenizer.json cannot be read", []),
+        (unharmed, ["--kv-cache-memory-bytes", "900TB"], "kv_cache_memory_bytes asks for", []),
+        (
+            unharmed,
+            ["--max-model-len", "100000000000"],
+            "one context of 100,000,000,000 tokens needs",
+            ["--in-process"],
+        ),
     ],
 )
-@pytest.mark.parametrize("processes", [[], ["--in-process"]], ids=["two", "one"])
 def test_a_model_that_cannot_be_served_ends_the_server_with_its_cause_in_one_line(
     tmp_path: Path, damage: Callable[[Path], None], flags: list[str], cause: str, processes: list[str]
 ):
