@@ -13,7 +13,7 @@ client = pytest.importorskip("tritonclient.grpc.aio", reason="tritonclient is no
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
 from maitred.api.dialects.kserve.routes import kserve_routes  # noqa: E402
-from maitred.api.grpc.build import grpc_server  # noqa: E402
+from maitred.api.grpc.server import grpc_server  # noqa: E402
 from maitred.api.routes import make_routes  # noqa: E402
 from maitred.api.serving import create_app  # noqa: E402
 from maitred.api.tensor.classes import Labels  # noqa: E402

@@ -9,7 +9,10 @@ from pathlib import Path
 import grpc
 
 from maitred.api.grpc.calls import Call, Method, RpcService, handler_of
+from maitred.api.grpc.inference import InferenceService
+from maitred.api.grpc.tfserving import ModelService, PredictionService
 from maitred.api.http.app import App
+from maitred.api.tensor.extensions import Extensions
 from maitred.errors import ConfigError, RouteNotFound
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.protocol_fields import HEALTH, HEALTH_MESSAGES, NOT_SERVING, SERVICE_UNKNOWN, SERVING
@@ -94,3 +97,8 @@ class GrpcServer:
         """No new calls; those that are under way have so long, then they are cancelled."""
         if self._server is not None:
             await self._server.stop(within_s)
+
+
+def grpc_server(extensions: Extensions, app: App) -> GrpcServer:
+    """A server's, with every service that there is."""
+    return GrpcServer(app, (InferenceService(app, extensions), PredictionService(app), ModelService(app)))

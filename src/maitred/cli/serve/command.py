@@ -175,7 +175,7 @@ def _tensor_protocols(options: Options) -> dict[str, Any]:
     more = (*ROUTES, *kserve_routes(extensions), *embedding_routes())
     if grpc_port is None:
         return {"more": more}
-    from maitred.api.grpc.build import grpc_server
+    from maitred.api.grpc.server import grpc_server
 
     return {"more": more, "beside": partial(grpc_server, extensions)}
 
