@@ -29,6 +29,12 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path):
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_module_that_a_page_names_is_there(page: Path):
+    for path in re.findall(r"`((?:\w+/)+\w+\.py)", page.read_text(encoding="utf-8")):
+        assert any((folder / path).exists() for folder in (ROOT, ROOT / "src" / "maitred", ROOT / "tests")), path
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_begins_with_an_example_and_says_when_to_use_it(page: Path):
     title, _, rest = page.read_text(encoding="utf-8").partition("\n\n")
     assert title.startswith("# ")
