@@ -9,13 +9,13 @@ from maitred.cli.local import ENGINE_PARTS, engine_config
 
 
 def _run(options: Options) -> int:
+    config = engine_config(options)  # looks at the model's file before the imports
     from maitred.engine.executors import plan_executor
     from maitred.executor.native_plan import NativePlan
     from maitred.model.checkpoint import open_checkpoint
     from maitred.model.families import spec_from_config
     from maitred.model.program_report import step_bytes, tell_buffers, tell_fusions, tell_linears
 
-    config = engine_config(options)
     if config.model.model is not None and _is_tensor_model(Path(config.model.model)):
         from maitred.tensor.explain import explained
 

@@ -11,10 +11,10 @@ from maitred.config import CacheConfig
 
 
 def _run(options: Options) -> int:
-    from maitred.cli.roofline.report import run_roofline
-
     # hits in the prefix cache would leave nothing to measure
     config = replace(engine_config(options), cache=replace(options[CacheConfig], enable_prefix_caching=False))
+    from maitred.cli.roofline.report import run_roofline  # after a look at the model's file
+
     return run_roofline(options[RooflineOptions], config)
 
 
