@@ -14,7 +14,7 @@ from msgspec import structs
 
 from maitred.clock import ManualClock
 from maitred.cost_model import CostModel
-from maitred.decisions.codec import VERSION, Header, LogEncoder, read_log
+from maitred.decisions.codec import Header, LogEncoder, read_log
 from maitred.decisions.log import (
     Arrival,
     Arrived,
@@ -29,7 +29,7 @@ from maitred.decisions.log import (
     StepRecord,
     StepsMeasured,
 )
-from maitred.decisions.replay import LoggedOutcomes, ReplayedStep, first_difference, fresh_scheduler, replay
+from maitred.decisions.replay import LoggedOutcomes, first_difference, fresh_scheduler, replay
 from maitred.engine.core import EngineCore
 from maitred.errors import ConfigError
 from maitred.kvcache.prefix_cache import TokenHasher
@@ -40,8 +40,6 @@ from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from tests.decisions.version_3 import converted
-from tests.decisions.version_4 import recorded_by, steps_of_version_4
 from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, make_spec, token_at
 from tests.scheduler.test_scheduler_properties import postponing_some
 
@@ -373,8 +371,8 @@ def test_a_step_of_decoding_takes_a_few_bytes_on_the_disk():
         core.step()
     encoder = LogEncoder(Header(scheduler.config, 512, 16, enable_prefix_caching=True))
     frames = [encoder.encode(record) for record in records]
-    assert sorted(map(len, frames))[len(frames) // 2] < 64 * 10  # 64 rows of seven columns and what they gave
-    assert len(zlib.compress(b"".join(frames[1:-1]), 3)) < 64 * 2 * len(frames[1:-1])
+    num_bytes = len(zlib.compress(b"".join(frames[1:-1]), 3))
+    assert num_bytes < 64 * 3 * len(frames[1:-1])
 
 
 def changed(seed: int, number: int, **change: object) -> list[bytes]:
@@ -460,48 +458,9 @@ def test_a_file_that_is_no_log_and_a_log_of_another_version_are_refused():
         read_log([b"hello\n"])
     with pytest.raises(ConfigError, match="is this a decision log"):
         read_log([])
-    header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=99)
-    with pytest.raises(ConfigError, match="version 99, this maitred reads versions 5 to 9"):
+    header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=9)
+    with pytest.raises(ConfigError, match="version 9, this maitred reads version 10; read it with"):
         read_log([msgspec.msgpack.encode(header)])
-
-
-@pytest.mark.parametrize("run", ["fcfs", "vtc"])
-def test_a_run_recorded_by_version_3_is_replayed_bit_for_bit(run: str):
-    recorded = recorded_by(3, run)
-    steps = replayed_without_a_difference([converted(frame) for frame in recorded])
-    last = steps[-1].scheduler.stats
-    assert last.num_preemptions > 0
-    assert last.num_finished[FinishReason.ABORT] > 0
-    arrivals = [event.spec for step in steps for event in step.step.events if isinstance(event, Arrived)]
-    assert any(spec.sample_index > 0 for spec in arrivals)
-    assert any(spec.sampling.prompt_logprobs is not None for spec in arrivals)
-    assert any(spec.resumed is not None for spec in arrivals)
-    with pytest.raises(ConfigError, match="version 3, this maitred reads versions 5 to 9"):
-        first_difference(recorded)
-
-
-@pytest.mark.parametrize("run", ["priority", "drafts"])
-def test_a_run_recorded_by_version_4_is_replayed_bit_for_bit(run: str):
-    recorded = recorded_by(4, run)
-    steps = [step.step for step in replayed_without_a_difference(recorded)]
-    assert any(step.plan.swap_ins for step in steps)
-    assert any(step.plan.block_copies for step in steps)
-    assert any(row.num_drafts for step in steps for row in step.plan.rows) == (run == "drafts")
-    with pytest.raises(ConfigError, match="version 4, this maitred reads versions 5 to 9"):
-        first_difference(recorded)
-
-
-def replayed_without_a_difference(version_4: list[bytes]) -> list[ReplayedStep]:
-    header = msgspec.msgpack.encode({**msgspec.msgpack.decode(version_4[0]), "version": VERSION})
-    steps = steps_of_version_4(version_4)
-    frames = [header, *reencoded(header, steps)]
-    replayed = list(replay(frames))
-    assert all(
-        was.plan == now.step.plan and was.outcomes == now.step.outcomes
-        for was, now in zip(steps, replayed, strict=True)
-    )
-    assert [step.difference for step in replayed] == [None] * len(steps)
-    return replayed
 
 
 def test_parts_of_other_runs_and_parts_out_of_order_are_refused():

@@ -145,7 +145,7 @@ Told = Ended | Configured | Measured | StepsMeasured | Reserved | KvArrived | He
 Event = Arrived | Told
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """Outcome of a row; rows that gave nothing have none."""
 
     request_id: str
