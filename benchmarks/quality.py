@@ -1,41 +1,83 @@
 """What a number format costs on real models and real text: perplexity of prompts against float32 of the same weights.
 
-    .venv/bin/python benchmarks/quality.py [--model smollm2 --model gemma3-270m] [--tokens 20000]
+    .venv/bin/python benchmarks/quality.py [--model smollm2 --model gemma3-270m] [--tokens 20000] [--weights int8 int4]
+        [--kv bfloat16] [--peer PYTHON]
 
-Texts are those of this Python and this repository (documentation, code, licences) and a few lines in other scripts, so
-nothing is fetched; they are cut into windows of 512 tokens. Models come as packages (`maitred models`). Prints for each
-format the perplexity, its ratio to float32, and the share of positions whose likeliest token is another than float32's.
+Texts are those of this Python and this repository (documentation, code, licences) and articles of the Universal
+Declaration of Human Rights in other scripts, so nothing is fetched; they are cut into windows of 512 tokens. Models are
+names out of `maitred models`, or GGUF files. Prints for each format of weights and of KV the perplexity's ratio to
+float32, and the share of positions whose likeliest token is another than float32's.
+
+PYTHON is an interpreter that has `xllamacpp`, llama.cpp with its own server. It answers 20 prompts greedily; printed is
+the share of its tokens that are maitred's likeliest too, and how many whole answers are. Neither depends on what a
+first difference leads to, for maitred reads llama.cpp's answer, and its prompts have the bits of its decoding.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import json.decoder
 import math
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data import topics
 from typing import NamedTuple
 
 from maitred import LLM, SamplingParams
+from maitred.model.packaged import PACKAGED
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
 WINDOW = 512
-FORMATS: dict[str, dict[str, str]] = {
-    "float32": {"dtype": "float32", "kv_dtype": "float32"},
-    "the file's": {"dtype": "auto", "kv_dtype": "bfloat16"},
-    "the file's, KV int8": {"dtype": "auto", "kv_dtype": "int8"},
-    "bfloat16": {"dtype": "bfloat16", "kv_dtype": "bfloat16"},
-    "int8": {"dtype": "int8", "kv_dtype": "bfloat16"},
-    "int4": {"dtype": "int4", "kv_dtype": "bfloat16"},
-}
-SCRIPTS = """Все люди рождаются свободными и равными в своём достоинстве и правах.
-人人生而自由，在尊严和权利上一律平等。
-すべての人間は、生まれながらにして自由であり、かつ、尊厳と権利とについて平等である。
-يولد جميع الناس أحرارًا متساوين في الكرامة والحقوق.
-Όλοι οι άνθρωποι γεννιούνται ελεύθεροι και ίσοι στην αξιοπρέπεια και τα δικαιώματα.
-Tous les êtres humains naissent libres et égaux en dignité et en droits.
-"""  # article 1 of the Universal Declaration of Human Rights
+WEIGHTS = {"float32": "float32", "the file's": "auto", "bfloat16": "bfloat16", "int8": "int8", "int4": "int4"}
+KV_FORMATS = ("float32", "bfloat16", "int8")
+SCRIPTS = """Все люди рождаются свободными и равными в своем достоинстве и правах. Они наделены разумом и совестью и должны
+поступать в отношении друг друга в духе братства. Каждый человек имеет право на жизнь, на свободу и на личную
+неприкосновенность.
+人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。人人有权享有生命、自由和人身安全。任何人不得使为奴隶或奴役。
+すべての人間は、生まれながらにして自由であり、かつ、尊厳と権利とについて平等である。人間は、理性と良心とを授けられており、
+互いに同胞の精神をもって行動しなければならない。すべて人は、生命、自由及び身体の安全に対する権利を有する。
+모든 인간은 태어날 때부터 자유로우며 그 존엄과 권리에 있어 동등하다. 인간은 천부적으로 이성과 양심을 부여받았으며 서로 형제애의
+정신으로 행동하여야 한다.
+يولد جميع الناس أحرارًا متساوين في الكرامة والحقوق. وقد وهبوا عقلاً وضميرًا وعليهم أن يعامل بعضهم بعضًا بروح الإخاء.
+सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता और समानता प्राप्त है।
+Όλοι οι άνθρωποι γεννιούνται ελεύθεροι και ίσοι στην αξιοπρέπεια και τα δικαιώματα. Είναι προικισμένοι με λογική και
+συνείδηση, και οφείλουν να συμπεριφέρονται μεταξύ τους με πνεύμα αδελφοσύνης.
+Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de conscience et
+doivent agir les uns envers les autres dans un esprit de fraternité.
+Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt und sollen
+einander im Geist der Brüderlichkeit begegnen.
+"""  # articles 1, 3 and 4
+PROMPTS = (
+    *(
+        "What is gravity?",
+        "Name three primary colors.",
+        "Write a short poem about rain.",
+        "What is the capital of Italy?",
+    ),
+    *("Explain how a bicycle works.", "Why is the sky blue?", "Give me a recipe for pancakes.", "Who wrote Hamlet?"),
+    *(
+        "What does a compiler do?",
+        "List the planets of the solar system.",
+        "How do plants make food?",
+        "What is 12 + 7?",
+    ),
+    *(
+        "Write a Python function that adds two numbers.",
+        "Describe a cat.",
+        "What is a prime number?",
+        "Define democracy.",
+    ),
+    *(
+        "Tell me a story about a fox.",
+        "How can I sleep better?",
+        "What is the Internet?",
+        "Translate 'good day' to French.",
+    ),
+)
+ANSWER = 64  # tokens of llama.cpp's answer
 
 
 class Score(NamedTuple):
@@ -50,45 +92,104 @@ class Score(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help="may be given more than once")
-    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--tokens", type=int, default=20_000, help="0 leaves perplexity out")
+    parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--kv", nargs="*", choices=KV_FORMATS, default=list(KV_FORMATS))
+    parser.add_argument("--peer", type=Path, metavar="PYTHON", help="compare greedy answers with llama.cpp's")
     options = parser.parse_args()
     for model in options.model or ["smollm2", "gemma3-270m"]:
-        print(f"\n{model}\n| format | perplexity | to float32 | another likeliest token |\n|---|--:|--:|--:|")
-        exact: Score | None = None
-        for name, formats in FORMATS.items():
-            found = score(model, formats, options.tokens)
-            exact = exact or found
+        if options.tokens:
+            print_perplexities(model, options)
+        if options.peer:
+            print_agreement(model, options)
+
+
+def print_perplexities(model: str, options: argparse.Namespace) -> None:
+    exact = score(model, "float32", "float32", options.tokens)
+    print(f"\n{model}, {len(exact.likeliest):,} tokens, float32: {exact.perplexity:.3f}")
+    print("| weights |" + "".join(f" KV {kv} |" for kv in options.kv) + "\n|---|" + "--:|" * len(options.kv))
+    for weights in options.weights:
+        print(f"| {weights} |", end="", flush=True)
+        for kv in options.kv:
+            is_exact = weights == kv == "float32"
+            found = exact if is_exact else score(model, WEIGHTS[weights], kv, options.tokens)
             others = sum(a != b for a, b in zip(found.likeliest, exact.likeliest, strict=True)) / len(exact.likeliest)
-            ratio = found.perplexity / exact.perplexity
-            print(f"| {name} | {found.perplexity:.3f} | {ratio:.4f} | {others:.1%} |", flush=True)
+            print(f" {found.perplexity / exact.perplexity:.4f} ({others:.1%}) |", end="", flush=True)
+        print(flush=True)
 
 
-def score(model: str, formats: dict[str, str], num_tokens: int) -> Score:
-    with LLM(model, max_model_len=WINDOW + 8, kv_cache_memory_bytes=2**28, speculative="off", **formats) as llm:
-        answers = llm.generate(windows(llm, num_tokens), SamplingParams(max_tokens=1, prompt_logprobs=1))
-    negative_log, likeliest = 0.0, []
-    for answer in answers:
-        for token, choices in zip(answer.prompt_token_ids[1:], (answer.prompt_logprobs or [])[1:], strict=True):
-            negative_log -= choices[token].logprob
-            likeliest.append(max(choices, key=lambda each: choices[each].logprob))
+def print_agreement(model: str, options: argparse.Namespace) -> None:
+    with opened(model, "auto", "bfloat16") as llm:
+        prompts = [prompt_ids(llm, text) for text in PROMPTS]
+    file = PACKAGED[model].path() if model in PACKAGED else Path(model)
+    ask = json.dumps({"model": str(file), "prompts": prompts, "num_tokens": ANSWER})
+    command = [options.peer, HERE / "peers/llamacpp_answers.py"]
+    answers = json.loads(subprocess.run(command, input=ask, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    print(f"\n{model}, llama.cpp's greedy answers, {sum(map(len, answers)):,} tokens")
+    print("| weights | its token is the likeliest | whole answers alike |\n|---|--:|--:|")
+    for weights in options.weights:
+        kv = "float32" if weights == "float32" else "bfloat16"
+        with opened(model, WEIGHTS[weights], kv) as llm:
+            texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+            alike = [
+                [a == b for a, b in zip(likeliest[-len(answer) :], answer, strict=True)]
+                for (_, likeliest), answer in zip(scores(llm, texts), answers, strict=True)
+            ]
+        share = sum(map(sum, alike)) / sum(map(len, alike))
+        print(f"| {weights} | {share:.1%} | {sum(map(all, alike))} of {len(alike)} |", flush=True)
+
+
+def opened(model: str, dtype: str, kv_dtype: str) -> LLM:
+    limits = {"max_model_len": WINDOW + 8, "kv_cache_memory_bytes": 2**28}
+    return LLM(model, dtype=dtype, kv_dtype=kv_dtype, speculative="off", **limits)
+
+
+def score(model: str, dtype: str, kv_dtype: str, num_tokens: int) -> Score:
+    negative_log, likeliest = 0.0, list[int]()
+    with opened(model, dtype, kv_dtype) as llm:
+        for lost, chosen in scores(llm, windows(llm, num_tokens)):
+            negative_log += lost
+            likeliest += chosen
     return Score(negative_log, likeliest)
 
 
+def scores(llm: LLM, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[float, list[int]]]:
+    """Of each prompt, the sum of its tokens' negative log-probabilities but the first's, and what was likeliest."""
+    for answer in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)):
+        read = list(zip(answer.prompt_token_ids, answer.prompt_logprobs or [], strict=True))[1:]
+        likeliest = [max(choices, key=lambda each: choices[each].logprob) for _, choices in read]
+        yield -sum(choices[token].logprob for token, choices in read), likeliest
+
+
 def windows(llm: LLM, num_tokens: int) -> list[list[int]]:
-    """Equal parts of each text, `num_tokens` in all."""
+    """Equal parts of each text, `num_tokens` in all; what a short one lacks the others have more.
+
+    Each begins as the model's texts do.
+    """
     texts = [
-        "\n".join(topics.topics[name] for name in sorted(topics.topics)[:24]),
-        inspect.getsource(json.decoder) + inspect.getsource(argparse)[:20_000],
-        (ROOT / "LICENSE").read_text(),
-        SCRIPTS * 4,
+        SCRIPTS,
+        (HERE.parent / "LICENSE").read_text(),
+        inspect.getsource(json.decoder) + inspect.getsource(argparse),
+        "\n".join(topics.topics[name] for name in sorted(topics.topics)),
     ]
-    found = []
-    for text in texts:
-        ids = llm.get_tokenizer().encode(text)[: num_tokens // len(texts)]
-        found += [ids[at : at + WINDOW] for at in range(0, len(ids) - 1, WINDOW)]
+    encode, found, left = llm.get_tokenizer().encode, list[list[int]](), num_tokens
+    begin = encode("")
+    size = WINDOW - len(begin)
+    for num_texts, text in zip(range(len(texts), 0, -1), texts, strict=True):
+        ids = encode(text, add_special_tokens=False)[: left // num_texts]
+        found += [[*begin, *ids[at : at + size]] for at in range(0, len(ids) - 1, size)]
+        left -= len(ids)
     return found
+
+
+def prompt_ids(llm: LLM, text: str) -> list[int]:
+    """A question for a model that chats, the beginning of a text for one that completes."""
+    if (template := llm.model.chat_template) is None:
+        return llm.get_tokenizer().encode(text)
+    rendered = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
+    return llm.get_tokenizer().encode(rendered, add_special_tokens=False)
 
 
 if __name__ == "__main__":
