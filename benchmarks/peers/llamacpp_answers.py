@@ -1,4 +1,4 @@
-"""llama.cpp's greedy answers, by the package `xllamacpp`: JSON of model, prompts and num_tokens in, lists of tokens out.
+"""Greedy answers of llama.cpp, by the package `xllamacpp`: JSON of model, prompts, num_tokens in, lists of tokens out.
 
 Runs in an environment of its own, so it imports nothing of maitred.
 """
