@@ -3,7 +3,9 @@
     python benchmarks/bench_speculation.py SECTION ... [--proposers draft mtp] [--quick] [--turns 7] [--threads 1]
 
 builtin     the built-in model and who drafts for it (`--proposers`), over the load; ngram on texts that do not repeat
-copying     ngram, an answer that repeats its prompt, one request
+copying     ngram, an answer that repeats its prompt, 1 and 8 requests
+real        SmolLM2 on questions, documentation to go on with, and code to change, 1 and 8 requests; the last also with
+            the code as prediction (`--loads`)
 scripted    Qwen3-0.6B's shape (random weights, int8, context 512), a proposer whose acceptance is given: 0.8 and 0
 simulated   chosen against the best fixed length of 0 to 8 under step costs measured here; a ramp by windows of 5 s
 live        the same in four cells, live, on the model of `scripted`
@@ -15,24 +17,30 @@ scheduler, executor and what they tell, without HTTP and detokenisation. Greedy;
 thread, processor time is counted, by the engine too, so that a busy machine does not spoil the figures.
 
 Foretold, at 1 / 8 / 32 requests (in brackets what must be): built-in with its draft 2.0 / 1.05 / 0.98 (1.5 / 1.0 /
-0.97), ngram there 0.99 each (0.97); copying 1.5 (1.25); scripted 0.8 2.4 / 1.4 / 1.05 (2.2 / 1.35 / 1.05), 0 0.98 each
+0.97), ngram there 0.99 each (0.97); copying 1.5 (1.25); real, 1 / 8: questions 1.05 / 1.0, documentation 1.1 / 1.0,
+code 1.6 / 1.15, predicted 1.9 / 1.25 (1.0 each); scripted 0.8 2.4 / 1.4 / 1.05 (2.2 / 1.35 / 1.05), 0 0.98 each
 (0.97); simulated 93% at worst, 98% in the mean (95%); live 95% (93%); ramp 1.1, bursts 1.0 (0.95); windows 0.97 (0.97).
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 import statistics
 import tempfile
+from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count, product
+from itertools import count, product, zip_longest
 from pathlib import Path
+from pydoc_data import topics
 from random import Random
 from typing import Any, NamedTuple
 
 from bench_start import make_checkpoint
+from quality import PROMPTS, prompt_ids
 
 from maitred import LLM, SamplingParams
 from maitred.cli.profile.live import CpuClock
@@ -54,6 +62,12 @@ ACCEPTANCES, REQUESTS, CONTEXTS = (0.0, 0.3, 0.6, 0.9), (1, 4, 8, 16, 32), (64, 
 LENGTHS = range(9)
 RAMP, RAMP_STEP_S, WINDOW_S = (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1), 10.0, 5.0
 WARM_UP_S = 1.0
+AT_ONCE: dict[int, Callable[[int], int] | None] = {1: lambda ended: 1, 8: None}  # of 8 prompts
+CODE = (
+    *(HelpFormatter._expand_help, HelpFormatter._format_args, HelpFormatter._format_action_invocation),
+    *(ArgumentParser._match_argument, ArgumentParser._match_arguments_partial, ArgumentParser._get_value),
+    *(ArgumentParser.format_help, json.JSONEncoder.encode),
+)
 ids = count()
 
 
@@ -107,14 +121,24 @@ class Engine(NamedTuple):
         core.scheduler._speculation, core._measure_steps = self.rule, self.measure  # type: ignore[attr-defined]
         return core
 
-    def serve(self, prompts: Sequence[Any], tokens: int, at_once: Any = None, temperature: float = 0.0) -> float:
+    def serve(
+        self,
+        prompts: Sequence[Any],
+        tokens: int,
+        at_once: Any = None,
+        temperature: float = 0.0,
+        predictions: Sequence[str] = (),
+        ignore_eos: bool = True,
+    ) -> float:
         """Tokens a second; `at_once(number ended)` at a time, all of them without."""
         core, parts = self.core, self.llm._open()
-        sampling = SamplingParams(temperature=temperature, seed=0, max_tokens=tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=temperature, seed=0, max_tokens=tokens, ignore_eos=ignore_eos)
         coming = [
             spec
-            for prompt in prompts
-            for spec in make_requests(parts.model, prompt, sampling, request_id=f"b{next(ids)}", now=0.0)
+            for prompt, text in zip_longest(prompts, predictions, fillvalue="")
+            for spec in make_requests(
+                parts.model, prompt, sampling, request_id=f"b{next(ids)}", now=0.0, prediction=text
+            )
         ][::-1]
         now = core._clock.now
         began, num_tokens, running, ended = now(), 0, 0, 0
@@ -159,7 +183,7 @@ def drafted(engine: Engine) -> tuple[int, int]:
     return drafts.num_tokens, drafts.num_accepted
 
 
-def make_llm(options: argparse.Namespace, speculative: str, model: str | None = None, **settings: Any) -> LLM:
+def make_llm(options: argparse.Namespace, speculative: str, model: str, **settings: Any) -> LLM:
     llm = LLM(model, speculative=speculative, num_threads=options.threads, max_num_seqs=64, **settings)
     core: Any = llm._open().core
     if options.threads == 1:
@@ -168,8 +192,8 @@ def make_llm(options: argparse.Namespace, speculative: str, model: str | None = 
     return llm
 
 
-def own_engine(options: argparse.Namespace, speculative: str) -> Engine:
-    llm = make_llm(options, speculative)
+def own_engine(options: argparse.Namespace, speculative: str, model: str = "maitred-mini") -> Engine:
+    llm = make_llm(options, speculative, model)
     core: Any = llm._open().core
     return Engine(llm, core.scheduler._speculation, core._measure_steps)
 
@@ -207,8 +231,32 @@ def copying(options: argparse.Namespace) -> None:
     for question in counting(8):
         answer = engines["off"].llm.generate([question], sampling)[0].outputs[0].text
         again.append(f"{question}{answer}<|im_end|>\n{question.removeprefix('<|bos|>')}")
-    one_by_one = partial(Engine.serve, prompts=again, tokens=112, at_once=lambda ended: 1)
-    report("1 copying", engines, options.turns, one_by_one)
+    for number, at_once in AT_ONCE.items():
+        report(
+            f"{number} copying",
+            engines,
+            options.turns,
+            partial(Engine.serve, prompts=again, tokens=112, at_once=at_once),
+        )
+
+
+def real(options: argparse.Namespace) -> None:
+    """Greedy, 8 prompts of a kind, to the model's own end or 128 tokens."""
+    engines = {name: own_engine(options, name, "smollm2") for name in ("off", "auto")}
+    llm = engines["off"].llm
+    encode, names = llm.get_tokenizer().encode, sorted(topics.topics)
+    documents = [encode(topics.topics[name])[:256] for name in names[: 4 * 8 : 4]]
+    codes = [inspect.getsource(function) for function in CODE]
+    edits = [prompt_ids(llm, f"Rename `self` to `this` in this code:\n```python\n{code}```") for code in codes]
+    loads: dict[str, dict[str, Any]] = {
+        "questions": {"prompts": [prompt_ids(llm, question) for question in PROMPTS[:8]]},
+        "documentation": {"prompts": documents},
+        "code": {"prompts": edits},
+        "predicted": {"prompts": edits, "predictions": [f"```python\n{code}```" for code in codes]},
+    }
+    for load, (number, at_once) in product(options.loads or loads, AT_ONCE.items()):
+        turn = partial(Engine.serve, tokens=128, at_once=at_once, ignore_eos=False, **loads[load])
+        report(f"{number} {load}", engines, options.turns, turn)
 
 
 class Stage:
@@ -354,13 +402,14 @@ def ramp(options: argparse.Namespace) -> None:
     report("bursts", engines, options.turns, lambda e: e.serve(counting(len(burst)), 112, lambda ended: burst[ended]))
 
 
-SECTIONS = {section.__name__: section for section in (builtin, copying, scripted, simulated, live, ramp)}
+SECTIONS = {section.__name__: section for section in (builtin, copying, real, scripted, simulated, live, ramp)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--proposers", nargs="*", default=["draft"], help="for the built-in model: draft, mtp, ngram")
+    parser.add_argument("--loads", nargs="*", help="for real: questions, documentation, code, predicted")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--quick", action="store_true", help="the built-in model, three turns, fewer cells")

@@ -4,7 +4,7 @@ from maitred import LLM, SamplingParams
 
 
 def main() -> None:
-    with LLM() as llm:  # the built-in model; LLM("path/to/model") for your own
+    with LLM("maitred-mini") as llm:  # the demo model; LLM("your.gguf") for your own
         questions = ["What is maitred?", "What is a prefix cache?"]
         conversations = [[{"role": "user", "content": question}] for question in questions]
         for question, answer in zip(questions, llm.chat(conversations, SamplingParams(temperature=0, max_tokens=256))):

