@@ -48,7 +48,7 @@ def test_what_is_called_equal_is_there():
         ("quantize model", "--dtype int8 (or int4)"),
         ("prune model", "not yet: weights"),
         ("distill model", "--speculative-model DIR"),
-        ("list", "maitred ps lists"),
+        ("list", "maitred models lists"),
         ("pull owner/name", "maitred serve OWNER/NAME downloads"),
         ("show name", "maitred explain MODEL"),
         ("rm name", "hf cache rm"),

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from maitred.errors import did_you_mean
 
 COMMANDS = {
-    "list": "maitred ps lists the models that a server holds, hf cache ls those that were downloaded",
-    "ls": "maitred ps lists the models that a server holds, hf cache ls those that were downloaded",
+    "list": "maitred models lists models that are packages, maitred ps those of a server, hf cache ls those of the hub",
+    "ls": "maitred models lists models that are packages, maitred ps those of a server, hf cache ls those of the hub",
     "pull": "maitred serve OWNER/NAME downloads a model of the hub when it is first served",
     "show": "maitred explain MODEL tells how a model would be run",
     "rm": "hf cache rm removes what was downloaded from the hub; packed weights bound themselves",
     "stop": "end maitred serve with Ctrl-C or SIGTERM; a server has one model for as long as it runs",
-    "create": "not yet: a model is served as its folder says; --generation-config and --chat-template change that",
+    "create": "not yet: a model is served as its file says; --generation-config and --chat-template change that",
     "cp": "--served-model-name NAME gives a model more names",
     "run": "maitred chat MODEL talks to a model; maitred run answers a file of batch lines",
     "plan": "maitred explain MODEL tells how a model would be run, maitred serve --help what it needs of memory",
