@@ -1,16 +1,16 @@
 """What a number format costs on real models and real text: perplexity of prompts against float32 of the same weights.
 
     .venv/bin/python benchmarks/quality.py [--model smollm2 --model gemma3-270m] [--tokens 20000] [--weights int8 int4]
-        [--kv bfloat16] [--exact FILE] [--peer PYTHON]
+        [--kv bfloat16] [--exact FILE] [--peer runs/peers]
 
 Texts are those of this Python and this repository (documentation, code, licences) and articles of the Universal
 Declaration of Human Rights in other scripts, so nothing is fetched; they are cut into windows of 512 tokens. Models are
 names out of `maitred models`, or GGUF files. Prints for each format of weights and of KV the perplexity's ratio to
 float32, and the share of positions whose likeliest token is another than float32's.
 
-PYTHON is an interpreter that has `xllamacpp`, llama.cpp with its own server. It answers 20 prompts greedily; printed is
-the share of its tokens that are maitred's likeliest too, and how many whole answers are. Neither depends on what a
-first difference leads to, for maitred reads llama.cpp's answer, and its prompts have the bits of its decoding.
+--peer takes the folder in which `cpu_peers.py --model FILE --setup` put llama.cpp, whose server then answers 20 prompts
+greedily. Printed are the share of its tokens that are maitred's likeliest too, and how many whole answers are. Neither
+depends on what a first difference leads to, for maitred reads llama.cpp's answer, with the bits of its own decoding.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ import inspect
 import json
 import json.decoder
 import math
-import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data import topics
 from typing import NamedTuple
+
+from peers.contact import serving
+from peers.entries import entries, missing
 
 from maitred import LLM, SamplingParams
 from maitred.model.packaged import PACKAGED
@@ -93,7 +97,7 @@ def main() -> None:
     parser.add_argument(
         "--exact", type=Path, metavar="FILE", help="keeps float32's score for further runs of the model"
     )
-    parser.add_argument("--peer", type=Path, metavar="PYTHON", help="compare greedy answers with llama.cpp's")
+    parser.add_argument("--peer", type=Path, metavar="WORK", help="compare greedy answers with llama.cpp's")
     options = parser.parse_args()
     for model in options.model or ["smollm2", "gemma3-270m"]:
         if options.tokens:
@@ -124,10 +128,7 @@ def print_perplexities(model: str, options: argparse.Namespace) -> None:
 def print_agreement(model: str, options: argparse.Namespace) -> None:
     with opened(model, "auto", "bfloat16") as llm:
         prompts = [prompt_ids(llm, text) for text in PROMPTS]
-    file = PACKAGED[model].path() if model in PACKAGED else Path(model)
-    ask = json.dumps({"model": str(file), "prompts": prompts, "num_tokens": ANSWER})
-    command = [options.peer, HERE / "peers/llamacpp_answers.py"]
-    answers = json.loads(subprocess.run(command, input=ask, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    answers = peer_answers(options.peer, model, prompts)
     print(f"\n{model}, llama.cpp's greedy answers, {sum(map(len, answers)):,} tokens")
     print("| weights | its token is the likeliest | whole answers alike |\n|---|--:|--:|")
     for weights in options.weights:
@@ -140,6 +141,22 @@ def print_agreement(model: str, options: argparse.Namespace) -> None:
             ]
         share = sum(map(sum, alike)) / sum(map(len, alike))
         print(f"| {weights} | {share:.1%} | {sum(map(all, alike))} of {len(alike)} |", flush=True)
+
+
+def peer_answers(work: Path, model: str, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    file = PACKAGED[model].path() if model in PACKAGED else Path(model)
+    (entry,) = (entry for entry in entries(work.resolve(), str(file)) if entry.peer == "xllamacpp")
+    if reason := missing(entry, work):
+        sys.exit(f"llama.cpp cannot answer: {reason}")
+    answers = []
+    with serving(entry, 1, WINDOW, work / "quality.log") as (port, _):
+        for prompt in prompts:
+            ask = {"prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "logprobs": 1}
+            body, headers = json.dumps(ask).encode(), {"content-type": "application/json"}
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers)
+            with urllib.request.urlopen(request) as answer:
+                answers.append([token["id"] for token in json.load(answer)["choices"][0]["logprobs"]["content"]])
+    return answers
 
 
 def opened(model: str, dtype: str, kv_dtype: str) -> LLM:
