@@ -37,6 +37,7 @@ from itertools import count, product, zip_longest
 from pathlib import Path
 from pydoc_data import topics
 from random import Random
+from textwrap import dedent
 from typing import Any, NamedTuple
 
 from bench_start import make_checkpoint
@@ -179,8 +180,9 @@ def report(what: str, engines: dict[str, Engine], turns: int, turn: Callable[[En
 
 
 def drafted(engine: Engine) -> tuple[int, int]:
-    drafts = engine.core.stats.drafts
-    return drafts.num_tokens, drafts.num_accepted
+    stats = engine.core.stats
+    counts = stats.drafts, stats.predicted_drafts
+    return sum(drafts.num_tokens for drafts in counts), sum(drafts.num_accepted for drafts in counts)
 
 
 def make_llm(options: argparse.Namespace, speculative: str, model: str, **settings: Any) -> LLM:
@@ -246,8 +248,10 @@ def real(options: argparse.Namespace) -> None:
     llm = engines["off"].llm
     encode, names = llm.get_tokenizer().encode, sorted(topics.topics)
     documents = [encode(topics.topics[name])[:256] for name in names[: 4 * 8 : 4]]
-    codes = [inspect.getsource(function) for function in CODE]
-    edits = [prompt_ids(llm, f"Rename `self` to `this` in this code:\n```python\n{code}```") for code in codes]
+    codes = [dedent(inspect.getsource(function)) for function in CODE]
+    edits = [
+        prompt_ids(llm, f"```python\n{code}```\nWrite this code again and rename `self` to `this`.") for code in codes
+    ]
     loads: dict[str, dict[str, Any]] = {
         "questions": {"prompts": [prompt_ids(llm, question) for question in PROMPTS[:8]]},
         "documentation": {"prompts": documents},

@@ -103,8 +103,12 @@ def test_a_token_in_the_place_of_another_is_stepped_over():
 
 def test_a_prediction_is_found_again_behind_what_was_put_in_or_left_out():
     prediction = list(range(1, 20))
-    followed(prediction, ([1, 2, 50, 51, 52], [6, 7, 8]), ([3, 4], [5, 6, 7]), ([5, 6, 7, 8], [9, 10, 11]))
-    followed(prediction, ([1, 2, 3], [4, 5, 6]), ([12, 13], [14, 15, 16]))
+    followed(prediction, ([1, 2, 50, 51, 52], [6, 7, 8]), ([3, 4], [5, 6]), ([5, 6, 7], [8, 9, 10]))
+    followed(prediction, ([1, 2, 3], [4, 5, 6]), ([12, 13], [14, 15]))
+
+
+def test_a_request_that_left_its_prediction_is_drafted_for_from_its_own_text():
+    followed([1, 2, 3, 4, 5, 6], ([50], [2, 3, 4]), ([51], [3]), ([52], []), ([900, 901], [50, 51]), ([3, 4], [5, 6]))
 
 
 def test_requests_without_a_prediction_are_drafted_for_as_ever():

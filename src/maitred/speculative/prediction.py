@@ -1,7 +1,8 @@
 """Drafts from a predicted text: a request may bring what its output will be like, such as a file before an edit.
 
-The text is followed as long as output is like it. Where they part, the place is looked up at which they meet again;
-until there is one, a token is taken to stand in the place of another.
+The text is followed as long as output is like it. Where they part, the place is looked up at which they meet again, and
+no more is drafted than agreed there. Until there is one, a token is taken to stand in the place of another, once or
+twice; then the request is drafted for as if it had no prediction.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from maitred.speculative.proposer import DraftAsk, DraftedRequest, Proposer
 
 
 class PredictionProposer:
-    """Drafts for requests with a prediction; all others are asked of `proposer` (`proposer.Proposer`)."""
+    """Drafts for requests that follow a prediction; all others are asked of `proposer` (`proposer.Proposer`)."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
@@ -24,9 +25,10 @@ class PredictionProposer:
         return self._proposer.name
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
-        others = [ask for ask in asks if not ask.request.prediction]
+        predicted = [self._drafts(ask) if ask.request.prediction else () for ask in asks]
+        others = [ask for ask, drafts in zip(asks, predicted, strict=True) if not drafts]
         proposed = iter(self._proposer.propose(others) if others else ())
-        return [self._drafts(ask) if ask.request.prediction else next(proposed) for ask in asks]
+        return [drafts or next(proposed) for drafts in predicted]
 
     def forget(self, request_id: str) -> None:
         self._followed.pop(request_id, None)
@@ -51,6 +53,7 @@ class PredictedText:
         self._index = PairIndex()
         self._index.extend(token_ids)
         self._next = 0  # position in the prediction that output is expected to go on with
+        self._num_agreed = LONGEST_MATCH  # tokens before it that are like the output's, or less after one that is not
         self._tail: list[int] = []  # of the output
         self.num_seen = 0
 
@@ -61,9 +64,13 @@ class PredictedText:
         self._tail = [*self._tail, *new_tokens][-LONGEST_MATCH:]
         is_followed = text[self._next : self._next + len(new_tokens)] == list(new_tokens)
         self._next += len(new_tokens)
-        if not is_followed and (match := self._index.match(self._tail)) is not None:
-            self._next = match.end + 1
-        return text[self._next : self._next + num_drafts]
+        if is_followed:
+            self._num_agreed = min(self._num_agreed + len(new_tokens), LONGEST_MATCH)
+        elif (match := self._index.match(self._tail)) is not None:
+            self._next, self._num_agreed = match.end + 1, match.length
+        else:
+            self._num_agreed //= 4
+        return text[self._next : self._next + min(num_drafts, self._num_agreed)]
 
 
 def _output(request: DraftedRequest, first: int) -> list[int]:
