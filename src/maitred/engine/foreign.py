@@ -87,7 +87,7 @@ not needed: how thoughts are written is read off the chat template; a request tu
   reasoning-parser
 not needed: a model's own Python code is never run
   trust-remote-code
-not needed: the model folder's config, tokenizer and template are taken
+not needed: the model's own config, tokenizer and template are taken
   jinja
 not needed: HF_HOME, HF_TOKEN and HF_HUB_OFFLINE in the environment say that
   download-dir
