@@ -188,9 +188,7 @@ class _HistoryBuilder:
         wait.ended_at = at
 
     def _for_kv_s(self, step: ReplayedStep) -> float:
-        """Return the part of the time since the last step for KV: from a reservation until the KV came, or was given
-        up.
-        """
+        """Return the part of the time since the last step for KV: from a reservation until it came, or was given up."""
         total, since = 0.0, self._for_kv_since
         for event in step.step.events:
             if isinstance(event, Reserved) and self._concerns_me(event.request_id, step.scheduler):
@@ -203,9 +201,7 @@ class _HistoryBuilder:
         return total + (at - since if since is not None else 0.0)
 
     def _concerns_me(self, request_id: str, scheduler: Scheduler) -> bool:
-        """Return whether it is the request, or a sample of its prompt that has not started: they wait for KV
-        together.
-        """
+        """Return whether it is the request, or an unstarted sample of its prompt: they wait for KV together."""
         if request_id == self._request_id or self.history.starts:
             return request_id == self._request_id
         other, parent = scheduler.request(request_id), self.history.request.spec.parent_id

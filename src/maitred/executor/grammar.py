@@ -348,9 +348,7 @@ def _stamp_of(file: Path) -> tuple[int, int] | None:
 
 
 def may_force(sampling: SamplingParams) -> bool:
-    """Return whether sampling under a mask of one token gives that token, whatever the logits, which are not asked
-    for.
-    """
+    """Return whether a mask of one token gives that token, whatever the logits, which are not asked for."""
     hides = sampling.min_tokens or sampling.bad_words or sampling.allowed_token_ids is not None
     return sampling.logprobs is None and not hides
 

@@ -154,9 +154,7 @@ class NativeExecutor:
         return plan.num_tokens <= self.runner.max_tokens
 
     def measure_swap(self) -> Bandwidth | None:
-        """Measure how fast blocks go to the host and back; None without host blocks. New executors only: it spoils
-        KV.
-        """
+        """Measure how fast blocks go to the host and back; None without host blocks. New executors only."""
         return self._host.measure() if self._host is not None else None
 
     def block_io(self) -> NativeBlocks:

@@ -19,8 +19,8 @@ Int32s = NDArray[np.int32]
 
 
 class Slice(NamedTuple):
-    """Tokens [start, start + num_tokens) of a row; `samples` when the row does and its last token is among them, with
-    which all its drafts are.
+    """Tokens [start, start + num_tokens) of a row; `samples` when the row does, with its last token and drafts in
+    it.
     """
 
     row: int  # its place in the plan

@@ -113,9 +113,7 @@ class TorchExecutor:
             return ModelOutput(tuple(self._collect(batch, hidden_TD)))
 
     def measure_swap(self) -> Bandwidth | None:
-        """Measure how fast blocks go to the host and back; None without host blocks. New executors only: it spoils
-        KV.
-        """
+        """Measure how fast blocks go to the host and back; None without host blocks. New executors only."""
         with torch.inference_mode(), _threads(self._num_threads):
             return self._host.measure() if self._host is not None else None
 
@@ -186,8 +184,8 @@ class TorchExecutor:
         return tokens
 
     def _prompt_logprobs(self, batch: Batch, row: int, hidden_TD: torch.Tensor) -> tuple[TokenLogprobs, ...] | None:
-        """Return the logprobs of prompt positions start + 1 .. start + num_tokens, each from the logits before it;
-        None: none due.
+        """Return logprobs of prompt positions start + 1 .. start + num_tokens, from the logits before each; None if
+        undue.
         """
         next_tokens = prompt_tokens_due(batch.works[row])
         if not next_tokens:

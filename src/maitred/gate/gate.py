@@ -75,9 +75,7 @@ class Lease:
             self.gate.admission.leave(request_id, reason)
 
     def end(self, num_tokens: int, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Give back everything but the tokens used, prompt and output; idempotent. `reason` is of samples of which the
-        gate heard no end.
-        """
+        """Give back all but the tokens used; idempotent. `reason` is of samples whose end the gate did not hear."""
         if self.ended:
             return
         self.ended = True

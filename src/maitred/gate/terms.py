@@ -53,9 +53,7 @@ def within(spec: RequestSpec, limits: TimeLimits, **terms: Any) -> RequestSpec:
 
 
 def cap_max_tokens(specs: Sequence[RequestSpec], limit: float | None) -> list[RequestSpec]:
-    """Return the tokens allowed: without a limit of the client's, `limit` holds as far as the context has room; a
-    default never refuses a prompt.
-    """
+    """Return the tokens allowed: without the client's own, `limit` as far as the context has room."""
     if limit is None or any(spec.sampling.max_tokens is not None for spec in specs):
         return list(specs)
     return [replace(spec, max_tokens=max(1, min(spec.max_tokens, int(limit)))) for spec in specs]

@@ -292,9 +292,7 @@ class KVCacheManager:
         return sum(1 for block in victim.block_table if ref_counts[block] == 1 and block not in kept)
 
     def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[int] = ()) -> None:
-        """Asserts that the reference counts are what the block tables of `requests`, all that hold blocks, and what is
-        `leased` say.
-        """
+        """Assert that reference counts are what the block tables of `requests`, all holders, and `leased` say."""
         requests = list(requests)
         held = Counter(block for request in requests for block in request.block_table)
         held.update(leased)

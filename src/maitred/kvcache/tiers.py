@@ -86,9 +86,7 @@ class KVTier(Protocol):
         """Begin or end telling changes; the newest present keys first. A tier without an index tells nothing."""
 
     def num_known(self, keys: Sequence[bytes]) -> int:
-        """Return how many from the front are there, by an index in memory: microseconds, no I/O. Reading may find
-        fewer.
-        """
+        """Return how many from the front are there, by an index in memory, without I/O. Reading may find fewer."""
 
     def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
         """`tell(num_known)`: before this returns where the index is in memory, else once, from a thread of the tier."""

@@ -87,9 +87,7 @@ class ServiceOrder(Generic[Q]):
         return key
 
     def withdraw(self, request: Q) -> None:
-        """Take the request out of the queue until it is `put_back`, or ends; it keeps its key, and waits for the
-        groups.
-        """
+        """Take the request out of the queue until it is `put_back`, or ends; its key stays, and groups see it wait."""
         self.queue.remove(request.request_id)
         if self._watch is not None:
             self._watch.forget(request.request_id)

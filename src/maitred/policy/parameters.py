@@ -72,9 +72,7 @@ def parameters_of(make: PolicyFactory) -> dict[str, Parameter]:
 
 
 def make_policy(make: PolicyFactory, config: SchedulerConfig) -> Policy:
-    """A fresh policy with the arguments that `config` has for it. Raises ConfigError for one that it has no parameter
-    for, or no such value.
-    """
+    """Make a policy with its arguments in `config`. Raises ConfigError for an unknown one or a bad value."""
     parameters, given = parameters_of(make), config.policy_args
     for name in given:
         if name not in parameters:

@@ -31,9 +31,7 @@ POLICIES: dict[str, PolicyFactory] = {
 
 
 def policy_for(config: SchedulerConfig, policies: Mapping[str, PolicyFactory] = POLICIES) -> Policy:
-    """A fresh policy, with its state if it has any. Raises ConfigError, listing the choices, for a name or an argument
-    that there is not.
-    """
+    """Make a policy, with its state. Raises ConfigError, listing the choices, for an unknown name or argument."""
     try:
         make = policies[config.policy]
     except KeyError:

@@ -60,9 +60,7 @@ class Policy:
     order: OrderKey
     """Order inside a group. A preempted request keeps its key, and so its place."""
     overtaken_until: Callable[[Queued], float]
-    """Bound on overtaking in a group: a waiting request that arrived later than this time (s) of another starts after
-    it.
-    """
+    """Bound on overtaking in a group: a waiting request that arrived later than this (s) of another starts after it."""
     terms: Callable[[Queued], Mapping[str, float]]
     """The parts of its place in the queue, by name, for people to read: `arrived_at_s`, `ageing_s`, `counter_tokens`.
     Asked for one request at a time, never by the scheduler. Without groups they sum up to the first part of `order`."""

@@ -27,9 +27,7 @@ def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> 
 
 
 def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> bool:
-    """Preempt requests that `head` outranks, the worst first, for a slot and blocks; none if in vain. Blocks that are
-    set aside go first.
-    """
+    """Preempt requests that `head` outranks, set-aside blocks first, then the worst; none if in vain."""
     kv, victims = state.kv, _victims_for(state, head, builder)
     if not victims and state.num_running:
         return False

@@ -112,9 +112,7 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that could run if there were room: not running, nor waiting for KV or a sample's
-        prompt.
-        """
+        """Number of requests that could run with room: not running, nor waiting for KV or a sample's prompt."""
         return len(self._state.order.queue) - self._state.sample_groups.num_awaiting
 
     def awaits_leader(self, request: RequestState) -> bool:
@@ -163,9 +161,7 @@ class Scheduler:
         return self._state.requests.get(request_id)
 
     def terms(self, request_id: str) -> dict[str, float]:
-        """The parts of a request's place in the policy's order, by name; empty for one that is not here. For people
-        to look at.
-        """
+        """Parts of a request's place in the policy's order, by name, for people; empty for one that is not here."""
         request = self._state.requests.get(request_id)
         if request is None:
             return {}

@@ -139,9 +139,7 @@ class TensorModel:
             self._unanswered.setdefault(request.tenant, deque()).append(request)
 
     def answerable(self, request: TensorRequest) -> Iterator[TensorRequest]:
-        """Return the requests that may be told once `request` has its answer, or has ended without: several where
-        answers come in order.
-        """
+        """Return the requests to be told once `request` has ended: several where answers come in order."""
         if not request.in_order:
             if not request.finished:
                 yield request

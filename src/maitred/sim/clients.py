@@ -47,9 +47,7 @@ class SimulatedRequest:
 
 
 class Clients:
-    """Clients whose requests are under the terms and limits of `tenants`; a request refused by those or by `admission`
-    counts as failed.
-    """
+    """Clients under the terms and limits of `tenants`; a request that those or `admission` refuse counts as failed."""
 
     def __init__(
         self,

@@ -329,9 +329,7 @@ class Handovers:
         self._rid(move.request_id, now)
 
     def given_up(self, replica: SimulatedReplica, given_up: GivenUp) -> None:
-        """Note a request given up by its scheduler, for want of blocks, in the midst of a step; the rest comes after
-        that.
-        """
+        """Note a request that its scheduler gave up in a step, for want of blocks; the rest comes after the step."""
         if self._fetches or self._moves:
             self._expect(self._now, partial(self._given_up, given_up), replica)
 

@@ -242,9 +242,7 @@ class Batching:
         return whole - sum((rows.length or 0) * rows.num_rows for rows in batch), whole
 
     def split(self, outputs: Mapping[str, np.ndarray], batch: Sequence[Rows]) -> list[tuple[Tensor, ...]]:
-        """Split off each request's rows, cut back to its length. Raises InvalidRequest for an output without the
-        rows.
-        """
+        """Split off each request's rows, cut back to its length. Raises InvalidRequest for too few rows."""
         total, longest = sum(rows.num_rows for rows in batch), self._longest(batch)
         for name, array in outputs.items():
             if len(batch) > 1 and (not array.ndim or array.shape[0] != total):

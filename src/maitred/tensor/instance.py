@@ -42,9 +42,7 @@ class ModelInstance(Protocol):
     """What runs batches of a model, whatever it is made of."""
 
     def prepare(self) -> None:
-        """Prepare before a batch, outside its time. Raises InstanceLost where an ended process cannot be started
-        again.
-        """
+        """Prepare before a batch, outside its time. Raises InstanceLost where no process can be started again."""
 
     def run(self, inputs: Arrays, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         """Run as `Instance.run`; raises InstanceLost too, then the batch is run again."""

@@ -78,9 +78,7 @@ def _lightest(configs: Sequence[ANY_MESSAGE], times: Sequence[ModelTimes]) -> AN
 def measured_times(
     loaded: LoadedVersion, point_s: float = POINT_S, most_at_once: int = 2, lengths: Sequence[int] = ()
 ) -> ModelTimes:
-    """Of a version that is loaded; without `lengths` of those that it is likely to get. Raises CheckpointError where
-    it runs none of them.
-    """
+    """Measure a loaded version, at likely lengths unless `lengths`. Raises CheckpointError where it runs none."""
     batching = Batching(loaded.config)
     shapes: list[ShapeTimes] = []
     spread: list[float] = []

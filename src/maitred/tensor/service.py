@@ -76,9 +76,7 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def unknown_model(model: str, version: int = 0, *, label: str = "", served: Sequence[int] = ()) -> ModelNotFound:
-    """Return the error as Triton tells it (triton-inference-server/core, and its clients look for the words), then what
-    is served.
-    """
+    """Return the error in Triton's words, which its clients look for, and what is served."""
     which = f" version {version}" if version else f" with the label {label!r}" if label else ""
     there = f"; served are: {', '.join(map(str, sorted(served)))}" if served else ""
     return ModelNotFound(f"Request for unknown model: {model[:200]!r}{which} is not found{there}", param="model")

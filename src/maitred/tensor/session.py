@@ -94,9 +94,7 @@ def _providers(
 
 
 def open_session(path: Path, settings: SessionSettings, also: Callable[[Any], None] = lambda options: None) -> Any:
-    """An onnxruntime.InferenceSession; `also` changes its options. Raises CheckpointError, in one line, for a file
-    that the runtime refuses.
-    """
+    """Make an onnxruntime.InferenceSession; `also` changes its options. Raises CheckpointError in one line."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what the runtime cannot do is raised, and told in one line
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, settings.graph_level)

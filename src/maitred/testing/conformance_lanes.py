@@ -102,9 +102,7 @@ class TensorWorld:
     # -- properties of a dispatch
 
     def _fault_of_order(self, batches: Iterable[Batch]) -> str | None:
-        """Return a fault of the starvation bound, or an inversion: no request of a lane's group starts before its
-        turn.
-        """
+        """Return a fault of the starvation bound, or an inversion: none of a lane's group starts before its turn."""
         policy = self.world.policy
         rule = policy.groups
         for started in (self.requests[name] for batch in batches for name in batch.request_ids):
@@ -120,8 +118,8 @@ class TensorWorld:
         return None
 
     def _fault_of_waiting(self, now: float) -> str | None:
-        """Return a fault of waiting: a lane must not hold up another, so a batch beside a free instance has gone,
-        except for the LLM's share.
+        """Return a fault of waiting: a batch beside a free instance goes, whatever other lanes do but the LLM's
+        share.
         """
         at = self.world.scheduler.next_wake(now)
         if at is not None and at <= now:

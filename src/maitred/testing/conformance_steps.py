@@ -25,9 +25,7 @@ class PolicyFault(ConfigError):
 
 
 def conservation(moment: Moment) -> str | None:
-    """Every request is in one place: it waits in the queue or for KV, runs or has ended; none is lost, none is there
-    twice.
-    """
+    """Check that every request is in one place: in the queue, waiting for KV, running or ended."""
     scheduler = moment.world.scheduler
     here = [r.request_id for r in (*scheduler.waiting, *scheduler.waiting_for_kv, *scheduler.running)]
     if len(set(here)) != len(here):
@@ -74,9 +72,7 @@ def starvation_bound(moment: Moment) -> str | None:
 
 
 def no_inversion(moment: Moment) -> str | None:
-    """Check that a starting request is before all that wait on in its group, and that no full slot is held by one that
-    the first outranks.
-    """
+    """Check that a starting request precedes the waiting ones, and that the first outranks no running one."""
     world, scheduler = moment.world, moment.world.scheduler
     places = [(world.place(r), r) for r in moment.started]
     for waiting in scheduler.waiting:

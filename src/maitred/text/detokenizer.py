@@ -47,9 +47,7 @@ class _Stream(Protocol):
 
 
 class _ByteStream:
-    """Stream for ByteLevel decoders: their text is the UTF-8 of the tokens' bytes, so one incremental codec
-    suffices.
-    """
+    """Stream for ByteLevel decoders: their text is the UTF-8 of the tokens' bytes, so one incremental codec does it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer

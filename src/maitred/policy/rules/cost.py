@@ -36,9 +36,7 @@ class Costs:
         return left if left > 0 else 0
 
     def computing(self, request: Queued) -> float:
-        """Return the cost of computing, without blocks and past outputs: uncached inputs count again, outputs do
-        not.
-        """
+        """Return the cost of computing, without blocks and past outputs: uncached inputs count again."""
         return self.uncached(request) + self.output_weight * remaining_outputs(request)
 
     def blocks(self, request: Queued) -> float:

@@ -275,9 +275,7 @@ def _reap(process: subprocess.Popen[bytes], files: ExitStack) -> None:
 
 
 def _completed(config: ANY_MESSAGE, found: Mapping[str, Any]) -> ANY_MESSAGE:
-    """Return the config with the additions of the model's code. Raises CheckpointError for one that cannot be
-    served.
-    """
+    """Return the config with the model code's additions. Raises CheckpointError for one that cannot be served."""
     told = {name: found[name] for name in COMPLETED if name in found}
     completed = ModelConfig()
     completed.CopyFrom(config)
