@@ -118,9 +118,7 @@ class TensorWorld:
         return None
 
     def _fault_of_waiting(self, now: float) -> str | None:
-        """Return a fault of waiting: a batch beside a free instance goes, whatever other lanes do but the LLM's
-        share.
-        """
+        """Return a fault of waiting: no lane holds up a batch beside a free instance; the LLM's share may."""
         at = self.world.scheduler.next_wake(now)
         if at is not None and at <= now:
             return f"a batch may go at {at}, and it is {now}"
