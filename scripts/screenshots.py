@@ -76,7 +76,7 @@ def tenants_file(folder: Path) -> Path:
 @contextlib.asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[str]:
     config = EngineConfig(
-        model=ModelConfig(model=MODEL, max_model_len=4096),
+        model=ModelConfig(model=MODEL, max_model_len=4096, generation_config={"temperature": 0.0}),
         cache=CacheConfig(kv_cache_memory_bytes=2**27),
         scheduler=SchedulerConfig(max_num_seqs=12, policy="mlfq", quantum_tokens=40),
     )
@@ -138,7 +138,7 @@ async def opened(browser: Browser, url: str, width: int, height: int, scheme: st
     for question in QUESTIONS:
         await page.get_by_label("Message").fill(question)
         await page.keyboard.press("Enter")
-        await page.locator("#send:visible").wait_for()
+        await page.locator("#send:visible").wait_for(timeout=120_000)
     return page
 
 
