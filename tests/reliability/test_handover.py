@@ -128,7 +128,7 @@ def test_usage_says_what_became_of_the_kv_where_workers_hand_it_over(apart: Hous
     assert handover_told(apart, "/v1/completions", {"prompt": said} | asked) == "moved"
     ends_with_its_first_token = {"prompt": said} | asked | {"max_tokens": 1}
     assert handover_told(apart, "/v1/completions", ends_with_its_first_token) == "local"
-    assert handover_told(alone, "/v1/completions", {"prompt": said} | asked) is None
+    assert handover_told(alone, "/v1/completions", ends_with_its_first_token) is None
 
 
 def handover_told(house: House, path: str, body: dict[str, Any]) -> str | None:
