@@ -18,8 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from maitred.api.http.certificate_dates import validity_of_chain
-from maitred.api.http.tls import Certificate
+from maitred.api.http.tls import Certificate, validity_of_chain
 from maitred.config import ServerConfig
 from maitred.errors import ConfigError
 from tests.api.conftest import MESSAGES

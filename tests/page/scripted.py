@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from maitred.api.ops.page import SECURITY, page_file
-from maitred.api.ops.page_files import INDEX
+from maitred.api.ops.page import INDEX, SECURITY, page_file
 from tests.waiting import HANGS_S, joined
 
 Delta = dict[str, Any]

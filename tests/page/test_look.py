@@ -7,8 +7,7 @@ import re
 import httpx
 import pytest
 
-from maitred.api.ops.page import FOLDER
-from maitred.api.ops.page_files import FILES, INDEX, VENDORED
+from maitred.api.ops.page import FILES, FOLDER, INDEX, VENDORED
 from tests.page.test_chat import ask
 from tests.page.worlds import serving
 

@@ -14,7 +14,7 @@ import pytest
 
 from maitred.api.http.fleet_token import FleetToken
 from maitred.api.route.outgoing import reached_by
-from maitred.cli.serve.kv_listening import share_of
+from maitred.cli.serve.command import kv_share
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.errors import ConfigError
 from maitred.transfer.handshake import Identity
@@ -244,7 +244,7 @@ def test_a_port_that_nobody_could_use_is_refused_before_anything_loads(
     listen: str, cache: CacheConfig, token: bytes | None, remedy: str
 ):
     with pytest.raises(ConfigError, match=remedy):
-        share_of(listen, cache, FleetToken(token))
+        kv_share(listen, cache, FleetToken(token))
 
 
 def test_an_address_of_every_interface_is_that_of_its_server():

@@ -19,7 +19,7 @@ from maitred.api.ops.metrics_compat import TRITON_NAMES
 from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
-from maitred.cli.why.session import explain
+from maitred.cli.why.command import explain
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ModelConfig, ProcessConfig, ServerConfig, TensorConfig
 from maitred.decisions.codec import read_log

@@ -11,7 +11,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Handler, Route
 from maitred.api.http.service import Service
 from maitred.api.ops import page
-from maitred.api.ops.page_files import FILES
+from maitred.api.ops.page import FILES
 from maitred.storage.ledger import Ledger
 
 

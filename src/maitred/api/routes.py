@@ -14,16 +14,14 @@ from maitred.api.dialects.openai.completions import COMPLETIONS
 from maitred.api.dialects.openai.embedding_schemas import EMBEDDINGS
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.generate.complete import complete
-from maitred.api.generate.resume import Resume
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
-from maitred.api.ops import adapters, admin, fleet, health, kv, live, sleep
+from maitred.api.ops import admin, health, live
+from maitred.api.ops.fleet import fleet_routes
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
-from maitred.cluster.replica_events import FleetEvent, VersionResponse
 from maitred.cluster.routed_body import KSERVE_MODELS
-from maitred.cluster.told_tokens import ResumeRequest
 from maitred.scheduler.queue_view import QueueView
 from maitred.storage.ledger import Ledger
 
@@ -60,7 +58,7 @@ def make_routes(ledger: Ledger | None = None, more: Sequence[Route] = ()) -> Rou
         *_workers(),
         *_kv(),
         *_live(),
-        *_fleet(),
+        *fleet_routes({**DIALECTS, KSERVE_MODELS: GENERATION}, stream=s.Completion, errors=_GENERATION_ERRORS),
         *PAGE,
         Route(
             method="GET",
@@ -169,30 +167,30 @@ def _sleeping() -> tuple[Route, ...]:
         Route(
             method="POST",
             path="/sleep",
-            handler=sleep.sleep,
+            handler=admin.sleep,
             is_for_routers=True,
             summary="End the engine's process once nobody is served; the next request starts it.",
             admin="put the engine to sleep",
             errors=(400, 401, 403, 404, 503),
-            query=sleep.SLEEP_QUERY,
+            query=admin.SLEEP_QUERY,
         ),
         Route(
             method="POST",
             path="/wake_up",
-            handler=sleep.wake_up,
+            handler=admin.wake_up,
             is_for_routers=True,
             summary="Start the engine that sleeps.",
             admin="wake the engine",
             errors=(401, 403, 404, 503),
-            query=sleep.WAKE_QUERY,
+            query=admin.WAKE_QUERY,
         ),
         Route(
             method="GET",
             path="/is_sleeping",
-            handler=sleep.is_sleeping,
+            handler=admin.is_sleeping,
             summary="Whether the engine sleeps.",
             admin="see whether the engine sleeps",
-            answer=sleep.Sleeping,
+            answer=admin.Sleeping,
             errors=(401, 403, 503),
         ),
     )
@@ -204,20 +202,20 @@ def _adapters() -> tuple[Route, ...]:
         Route(
             method="POST",
             path="/v1/load_lora_adapter",
-            handler=adapters.load,
+            handler=admin.load_adapter,
             summary="Load a LoRA adapter that lies in --lora-dir.",
-            admin=adapters.LOADING,
-            body=adapters.LoadAdapter,
+            admin=admin.LOADING_ADAPTERS,
+            body=admin.LoadAdapter,
             text="text/plain",
             errors=(400, 401, 403, 413, 415, 503),
         ),
         Route(
             method="POST",
             path="/v1/unload_lora_adapter",
-            handler=adapters.unload,
+            handler=admin.unload_adapter,
             summary="Unload a LoRA adapter, when its last request is done.",
-            admin=adapters.LOADING,
-            body=adapters.UnloadAdapter,
+            admin=admin.LOADING_ADAPTERS,
+            body=admin.UnloadAdapter,
             text="text/plain",
             errors=(400, 401, 403, 404, 413, 415, 503),
         ),
@@ -279,19 +277,19 @@ def _kv() -> tuple[Route, ...]:
         Route(
             method="GET",
             path="/admin/kv",
-            handler=kv.show,
+            handler=admin.show_kv,
             summary="KV that outlives requests and restarts, by tier.",
             admin="see KV tiers",
-            answer=kv.Tiers,
+            answer=admin.Tiers,
             errors=(401, 403, 404, 503),
         ),
         Route(
             method="DELETE",
             path="/admin/kv",
-            handler=kv.clear,
+            handler=admin.clear_kv,
             summary="Empty the KV tiers.",
             admin="empty the KV tiers",
-            answer=kv.Cleared,
+            answer=admin.Cleared,
             errors=(401, 403, 404, 503),
         ),
     )
@@ -317,39 +315,5 @@ def _live() -> tuple[Route, ...]:
             admin="see what is loaded",
             answer=live.LoadedModels,
             errors=(401, 403),
-        ),
-    )
-
-
-def _fleet() -> tuple[Route, ...]:
-    """For routers."""
-    return (
-        Route(
-            method="GET",
-            path="/version",
-            handler=fleet.version,
-            is_for_routers=True,
-            summary="What this server is: version, models, slots, and what its tokens depend on.",
-            while_loading=True,
-            answer=VersionResponse,
-        ),
-        Route(
-            method="GET",
-            path="/fleet/events",
-            handler=fleet.tell_fleet,
-            is_for_routers=True,
-            summary="For a router: which prefixes are here and how busy this server is, as both change.",
-            admin=fleet.LISTENING,
-            event=FleetEvent,
-            errors=(401, 403, 503),
-        ),
-        Route(
-            method="POST",
-            path="/fleet/resume",
-            handler=Resume({**DIALECTS, KSERVE_MODELS: GENERATION}),
-            summary="For a router: go on with a stream that another replica began.",
-            body=ResumeRequest,
-            event=s.Completion,
-            errors=(*_GENERATION_ERRORS, 409),
         ),
     )

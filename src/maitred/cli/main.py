@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "models check": ("maitred.cli.models", "tell whether a Triton repository's models would be served, and why not"),
     "models": ("maitred.cli.models:LIST", "list the models that come as packages, with their licences"),
     "tune": ("maitred.cli.tune", "find a tensor model's best batching, instances and threads"),
-    "replay": ("maitred.cli.replay.command", "make the decisions of a log again, and name the first that differs"),
+    "replay": ("maitred.cli.replay", "make the decisions of a log again, and name the first that differs"),
     "why": ("maitred.cli.why.command", "tell what a request waited for, from the decision log"),
     "policies": ("maitred.cli.policies", "list the scheduling policies, and check that they keep their promises"),
     "completion": ("maitred.cli.completion", "print the completion script of bash, zsh or fish"),

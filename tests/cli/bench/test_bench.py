@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from maitred.cli.bench import plot
+from maitred.cli.bench import report as plot
 from maitred.cli.bench.client import LoadClient, RequestForm
-from maitred.cli.bench.live import live_table
 from maitred.cli.bench.options import LoadOptions, PromptOptions, ReportOptions, TargetOptions
 from maitred.cli.bench.prompts import PlannedRequest
 from maitred.cli.bench.record import Record
+from maitred.cli.bench.report import live_table
 from maitred.cli.bench.runner import Progress
 from maitred.cli.bench.session import make_bench
 from maitred.cli.endpoint import HttpEndpoint

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from maitred.cli.bench.prompts import Vocabulary
-from maitred.cli.bench.trace import TraceReplay, read_trace
+from maitred.cli.bench.prompts import TraceReplay, Vocabulary, read_trace
 from maitred.cli.simulate.sources import read_workload
 from maitred.errors import ConfigError
 from maitred.sim.traces import BLOCK_TOKENS

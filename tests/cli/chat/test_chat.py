@@ -16,9 +16,8 @@ from prompt_toolkit.output import DummyOutput
 
 from maitred.cli.chat.answer import Answer
 from maitred.cli.chat.conversation import Conversation
-from maitred.cli.chat.screen import ScreenTerminal, history_file
 from maitred.cli.chat.session import talk
-from maitred.cli.chat.terminal import PipeTerminal
+from maitred.cli.chat.terminal import PipeTerminal, ScreenTerminal, history_file
 from maitred.cli.endpoint import HttpEndpoint
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import maitred_process

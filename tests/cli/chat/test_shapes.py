@@ -8,8 +8,8 @@ import pytest
 
 from maitred.cli.chat.conversation import Conversation
 from maitred.cli.chat.options import ChatOptions
-from maitred.cli.chat.screen import ScreenTerminal
 from maitred.cli.chat.session import shape_of, talk
+from maitred.cli.chat.terminal import ScreenTerminal
 from maitred.cli.endpoint import HttpEndpoint
 from maitred.cli.flags import UsageError
 from tests.cli.chat.test_chat import piped

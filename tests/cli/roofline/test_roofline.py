@@ -9,7 +9,7 @@ import pytest
 
 from maitred.cli.main import main
 from maitred.cli.roofline import report
-from maitred.cli.roofline.timed import TimedEngine
+from maitred.cli.roofline.report import TimedEngine
 from maitred.config import CacheConfig, EngineConfig, SchedulerConfig
 from maitred.engine.build import build_parts
 from maitred.errors import ConfigError

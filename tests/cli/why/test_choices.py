@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from maitred.cli.why.choices import lines
+from maitred.cli.why.command import choice_lines
 from maitred.cluster.actions import Bind
 from maitred.cluster.balance import Choice
 from maitred.cluster.choices import Choices
@@ -15,7 +15,7 @@ def test_why_tells_each_way_that_was_foretold_and_its_terms():
     choices.bound(Bind("r", Choice("d", "p", foretold=tuple(ways)), 1), 0.25)
     made = choices.of("r")
     assert made is not None
-    told = lines(made)
+    told = choice_lines(made)
     assert told[0] == "attempt 1: sent to d, after 0.250 s of waiting in all"
     assert told[1].split() == ["WAY", "COST", "TTFT", "TPOT", "FETCH", "TRANSFER", "HARM"]
     assert told[2].split()[:4] == ["->", "p", ">", "d"]

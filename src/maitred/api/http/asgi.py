@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Mapping
 from functools import partial
 
+import msgspec
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,12 +19,13 @@ from maitred.api.http.ignored_fields import TOLD_OF_BODIES
 from maitred.api.http.logs import ERRORS, log_fields
 from maitred.api.http.routes import Found, RouteTable
 from maitred.api.http.service import Service
-from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
 from maitred.clock import Clock
 from maitred.errors import EngineDead, Overloaded, Unavailable
+from maitred.replica import ReplicaState
 from maitred.tenancy.caller import Caller
 
 TOLD_AGAIN_S = 60.0
+ASKED_BY, TOLD_BY = b"endpoint-load-metrics-format", b"endpoint-load-metrics"  # load reports, see `load_report`
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
@@ -143,6 +146,27 @@ class Outage:
             self._why, self._told_at, self._num_untold = why, now, 0
         fields = {"request_id": request_id, "error": why, "others_before": others}
         log_fields(ERRORS, level, "requests are sent away", fields)
+
+
+def load_report(form: bytes, state: ReplicaState) -> bytes | None:
+    """Load for balancers: Open Request Cost Aggregation (ORCA) as Envoy reads it, with the names that gateways for
+    language models look for. None for a form that is neither TEXT nor JSON.
+    """
+    figures = _figures(state)
+    match form.strip().upper():
+        case b"TEXT":
+            return ("TEXT " + ", ".join(f"named_metrics.{name}={value:g}" for name, value in figures.items())).encode()
+        case b"JSON":
+            return b"JSON " + msgspec.json.encode({"named_metrics": figures})
+    return None
+
+
+def _figures(state: ReplicaState) -> Mapping[str, float]:
+    return {
+        "kv_cache_usage_perc": round(state.num_blocks_used / state.num_blocks, 4) if state.num_blocks else 0.0,
+        "num_requests_waiting": float(state.num_waiting),
+        "num_requests_running": float(state.num_running),
+    }
 
 
 async def _answer_error(exchange: Exchange, error: Exception, outage: Outage) -> None:

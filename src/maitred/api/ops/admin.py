@@ -1,8 +1,12 @@
-"""Routes for whoever runs the server: the queue, and the policy, which can be changed while requests run."""
+"""Routes for administrators: queue, policy and adapters, changed while requests run; KV tiers; sleep.
+
+Sleep and adapters have the routes and answers of vLLM.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -13,12 +17,23 @@ from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.cluster.choices import MAX_REQUESTS
 from maitred.config import PolicyArg, SchedulerConfig
+from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.installed import policy_of
-from maitred.errors import ConfigError, InvalidRequest, RouteNotFound
-from maitred.replica import WorkerView
+from maitred.engine.queries import AdapterFolder
+from maitred.errors import CheckpointError, ConfigError, InvalidRequest, KernelError, ModelNotFound, RouteNotFound
+from maitred.replica import TierView, WorkerView
 from maitred.scheduler.queue_view import MAX_PAGE
 
 LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})  # memory was planned for them
+LEVELS = ("0", "1", "2")
+MODES = ("wait", "abort")
+SLEEP_QUERY: dict[str, dict[str, Any]] = {
+    "level": {"enum": [int(level) for level in LEVELS], "default": 1},
+    "mode": {"enum": [*MODES], "default": "wait"},
+}
+WAKE_QUERY: dict[str, dict[str, Any]] = {"tags": {"type": "array", "items": {"type": "string"}}}
+LOADING_ADAPTERS = "load and unload adapters"  # what it takes an administrator for
+MAX_ADAPTER_NAME = 128
 
 
 class Roles(msgspec.Struct, frozen=True):
@@ -88,9 +103,141 @@ async def show_choices(app: App, exchange: Exchange) -> None:
     await exchange.answer_json(made)
 
 
+class Sleeping(msgspec.Struct, frozen=True):
+    """Whether there is no engine, on purpose."""
+
+    is_sleeping: bool
+
+
+async def sleep(app: App, exchange: Exchange) -> None:
+    """End the engine's process; 200 when it is gone. `mode` wait lets requests finish first, abort ends them.
+
+    Weights and KV go at every `level`: the next start maps the weights again.
+    """
+    query = parse_qs(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    _one_of(query, "level", LEVELS, "1")
+    mode = _one_of(query, "mode", MODES, "wait")
+    async with app.in_flight.watch(exchange):
+        await app.replica.sleep(abort=mode == "abort")
+    await exchange.answer(b"", 200, ())
+
+
+async def wake_up(app: App, exchange: Exchange) -> None:
+    """Start the engine; 200 when it is ready. `tags` are accepted: weights and KV come together."""
+    async with app.in_flight.watch(exchange):
+        await app.replica.wake_up()
+    await exchange.answer(b"", 200, ())
+
+
+async def is_sleeping(app: App, exchange: Exchange) -> None:
+    await exchange.answer_json(Sleeping(app.replica.state().asleep))
+
+
+def _one_of(query: dict[str, list[str]], name: str, choices: tuple[str, ...], default: str) -> str:
+    value = query.get(name, [default])[-1]
+    if value not in choices:
+        raise InvalidRequest(f"{name} is {shortened(repr(value))}; choose one of {', '.join(choices)}", param=name)
+    return value
+
+
+class LoadAdapter(msgspec.Struct, frozen=True):
+    """`lora_path` is relative to --lora-dir. A name that is there already stands for the new files from then on."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True):
+    lora_name: str
+
+
+_LOAD_ADAPTER, _UNLOAD_ADAPTER = msgspec.json.Decoder(LoadAdapter), msgspec.json.Decoder(UnloadAdapter)
+
+
+async def load_adapter(app: App, exchange: Exchange) -> None:
+    """Answers when the folder was read and checked; requests may name it from then on."""
+    asked = await exchange.json(_LOAD_ADAPTER)
+    book = _adapter_book(app)
+    folder = _adapter_folder(app, asked, book.folder or "")
+    async with app.in_flight.watch(exchange):
+        try:
+            await book.load(folder)
+        except (CheckpointError, ConfigError, KernelError) as error:
+            raise InvalidRequest(f"adapter {asked.lora_name}: {error}", param="lora_path") from None
+    await _say_done(exchange, f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+
+async def unload_adapter(app: App, exchange: Exchange) -> None:
+    """At once for new requests; answers when those that have it are done."""
+    asked = await exchange.json(_UNLOAD_ADAPTER)
+    book = _adapter_book(app)
+    if asked.lora_name not in book.named:
+        raise ModelNotFound(f"the adapter {shortened(repr(asked.lora_name))} is not loaded", param="lora_name")
+    async with app.in_flight.watch(exchange):
+        await book.unload(asked.lora_name)
+    await _say_done(exchange, f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+
+async def _say_done(exchange: Exchange, text: str) -> None:
+    await exchange.answer(text.encode(), 200, ((b"content-type", b"text/plain; charset=utf-8"),))
+
+
+def _adapter_book(app: App) -> AdapterBook:
+    if app.adapters is None or app.adapters.folder is None:
+        raise InvalidRequest("adapters are loaded and unloaded only where the server was started with --lora-dir DIR")
+    return app.adapters
+
+
+def _adapter_folder(app: App, asked: LoadAdapter, allowed: str) -> AdapterFolder:
+    """Raises InvalidRequest for a name that no adapter may have, and for a path out of --lora-dir."""
+    name, path = asked.lora_name, asked.lora_path
+    if not 1 <= len(name) <= MAX_ADAPTER_NAME or not name.isprintable() or name != name.strip() or "@" in name:
+        raise InvalidRequest(
+            f"lora_name is {shortened(repr(name))}; it has 1 to {MAX_ADAPTER_NAME} printable characters, "
+            "none of them @, and no space around it",
+            param="lora_name",
+        )
+    if app.is_model(name):
+        raise InvalidRequest(f"{name!r} is a name of the model itself; choose another", param="lora_name")
+    root = Path(allowed).resolve()
+    try:
+        folder = (root / path).resolve()
+    except (OSError, ValueError, RuntimeError):
+        folder = root.parent
+    if Path(path).is_absolute() or folder == root or not folder.is_relative_to(root):
+        raise InvalidRequest(
+            f"lora_path is {shortened(repr(path))}; it must be a folder inside --lora-dir, relative to it, wherever "
+            "links lead",
+            param="lora_path",
+        )
+    return AdapterFolder(name, str(folder), str(root))
+
+
 def policy_view(config: SchedulerConfig, choices: tuple[str, ...]) -> PolicyView:
     parameters = {name: value for name, value in asdict(config).items() if name not in LIMITS and name != "policy"}
     return PolicyView(config.policy, parameters, choices, dict(policy_of(config).arguments))
+
+
+class Tiers(msgspec.Struct, frozen=True):
+    """The fastest first; none where nothing outlives a request."""
+
+    tiers: tuple[TierView, ...]
+
+
+class Cleared(msgspec.Struct, frozen=True):
+    """How many blocks there were."""
+
+    num_blocks: int
+
+
+async def show_kv(app: App, exchange: Exchange) -> None:
+    """Bytes, hits, drops by reason, and from how many tokens on fetching is faster than computing."""
+    await exchange.answer_json(Tiers(await app.replica.kv_tiers()))
+
+
+async def clear_kv(app: App, exchange: Exchange) -> None:
+    """Empties the tiers; answers when they are empty. What is in the engine's memory stays."""
+    await exchange.answer_json(Cleared(await app.replica.clear_kv()))
 
 
 def changed(config: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 
 import msgspec
 
+from maitred.api.generate.complete import generate
+from maitred.api.generate.dialect import Dialect
+from maitred.api.generate.resumption import Resumption
+from maitred.api.generate.telling import fingerprint_of
 from maitred.api.http.app import App
+from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import Exchange
+from maitred.api.http.routes import Route
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import identity
-from maitred.errors import PermissionDenied
+from maitred.cluster.replica_events import FleetEvent, VersionResponse
+from maitred.cluster.told_tokens import ResumeRequest
+from maitred.engine.model_facts import AdapterFacts
+from maitred.errors import CannotResume, InvalidRequest, PermissionDenied
 
 LISTENING = "listen to the fleet's events"  # what it takes an administrator or the fleet's token for
+MAX_TOLD_BYTES = 32 * 1024 * 1024  # of tokens, beside as much body as any request may have
+_decoder = BodyDecoder(ResumeRequest)
 
 
 async def version(app: App, exchange: Exchange) -> None:
@@ -36,3 +48,75 @@ async def tell_fleet(app: App, exchange: Exchange) -> None:
             async for event in events:
                 await stream.write(event)
         await stream.done()
+
+
+class Resume:
+    """The route; `dialects` by the paths of theirs, or what theirs begin with, which ends in a slash."""
+
+    def __init__(self, dialects: Mapping[str, Dialect]) -> None:
+        self._dialects = dialects
+
+    async def __call__(self, app: App, exchange: Exchange) -> None:
+        if not app.fleet_token.is_shown_by(exchange.headers):
+            raise PermissionDenied("this takes the fleet's token, in the header x-maitred-fleet-token")
+        exchange.max_body_bytes += MAX_TOLD_BYTES
+        asked = (await exchange.sent(_decoder)).body
+        found = next((each for each in self._dialects if _is_of(each, asked.path)), None)
+        if found is None:
+            paths = ", ".join(self._dialects)
+            raise InvalidRequest(f"{asked.path[:100]!r} is none of the paths that are resumed: {paths}", param="path")
+        dialect, exchange.parameter = self._dialects[found], asked.path.removeprefix(found)
+        exchange.format = dialect.format
+        async with exchange.turn():
+            body = bytes(asked.body)
+            ask = dialect.decode(app, exchange, body)
+            note_tokens = app.fleet.noting(asked.path, body, exchange.headers)
+        _check_numerics(app, ask.adapter, asked.head.fingerprint)
+        await generate(app, exchange, ask, None, note_tokens, Resumption(asked, ask, app.model))
+
+
+def _is_of(known: str, path: str) -> bool:
+    return path.startswith(known) if known.endswith("/") else path == known
+
+
+def _check_numerics(app: App, adapter: AdapterFacts | None, fingerprint: str) -> None:
+    own = fingerprint_of(app.model, adapter)
+    why_not = app.replica.why_not_resumed(same_numbers=own == fingerprint)
+    if why_not is not None:
+        raise CannotResume(
+            f"the stream cannot go on here: {why_not}; it was begun by {fingerprint[:200]!r}, and this is {own!r}"
+        )
+
+
+def fleet_routes(dialects: Mapping[str, Dialect], *, stream: type, errors: tuple[int, ...]) -> tuple[Route, ...]:
+    """Records of the routes for routers; `dialects`, `stream` and `errors` are of answers that are resumed."""
+    return (
+        Route(
+            method="GET",
+            path="/version",
+            handler=version,
+            is_for_routers=True,
+            summary="What this server is: version, models, slots, and what its tokens depend on.",
+            while_loading=True,
+            answer=VersionResponse,
+        ),
+        Route(
+            method="GET",
+            path="/fleet/events",
+            handler=tell_fleet,
+            is_for_routers=True,
+            summary="For a router: which prefixes are here and how busy this server is, as both change.",
+            admin=LISTENING,
+            event=FleetEvent,
+            errors=(401, 403, 503),
+        ),
+        Route(
+            method="POST",
+            path="/fleet/resume",
+            handler=Resume(dialects),
+            summary="For a router: go on with a stream that another replica began.",
+            body=ResumeRequest,
+            event=stream,
+            errors=(*errors, 409),
+        ),
+    )

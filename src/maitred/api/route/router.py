@@ -14,18 +14,16 @@ from maitred.api.http.fleet_token import FleetToken
 from maitred.api.http.results import Results
 from maitred.api.ops.promises import Promises
 from maitred.api.route.fleet import Fleet
-from maitred.api.route.follow import Follower
+from maitred.api.route.follow import Follower, ModelNames
 from maitred.api.route.launching import LaunchedReplicas, MakeLauncher
-from maitred.api.route.metrics import RouteMetrics
-from maitred.api.route.model_names import ModelNames
-from maitred.api.route.observer import RouteObserver
-from maitred.api.route.shared import Shared
+from maitred.api.route.metrics import RouteMetrics, RouteObserver
 from maitred.bounds import Bounds
 from maitred.clock import Clock, WallClock
 from maitred.cluster.actions import Bind
 from maitred.cluster.config import FleetConfig, SharedConfig
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig
+from maitred.cluster.fleet_request import FleetRequest
 from maitred.cluster.origins import Origin, Target
 from maitred.cluster.replicas import Kind, ReplicaFacts, State
 from maitred.cluster.sizing import Autoscale, as_asked
@@ -35,7 +33,12 @@ from maitred.gate.admission import UNKNOWN_SHARE, admission_of
 from maitred.gate.gate import Gate
 from maitred.replica import ReplicaState
 from maitred.storage.ledger import Ledger
+from maitred.storage.redis import RedisStore
+from maitred.storage.redis_notices import Bound, Notices
+from maitred.storage.redis_quota import QuotaExchange
 from maitred.tenancy.caller import Caller
+from maitred.tenancy.quota import QuotaBook
+from maitred.tenancy.shared import SharedQuotas
 
 RESOLVE_S = 3.0  # between two looks at what a name stands for
 
@@ -230,3 +233,35 @@ async def resolve(name: Origin) -> list[Origin]:
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
     return [Origin(host, name.port) for host in sorted({str(address[0]) for *_, address in found})]
+
+
+class Shared:
+    """A router's side of what routers share through Redis: quotas as leases, the result cache, where requests went."""
+
+    def __init__(self, url: str, quotas: QuotaBook, clock: Clock, on_bound: Callable[[Bound], None]) -> None:
+        """`on_bound` is told where other routers sent requests.
+
+        Raises ConfigError for a wrong URL, or where redis-py is not installed.
+        """
+        self.store = RedisStore(url)
+        quotas.shared = SharedQuotas()
+        self._exchange = QuotaExchange(self.store, quotas.shared, clock)
+        self._notices = Notices(self.store, on_bound)
+
+    def start(self) -> None:
+        """In the event loop."""
+        self.store.start()
+        self._exchange.start()
+        self._notices.start()
+
+    def bound(self, request: FleetRequest, replica: ReplicaFacts) -> None:
+        """It goes there: told where others would send its session elsewhere, or not know what the replica has."""
+        keys = request.keys if replica.kind is Kind.FOREIGN else ()
+        if keys or request.hash_key is not None:
+            self._notices.tell(Bound(replica.url, request.hash_key, keys))
+
+    def stop(self) -> None:
+        """What is not written yet is lost; what is leased comes back by itself."""
+        self._notices.stop()
+        self._exchange.stop()
+        self.store.stop()

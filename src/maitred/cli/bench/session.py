@@ -18,13 +18,11 @@ import msgspec
 
 import maitred
 from maitred.cli.bench.client import LoadClient, RequestForm
-from maitred.cli.bench.live import final_table, watch
 from maitred.cli.bench.options import LoadOptions, PromptOptions, ReportOptions, TargetOptions
-from maitred.cli.bench.plot import check_plot_path, draw
-from maitred.cli.bench.prompts import WORD_VOCABULARY, PlannedRequest, Synthetic, Vocabulary
+from maitred.cli.bench.prompts import WORD_VOCABULARY, PlannedRequest, Synthetic, TraceReplay, Vocabulary, read_trace
+from maitred.cli.bench.report import check_plot_path, draw, final_table, watch
 from maitred.cli.bench.runner import LoadRun
 from maitred.cli.bench.stats import Summary, summarise
-from maitred.cli.bench.trace import TraceReplay, read_trace
 from maitred.cli.console import note
 from maitred.cli.endpoint import HttpEndpoint, first_model
 from maitred.cli.flags import UsageError

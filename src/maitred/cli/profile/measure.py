@@ -1,17 +1,20 @@
-"""Records, fits, tests and writes one device profile."""
+"""Records, fits, tests and writes one device profile.
+
+The load is made to be measured: waves of equal requests that cover rows and contexts, and mixes as they are served.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from random import Random
 
 import msgspec
 
 from maitred.cli.console import note
-from maitred.cli.profile.live import CLOCKS, live_engine
-from maitred.cli.profile.profiling import profile_load, split
+from maitred.cli.profile.live import CLOCKS, LiveEngine, live_engine
 from maitred.cli.profile.served import measure_served
 from maitred.cli.simulate.sources import profile_path
 from maitred.cli.simulate.table import seconds_text
@@ -20,18 +23,23 @@ from maitred.engine.build import EngineParts
 from maitred.errors import ConfigError
 from maitred.sim.fit import MIN_EDGE_SAMPLES, Fit, fit_edge, fit_steps
 from maitred.sim.profile import Profile, encode_profile
-from maitred.sim.recorded import measured_steps
-
-if TYPE_CHECKING:
-    from maitred.cli.profile.options import ProfileOptions
+from maitred.sim.recorded import MeasuredStep, measured_steps
+from maitred.sim.workload import Arrival
 
 MIN_STEPS = 200
 SERVED_SHARE = 0.25  # of the time
+WAVE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+WAVE_CONTEXTS = (32, 128, 512, 1024)
+WAVE_STEPS = 10
+MAX_WAVE_TOKENS = 8192
+MIX_ROWS = (2, 6, 12, 24, 48)
+STRETCH = 50  # steps; fitted and tested ones alternate in stretches, so that neighbours are not on both sides
 
 
-def run_profile(options: ProfileOptions, config: EngineConfig) -> int:
-    profile = measured_profile(config, options.seconds, options.clock, note)
-    path = Path(options.output) if options.output is not None else profile_path(profile.model)
+def run_profile(config: EngineConfig, seconds: float, clock: str, output: str | None) -> int:
+    """Profile for so many seconds by the clock of that name; into the cache folder without `output`."""
+    profile = measured_profile(config, seconds, clock, note)
+    path = Path(output) if output is not None else profile_path(profile.model)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encode_profile(profile))
     print(describe(profile))
@@ -81,6 +89,57 @@ def _profile(fit: Fit, parts: EngineParts, config: EngineConfig, clock: str) -> 
 def _held(parts: EngineParts) -> str:
     held = parts.model.footprint
     return "an unknown executor" if held is None else f"{held.executor} executor on {held.device}, {held.dtype} weights"
+
+
+def profile_load(live: LiveEngine, max_num_seqs: int, seconds: float, tell: Callable[[str], None]) -> None:
+    """Keeps the engine busy for about so many seconds: half of them waves, the rest mixes."""
+    clock, context = live.clock, live.parts.model.max_model_len
+    for _ in range(4):  # warm up
+        live.serve([_arrival(16, 8)])
+    began = clock.now()
+    tell("profile waves of equal requests")
+    for rows, prompt in _waves(max_num_seqs, context):
+        if clock.now() - began > seconds / 2:
+            break
+        live.serve(repeat(_arrival(prompt, WAVE_STEPS), rows))
+    mixes = [rows for rows in MIX_ROWS if rows <= max_num_seqs] or [max_num_seqs]
+    for number, rows in enumerate(mixes):
+        tell(f"profile mixed prompts and answers, {rows} at a time")
+        now = clock.now()
+        live.serve_closed(_mixed(Random(rows), context), rows, now + (began + seconds - now) / (len(mixes) - number))
+
+
+def _arrival(prompt: int, output: int) -> Arrival:
+    return Arrival(at=0.0, request_id="profile", prompt_tokens=prompt, output_tokens=output, max_tokens=output)
+
+
+def _waves(max_num_seqs: int, context: int) -> list[tuple[int, int]]:
+    """(rows, prompt tokens), in an order in which any beginning covers both."""
+    waves = [
+        (rows, prompt)
+        for rows in WAVE_ROWS
+        for prompt in WAVE_CONTEXTS
+        if rows <= max_num_seqs and prompt + WAVE_STEPS <= context and rows * prompt <= MAX_WAVE_TOKENS
+    ]
+    Random(1).shuffle(waves)
+    return waves
+
+
+def _mixed(rng: Random, context: int) -> Iterator[Arrival]:
+    """Short and long prompts and answers."""
+    while True:
+        long = rng.random() < 0.15
+        prompt = min(round(rng.lognormvariate(6.6 if long else 4.2, 0.6)) + 1, context * 3 // 4)
+        yield _arrival(prompt, min(round(rng.lognormvariate(3.4, 0.7)) + 1, context - prompt))
+
+
+def split(steps: Sequence[MeasuredStep]) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
+    """(to fit, to test): every fourth stretch of the recording is held out."""
+    fitted: list[MeasuredStep] = []
+    held_out: list[MeasuredStep] = []
+    for i, step in enumerate(steps):
+        (held_out if i // STRETCH % 4 == 3 else fitted).append(step)
+    return fitted, held_out
 
 
 def describe(profile: Profile) -> str:

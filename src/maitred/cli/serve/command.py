@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,23 +15,25 @@ from maitred.cli.console import inert, note
 from maitred.cli.ending import noted
 from maitred.cli.flags import UsageError
 from maitred.cli.local import ENGINE_PARTS, engine_config
-from maitred.cli.serve.announcer import Announcer
 from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
 from maitred.config import (
     NO_MODEL,
     AdmissionConfig,
     CacheConfig,
     EngineConfig,
+    MachineShare,
     ModelConfig,
     ProcessConfig,
     ServerConfig,
     TensorConfig,
 )
 from maitred.errors import ConfigError
+from maitred.field_checks import host_and_port
 
 if TYPE_CHECKING:
     from socket import socket
 
+    from maitred.api.http.fleet_token import FleetToken
     from maitred.engine.live_requests import LiveRequest
     from maitred.engine.replica import Replica
     from maitred.engine.starting import Engine, StartingEngine
@@ -44,7 +47,6 @@ def _run(options: Options) -> int:
     import logging
 
     from maitred.api.http.fleet_token import read_fleet_token
-    from maitred.cli.serve.kv_listening import share_of
     from maitred.clock import WallClock
     from maitred.engine.limits import SPARE_DESCRIPTORS, check_addresses, claim_descriptors
     from maitred.engine.timeline import Timeline, process_age_s
@@ -61,7 +63,7 @@ def _run(options: Options) -> int:
         tell(f"connections  fewer than {num_descriptors - SPARE_DESCRIPTORS:,}, for want of descriptors (ulimit -n)")
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
         token = read_fleet_token(server.fleet_token_file)
-        share = share_of(options[ProcessConfig].kv_listen, options[CacheConfig], token)
+        share = kv_share(options[ProcessConfig].kv_listen, options[CacheConfig], token)
         server, config = _share_results(server, replace(_engine_config(options), share=share))
         ending = noted()
         if ending.came:
@@ -222,6 +224,28 @@ def _tensors(options: Options) -> TensorConfig:
     return replace(tensors, model_repository=model)
 
 
+def kv_share(listen: str | None, cache: CacheConfig, token: FleetToken) -> MachineShare:
+    """What the engine is told of `--kv-listen`, as a worker of several hosts; checked before anything loads. Raises
+    ConfigError for an address from which no other server could pull.
+    """
+    if listen is None:
+        return MachineShare()
+    if not token.is_set:
+        raise ConfigError(
+            f"kv_listen is {listen}, and nobody proves that he may pull from there; give the servers and their router "
+            "the same --fleet-token-file"
+        )
+    if cache.kv_transport == "shm":
+        raise ConfigError("kv_transport is shm, which ends at this machine; leave it at auto, or kv_listen out")
+    if not cache.enable_prefix_caching:
+        raise ConfigError("kv_listen gives what the prefix cache finds; leave enable_prefix_caching on, or it out")
+    from maitred.transfer.tcp import listen as bound
+
+    bound(*host_and_port("kv_listen", listen), has_token=True).close()  # a slip costs no loading time
+    ((_, secret),) = token.shown()
+    return MachineShare(exchanges_kv=True, kv_listen=listen, kv_token=secret)
+
+
 def spare_the_collector() -> None:
     """What was loaded stays for good: without this, each full garbage collection walks all of it between two steps."""
     import gc
@@ -308,6 +332,37 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
         return f"{host} is no address of this machine; use 127.0.0.1, or 0.0.0.0 for every interface"
     return f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+
+
+class Announcer:
+    """Reports to the launcher over `--announce-fd` where this server listens and when it is ready, and ends with that
+    process; does nothing without a descriptor.
+    """
+
+    def __init__(self, fd: int | None) -> None:
+        """Raises ConfigError for a descriptor that this process has not."""
+        self._fd = fd
+        if fd is None:
+            return
+        from maitred.executor.parent import end_with_parent
+
+        try:
+            os.set_inheritable(fd, False)  # it is nobody's below us
+        except OSError as error:
+            raise ConfigError(f"announce_fd is {fd}, and this process inherited no such socket: {error}") from None
+        end_with_parent(fd)
+
+    def listening(self, url: str) -> None:
+        if self._fd is not None:
+            from maitred.cluster.announcement import Listening, announce
+
+            announce(self._fd, Listening(url, os.getpid()))
+
+    def loaded(self, start_phases: Mapping[str, float]) -> None:
+        if self._fd is not None:
+            from maitred.cluster.announcement import Loaded, announce
+
+            announce(self._fd, Loaded(start_phases))
 
 
 COMMAND = Command(

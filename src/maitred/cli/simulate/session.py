@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from maitred.bounds import Bounds
 from maitred.cli.console import note
 from maitred.cli.flags import UsageError
-from maitred.cli.simulate.fleet import bounds_of, devices_of, fleet_setup
 from maitred.cli.simulate.sources import Target, find_target, read_workload
 from maitred.cli.simulate.table import nothing_waited, table
 from maitred.cli.simulate.tensors import (
@@ -26,16 +25,18 @@ from maitred.cli.simulate.tensors import (
     tensor_table,
 )
 from maitred.cli.simulate.workers import WorkersAsked, workers_of
-from maitred.cluster.config import BALANCES
+from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
+from maitred.cluster.config import BALANCES, FleetConfig
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.engine.installed import installed_policies
-from maitred.errors import did_you_mean
+from maitred.errors import ConfigError, did_you_mean
 from maitred.gate.admission import AdmissionController, admission_of
 from maitred.objectives import parse_slo
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
+from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.jitter import Jitter
 from maitred.sim.report import html_report, svg_report
 from maitred.sim.results import Objectives, Results
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
         SimulatedWorkerOptions,
         SimulateOptions,
     )
+
+SetupOf = Callable[[Target], EngineSetup]
+MAX_REPLICAS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,3 +328,77 @@ def _tell(asked: Simulated, outcomes: dict[str, Results], figures: dict[str, dic
             print(hint)
     if any("tensor" in whole for whole in figures.values()):
         print(tensor_table(figures))
+
+
+def bounds_of(options: SimulatedFleetOptions, has_workers: bool) -> Bounds | None:
+    """None without --fleet. Raises UsageError for flags that need it, and for numbers that cannot be."""
+    if options.fleet is None:
+        if not has_workers:
+            _refuse_without_fleet(options)
+        return None
+    try:
+        bounds = Bounds.parse(options.fleet)
+    except ConfigError as error:
+        raise UsageError(f"--fleet {error}") from None
+    if bounds.high > MAX_REPLICAS:
+        raise UsageError(f"--fleet is {options.fleet!r}; at most {MAX_REPLICAS:,} replicas are simulated")
+    return bounds
+
+
+def _refuse_without_fleet(options: SimulatedFleetOptions) -> None:
+    defaults = type(options)()
+    for field in fields(options):
+        if getattr(options, field.name) != getattr(defaults, field.name):
+            raise UsageError(
+                f"--{field.name.replace('_', '-')} is for --fleet, which was not given; add --fleet N|MIN:MAX"
+            )
+
+
+def devices_of(options: SimulatedFleetOptions, bounds: Bounds, device: str | None) -> list[str | None]:
+    """One for each replica; None is what --device's default is."""
+    if options.fleet_devices is None:
+        return [device] * bounds.high
+    if device is not None:
+        raise UsageError("--device and --fleet-devices both say what the replicas are; give one of them")
+    devices: list[str | None] = []
+    for word in options.fleet_devices.split(","):
+        name, colon, count = word.strip().rpartition(":")
+        if not name or not colon or not count.isdecimal() or int(count) < 1:
+            raise UsageError(f"--fleet-devices has {word.strip()!r}; write NAME:COUNT, as in h100:4,a100:4")
+        devices += [name] * min(int(count), MAX_REPLICAS)
+    if len(devices) != bounds.high:
+        raise UsageError(
+            f"--fleet-devices names {len(devices)} devices, --fleet {options.fleet} may have {bounds.high} replicas; "
+            "name one for each"
+        )
+    return devices
+
+
+def fleet_setup(
+    options: SimulatedFleetOptions,
+    bounds: Bounds,
+    targets: list[Target],
+    *,
+    balance: str,
+    scheduler: SchedulerConfig,
+    setup_of: SetupOf,
+    ttft_objective_s: float | None,
+) -> FleetSetup:
+    """`targets` are the replicas', `scheduler` is the router's queue."""
+    distinct = {id(target): target for target in targets}
+    made = {key: ReplicaSetup(engine=setup_of(each), cost_model=each.cost_model) for key, each in distinct.items()}
+    launched = bounds.low < bounds.high or not bounds.low
+    plain = FleetSetup(
+        config=FleetConfig(balance=balance, max_load_ratio=options.max_load_ratio),
+        scheduler=scheduler,
+        replicas=[made[id(target)] for target in targets],
+        cold_start_s=options.cold_start_s,
+        wake_s=options.wake_s,
+        num_asleep=options.asleep,
+    )
+    return _autoscaled(plain, bounds, options.idle_s, ttft_objective_s) if launched else plain
+
+
+def _autoscaled(setup: FleetSetup, bounds: Bounds, idle_s: float, ttft_objective_s: float | None) -> FleetSetup:
+    config = AutoscaleConfig(idle_s=idle_s, ttft_objective_s=ttft_objective_s)
+    return replace(setup, low=bounds.low, autoscale=Autoscaler(config))

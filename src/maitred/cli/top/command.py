@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from maitred.cli.endpoint import Endpoint
 
 PLAIN_WIDTH = 120
+FLEET_POLL_S = 0.5  # between two views of a router's replicas
 RETRY_S = (1.0, 2.0, 5.0, 10.0)
 
 
@@ -56,13 +57,12 @@ def _run(options: Options) -> int:
 async def _plain(asked: TopOptions) -> int:
     """One view after the other, as text that a script can read."""
     from maitred.cli.endpoint import HttpEndpoint
-    from maitred.cli.top.fleet import is_router
     from maitred.cli.top.screen import Rates, in_ascii, view
 
     draws = (sys.stdout.encoding or "").lower().startswith("utf")
     rates, shown_at = Rates(), None
     async with HttpEndpoint(asked.url, api_key=asked.api_key) as endpoint, aclosing(frames(endpoint)) as stream:
-        if await is_router(endpoint):
+        if await _is_router(endpoint):
             return await _plain_fleet(endpoint, asked)
         async for frame in stream:
             rates.take(frame.engine)
@@ -79,9 +79,7 @@ async def _plain(asked: TopOptions) -> int:
 
 
 async def _plain_fleet(router: Endpoint, asked: TopOptions) -> int:
-    from maitred.cli.top.fleet import fleet_views
-
-    async with aclosing(fleet_views(router, asked.interval)) as views:
+    async with aclosing(_fleet_views(router, asked.interval)) as views:
         async for lines in views:
             print("\n".join(lines), flush=True)
             if asked.once:
@@ -171,12 +169,11 @@ async def _watch(asked: TopOptions) -> None:
 
 async def _views(endpoint: Endpoint) -> AsyncGenerator[list[str], None]:
     """The lines of one view after the other, as the terminal has room: of a router its fleet, else of the engine."""
-    from maitred.cli.top.fleet import fleet_views, is_router
     from maitred.cli.top.screen import Rates, view
 
     rates = Rates()
-    if await is_router(endpoint):
-        async with aclosing(fleet_views(endpoint)) as views:
+    if await _is_router(endpoint):
+        async with aclosing(_fleet_views(endpoint)) as views:
             async for lines in views:
                 yield lines
     async with aclosing(frames(endpoint)) as stream:
@@ -212,6 +209,36 @@ async def frames(endpoint: Endpoint) -> AsyncGenerator[LiveFrame, None]:
                     raise ServerError(
                         f"the live view has an unknown form ({error}); use maitred of its version"
                     ) from None
+
+
+async def _is_router(endpoint: Endpoint) -> bool:
+    """Whether `maitred route` listens there; what answers in another form does not. Raises Unreachable."""
+    import msgspec
+
+    async with endpoint.get("/version") as reply:
+        told = await reply.read()
+    try:
+        return msgspec.json.decode(told, type=dict).get("name") == "maitred-route"
+    except msgspec.MsgspecError:
+        return False
+
+
+async def _fleet_views(endpoint: Endpoint, poll_s: float = FLEET_POLL_S) -> AsyncGenerator[list[str], None]:
+    """The lines of one view after the other, for ever. Raises Refused, Unreachable."""
+    import asyncio
+
+    from maitred.cli.console import inert
+    from maitred.cli.endpoint import Refused, error_text
+    from maitred.cli.fleet.status import lines, read_fleet
+
+    while True:
+        async with endpoint.get("/admin/fleet") as reply:
+            told = await reply.read()
+        if reply.status != 200:
+            hint = "; give an administrator's --api-key" if reply.status in (401, 403) else ""
+            raise Refused(reply.status, error_text(reply.status, told) + hint)
+        yield ["maitred routes", *map(inert, lines(read_fleet(told)))]
+        await asyncio.sleep(poll_s)
 
 
 COMMAND = Command(

@@ -1,4 +1,4 @@
-"""Session of `replay`: runs a log again, and says whether each decision is the same."""
+"""`maitred replay`: make the decisions of a log again and compare."""
 
 from __future__ import annotations
 
@@ -6,25 +6,40 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from maitred.cli.decision_logs import nearest_log
-from maitred.cli.main import EXIT_FAILURE
-from maitred.decisions.history import MAX_LISTED
-from maitred.decisions.log import Arrived
-from maitred.decisions.replay import replay
-from maitred.engine.installed import installed_policies
-from maitred.storage.decision_files import log_parts, log_runs, read_frames
+from maitred.cli.command import Command, Options
+from maitred.cli.flags import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """The logs"""
+
+    log: tuple[str, ...] = option((), metavar="LOG", env="MAITRED_DECISION_LOG")
+    """Folders or files of decision logs; of a folder the newest run, and the others are named. None looks in
+    ./decisions and here."""
+
+
+def _run(options: Options) -> int:
+    return replay_logs(options[ReplayOptions].log)
 
 
 def replay_logs(logs: Sequence[str]) -> int:
     """Replays each log; 1 when any decision differs."""
+    from maitred.cli.decision_logs import nearest_log
+    from maitred.cli.main import EXIT_FAILURE
+
     found = [_replay_newest(Path(log)) for log in logs or [nearest_log()]]
     return 0 if all(found) else EXIT_FAILURE
 
 
 def _replay_newest(log: Path) -> bool:
     """A file's run, or a folder's newest; tells of the others."""
+    from maitred.decisions.history import MAX_LISTED
+    from maitred.storage.decision_files import log_parts, log_runs
+
     if not log.is_dir():
         return _replay_run(log_parts(log))
     newest, *older = log_runs(log)
@@ -38,6 +53,11 @@ def _replay_newest(log: Path) -> bool:
 
 
 def _replay_run(parts: Sequence[Path]) -> bool:
+    from maitred.decisions.log import Arrived
+    from maitred.decisions.replay import replay
+    from maitred.engine.installed import installed_policies
+    from maitred.storage.decision_files import read_frames
+
     num_steps, num_requests, started = 0, 0, time.monotonic()
     difference = None
     with _progress(parts) as on_read:
@@ -68,3 +88,18 @@ def _progress(parts: Sequence[Path]) -> Iterator[Callable[[int], object]]:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("replay", total=sum(part.stat().st_size for part in parts))
         yield lambda count: progress.advance(task, count)
+
+
+COMMAND = Command(
+    path="replay",
+    summary="Make every decision of a log again with this version's scheduler, compare them bit for bit, and name the "
+    "first that differs (exit code 1).",
+    run=_run,
+    parts=(ReplayOptions,),
+    positional="log",
+    examples=(
+        "maitred serve --decision-log decisions",
+        "maitred replay decisions",
+        "maitred replay decisions/20260101T120000-000.00000.decisions",
+    ),
+)
