@@ -14,9 +14,8 @@ from maitred.config import SchedulerConfig
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import BlockHasher, TokenHasher
 from maitred.request import RequestSpec, RequestState, SamplingParams
-from maitred.scheduler.drafts import NumDrafts
 from maitred.scheduler.scheduler import Scheduler
-from maitred.scheduler.speculation import Speculation
+from maitred.scheduler.speculation import NumDrafts, Speculation
 from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.cluster.foreign_history import ForeignHistory
+from maitred.cluster.lessons import ForeignHistory
 from maitred.cluster.prefix_index import Hit, PrefixIndex
 
 

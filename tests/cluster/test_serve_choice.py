@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from maitred.cluster.serve_choice import Seen, ServeChoice, key_of
+from maitred.cluster.serve_choice import Seen, ServeChoice, ServeScaling, key_of
 from maitred.cluster.serve_engine import read_options
-from maitred.cluster.serve_scaling import ServeScaling
 from maitred.config import ModelConfig, SchedulerConfig, ServerConfig
 from maitred.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from maitred.engine.host_shares import HostShares
+from maitred.engine.core import HostShares
 from maitred.request import FinishReason
 from maitred.step import RequestProgress, RequestTiming
 

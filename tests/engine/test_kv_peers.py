@@ -11,13 +11,12 @@ import pytest
 
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.engine import kv_giving, kv_peers
-from maitred.engine.build import build_parts
-from maitred.engine.expected_kv import expecting
+from maitred.engine.build import build_parts, layout_of
+from maitred.engine.client import expecting
 from maitred.engine.intake import make_requests
 from maitred.engine.kv_giving import PeerConfig
 from maitred.engine.kv_peers import KVPeers
 from maitred.engine.kv_tiers import KVTiers
-from maitred.engine.peering import layout_of
 from maitred.kvcache.tiers import FetchMeter
 from maitred.request import SamplingParams
 from maitred.storage.kv_host import KVHost

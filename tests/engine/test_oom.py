@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maitred.engine.oom import num_oom_kills
+from maitred.engine.supervisor import num_oom_kills
 
 MACHINE = {"proc/vmstat": "nr_free_pages 7\noom_kill 5\n"}
 GROUP = {"proc/self/cgroup": "0::/box/serve\n", "sys/fs/cgroup/box/serve/memory.events": "oom 3\noom_kill 2\n"}

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from maitred.config import AdmissionConfig
 from maitred.errors import ConfigError, Overloaded
-from maitred.gate.admission import MAX_RETRY_S, AdmissionController
-from maitred.gate.drain_rate import DrainRate, LateBy
+from maitred.gate.admission import MAX_RETRY_S, AdmissionController, DrainRate, LateBy
 from maitred.request import FinishReason
 from maitred.step import RequestProgress
 from tests.fakes import make_samples, make_spec

@@ -11,7 +11,7 @@ from typing import Any
 from maitred.clock import WallClock
 from maitred.engine.core import EngineCore
 from maitred.engine.intake import ServedModel
-from maitred.scheduler.drafts import NumDrafts
+from maitred.scheduler.speculation import NumDrafts
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler

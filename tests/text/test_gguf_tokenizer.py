@@ -19,8 +19,7 @@ from maitred.model.gguf_file import GgufFile
 from maitred.text import Tokenizer
 from maitred.text.bounds import byte_alphabet
 from maitred.text.folder import gguf_named_tokens, read_chat_template
-from maitred.text.gguf_tokenizer import tokenizer_of
-from maitred.text.pre_tokenizers import RULES
+from maitred.text.gguf_tokenizer import RULES, tokenizer_of
 from maitred.text.vocabulary import vocabulary_difference
 
 FOLDER = os.environ.get("MAITRED_LLAMA_VOCABS", "")

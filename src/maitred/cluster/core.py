@@ -8,27 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maitred.cluster.actions import Action
+from maitred.cluster.actions import Action, Probe
 from maitred.cluster.autoscale import FleetFigures
 from maitred.cluster.binding import Binder
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig
-from maitred.cluster.draining import Draining
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.health import Health
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.record import Recorder, core_input
-from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, Report, State, Use
+from maitred.cluster.replicas import Due, Replica, ReplicaDue, ReplicaFacts, Replicas, Report, State, Use
 from maitred.cluster.requests import Requests
 from maitred.cluster.sizing import EVERY_S, Autoscale, Sizing, as_asked
+from maitred.cluster.timers import Timers
 from maitred.cluster.view import FleetView, view_of
-from maitred.cluster.watch import SILENT, Watch
 from maitred.config import SchedulerConfig
 from maitred.errors import InvalidRequest
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, predictor_named
+
+SILENT = Failure(FailureKind.SILENT, message="nothing was heard of it")
+
+HAND_OVER_S = 1.0  # before a replica that ends by itself cuts what it has: to stop there, and to go on elsewhere
 
 GONE = Failure(FailureKind.RESET, message="it is gone")
 _KEPT = {(State.WARM, State.READY), (State.ASLEEP, State.READY), (State.ASLEEP, State.STARTING)}
@@ -392,3 +395,119 @@ class ClusterCore:
         for name in names:
             self._become(self.fleet.by_name[name], State.READY, now)
         return self._requests.dispatch(now) if names else []
+
+
+class Draining:
+    """Drains replicas. Methods that return actions have done their part, as in `Requests`."""
+
+    def __init__(self, fleet: Replicas, sizing: Sizing, requests: Requests, health: Health) -> None:
+        self._fleet, self._sizing, self._requests, self._health = fleet, sizing, requests, health
+        self.timers: Timers[Replica] = Timers(lambda replica: fleet.by_name.get(replica.name) is replica)
+
+    def begin(self, replica: Replica, within_s: float, now: float) -> list[Action]:
+        """It has so long to finish what it has."""
+        self._sizing.forget(replica)
+        self._fleet.set_state(replica, State.DRAINING, now)
+        self._end_at(replica, now + within_s)
+        without_token = [r for r in replica.in_flight.values() if not r.has_begun]
+        return [*self._sizing.emptied(replica), *self._requests.move_on(replica, without_token, now)]
+
+    def leave(self, replica: Replica, within_s: float, now: float) -> list[Action]:
+        """It drains by itself, whether the router had it drain or not, and cuts what it has after `within_s`."""
+        hand_over_s = max(within_s / 2, within_s - HAND_OVER_S)
+        actions: list[Action] = []
+        if replica.state is not State.DRAINING:
+            actions = self.begin(replica, hand_over_s, now)
+        elif now + hand_over_s < replica.drain_ends_at:
+            self._end_at(replica, now + hand_over_s)
+        replica.is_leaving = True
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """Hand over what is left where the time is over."""
+        return [action for replica in self.timers.take_due(now) for action in self._hand_over(replica, now)]
+
+    def _end_at(self, replica: Replica, at: float) -> None:
+        replica.drain_ends_at = at
+        self.timers.add(at, replica)
+
+    def _hand_over(self, replica: Replica, now: float) -> list[Action]:
+        if replica.state is not State.DRAINING or now < replica.drain_ends_at:  # it came back, and drains again
+            return []
+        return self._requests.move_on(replica, self._requests.movable(replica), now)
+
+
+class Watch:
+    """Of one fleet; what falls due stands in `timers`."""
+
+    def __init__(self, config: FleetConfig, fleet: Replicas, health: Health, requests: Requests) -> None:
+        self._config, self._fleet, self._health, self._requests = config, fleet, health, requests
+        self.timers: Timers[ReplicaDue] = Timers(self._is_living)
+
+    def tick(self, now: float) -> list[Action]:
+        """Whatever has fallen due."""
+        return [action for due in self.timers.take_due(now) for action in self._fell_due(due, now)]
+
+    def begin(self, replica: Replica) -> None:
+        """It is ready, and tells of itself from time to time: it is noticed when it does not."""
+        if replica.facts.has_beats and not replica.is_watched:
+            replica.is_watched = True
+            self.timers.add(replica.heard_at + self._config.silence_s, ReplicaDue(Due.SILENCE, replica))
+
+    def said_full(self, replica: Replica, until: float, now: float) -> None:
+        """It works and has no room: until then it gets nobody."""
+        if not replica.is_full:
+            replica.unready_since = now
+        replica.full_until = max(until, replica.full_until)
+        self.timers.add(replica.full_until, ReplicaDue(Due.FULL, replica))
+        replica.is_full = True
+
+    def expect_probe(self, replica: Replica, now: float) -> None:
+        """It is out. What it does for others may still come to an end, so they stay."""
+        self.timers.add(now + self._health.next_probe_s(replica), ReplicaDue(Due.PROBE, replica))
+
+    def expect_back(self, replica: Replica, now: float) -> None:
+        """A replica said that it serves nothing now; where that lasts, its requests go on elsewhere."""
+        self.timers.add(now + self._config.silence_s, ReplicaDue(Due.BACK, replica))
+
+    def _is_living(self, due: ReplicaDue) -> bool:
+        return self._fleet.by_name.get(due.replica.name) is due.replica
+
+    def _fell_due(self, due: ReplicaDue, now: float) -> list[Action]:
+        what, replica = due
+        if what is Due.SILENCE:
+            return self._silence_due(replica, now)
+        if what is Due.PROBE:
+            return [Probe(replica.name)] if replica.state is State.EJECTED else []
+        if what is Due.BACK:
+            return self._back_due(replica, now)
+        replica.is_full = now < replica.full_until
+        self._fleet.note_room(replica)
+        return []
+
+    def _back_due(self, replica: Replica, now: float) -> list[Action]:
+        """Looked at again while it has some that cannot go elsewhere yet."""
+        is_due = now >= replica.unready_since + self._config.silence_s
+        if replica.state is not State.STARTING or not is_due or not self._requests.at(replica):
+            return []
+        self.expect_back(replica, now)
+        return self._requests.flee(replica, now)
+
+    def _silence_due(self, replica: Replica, now: float) -> list[Action]:
+        """A beat may have come since; if all fell silent at once, it may be us: then a probe tells. One that is out for
+        another reason, and was left what it does for others, is not left it any longer.
+        """
+        replica.is_watched = False
+        if replica.state not in (State.READY, State.EJECTED) or not replica.facts.has_beats:
+            return []
+        if now < replica.heard_at + self._config.silence_s:
+            self.begin(replica)
+            return []
+        if replica.state is State.EJECTED:
+            return self._requests.abandon(replica, SILENT, now)
+        if self._health.may_eject() and self._health.eject(replica, FailureKind.SILENT, now):
+            self.expect_probe(replica, now)
+            return self._requests.abandon(replica, SILENT, now)
+        self.timers.add(now + self._config.silence_s, ReplicaDue(Due.SILENCE, replica))
+        replica.is_watched = True
+        return [Probe(replica.name)]

@@ -349,7 +349,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         upscale_delay_s=0.0,  # when to heed a need is the policy's
         downscale_delay_s=0.0,
         policy=AutoscalingPolicy(
-            policy_function="maitred.cluster.serve_scaling:ServeScaling",
+            policy_function="maitred.cluster.serve_choice:ServeScaling",
             policy_kwargs={"slots": slots, "idle_s": options.idle_s, "ttft_objective_s": objective_s},
         ),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from maitred.clock import Clock, WallClock
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.serve_scaling import ARRIVED, ENDED, SERVED_S, START_S
+from maitred.cluster.serve_choice import ARRIVED, ENDED, SERVED_S, START_S
 from maitred.cluster.workers import Workers
 from maitred.config import (
     AdmissionConfig,

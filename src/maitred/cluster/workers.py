@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -21,15 +22,15 @@ from maitred.cluster.choices import ChoicesMade
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.disagg import HandoverConfig
+from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.replicas import Report
-from maitred.cluster.worker import Worker
-from maitred.cluster.worker_blocks import WorkerBlocks
+from maitred.cluster.worker import Worker, key_of
 from maitred.cluster.worker_requests import WorkerRequests
 from maitred.cluster.worker_views import live_view_of_all, queue_of_all, queued_request, state_of_all, waiting_request
 from maitred.config import MachineShare, SchedulerConfig
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient
-from maitred.engine.frames import Command, Ready
+from maitred.engine.frames import BlockChanges, Command, Ready
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_storage import with_own_tiers
 from maitred.engine.live_requests import LiveRequest
@@ -46,6 +47,8 @@ from maitred.objectives import promised
 from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import MAX_PAGE, QueueView
+
+NOTHING_KNOWN = Report(is_broken=True)
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.05  # how late what falls due may be noticed
@@ -352,3 +355,41 @@ class Workers(Replica):
 
     def _death(self) -> EngineDead:
         return self._workers[0].client.supervisor.death()
+
+
+class WorkerBlocks:
+    """On the event loop."""
+
+    def __init__(self, index: PrefixIndex, workers: Sequence[Worker], report: Callable[[Worker, Report], None]) -> None:
+        """`index` is the core's; `report` tells the core."""
+        self._index, self._workers, self._report = index, workers, report
+        self._on_blocks: OnBlocks | None = None
+
+    def tell_router(self, on_blocks: OnBlocks | None) -> None:
+        """What any worker has, all that is there first; None tells no more."""
+        self._on_blocks = on_blocks
+        if on_blocks is not None:
+            self.learn(self._workers)
+
+    def learn(self, workers: Iterable[Worker]) -> None:
+        """They tell what they have, and what changes from now on."""
+        for worker in workers:
+            self._report(worker, NOTHING_KNOWN)
+            worker.client.tell_router(partial(self._changed, worker))
+
+    def _changed(self, worker: Worker, changes: BlockChanges | None) -> None:
+        on_blocks = self._on_blocks
+        if changes is None:
+            self._report(worker, NOTHING_KNOWN)
+            if on_blocks is not None:
+                on_blocks(None)
+                self.learn(other for other in self._workers if other is not worker)
+            return
+        stored = self._unheld(changes.stored) if on_blocks is not None else []
+        told = Report(stored=tuple(map(key_of, changes.stored)), removed=tuple(map(key_of, changes.removed)))
+        self._report(worker, told)
+        if on_blocks is not None:
+            on_blocks(BlockChanges(stored, self._unheld(changes.removed)))
+
+    def _unheld(self, blocks: Sequence[bytes]) -> list[bytes]:
+        return [block for block in blocks if not self._index.holders(key_of(block))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig
+from maitred.cost_model import CostModel
 from maitred.decisions.codec import Header
 from maitred.decisions.log import Recorder
 from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
@@ -20,7 +21,6 @@ from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore, MeasureSwaps
 from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
-from maitred.engine.first_steps import measure_first_steps
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_giving import PeerConfig
@@ -33,7 +33,6 @@ from maitred.engine.memory import (
     format_bytes,
 )
 from maitred.engine.model_facts import ModelFacts
-from maitred.engine.peering import layout_of
 from maitred.engine.planning import EnginePlan, OnEvent, plan_engine
 from maitred.engine.step_meter import StepMeter
 from maitred.engine.timeline import Timeline
@@ -43,16 +42,22 @@ from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.kvcache.tiers import KVTier
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
-from maitred.model.spec import DecoderSpec
+from maitred.model.spec import DecoderSpec, RopeSpec
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
+from maitred.request import RequestSpec, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
+from maitred.step import Executor
 from maitred.storage.decision_files import DecisionLogFile
+from maitred.transfer.compat import Agreed, Layout
 from maitred.transfer.handshake import Identity
 
 if TYPE_CHECKING:
     from maitred.engine.intake import ServedModel
+
+
+FIRST_STEPS_S = 3.0  # of a start, at most: a slower machine learns from its requests
 
 
 @dataclass(kw_only=True)
@@ -359,3 +364,68 @@ def _decision_log(config: EngineConfig, plan: EnginePlan) -> DecisionLogFile:
         max_bytes=config.decision_log_max_bytes,
         max_files=config.decision_log_max_files,
     )
+
+
+def measure_first_steps(
+    meter: StepMeter, scheduler: Scheduler, executor: Executor, clock: Clock, most_tokens: int
+) -> CostModel | None:
+    """What steps cost, after chunks of prompts and decoding of one and of four; None if they took too long to tell.
+
+    `scheduler` is for these requests alone, each of `most_tokens` at most; what they leave in KV blocks is nobody's.
+    """
+    core = EngineCore(scheduler, executor, clock, measure_steps=meter.step_costs)
+    budget, began = scheduler.config.token_budget, clock.now()
+    for count, prompt, output in ((1, budget // 4, 3), (1, 2 * budget, 4), (4, budget // 4, 5)):
+        for number in range(count):
+            core.add(_first_request(f"first/{number}", max(1, min(prompt, most_tokens - output)), output, clock.now()))
+        while core.has_work and clock.now() - began < FIRST_STEPS_S:
+            core.step()
+        for state in (*scheduler.running, *scheduler.waiting):
+            core.abort(state.request_id)
+        core.step()  # the executor forgets them
+    return core.told_step_costs
+
+
+def _first_request(request_id: str, num_tokens: int, num_outputs: int, now: float) -> RequestSpec:
+    return RequestSpec(
+        request_id=request_id,
+        prompt_token_ids=[1] * num_tokens,
+        sampling=SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True),
+        arrived_at=now,
+        num_prompt_tokens=num_tokens,
+        max_tokens=num_outputs,
+    )
+
+
+def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> Layout:
+    """Of an engine's KV. PyTorch chooses its instructions by the device."""
+    held = facts.footprint
+    assert held is not None
+    return Layout(
+        agreed=Agreed(
+            revision=facts.revision,
+            positions=_positions(spec, facts.max_model_len),
+            kv_dtype=held.kv_dtype,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            weight_dtype=held.dtype,
+            executor=held.executor,
+            isa=held.isa or held.device,
+        ),
+        block_size=facts.block_size,
+        num_head_layers=executor.num_kv_layers - spec.num_layers,
+    )
+
+
+def _positions(spec: DecoderSpec, max_model_len: int) -> str:
+    """In one line, for people too: what rope is besides its defaults, of each kind of layer, and the context."""
+    ropes = [layer.rope for layer in spec.layers]
+    told = {" ".join(_unlike_defaults(rope)) if rope is not None else "no rope" for rope in ropes}
+    return f"{'; '.join(sorted(told))}; context {max_model_len}"
+
+
+def _unlike_defaults(rope: RopeSpec) -> list[str]:
+    names = [field.name for field in fields(rope) if getattr(rope, field.name) != field.default]
+    told = [(name, getattr(rope, name)) for name in names]
+    return [f"{name} {getattr(value, 'value', value)}" for name, value in told]

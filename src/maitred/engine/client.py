@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
+
+import msgspec
+from msgspec.structs import replace
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
+from maitred.cost_model import CostModel
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
-from maitred.engine.counters import Counters
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
-from maitred.engine.expected_kv import expecting, expecting_id
 from maitred.engine.frames import (
     Abort,
     Answer,
     Ask,
+    Figures,
     OfTensors,
     Ready,
     Refused,
     Report,
     Stepped,
     Submit,
+    counted,
+    encode,
     error_of,
 )
 from maitred.engine.live_requests import LiveRequest
@@ -42,18 +50,21 @@ from maitred.engine.queries import (
     TELL_ROUTER,
     AdapterFolder,
     Nothing,
+    Query,
     QueuePage,
     Wanted,
 )
-from maitred.engine.questions import Questions
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.supervisor import Start, Supervisor
-from maitred.engine.tensors_of_engine import TensorsOfEngine
+from maitred.engine.tensor_counts import TensorCounts
 from maitred.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
 from maitred.replica import ReplicaState, TierView, WorkerView
-from maitred.request import FinishReason, RequestSpec
+from maitred.request import Charges, FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
 from maitred.step import RequestProgress
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 class EngineClient(Replica):
@@ -416,3 +427,179 @@ class EngineClient(Replica):
             self._end_with_error(live, error, now)
             return
         self.counters.totals.num_resumed += live.sent and live.num_resumes > 0
+
+
+def expecting_id(request: RequestSpec) -> str:
+    """Of what brings the KV of its prompt, for all of its samples; no client has such an id."""
+    return f"{request.parent_id or request.request_id}~kv"
+
+
+def expecting(request: RequestSpec, kv_from: tuple[str, ...]) -> RequestSpec:
+    """A request that waits for the KV of that prompt, in its place in the queue, and computes nothing."""
+    return replace(
+        request,
+        request_id=expecting_id(request),
+        parent_id=None,
+        sample_index=0,
+        grammar="",
+        thinking=None,
+        prediction_token_ids=(),
+        adapter="",
+        kv_from=kv_from,
+        kv_only=True,
+    )
+
+
+class Questions:
+    """Those under way. On one event loop."""
+
+    def __init__(self, send: Callable[[Ask], bool], death: Callable[[], EngineDead]) -> None:
+        """`send` gives False when there is no engine, `death` why there is none."""
+        self._send, self._death = send, death
+        self._open: dict[int, tuple[Query[Any, Any], asyncio.Future[Any]]] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def ask(self, query: Query[A, R], argument: A) -> R:
+        """Raises EngineDead, and what the engine answers with."""
+        number = next(self._numbers)
+        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        if not self._send(Ask(number, query.name, msgspec.Raw(encode(argument)))):
+            raise self._death()
+        self._open[number] = (query, answer)
+        try:
+            return await answer
+        finally:
+            self._open.pop(number, None)
+
+    def tell(self, query: Query[A, R], argument: A) -> None:
+        """Nobody waits for the answer; without an engine nothing happens."""
+        self._send(Ask(next(self._numbers), query.name, msgspec.Raw(encode(argument))))
+
+    def answered(self, number: int, result: msgspec.Raw) -> None:
+        if number not in self._open:
+            return  # nobody waits for it any more
+        query, _ = self._open[number]
+        try:
+            self.settle(number, msgspec.msgpack.decode(result, type=query.result))
+        except (msgspec.DecodeError, MaitredError) as error:
+            self.settle(number, EngineDead(f"the engine's answer to {query.name} cannot be read: {error}"))
+
+    def settle(self, number: int, outcome: object) -> None:
+        """An error is raised where the answer is waited for."""
+        _, answer = self._open.get(number, (None, None))
+        if answer is None or answer.done():
+            return
+        if isinstance(outcome, MaitredError):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+    def end_all(self) -> None:
+        """There is no engine any more that could answer."""
+        for number in list(self._open):
+            self.settle(number, self._death())
+
+
+class TensorsOfEngine(Protocol):
+    """`tensor.client.TensorClient` is one. Told everything on the event loop, once there is one."""
+
+    counts: TensorCounts
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody waits for an answer."""
+
+    def heard(self, message: msgspec.Raw) -> None:
+        """What `OfTensors` brought."""
+
+    def lost(self, cause: str, *, own_fault: bool) -> Loss:
+        """The engine died."""
+
+    def regained(self) -> int:
+        """There is an engine again: how many requests run again."""
+
+    def ended(self, error: EngineDead) -> None:
+        """There will be none any more."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters that must equal the ledger's sums, counted from the same frames over all engines."""
+
+    num_prompt_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_resumed: int = 0
+    num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def count(self, progress: Iterable[RequestProgress]) -> None:
+        for item in progress:
+            self.num_generated_tokens += len(item.new_token_ids)
+            if item.finish_reason is not None:
+                self.num_finished[item.finish_reason] += 1
+
+    def charge(self, before: Charges, now: Charges | None) -> None:
+        """A request's prompt counts once, when its first charges come."""
+        if now is not None and now.num_prompt_tokens and not before.num_prompt_tokens:
+            self.num_prompt_tokens += now.num_prompt_tokens
+            self.num_prefix_hit_tokens += now.num_cached_tokens
+
+
+@dataclass(slots=True)
+class Counters:
+    """What engines told, and what the client counted of it."""
+
+    totals: Totals = field(default_factory=Totals)
+    figures: Figures = field(default_factory=Figures)  # of the present engine
+    past: Figures = field(default_factory=Figures)  # counters of those before it
+
+    def keep(self) -> None:
+        """The next engine counts from nothing; the gauges are of nobody meanwhile."""
+        self.past = Figures(**counted(self.figures, self.past))
+        self.figures = Figures(num_blocks=self.figures.num_blocks)
+
+    @property
+    def pull_bytes_per_s(self) -> float | None:
+        """At which the present engine got KV of others; None before it did."""
+        pulled = self.figures.handovers
+        return sum(pulled.num_bytes.values()) / pulled.seconds if pulled.seconds else None
+
+    @property
+    def step_costs(self) -> CostModel | None:
+        """As the present engine has measured them."""
+        return self.figures.step_costs
+
+    def state(self, supervisor: Supervisor, *, num_live: int, news_age_s: float) -> ReplicaState:
+        """`num_live` requests are with the client, which last heard of a step `news_age_s` ago."""
+        figures, totals = self.figures, self.totals
+        error = supervisor.why_not_alive
+        return ReplicaState(
+            alive=error is None,
+            error=error,
+            loading=not (supervisor.ready or supervisor.sleep.asleep or supervisor.over or supervisor.stopping),
+            asleep=not supervisor.ready and supervisor.sleep.asleep,
+            num_running=figures.num_running,
+            num_waiting=figures.num_waiting if supervisor.ready else num_live,
+            num_blocks=figures.num_blocks,
+            num_blocks_used=figures.num_blocks_used,
+            num_blocks_cached=figures.num_blocks_cached,
+            prefill_tokens_per_s=figures.prefill_tokens_per_s,
+            decode_tokens_per_s=figures.decode_tokens_per_s,
+            adapter_bytes=figures.adapter_bytes,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_prefix_queried_tokens=totals.num_prompt_tokens,
+            num_prefix_hit_tokens=totals.num_prefix_hit_tokens,
+            num_generated_tokens=totals.num_generated_tokens,
+            num_finished=dict(totals.num_finished),
+            last_step_age_s=news_age_s if num_live else 0.0,
+            heartbeat_age_s=supervisor.silent_s,
+            num_restarts=supervisor.num_restarts,
+            num_sleeps=supervisor.sleep.num_sleeps,
+            wake_s=supervisor.sleep.wake_s,
+            num_resumed=totals.num_resumed,
+            num_wrong_frames=supervisor.num_wrong_frames,
+            **counted(figures, self.past),
+        )

@@ -8,18 +8,21 @@ KV is on the way, and that not for longer than computing would take.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
-from maitred.engine.kv_jobs import Fetch, Found, Store, TierAtWork
-from maitred.engine.kv_threads import BlockIO, ThreadOfJobs
-from maitred.kvcache.tiers import DropReason, KVTier, break_even_tokens, most_seconds, worth_fetching
+from maitred.engine.kv_threads import BlockIO, Guard, ThreadOfJobs
+from maitred.kvcache.tiers import DropReason, FetchMeter, KVTier, break_even_tokens, most_seconds, worth_fetching
 from maitred.replica import TierFigures, TierView
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
+
+FIRST_GUESS = (0.5e9, 0.002)  # bytes/s, s; until a fetch was measured
 
 PIECE_BYTES = 8 * 2**20  # moved at once: what giving up waits for
 PATIENCE_S = 5.0  # more than a fetch should take, until its thread counts as stuck
@@ -390,3 +393,52 @@ class KVTiers:
     def _dropped(self, tier: TierAtWork) -> Mapping[str, int]:
         dropped = tier.tier.stats.dropped.copy() + tier.dropped  # a copy, since other threads count, too
         return {str(reason): count for reason, count in dropped.items()}
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    request_id: str
+    tier: TierAtWork
+    keys: Sequence[bytes]
+    blocks: Sequence[int]
+    start: int  # tokens that were there
+    began_at: float  # s
+    most_s: float  # after which computing would have been faster
+    guard: Guard = field(default_factory=Guard)
+    num_done: int = 0  # blocks, written by the thread
+    took_s: float = 0.0
+    watch: threading.Timer | None = None
+
+    def end(self) -> None:
+        """Its thread writes no more."""
+        self.guard.end()
+        if self.watch is not None:
+            self.watch.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class Store:
+    lease: str
+    tier: TierAtWork
+    keys: Sequence[bytes]
+    blocks: Sequence[int]
+    guard: Guard = field(default_factory=Guard)
+    num_copied: int = 0  # blocks, by the thread
+    has_failed: bool = False  # what follows a block that is not stored is not found
+
+
+@dataclass(slots=True, eq=False)
+class TierAtWork:
+    tier: KVTier
+    meter: FetchMeter = field(default_factory=lambda: FetchMeter(bandwidth=FIRST_GUESS[0], latency_s=FIRST_GUESS[1]))
+    hit_tokens: int = 0
+    dropped: Counter[DropReason] = field(default_factory=Counter)  # before they came to the tier
+    on_the_way: set[bytes] = field(default_factory=set)  # keys of blocks that it will have, unless something fails
+    is_stuck: bool = False  # a fetch of it does not end
+
+
+class Found(NamedTuple):
+    request: RequestState
+    tier: TierAtWork
+    first: int  # block from which on it was asked
+    num_blocks: int

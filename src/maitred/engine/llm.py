@@ -26,7 +26,6 @@ from maitred.config import (
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.intake import ServedModel, make_requests
-from maitred.engine.llm_arguments import Message, Prompt, as_conversations, as_prompts, one_each
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import OutputBuilder, RequestOutput
@@ -41,6 +40,11 @@ from maitred.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 _Config = TypeVar("_Config", bound="DataclassInstance")
@@ -354,3 +358,39 @@ def _unknown_argument(name: str) -> str:
         return f"{field}=" if field in own else flag[0]
 
     return f"LLM has no argument {name!r}; {re.sub('--([a-z0-9-]+)', as_argument, told)}"
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One text, one list of token ids, or a list of either, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            f"prompts is {type(prompts).__name__}; give a string, a list of token ids, or a list of either",
+            param="prompts",
+        )
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]
+    for position, item in enumerate(listed):
+        if not isinstance(item, (str, Sequence)):
+            raise InvalidRequest(
+                f"prompts[{position}] is {type(item).__name__}; a prompt is a string or a list of token ids",
+                param="prompts",
+            )
+    return listed
+
+
+def as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """One list of messages, or a list of such lists, as a list of conversations."""
+    if not messages or isinstance(messages, (str, Mapping)) or not isinstance(messages[0], (Mapping, Sequence)):
+        raise InvalidRequest("messages is a list of {role, content}, or a list of such lists", param="messages")
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def one_each(value: T | Sequence[T], count: int, name: str) -> list[T]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one, or one each", param=name)
+    return list(value)

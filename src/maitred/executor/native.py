@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from maitred.errors import KernelError
 from maitred.executor.drafted import accepted, samplers_of, with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, num_checked, wait_for_masks
 from maitred.executor.kv_layout import CellLayout
 from maitred.executor.layer_io import NativeLayers
-from maitred.executor.native_blocks import NativeBlocks
 from maitred.executor.native_lora import NativeAdapters, refuse
 from maitred.executor.native_swap import Bandwidth, NativeHostPool
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
@@ -23,6 +23,7 @@ from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
 from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
 from maitred.executor.state import HeldRequest, RowWork, take_plan
+from maitred.kernels import _native
 from maitred.speculative.mtp import Computed
 from maitred.speculative.proposer import Proposer
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
@@ -298,3 +299,30 @@ class NativeExecutor:
                 count = min(self.runner.max_logits, piece.num_tokens - offset)
                 logits_nV = self.runner.more_logits(range(first + offset, first + offset + count))
                 on_logits(piece.work.row.request_id, piece.start + offset, logits_nV.copy())
+
+
+class NativeBlocks:
+    """A block is a row of `bytes_per_block`. Only for blocks that no step writes meanwhile; the GIL is released."""
+
+    def __init__(self, pool: _native.KVPool) -> None:
+        self.bytes_per_block: int = pool.bytes_per_block
+        self._pool = pool
+        self._caller = _native.ThreadPool(1)  # copies are made in the thread that asks for them
+
+    def read(self, blocks: Sequence[int], into: memoryview) -> None:
+        """Raises KernelError for a block that is not there, or another number of bytes."""
+        self._copy(self._pool.read_blocks, blocks, into)
+
+    def write(self, blocks: Sequence[int], rows: memoryview) -> None:
+        """Raises KernelError for a block that is not there, or another number of bytes."""
+        self._copy(self._pool.write_blocks, blocks, rows)
+
+    def _copy(self, copy: Any, blocks: Sequence[int], rows: memoryview) -> None:
+        if len(rows) != len(blocks) * self.bytes_per_block:
+            raise KernelError(f"{len(rows)} bytes for {len(blocks)} blocks of {self.bytes_per_block}")
+        if blocks:
+            array = np.frombuffer(rows, np.uint8).reshape(len(blocks), self.bytes_per_block)
+            try:
+                copy(list(blocks), array, list(range(len(blocks))), self._caller)
+            except (IndexError, ValueError) as error:
+                raise KernelError(str(error)) from None

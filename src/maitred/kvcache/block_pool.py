@@ -1,4 +1,4 @@
-"""Block pool: reference counts of KV blocks, and the order in which free ones are handed out.
+"""Block pools: reference counts of KV blocks and the order in which free ones are handed out; and blocks on the host.
 
 Blocks are numbered 0 .. num_blocks - 1; the memory itself is the executor's.
 Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, section 4.2.
@@ -7,7 +7,7 @@ Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, section 4.2.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 
 class BlockPool:
@@ -69,3 +69,34 @@ class BlockPool:
         assert all(count >= 0 for count in self.ref_counts)
         unheld = {block for block, count in enumerate(self.ref_counts) if count == 0}
         assert unheld == set(self._free), f"lost or doubly owned blocks: {unheld ^ set(self._free)}"
+
+
+class HostBlockPool:
+    """Blocks on the host with the KV of preempted requests, each with one owner. A block given back in a step is handed
+    out from the next step on: within a step, all copies to the host come before those from it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # the last is handed out next
+        self._leaving: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks. The caller has checked `num_free`."""
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        self._leaving += blocks
+
+    def begin_step(self) -> None:
+        if self._leaving:
+            self._free += reversed(self._leaving)
+            self._leaving = []
+
+    def check_invariants(self, held: Sequence[int]) -> None:
+        """Asserts that `held`, by all owners, and what is free are all there is."""
+        assert sorted([*held, *self._free, *self._leaving]) == list(range(self.num_blocks))

@@ -10,9 +10,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from maitred.errors import PromptTooLong
-from maitred.kvcache.block_pool import BlockPool
+from maitred.kvcache.block_pool import BlockPool, HostBlockPool
 from maitred.kvcache.changes import Changes
-from maitred.kvcache.host_pool import HostPool
 from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache
 from maitred.request import RequestState
 from maitred.step import BlockCopy
@@ -57,7 +56,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._hasher = hasher
-        self._host = HostPool(num_host_blocks)
+        self._host = HostBlockPool(num_host_blocks)
         self._cache = PrefixCache()
         self._pool = BlockPool(num_blocks, kept=self._cache.hashes)
         self.ref_counts = self._pool.ref_counts  # for the decode path, which asks for each row; read only

@@ -24,15 +24,13 @@ from maitred.policy.queued import KVNeed
 from maitred.policy.rules.cost import expected_outputs
 from maitred.request import FinishReason, RequestState
 from maitred.scheduler.deadlines import Deadlines
-from maitred.scheduler.drafts import NumDrafts, plan_drafts, speculate
-from maitred.scheduler.invariants import check_state
 from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.notes import Blocked, Preemption
 from maitred.scheduler.planning import build_plan, service_of, why_blocked
 from maitred.scheduler.reservations import NOTHING_GIVEN_UP, GivenUp, Reserved
 from maitred.scheduler.reserving import arrived, can_step, hold, join_fellow, release, reserve
-from maitred.scheduler.speculation import Speculation
-from maitred.scheduler.state import SchedulerState
+from maitred.scheduler.speculation import NumDrafts, Speculation, plan_drafts, speculate
+from maitred.scheduler.state import SchedulerState, check_state
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.scheduler.swap import SwapCosts

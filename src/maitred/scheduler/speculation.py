@@ -1,4 +1,4 @@
-"""Number of drafts for each request: as many as raise expected tokens a second, by measured times.
+"""Drafts in a plan: as many for each request as raise expected tokens a second, by measured times.
 
 A slot is a request's next position to draft for. Its chance of survival falls with each position: all before it must be
 accepted too. Slots are taken the likeliest first, and the length on that way with most expected tokens in its modelled
@@ -9,14 +9,19 @@ Language Models Using Goodput, 2024, arXiv:2406.14066.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from maitred.cost_model import CostModel, shape_of
 from maitred.policy.rules.cost import expected_outputs
 from maitred.request import RequestState
+from maitred.scheduler.plan_builder import PlanBuilder
+from maitred.scheduler.state import SchedulerState
 from maitred.step import ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
+
+NumDrafts = Callable[[RequestState, int], int]
+"""(request, rows in the plan) -> how many tokens to draft for it; pure. For recorded lengths, and for tests."""
 
 MEMORY = 0.97
 """Weight of what a request's drafts showed one step before, beside what they show now."""
@@ -317,3 +322,41 @@ def _best(step: _Step, levels: Sequence[_Level], most: int) -> tuple[list[int], 
     for _, depth, index in slots[:best_end]:
         lengths[index] = depth
     return lengths, 1.0 - plain_rate / best_rate if best_end else 0.0
+
+
+def plan_drafts(state: SchedulerState, builder: PlanBuilder, lengths: Sequence[int]) -> None:
+    """Add drafts to rows that sample, out of the tokens and blocks that the finished plan leaves: they preempt and
+    delay no request. Their blocks are back before the next plan, unless accepted tokens are in them.
+
+    `lengths` has how many are wanted for each row.
+    """
+    for index, (row, length) in enumerate(zip(builder.rows, lengths, strict=True)):
+        if builder.budget <= 0:
+            return
+        if not length or not row.samples:
+            continue
+        request = builder.requests[index]
+        # As many tokens as are accepted come with one more, and max_tokens is the most it may have.
+        most = min(builder.budget, request.max_tokens - request.num_output_tokens - 1)
+        wanted = min(length, most)
+        if wanted <= 0:
+            continue
+        count, block_ids = state.kv.allocate_spare(request, wanted)
+        builder.rows[index] = row._replace(
+            num_tokens=row.num_tokens + count, new_block_ids=row.new_block_ids + block_ids, num_drafts=count
+        )
+        builder.budget -= count
+        request.num_computed_tokens += count
+
+
+def speculate(state: SchedulerState, speculation: Speculation, builder: PlanBuilder) -> bool:
+    """Give the plan drafts out of the tokens that prompts leave; return whether it did."""
+    if state.forgotten:
+        speculation.forgotten(state.forgotten)
+    if builder.budget <= 0:
+        return False
+    lengths = speculation.lengths(builder.rows, builder.requests)
+    if not any(lengths):
+        return False
+    plan_drafts(state, builder, lengths)
+    return True

@@ -12,14 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maitred.errors import CheckpointError
 from maitred.tensor.config import WILDCARD
 from maitred.tensor.schema import message_classes, read_schema
-from maitred.tensor.wire import Span, WireFile
 
 from google.protobuf.message import DecodeError  # isort: skip
+
+WINDOW_BYTES = 64 << 10
+_VARINT, _BYTES = 0, 2
+_FIXED = {1: 8, 5: 4}
 
 MOST_DEPTH = 32  # of graphs in graphs (If, Loop, Scan); protobuf itself ends at 100 messages, three for each graph
 
@@ -272,3 +275,66 @@ def _check_external(path: Path, external: External) -> None:
     if external.offset + (external.length or 0) > status.st_size:
         end = external.offset + (external.length or 0)
         raise CheckpointError(f"{where} up to byte {end}, and that file has {status.st_size}; it may be cut off")
+
+
+class Span(NamedTuple):
+    """Bytes of the file from `start` up to `end`."""
+
+    start: int
+    end: int
+
+
+class WireField(NamedTuple):
+    """One field: the number of a varint, or where its bytes stand."""
+
+    number: int
+    value: int | Span
+
+
+class WireFile:
+    """An open file of one protobuf message, read field by field: a model of 2 GB costs the pages that hold the heads of
+    its fields. The file is read and not mapped: one that is cut short meanwhile gives an error, not a signal. Methods
+    raise ValueError, with the offset, where bytes end early or fit no field.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._window, self._start = b"", 0
+
+    def fields(self, span: Span) -> Iterator[WireField]:
+        """The fields of the message that stands there."""
+        at, end = span
+        while at < end:
+            start = at
+            key, at = self._varint(at, end)
+            number, kind = key >> 3, key & 7
+            if kind == _VARINT and number:
+                value, at = self._varint(at, end)
+                yield WireField(number, value)
+                continue
+            if not number or (kind != _BYTES and kind not in _FIXED):
+                raise ValueError(f"at byte {start} no field begins")
+            size, at = self._varint(at, end) if kind == _BYTES else (_FIXED[kind], at)
+            if size > end - at:
+                raise ValueError(f"at byte {start} a field has {size} bytes, and {end - at} are left")
+            yield WireField(number, Span(at, at + size))
+            at += size
+
+    def read(self, span: Span, most_bytes: int = 1 << 20) -> bytes:
+        if span.end - span.start > most_bytes:
+            raise ValueError(f"at byte {span.start} a name or a type has {span.end - span.start} bytes")
+        content = os.pread(self._descriptor, span.end - span.start, span.start)
+        if len(content) < span.end - span.start:
+            raise ValueError(f"the file ends at byte {span.start + len(content)}")
+        return content
+
+    def _varint(self, at: int, end: int) -> tuple[int, int]:
+        """The unsigned number at an offset, and the offset after it."""
+        if not self._start <= at <= self._start + len(self._window) - 10:
+            self._window, self._start = os.pread(self._descriptor, WINDOW_BYTES, at), at
+        value, window, first = 0, self._window, at - self._start
+        for index in range(first, min(first + 10, len(window), end - self._start)):
+            value |= (window[index] & 0x7F) << 7 * (index - first)
+            if window[index] < 0x80:
+                return value & 0xFFFF_FFFF_FFFF_FFFF, self._start + index + 1
+        raise ValueError(f"at byte {at} a number does not end")
