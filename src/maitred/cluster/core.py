@@ -398,7 +398,9 @@ class ClusterCore:
 
 
 class Draining:
-    """Drains replicas. Methods that return actions have done their part, as in `Requests`."""
+    """Drains replicas: requests without a token move at once, the rest finish or are handed over. Methods that return
+    actions have done their part, as in `Requests`.
+    """
 
     def __init__(self, fleet: Replicas, sizing: Sizing, requests: Requests, health: Health) -> None:
         self._fleet, self._sizing, self._requests, self._health = fleet, sizing, requests, health
@@ -438,7 +440,7 @@ class Draining:
 
 
 class Watch:
-    """Of one fleet; what falls due stands in `timers`."""
+    """Watches replicas of a fleet: which have fallen silent, said that they are full, or are to be probed again."""
 
     def __init__(self, config: FleetConfig, fleet: Replicas, health: Health, requests: Requests) -> None:
         self._config, self._fleet, self._health, self._requests = config, fleet, health, requests

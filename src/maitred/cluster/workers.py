@@ -358,7 +358,10 @@ class Workers(Replica):
 
 
 class WorkerBlocks:
-    """On the event loop."""
+    """KV blocks of several workers, told to the core, and to a router in front as if they were one engine's.
+
+    On the event loop.
+    """
 
     def __init__(self, index: PrefixIndex, workers: Sequence[Worker], report: Callable[[Worker, Report], None]) -> None:
         """`index` is the core's; `report` tells the core."""

@@ -451,7 +451,7 @@ def expecting(request: RequestSpec, kv_from: tuple[str, ...]) -> RequestSpec:
 
 
 class Questions:
-    """Those under way. On one event loop."""
+    """Questions to the engine that wait for an answer. On one event loop."""
 
     def __init__(self, send: Callable[[Ask], bool], death: Callable[[], EngineDead]) -> None:
         """`send` gives False when there is no engine, `death` why there is none."""

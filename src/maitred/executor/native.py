@@ -302,7 +302,10 @@ class NativeExecutor:
 
 
 class NativeBlocks:
-    """A block is a row of `bytes_per_block`. Only for blocks that no step writes meanwhile; the GIL is released."""
+    """Whole KV blocks of the pool as bytes, for threads beside a step. A block is a row of `bytes_per_block`.
+
+    Only for blocks that no step writes meanwhile; the GIL is released.
+    """
 
     def __init__(self, pool: _native.KVPool) -> None:
         self.bytes_per_block: int = pool.bytes_per_block

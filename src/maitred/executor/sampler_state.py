@@ -288,7 +288,10 @@ class _CountsAhead:
 
 
 class ThoughtCounter:
-    """Told of each output token by `append`; the tokens of marks do not count as thoughts."""
+    """Thinking budget of one request: when the end mark is due.
+
+    Told of each output token by `append`; the tokens of marks do not count as thoughts.
+    """
 
     __slots__ = ("_inside", "_limit", "_num_tokens", "_tail")
 
