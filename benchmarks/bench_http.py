@@ -23,7 +23,7 @@ from typing import NamedTuple
 import aiohttp
 import psutil
 
-from maitred.api.http.server import Server
+from maitred.api.http.server import HttpServer
 from maitred.api.serving import create_app
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
@@ -116,7 +116,7 @@ def run_server(ports: multiprocessing.Queue[int], profile: str | None) -> None:
     replica = InstantReplica(tokenizer.encode("Welcome! What may I bring you? Our soup of the day is onion."))
     config = ServerConfig(port=0, log_level="warning")
     with cProfile.Profile() if profile else nullcontext() as profiler:
-        Server(create_app(replica, model, config), config, on_open=lambda host, port: ports.put(port)).run()
+        HttpServer(create_app(replica, model, config), config, on_open=lambda host, port: ports.put(port)).run()
     if profiler is not None:
         profiler.dump_stats(profile)
 

@@ -24,7 +24,7 @@ import aiohttp
 from PIL import Image
 from playwright.async_api import Browser, Page, async_playwright
 
-from maitred.api.http.server import Server
+from maitred.api.http.server import HttpServer
 from maitred.api.serving import create_app
 from maitred.cli.local import start_engine
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
@@ -85,7 +85,7 @@ async def serving(folder: Path) -> AsyncIterator[str]:
     settings = ServerConfig(port=0)
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     app = create_app(engine.replica, engine.model, settings, tenants=tenants, admission=engine.admission)
-    server = Server(app, settings, on_open=lambda host, port: listening.set_result(port))
+    server = HttpServer(app, settings, on_open=lambda host, port: listening.set_result(port))
     task = asyncio.create_task(server.serve())
     try:
         yield f"http://127.0.0.1:{await listening}"

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from maitred.api.http.auth import TenantSource
 from maitred.api.http.routes import RouteTable
-from maitred.api.http.server import Server
+from maitred.api.http.server import HttpServer
 from maitred.api.serving import create_app
 from maitred.clock import Clock
 from maitred.config import ServerConfig
@@ -196,7 +196,7 @@ class RunningServer:
     url: str
     port: int
     replica: FakeReplica
-    server: Server
+    server: HttpServer
 
 
 @dataclass
@@ -243,7 +243,7 @@ def running_server(
         where.append(port)
         listening.set()
 
-    server = Server(app, settings, on_open=on_listening)
+    server = HttpServer(app, settings, on_open=on_listening)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert listening.wait(HANGS_S), "the server did not start"

@@ -17,7 +17,7 @@ import pytest
 from maitred.api.http.app import App
 from maitred.api.http.asgi import TOLD_AGAIN_S, AsgiApp, Outage
 from maitred.api.http.auth import Authenticator
-from maitred.api.http.server import Server
+from maitred.api.http.server import HttpServer
 from maitred.api.ops.observer import Observer
 from maitred.api.routes import make_routes
 from maitred.clock import ManualClock, WallClock
@@ -64,7 +64,7 @@ class HeldStart:
 class Opening:
     url: str
     starting: HeldStart
-    server: Server
+    server: HttpServer
     thread: threading.Thread
     opened: threading.Event
 
@@ -87,7 +87,9 @@ def opening(starting: HeldStart | None = None, **config: Any) -> Iterator[Openin
     clock = WallClock()
     app = App(settings, clock=clock, observer=Observer(settings, clock), authenticator=Authenticator(settings.api_keys))
     opened = threading.Event()
-    server = Server(AsgiApp(app, make_routes()), settings, starting=starting, on_open=lambda host, port: opened.set())
+    server = HttpServer(
+        AsgiApp(app, make_routes()), settings, starting=starting, on_open=lambda host, port: opened.set()
+    )
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # so that nobody who comes before the loop runs is refused

@@ -216,7 +216,7 @@ from tests.fakes_api import FakeReplica, make_model
 tls.LOOK_S = 10_000.0  # nobody looks
 config = ServerConfig(port=0, ssl_certfile=sys.argv[1] + ".pem", ssl_keyfile=sys.argv[1] + ".key")
 app = serving.create_app(FakeReplica(), make_model(), config)
-server.Server(app, config, on_open=lambda host, port: print(port, flush=True)).run()
+server.HttpServer(app, config, on_open=lambda host, port: print(port, flush=True)).run()
 """
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from maitred.cli.command import Command, make_parser
-from maitred.cli.flags import Kind, UsageError, bytes_number, flags_of, help_text
+from maitred.cli.flags import FlagKind, UsageError, bytes_number, flags_of, help_text
 from maitred.cli.main import COMMANDS, load
 from maitred.config import (
     AdmissionConfig,
@@ -165,4 +165,4 @@ def test_every_flag_is_in_help_with_its_default(command):
         assert flag.doc, f"{flag.name} has no docstring"
         assert flag.name in text
         assert "".join(help_text(flag).split()) in "".join(text.split())  # lines break at hyphens too
-        assert flag.metavar != "TEXT" or flag.kind in (Kind.TEXT, Kind.LIST, Kind.SWITCH)
+        assert flag.metavar != "TEXT" or flag.kind in (FlagKind.TEXT, FlagKind.LIST, FlagKind.SWITCH)

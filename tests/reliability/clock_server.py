@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
                 table=table_of({"guest": {"requests_per_minute": PER_MINUTE}, "boss": {}}), num_failures=0
             ),
         )
-        server.Server(app, config, on_open=lambda host, port: say(str(port))).run()
+        server.HttpServer(app, config, on_open=lambda host, port: say(str(port))).run()
     finally:
         running.replica.stop()
         ledger.close()

@@ -76,7 +76,7 @@ def main() -> None:
     hand_over_quickly()
     app = serving.create_app(replica, model, config)
     app.app.observer.metrics.num_log_lines_dropped = num_log_lines_dropped
-    server.Server(app, config, on_open=say).run()
+    server.HttpServer(app, config, on_open=say).run()
 
 
 @dataclass

@@ -52,7 +52,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.open())
     config = ServerConfig(port=int(sys.argv[1]), drain_timeout_s=float(sys.argv[2]), log_level="error")
     app = serving.create_app(replica, make_model(), config)
-    server.Server(app, config, on_open=lambda host, port: say(str(port))).run()
+    server.HttpServer(app, config, on_open=lambda host, port: say(str(port))).run()
     say("ended")
 
 

@@ -10,7 +10,7 @@ from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.auth import Authenticator, TenantSource
 from maitred.api.http.logs import configure_logging
 from maitred.api.http.routes import Route, RouteTable
-from maitred.api.http.server import Beside, Server
+from maitred.api.http.server import BesideServer, HttpServer
 from maitred.api.ops.observer import Observer
 from maitred.api.routes import make_routes
 from maitred.clock import Clock, WallClock
@@ -64,7 +64,7 @@ def serve(
     is_ending: Callable[[], bool] = lambda: False,
     on_open: Callable[[Engine, str, int], None] | None = None,
     more: Sequence[Route] = (),
-    beside: Callable[[App], Beside] | None = None,
+    beside: Callable[[App], BesideServer] | None = None,
 ) -> None:
     """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
 
@@ -85,7 +85,7 @@ def serve(
 
     asgi = AsgiApp(app, make_routes(ledger, more))
     other = beside(app) if beside is not None else None
-    server = Server(asgi, config, starting=starting, is_ending=is_ending, on_open=opened, beside=other)
+    server = HttpServer(asgi, config, starting=starting, is_ending=is_ending, on_open=opened, beside=other)
     server.run([listener] if listener is not None else None)
     if server.failure is not None:
         raise server.failure

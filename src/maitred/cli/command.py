@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from maitred.cli.flags import Flag, Kind, UsageError, flags_of, help_text, option
+from maitred.cli.flags import Flag, FlagKind, UsageError, flags_of, help_text, option
 from maitred.errors import ConfigError
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ def make_parser(command: Command) -> argparse.ArgumentParser:
                 _add(group, flag)
     group.add_argument("-h", "--help", action="help", help="Show this and leave.")
     if command.positional is not None:
-        number = "*" if by_field[command.positional].kind is Kind.LIST else "?"
+        number = "*" if by_field[command.positional].kind is FlagKind.LIST else "?"
         parser.add_argument("_", nargs=number, help=argparse.SUPPRESS)
     return parser
 
@@ -154,7 +154,7 @@ def _usage(command: Command) -> str:
     words = ["maitred", command.path]
     for flag in sorted(command.flags(), key=lambda flag: flag.field != command.positional):
         if flag.field == command.positional:
-            word = flag.metavar + (" ..." if flag.kind is Kind.LIST else "")
+            word = flag.metavar + (" ..." if flag.kind is FlagKind.LIST else "")
             words.append(word if flag.required else f"[{word}]")
         elif flag.required:
             words.append(f"{flag.short or flag.name} {flag.metavar}")
@@ -165,7 +165,7 @@ def _usage(command: Command) -> str:
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     names = [name for name in (flag.short, flag.name) if name]
     says: dict[str, Any] = {"dest": flag.field, "help": help_text(flag).replace("%", "%%")}
-    if flag.kind is Kind.SWITCH:
+    if flag.kind is FlagKind.SWITCH:
         group.add_argument(*names, action=argparse.BooleanOptionalAction, **says)
         return
     says |= {"metavar": flag.metavar, "type": flag.parse}  # so that every error is worded by us

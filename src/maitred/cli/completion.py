@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from maitred.cli.command import Command, Options
-from maitred.cli.flags import Kind, UsageError, option
+from maitred.cli.flags import FlagKind, UsageError, option
 from maitred.cli.main import COMMANDS, load
 
 SHELLS = ("bash", "zsh", "fish")
@@ -70,7 +70,7 @@ def _fish() -> Iterator[str]:
         yield f"complete -c maitred -n __fish_use_subcommand -a {first} -d {_quoted(summary)}"
         yield from (f"{seen} -a {second} -d {_quoted(summary)}" for second in rest)
         for flag in load(path).flags():
-            value = "" if flag.kind is Kind.SWITCH else " -r -F" if flag.metavar in _FILES else " -x"
+            value = "" if flag.kind is FlagKind.SWITCH else " -r -F" if flag.metavar in _FILES else " -x"
             value += f" -a '{' '.join(flag.choices)}'" if flag.choices else ""
             yield f"{seen} -l {flag.key}{value} -d {_quoted(flag.doc)}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from maitred.cli.flags import Flag, Kind, UsageError
+from maitred.cli.flags import Flag, FlagKind, UsageError
 from maitred.engine.foreign import what_was_meant
 
 
@@ -39,9 +39,9 @@ def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
 
 def _typed(flag: Flag, value: Any) -> object:
     """What YAML read, as the flag has it. Raises ValueError and UsageError."""
-    if flag.kind in (Kind.SWITCH, Kind.MAPPING):
-        return _require(value, bool if flag.kind is Kind.SWITCH else dict)
-    if flag.kind is Kind.LIST and isinstance(value, list):
+    if flag.kind in (FlagKind.SWITCH, FlagKind.MAPPING):
+        return _require(value, bool if flag.kind is FlagKind.SWITCH else dict)
+    if flag.kind is FlagKind.LIST and isinstance(value, list):
         return tuple(word for item in value for word in flag.parse(str(_require(item, str, int, float))))
     return flag.join(flag.parse(str(_require(value, str, int, float))))
 

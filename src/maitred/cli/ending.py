@@ -8,7 +8,7 @@ from types import FrameType
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Ending:
+class EndSignal:
     """Signal handler that notes whether a signal came."""
 
     def __init__(self) -> None:
@@ -20,16 +20,16 @@ class Ending:
 
 def note_signals() -> None:
     """From now on; and SIGHUP, for which there may be nothing to read again, does nothing. For the main thread."""
-    ending = Ending()
+    ending = EndSignal()
     for number in SIGNALS:
         signal.signal(number, ending)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def noted() -> Ending:
+def noted() -> EndSignal:
     """What was noted so far, and will be; nothing where nobody began."""
     handler = signal.getsignal(signal.SIGTERM)
-    return handler if isinstance(handler, Ending) else Ending()
+    return handler if isinstance(handler, EndSignal) else EndSignal()
 
 
 def ignore_signals() -> None:

@@ -51,7 +51,7 @@ def _pairs(text: str) -> Iterable[tuple[str, object]]:
         return [(key.strip(), value)]
 
 
-class Kind(Enum):
+class FlagKind(Enum):
     """What a flag takes: its type, what errors and help call it, and how words become it."""
 
     TEXT = str, "text", "TEXT", str
@@ -79,7 +79,7 @@ class Flag:
 
     owner: type  # the dataclass that holds the field
     field: str  # "max_num_seqs"
-    kind: Kind
+    kind: FlagKind
     default: object
     doc: str
     name: str  # "--max-num-seqs"; this and what follows may be given to `option`
@@ -101,7 +101,7 @@ class Flag:
     @property
     def names(self) -> list[str]:
         """Every spelling."""
-        return [*filter(None, (self.short, self.name)), *(["--no-" + self.key] if self.kind is Kind.SWITCH else [])]
+        return [*filter(None, (self.short, self.name)), *(["--no-" + self.key] if self.kind is FlagKind.SWITCH else [])]
 
     def parse(self, word: str) -> Any:
         """The value of a word, or its values where the flag may be repeated. Raises UsageError."""
@@ -113,7 +113,7 @@ class Flag:
         try:
             return self.kind.parse(word)
         except ValueError as error:
-            remedy = error if self.kind is Kind.MAPPING else f"it must be {self.kind.form}"
+            remedy = error if self.kind is FlagKind.MAPPING else f"it must be {self.kind.form}"
             raise UsageError(f"{self.name} is {word!r}; {remedy}") from None
 
     def join(self, values: Any) -> object:
@@ -155,7 +155,7 @@ def flags_of(owner: type) -> tuple[Flag, ...]:
     return tuple(_flag(owner, f, _kind(f.name, hints[f.name]), docs.get(f.name, "")) for f in fields)
 
 
-def _flag(owner: type, field: dataclasses.Field[Any], kind: Kind, doc: str) -> Flag:
+def _flag(owner: type, field: dataclasses.Field[Any], kind: FlagKind, doc: str) -> Flag:
     default = field.default_factory() if callable(field.default_factory) else field.default
     says: dict[str, Any] = {"name": "--" + field.name.replace("_", "-")}
     says |= _SAYS.get(field.name, {}) | dict(field.metadata)
@@ -163,16 +163,16 @@ def _flag(owner: type, field: dataclasses.Field[Any], kind: Kind, doc: str) -> F
     return Flag(owner=owner, field=field.name, kind=kind, default=default, doc=doc, **says)
 
 
-def _kind(name: str, hint: object) -> Kind:
+def _kind(name: str, hint: object) -> FlagKind:
     members = [t for t in typing.get_args(hint) if t is not type(None)] if isinstance(hint, types.UnionType) else [hint]
     origin = typing.get_origin(members[0]) or members[0]
-    found = [kind for kind in Kind if kind.type_of_field is origin]
+    found = [kind for kind in FlagKind if kind.type_of_field is origin]
     if len(members) > 1 or not found:
         raise TypeError(f"field {name} of type {hint} has no form on the command line; teach cli/flags.py one")
-    return Kind.BYTES if found[0] is Kind.INTEGER and name.endswith("_bytes") else found[0]
+    return FlagKind.BYTES if found[0] is FlagKind.INTEGER and name.endswith("_bytes") else found[0]
 
 
-def _metavar(name: str, kind: Kind, choices: tuple[str, ...]) -> str:
+def _metavar(name: str, kind: FlagKind, choices: tuple[str, ...]) -> str:
     unit = next((unit for ending, unit in _UNITS.items() if name.endswith("_" + ending)), kind.metavar)
     return _METAVARS.get(name) or "|".join(choices) or unit
 
@@ -211,6 +211,6 @@ def _default_text(flag: Flag) -> str:
         return "unset"
     if isinstance(value, bool):
         return "on" if value else "off"
-    if flag.kind is Kind.BYTES and isinstance(value, int):
+    if flag.kind is FlagKind.BYTES and isinstance(value, int):
         return format_bytes(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

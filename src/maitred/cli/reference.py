@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maitred.cli.command import CommonOptions, title
-from maitred.cli.flags import Kind, flags_of, help_text
+from maitred.cli.flags import FlagKind, flags_of, help_text
 from maitred.cli.main import COMMANDS, load
 
 BEGIN, END = "<!-- flags: begin -->", "<!-- flags: end -->"
@@ -31,7 +31,9 @@ def _of_command(path: str) -> Iterator[str]:
 def _table(part: type) -> Iterator[str]:
     yield from ("| flag | meaning |", "|---|---|")
     for flag in flags_of(part):
-        names = ", ".join(f"`{name}`" for name in flag.names) + ("" if flag.kind is Kind.SWITCH else f" {flag.metavar}")
+        names = ", ".join(f"`{name}`" for name in flag.names) + (
+            "" if flag.kind is FlagKind.SWITCH else f" {flag.metavar}"
+        )
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in (names, help_text(flag))) + " |"
     yield ""
 

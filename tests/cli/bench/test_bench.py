@@ -20,7 +20,7 @@ from maitred.cli.bench.options import LoadOptions, PromptOptions, ReportOptions,
 from maitred.cli.bench.prompts import PlannedRequest
 from maitred.cli.bench.record import Record
 from maitred.cli.bench.report import live_table
-from maitred.cli.bench.runner import Progress
+from maitred.cli.bench.runner import LoadProgress
 from maitred.cli.bench.session import make_bench
 from maitred.cli.endpoint import HttpEndpoint
 from maitred.cli.main import main
@@ -218,7 +218,7 @@ def test_a_plot_that_cannot_be_is_told_before_the_load(monkeypatch):
 
 def test_the_live_table_shows_a_run_from_its_first_moment():
     console = Console(file=io.StringIO(), width=100)
-    console.print(live_table(Progress(num_sent=4), {"ttft": 0.2}, 3.0))
+    console.print(live_table(LoadProgress(num_sent=4), {"ttft": 0.2}, 3.0))
     text = console.file.getvalue()
     assert "3 s: 4 sent, 4 in flight, 0 done, 0 failed" in text
     assert "goodput" in text

@@ -10,7 +10,7 @@ from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.generate.time_limits import AskedLimits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.formats import AnswerFormat
+from maitred.api.http.formats import DialectFormat
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import TextDelta
 from maitred.request import SamplingParams
@@ -80,7 +80,7 @@ class GenerationAsk:
 class Dialect(NamedTuple):
     """One way to ask, as a route has it. What it knows and does not do, it refuses by a table of its own."""
 
-    format: AnswerFormat
+    format: DialectFormat
     decode: Callable[[App, Exchange, bytes], GenerationAsk]
     """From a body, which is JSON. Raises RequestError. The event loop stands meanwhile, so its work is bounded."""
     read: Callable[[Exchange], Awaitable[bytes]] = Exchange.json_body  # the body

@@ -17,7 +17,7 @@ from maitred.api.http.fleet_headers import TENANT, without_believed
 from maitred.api.http.fleet_token import HEADER as FLEET_TOKEN
 from maitred.api.http.ignored_fields import TOLD_OF_BODIES
 from maitred.api.http.logs import ERRORS, log_fields
-from maitred.api.http.routes import Found, RouteTable
+from maitred.api.http.routes import FoundRoute, RouteTable
 from maitred.api.http.service import Service
 from maitred.clock import Clock
 from maitred.errors import EngineDead, Overloaded, Unavailable
@@ -91,7 +91,7 @@ class AsgiApp:
             exchange.large_bodies.release(exchange)
             observer.ended(exchange, observed)
 
-    def _caller(self, found: Found, headers: dict[bytes, bytes]) -> Caller:
+    def _caller(self, found: FoundRoute, headers: dict[bytes, bytes]) -> Caller:
         """A router shows the fleet's token: what it says of who asks is believed, and it needs no key for what routers
         ask. From everybody else such headers are dropped. Raises InvalidApiKey.
         """

@@ -20,9 +20,9 @@ from uvicorn.server import ServerState
 
 from maitred.api.http.errors import HeadTooLarge, RequestTooSlow, http_error
 from maitred.api.http.exchange import CONNECTION, TOO_SLOW
-from maitred.api.http.formats import AnswerFormat
+from maitred.api.http.formats import DialectFormat
 from maitred.api.http.logs import ACCESS, log_fields
-from maitred.api.http.sender import Sender
+from maitred.api.http.sender import ResponseSender
 from maitred.config import ServerConfig
 from maitred.engine.limits import is_spare
 from maitred.errors import InvalidRequest, RequestError, Unavailable
@@ -38,7 +38,7 @@ SEND_BUFFER_BYTES = 256 * 1024  # in the kernel, where Linux makes it twice as m
 HOST = re.compile(rb"[A-Za-z0-9._:\[\]%~-]*")
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """What the client is sending."""
 
     NOTHING = 0
@@ -60,7 +60,7 @@ class GuardedConnection(HttpToolsProtocol):
     def __init__(
         self,
         limits: ServerConfig,
-        answers: AnswerFormat,
+        answers: DialectFormat,
         refused: Callable[[int], None],
         config: Config,
         server_state: ServerState,
@@ -69,7 +69,7 @@ class GuardedConnection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits, self._answers, self._refused = limits, answers, refused  # which is told of a status
-        self._phase = Phase.NOTHING
+        self._phase = RequestPhase.NOTHING
         self._in_work: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last that came, perhaps pipelined
         self._num_messages = 0  # begun
         self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = 0
@@ -110,7 +110,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self._refusal is not None:
             return
         phase, num_messages, num_body_bytes = self._phase, self._num_messages, self._num_body_bytes
-        if phase is not Phase.BODY:
+        if phase is not RequestPhase.BODY:
             self._num_head_bytes += len(data)  # of a head that is whole now this was too much, and no longer counts
         self._unset_keepalive_if_required()
         try:
@@ -125,12 +125,12 @@ class GuardedConnection(HttpToolsProtocol):
             self._wait_beside()
         if self._is_refused():
             return
-        if self._phase is Phase.BODY:
-            if phase is Phase.BODY and num_messages == self._num_messages:
+        if self._phase is RequestPhase.BODY:
+            if phase is RequestPhase.BODY and num_messages == self._num_messages:
                 self._check_framing(len(data), self._num_body_bytes - num_body_bytes)
             if self._reading_timer is None and not self._is_refused():
                 self._await_body()
-        elif self._phase is Phase.HEAD or (num_messages == self._num_messages and phase is Phase.NOTHING):
+        elif self._phase is RequestPhase.HEAD or (num_messages == self._num_messages and phase is RequestPhase.NOTHING):
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large())
             elif self._reading_timer is None:
@@ -180,7 +180,7 @@ class GuardedConnection(HttpToolsProtocol):
     # the parser
 
     def on_message_begin(self) -> None:
-        self._phase = Phase.HEAD
+        self._phase = RequestPhase.HEAD
         self._num_messages += 1
         self._size = 0
         super().on_message_begin()
@@ -195,7 +195,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._size += len(name) + len(value)
         if self._size > MAX_HEAD_BYTES:
             self._stop(_too_large())
-        if self._phase is Phase.BODY:  # a trailer: the request began without it, and goes on without it
+        if self._phase is RequestPhase.BODY:  # a trailer: the request began without it, and goes on without it
             return
         if len(self.headers) >= MAX_HEADERS:
             self._stop(HeadTooLarge(f"the request has more than {MAX_HEADERS} headers"))
@@ -213,7 +213,7 @@ class GuardedConnection(HttpToolsProtocol):
             text = f"over {MAX_PIPELINED} requests wait on one connection; wait for their answers"
             self._stop(InvalidRequest(text, code="too_many_pipelined"))
         self._stop_reading_timer()
-        self._phase, self._num_head_bytes = Phase.BODY, 0
+        self._phase, self._num_head_bytes = RequestPhase.BODY, 0
         self._num_body_bytes = self._num_framing_bytes = 0
         self._body_began_at = self.loop.time()
         super().on_headers_complete()
@@ -225,7 +225,7 @@ class GuardedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._phase, self._num_head_bytes = Phase.NOTHING, 0
+        self._phase, self._num_head_bytes = RequestPhase.NOTHING, 0
         self._stop_reading_timer()
         super().on_message_complete()
 
@@ -260,7 +260,7 @@ class GuardedConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._in_work = cycle
         cycle.scope[CONNECTION] = self  # type: ignore[literal-required]
-        sender = Sender(cycle)
+        sender = ResponseSender(cycle)
         cycle.transport, cycle.send = sender, sender.send  # type: ignore[assignment, method-assign]
         super()._start_asgi_task(cycle, app)
 
@@ -281,7 +281,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._on_gone = None
         super().on_response_complete()
         self._await_readers_end()
-        if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():
+        if self._phase is RequestPhase.BODY and self.cycle.response_complete and not self.transport.is_closing():
             self.cycle.body.clear()  # nobody asks for it any more
             self._start_reading_timer(LINGER_S, self.transport.close)
 

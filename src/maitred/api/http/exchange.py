@@ -15,7 +15,7 @@ from maitred.api.generate.outcome import Outcome
 from maitred.api.http.bodies import SMALL_BYTES, LargeBodies, decode_small
 from maitred.api.http.body_decoder import BodyDecoder, Sent
 from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
-from maitred.api.http.formats import AnswerFormat
+from maitred.api.http.formats import DialectFormat
 from maitred.api.http.routes import Route
 from maitred.errors import RequestTooLarge
 from maitred.objectives import Pace
@@ -41,7 +41,7 @@ class Exchange:
     max_body_bytes: int
     large_bodies: LargeBodies
     headers: dict[bytes, bytes]  # of the request, names in lower case, the first of equals
-    format: AnswerFormat  # of the path that was asked for
+    format: DialectFormat  # of the path that was asked for
     caller: Caller = field(init=False)  # set before any route is asked
     route: Route | None = None  # once it is found
     parameter: str = ""  # of its path

@@ -23,7 +23,7 @@ class StreamFormat(NamedTuple):
     keep_alive: bytes = b": keep-alive\n\n"  # what readers skip, for silent times; empty where there is no such thing
 
 
-class AnswerFormat(Protocol):
+class DialectFormat(Protocol):
     """How the clients of a dialect are told of errors, and how their streams end. A route names its own."""
 
     @property

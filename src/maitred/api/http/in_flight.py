@@ -26,7 +26,7 @@ class InFlight:
         self._num_answering = 0
         self._empty = asyncio.Event()  # nobody is being answered
         self._empty.set()
-        self._watches: set[Watch] = set()
+        self._watches: set[WatchedWork] = set()
 
     @property
     def welcome(self) -> bool:
@@ -72,7 +72,7 @@ class InFlight:
     async def watch(self, exchange: Exchange, events: EventStream | None = None) -> AsyncIterator[None]:
         """End what runs inside when the client goes away or `cut_all` says so."""
         on_silence = events.keep_alive if events is not None else None
-        watch = Watch(exchange, silence_s=self._silence_s, on_silence=on_silence)
+        watch = WatchedWork(exchange, silence_s=self._silence_s, on_silence=on_silence)
         self._watches.add(watch)
         try:
             async with watch:
@@ -94,8 +94,8 @@ class InFlight:
             watch.cut(BrokenOff(words) if goes_on else Unavailable(words, retry_after_s=1.0))
 
 
-class Watch:
-    """`async with Watch(exchange):` around the work of one request, body already read.
+class WatchedWork:
+    """`async with WatchedWork(exchange):` around the work of one request, body already read.
 
     A second task listens to the connection. When it ends, the body of the `with` is cancelled at its current await,
     so generators under it run their `finally` in the same turn of the loop, and ClientGone is raised. `cut(error)`
@@ -118,7 +118,7 @@ class Watch:
             self._reason = error
             self._worker.cancel()
 
-    async def __aenter__(self) -> Watch:
+    async def __aenter__(self) -> WatchedWork:
         worker = asyncio.current_task()
         assert worker is not None
         self._worker = worker

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from maitred.api.http.errors import MethodNotAllowed, shortened
-from maitred.api.http.formats import AnswerFormat
+from maitred.api.http.formats import DialectFormat
 from maitred.errors import RouteNotFound, did_you_mean
 
 Handler = Callable[..., Awaitable[None]]  # of an App and an Exchange, which know routes
@@ -23,7 +23,7 @@ class Route:
     path: str
     handler: Handler
     summary: str
-    format: AnswerFormat | None = None  # its dialect's; None is the table's
+    format: DialectFormat | None = None  # its dialect's; None is the table's
     # who may, and when
     is_open: bool = False  # needs no key; of a path with a parameter, for `open_names` alone
     open_names: frozenset[str] = frozenset()
@@ -50,12 +50,12 @@ class Route:
         return self.path.replace(":path", "")
 
 
-class Found(NamedTuple):
+class FoundRoute(NamedTuple):
     """What there is at a path, all that a request's way there asks of it."""
 
     route: Route | None  # None where `find` raises why
     parameter: str
-    format: AnswerFormat  # for its errors too, whatever comes before its route is asked
+    format: DialectFormat  # for its errors too, whatever comes before its route is asked
     span: str
     needs_key: bool  # unknown paths too, so that a new route cannot be forgotten
     is_for_routers: bool
@@ -65,7 +65,7 @@ class Found(NamedTuple):
 class RouteTable:
     """Finds routes by the path of the request line; what is not listed is not there."""
 
-    def __init__(self, routes: Iterable[Route], format: AnswerFormat, fallback: Route | None = None) -> None:
+    def __init__(self, routes: Iterable[Route], format: DialectFormat, fallback: Route | None = None) -> None:
         """`format` is of routes that name none, and of what is said where there is no route. `fallback` answers what is
         not listed, whatever its method.
         """
@@ -85,16 +85,16 @@ class RouteTable:
             (method, path): self._look(method, path) for path, methods in self._exact.items() for method in methods
         }
 
-    def look(self, method: str, path: str) -> Found:
+    def look(self, method: str, path: str) -> FoundRoute:
         """For what is asked most it is one look into a dict."""
         return self._known.get((method, path)) or self._look(method, path)
 
-    def _look(self, method: str, path: str) -> Found:
+    def _look(self, method: str, path: str) -> FoundRoute:
         try:
             route, parameter = self.find(method, path)
         except (RouteNotFound, MethodNotAllowed):
             route, parameter = None, ""
-        return Found(
+        return FoundRoute(
             route=route,
             parameter=parameter,
             format=self._format_of(method, path),
@@ -104,7 +104,7 @@ class RouteTable:
             needs_engine=path not in self._while_loading,
         )
 
-    def _format_of(self, method: str, path: str) -> AnswerFormat:
+    def _format_of(self, method: str, path: str) -> DialectFormat:
         """Its own, or of another method of the path."""
         methods = self._exact.get(path) or self._by_prefix(path)[0] or {}
         routes = (*filter(None, [methods.get(method)]), *methods.values())

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 WITHOUT_BODY = (204, 304)
 
 
-class Sender:
+class ResponseSender:
     """Takes the place of `cycle.send` and `cycle.transport`. uvicorn's own looks through each header with two regular
     expressions, and writes the head by itself.
     """

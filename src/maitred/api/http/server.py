@@ -25,7 +25,7 @@ from maitred.engine.starting import Engine, StartingEngine
 CUT_S = 2.0  # requests that may not finish have this long to tell their clients
 
 
-class Beside(Protocol):
+class BesideServer(Protocol):
     """Another protocol's server, on the same event loop."""
 
     async def start(self, host: str, port: int) -> int:
@@ -35,7 +35,7 @@ class Beside(Protocol):
         """What is under way has so long (s)."""
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn, except for its end: the first signal drains, the second or the drain's time-out cuts, and the exit code
     is ours.
 
@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
         starting: StartingEngine | None = None,
         is_ending: Callable[[], bool] = lambda: False,
         on_open: Callable[[str, int], None] | None = None,
-        beside: Beside | None = None,
+        beside: BesideServer | None = None,
     ) -> None:
         """`starting` is what the app waits for to open; without, it is open already. `beside` is for `grpc_port`."""
         metrics = app.app.observer.metrics

@@ -9,7 +9,7 @@ import msgspec
 
 import maitred
 from maitred.api.generate.time_limits import HEADERS, MAX_MS
-from maitred.api.http.formats import AnswerFormat
+from maitred.api.http.formats import DialectFormat
 from maitred.api.http.ignored_fields import ARGUMENTS_EMPTIED, IGNORED_FIELDS, MAX_TOLD, SCHEMA_IGNORED
 from maitred.api.http.routes import Route, RouteTable
 
@@ -46,7 +46,7 @@ def openapi_document(table: RouteTable) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, answers: AnswerFormat) -> dict[str, Any]:
+def _operation(route: Route, answers: DialectFormat) -> dict[str, Any]:
     described: dict[str, Any] = {
         "summary": route.summary,
         "operationId": f"{route.method.lower()}{route.template}".translate(str.maketrans("/{}.", "____")),
@@ -90,7 +90,7 @@ def _told(route: Route) -> dict[str, Any]:
     return {"headers": told}
 
 
-def _content(route: Route, answers: AnswerFormat) -> dict[str, Any]:
+def _content(route: Route, answers: DialectFormat) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if route.answer is not None:
         content["application/json"] = _schema(route.answer)
@@ -110,7 +110,7 @@ def _kinds(shape: Any) -> tuple[type[msgspec.Struct], ...]:
     return tuple(get_args(shape)) or (shape,)
 
 
-def _events(shape: Any, answers: AnswerFormat) -> dict[str, Any]:
+def _events(shape: Any, answers: DialectFormat) -> dict[str, Any]:
     """One server-sent event; what goes wrong under way is told in one too."""
     either = {"anyOf": [_schema(kind)["schema"] for kind in (*_kinds(shape), answers.error_schema)]}
     told = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
@@ -119,5 +119,5 @@ def _events(shape: Any, answers: AnswerFormat) -> dict[str, Any]:
     return {"schema": {"type": "object", "properties": {"data": data}}}
 
 
-def _error(status: int, answers: AnswerFormat) -> dict[str, Any]:
+def _error(status: int, answers: DialectFormat) -> dict[str, Any]:
     return {"description": f"Error {status}.", "content": {"application/json": _schema(answers.error_schema)}}

@@ -23,7 +23,7 @@ class MaybeNamed(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
 
 
-class Bounds(msgspec.Struct, forbid_unknown_fields=True):
+class ReplicaBounds(msgspec.Struct, forbid_unknown_fields=True):
     """How many replicas there are to be."""
 
     min: int
@@ -46,7 +46,7 @@ class RoutedWorker(msgspec.Struct, frozen=True):
     num_running: int  # as it told
 
 
-class Roles(msgspec.Struct, frozen=True):
+class FleetRoles(msgspec.Struct, frozen=True):
     """Who does what."""
 
     workers: tuple[RoutedWorker, ...]
@@ -54,7 +54,7 @@ class Roles(msgspec.Struct, frozen=True):
 
 _decode_named = msgspec.json.Decoder(Named)
 _decode_maybe_named = msgspec.json.Decoder(MaybeNamed)
-_decode_bounds = msgspec.json.Decoder(Bounds)
+_decode_bounds = msgspec.json.Decoder(ReplicaBounds)
 
 
 async def show_fleet(router: Router, exchange: Exchange) -> None:
@@ -77,7 +77,7 @@ async def show_roles(router: Router, exchange: Exchange) -> None:
         for name, live in sorted(router.fleet.replicas.items())
         if (replica := core.by_name.get(name)) is not None and replica.facts.worker is not None
     ]
-    await exchange.answer_json(Roles(tuple(found)))
+    await exchange.answer_json(FleetRoles(tuple(found)))
 
 
 async def drain(router: Router, exchange: Exchange) -> None:

@@ -103,7 +103,7 @@ ROUTES = RouteTable(
             admin="see choices",
             errors=(401, 403, 404),
         ),
-        role_route(admin.show_roles, answer=admin.Roles),
+        role_route(admin.show_roles, answer=admin.FleetRoles),
         _order(
             path="/admin/fleet/drain",
             handler=admin.drain,
@@ -123,7 +123,7 @@ ROUTES = RouteTable(
             handler=admin.scale,
             summary="Change how many replicas there may be.",
             admin="scale the fleet",
-            body=admin.Bounds,
+            body=admin.ReplicaBounds,
         ),
     ),
     OPENAI,

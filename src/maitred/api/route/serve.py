@@ -7,7 +7,7 @@ from socket import socket
 
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.logs import configure_logging
-from maitred.api.http.server import Server
+from maitred.api.http.server import HttpServer
 from maitred.api.route.router import Router
 from maitred.api.route.routes import ROUTES
 from maitred.errors import ConfigError
@@ -18,7 +18,7 @@ def make_server(
     *,
     is_ending: Callable[[], bool] = lambda: False,
     on_open: Callable[[str, int], None] = lambda host, port: None,
-) -> Server:
+) -> HttpServer:
     """`on_open` is told host and port once requests are welcome; the search for replicas begins then."""
 
     def opened(host: str, port: int) -> None:
@@ -28,7 +28,7 @@ def make_server(
     def give_up(cause: str) -> None:
         server.failure, server.should_exit = ConfigError(cause), True
 
-    server = Server(AsgiApp(router, ROUTES), router.config, is_ending=is_ending, on_open=opened)
+    server = HttpServer(AsgiApp(router, ROUTES), router.config, is_ending=is_ending, on_open=opened)
     router.give_up = give_up
     return server
 

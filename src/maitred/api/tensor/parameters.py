@@ -32,7 +32,7 @@ class Place(NamedTuple):
         return {**found, REGION_OFFSET: self.offset} if self.offset else found
 
 
-class Terms(NamedTuple):
+class InferTerms(NamedTuple):
     """What the parameters of a request say, as InferRequest has it."""
 
     level: int
@@ -47,15 +47,15 @@ def version_of(text: str) -> int:
     return int(text or "0")
 
 
-def terms_of(parameters: Mapping[str, Any]) -> Terms:
+def terms_of(parameters: Mapping[str, Any]) -> InferTerms:
     """Raises InvalidRequest."""
     if not parameters:
         return _NO_TERMS
     timeout_us = integer(parameters, "timeout")
-    return Terms(integer(parameters, "priority"), timeout_us / 1e6 if timeout_us else None, _sequence(parameters))
+    return InferTerms(integer(parameters, "priority"), timeout_us / 1e6 if timeout_us else None, _sequence(parameters))
 
 
-_NO_TERMS = Terms(0, None, None)
+_NO_TERMS = InferTerms(0, None, None)
 
 
 def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from maitred.cli.bench.record import Record
-from maitred.cli.bench.runner import Progress
+from maitred.cli.bench.runner import LoadProgress
 from maitred.cli.bench.stats import Spread, Summary, summarise
 from maitred.cli.console import inert
 from maitred.errors import ConfigError
@@ -27,7 +27,7 @@ SUFFIXES = (".png", ".svg")
 NUM_BINS = 120  # of the timeline
 
 
-async def watch(progress: Progress, slos: dict[str, float], console: Console | None = None) -> None:
+async def watch(progress: LoadProgress, slos: dict[str, float], console: Console | None = None) -> None:
     """Show `progress` until cancelled: a live table on a terminal, now and then a line elsewhere."""
     console = console or Console(stderr=True)
     began = time.monotonic()
@@ -41,14 +41,14 @@ async def watch(progress: Progress, slos: dict[str, float], console: Console | N
             await asyncio.sleep(max(REFRESH_S, len(progress.records) / 20_000))  # long runs cost more to sum up
 
 
-def _counts(progress: Progress) -> str:
+def _counts(progress: LoadProgress) -> str:
     failed = sum(not record.ok for record in progress.records)
     return (
         f"{progress.num_sent} sent, {progress.num_in_flight} in flight, {len(progress.records)} done, {failed} failed"
     )
 
 
-def live_table(progress: Progress, slos: dict[str, float], elapsed_s: float) -> Table:
+def live_table(progress: LoadProgress, slos: dict[str, float], elapsed_s: float) -> Table:
     summary = summarise(progress.records, slos, peak_in_flight=progress.peak_in_flight)
     table = _table(summary, f"{elapsed_s:.0f} s: {_counts(progress)}")
     return table

@@ -14,7 +14,7 @@ PAUSE_AFTER_FAILURE_S = 0.1  # in a closed loop, so that a server that refuses a
 
 
 @dataclass(slots=True)
-class Progress:
+class LoadProgress:
     """The run so far, for whoever shows it."""
 
     num_sent: int = 0
@@ -35,7 +35,7 @@ class LoadRun:
         self._duration_s = duration_s
         self._tasks: set[asyncio.Task[Record]] = set()
         self._main: asyncio.Task[None] | None = None
-        self.progress = Progress()
+        self.progress = LoadProgress()
         self.stopped = False
 
     async def open_loop(self) -> None:

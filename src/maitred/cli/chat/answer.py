@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class ToolCall:
+class StreamedCall:
     """One call of a tool; `arguments` is JSON text that grows while it streams."""
 
     index: int
@@ -45,7 +45,7 @@ class Answer:
 
     text: str = ""
     thoughts: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[StreamedCall] = field(default_factory=list)
     num_tokens: int | None = None  # as the server counts them
     timing: TimingMs | None = None  # from the engine's clock; other servers tell none
     finish_reason: str | None = None
@@ -138,7 +138,7 @@ class Answer:
         call = next((call for call in self.calls if call.index == index), None)
         if call is None:
             is_taken = any(call.id == piece.get("id") for call in self.calls)
-            call = ToolCall(index, f"call_{index}" if is_taken or not piece.get("id") else piece["id"])
+            call = StreamedCall(index, f"call_{index}" if is_taken or not piece.get("id") else piece["id"])
             self.calls.append(call)
         function = piece.get("function") or {}
         call.name += function.get("name") or ""

@@ -74,7 +74,7 @@ def run_roofline(options: RooflineOptions, config: EngineConfig) -> int:
     return 0
 
 
-class Held(NamedTuple):
+class HeldFormats(NamedTuple):
     """Number formats in which the engine holds the model."""
 
     weights: WeightFormat
@@ -83,7 +83,7 @@ class Held(NamedTuple):
     num_bytes: int  # of weights
 
 
-def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> Held:
+def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> HeldFormats:
     """As the engine would settle them; no weight is read for it."""
     plan = plan_executor(config, checkpoint, spec, lambda line: None)
     if not isinstance(plan, NativePlan):
@@ -92,11 +92,11 @@ def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> He
         formats = plan.program.formats
         weights = WeightFormat(formats.linears.dtype, linear_bytes(plan.program) if formats.stored else None)
         head = WeightFormat(formats.head.dtype)
-    return Held(weights, head, KVFormat(plan.kv_dtype_name), plan.weights_bytes)
+    return HeldFormats(weights, head, KVFormat(plan.kv_dtype_name), plan.weights_bytes)
 
 
 def _floors(
-    options: RooflineOptions, spec: DecoderSpec, measured: Measured, held: Held, batches: list[int]
+    options: RooflineOptions, spec: DecoderSpec, measured: Measured, held: HeldFormats, batches: list[int]
 ) -> list[Floor]:
     def least_s(rows: list[Row]) -> float:
         return floor_s(step_work(spec, rows, held.weights, held.kv, held.lm_head), measured.machine_of_model)
@@ -125,7 +125,7 @@ def _with_engine(
     return [replace(floor, took_s=took_s) for floor, took_s in zip(floors, took, strict=True)]
 
 
-def machine_lines(measured: Measured, held: Held) -> list[str]:
+def machine_lines(measured: Measured, held: HeldFormats) -> list[str]:
     """The machine: a line for streaming, then one for each format of weights."""
     machine, cache = measured.machine, measured.cache_bytes_per_s
     lines = [f"{measured.num_threads} threads, {measured.isa}: reads {machine.stream_bytes_per_s / 1e9:.1f} GB/s"]
@@ -158,7 +158,7 @@ def machine_lines(measured: Measured, held: Held) -> list[str]:
     ]
 
 
-def model_lines(spec: DecoderSpec, held: Held, floors: list[Floor]) -> list[str]:
+def model_lines(spec: DecoderSpec, held: HeldFormats, floors: list[Floor]) -> list[str]:
     """The model's steps: floor, tokens per second at the floor, and the engine's."""
     lines = [
         f"{spec.architecture}, weights {held.weights.dtype}, embedding and output {held.lm_head.dtype}, "
@@ -174,7 +174,7 @@ def model_lines(spec: DecoderSpec, held: Held, floors: list[Floor]) -> list[str]
     return lines
 
 
-def _as_json(measured: Measured, spec: DecoderSpec, held: Held, floors: list[Floor]) -> dict[str, Any]:
+def _as_json(measured: Measured, spec: DecoderSpec, held: HeldFormats, floors: list[Floor]) -> dict[str, Any]:
     weights = [WeightFormat(dtype) for dtype in ARITHMETIC]
     return {
         "machine": asdict(measured),

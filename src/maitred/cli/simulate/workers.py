@@ -21,7 +21,7 @@ MAX_WORKERS = 1000
 ANY_ROLE = (Role.PREFILL, Role.DECODE, Role.MIXED)
 
 
-class Worker(NamedTuple):
+class WorkerAsked(NamedTuple):
     """One of them."""
 
     role: Role
@@ -32,7 +32,7 @@ class Worker(NamedTuple):
 class WorkersAsked:
     """What the flags ask for."""
 
-    workers: list[Worker]  # role by role
+    workers: list[WorkerAsked]  # role by role
     link: Link | None
     options: SimulatedWorkerOptions
 
@@ -76,7 +76,7 @@ def workers_of(
         other = "decode" if role is Role.PREFILL else "prefill"
         raise UsageError(f"--{role.value}-workers are alone; add --{other}-workers N or --mixed-workers N")
     workers = [
-        Worker(role, getattr(options, f"{role.value}_device") or device)
+        WorkerAsked(role, getattr(options, f"{role.value}_device") or device)
         for role, count in counts.items()
         for _ in range(count)
     ]
