@@ -32,7 +32,7 @@ from maitred.transfer.leases import Readable
 from maitred.transfer.nixl import Agent
 from maitred.transfer.offers import Offers
 from maitred.transfer.puller import connect
-from maitred.transfer.source import Source
+from maitred.transfer.source import KVSource
 from maitred.transfer.tcp import SLOT_BYTES
 
 LAYOUT = Layout(
@@ -76,7 +76,7 @@ def make_io(num_blocks: int) -> NativeLayers:
 
 def serve(num_blocks: int, *, with_nixl: bool) -> None:
     """Prints its addresses; ends with its input."""
-    source = Source(IDENTITY, Offers(make_io(num_blocks), lease_s=600.0), staging_bytes=STAGING_BYTES)
+    source = KVSource(IDENTITY, Offers(make_io(num_blocks), lease_s=600.0), staging_bytes=STAGING_BYTES)
     source.offers.offer(LEASE, num_blocks, range(num_blocks), Readable(num_blocks))
     if with_nixl:
         agent, memory = Agent(), np.ones(SLOT_BYTES, np.uint8)

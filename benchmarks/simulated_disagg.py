@@ -21,7 +21,7 @@ from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofli
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
-from maitred.sim.links import Link, link_named
+from maitred.sim.links import SimulatedLink, link_named
 from maitred.sim.results import Objectives, Results
 from maitred.sim.workload import Arrival
 
@@ -116,7 +116,7 @@ class Run:
         simulation.run(asked)
         return simulation
 
-    def _replica(self, role: str, link: Link | None) -> ReplicaSetup:
+    def _replica(self, role: str, link: SimulatedLink | None) -> ReplicaSetup:
         device, model = device_named(self.setting.device), model_named(self.setting.model)
         budget, costs = device.token_budget, roofline(device, model)
         engine = EngineSetup(

@@ -8,7 +8,7 @@ from typing import Any
 
 from maitred.policy.policy import Policy
 from maitred.request import RequestStatus
-from maitred.scheduler.pace import Pace
+from maitred.scheduler.pace import LanePace
 from maitred.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest
 
 Key = tuple[str, int]
@@ -38,7 +38,7 @@ class SlowLanes:
         self.turns_now = 0
         self.num_batches = 0
         self.go_behind: dict[str, float] = {}
-        self.paces: dict[LaneKey, Pace] = {}
+        self.paces: dict[LaneKey, LanePace] = {}
 
     def load(self, key: Key, rules: BatchRules) -> None:
         model = self.models.setdefault(key, SlowModel(rules))
@@ -68,8 +68,8 @@ class SlowLanes:
             model.turns = max(model.turns, self.turns_now)
         self._enqueue(request)
 
-    def pace(self, lane: LaneKey) -> Pace:
-        return self.paces.setdefault(lane, Pace())
+    def pace(self, lane: LaneKey) -> LanePace:
+        return self.paces.setdefault(lane, LanePace())
 
     def _enqueue(self, request: TensorRequest) -> None:
         if self.policy.groups is not None:

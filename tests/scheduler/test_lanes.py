@@ -7,7 +7,7 @@ import pytest
 from maitred.errors import InvalidRequest, ModelNotFound, Overloaded
 from maitred.request import FinishReason
 from maitred.scheduler.lanes import Lanes
-from maitred.scheduler.pace import Pace
+from maitred.scheduler.pace import LanePace
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.tensor_models import split_us
 from maitred.tensor_request import Batch, BatchOutcome, BatchRules, Instance, QueueRules
@@ -309,7 +309,7 @@ def test_an_unloaded_model_takes_nobody_and_serves_those_that_are_here():
 
 
 def test_the_automatic_delay_waits_where_batches_pay_and_not_at_a_calm_pace():
-    pace = Pace()
+    pace = LanePace()
     for num_rows in (1, 2, 4, 8) * 8:
         pace.ran(num_rows, 0.010 + 0.001 * num_rows, 0.0)
     assert pace.seconds(5) == pytest.approx(0.015)
@@ -317,7 +317,7 @@ def test_the_automatic_delay_waits_where_batches_pay_and_not_at_a_calm_pace():
     for number in range(200):
         pace.came(1, number * 1.0)
     assert pace.wait(8).num_rows == 1
-    busy = Pace()
+    busy = LanePace()
     for num_rows in (1, 2, 4, 8) * 8:
         busy.ran(num_rows, 0.010 + 0.001 * num_rows, 0.0)
     for number in range(200):

@@ -18,13 +18,13 @@ from maitred.decisions.replay import first_difference
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
-from maitred.sim.links import Link
+from maitred.sim.links import SimulatedLink
 from maitred.sim.report import svg_report
 from maitred.sim.results import Objectives, Results
 from maitred.sim.workload import Arrival, Span, chain
 from tests.sim.worlds import COSTS, arrival, setup, workload
 
-FAST, SLOW = Link(1e9, 1e-5), Link(2e4, 1e-3, is_shared=True)  # a token's KV has 100 bytes
+FAST, SLOW = SimulatedLink(1e9, 1e-5), SimulatedLink(2e4, 1e-3, is_shared=True)  # a token's KV has 100 bytes
 CHATS = {
     "a": {"input": "uniform:1,120", "output": "uniform:1,12", "prefix_tokens": 8, "max_tokens": 16},
     "b": {
@@ -48,7 +48,7 @@ class Logs:
         return Recorder(self.records.setdefault(name, []).append)
 
 
-def one(role: str, link: Link | None = FAST, **fields: Any) -> ReplicaSetup:
+def one(role: str, link: SimulatedLink | None = FAST, **fields: Any) -> ReplicaSetup:
     engine = setup(**{"num_blocks": 256} | fields)
     facts = WorkerFacts(
         role=Role(role),
@@ -68,7 +68,7 @@ def one(role: str, link: Link | None = FAST, **fields: Any) -> ReplicaSetup:
 def fleet(
     *roles: str,
     handover: str = "auto",
-    link: Link | None = FAST,
+    link: SimulatedLink | None = FAST,
     logs: Logs | None = None,
     objectives: Objectives | None = None,
     **fields: Any,
@@ -158,7 +158,7 @@ def test_a_handed_over_request_gets_its_first_token_from_one_worker_and_the_rest
 
 
 def test_a_transfer_is_hidden_behind_the_prompt_but_for_its_last_layer():
-    link = Link(1e6, 0.0)
+    link = SimulatedLink(1e6, 0.0)
     simulated = fleet("prefill", "decode", handover="always", link=link)
     simulated.run(iter([arrival("r", prompt=200, output=5)]))
     sent_s = 196 * 100 / link.bandwidth
@@ -169,7 +169,7 @@ def test_a_transfer_is_hidden_behind_the_prompt_but_for_its_last_layer():
 
 
 def test_transfers_at_once_share_the_link():
-    link = Link(1e5, 0.0)
+    link = SimulatedLink(1e5, 0.0)
     waits = []
     for count in (1, 4):
         simulated = fleet("prefill", "decode", handover="always", link=link)
@@ -205,7 +205,7 @@ def test_a_prefix_is_fetched_from_the_worker_that_has_it():
     spans = chain(["system"], 640)
     first = arrival("first", prompt=700, output=400, max_tokens=512, spans=spans)
     rest = [arrival(f"r{i}", at=0.8 + i * 1e-4, prompt=700, spans=spans) for i in range(6)]
-    slow = Link(1e8, 1e-5)
+    slow = SimulatedLink(1e8, 1e-5)
     simulated = fleet("mixed", "mixed", link=slow, num_blocks=1024, max_num_seqs=4)
     simulated.run(iter([first, *rest]))
     assert_nothing_is_left(simulated, 7)

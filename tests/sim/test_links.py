@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.errors import ConfigError
-from maitred.sim.links import Link, Links, link_named
+from maitred.sim.links import Links, SimulatedLink, link_named
 
-PORTS = Link(100.0, 0.0)
+PORTS = SimulatedLink(100.0, 0.0)
 
 
 def ends(links: Links) -> list[float]:
@@ -32,7 +32,7 @@ def test_two_that_share_a_port_get_half_each_and_the_longer_one_all_when_it_is_a
 
 
 def test_transfers_between_others_are_in_nobodys_way_unless_all_share_one_link():
-    for link, expected in ((PORTS, [1.0, 1.0]), (Link(100.0, 0.0, is_shared=True), [2.0, 2.0])):
+    for link, expected in ((PORTS, [1.0, 1.0]), (SimulatedLink(100.0, 0.0, is_shared=True), [2.0, 2.0])):
         links = Links(link)
         links.send(links.open("a", "b"), 100, 0.0)
         links.send(links.open("c", "d"), 100, 0.0)
@@ -66,6 +66,6 @@ def test_a_port_never_carries_more_than_it_can(sends):
 
 def test_a_link_has_a_name_or_a_rate():
     assert link_named("none") is None
-    assert link_named("100MB/s") == Link(1e8, 200e-6, is_shared=True)
+    assert link_named("100MB/s") == SimulatedLink(1e8, 200e-6, is_shared=True)
     with pytest.raises(ConfigError, match="did you mean tcp"):
         link_named("tpc")

@@ -13,7 +13,7 @@ from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes, decode_tensor_profile
-from maitred.sim.tensors import Machine, SimulatedModel, TensorSimulation
+from maitred.sim.tensors import SimulatedMachine, SimulatedModel, TensorSimulation
 from maitred.tensor_request import BatchRules, Instance
 from tests.fakes import make_scheduler
 from tests.sim.worlds import COSTS, arrival, setup
@@ -165,7 +165,7 @@ def test_a_step_of_the_language_model_and_a_batch_take_the_cores_from_each_other
 
 
 def test_work_is_conserved_on_the_machine():
-    machine = Machine()
+    machine = SimulatedMachine()
     for number in range(3):
         machine.begin(number, float, 1.0 + number, 1.0, 0.0)
     machine.advance(100.0)

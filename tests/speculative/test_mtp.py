@@ -10,7 +10,7 @@ from maitred.executor.state import HeldRequest
 from maitred.request import SamplingParams
 from maitred.speculative import mtp
 from maitred.speculative.draft import ChainEnd, DraftTokens, Piece
-from maitred.speculative.mtp import Computed, Head, Taps
+from maitred.speculative.mtp import ComputedRows, Head, Taps
 from maitred.speculative.proposer import DraftAsk
 from tests.fakes import make_new
 
@@ -73,7 +73,7 @@ class World:
         self._turn += 1
         taps = np.array([(at, self._turn) for _, start, n in rows for at in range(start, start + n)], np.float32)
         requests, starts, counts = zip(*rows, strict=True)
-        self.head.computed(Computed(requests, starts, counts, taps))
+        self.head.computed(ComputedRows(requests, starts, counts, taps))
         return self._turn
 
     def ask(self, *asks: tuple[HeldRequest, int]) -> list[list[int]]:

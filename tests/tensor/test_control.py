@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
 from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
 from maitred.tensor.control import ControlMode, ModelControl
-from maitred.tensor.repository import Changes
+from maitred.tensor.repository import RepositoryChanges
 from maitred.tensor.served_models import ServedModels
 from tests.tensor.models import write_model
 
@@ -94,23 +94,23 @@ def test_a_chain_of_ensembles_however_deep_ends_no_start(tmp_path: Path):
 def test_a_poll_takes_what_stood_still(tmp_path: Path):
     folder = write_model(tmp_path, "m")
     made = control(tmp_path, "poll")
-    assert made.poll() == Changes((), ())
+    assert made.poll() == RepositoryChanges((), ())
     write_model(tmp_path, "m", versions=(2,))
-    assert made.poll() == Changes((), ())
-    assert made.poll() == Changes(("m",), ())
+    assert made.poll() == RepositoryChanges((), ())
+    assert made.poll() == RepositoryChanges(("m",), ())
     assert index(made) == ["m 1 UNAVAILABLE unloaded", "m 2 READY"]
     (folder / "2" / "model.onnx").write_bytes(b"cut")
     shutil.rmtree(folder / "1")
     made.poll()
-    assert made.poll() == Changes(("m",), ())
+    assert made.poll() == RepositoryChanges(("m",), ())
     assert made.models.versions("m") == [2]
     assert any("cut off or no ONNX file" in line for line in index(made))
-    assert made.poll() == Changes((), ())
+    assert made.poll() == RepositoryChanges((), ())
     with made.models.lease("m") as served:
         assert served.instances[0].run({"INPUT0": ROWS, "INPUT1": ROWS})
     shutil.rmtree(folder)
     made.poll()
-    assert made.poll() == Changes((), ("m",))
+    assert made.poll() == RepositoryChanges((), ("m",))
     assert index(made) == []
 
 
@@ -118,9 +118,9 @@ def test_a_repository_that_is_away_for_a_while_changes_nothing(tmp_path: Path):
     write_model(tmp_path / "repository", "m")
     made = control(tmp_path / "repository", "poll")
     (tmp_path / "repository").rename(tmp_path / "away")
-    assert made.poll() == made.poll() == Changes((), ())
+    assert made.poll() == made.poll() == RepositoryChanges((), ())
     (tmp_path / "away").rename(tmp_path / "repository")
-    assert made.poll() == Changes((), ())
+    assert made.poll() == RepositoryChanges((), ())
     assert index(made) == ["m 1 READY"]
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
 from maitred.errors import CheckpointError, InvalidRequest
 from maitred.tensor.config import parse_config
-from maitred.tensor.instance import Instance, reshaped
+from maitred.tensor.instance import SessionInstance, reshaped
 from maitred.tensor.repository_files import model_of_file, read_model
 from maitred.tensor.served_models import open_onnx
 from maitred.tensor.session import CPU, CUDA, SessionSettings, open_session, settings_for
@@ -27,7 +27,7 @@ def opened(folder: Path):
     return open_onnx(model, model.versions[-1])
 
 
-def instance(folder: Path) -> Instance:
+def instance(folder: Path) -> SessionInstance:
     return opened(folder).instances[0]
 
 

@@ -26,7 +26,7 @@ from maitred.tensor.config_fields import DATA_TYPES
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.local import LocalTensorService
 from maitred.tensor.python.instance import python_opener
-from maitred.tensor.repository import State
+from maitred.tensor.repository import ModelState
 from maitred.tensor.served_models import OPENERS
 from maitred.tensor.service import InferRequest, SequenceControl
 from tests.tensor.test_engine import IN_PROCESS, start_of
@@ -176,7 +176,7 @@ async def test_code_of_a_repository_needs_leave_and_is_told_what_is_wrong(tmp_pa
         assert "no weights" in reasons["broken"]
         assert "no class TritonPythonModel" in reasons["empty"]
         assert "needs one instance, and instance_group has 2" in reasons["sequences"]
-        assert [e.name for e in service.index() if e.state is State.READY] == ["double"]
+        assert [e.name for e in service.index() if e.state is ModelState.READY] == ["double"]
     assert {each.path.rpartition("/")[2]: each.served for each in check(tmp_path, allow_code=True)}["double"]
     assert not any(each.served for each in check(tmp_path))
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from maitred.errors import CheckpointError
 from maitred.tensor.config import parse_config
 from maitred.tensor.repository import (
-    Changes,
+    ModelState,
+    RepositoryChanges,
     RepositoryIndex,
-    State,
     labels_of,
     settled_changes,
     version_of,
@@ -65,17 +65,17 @@ OLD, HALF, NEW = ((("a", 1, 10, 0),), (("a", 2, 5, 0),), (("a", 2, 10, 0),))
 
 def test_a_folder_is_taken_once_it_stood_still_for_a_whole_poll():
     taken = {"m": OLD}
-    assert settled_changes(taken, {"m": OLD}, {"m": HALF}) == Changes((), ())
-    assert settled_changes(taken, {"m": HALF}, {"m": NEW}) == Changes((), ())
-    assert settled_changes(taken, {"m": NEW}, {"m": NEW}) == Changes(("m",), ())
-    assert settled_changes({"m": NEW}, {"m": NEW}, {"m": NEW}) == Changes((), ())
+    assert settled_changes(taken, {"m": OLD}, {"m": HALF}) == RepositoryChanges((), ())
+    assert settled_changes(taken, {"m": HALF}, {"m": NEW}) == RepositoryChanges((), ())
+    assert settled_changes(taken, {"m": NEW}, {"m": NEW}) == RepositoryChanges(("m",), ())
+    assert settled_changes({"m": NEW}, {"m": NEW}, {"m": NEW}) == RepositoryChanges((), ())
 
 
 def test_a_folder_that_is_replaced_is_not_unloaded_between():
     taken = {"m": OLD}
-    assert settled_changes(taken, {"m": OLD}, {}) == Changes((), ())
-    assert settled_changes(taken, {}, {"m": NEW}) == Changes((), ())
-    assert settled_changes(taken, {}, {}) == Changes((), ("m",))
+    assert settled_changes(taken, {"m": OLD}, {}) == RepositoryChanges((), ())
+    assert settled_changes(taken, {}, {"m": NEW}) == RepositoryChanges((), ())
+    assert settled_changes(taken, {}, {}) == RepositoryChanges((), ("m",))
 
 
 SCANS = st.dictionaries(st.sampled_from("abc"), st.sampled_from([OLD, HALF, NEW]))
@@ -130,7 +130,7 @@ def test_a_failed_load_leaves_the_old_one_ready_with_the_reason():
     assert told(index) == [("m", 1, "READY", "cut off"), ("n", 3, "UNAVAILABLE", "cut off")]
     index.loaded("m", 1)
     assert told(index)[0] == ("m", 1, "READY", "")
-    assert index.entries()[1].state is State.UNAVAILABLE
+    assert index.entries()[1].state is ModelState.UNAVAILABLE
 
 
 def test_a_model_whose_folder_is_gone_leaves_when_nothing_of_it_is_ready():

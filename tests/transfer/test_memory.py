@@ -14,7 +14,7 @@ from maitred.transfer.blocks import HeldBlocks
 from maitred.transfer.leases import Readable
 from maitred.transfer.pieces import Refusal
 from maitred.transfer.slots import NUM_SLOTS
-from maitred.transfer.source import Source
+from maitred.transfer.source import KVSource
 from maitred.transfer.tcp import SLOT_BYTES
 from tests.transfer.worlds import LAYERS, Pool, address_of, dial, identity, make_layout, make_source
 
@@ -32,7 +32,7 @@ def layout_of(block_size: int = 16):
 
 
 @pytest.fixture
-def source() -> Iterator[Source]:
+def source() -> Iterator[KVSource]:
     made = make_source(Pool(layout_of(), num_blocks=NUM_BLOCKS, seed=1), identity(layout_of()), staging_bytes=STAGING)
     made.offers.offer("prompt", NUM_BLOCKS, range(NUM_BLOCKS), Readable(NUM_BLOCKS))
     with closing(made):

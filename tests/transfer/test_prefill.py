@@ -12,7 +12,7 @@ from maitred.transfer.blocks import HeldBlocks
 from maitred.transfer.compat import Layout
 from maitred.transfer.leases import Readable
 from maitred.transfer.offers import Offers
-from maitred.transfer.source import Source
+from maitred.transfer.source import KVSource
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import Hand, make_decoder, make_executor, make_spec
 from tests.transfer.worlds import STAGING, dial, identity, make_layout
@@ -60,7 +60,7 @@ def test_a_prompt_that_is_pulled_while_it_is_computed_goes_on_with_the_same_toke
     taker, target_io, target_layout = engine(cells, here)
     giver.add("r", PROMPT)
     offers = Offers(source_io)
-    source = Source(identity(source_layout), offers, staging_bytes=STAGING)
+    source = KVSource(identity(source_layout), offers, staging_bytes=STAGING)
     address = source.listen_shm() if transport == "shm" else source.listen_tcp("127.0.0.1", 0)
     puller = dial(address, identity(target_layout))
     thread = threading.Thread(target=prefill, args=(giver, source_io, offers, len(PROMPT) // giver.block_size))

@@ -38,7 +38,7 @@ from maitred.transfer.pieces import (
     frame,
 )
 from maitred.transfer.puller import Pulled, Puller
-from maitred.transfer.source import Source
+from maitred.transfer.source import KVSource
 from tests.transfer.worlds import (
     EPOCH,
     LAYERS,
@@ -65,7 +65,7 @@ class World:
 
     there: Pool
     here: Pool
-    source: Source
+    source: KVSource
     puller: Puller
     ended: list[tuple[str, str]]
     clock: ManualClock
@@ -460,7 +460,7 @@ def test_refusals_of_a_peer_are_taken_for_what_they_are(transport: str) -> None:
         puller.close()
 
 
-def raw(source: Source, transport: str) -> socket.socket:
+def raw(source: KVSource, transport: str) -> socket.socket:
     """A connection that has said nothing yet."""
     address = address_of(source, transport).partition(":")[2]
     if transport == "shm":

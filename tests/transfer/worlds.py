@@ -21,7 +21,7 @@ from maitred.transfer.leases import Readable
 from maitred.transfer.offers import Offers
 from maitred.transfer.pieces import VERSION, Piece, Pull, Refusal, Span, checksum
 from maitred.transfer.puller import Puller, connect
-from maitred.transfer.source import Source
+from maitred.transfer.source import KVSource
 
 TOKEN = b"a token of 16 or more"
 NUM_LAYERS, NUM_BLOCKS, STAGING = 4, 24, 64 * 2**20
@@ -76,12 +76,12 @@ class Pool(HostLayers):
         return self.array[:, 0, list(blocks)]
 
 
-def make_source(pool: Pool, who: Identity | None = None, *, staging_bytes: int = STAGING, **offered: Any) -> Source:
+def make_source(pool: Pool, who: Identity | None = None, *, staging_bytes: int = STAGING, **offered: Any) -> KVSource:
     """`offered` are fields of Offers."""
-    return Source(who or identity(), Offers(pool, **offered), staging_bytes=staging_bytes, timeout_s=TIMEOUT_S)
+    return KVSource(who or identity(), Offers(pool, **offered), staging_bytes=staging_bytes, timeout_s=TIMEOUT_S)
 
 
-def address_of(source: Source, transport: str) -> str:
+def address_of(source: KVSource, transport: str) -> str:
     return source.listen_shm() if transport == "shm" else source.listen_tcp("127.0.0.1", 0)
 
 
@@ -94,7 +94,7 @@ def hold(pool: Pool, count: int = 12, *, first: int = 0) -> HeldBlocks:
     return HeldBlocks(pool, list(range(4, 4 + count)), first=first)
 
 
-def offer_all(source: Source, name: str = "prompt", count: int = 12) -> list[int]:
+def offer_all(source: KVSource, name: str = "prompt", count: int = 12) -> list[int]:
     """Blocks of the source's pool under a lease, backwards."""
     blocks = list(range(20, 20 - count, -1))
     source.offers.offer(name, count, blocks, Readable(count))

@@ -26,7 +26,7 @@ from maitred.errors import (
 )
 
 
-class Due(Enum):
+class DueKind(Enum):
     """What of a request may fall due."""
 
     START = "start"  # its start_by
@@ -38,7 +38,7 @@ class Due(Enum):
 class RequestDue(NamedTuple):
     """Of one request."""
 
-    what: Due
+    what: DueKind
     request: FleetRequest
 
 
@@ -96,7 +96,7 @@ class Requests:
             return [Refuse(request.request_id, error)]
         self._living[request.request_id] = request
         if request.finish_by is not None:
-            self.timers.add(request.finish_by, RequestDue(Due.FINISH, request))
+            self.timers.add(request.finish_by, RequestDue(DueKind.FINISH, request))
         spill_after_s = allow_tiers(request, self._fleet, fit)
         bind = self._binder.bind_at_once(request, now)
         return [bind] if bind is not None else self._hold([(request, spill_after_s)], now)
@@ -124,10 +124,10 @@ class Requests:
 
     def _watch(self, request: FleetRequest, spill_after_s: float | None, now: float) -> None:
         if request.start_by is not None:
-            self.timers.add(request.start_by, RequestDue(Due.START, request))
+            self.timers.add(request.start_by, RequestDue(DueKind.START, request))
         if spill_after_s is not None:
-            self.timers.add(now + spill_after_s, RequestDue(Due.SPILL, request))
-        self.timers.add(now + self._config.hold_timeout_s, RequestDue(Due.HOLD, request))
+            self.timers.add(now + spill_after_s, RequestDue(DueKind.SPILL, request))
+        self.timers.add(now + self._config.hold_timeout_s, RequestDue(DueKind.HOLD, request))
 
     # -- they go
 
@@ -261,21 +261,21 @@ class Requests:
     def fell_due(self, due: RequestDue, now: float) -> list[Action]:
         what, request = due
         waited_s = now - request.arrived_at
-        if what is Due.FINISH:
+        if what is DueKind.FINISH:
             told = f"request {request.request_id}: not done after {waited_s:.1f} s"
             return self.refuse(request, RequestTimeout(told))
-        if request.place is not Place.HELD or (what is Due.START and request.has_begun):
+        if request.place is not Place.HELD or (what is DueKind.START and request.has_begun):
             return []
-        if what is Due.START:
+        if what is DueKind.START:
             told = f"request {request.request_id}: no replica had room for it in {waited_s:.1f} s"
             return self.refuse(request, QueueTimeout(told))
-        return self._spill(request, now) if what is Due.SPILL else self._held_long(request, now)
+        return self._spill(request, now) if what is DueKind.SPILL else self._held_long(request, now)
 
     def _spill(self, request: FleetRequest, now: float) -> list[Action]:
         request.num_spills += 1
         spill_after_s = self._allow_tiers(request)
         if spill_after_s is not None:
-            self.timers.add(now + spill_after_s, RequestDue(Due.SPILL, request))
+            self.timers.add(now + spill_after_s, RequestDue(DueKind.SPILL, request))
         self.waiting.move(request, use_of(request))
         return []
 
@@ -284,7 +284,7 @@ class Requests:
         since = self._alone_since(request, now)
         due_at = since + self._config.hold_timeout_s
         if due_at > now:
-            self.timers.add(due_at, RequestDue(Due.HOLD, request))
+            self.timers.add(due_at, RequestDue(DueKind.HOLD, request))
             return []
         told = f"request {request.request_id}: no replica that may take it was there for {now - since:.1f} s"
         return self.refuse(request, QueueTimeout(told))

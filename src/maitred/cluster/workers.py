@@ -40,7 +40,7 @@ from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import AdapterFolder
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
-from maitred.engine.sleep import Phase
+from maitred.engine.sleep import SleepPhase
 from maitred.engine.supervisor import Start
 from maitred.errors import EngineDead
 from maitred.objectives import promised
@@ -237,7 +237,7 @@ class Workers(Replica):
     def _wake_one(self) -> None:
         """Somebody is held, and no engine is on its way: one of those that sleep is woken."""
         sleeps = [worker.client.supervisor.sleep for worker in self._left if not worker.is_there]
-        resting = [sleep for sleep in sleeps if sleep.phase in (Phase.ENDING, Phase.ASLEEP)]
+        resting = [sleep for sleep in sleeps if sleep.phase in (SleepPhase.ENDING, SleepPhase.ASLEEP)]
         if resting and len(resting) == len(sleeps):
             resting[0].wake()
 

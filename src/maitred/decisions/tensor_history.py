@@ -35,7 +35,7 @@ class TensorWait:
 
 
 @dataclass(slots=True)
-class BatchRun:
+class LoggedBatch:
     """A batch that it was in."""
 
     batch: Batch
@@ -52,7 +52,7 @@ class TensorHistory:
     num_ahead: int = 0  # requests that waited in its lane when it came
     num_rows_ahead: int = 0
     waits: list[TensorWait] = field(default_factory=list)
-    runs: list[BatchRun] = field(default_factory=list)
+    runs: list[LoggedBatch] = field(default_factory=list)
 
 
 def is_tensor(frames: Iterable[bytes], request_id: str) -> bool:
@@ -147,7 +147,7 @@ class _Builder:
     def _begin(self, history: TensorHistory, batches: tuple[Batch, ...], now: float) -> None:
         mine = next((batch for batch in batches if self._request_id in batch.request_ids), None)
         if mine is not None:
-            history.runs.append(BatchRun(mine, now))
+            history.runs.append(LoggedBatch(mine, now))
 
     def _end(self, history: TensorHistory, event: Completed) -> None:
         run = history.runs[-1] if history.runs else None

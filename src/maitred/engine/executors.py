@@ -15,6 +15,7 @@ from maitred.errors import ConfigError, KernelError
 from maitred.executor.grammar import Grammars
 from maitred.executor.kv_layout import CellLayout
 from maitred.executor.layer_io import LayerIO
+from maitred.executor.state import SwapBandwidth
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.speculative.proposer import Proposer
@@ -29,16 +30,6 @@ OnLost = Callable[[str, int], None]
 """A process that computed with the engine's ended: why in words, and its exit code, minus the signal that killed it."""
 
 
-class Bandwidth(Protocol):
-    """Of blocks on their way between pool and host."""
-
-    @property
-    def out_bytes_per_s(self) -> float: ...
-
-    @property
-    def in_bytes_per_s(self) -> float: ...
-
-
 class BuiltExecutor(Protocol):
     """`step.Executor`, and what only its builder asks of it."""
 
@@ -48,7 +39,7 @@ class BuiltExecutor(Protocol):
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput: ...
 
-    def measure_swap(self) -> Bandwidth | None: ...
+    def measure_swap(self) -> SwapBandwidth | None: ...
 
     def is_one_run(self, plan: SchedulerOutput) -> bool:
         """Whether the model runs once for it, so that its layers are written once each, in order."""

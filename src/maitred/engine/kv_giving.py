@@ -18,7 +18,7 @@ from maitred.transfer.leases import Readable
 from maitred.transfer.nixl import Agent
 from maitred.transfer.offers import Offers
 from maitred.transfer.pieces import Offered
-from maitred.transfer.source import Source
+from maitred.transfer.source import KVSource
 
 ANSWER_S = 5.0  # to who asks for blocks: the engine's thread looks between two steps
 TIMEOUT_S = 5.0  # without a word from a peer
@@ -55,7 +55,7 @@ class GivenKV:
         """`here` are the requests there are."""
         self._core, self._config = core, config
         self.offers = Offers(io, lease_s=config.lease_s, clock=clock, find=self._find, on_end=self._unlease)
-        self._source = Source(config.identity, self.offers, staging_bytes=config.staging_bytes, timeout_s=TIMEOUT_S)
+        self._source = KVSource(config.identity, self.offers, staging_bytes=config.staging_bytes, timeout_s=TIMEOUT_S)
         self.addresses = self._listen()
         self._growing = GrowingLeases(core, io, self.offers, here, is_one_run=is_one_run)
         self._num_leases = 0

@@ -51,8 +51,8 @@ class KVTiers:
         self._staging_bytes, self._clock = staging_bytes, clock
         self._requests: dict[str, RequestState] = {}
         self._fetches: dict[str, Fetch] = {}
-        self._stores: dict[str, Store] = {}
-        self._wanting: dict[str, Found] = {}  # for whose KV blocks lacked
+        self._stores: dict[str, StoreJob] = {}
+        self._wanting: dict[str, FoundBlocks] = {}  # for whose KV blocks lacked
         self._num_leases = 0
         self._thread = threading.current_thread()
         self._landed = memoryview(b"")
@@ -89,7 +89,7 @@ class KVTiers:
             if tier.tier.has_index:
                 tier.tier.look_up(keys, partial(self._tell_found, request, tier, first))
             elif self._may_ask(tier, len(keys)):
-                self._begin_fetch(Found(request, tier, first, len(keys)))
+                self._begin_fetch(FoundBlocks(request, tier, first, len(keys)))
 
     def ended(self, request_id: str) -> None:
         """What it computed, and the prefix cache still has, is stored; its blocks may be what others lacked."""
@@ -165,7 +165,7 @@ class KVTiers:
 
     def _tell_found(self, request: RequestState, tier: TierAtWork, first: int, count: int) -> None:
         """In any thread; at once where it is the engine's."""
-        found = Found(request, tier, first, count)
+        found = FoundBlocks(request, tier, first, count)
         if count and threading.current_thread() is self._thread:
             self._begin_fetch(found)
         elif count:
@@ -177,7 +177,7 @@ class KVTiers:
             if (found := self._wanting.pop(request.request_id, None)) is not None:
                 self._begin_fetch(found)
 
-    def _begin_fetch(self, found: Found) -> None:
+    def _begin_fetch(self, found: FoundBlocks) -> None:
         request, tier = found.request, found.tier
         if request.status is not RequestStatus.WAITING or request.request_id not in self._requests or tier.is_stuck:
             return
@@ -275,7 +275,7 @@ class KVTiers:
             self._core.release(lease)
             return
         keys = keys[num_known : len(blocks)]
-        store = self._stores[lease] = Store(lease, tier, keys, blocks[num_known:])
+        store = self._stores[lease] = StoreJob(lease, tier, keys, blocks[num_known:])
         tier.on_the_way.update(keys)
         self._copying.give(partial(self._copy_out, store))
 
@@ -298,7 +298,7 @@ class KVTiers:
                 tier.dropped[DropReason.LAGGED] += len(keys) - piece.start
                 return
             self._num_leases += 1
-            store = Store(f"evicted-{self._num_leases}", tier, keys[piece], blocks[piece])
+            store = StoreJob(f"evicted-{self._num_leases}", tier, keys[piece], blocks[piece])
             self._stores[store.lease] = store
             tier.on_the_way.update(store.keys)
             rows = self._copied_rows(store, store.blocks)
@@ -314,7 +314,7 @@ class KVTiers:
         tier.dropped[DropReason.LAGGED] += num_blocks
         return True
 
-    def _copy_out(self, store: Store) -> None:
+    def _copy_out(self, store: StoreJob) -> None:
         """In the thread that copies."""
         try:
             for piece in self._pieces(len(store.keys)):
@@ -328,7 +328,7 @@ class KVTiers:
             self._core.call_soon(partial(self._core.release, store.lease))
             self._storing.give(partial(self._core.call_soon, partial(self._stored, store)))
 
-    def _copied_rows(self, store: Store, blocks: Sequence[int]) -> memoryview | None:
+    def _copied_rows(self, store: StoreJob, blocks: Sequence[int]) -> memoryview | None:
         """None when they were given up."""
         rows = self._piece_of(len(blocks) * self._io.bytes_per_block)
         with store.guard.lock:
@@ -338,7 +338,7 @@ class KVTiers:
             store.num_copied += len(blocks)
         return rows
 
-    def _write(self, store: Store, keys: Sequence[bytes], rows: memoryview) -> None:
+    def _write(self, store: StoreJob, keys: Sequence[bytes], rows: memoryview) -> None:
         """In the thread that stores."""
         try:
             if not store.has_failed:
@@ -356,7 +356,7 @@ class KVTiers:
             rows = memoryview(b"")
         return rows[:num_bytes] if len(rows) >= num_bytes else memoryview(bytearray(num_bytes))
 
-    def _stored(self, store: Store) -> None:
+    def _stored(self, store: StoreJob) -> None:
         """As much of it as came to be."""
         del self._stores[store.lease]
         store.tier.on_the_way.difference_update(store.keys)
@@ -417,7 +417,7 @@ class Fetch:
 
 
 @dataclass(slots=True, eq=False)
-class Store:
+class StoreJob:
     lease: str
     tier: TierAtWork
     keys: Sequence[bytes]
@@ -437,7 +437,7 @@ class TierAtWork:
     is_stuck: bool = False  # a fetch of it does not end
 
 
-class Found(NamedTuple):
+class FoundBlocks(NamedTuple):
     request: RequestState
     tier: TierAtWork
     first: int  # block from which on it was asked

@@ -70,7 +70,7 @@ class LoadedEngine:
     start_phases: Mapping[str, float] = field(default_factory=dict)
     kv_addresses: tuple[str, ...] = ()
     num_kv_layers: int = 1  # that leave one by one while a prompt is computed
-    beside: Beside | None = None
+    beside: BesideEngine | None = None
 
 
 Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]
@@ -127,7 +127,7 @@ class EngineLoop:
         clock: Clock,
         prepare: Prepare | None = None,
         adapters: AdapterCache | None = None,
-        beside: Beside | None = None,
+        beside: BesideEngine | None = None,
     ) -> None:
         self._core, self._link, self._clock = core, link, clock
         self._prepare, self._adapters, self._beside = prepare, adapters, beside
@@ -332,7 +332,7 @@ class Link(Protocol):
         """No step is under way any more."""
 
 
-class Beside(Protocol):
+class BesideEngine(Protocol):
     """What an engine serves beside its language model, also while a step is under way; `tensor.host` is one."""
 
     def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
@@ -354,7 +354,7 @@ class DuringStep:
     language model for when the step is over.
     """
 
-    def __init__(self, link: Link, beside: Beside) -> None:
+    def __init__(self, link: Link, beside: BesideEngine) -> None:
         self._link, self._beside = link, beside
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="maitred-step")
         self._kept: deque[Command] = deque()

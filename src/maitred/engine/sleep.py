@@ -10,14 +10,14 @@ from maitred.clock import Clock
 from maitred.errors import EngineDead
 
 
-class Phase(Enum):
+class SleepPhase(Enum):
     AWAKE = "awake"
     ENDING = "ending"  # the engine was told to
     ASLEEP = "asleep"
     WAKING = "waking"  # the next one loads
 
 
-class Sleep:
+class SleepState:
     """Whether there is no engine on purpose, and who waits for that to change. On one event loop."""
 
     def __init__(
@@ -35,21 +35,21 @@ class Sleep:
         self._wake_asked = False  # while the engine was still ending
         self._woken_at = 0.0
         self._waiting: list[asyncio.Future[None]] = []
-        self.phase = Phase.AWAKE
+        self.phase = SleepPhase.AWAKE
         self.num_sleeps = 0
         self.wake_s = 0.0  # what the last start out of sleep took
 
     @property
     def asleep(self) -> bool:
         """From the engine's order to end until the next one is ready."""
-        return self.phase is not Phase.AWAKE
+        return self.phase is not SleepPhase.AWAKE
 
     async def fall_asleep(self) -> None:
         """Returns when the engine's process has ended, which it does once there is no request. Raises EngineDead."""
         self._num_asking += 1
         before = self.num_sleeps  # somebody may wake it at once
         try:
-            while self.phase is not Phase.ASLEEP and self.num_sleeps == before:
+            while self.phase is not SleepPhase.ASLEEP and self.num_sleeps == before:
                 await self._change()
         finally:
             self._num_asking -= 1
@@ -62,10 +62,10 @@ class Sleep:
 
     def wake(self) -> None:
         """The same without waiting."""
-        if self.phase is Phase.ENDING:
+        if self.phase is SleepPhase.ENDING:
             self._wake_asked = True
-        elif self.phase is Phase.ASLEEP:
-            self.phase, self._woken_at, self._wake_asked = Phase.WAKING, self._clock.now(), False
+        elif self.phase is SleepPhase.ASLEEP:
+            self.phase, self._woken_at, self._wake_asked = SleepPhase.WAKING, self._clock.now(), False
             self._start()
 
     # -- what the supervisor tells
@@ -74,12 +74,12 @@ class Sleep:
         """The engine is ready, and has had no request for so long."""
         limit_s = 0.0 if self._num_asking else self._after_s
         if limit_s is not None and idle_s > limit_s:
-            self.phase = Phase.ENDING
+            self.phase = SleepPhase.ENDING
             self._end()
 
     def ended(self) -> None:
         """The engine did as it was told."""
-        self.phase = Phase.ASLEEP
+        self.phase = SleepPhase.ASLEEP
         self.num_sleeps += 1
         self.changed()
         if self._wake_asked:
@@ -87,14 +87,14 @@ class Sleep:
 
     def ready(self) -> None:
         """There is an engine."""
-        if self.phase is Phase.WAKING:
+        if self.phase is SleepPhase.WAKING:
             self.wake_s = self._clock.now() - self._woken_at
-        self.phase = Phase.AWAKE
+        self.phase = SleepPhase.AWAKE
         self.changed()
 
     def lost(self) -> None:
         """There is none, and not on purpose."""
-        self.phase = Phase.AWAKE
+        self.phase = SleepPhase.AWAKE
         self.changed()
 
     def changed(self) -> None:

@@ -17,7 +17,7 @@ from maitred.engine.memory import give_memory_back
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.owner import Loss, Owner
 from maitred.engine.restarts import BackOff, Watchdog, is_own_fault
-from maitred.engine.sleep import Phase, Sleep
+from maitred.engine.sleep import SleepPhase, SleepState
 from maitred.engine.transport import OpenTransport, Transport
 from maitred.errors import EngineDead, MaitredError
 
@@ -64,7 +64,7 @@ class Supervisor:
         self._failed: MaitredError | None = None  # why it could not load
         self._given_up = False
         self._timers: set[asyncio.TimerHandle] = set()
-        self.sleep = Sleep(
+        self.sleep = SleepState(
             start.process.sleep_after_s,
             clock,
             end=self._end_on_purpose,
@@ -253,7 +253,7 @@ class Supervisor:
         self._deafen()
         self._child = None
         self._num_wrong_frames += child.num_wrong_frames
-        if self.sleep.phase is Phase.ENDING:
+        if self.sleep.phase is SleepPhase.ENDING:
             self._ended_on_purpose(child)
             return
         cause = f"the engine's {child.name} {child.cause()}"
@@ -338,7 +338,7 @@ class Supervisor:
             child.kill()
             return
         is_late = self._loop is not None  # nobody waits for it: it is another one, or another's
-        woken = self.sleep.phase is Phase.WAKING
+        woken = self.sleep.phase is SleepPhase.WAKING
         self._ready, self._ready_at, self.error = ready, self._clock.now(), None
         self._on_event = logger.debug  # the start-up lines are for the first time
         self.sleep.ready()

@@ -50,7 +50,7 @@ Done = Callable[[str, bool], None]
 """Told what is wrong with a grammar, empty when nothing is, and whether the grammar is at fault."""
 
 
-class Bound(NamedTuple):
+class BoundFacts(NamedTuple):
     """Facts that a new worker must be told of a request."""
 
     grammar: str
@@ -63,7 +63,7 @@ class GrammarSlot:
     """Grammar of one held request: the place of its mask, and its outcome."""
 
     number: int
-    bound: Bound
+    bound: BoundFacts
     mask: TokenMask
     told_in: int | None = None  # number of the step that told a worker of it, first
     error: str = ""
@@ -154,7 +154,7 @@ class Grammars:
         memory = self._mapped()
         mask = _mask_at(memory, slot)
         forces = self._forces and may_force(spec.sampling)
-        held = self._slots[slot] = GrammarSlot(slot, Bound(spec.grammar, forces, output), mask)
+        held = self._slots[slot] = GrammarSlot(slot, BoundFacts(spec.grammar, forces, output), mask)
         self._opened.append(held)
         return held
 

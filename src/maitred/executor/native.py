@@ -17,14 +17,14 @@ from maitred.executor.grammar_rows import follow_grammars, keep, num_checked, wa
 from maitred.executor.kv_layout import CellLayout
 from maitred.executor.layer_io import NativeLayers
 from maitred.executor.native_lora import NativeAdapters, refuse
-from maitred.executor.native_swap import Bandwidth, NativeHostPool
+from maitred.executor.native_swap import NativeHostPool
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
 from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
-from maitred.executor.state import HeldRequest, RowWork, take_plan
+from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_plan
 from maitred.kernels import _native
-from maitred.speculative.mtp import Computed
+from maitred.speculative.mtp import ComputedRows
 from maitred.speculative.proposer import Proposer
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
@@ -64,7 +64,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-class Choice(Protocol):
+class ThreadNumbers(Protocol):
     """Choice of the number of threads of a step; `thread_choice.ThreadChoice` is one."""
 
     @property
@@ -77,7 +77,7 @@ class Choice(Protocol):
 class TapReader(Protocol):
     """Proposer that drafts from what the program computed; `speculative.mtp.Head` is one."""
 
-    def computed(self, step: Computed) -> None: ...
+    def computed(self, step: ComputedRows) -> None: ...
 
 
 class Ranks(Protocol):
@@ -105,7 +105,7 @@ class NativeExecutor:
         host: NativeHostPool | None = None,
         on_logits: OnLogits | None = None,
         threads: Any = None,
-        choice: Choice | None = None,
+        choice: ThreadNumbers | None = None,
         ranks: Ranks | None = None,
         adapters: NativeAdapters | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -154,7 +154,7 @@ class NativeExecutor:
         """Return whether the program runs once for the plan (`LayerIO.progress`); runs of a head do not count."""
         return plan.num_tokens <= self.runner.max_tokens
 
-    def measure_swap(self) -> Bandwidth | None:
+    def measure_swap(self) -> SwapBandwidth | None:
         """Measure how fast blocks go to the host and back; None without host blocks. New executors only."""
         return self._host.measure() if self._host is not None else None
 
@@ -184,7 +184,7 @@ class NativeExecutor:
         self.adapters = self.head = None
         del self.runner, self.pool, self._sample_rows, self.threads
 
-    def _choose_threads(self, choice: Choice, num_tokens: int, num_rows: int, began_at: float) -> None:
+    def _choose_threads(self, choice: ThreadNumbers, num_tokens: int, num_rows: int, began_at: float) -> None:
         """Choose the threads of the next step, by the time of this one."""
         news, most = choice.took(num_tokens, num_rows, began_at, self._clock()), self.threads.num_threads
         self.threads.use(choice.num_threads)
@@ -228,7 +228,7 @@ class NativeExecutor:
         if self.head is not None and self.runner.taps is not None:
             states = [piece.work.state for piece in slices]
             starts, counts = [piece.start for piece in slices], [piece.num_tokens for piece in slices]
-            self.head.computed(Computed(states, starts, counts, self.runner.taps[: len(step.token_ids)].copy()))
+            self.head.computed(ComputedRows(states, starts, counts, self.runner.taps[: len(step.token_ids)].copy()))
 
     def _sample(
         self, slices: Sequence[Slice], wanted: Sequence[int], logits_RV: Logits, tokens: dict[int, SampledToken]

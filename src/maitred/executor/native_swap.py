@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from maitred.executor.state import SwapBandwidth
 from maitred.kernels.kv_pool import HostBlocks
 from maitred.step import BlockCopy
 
 _MEASURED_BLOCKS = 64
 _REPEATS = 3
-
-
-class Bandwidth(NamedTuple):
-    """Bytes a second between the pool and the host."""
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
 
 
 class NativeHostPool:
@@ -37,13 +31,13 @@ class NativeHostPool:
         if copies:
             self._blocks.copy_in([copy.source for copy in copies], [copy.target for copy in copies])
 
-    def measure(self) -> Bandwidth:
+    def measure(self) -> SwapBandwidth:
         """Times copies of some blocks, out and in; the best of a few. The pool must hold nothing of worth."""
         copies = [BlockCopy(i, i) for i in range(self._most)]
         num_bytes = self._most * self._blocks.bytes_per_block
         out_s = min(_timed(lambda: self.copy_out(copies)) for _ in range(_REPEATS))
         in_s = min(_timed(lambda: self.copy_in(copies)) for _ in range(_REPEATS))
-        return Bandwidth(num_bytes / out_s, num_bytes / in_s)
+        return SwapBandwidth(num_bytes / out_s, num_bytes / in_s)
 
 
 def _timed(copy: Callable[[], None]) -> float:

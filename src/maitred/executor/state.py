@@ -131,6 +131,13 @@ class Pool(Protocol):
         """(source, target) each."""
 
 
+class SwapBandwidth(NamedTuple):
+    """Bytes a second between the pool and the host."""
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+
+
 class HostPool(Protocol):
     """The host's memory for blocks of preempted requests."""
 

@@ -22,11 +22,11 @@ from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
 from maitred.executor.layer_io import HostLayers, LayerIO
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
-from maitred.executor.state import HeldRequest, RowWork, take_plan
+from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_plan
 from maitred.executor.torch_attention import GatherAttention
 from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
 from maitred.executor.torch_kv import TorchBlocks, TorchKVPool, TorchLayers
-from maitred.executor.torch_swap import Bandwidth, TorchHostPool
+from maitred.executor.torch_swap import TorchHostPool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend, load_torch_decoder
@@ -112,7 +112,7 @@ class TorchExecutor:
                 self._show_logits(self.on_logits, batch, hidden_TD)
             return ModelOutput(tuple(self._collect(batch, hidden_TD)))
 
-    def measure_swap(self) -> Bandwidth | None:
+    def measure_swap(self) -> SwapBandwidth | None:
         """Measure how fast blocks go to the host and back; None without host blocks. New executors only."""
         with torch.inference_mode(), _threads(self._num_threads):
             return self._host.measure() if self._host is not None else None

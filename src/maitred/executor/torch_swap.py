@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from maitred.errors import OutOfMemory
+from maitred.executor.state import SwapBandwidth
 from maitred.executor.torch_kv import TorchKVPool
 from maitred.step import BlockCopy
 
 _MEASURED_BLOCKS = 64
 _REPEATS = 3
-
-
-class Bandwidth(NamedTuple):
-    """Bytes a second between the pool and the host."""
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
 
 
 class TorchHostPool:
@@ -69,14 +62,14 @@ class TorchHostPool:
             blocks = self._blocks.index_select(0, torch.tensor([copy.source for copy in copies]))
         self._pool.scatter([copy.target for copy in copies], blocks)
 
-    def measure(self) -> Bandwidth:
+    def measure(self) -> SwapBandwidth:
         """Times copies of some blocks, out and in; the best of a few. The pool must hold nothing of worth."""
         count = min(_MEASURED_BLOCKS, self.num_blocks, self._pool.shape.num_blocks)
         copies = [BlockCopy(i, i) for i in range(count)]
         num_bytes = count * self.bytes_per_block
         out_s = min(self._timed(lambda: self.copy_out(copies)) for _ in range(_REPEATS))
         in_s = min(self._timed(lambda: self.copy_in(copies)) for _ in range(_REPEATS))
-        return Bandwidth(num_bytes / out_s, num_bytes / in_s)
+        return SwapBandwidth(num_bytes / out_s, num_bytes / in_s)
 
     def _timed(self, copy: Callable[[], None]) -> float:
         self._wait()

@@ -11,7 +11,7 @@ from maitred.request import FinishReason
 MIN_DEAD_ENTRIES = 64  # below this a heap with ended requests in it is not worth compacting
 
 
-class Due(Protocol):
+class HasDeadlines(Protocol):
     """A request as far as its deadlines go."""
 
     @property
@@ -27,7 +27,7 @@ class Due(Protocol):
     def finished(self) -> bool: ...
 
 
-R = TypeVar("R", bound=Due)
+R = TypeVar("R", bound=HasDeadlines)
 
 
 class _Entry(NamedTuple, Generic[R]):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from maitred.policy.policy import Policy
 from maitred.policy.queue import MIN_DEAD_ENTRIES, RequestQueue
 from maitred.request import RequestStatus
-from maitred.scheduler.pace import Pace
+from maitred.scheduler.pace import LanePace
 from maitred.tensor_request import BatchRules, LaneKey, TensorRequest
 
 WAITING = RequestStatus.WAITING
@@ -36,7 +36,7 @@ class _Prefix(NamedTuple):
 class Lane:
     """Requests that wait, in the policy's order; within a group of it the model's priority levels come first."""
 
-    def __init__(self, key: LaneKey, rules: BatchRules, policy: Policy, pace: Pace) -> None:
+    def __init__(self, key: LaneKey, rules: BatchRules, policy: Policy, pace: LanePace) -> None:
         self.key, self.pace = key, pace
         self.set_rules(rules)
         self.queue: RequestQueue[TensorRequest] = RequestQueue(policy.groups)

@@ -13,7 +13,7 @@ from maitred.policy.policy import Policy
 from maitred.policy.queue import MIN_DEAD_ENTRIES
 from maitred.scheduler.candidates import Candidates
 from maitred.scheduler.lane import Lane
-from maitred.scheduler.pace import Pace
+from maitred.scheduler.pace import LanePace
 from maitred.scheduler.tensor_limits import Instances
 from maitred.tensor_request import Batch, BatchRules, LaneKey, TensorRequest, TensorSpec
 
@@ -43,7 +43,7 @@ class TensorModel:
         self.num_requests = 0  # that have not ended
         self.turns = 0  # that its instances had, each counted by its weight (rate limiter)
         self.short = False  # resources lack for the next batch
-        self._paces: dict[str, Pace] = {}  # by bucket
+        self._paces: dict[str, LanePace] = {}  # by bucket
         self._num_waiting: Counter[int] = Counter()  # by level
         self._unanswered: dict[str, deque[TensorRequest]] = {}  # by tenant, where answers come in order
 
@@ -72,12 +72,12 @@ class TensorModel:
             lane = self.lanes[key.bucket] = Lane(key, self.rules, policy, self.pace(key.bucket))
         return lane
 
-    def pace(self, bucket: str) -> Pace:
+    def pace(self, bucket: str) -> LanePace:
         pace = self._paces.get(bucket)
         if pace is None:
             if len(self._paces) >= MAX_PACES:
                 del self._paces[next(iter(self._paces))]
-            pace = self._paces[bucket] = Pace()
+            pace = self._paces[bucket] = LanePace()
         return pace
 
     def rows_per_s(self, now: float) -> dict[str, float]:

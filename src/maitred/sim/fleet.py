@@ -28,7 +28,7 @@ from maitred.policy.predictor import Foretold, predictor_named
 from maitred.request import FinishReason
 from maitred.sim.clients import ENDED_BY_ITSELF, Clients, SimulatedRequest
 from maitred.sim.engine import SimulatedEngine
-from maitred.sim.fleet_figures import FleetFigures
+from maitred.sim.fleet_figures import FleetResults
 from maitred.sim.fleet_setup import FleetSetup
 from maitred.sim.handover import Handovers, SimulatedReplica
 from maitred.sim.jitter import Jitter
@@ -70,7 +70,7 @@ class FleetSimulation:
         admission: AdmissionController | None = None,
         observer_of: Callable[[str], StepObserver] | None = None,  # of an engine, by its name
     ) -> None:
-        self.results, self.figures = results, FleetFigures()
+        self.results, self.figures = results, FleetResults()
         self._setup, self._seed, self._observer_of = setup, seed, observer_of
         engine = setup.replicas[0].engine
         self._block_size, self._key_blocks = engine.block_size, max(1, KEY_TOKENS // engine.block_size)

@@ -30,7 +30,7 @@ class ReplicaLoad:
 
 
 @dataclass(slots=True, eq=False)
-class FleetFigures:
+class FleetResults:
     """Figures of a fleet. Loads are averaged over spans of a second, of replicas that are ready at its end; spans after
     the last binding do not count, because without arrivals replicas run empty one by one, whatever the balance did.
     """

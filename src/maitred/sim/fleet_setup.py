@@ -13,7 +13,7 @@ from maitred.config import DEFAULT_TOKEN_BUDGET, SchedulerConfig
 from maitred.cost_model import CostModel, StepShape
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import EngineSetup
-from maitred.sim.links import Link
+from maitred.sim.links import SimulatedLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class FleetSetup:
     """Replicas that are kept asleep when they are stopped, and so need `wake_s` to start."""
     handover: HandoverConfig = DEFAULT_HANDOVER
     """Hand-over, with the objectives by which results are judged."""
-    link: Link | None = None
+    link: SimulatedLink | None = None
     """Link between workers."""
     disk: SimulatedDisk | None = None
     """Disk on which all workers store KV; only where all tell their facts as workers."""

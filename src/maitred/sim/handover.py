@@ -22,7 +22,7 @@ from maitred.sim.clients import SimulatedRequest
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import SimulatedEngine
 from maitred.sim.fleet_figures import HandoverFigures
-from maitred.sim.links import DISK, Flow, Link, Links
+from maitred.sim.links import DISK, LinkFlow, Links, SimulatedLink
 from maitred.step import RequestProgress
 
 
@@ -64,7 +64,7 @@ class _Move:
     request_id: str
     receiver: SimulatedReplica
     links: Links
-    flow: Flow
+    flow: LinkFlow
     start: int
     end: int
     sent: int  # up to which position
@@ -89,7 +89,7 @@ class Handovers:
 
     def __init__(
         self,
-        link: Link | None,
+        link: SimulatedLink | None,
         disk: SimulatedDisk | None,
         *,
         wake: Callable[[SimulatedReplica, float], None],
@@ -98,11 +98,11 @@ class Handovers:
     ) -> None:
         self.figures, self.disk = HandoverFigures(), disk
         self._wake, self._rid, self._expect = wake, rid, expect
-        self._network = Links(link or Link(1.0, 0.0))
+        self._network = Links(link or SimulatedLink(1.0, 0.0))
         self._disk_links = Links(DISK)
         self._moves: dict[str, _Move] = {}  # hand-overs, by request
         self._fetches: dict[str, _Move] = {}  # prefixes, by request
-        self._flows: dict[Flow, _Move] = {}
+        self._flows: dict[LinkFlow, _Move] = {}
         self._now = 0.0
 
     # -- time

@@ -12,7 +12,7 @@ GB = 1e9
 DRY = 0.5  # bytes: with less left, nothing is
 
 
-class Link(NamedTuple):
+class SimulatedLink(NamedTuple):
     """A kind of link, by what a transfer gets of it when it is alone, checksums included."""
 
     bandwidth: float  # bytes/s
@@ -21,26 +21,26 @@ class Link(NamedTuple):
 
 
 # Of one host as first measured (memory copies, plain sockets over loopback); of a network nine tenths of its rate.
-LINKS: dict[str, Link] = {
-    "shm": Link(4 * GB, 50e-6, is_shared=True),
-    "tcp": Link(2 * GB, 200e-6, is_shared=True),
-    "10gbe": Link(1.125 * GB, 200e-6),
-    "25gbe": Link(2.8 * GB, 200e-6),
-    "100gbe": Link(11.25 * GB, 100e-6),
-    "400g": Link(45 * GB, 20e-6),
-    "nvlink": Link(400 * GB, 10e-6),
+LINKS: dict[str, SimulatedLink] = {
+    "shm": SimulatedLink(4 * GB, 50e-6, is_shared=True),
+    "tcp": SimulatedLink(2 * GB, 200e-6, is_shared=True),
+    "10gbe": SimulatedLink(1.125 * GB, 200e-6),
+    "25gbe": SimulatedLink(2.8 * GB, 200e-6),
+    "100gbe": SimulatedLink(11.25 * GB, 100e-6),
+    "400g": SimulatedLink(45 * GB, 20e-6),
+    "nvlink": SimulatedLink(400 * GB, 10e-6),
 }
-DISK = Link(2 * GB, 200e-6, is_shared=True)  # a local NVMe drive, read in blocks
+DISK = SimulatedLink(2 * GB, 200e-6, is_shared=True)  # a local NVMe drive, read in blocks
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([MG])B/s")
 
 
-def link_named(name: str) -> Link | None:
+def link_named(name: str) -> SimulatedLink | None:
     """A name of LINKS, a rate such as 100MB/s, or none. Raises ConfigError."""
     if name == "none":
         return None
     rate = _RATE.fullmatch(name)
     if rate is not None and float(rate[1]) > 0:
-        return Link(float(rate[1]) * (1e6 if rate[2] == "M" else GB), 200e-6, is_shared=True)
+        return SimulatedLink(float(rate[1]) * (1e6 if rate[2] == "M" else GB), 200e-6, is_shared=True)
     if name not in LINKS:
         choices = ", ".join(LINKS)
         raise ConfigError(
@@ -50,7 +50,7 @@ def link_named(name: str) -> Link | None:
 
 
 @dataclass(slots=True, eq=False)
-class Flow:
+class LinkFlow:
     """One transfer; bytes may join it while it runs."""
 
     ports: tuple[str, ...]
@@ -61,31 +61,31 @@ class Flow:
 class Links:
     """All transfers over links of one kind. `now` (s) never goes back."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: SimulatedLink) -> None:
         self.link = link
         self.next_at: float | None = None  # when the next flow has run dry
         self.num_bytes = 0  # that were sent
-        self._flows: dict[Flow, None] = {}  # with bytes left
+        self._flows: dict[LinkFlow, None] = {}  # with bytes left
         self._now = 0.0
 
-    def open(self, sender: str, receiver: str) -> Flow:
-        return Flow(("all",) if self.link.is_shared else (f"out {sender}", f"in {receiver}"))
+    def open(self, sender: str, receiver: str) -> LinkFlow:
+        return LinkFlow(("all",) if self.link.is_shared else (f"out {sender}", f"in {receiver}"))
 
-    def send(self, flow: Flow, num_bytes: int, now: float) -> None:
+    def send(self, flow: LinkFlow, num_bytes: int, now: float) -> None:
         self._pass(now)
         flow.left += num_bytes
         self.num_bytes += num_bytes
         self._flows[flow] = None
         self._share()
 
-    def cut(self, flow: Flow, now: float) -> None:
+    def cut(self, flow: LinkFlow, now: float) -> None:
         """Cut the transfer; the rest of it does not come."""
         self._pass(now)
         flow.left = 0.0
         self._flows.pop(flow, None)
         self._share()
 
-    def advance(self, now: float) -> list[Flow]:
+    def advance(self, now: float) -> list[LinkFlow]:
         """Flows that have run dry by now."""
         self._pass(now)
         dry = [flow for flow in self._flows if flow.left < DRY]

@@ -74,7 +74,7 @@ class _Run:
     share: float  # of the machine
 
 
-class Machine:
+class SimulatedMachine:
     """Batches under way. Each goes on at the speed of so many at once; nothing is decided here."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class TensorSimulation:
         self._ensembles = {each.name: each for each in ensembles}
         self._whole_of: dict[str, Whole] = {}  # by request id of a step
         self.figures = {name: ModelFigures() for name in sorted({*self._highest, *self._ensembles})}
-        self._machine = Machine()
+        self._machine = SimulatedMachine()
         self._arrivals: list[tuple[float, int, TensorArrival]] = []
         self._num_arrivals = 0
         self._source: Iterator[TensorArrival] = iter(())

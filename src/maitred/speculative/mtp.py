@@ -32,7 +32,7 @@ _LOGGED = 16
 """Steps after which their taps are dealt out to the requests together."""
 
 
-class Computed(NamedTuple):
+class ComputedRows(NamedTuple):
     """A step: requests, the first position of each and how many, and the taps of all, one below the other."""
 
     requests: Sequence[DraftedRequest]
@@ -128,13 +128,13 @@ class Head:
 
     def __init__(self, runner: HeadRunner, *, tap_width: int) -> None:
         self._runner = runner
-        self._log: list[Computed] = []
+        self._log: list[ComputedRows] = []
         self._num_logged = 0  # positions
         self._kept: dict[str, _Kept] = {}
         self._most_waiting = max(WAITING_BYTES // (4 * tap_width), runner.max_tokens)
         self._is_told = False  # that there are faults; the first one is
 
-    def computed(self, step: Computed) -> None:
+    def computed(self, step: ComputedRows) -> None:
         """Told of each step."""
         self._log.append(step)
         self._num_logged += len(step.taps)

@@ -25,8 +25,8 @@ import numpy as np
 from maitred.errors import ConfigError
 from maitred.kvcache.tiers import DropReason, TierStats
 from maitred.storage import kv_segments
-from maitred.storage.kv_folder import Owned, own_folder, private_folder
-from maitred.storage.kv_segments import ENTRY_BYTES, HEADER_BYTES, Layout, Segment, Unusable, checksums
+from maitred.storage.kv_folder import OwnedFolder, own_folder, private_folder
+from maitred.storage.kv_segments import ENTRY_BYTES, HEADER_BYTES, Segment, SegmentLayout, Unusable, checksums
 from maitred.storage.kv_told import MAX_HELD, SharedChanges
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def open_kv_disk(
     least = bytes_per_block + ENTRY_BYTES + HEADER_BYTES
     if max_bytes < least:
         raise ConfigError(f"--kv-disk-max-bytes is {max_bytes}, and one block takes {least}; give that or more")
-    layout = Layout(bytes_per_block, hashlib.sha256(fingerprint.encode()).digest())
+    layout = SegmentLayout(bytes_per_block, hashlib.sha256(fingerprint.encode()).digest())
     folder = private_folder(path)
     disk = KVDisk(folder, own_folder(folder), layout, max_bytes=max_bytes, retry_s=retry_s)
     disk.load()
@@ -75,7 +75,9 @@ class KVDisk:
 
     name, has_index, hindrance = "disk", True, None
 
-    def __init__(self, folder: Path, owned: Owned, layout: Layout, *, max_bytes: int, retry_s: float) -> None:
+    def __init__(
+        self, folder: Path, owned: OwnedFolder, layout: SegmentLayout, *, max_bytes: int, retry_s: float
+    ) -> None:
         self.bytes_per_block, self.max_bytes = layout.row_bytes, max_bytes
         self.stats = TierStats()
         self._folder, self._owned, self._layout = folder, owned, layout

@@ -19,7 +19,7 @@ SALT_BYTES = 32
 _LOCK, _SALT = "lock", "salt"
 
 
-class Owned(NamedTuple):
+class OwnedFolder(NamedTuple):
     """A folder that no other server uses while `fd` is open."""
 
     fd: int
@@ -46,7 +46,7 @@ def private_folder(path: str | Path) -> Path:
     return folder
 
 
-def own_folder(folder: Path) -> Owned:
+def own_folder(folder: Path) -> OwnedFolder:
     """Raises ConfigError, which says who has it, where another server does. A kill gives it back."""
     fd, why_not = _open_lock(folder)
     try:
@@ -59,7 +59,7 @@ def own_folder(folder: Path) -> Owned:
         with suppress(OSError):  # full: nobody is told, and it is owned still
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
-    return Owned(fd, why_not)
+    return OwnedFolder(fd, why_not)
 
 
 def _open_lock(folder: Path) -> tuple[int, OSError | None]:

@@ -36,7 +36,7 @@ HEADER_BYTES, ENTRY_BYTES = _HEADER.size, _ENTRY.itemsize
 Sums = NDArray[np.uint64]
 
 
-class Layout(NamedTuple):
+class SegmentLayout(NamedTuple):
     """What the segments of a folder have in common; others are not ours to read."""
 
     row_bytes: int
@@ -126,7 +126,7 @@ def delete_files(folder: Path, name: str) -> None:
             os.unlink(folder / (name + suffix))
 
 
-def create(folder: Path, layout: Layout, base: int, most_rows: int) -> Segment:
+def create(folder: Path, layout: SegmentLayout, base: int, most_rows: int) -> Segment:
     """An empty segment to append to. Raises OSError, with no files left."""
     segment_id = secrets.token_bytes(16)
     segment = Segment(folder, segment_id, layout.row_bytes, base, [], np.zeros(most_rows, np.uint64), HEADER_BYTES)
@@ -152,7 +152,7 @@ def _used_at(index: Path) -> float:
     return 0.0
 
 
-def load(folder: Path, name: str, layout: Layout, base: int) -> tuple[Segment, Counter[DropReason]]:
+def load(folder: Path, name: str, layout: SegmentLayout, base: int) -> tuple[Segment, Counter[DropReason]]:
     """The segment of that name (32 hex digits), and which of its blocks do not count any more.
 
     Raises Unusable where none does.
@@ -193,7 +193,7 @@ def _take_entries(segment: Segment, entries: NDArray[Any], num_rows: int, index:
     return drops
 
 
-def _check_header(index: bytes, layout: Layout, num_blocks: int) -> bytes:
+def _check_header(index: bytes, layout: SegmentLayout, num_blocks: int) -> bytes:
     """The segment's id. Raises Unusable."""
     segment_id: bytes
     if len(index) < HEADER_BYTES:
@@ -210,7 +210,7 @@ def _check_header(index: bytes, layout: Layout, num_blocks: int) -> bytes:
     return segment_id
 
 
-def _header(layout: Layout, segment_id: bytes) -> bytes:
+def _header(layout: SegmentLayout, segment_id: bytes) -> bytes:
     fields = (_MAGIC, FILE_VERSION, 0, layout.row_bytes, segment_id, layout.fingerprint)
     return _HEADER.pack(*fields, _checksum(_HEADER.pack(*fields, 0)[:-8]))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
 from maitred.tensor.config import ANY_MESSAGE, config_from_json
 from maitred.tensor.ensembles import steps_of
-from maitred.tensor.repository import Changes, Scan, settled_changes
+from maitred.tensor.repository import RepositoryChanges, Scan, settled_changes
 from maitred.tensor.repository_files import read_config, read_model, scan
 from maitred.tensor.served_models import ServedModels, fault_of
 
@@ -58,12 +58,12 @@ class ModelControl:
             if name not in self._taken:  # as a step of one before it
                 self._take(name, now)
 
-    def poll(self) -> Changes:
+    def poll(self) -> RepositoryChanges:
         """What changed was loaded or unloaded. A repository that cannot be read for now changes nothing."""
         try:
             now = scan(self.repository)
         except CheckpointError:
-            return Changes((), ())
+            return RepositoryChanges((), ())
         changes, self._last = settled_changes(self._taken, self._last, now), now
         for name in changes.unload:
             self._drop(name)

@@ -51,7 +51,7 @@ class ModelInstance(Protocol):
         """Gives back what the collector would not."""
 
 
-class Instance:
+class SessionInstance:
     """A session that runs batches, one at a time or several: threads may share it."""
 
     def __init__(self, session: Any, config: ANY_MESSAGE) -> None:

@@ -20,21 +20,21 @@ Scan = Mapping[str, Fingerprint]  # by the names of models
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class RepositoryChanges:
     """Names of models, in order."""
 
     load: tuple[str, ...]  # new, or their files changed
     unload: tuple[str, ...]  # their folders are gone
 
 
-def settled_changes(taken: Scan, last: Scan, now: Scan) -> Changes:
+def settled_changes(taken: Scan, last: Scan, now: Scan) -> RepositoryChanges:
     """Return changes against `taken` that stood still between the last two scans: a folder half copied waits.
 
     A folder that is gone must stay so for a whole poll too: a replacement begins with a removal. `taken` also has what
     was tried and failed, or it would be tried at every poll.
     """
     still = {name for name in {*taken, *now} if last.get(name) == now.get(name)}
-    return Changes(
+    return RepositoryChanges(
         load=tuple(sorted(name for name in still if name in now and now[name] != taken.get(name))),
         unload=tuple(sorted(name for name in still if name not in now)),
     )
@@ -75,7 +75,7 @@ def labels_of(config: ANY_MESSAGE, served: Sequence[int]) -> dict[str, int]:
 # ---- the index
 
 
-class State(Enum):
+class ModelState(Enum):
     """A version's state, by Triton's names."""
 
     LOADING = "LOADING"
@@ -90,7 +90,7 @@ class IndexEntry:
 
     name: str
     version: int | None = None  # None while nothing is known of a model but its folder
-    state: State | None = None
+    state: ModelState | None = None
     reason: str = ""
 
 
@@ -113,12 +113,12 @@ class RepositoryIndex:
     def loading(self, name: str, version: int) -> None:
         """A version that is ready stays so while another copy of it is loaded."""
         entry = self._entry(name, version)
-        if entry.state is not State.READY:
-            entry.state, entry.reason = State.LOADING, ""
+        if entry.state is not ModelState.READY:
+            entry.state, entry.reason = ModelState.LOADING, ""
 
     def loaded(self, name: str, version: int) -> None:
         entry = self._entry(name, version)
-        entry.state, entry.reason = State.READY, ""
+        entry.state, entry.reason = ModelState.READY, ""
         self._failures.pop(name, None)
 
     def failed(self, name: str, reason: str, version: int | None = None) -> None:
@@ -128,31 +128,31 @@ class RepositoryIndex:
             self._failures[name] = reason
             return
         entry = self._entry(name, version)
-        if entry.state is not State.READY:
-            entry.state = State.UNAVAILABLE
+        if entry.state is not ModelState.READY:
+            entry.state = ModelState.UNAVAILABLE
         entry.reason = reason
 
     def unloading(self, name: str, version: int) -> None:
-        self._entry(name, version).state = State.UNLOADING
+        self._entry(name, version).state = ModelState.UNLOADING
 
     def unloaded(self, name: str, version: int) -> None:
         entry = self._entry(name, version)
-        entry.state, entry.reason = State.UNAVAILABLE, "unloaded"
+        entry.state, entry.reason = ModelState.UNAVAILABLE, "unloaded"
 
     def ready(self, name: str) -> tuple[int, ...]:
         """Versions that answer, ascending; the last is the one that a request without a version gets."""
         versions = self._models.get(name, {}).values()
-        return tuple(sorted(each.version for each in versions if each.version and each.state is State.READY))
+        return tuple(sorted(each.version for each in versions if each.version and each.state is ModelState.READY))
 
     def entries(self, *, ready_only: bool = False) -> list[IndexEntry]:
         """Return the entries by name and version."""
         entries = [entry for name in sorted(self._models) for entry in self._of(name)]
-        return [entry for entry in entries if entry.state is State.READY or not ready_only]
+        return [entry for entry in entries if entry.state is ModelState.READY or not ready_only]
 
     def _of(self, name: str) -> list[IndexEntry]:
         versions, failure = self._models[name], self._failures.get(name, "")
         if not versions:
-            return [IndexEntry(name, state=State.UNAVAILABLE if failure else None, reason=failure)]
+            return [IndexEntry(name, state=ModelState.UNAVAILABLE if failure else None, reason=failure)]
         told = (versions[version] for version in sorted(versions))
         return [IndexEntry(name, each.version, each.state, each.reason or failure) for each in told]
 

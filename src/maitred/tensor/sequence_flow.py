@@ -17,7 +17,7 @@ from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.fill import kept_tensors
 from maitred.tensor.runner import Answer, Done, why_ended
 from maitred.tensor.sequence_tensors import MOST_ID_BYTES, control_tensors
-from maitred.tensor.sequences import SequenceBook, Turn
+from maitred.tensor.sequences import SequenceBook, SequenceTurn
 from maitred.tensor.served_models import LoadedVersion
 from maitred.tensor.service import InferRequest, InferResponse, SequenceControl, Tensor
 
@@ -118,7 +118,7 @@ class SequenceFlow:
             model = self._models[id(loaded)] = _model_of(loaded)
         return model
 
-    def _begin(self, turns: Iterable[Turn[Tensor]]) -> None:
+    def _begin(self, turns: Iterable[SequenceTurn[Tensor]]) -> None:
         """What a refused request kept from its turn goes in its stead."""
         left = deque(turns)
         while left:
@@ -184,7 +184,7 @@ def _checked(request: InferRequest, config: ANY_MESSAGE) -> SequenceControl:
     return control
 
 
-def _step_request(held: _Held, turn: Turn[Tensor]) -> InferRequest:
+def _step_request(held: _Held, turn: SequenceTurn[Tensor]) -> InferRequest:
     request, config = held.request, held.model.config
     controls = control_tensors(config, held.control.correlation_id, start=turn.start, end=turn.end)
     wanted = tuple(dict.fromkeys((*request.outputs, *held.model.outputs))) if request.outputs else ()

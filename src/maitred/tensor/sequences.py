@@ -39,7 +39,7 @@ class _Sequence(Generic[S]):
     idle_since: float = 0.0  # s
 
 
-class Turn(NamedTuple, Generic[S]):
+class SequenceTurn(NamedTuple, Generic[S]):
     """A request that may go now, and what its model is told of its place."""
 
     request_id: str
@@ -63,7 +63,7 @@ class SequenceBook(Generic[S]):
         """Sequences that have begun and not ended."""
         return len({*self._open.values(), *self._of_request.values()})
 
-    def add(self, request_id: str, key: SequenceKey, *, start: bool, end: bool) -> list[Turn[S]]:
+    def add(self, request_id: str, key: SequenceKey, *, start: bool, end: bool) -> list[SequenceTurn[S]]:
         """What may go now. Raises InvalidRequest for a request of no sequence, and changes nothing then."""
         if request_id in self._of_request:
             raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
@@ -84,7 +84,7 @@ class SequenceBook(Generic[S]):
             del self._open[key]
         return self._go_on(sequence)
 
-    def answered(self, request_id: str, states: Mapping[str, S] | None, now: float) -> list[Turn[S]]:
+    def answered(self, request_id: str, states: Mapping[str, S] | None, now: float) -> list[SequenceTurn[S]]:
         """Note an answer: the model's new state, or None where the request failed."""
         sequence = self._of_request.pop(request_id)
         if states is not None:
@@ -97,7 +97,7 @@ class SequenceBook(Generic[S]):
         sequence = self._of_request.get(request_id)
         return sequence is not None and (sequence.running is None or sequence.running.request_id != request_id)
 
-    def give_up(self, request_id: str, now: float) -> list[Turn[S]]:
+    def give_up(self, request_id: str, now: float) -> list[SequenceTurn[S]]:
         """Give up a held request."""
         sequence = self._of_request.pop(request_id)
         given_up = next(each for each in sequence.waiting if each.request_id == request_id)
@@ -107,9 +107,9 @@ class SequenceBook(Generic[S]):
         sequence.waiting.remove(given_up)
         return self._settled(sequence, now)
 
-    def expire(self, now: float) -> list[Turn[S]]:
+    def expire(self, now: float) -> list[SequenceTurn[S]]:
         """Forget idle sequences; return requests that may go in their slots."""
-        turns: list[Turn[S]] = []
+        turns: list[SequenceTurn[S]] = []
         while (at := self.next_at) is not None and at <= now:
             sequence = next(iter(self._idle))
             del self._idle[sequence], self._open[sequence.key]
@@ -123,7 +123,7 @@ class SequenceBook(Generic[S]):
 
     # -- small things
 
-    def _settled(self, sequence: _Sequence[S], now: float) -> list[Turn[S]]:
+    def _settled(self, sequence: _Sequence[S], now: float) -> list[SequenceTurn[S]]:
         """One of its requests has gone."""
         if sequence.running is not None:
             return []
@@ -139,7 +139,7 @@ class SequenceBook(Generic[S]):
             del self._open[sequence.key]
         return []
 
-    def _free(self, sequence: _Sequence[S]) -> list[Turn[S]]:
+    def _free(self, sequence: _Sequence[S]) -> list[SequenceTurn[S]]:
         if not sequence.has_slot:
             self._backlog.remove(sequence)
             return []
@@ -147,7 +147,7 @@ class SequenceBook(Generic[S]):
         self._free_slots += 1
         return self._go_on(self._backlog[0]) if self._backlog else []
 
-    def _go_on(self, sequence: _Sequence[S]) -> list[Turn[S]]:
+    def _go_on(self, sequence: _Sequence[S]) -> list[SequenceTurn[S]]:
         """Begin the sequence's first request, where it has a slot or gets one."""
         if not sequence.has_slot and (not self._free_slots or self._backlog[0] is not sequence):
             return []
@@ -160,7 +160,7 @@ class SequenceBook(Generic[S]):
         request = sequence.running = sequence.waiting.popleft()
         if request.start and not sequence.fresh:  # the one before was not ended
             sequence.states, sequence.fresh = self._initial, True
-        return [Turn(request.request_id, sequence.fresh, request.end, sequence.states)]
+        return [SequenceTurn(request.request_id, sequence.fresh, request.end, sequence.states)]
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls; slow."""

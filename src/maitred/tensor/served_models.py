@@ -17,7 +17,7 @@ from maitred.tensor.config_checks import ENSEMBLE
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.encoder_config import encoder_of, is_encoder
 from maitred.tensor.ensembles import EnsemblePlan, plan_of
-from maitred.tensor.instance import Instance, ModelInstance
+from maitred.tensor.instance import ModelInstance, SessionInstance
 from maitred.tensor.quantized import served_file
 from maitred.tensor.repository import IndexEntry, RepositoryIndex
 from maitred.tensor.repository_files import ModelFolder, ModelVersion, files_print
@@ -51,7 +51,7 @@ Opener = Callable[[ModelFolder, ModelVersion], LoadedVersion]
 
 def open_onnx(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
     """An ONNX model, loaded and warmed. Raises CheckpointError."""
-    instances: list[Instance] = []
+    instances: list[SessionInstance] = []
     fell_back: list[str] = []
     path = served_file(model, version)
     if is_encoder(model.config):
@@ -59,7 +59,7 @@ def open_onnx(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
     for group in model.config.instance_group:
         for gpu in group.gpus if group.kind == _GPU and group.gpus else (None,):
             settings = settings_for(model.config, group, gpu, available_providers())
-            instance = Instance(open_session(path, settings), model.config)
+            instance = SessionInstance(open_session(path, settings), model.config)
             warm(instance, model)
             instances += [instance] * group.count
             fell_back += settings.fell_back

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from maitred.text.answer_format import CallFormat, PairsFormat, Pieces, Slot, Text
-from maitred.text.probes import KEYS, PROBES, Probe, shared_prefix, to_tag
+from maitred.text.probes import KEYS, PROBES, ProbeCall, shared_prefix, to_tag
 
 _DECODER = json.JSONDecoder()
 
@@ -23,7 +23,7 @@ class _Core(NamedTuple):
     arguments: tuple[int, int]  # from and to; in `pairs` from the first key to the end of the last value
 
 
-def read_calls(write: Callable[[Sequence[Probe]], str | None]) -> CallFormat | None:
+def read_calls(write: Callable[[Sequence[ProbeCall]], str | None]) -> CallFormat | None:
     """The format in which `write` writes calls; None for one that is none of the three forms."""
     first = PROBES[0]
     text = write(PROBES)
@@ -57,7 +57,7 @@ def read_calls(write: Callable[[Sequence[Probe]], str | None]) -> CallFormat | N
     return _with_pairs(found, text, cores, parts) if found.kind == "pairs" else found
 
 
-def _cores(text: str, probes: Sequence[Probe]) -> list[_Core] | None:
+def _cores(text: str, probes: Sequence[ProbeCall]) -> list[_Core] | None:
     cores: list[_Core] = []
     for probe in probes:
         core = _core(text, probe, cores[-1].end if cores else 0)
@@ -67,7 +67,7 @@ def _cores(text: str, probes: Sequence[Probe]) -> list[_Core] | None:
     return cores
 
 
-def _core(text: str, probe: Probe, since: int) -> _Core | None:
+def _core(text: str, probe: ProbeCall, since: int) -> _Core | None:
     name_at = text.find(probe.name, since)
     if name_at < 0:
         return None
@@ -88,7 +88,7 @@ def _core(text: str, probe: Probe, since: int) -> _Core | None:
     return _Core(min(starts), end, "pairs", (places[1], end))
 
 
-def _arguments_in(text: str, probe: Probe, since: int) -> tuple[int, int]:
+def _arguments_in(text: str, probe: ProbeCall, since: int) -> tuple[int, int]:
     at = text.find("{", since)
     while at >= 0:
         value, end = _json_at(text, at)
@@ -107,14 +107,14 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
         return None, 0
 
 
-def _pieces(text: str, core: _Core, probe: Probe) -> Pieces:
+def _pieces(text: str, core: _Core, probe: ProbeCall) -> Pieces:
     slot = Slot.PAIRS if core.kind == "pairs" else Slot.ARGUMENTS
     before = _named(text[core.start : core.arguments[0]], probe)
     after = _named(text[core.arguments[1] : core.end], probe)
     return (*before, slot, *after)
 
 
-def _named(text: str, probe: Probe) -> Iterator[str | Slot]:
+def _named(text: str, probe: ProbeCall) -> Iterator[str | Slot]:
     slots = {probe.name: Slot.NAME, probe.id: Slot.ID}
     pieces: list[str] = re.split(f"({probe.name}|{probe.id})", text)
     yield from (slots.get(piece, piece) for piece in pieces if piece)
@@ -144,7 +144,7 @@ def _with_index(first: Pieces, last: Pieces) -> tuple[Pieces | None, int]:
     return tuple(piece for piece in found if piece), index_from
 
 
-def _with_keys(found: CallFormat, text: str, probe: Probe) -> CallFormat:
+def _with_keys(found: CallFormat, text: str, probe: ProbeCall) -> CallFormat:
     value = json.loads(text)
     keys = {json.dumps(inner, sort_keys=True): key for key, inner in value.items()}
     return replace(

@@ -20,7 +20,7 @@ KEYS = ("alpha_key", "beta_key")
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeCall:
     """A call with a text and a number as arguments, whose parts are found again in a rendered text."""
 
     id: str
@@ -35,7 +35,10 @@ class Probe:
         return {"id": id or self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-PROBES = (Probe("probe0001", "probe_alpha", ("one value", 7301)), Probe("probe0002", "probe_beta", ("a value", 9402)))
+PROBES = (
+    ProbeCall("probe0001", "probe_alpha", ("one value", 7301)),
+    ProbeCall("probe0002", "probe_beta", ("a value", 9402)),
+)
 _PROPERTIES = {KEYS[0]: {"type": "string", "description": "k"}, KEYS[1]: {"type": "integer", "description": "k"}}
 PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": list(KEYS)}
 TOOLS = [
@@ -63,7 +66,7 @@ class ProbeTemplate:
         ]
         """Ends of generation prompts, with thinking on and off."""
 
-    def write(self, probes: Sequence[Probe]) -> str | None:
+    def write(self, probes: Sequence[ProbeCall]) -> str | None:
         """The answer that makes these calls."""
         text = self._answer({"content": None, "tool_calls": [probe.call() for probe in probes]}, tools=TOOLS)
         value = str(probes[-1].values[1])

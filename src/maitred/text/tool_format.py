@@ -15,7 +15,7 @@ from maitred.text.answer_parser import AnswerParser, ArgumentsText, CallBegun
 from maitred.text.call_literals import read_calls
 from maitred.text.chat_template import ChatTemplate
 from maitred.text.marks import Marks, is_bracketed
-from maitred.text.probes import PARAMETERS, PROBES, Probe, ProbeTemplate, shared_prefix, to_tag
+from maitred.text.probes import PARAMETERS, PROBES, ProbeCall, ProbeTemplate, shared_prefix, to_tag
 from maitred.text.tokenizer import Tokenizer
 from maitred.text.tool_formats import HINTS, TOOL_FORMATS, UNTAUGHT_FORMAT, tools_system_text
 
@@ -103,7 +103,7 @@ def _is_read_back(calls: CallFormat, probe: ProbeTemplate) -> bool:
     return True
 
 
-def _is_of(text: str, probe: Probe) -> bool:
+def _is_of(text: str, probe: ProbeCall) -> bool:
     with suppress(ValueError):
         return bool(json.loads(text) == probe.arguments)
     return False
@@ -117,7 +117,7 @@ def _is_harmony(source: str) -> bool:
 def _named_format(name: str) -> AnswerFormat:
     template = ChatTemplate(TOOL_FORMATS[name])
 
-    def write(probes: tuple[Probe, ...]) -> str:
+    def write(probes: tuple[ProbeCall, ...]) -> str:
         return template.render((), calls=[{"id": probe.id, **probe.call()["function"]} for probe in probes])
 
     return AnswerFormat(name, read_calls(write))  # type: ignore[arg-type]

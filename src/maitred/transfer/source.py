@@ -26,7 +26,7 @@ _LOOK_S = 1.0  # for leases that are over
 MakeOutbox = Callable[[Channel, int], Outbox]
 
 
-class Source:
+class KVSource:
     """Serves `offers` where it was told to listen, until `close`."""
 
     def __init__(self, identity: Identity, offers: Offers, *, staging_bytes: int, timeout_s: float = TIMEOUT_S) -> None:

@@ -12,7 +12,7 @@ from maitred.errors import ConfigError
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet_setup import FleetSetup
-from maitred.sim.links import Link, link_named
+from maitred.sim.links import SimulatedLink, link_named
 
 if TYPE_CHECKING:
     from maitred.cli.simulate.options import SimulatedFleetOptions, SimulatedWorkerOptions
@@ -33,7 +33,7 @@ class WorkersAsked:
     """What the flags ask for."""
 
     workers: list[WorkerAsked]  # role by role
-    link: Link | None
+    link: SimulatedLink | None
     options: SimulatedWorkerOptions
 
     @property
@@ -94,7 +94,7 @@ def _refuse_without_workers(options: SimulatedWorkerOptions) -> None:
             )
 
 
-def _link(options: SimulatedWorkerOptions) -> Link | None:
+def _link(options: SimulatedWorkerOptions) -> SimulatedLink | None:
     try:
         link = link_named(options.link)
     except ConfigError as error:
@@ -104,7 +104,7 @@ def _link(options: SimulatedWorkerOptions) -> Link | None:
     return link
 
 
-def facts_of(role: Role, target: Target, engine: EngineSetup, link: Link | None) -> WorkerFacts:
+def facts_of(role: Role, target: Target, engine: EngineSetup, link: SimulatedLink | None) -> WorkerFacts:
     return WorkerFacts(
         role=role,
         costs=target.cost_model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from maitred.cli.console import inert
-from maitred.decisions.tensor_history import BatchRun, TensorHistory, TensorWait
+from maitred.decisions.tensor_history import LoggedBatch, TensorHistory, TensorWait
 from maitred.request import FinishReason
 from maitred.scheduler.notes import LaneWait
 from maitred.tensor_request import Batch
@@ -81,7 +81,7 @@ def _ran(instances: tuple[int, ...], batches: list[Batch]) -> str:
     return f"instance{'s' if len(instances) > 1 else ''} {names} ran {rows} of {batches[0].lane.model}{many}"
 
 
-def _run(history: TensorHistory, run: BatchRun) -> Iterator[str]:
+def _run(history: TensorHistory, run: LoggedBatch) -> Iterator[str]:
     batch = run.batch
     alone = "alone" if len(batch.request_ids) == 1 else f"in a batch of {len(batch.request_ids)} requests"
     yield _line(

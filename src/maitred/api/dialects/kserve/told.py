@@ -16,7 +16,7 @@ from maitred.tenancy.caller import Caller
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
 from maitred.tensor.config_fields import DATA_TYPES, ModelConfig
-from maitred.tensor.repository import IndexEntry, State
+from maitred.tensor.repository import IndexEntry, ModelState
 from maitred.tensor.service import DURATIONS, ModelStatistics, ModelTable, TensorService
 
 _FIELDS = {TEXT_INPUT: "TYPE_STRING", STREAM: "TYPE_BOOL", SAMPLING: "TYPE_STRING", EXCLUDE: "TYPE_BOOL"}  # generate's
@@ -64,7 +64,7 @@ class Models:
     def index(self, *, ready_only: bool) -> Sequence[IndexEntry]:
         """The language model by its names, without adapters, then the repository's."""
         ready, tensors = self.app.ready, tensors_of(self.app)
-        state = State.READY if ready else State.UNAVAILABLE
+        state = ModelState.READY if ready else ModelState.UNAVAILABLE
         own = [IndexEntry(name, MODEL_VERSION, state) for name in self.app.model.names if ready or not ready_only]
         return [*own, *tensors.index(ready_only=ready_only)]
 

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 from maitred.errors import InvalidRequest, ModelNotFound
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of, parameters_of
-from maitred.tensor.repository import LABEL, IndexEntry, State
+from maitred.tensor.repository import LABEL, IndexEntry, ModelState
 from maitred.tensor.service import TensorService
 from maitred.tensor.tfs_fields import MESSAGES, PACKAGE
 from maitred.tensor.tfs_forms import TYPES
@@ -19,12 +19,12 @@ SIGNATURE = "serving_default"  # a model has this one
 SIGNATURE_DEF = "signature_def"  # the one field of metadata that can be asked for
 _SIGNATURE_MAP = f"type.googleapis.com/{PACKAGE}.SignatureDefMap"
 _METHOD = "tensorflow/serving/predict"
-_STATES: Mapping[State | None, str] = {
+_STATES: Mapping[ModelState | None, str] = {
     None: "START",
-    State.LOADING: "LOADING",
-    State.READY: "AVAILABLE",
-    State.UNLOADING: "UNLOADING",
-    State.UNAVAILABLE: "END",
+    ModelState.LOADING: "LOADING",
+    ModelState.READY: "AVAILABLE",
+    ModelState.UNLOADING: "UNLOADING",
+    ModelState.UNAVAILABLE: "END",
 }
 
 
@@ -56,7 +56,7 @@ def statuses(tensors: TensorService, model: str, version: int = 0, label: str = 
 def _add_status(told: ANY_MESSAGE, entry: IndexEntry) -> None:
     status = told.model_version_status.add(version=entry.version or 0)
     status.state = MESSAGES["ModelVersionStatus"].State.Value(_STATES[entry.state])
-    failed = entry.state is State.UNAVAILABLE and entry.reason not in ("", "unloaded")
+    failed = entry.state is ModelState.UNAVAILABLE and entry.reason not in ("", "unloaded")
     status.status.error_code = "UNKNOWN" if failed else "OK"
     status.status.error_message = entry.reason if failed else ""
 
