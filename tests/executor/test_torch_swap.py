@@ -7,8 +7,7 @@ import torch
 
 from maitred.errors import OutOfMemory
 from maitred.executor.kv_pool import PoolShape
-from maitred.executor.torch_kv import TorchKVPool
-from maitred.executor.torch_swap import TorchHostPool
+from maitred.executor.torch_kv import TorchHostPool, TorchKVPool
 from maitred.request import SamplingParams
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import BlockCopy

@@ -10,7 +10,7 @@ import pytest
 
 from maitred.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.text.vocabulary import vocabulary_difference
+from maitred.text.folder import vocabulary_difference
 
 BUILTIN = BUILTIN_FOLDER / "tokenizer.json"
 

@@ -21,7 +21,7 @@ from maitred.model.packed import OnPacked
 from maitred.model.spec import DecoderSpec
 from maitred.speculative.draft import ChainEnd, DraftModel, DraftTokens, Piece
 from maitred.speculative.proposer import SamplerSettings
-from maitred.text.vocabulary import vocabulary_difference
+from maitred.text.folder import vocabulary_difference
 
 _MASK_64 = 2**64 - 1
 

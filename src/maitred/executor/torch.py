@@ -25,8 +25,7 @@ from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
 from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_plan
 from maitred.executor.torch_attention import GatherAttention
 from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
-from maitred.executor.torch_kv import TorchBlocks, TorchKVPool, TorchLayers
-from maitred.executor.torch_swap import TorchHostPool
+from maitred.executor.torch_kv import TorchBlocks, TorchHostPool, TorchKVPool, TorchLayers
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend, load_torch_decoder

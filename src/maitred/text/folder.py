@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Required, TypedDict
 import msgspec
 
 from maitred.errors import CheckpointError
+from maitred.model.gguf_file import is_gguf
 
 _CONFIG = "tokenizer_config.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -168,3 +170,43 @@ def added_token_id(tokenizer_file: Path, text: str) -> int | None:
     except (OSError, msgspec.DecodeError):
         return None  # the full reader names the fault
     return next((token.id for token in found if token.content == text), None)
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = {}
+
+
+class _File(msgspec.Struct):
+    model: _Model
+    added_tokens: list[AddedToken] = []
+
+
+def vocabulary_difference(tokenizer_file: Path, other_file: Path) -> str | None:
+    """Return the first difference of two vocabularies, in words; None where each id that both know is one token.
+
+    Raises CheckpointError for a file that is no tokenizer.
+    """
+    if filecmp.cmp(tokenizer_file, other_file, shallow=False):
+        return None
+    tokens, other_tokens = _tokens(tokenizer_file), _tokens(other_file)
+    differing = sorted(i for i in tokens.keys() & other_tokens.keys() if tokens[i] != other_tokens[i])
+    if not differing:
+        return None
+    first = differing[0]
+    return (
+        f"of its {len(tokens):,} token ids and the other's {len(other_tokens):,}, {len(differing):,} are other tokens, "
+        f"as {first} is: {tokens[first]!r} and {other_tokens[first]!r}"
+    )
+
+
+def _tokens(path: Path) -> dict[int, str]:
+    if is_gguf(path):
+        with gguf_metadata(path) as metadata:
+            return dict(enumerate(metadata.get("tokenizer.ggml.tokens", [])))
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is no tokenizer: {error}") from None
+    vocab = file.model.vocab
+    listed = enumerate(piece for piece, _ in vocab) if isinstance(vocab, list) else ((i, t) for t, i in vocab.items())
+    return dict(listed) | {token.id: token.content for token in file.added_tokens}
