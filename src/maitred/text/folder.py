@@ -172,12 +172,12 @@ def added_token_id(tokenizer_file: Path, text: str) -> int | None:
     return next((token.id for token in found if token.content == text), None)
 
 
-class _Model(msgspec.Struct):
+class _TokenizerModel(msgspec.Struct):
     vocab: dict[str, int] | list[Any] = {}
 
 
-class _File(msgspec.Struct):
-    model: _Model
+class _TokenizerFile(msgspec.Struct):
+    model: _TokenizerModel
     added_tokens: list[AddedToken] = []
 
 
@@ -188,7 +188,7 @@ def vocabulary_difference(tokenizer_file: Path, other_file: Path) -> str | None:
     """
     if filecmp.cmp(tokenizer_file, other_file, shallow=False):
         return None
-    tokens, other_tokens = _tokens(tokenizer_file), _tokens(other_file)
+    tokens, other_tokens = _tokens_of(tokenizer_file), _tokens_of(other_file)
     differing = sorted(i for i in tokens.keys() & other_tokens.keys() if tokens[i] != other_tokens[i])
     if not differing:
         return None
@@ -199,12 +199,12 @@ def vocabulary_difference(tokenizer_file: Path, other_file: Path) -> str | None:
     )
 
 
-def _tokens(path: Path) -> dict[int, str]:
+def _tokens_of(path: Path) -> dict[int, str]:
     if is_gguf(path):
         with gguf_metadata(path) as metadata:
             return dict(enumerate(metadata.get("tokenizer.ggml.tokens", [])))
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_File)
+        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is no tokenizer: {error}") from None
     vocab = file.model.vocab
