@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maitred.executor.grammar import Grammars
-from maitred.executor.grammar_worker import CompiledGrammars, GrammarFault, GrammarSlot
+from maitred.executor.grammar_worker import CompiledGrammars, GrammarFault, WorkerSlot
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.text import Tokenizer
 from tests.engine.grammar_worlds import GRAMMARS
@@ -32,7 +32,7 @@ def allowed(mask: bytes) -> list[int]:
 @given(st.sampled_from(GRAMMARS[:3]), st.randoms(use_true_random=False))
 def test_a_token_is_forced_where_and_only_where_the_masks_to_come_leave_it_alone(grammar: str, chooser: object):
     """Token by token under the masks, and with what is forced after each token: the same."""
-    slow, quick = (GrammarSlot(BUILTIN.matcher(grammar), forces, NUM_LOGITS) for forces in (False, True))
+    slow, quick = (WorkerSlot(BUILTIN.matcher(grammar), forces, NUM_LOGITS) for forces in (False, True))
     for _ in range(40):
         if slow.complete:
             break
@@ -53,7 +53,7 @@ def test_masks_after_drafts_are_those_that_the_drafts_would_lead_to(
     grammar: str, num_known: int, ends_wrong: bool, chooser: object
 ):
     """And the matcher is where it was; drafts end where the grammar does not allow one, or where it ends."""
-    slot, stepping = (GrammarSlot(BUILTIN.matcher(grammar), False, NUM_LOGITS) for _ in range(2))
+    slot, stepping = (WorkerSlot(BUILTIN.matcher(grammar), False, NUM_LOGITS) for _ in range(2))
     tokens: list[int] = []
     masks: list[bytes] = []
     while not stepping.complete and len(tokens) < num_known + 5:
@@ -112,4 +112,4 @@ def test_a_tokenizer_that_changed_since_the_start_binds_no_grammar(tmp_path: Pat
 
 def test_masks_are_as_wide_as_the_logits_where_the_tokenizer_is_narrower():
     wide = CompiledGrammars(BUILTIN_FOLDER, 1600, (0,))
-    assert len(GrammarSlot(wide.matcher(GRAMMARS[1]), True, 1600).mask()) * 8 >= 1600
+    assert len(WorkerSlot(wide.matcher(GRAMMARS[1]), True, 1600).mask()) * 8 >= 1600

@@ -7,20 +7,20 @@ import pytest
 from maitred.policy.policies import POLICIES
 from maitred.request import Charges, FinishReason, RequestState, RequestStatus, ResumePoint, SamplingParams
 from maitred.scheduler.queue_view import queue_view
-from maitred.scheduler.reservations import GivenUp, Reserved
+from maitred.scheduler.reservations import GivenUp, ReservedBlocks
 from maitred.scheduler.swap import SwapCosts
 from tests.fakes import make_request, make_samples, make_scheduler
 from tests.scheduler.checking import CheckingExecutor
 from tests.scheduler.running import Run, tokens_by_request
 
 
-def reserve(run: Run, request: RequestState, num_tokens: int = 1000) -> Reserved | None:
+def reserve(run: Run, request: RequestState, num_tokens: int = 1000) -> ReservedBlocks | None:
     reserved = run.scheduler.reserve(request.request_id, num_tokens, run.now)
     run.scheduler.check_invariants()
     return reserved
 
 
-def arrive(run: Run, request: RequestState, reserved: Reserved, num_blocks: int | None = None) -> bool:
+def arrive(run: Run, request: RequestState, reserved: ReservedBlocks, num_blocks: int | None = None) -> bool:
     """Writes the KV of so many of the reserved blocks, or of all."""
     block_ids = reserved.block_ids[:num_blocks]
     assert isinstance(run.executor, CheckingExecutor)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, RequestState, SamplingParams
-from maitred.scheduler.reservations import Reserved
+from maitred.scheduler.reservations import ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import RequestProgress, ScheduledRow, SchedulerOutput
@@ -57,7 +57,7 @@ class World:
         self.requests: list[RequestState] = []
         self.told: dict[str, list[RequestProgress]] = {}
         self.texts: list[list[int]] = [[token_at("shared", i) for i in range(self.largest)]]
-        self.coming: dict[str, Reserved] = {}  # by request
+        self.coming: dict[str, ReservedBlocks] = {}  # by request
         self.leases: dict[str, tuple[tuple[int, ...], list[list[int | None]]]] = {}  # blocks, and what is in them
         self.seen: Counter[str] = Counter()
 

@@ -21,7 +21,7 @@ from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.links import SimulatedLink
 from maitred.sim.report import svg_report
 from maitred.sim.results import Objectives, Results
-from maitred.sim.workload import Arrival, Span, chain
+from maitred.sim.workload import Arrival, TokenSpan, chain
 from tests.sim.worlds import COSTS, arrival, setup, workload
 
 FAST, SLOW = SimulatedLink(1e9, 1e-5), SimulatedLink(2e4, 1e-3, is_shared=True)  # a token's KV has 100 bytes
@@ -88,7 +88,7 @@ def short_names(asked: Arrival) -> Arrival:
     def short(name: bytes) -> bytes:
         return crc32(name).to_bytes(4, "little")
 
-    spans = tuple(Span(short(name), end) for name, end in asked.spans)
+    spans = tuple(TokenSpan(short(name), end) for name, end in asked.spans)
     return replace(asked, own=short(asked.own), spans=spans)
 
 

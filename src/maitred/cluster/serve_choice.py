@@ -80,7 +80,7 @@ def key_of(session_id: str) -> int | None:
     return hash_of(session_id) if session_id else None
 
 
-class Sample(Protocol):
+class MetricSample(Protocol):
     @property
     def value(self) -> float: ...
 
@@ -98,7 +98,7 @@ class Context(Protocol):
     def total_queued_requests(self) -> float | None: ...
 
     @property
-    def raw_metrics(self) -> Mapping[str, Mapping[Any, Sequence[Sample]]] | None: ...
+    def raw_metrics(self) -> Mapping[str, Mapping[Any, Sequence[MetricSample]]] | None: ...
 
 
 class ServeScaling:
@@ -116,7 +116,7 @@ class ServeScaling:
         self._read(context.raw_metrics or {})
         return self._autoscaler(self._figures(context), context.current_time or 0.0), {}
 
-    def _read(self, metrics: Mapping[str, Mapping[Any, Sequence[Sample]]]) -> None:
+    def _read(self, metrics: Mapping[str, Mapping[Any, Sequence[MetricSample]]]) -> None:
         for name in (ARRIVED, ENDED, SERVED_S, START_S):
             counted = self._counted.setdefault(name, {})
             counted |= {replica: samples[-1].value for replica, samples in metrics.get(name, {}).items() if samples}

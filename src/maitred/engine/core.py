@@ -18,7 +18,7 @@ from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
 from maitred.kvcache.tiers import FindableBlocks
 from maitred.replica import HandoverCounts, TierFigures, TierView
 from maitred.request import FinishReason, RequestSpec, RequestState
-from maitred.scheduler.reservations import GivenUp, Reserved
+from maitred.scheduler.reservations import GivenUp, ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.swap import SwapCosts
@@ -91,7 +91,7 @@ class GivesKV(Protocol):
         """It was, and its blocks can be found; nobody else may have them before this returns."""
 
 
-class Tiers(Protocol):
+class EngineTiers(Protocol):
     """What outlives requests, for people and metrics; `kv_tiers.KVTiers` is one. Called in the engine's thread."""
 
     def views(self) -> list[TierView]: ...
@@ -128,7 +128,7 @@ class EngineCore:
         self.speed: SpeedMeter | None = None  # while a router wants to know
         self.kv_followers: list[FollowsKV] = []
         self.kv_giver: GivesKV | None = None  # while somebody waits for what is being computed
-        self.kv_tiers: Tiers | None = None
+        self.kv_tiers: EngineTiers | None = None
         self.findable = FindableBlocks(scheduler.kv_cache)
         self.kv_handovers: HandoverCounts | None = None
         self.view_of_peers: Callable[[], TierView] | None = None
@@ -228,7 +228,7 @@ class EngineCore:
             self._called.popleft()()
         return has_called
 
-    def reserve(self, request_id: str, num_tokens: int) -> Reserved | None:
+    def reserve(self, request_id: str, num_tokens: int) -> ReservedBlocks | None:
         """As `Scheduler.reserve`; the blocks may be filled in another thread until `kv_arrived`, or `on_given_up`."""
         now = self._clock.now()
         reserved = self._scheduler.reserve(request_id, num_tokens, now)

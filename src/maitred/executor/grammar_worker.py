@@ -107,7 +107,7 @@ def check(matcher: LLMatcher, what: str = "") -> None:
         raise GrammarFault(what + matcher.get_error().partition("\n")[0][:500])
 
 
-class GrammarSlot:
+class WorkerSlot:
     """One request's matcher."""
 
     def __init__(self, matcher: LLMatcher, forces: bool, vocab_size: int) -> None:
@@ -163,7 +163,7 @@ class StepServer:
 
     def __init__(self, connection: Connection, memory: MaskMemory, compiler: Compiler) -> None:
         self._connection, self._memory, self._compiler = connection, memory, compiler
-        self._slots: dict[int, GrammarSlot] = {}
+        self._slots: dict[int, WorkerSlot] = {}
 
     def run(self) -> None:
         """Raises EOFError when the engine is gone."""
@@ -189,9 +189,7 @@ class StepServer:
         self._memory.work_on(opened.slot)
         self._slots.pop(opened.slot, None)
         try:
-            slot = GrammarSlot(
-                self._compiler.grammars().matcher(opened.grammar), opened.forces, self._memory.vocab_size
-            )
+            slot = WorkerSlot(self._compiler.grammars().matcher(opened.grammar), opened.forces, self._memory.vocab_size)
             slot.consume(opened.token_ids)
         except GrammarFault as fault:
             errors[opened.slot] = str(fault)

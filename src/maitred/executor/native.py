@@ -80,7 +80,7 @@ class TapReader(Protocol):
     def computed(self, step: ComputedRows) -> None: ...
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """Processes that compute with us; `ranks.Ranks` is one."""
 
     def close(self) -> None: ...
@@ -106,7 +106,7 @@ class NativeExecutor:
         on_logits: OnLogits | None = None,
         threads: Any = None,
         choice: ThreadNumbers | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         adapters: NativeAdapters | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

@@ -180,7 +180,7 @@ def refuse(works: Sequence[RowWork], adapters: NativeAdapters | None) -> dict[in
 # ---- packing
 
 
-class Run(NamedTuple):
+class AdapterRun(NamedTuple):
     """Panels of B, one after the other: `b` [rows, ranks] of the matrices that reach them, None where none does."""
 
     num_panels: int
@@ -194,7 +194,7 @@ class PartPlan(NamedTuple):
     dtype: str
     a: tuple[Floats, ...]  # stacked
     width: int
-    runs: tuple[Run, ...]
+    runs: tuple[AdapterRun, ...]
 
     @property
     def rank(self) -> int:
@@ -262,7 +262,7 @@ def _plan(weight: Weight, tensors: Mapping[str, tuple[LowRank, ...]]) -> PartPla
     return PartPlan(dtype, tuple(a), weight.width, tuple(_runs(weight, pieces)))
 
 
-def _runs(weight: Weight, pieces: Sequence[Piece]) -> Iterator[Run]:
+def _runs(weight: Weight, pieces: Sequence[Piece]) -> Iterator[AdapterRun]:
     """Return the runs over the panels of the weight's tiles; those of a gated pair half by half."""
     if not weight.gated:
         yield from _runs_of(pieces, 0, weight.rows, _round_up(weight.rows, TILE))
@@ -272,7 +272,7 @@ def _runs(weight: Weight, pieces: Sequence[Piece]) -> Iterator[Run]:
         yield from _runs_of(pieces, first, first + half, _round_up(half, PANEL))
 
 
-def _runs_of(pieces: Sequence[Piece], first: int, end: int, padded_rows: int) -> Iterator[Run]:
+def _runs_of(pieces: Sequence[Piece], first: int, end: int, padded_rows: int) -> Iterator[AdapterRun]:
     """Rows [first, end): a run for each piece where they meet at panels' borders, else one over all their ranks."""
     here = [_within(piece, first, end) for piece in pieces if piece.row < end and first < piece.row + len(piece.b)]
     if not all(p.row % PANEL == 0 and (len(p.b) % PANEL == 0 or p.row + len(p.b) == end - first) for p in here):
@@ -280,11 +280,11 @@ def _runs_of(pieces: Sequence[Piece], first: int, end: int, padded_rows: int) ->
     at = 0
     for piece in here:
         if piece.row > at:
-            yield Run((piece.row - at) // PANEL, 0, None)
+            yield AdapterRun((piece.row - at) // PANEL, 0, None)
         at = piece.row + _round_up(len(piece.b), PANEL)
-        yield Run((at - piece.row) // PANEL, piece.rank, piece.b)
+        yield AdapterRun((at - piece.row) // PANEL, piece.rank, piece.b)
     if at < padded_rows:
-        yield Run((padded_rows - at) // PANEL, 0, None)
+        yield AdapterRun((padded_rows - at) // PANEL, 0, None)
 
 
 def _within(piece: Piece, first: int, end: int) -> Piece:
@@ -339,7 +339,7 @@ def _put(out: NDArray[np.uint8], plan: PartPlan, values: Floats) -> None:
     out.view(np.uint16).reshape(values.shape)[:] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest even
 
 
-def _num_ranks(run: Run) -> int:
+def _num_ranks(run: AdapterRun) -> int:
     return run.b.shape[1] if run.b is not None else 0
 
 

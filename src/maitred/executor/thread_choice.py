@@ -22,7 +22,7 @@ FIRST_WAIT_S = 0.25  # of steps
 WAITS, MAX_DOUBLINGS = 4, 4  # 64 trials' time between two: where a trial takes twice the time, it costs under 1%
 
 
-class StepShape(NamedTuple):
+class ThreadedShape(NamedTuple):
     """Steps of one shape take about the same time with one number of threads."""
 
     tokens: int  # in eighths of an octave
@@ -49,7 +49,7 @@ class ThreadChoice:
     def __init__(self, most: int) -> None:
         self._most = most
         self._present = self._told = most
-        self._recent: deque[tuple[StepShape, float]] = deque(maxlen=MAX_RECENT)  # steps with the present number
+        self._recent: deque[tuple[ThreadedShape, float]] = deque(maxlen=MAX_RECENT)  # steps with the present number
         self._trial: _Trial | None = None
         self._wait_s, self._waited_s = FIRST_WAIT_S, 0.0  # of steps
         self._num_stayed = 0
@@ -68,7 +68,7 @@ class ThreadChoice:
             self._recent.clear()
             self._trial = None
         self._ended_at = ended_at
-        shape, seconds = StepShape(round(8 * log2(num_tokens)), round(4 * log2(num_rows))), ended_at - began_at
+        shape, seconds = ThreadedShape(round(8 * log2(num_tokens)), round(4 * log2(num_rows))), ended_at - began_at
         if self._trial is not None:
             return self._tried(self._trial, shape, seconds)
         self._recent.append((shape, seconds))
@@ -78,7 +78,7 @@ class ThreadChoice:
             self._trial = _Trial(others[self._num_stayed % len(others)])
         return None
 
-    def _tried(self, trial: _Trial, shape: StepShape, seconds: float) -> int | None:
+    def _tried(self, trial: _Trial, shape: ThreadedShape, seconds: float) -> int | None:
         trial.spent_s += seconds
         trial.num_steps += 1
         if trial.num_steps == 1:
@@ -108,7 +108,7 @@ class ThreadChoice:
         self._told = self._present
         return self._present
 
-    def _usual_s(self, shape: StepShape) -> float | None:
+    def _usual_s(self, shape: ThreadedShape) -> float | None:
         """Mean, since a stall in one of ten steps is what counts; None where too few are known."""
         like = [seconds for other, seconds in self._recent if other == shape]
         return sum(like) / len(like) if len(like) >= LIKE_STEPS else None

@@ -10,7 +10,7 @@ REMEMBERED = 64.0  # batches, or arrivals, that count
 UTILISATION = 0.8  # a batch waits until it is so large that its instance would be busy no more than this
 
 
-class LaneWait(NamedTuple):
+class BatchWait(NamedTuple):
     """Wait for so many rows, or so long (s), whichever is first."""
 
     num_rows: int
@@ -57,18 +57,18 @@ class LanePace:
         fixed_s, row_s = self._line()
         return fixed_s + row_s * num_rows
 
-    def wait(self, max_rows: int) -> LaneWait:
+    def wait(self, max_rows: int) -> BatchWait:
         """Return the wait for the smallest batch that keeps its instance below UTILISATION at the present rate of rows,
         and no longer than such rows take to come, or than the batch takes. At a calm pace that is one row, without a
         wait.
         """
         gap_s, (fixed_s, row_s) = self._gap_s, self._line()
         if not gap_s or not self._count:
-            return LaneWait(1, 0.0)
+            return BatchWait(1, 0.0)
         spare_s = UTILISATION * gap_s - row_s  # that each row leaves for the fixed part
         num_rows = max_rows if spare_s * max_rows <= fixed_s else max(1, -int(-fixed_s // spare_s))
         at_most_s = min((num_rows - 1) * gap_s, fixed_s + row_s * num_rows)
-        return LaneWait(num_rows, at_most_s)
+        return BatchWait(num_rows, at_most_s)
 
     def _line(self) -> tuple[float, float]:
         """(fixed, per row) in s, neither below 0."""

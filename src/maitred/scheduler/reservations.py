@@ -8,7 +8,7 @@ from typing import NamedTuple
 from maitred.request import RequestState
 
 
-class Reserved(NamedTuple):
+class ReservedBlocks(NamedTuple):
     """Blocks of a request that waits for KV: positions [0, start) are cached, `block_ids` are for [start, end)."""
 
     start: int  # both are multiples of block_size
@@ -30,7 +30,7 @@ NOTHING_GIVEN_UP = GivenUp()
 class Reservations:
     """Blocks set aside now; false while there are none."""
 
-    reserved: dict[str, Reserved] = field(default_factory=dict)  # by request
+    reserved: dict[str, ReservedBlocks] = field(default_factory=dict)  # by request
     # requests with the status WAITING_FOR_KV: those above, and samples that wait for the same prompt
     waiting: dict[str, RequestState] = field(default_factory=dict)
     along: dict[str, str] = field(default_factory=dict)  # waits for the same blocks -> owner of the reservation

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from maitred.request import RequestState, RequestStatus
-from maitred.scheduler.reservations import Reserved
+from maitred.scheduler.reservations import ReservedBlocks
 from maitred.scheduler.state import SchedulerState
 
 # ---- KV that comes
 
 
-def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> Reserved | None:
+def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> ReservedBlocks | None:
     """Blocks for the KV of its first `num_tokens` tokens, and the request leaves the queue; None, with nothing changed,
     when that gains nothing, or when the blocks lack, or are needed by the first in the queue, which it comes behind.
     None too where the KV of the same tokens is on its way to another request: then this one waits along with it.
@@ -40,7 +40,7 @@ def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> Reserved
     block_ids = kv.reserve(request, hit, num_blocks, _num_needed_ahead(state, request))
     if block_ids is None:
         return None
-    reserved = state.reservations.reserved[request_id] = Reserved(hit.num_tokens, end, block_ids)
+    reserved = state.reservations.reserved[request_id] = ReservedBlocks(hit.num_tokens, end, block_ids)
     for each in (request, *state.sample_groups.fellows(request)):
         _leave_queue(state, each)
     return reserved

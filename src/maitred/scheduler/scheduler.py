@@ -27,7 +27,7 @@ from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.notes import Blocked, Preemption
 from maitred.scheduler.planning import build_plan, service_of, why_blocked
-from maitred.scheduler.reservations import NOTHING_GIVEN_UP, GivenUp, Reserved
+from maitred.scheduler.reservations import NOTHING_GIVEN_UP, GivenUp, ReservedBlocks
 from maitred.scheduler.reserving import arrived, can_step, hold, join_fellow, release, reserve
 from maitred.scheduler.speculation import NumDrafts, Speculation, plan_drafts, speculate
 from maitred.scheduler.state import SchedulerState, check_state
@@ -267,7 +267,7 @@ class Scheduler:
 
     # -- KV from elsewhere
 
-    def reserve(self, request_id: str, num_tokens: int, now: float) -> Reserved | None:
+    def reserve(self, request_id: str, num_tokens: int, now: float) -> ReservedBlocks | None:
         """Blocks for the KV of the first `num_tokens` tokens of a request that waits in the queue, rounded down to
         whole blocks, and to less than all that it knows. It leaves the queue until `kv_arrived`, or until its blocks
         are given up. None, with nothing changed, when blocks lack, or when it would gain nothing.

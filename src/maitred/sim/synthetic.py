@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from maitred.errors import ConfigError
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.lengths import Draw, parse_length
-from maitred.sim.workload import Arrival, Span, Turn, chain
+from maitred.sim.workload import Arrival, TokenSpan, Turn, chain
 from maitred.tenancy.caller import ANYBODY
 from maitred.tenancy.tenant import Limits, Tenant
 
@@ -287,7 +287,7 @@ class _Drawing:
         think_s = thoughts.expovariate(1 / kind.think_s) if kind.think_s > 0 else 0.0
         return Turn(think_s=think_s, new_tokens=new, output_tokens=output, max_tokens=max(output, kind.max_tokens))
 
-    def _prefix(self, name: str, kind: ClassSpec, tenant: str) -> tuple[Span, ...]:
+    def _prefix(self, name: str, kind: ClassSpec, tenant: str) -> tuple[TokenSpan, ...]:
         if not kind.prefix_tokens:
             return ()
         number = self._rngs["prefixes"].randrange(kind.num_prefixes)

@@ -19,7 +19,7 @@ from maitred.request import RequestSpec, SamplingParams
 from maitred.tenancy.tenant import Tenant
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """The part of a prompt up to token `end`; `name` stands for all tokens from the first one on."""
 
     name: bytes
@@ -51,7 +51,7 @@ class Arrival:
     ttft_slo_s: float | None = None
     start_within_s: float | None = None  # given up if it is in no step by then, after arrival
     deadline_s: float | None = None  # given up if it is not done by then, after arrival
-    spans: tuple[Span, ...] = ()  # shared parts, the first one first; what is after them is the conversation's own
+    spans: tuple[TokenSpan, ...] = ()  # shared parts, the first one first; what is after them is the conversation's own
     own: bytes = b""  # name of what is after them
     turns: tuple[Turn, ...] = ()  # still to come
 
@@ -130,12 +130,12 @@ def block_hashes(arrival: Arrival, first: int, last: int, block_size: int) -> li
     return hashes + [arrival.own + i.to_bytes(4, "little") for i in range(first + len(hashes), last)]
 
 
-def chain(names: Sequence[object], tokens_each: int, root: str = "") -> tuple[Span, ...]:
+def chain(names: Sequence[object], tokens_each: int, root: str = "") -> tuple[TokenSpan, ...]:
     """Spans of a list of block ids, each of `tokens_each` tokens: equal id after equal ids is equal content."""
     spans, digest = [], sha256(root.encode()).digest()
     for number, name in enumerate(names, 1):
         digest = sha256(digest + repr(name).encode()).digest()
-        spans.append(Span(digest[:16], number * tokens_each))
+        spans.append(TokenSpan(digest[:16], number * tokens_each))
     return tuple(spans)
 
 

@@ -113,7 +113,7 @@ def read_graph(path: Path) -> Graph:
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is no file")
             reading = _Reading(WireFile(file.fileno()))
-            graph = reading.model(Span(0, status.st_size))
+            graph = reading.model(FileSpan(0, status.st_size))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, DecodeError) as error:
@@ -138,7 +138,7 @@ class _Reading:
     externals: set[External] = field(default_factory=set)
     operators: Counter[str] = field(default_factory=Counter)
 
-    def model(self, span: Span) -> Graph:
+    def model(self, span: FileSpan) -> Graph:
         graphs, opsets = [], []
         for number, value in self._spans(span, 7, 8, 25):
             if number == 7:
@@ -159,7 +159,7 @@ class _Reading:
             operators=dict(self.operators),
         )
 
-    def graph(self, span: Span, depth: int = 0) -> tuple[list[Any], list[Any], set[str]]:
+    def graph(self, span: FileSpan, depth: int = 0) -> tuple[list[Any], list[Any], set[str]]:
         """Inputs and outputs, and the names of constants. Raises ValueError."""
         if depth > MOST_DEPTH:
             raise ValueError(f"graphs stand in each other more than {MOST_DEPTH} deep")
@@ -177,7 +177,7 @@ class _Reading:
                 (inputs if number == 11 else outputs).append(_TYPES["ValueInfo"].FromString(self.file.read(value)))
         return inputs, outputs, constants
 
-    def _node(self, span: Span, depth: int) -> None:
+    def _node(self, span: FileSpan, depth: int) -> None:
         for field_number, attribute in self._spans(span, 4, 5):
             if field_number == 4:
                 self.operators[self.file.read(attribute).decode()] += 1
@@ -190,17 +190,17 @@ class _Reading:
                 else:
                     self._sparse(value)
 
-    def _nodes_of_function(self, span: Span) -> None:
+    def _nodes_of_function(self, span: FileSpan) -> None:
         for _, node in self._spans(span, 7):
             self._node(node, 0)
 
-    def _tensor(self, span: Span) -> str:
+    def _tensor(self, span: FileSpan) -> str:
         """Notes where its bytes are; gives its name."""
         name, entries, is_external = "", {}, False
         for number, value in self.file.fields(span):
-            if number == 8 and isinstance(value, Span):
+            if number == 8 and isinstance(value, FileSpan):
                 name = self.file.read(value).decode()
-            elif number == 13 and isinstance(value, Span):
+            elif number == 13 and isinstance(value, FileSpan):
                 entry = _TYPES["Entry"].FromString(self.file.read(value))
                 entries[entry.key] = entry.value
             elif number == 14:
@@ -209,15 +209,15 @@ class _Reading:
             self.externals.add(_external(name, entries))
         return name
 
-    def _sparse(self, span: Span) -> str:
+    def _sparse(self, span: FileSpan) -> str:
         names = [self._tensor(value) for _, value in self._spans(span, 1, 2)]
         return names[0] if names else ""
 
-    def _spans(self, span: Span, *numbers: int) -> Iterator[tuple[int, Span]]:
+    def _spans(self, span: FileSpan, *numbers: int) -> Iterator[tuple[int, FileSpan]]:
         """The fields of these numbers, which are messages."""
         for number, value in self.file.fields(span):
             if number in numbers:
-                if not isinstance(value, Span):
+                if not isinstance(value, FileSpan):
                     raise ValueError(f"in bytes {span.start} to {span.end} field {number} is no message")
                 yield number, value
 
@@ -277,7 +277,7 @@ def _check_external(path: Path, external: External) -> None:
         raise CheckpointError(f"{where} up to byte {end}, and that file has {status.st_size}; it may be cut off")
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes of the file from `start` up to `end`."""
 
     start: int
@@ -288,7 +288,7 @@ class WireField(NamedTuple):
     """One field: the number of a varint, or where its bytes stand."""
 
     number: int
-    value: int | Span
+    value: int | FileSpan
 
 
 class WireFile:
@@ -301,7 +301,7 @@ class WireFile:
         self._descriptor = descriptor
         self._window, self._start = b"", 0
 
-    def fields(self, span: Span) -> Iterator[WireField]:
+    def fields(self, span: FileSpan) -> Iterator[WireField]:
         """The fields of the message that stands there."""
         at, end = span
         while at < end:
@@ -317,10 +317,10 @@ class WireFile:
             size, at = self._varint(at, end) if kind == _BYTES else (_FIXED[kind], at)
             if size > end - at:
                 raise ValueError(f"at byte {start} a field has {size} bytes, and {end - at} are left")
-            yield WireField(number, Span(at, at + size))
+            yield WireField(number, FileSpan(at, at + size))
             at += size
 
-    def read(self, span: Span, most_bytes: int = 1 << 20) -> bytes:
+    def read(self, span: FileSpan, most_bytes: int = 1 << 20) -> bytes:
         if span.end - span.start > most_bytes:
             raise ValueError(f"at byte {span.start} a name or a type has {span.end - span.start} bytes")
         content = os.pread(self._descriptor, span.end - span.start, span.start)

@@ -15,7 +15,7 @@ from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policy import Policy, PolicyFactory
 from maitred.policy.rules.arrival import fcfs
 from maitred.request import RequestSpec, RequestState, SamplingParams
-from maitred.scheduler.reservations import Reserved
+from maitred.scheduler.reservations import ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
@@ -150,7 +150,7 @@ class World:
         self.scheduler = Scheduler(scenario.config, self.kv_cache, policies=policies)
         self.requests: dict[str, RequestState] = {}  # all there ever were
         self.num_finished = 0
-        self._coming: dict[str, Reserved] = {}  # KV from elsewhere, by request
+        self._coming: dict[str, ReservedBlocks] = {}  # KV from elsewhere, by request
         self.num_arrived = self.num_given_up = 0  # of reservations
         self.plans: list[SchedulerOutput] = []
 

@@ -172,12 +172,12 @@ def added_token_id(tokenizer_file: Path, text: str) -> int | None:
     return next((token.id for token in found if token.content == text), None)
 
 
-class _TokenizerModel(msgspec.Struct):
+class _VocabularyModel(msgspec.Struct):
     vocab: dict[str, int] | list[Any] = {}
 
 
-class _TokenizerFile(msgspec.Struct):
-    model: _TokenizerModel
+class _VocabularyFile(msgspec.Struct):
+    model: _VocabularyModel
     added_tokens: list[AddedToken] = []
 
 
@@ -204,7 +204,7 @@ def _tokens_of(path: Path) -> dict[int, str]:
         with gguf_metadata(path) as metadata:
             return dict(enumerate(metadata.get("tokenizer.ggml.tokens", [])))
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+        file = msgspec.json.decode(path.read_bytes(), type=_VocabularyFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is no tokenizer: {error}") from None
     vocab = file.model.vocab
