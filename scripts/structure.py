@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Circles of imports, and what the code under src/ measures: files, lines, and files that one chat request passes.
 
-    scripts/structure.py           prints figures; fails when a circle is not known, or a known one is gone
+    scripts/structure.py           prints figures; fails when one is over its ceiling, when a circle is not known, or
+                                   a known one is gone
     scripts/structure.py --files   also names the files that a request passes
     scripts/structure.py --write   also writes the figures to docs/architecture.md
 
@@ -10,6 +11,7 @@ An import inside a function or under TYPE_CHECKING counts: two modules that need
 
 from __future__ import annotations
 
+import ast
 import http.client
 import json
 import mmap
@@ -19,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +38,21 @@ Circle = frozenset[str]
 
 # These are to go; none may come. A circle is known by its modules, without the leading `maitred.`
 KNOWN: frozenset[Circle] = frozenset()
+
+ON_A_CHATS_WAY = "files that one streamed chat request passes"
+# They go down with the figures; one that is raised says why, on its line.
+CEILINGS = {
+    "files": 648,
+    "lines": 90_600,
+    ON_A_CHATS_WAY: 124,
+    "modules under 100 lines with one importer": 81,
+    "names of classes that stand twice": 91,
+    "protocols with fewer than two implementations": 29,
+    "functions over 80 lines": 0,
+    "modules beside the packages": 16,
+}
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+SHORT, LONG = 100, 80  # lines of a module and of a function
 
 IDLE, REQUESTS = 1, (2, 3, 4)  # phases: nobody asks anything; the same request is answered
 IDLE_S = 2.0  # longer than the pauses between what a server does by itself
@@ -52,12 +70,14 @@ class Call(NamedTuple):
 
 def main() -> int:
     passed = files_passed()
-    print(figures := "\n".join(figure_lines(passed)))
+    measured = {**static_figures(), ON_A_CHATS_WAY: len(passed)}
+    found = circles("maitred")
+    print(figures := "\n".join(figure_lines(measured, found)))
     if "--files" in sys.argv[1:]:
         print(*sorted(passed), sep="\n")
     if "--write" in sys.argv[1:]:
         PAGE.write_text(with_figures(PAGE.read_text(), figures))
-    problems = list(complaints(circles("maitred"), KNOWN))
+    problems = [*complaints(found, KNOWN), *over(measured)]
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0
 
@@ -80,15 +100,76 @@ def complaints(found: set[Circle], known: Iterable[Circle]) -> Iterator[str]:
         yield f"no longer a circle: {', '.join(circle)}; take it from KNOWN in {Path(__file__).name}"
 
 
-def figure_lines(passed: set[str]) -> Iterator[str]:
-    files = sorted(SOURCES.rglob("*.py"))
-    lines = sum(len(file.read_text().splitlines()) for file in files)
-    yield "| of Python under `src/` | |"
-    yield "|---|--:|"
-    yield f"| files | {len(files)} |"
-    yield f"| lines | {lines:,} |"
-    yield f"| files that one streamed chat request passes | {len(passed)} |"
-    yield f"| circles of imports | {len(circles('maitred'))} |"
+def over(measured: Mapping[str, int]) -> Iterator[str]:
+    """What is over its ceiling."""
+    for figure, number in measured.items():
+        if number > CEILINGS[figure]:
+            yield (
+                f"{figure}: {number:,}, and the ceiling is {CEILINGS[figure]:,}; take something out, or raise it in "
+                f"{Path(__file__).name} with the reason beside it"
+            )
+
+
+def figure_lines(measured: Mapping[str, int], found: set[Circle]) -> Iterator[str]:
+    yield "| of Python under `src/` | | at most |"
+    yield "|---|--:|--:|"
+    for figure, most in CEILINGS.items():
+        yield f"| {figure} | {measured[figure]:,} | {most:,} |"
+    yield f"| circles of imports | {len(found)} | {len(KNOWN)} |"
+
+
+def static_figures() -> dict[str, int]:
+    """All of CEILINGS but what only a running server shows."""
+    texts = {file: file.read_text() for file in sorted(SOURCES.rglob("*.py"))}
+    trees = {file: ast.parse(text) for file, text in texts.items()}
+    lines = {file: len(text.splitlines()) for file, text in texts.items()}
+    tops = [node for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    names = Counter(node.name for node in tops if not node.name.startswith("_"))
+    functions = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, FUNCTIONS))
+    return {
+        "files": len(texts),
+        "lines": sum(lines.values()),
+        "modules under 100 lines with one importer": len(lonely({f: t for f, t in trees.items() if lines[f] < SHORT})),
+        "names of classes that stand twice": sum(count > 1 for count in names.values()),
+        "protocols with fewer than two implementations": len(lone_protocols(tops)),
+        "functions over 80 lines": sum(1 + (node.end_lineno or 0) - node.lineno > LONG for node in functions),
+        "modules beside the packages": sum(f.parent == SOURCES and not f.name.startswith("__") for f in texts),
+    }
+
+
+def lonely(files: Iterable[Path]) -> list[str]:
+    """The modules of these files that one other module imports."""
+    graph = grimp.build_graph("maitred", cache_dir=None)
+    inner = [file.relative_to(SOURCES.parent).with_suffix("") for file in files if not file.name.startswith("__")]
+    modules = [".".join(path.parts) for path in inner]
+    return [module for module in modules if len(graph.find_modules_that_directly_import(module)) == 1]
+
+
+def lone_protocols(classes: Iterable[ast.ClassDef]) -> list[str]:
+    """Protocols whose methods and fields fewer than two other classes have, all of them, by name or by inheritance."""
+    has: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    protocols: dict[str, set[str]] = {}
+    for node in classes:
+        members = {item.name for item in node.body if isinstance(item, FUNCTIONS)}
+        members |= {
+            item.target.id
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        }
+        members |= {
+            attribute.attr
+            for attribute in ast.walk(node)
+            if isinstance(attribute, ast.Attribute) and isinstance(attribute.ctx, ast.Store)
+        }
+        bases[node.name] = [ast.unparse(base).partition("[")[0] for base in node.bases]
+        (protocols if "Protocol" in bases[node.name] else has).setdefault(node.name, set()).update(members)
+
+    def all_of(name: str) -> set[str]:
+        return has.get(name, set()).union(*(all_of(base) for base in bases.get(name, ()) if base != name))
+
+    whole = {name: all_of(name) for name in has}
+    return [name for name, wanted in protocols.items() if sum(wanted <= members for members in whole.values()) < 2]
 
 
 def with_figures(page: str, figures: str) -> str:

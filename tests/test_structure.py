@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from scripts.structure import IDLE, KNOWN, REQUESTS, SOURCES, circles, complaints, passed_by_all, with_figures
+from scripts.structure import (
+    CEILINGS,
+    IDLE,
+    KNOWN,
+    REQUESTS,
+    SOURCES,
+    circles,
+    complaints,
+    lone_protocols,
+    over,
+    passed_by_all,
+    static_figures,
+    with_figures,
+)
 
 
 def test_no_modules_import_each_other_but_those_that_are_known():
     assert list(complaints(circles("maitred"), KNOWN)) == []
+
+
+def test_no_figure_is_over_its_ceiling():
+    assert list(over(static_figures())) == []
+
+
+def test_a_figure_over_its_ceiling_is_told_with_both_numbers():
+    most = CEILINGS["files"]
+    assert list(over({"files": most})) == []
+    (told,) = over({"files": most + 1})
+    assert told.startswith(f"files: {most + 1}, and the ceiling is {most}; ")
+
+
+def test_a_protocol_of_one_class_is_found_and_one_of_two_or_of_heirs_is_none():
+    source = """
+class Alone(Protocol):
+    def go(self): ...
+class Pair(Protocol):
+    here: int
+    async def stay(self): ...
+class First(Base):
+    def go(self): ...
+class Base:
+    async def stay(self): self.here = 1
+"""
+    assert lone_protocols(ast.parse(source).body) == ["Alone"]
 
 
 @pytest.mark.parametrize(
