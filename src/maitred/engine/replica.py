@@ -134,7 +134,7 @@ class Replica:
 
     def choices_of(self, words: str) -> msgspec.Struct | None:
         """Where one of the last requests went, and why, as a `cluster.choices.ChoicesMade`; None for an unknown one."""
-        raise UnsupportedParameter("this server has one engine and nothing to choose; its decision log tells of waits")
+        return None
 
     def tell_router(self, on_blocks: OnBlocks | None) -> None:
         """Measure speed, and tell which blocks can be found by prefix, all that are there first; None tells no more."""

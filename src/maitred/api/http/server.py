@@ -107,12 +107,12 @@ class HttpServer(uvicorn.Server):
         try:
             came = self.engine = await asyncio.to_thread(starting.wait)
             self.app.open(came.replica, came.model, came.admission)
-            came.replica.attach(asyncio.get_running_loop())  # to see its engine die before the first request
             self._opened(host, port)
         except Exception as error:
             self.failure, self.should_exit = error, True
 
     def _opened(self, host: str, port: int) -> None:
+        self.app.replica.attach(asyncio.get_running_loop())  # to see its engine die before the first request
         if self._on_open is not None:
             self._on_open(host, port)
 

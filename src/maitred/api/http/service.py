@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol
 
 from maitred.api.http.auth import Authenticator
@@ -56,6 +57,9 @@ class Ending(Protocol):
 
 class HasState(Protocol):
     def state(self) -> ReplicaState: ...
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Live on `loop` from now on."""
 
 
 class Service(Protocol):

@@ -99,7 +99,10 @@ async def show_choices(app: App, exchange: Exchange) -> None:
     """Which worker one of the last requests went to, and why."""
     made = app.replica.choices_of(exchange.parameter)
     if made is None:
-        raise RouteNotFound(f"{exchange.parameter!r} is none of the last {MAX_REQUESTS:,} requests that were sent")
+        raise RouteNotFound(
+            f"{exchange.parameter!r} is none of the last {MAX_REQUESTS:,} requests that were sent to one of several "
+            "engines; a single engine's decision log tells of waits"
+        )
     await exchange.answer_json(made)
 
 

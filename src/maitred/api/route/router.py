@@ -136,6 +136,9 @@ class Router:
     def in_flight(self) -> Router:
         return self
 
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Replicas are watched since the start."""
+
     def state(self) -> ReplicaState:
         """Of all replicas together, as far as the router knows."""
         core = self.fleet.core
