@@ -23,7 +23,7 @@ from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler, FleetFigures
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.sizing import Autoscale
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup

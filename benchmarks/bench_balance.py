@@ -19,7 +19,7 @@ from conversations import Conversations
 
 from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
 from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation

@@ -16,9 +16,9 @@ import zlib
 
 from bench_scheduler import BLOCK_SIZE, CHURN, PROMPT_TOKENS, answer, fill, new_request
 
+from maitred.core.request import FinishReason
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder, StepRecord
-from maitred.request import FinishReason
 from maitred.storage.decision_files import COMPRESSION_LEVEL
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup

@@ -26,11 +26,11 @@ import tokenizers
 from bench_start import QWEN3_06B, make_checkpoint
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from maitred.clock import WallClock
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
+from maitred.core.clock import WallClock
+from maitred.core.request import RequestSpec, SamplingParams
 from maitred.engine.build import EngineParts, build_parts
 from maitred.executor.grammar import Grammars
-from maitred.request import RequestSpec, SamplingParams
 from maitred.text import Tokenizer
 from maitred.text.bounds import byte_alphabet
 

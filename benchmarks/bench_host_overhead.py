@@ -26,7 +26,7 @@ from random import Random
 from typing import Any
 
 from maitred import LLM, SamplingParams
-from maitred.clock import WallClock
+from maitred.core.clock import WallClock
 from maitred.engine.frames import Command, Report, Stop, Submit, encode
 from maitred.engine.intake import make_requests
 from maitred.engine.loop import EngineLoop

@@ -26,11 +26,11 @@ import psutil
 from maitred.api.http.server import HttpServer
 from maitred.api.serving import create_app
 from maitred.config import ServerConfig
+from maitred.core.replica import ReplicaState
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import RequestProgress, RequestTiming
 from maitred.engine.intake import ServedModel
 from maitred.engine.replica import Replica
-from maitred.replica import ReplicaState
-from maitred.request import FinishReason, RequestSpec
-from maitred.step import RequestProgress, RequestTiming
 from maitred.text import ChatTemplate, TextParts, Tokenizer
 
 BUILTIN = Path(__file__).resolve().parents[1] / "src/maitred/builtin/maitred-mini"

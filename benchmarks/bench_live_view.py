@@ -27,14 +27,14 @@ from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.live_feed import COST_FACTOR, FRAME_S, LiveFeed
 from maitred.cli.local import start_engine
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from maitred.core.request import RequestSpec, RequestState, SamplingParams
+from maitred.core.step import ModelOutput, SampledRow
 from maitred.engine.client import EngineClient
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.live_view import LiveView, live_view
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
-from maitred.request import RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
-from maitred.step import ModelOutput, SampledRow
 
 BLOCK_SIZE = 16
 HASHER = TokenHasher(BLOCK_SIZE, "bench")

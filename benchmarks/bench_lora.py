@@ -22,6 +22,8 @@ import numpy as np
 from bench_start import make_checkpoint
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
+from maitred.core.request import RequestSpec, SamplingParams
+from maitred.core.step import NewRequest, ScheduledRow, SchedulerOutput
 from maitred.engine.memory import usable_cores
 from maitred.executor.native_plan import NativePlan, plan_native_executor
 from maitred.model.adapters import Adapter, LowRank
@@ -29,8 +31,6 @@ from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from maitred.model.weight_map import linear_sources
-from maitred.request import RequestSpec, SamplingParams
-from maitred.step import NewRequest, ScheduledRow, SchedulerOutput
 
 BLOCK_SIZE = 16
 ROOM = 512  # positions behind the context

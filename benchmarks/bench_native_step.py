@@ -17,14 +17,14 @@ from random import Random
 from typing import Any
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
+from maitred.core.request import RequestSpec, SamplingParams
+from maitred.core.step import NewRequest, ScheduledRow, SchedulerOutput
 from maitred.engine.memory import usable_cores
 from maitred.executor.native_plan import plan_native_executor
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.packed import packed_bytes
 from maitred.model.program import Linear
-from maitred.request import RequestSpec, SamplingParams
-from maitred.step import NewRequest, ScheduledRow, SchedulerOutput
 
 BLOCK_SIZE = 16
 

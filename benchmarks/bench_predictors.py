@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from itertools import combinations
 from random import Random
 
-from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
+from maitred.core.clock import ManualClock
+from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams
+from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.engine.core import EngineCore
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.features import prompt_features
 from maitred.policy.predictor import PREDICTORS, Predictor, bounded_prediction, predictor_named
-from maitred.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
-from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
 NUM_SEQS, BLOCK_SIZE = 16, 16
 

@@ -30,11 +30,11 @@ from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.prefix_keys import PrefixKeys, prefix_keys
 from maitred.cluster.routed_body import read_body
 from maitred.cluster.stored_keys import KeyBlock, StoredKeys
+from maitred.core.request import RequestSpec, RequestState, SamplingParams
 from maitred.kvcache.changes import Changes
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.request import RequestSpec, RequestState, SamplingParams
 from maitred.text import FolderText, TextParts, Tokenizer
 from maitred.text.folder import read_chat_template
 

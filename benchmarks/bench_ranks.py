@@ -27,7 +27,7 @@ import psutil
 from bench_native_step import Bench, prefill
 from bench_start import make_checkpoint
 
-from maitred.step import ScheduledRow
+from maitred.core.step import ScheduledRow
 
 MB = 1e6
 LEAST_RATIO = 0.90

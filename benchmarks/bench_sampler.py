@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from maitred.core.request import SamplingParams
 from maitred.executor.native_sampler import NativeSampler
 from maitred.executor.sampler import RequestSampler, sample_rows
 from maitred.executor.sampler_state import LogitsRow
 from maitred.kernels import _native
-from maitred.request import SamplingParams
 
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 CASES: dict[str, dict[str, Any]] = {

@@ -34,15 +34,15 @@ from itertools import count
 from typing import Any
 
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
+from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams
+from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
+from maitred.core.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
 from maitred.policy.policies import POLICIES
-from maitred.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
-from maitred.step import ModelOutput, SampledRow, SchedulerOutput
-from maitred.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 256

@@ -28,8 +28,8 @@ import llguidance
 import llguidance.hf
 from bench_grammar import tokenizer_of
 
+from maitred.core.errors import InvalidRequest
 from maitred.engine.grammar_check import GrammarChecker
-from maitred.errors import InvalidRequest
 from maitred.text.answer_format import AnswerFormat
 from maitred.text.schema import json_source
 from maitred.text.shape import compose

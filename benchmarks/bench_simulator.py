@@ -17,7 +17,8 @@ from itertools import islice
 from random import Random
 
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
+from maitred.core.tensor_request import BatchRules
 from maitred.policy.policies import POLICIES
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.engine import EngineSetup
@@ -28,7 +29,6 @@ from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes
 from maitred.sim.tensors import SimulatedModel, TensorSimulation
 from maitred.tensor.lone import lone_scheduler
-from maitred.tensor_request import BatchRules
 
 SLOTS, OUTPUT = 64, 128
 TENSOR_MODELS, TENSOR_RATE = ("a", "b", "c", "d"), 600.0

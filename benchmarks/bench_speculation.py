@@ -46,7 +46,8 @@ from quality import PROMPTS, prompt_ids
 from maitred import LLM, SamplingParams
 from maitred.cli.profile.live import CpuClock
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
+from maitred.core.step import ScheduledRow
 from maitred.engine.core import EngineCore
 from maitred.engine.intake import make_requests
 from maitred.engine.step_meter import StepMeter
@@ -57,7 +58,6 @@ from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.workload import Arrival
 from maitred.speculative.proposer import DraftAsk
-from maitred.step import ScheduledRow
 
 ACCEPTANCES, REQUESTS, CONTEXTS = (0.0, 0.3, 0.6, 0.9), (1, 4, 8, 16, 32), (64, 512, 2048)
 LENGTHS = range(9)

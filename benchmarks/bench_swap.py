@@ -17,8 +17,8 @@ import time
 import torch
 
 from maitred import LLM, SamplingParams
+from maitred.core.step import BlockCopy
 from maitred.scheduler.swap import SwapCosts, worth_swapping
-from maitred.step import BlockCopy
 
 BLOCK_SIZE = 16
 REPEATS = 5

@@ -54,7 +54,7 @@ from machine_speed import Probe, Quiet, Times, Trace, Watch, median_of, probe_en
 
 from maitred.cli.profile.live import CLOCKS, live_engine, record
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
-from maitred.cost_model import CostModel, Slowness
+from maitred.core.cost_model import CostModel, Slowness
 from maitred.sim.engine import EngineSetup, SlownessAt
 from maitred.sim.jitter import Jitter
 from maitred.sim.recorded import measured_steps, read_run

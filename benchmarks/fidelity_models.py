@@ -10,7 +10,7 @@ from random import Random
 
 from machine_speed import Times, Trace
 
-from maitred.cost_model import CostModel, Slowness
+from maitred.core.cost_model import CostModel, Slowness
 from maitred.sim.engine import SlownessAt
 from maitred.sim.fit import fit_steps
 from maitred.sim.recorded import MeasuredStep, RecordedRun

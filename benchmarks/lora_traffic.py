@@ -30,8 +30,9 @@ import numpy as np
 import psutil
 from safetensors.numpy import save_file
 
-from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, LoraConfig, SpeculativeConfig
+from maitred.core.clock import WallClock
+from maitred.core.request import RequestSpec, SamplingParams
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.frames import Command, Report, Stepped, Stop, Submit
@@ -42,7 +43,6 @@ from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from maitred.model.weight_map import linear_sources
-from maitred.request import RequestSpec, SamplingParams
 
 RANK = 8
 SLACK_BYTES = 16 * 2**20  # of an allocator

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from maitred.cli.profile.live import LiveClock, LiveEngine
 from maitred.config import EngineConfig
-from maitred.cost_model import Slowness
+from maitred.core.cost_model import Slowness
 from maitred.engine.build import build_parts
 from maitred.sim.workload import Arrival
 

@@ -32,7 +32,7 @@ from maitred.cli.profile.live import CpuClock, record
 from maitred.cli.simulate.sources import find_target
 from maitred.cli.simulate.table import seconds_text
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
 from maitred.policy.policies import POLICIES
 from maitred.sim.engine import EngineSetup
 from maitred.sim.recorded import MeasuredStep, measured_steps, read_run

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
 from maitred.sim.engine import EngineSetup
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation

@@ -26,7 +26,7 @@ import psutil
 from tensor.serving import served
 from tensor_models import MLP_SIZES, write_mlp
 
-from maitred.objectives import percentile
+from maitred.core.objectives import percentile
 from maitred.tensor.infer_load import Measured, run_load
 from maitred.tensor.infer_servers import Asked
 

@@ -32,7 +32,7 @@ from typing import Any
 from tensor_models import LIGHT_SIZES, MLP_SIZES, write_mlp
 
 from maitred.config import SchedulerConfig
-from maitred.objectives import percentile
+from maitred.core.objectives import percentile
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import TensorProfile

@@ -42,14 +42,14 @@ KNOWN: frozenset[Circle] = frozenset()
 ON_A_CHATS_WAY = "files that one streamed chat request passes"
 # They go down with the figures; one that is raised says why, on its line.
 CEILINGS = {
-    "files": 648,
-    "lines": 90_600,
-    ON_A_CHATS_WAY: 124,
-    "modules under 100 lines with one importer": 81,
-    "names of classes that stand twice": 91,
+    "files": 592,
+    "lines": 90_040,
+    ON_A_CHATS_WAY: 117,
+    "modules under 100 lines with one importer": 22,
+    "names of classes that stand twice": 41,
     "protocols with fewer than two implementations": 29,
     "functions over 80 lines": 0,
-    "modules beside the packages": 16,
+    "modules beside the packages": 0,
 }
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 SHORT, LONG = 100, 80  # lines of a module and of a function

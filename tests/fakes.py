@@ -11,13 +11,13 @@ from zlib import crc32
 from msgspec.structs import replace
 
 from maitred.config import SchedulerConfig
+from maitred.core.request import RequestSpec, RequestState, SamplingParams
+from maitred.core.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import BlockHasher, TokenHasher
-from maitred.request import RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import NumDrafts, Speculation
 from maitred.scheduler.stop import StopRule, stop_at_token
-from maitred.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
 
 MODEL = "fake-model"
 _ids = count()

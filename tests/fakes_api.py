@@ -17,16 +17,16 @@ from maitred.api.http.auth import TenantSource
 from maitred.api.http.routes import RouteTable
 from maitred.api.http.server import HttpServer
 from maitred.api.serving import create_app
-from maitred.clock import Clock
 from maitred.config import ServerConfig
+from maitred.core.clock import Clock
+from maitred.core.errors import EngineDead, RouteNotFound
+from maitred.core.replica import ReplicaState
+from maitred.core.request import Charges, FinishReason, RequestSpec
+from maitred.core.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.engine.intake import ServedModel
 from maitred.engine.live_view import LiveView
 from maitred.engine.replica import Replica
-from maitred.errors import EngineDead, RouteNotFound
 from maitred.gate.admission import AdmissionController
-from maitred.replica import ReplicaState
-from maitred.request import Charges, FinishReason, RequestSpec
-from maitred.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable
 from maitred.text import ChatTemplate, TextParts, Tokenizer

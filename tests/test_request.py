@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from maitred import SamplingParams
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.scheduler.timing import resumed, timing_of
 from tests.fakes import make_request
 

@@ -173,7 +173,7 @@ CONCEPTS: tuple[Fact, ...] = (
         "A decoder spec describes a model as data: its norm, rope, attention and gating.",
         "module:maitred.model.spec",
     ),
-    concept("the cost model", "The cost model predicts how long a step will take.", "module:maitred.cost_model"),
+    concept("the cost model", "The cost model predicts how long a step will take.", "module:maitred.core.cost_model"),
     concept(
         "the built-in model",
         "The built-in model is a small Llama that knows a restaurant and maitred.",

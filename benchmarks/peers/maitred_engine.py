@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from maitred.core.clock import WallClock
+from maitred.core.request import SamplingParams
 from maitred.engine.build import build_parts
 from maitred.engine.intake import make_requests
-from maitred.request import SamplingParams
 from peers.worker import Prompt
 
 BLOCK_TOKENS = 16

@@ -11,12 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from maitred.core.request import SamplingParams as SamplingParams
+    from maitred.core.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from maitred.engine.llm import LLM as LLM
     from maitred.engine.output import CompletionOutput as CompletionOutput
     from maitred.engine.output import Logprob as Logprob
     from maitred.engine.output import RequestOutput as RequestOutput
-    from maitred.request import SamplingParams as SamplingParams
-    from maitred.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -26,8 +26,8 @@ _HOME = {
     "CompletionOutput": "maitred.engine.output",
     "Logprob": "maitred.engine.output",
     "RequestOutput": "maitred.engine.output",
-    "SamplingParams": "maitred.request",
-    "StructuredOutputsParams": "maitred.structured_outputs",
+    "SamplingParams": "maitred.core.request",
+    "StructuredOutputsParams": "maitred.core.structured_outputs",
 }
 __all__ = [
     "LLM",

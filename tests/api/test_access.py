@@ -10,7 +10,7 @@ import pytest
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.routes import make_routes
-from maitred.errors import InvalidApiKey
+from maitred.core.errors import InvalidApiKey
 from tests.api.conftest import MESSAGES, strict_client
 from tests.fakes_api import running_server
 from tests.waiting import HANGS_S

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from maitred.core.errors import CheckpointError
 from maitred.engine.adapter_book import AdapterBook, AtWork
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.queries import AdapterFolder
-from maitred.errors import CheckpointError
 from maitred.storage.ledger import Ledger
 from tests.api.test_tenants import table_of
 from tests.api.test_watched import page_at

@@ -26,7 +26,7 @@ from maitred.api.dialects.openai.schemas import (
 from maitred.api.http.bodies import MAX_TEXTS, SMALL_BYTES, LargeBodies, decode_json, decode_small
 from maitred.api.http.body_decoder import BodyDecoder
 from maitred.config import ServerConfig
-from maitred.errors import InvalidRequest, Overloaded, RequestTooLarge
+from maitred.core.errors import InvalidRequest, Overloaded, RequestTooLarge
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server
 from tests.waiting import HANGS_S, until

@@ -21,9 +21,9 @@ from maitred.api.http.formats import StreamFormat
 from maitred.api.http.routes import Route, RouteTable
 from maitred.api.ops.openapi import openapi_document
 from maitred.api.routes import make_routes
+from maitred.core.errors import UnsupportedParameter
+from maitred.core.request import SamplingParams
 from maitred.engine.output import TextDelta
-from maitred.errors import UnsupportedParameter
-from maitred.request import SamplingParams
 from tests.fakes_api import FakeReplica, running_server, says
 
 KEY = {"authorization": "Bearer letmein"}

@@ -28,6 +28,8 @@ from maitred.cluster.replica_events import Began, FleetEvent, KeysChanged, Load
 from maitred.cluster.routed_body import read_body
 from maitred.cluster.stored_keys import KeyBlock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
+from maitred.core.errors import ConfigError
+from maitred.core.request import SamplingParams
 from maitred.engine import restarts
 from maitred.engine.build import load_engine
 from maitred.engine.core import EngineCore
@@ -36,8 +38,6 @@ from maitred.engine.intake import make_requests
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.starting import Engine, StartingEngine
 from maitred.engine.supervisor import Start
-from maitred.errors import ConfigError
-from maitred.request import SamplingParams
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, running_server
 from tests.route.routers import running_router

@@ -9,7 +9,7 @@ from functools import partial
 import httpx
 import pytest
 
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
 from tests.api.test_tenants import table_of
 from tests.fakes_api import EOS, FakeReplica, FakeTenants, make_model, running_server
 from tests.waiting import HANGS_S, until

@@ -25,7 +25,7 @@ from maitred.api.serving import create_app  # noqa: E402
 from maitred.api.tensor.classes import Labels  # noqa: E402
 from maitred.api.tensor.extensions import NAMES, Extensions  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
-from maitred.errors import Overloaded, RateLimited  # noqa: E402
+from maitred.core.errors import Overloaded, RateLimited  # noqa: E402
 from maitred.tensor.control import ControlMode  # noqa: E402
 from maitred.tensor.local import LocalTensorService  # noqa: E402
 from maitred.tensor.protocol_fields import HEALTH_MESSAGES, MESSAGES  # noqa: E402

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from maitred.config import AdmissionConfig
+from maitred.core.replica import ReplicaState
 from maitred.gate.admission import AdmissionController
-from maitred.replica import ReplicaState
 from maitred.tenancy.tenant import LEAST_URGENT
 from tests.fakes_api import FakeReplica, RunningServer, running_server
 from tests.waiting import HANGS_S, joined, until

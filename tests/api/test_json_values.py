@@ -13,7 +13,7 @@ from maitred.api.dialects.tfserving.rows import predict_inputs
 from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.tensor import json_values
 from maitred.api.tensor.json_values import Numbers, array_of_json, flat_of_json, json_of_array, loaded
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.arrays import MOST_DIMS
 from maitred.tensor.config import TensorSpec
 from maitred.tensor.service import InferRequest

@@ -14,8 +14,8 @@ from maitred.api.dialects.openai.logprobs import (
     packed_chat_logprobs,
 )
 from maitred.api.http.kept_logprobs import KeptLogprobs
-from maitred.errors import InvalidRequest, Overloaded
-from maitred.step import TokenLogprobs
+from maitred.core.errors import InvalidRequest, Overloaded
+from maitred.core.step import TokenLogprobs
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, make_model, running_server
 from tests.waiting import HANGS_S, until

@@ -26,7 +26,7 @@ from maitred.api.serving import create_app
 from maitred.api.tensor.classes import Labels
 from maitred.api.tensor.extensions import NAMES, Extensions
 from maitred.config import ServerConfig
-from maitred.errors import InvalidRequest, RequestTooLarge
+from maitred.core.errors import InvalidRequest, RequestTooLarge
 from maitred.storage.key_files import make_key
 from maitred.tenancy.tenant import read_tenants
 from maitred.tensor.control import ControlMode

@@ -8,8 +8,8 @@ import pytest
 
 from maitred.api.ops.latencies import GROWTH, MAX_TENANTS, NUM_SLICES, SLICE_S, Latencies, RecentTimes
 from maitred.api.ops.live_feed import SlotRows
-from maitred.clock import ManualClock
-from maitred.step import RequestTiming
+from maitred.core.clock import ManualClock
+from maitred.core.step import RequestTiming
 
 
 @pytest.mark.parametrize("scale", [0.003, 0.05, 3.0, 40.0])

@@ -14,10 +14,10 @@ import pytest
 
 from maitred.api.dialects.openai.schemas import CompletionRequest
 from maitred.api.generate.time_limits import time_limits
-from maitred.clock import ManualClock
 from maitred.config import AdmissionConfig
+from maitred.core.clock import ManualClock
+from maitred.core.errors import InvalidRequest
 from maitred.engine.core import EngineCore
-from maitred.errors import InvalidRequest
 from maitred.gate.admission import AdmissionController
 from maitred.gate.terms import TimeLimits
 from tests.engine.worlds import client_of

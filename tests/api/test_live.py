@@ -14,10 +14,10 @@ import pytest
 
 from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.live_feed import COST_FACTOR, FRAME_S, IDLE_S, MAX_PAUSE_S, MAX_WATCHERS, LiveFeed, pause_s
+from maitred.core.errors import EngineDead, Overloaded
+from maitred.core.replica import ReplicaState
 from maitred.engine.intake import Footprint
 from maitred.engine.live_view import LiveView, live_view
-from maitred.errors import EngineDead, Overloaded
-from maitred.replica import ReplicaState
 from tests.api.test_tenants import table_of
 from tests.fakes import make_request, make_scheduler
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server

@@ -20,10 +20,10 @@ from maitred.api.http.auth import Authenticator
 from maitred.api.http.server import HttpServer
 from maitred.api.ops.observer import Observer
 from maitred.api.routes import make_routes
-from maitred.clock import ManualClock, WallClock
 from maitred.config import ServerConfig
+from maitred.core.clock import ManualClock, WallClock
+from maitred.core.errors import CheckpointError, EngineDead
 from maitred.engine.replica import Replica
-from maitred.errors import CheckpointError, EngineDead
 from maitred.gate.admission import AdmissionController
 from tests.fakes_api import FakeReplica, make_model
 from tests.waiting import HANGS_S, joined

@@ -17,7 +17,7 @@ import maitred
 from maitred.api.http.logs import JsonFormatter, TextFormatter
 from maitred.api.ops.openapi import openapi_document
 from maitred.api.routes import make_routes
-from maitred.metrics import METRICS, MetricKind, metrics_document
+from maitred.core.metrics import METRICS, MetricKind, metrics_document
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, running_server, says
 
@@ -61,7 +61,9 @@ def test_openmetrics_is_spoken_when_asked_for(served):
 
 
 def test_the_documentation_is_the_declaration():
-    assert (DOCS / "metrics.md").read_text() == metrics_document(), "run: python -m maitred.metrics > docs/metrics.md"
+    assert (DOCS / "metrics.md").read_text() == metrics_document(), (
+        "python -m maitred.core.metrics > docs/metrics.md"
+    )
 
 
 def test_gauges_show_the_engine_and_histograms_the_requests():

@@ -6,8 +6,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from maitred.core.replica import DraftCounts, ReplicaState
 from maitred.engine.model_facts import Footprint
-from maitred.replica import DraftCounts, ReplicaState
 from tests.api.conftest import MESSAGES
 from tests.api.test_chat import chat, events_of
 from tests.fakes_api import FakeReplica, make_model, running_server

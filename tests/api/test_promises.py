@@ -12,10 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from maitred.config import ServerConfig
-from maitred.errors import ConfigError
-from maitred.objectives import broken_by, met, new_pace, percentile
-from maitred.request import FinishReason, RequestSpec
-from maitred.step import RequestProgress
+from maitred.core.errors import ConfigError
+from maitred.core.objectives import broken_by, met, new_pace, percentile
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
 from tests.cli.running import maitred_thread
 from tests.fakes_api import FakeReplica, running_server
 

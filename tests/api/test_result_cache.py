@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
 from maitred.storage.ledger import Ledger
 from tests.api.conftest import MESSAGES
 from tests.api.test_tenants import table_of

@@ -9,7 +9,7 @@ from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.results import Results
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
 from maitred.storage.redis import PREFIX, RedisStore
 from maitred.tenancy.caller import anybody
 from tests.storage.redis_server import needs_redis, running_redis

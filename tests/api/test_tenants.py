@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from maitred.api.routes import make_routes
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
+from maitred.core.request import Charges, FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine.live_requests import LiveRequest
-from maitred.request import Charges, FinishReason, RequestSpec
-from maitred.step import RequestProgress
 from maitred.storage.key_files import make_key, read_tenant_file
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable, read_tenants

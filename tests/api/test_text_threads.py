@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from maitred.api.http.text_threads import TINY_BYTES, TINY_S, TextThreads
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
 
 
 @contextmanager

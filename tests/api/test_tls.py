@@ -20,7 +20,7 @@ import pytest
 
 from maitred.api.http.tls import Certificate, validity_of_chain
 from maitred.config import ServerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from tests.api.conftest import MESSAGES
 from tests.conftest import ROOT
 from tests.fakes_api import FakeReplica, RunningServer, running_server, says

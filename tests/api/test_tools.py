@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.request import RequestSpec, ThinkingLimit
+from maitred.core.request import RequestSpec, ThinkingLimit
 from tests.fakes_api import EOS, FakeReplica, make_model, running_server, says
 from tests.waiting import HANGS_S
 

@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from maitred.config import ServerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from tests.fakes_api import FakeReplica, running_server
 from tests.page.worlds import serving
 

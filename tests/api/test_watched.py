@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from maitred.api.ops.metrics_compat import VLLM_NAMES
 from maitred.config import ServerConfig
-from maitred.errors import ConfigError
-from maitred.metrics import METRICS
+from maitred.core.errors import ConfigError
+from maitred.core.metrics import METRICS
 from tests.fakes_api import FakeReplica, RunningServer, running_server
 from tests.waiting import until
 

@@ -17,7 +17,7 @@ from maitred.cli.endpoint import (
     error_text,
     first_model,
 )
-from maitred.errors import ConfigError, ServerError
+from maitred.core.errors import ConfigError, ServerError
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import maitred_process
 from tests.fakes_api import running_server

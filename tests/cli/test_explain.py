@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from maitred.cli.main import main
+from maitred.core.errors import KernelError
 from maitred.engine import executors
-from maitred.errors import KernelError
 from maitred.executor.native_plan import NativePlan
 from maitred.kernels import _native
 from tests.model.checkpoints import make_checkpoint

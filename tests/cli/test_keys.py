@@ -12,7 +12,7 @@ from maitred.cli.main import main
 from maitred.cli.serve import command as serve
 from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
 from maitred.config import ServerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.storage.key_files import read_tenant_file
 
 

@@ -12,7 +12,7 @@ import zmq
 import maitred
 from maitred.cli import main as cli
 from maitred.cli.command import Command, CommonOptions
-from maitred.errors import EngineDead, OutOfMemory
+from maitred.core.errors import EngineDead, OutOfMemory
 from tests.cli.running import environment, maitred_process
 
 HEAVY = ("torch", "numpy", "rich", "starlette", "uvicorn", "tokenizers", "prompt_toolkit", "yaml", "asyncio")

@@ -9,9 +9,9 @@ import pytest
 
 from maitred.cli.main import main
 from maitred.config import SchedulerConfig
+from maitred.core.errors import ConfigError
 from maitred.engine import installed
 from maitred.engine.installed import GROUP, installed_policies
-from maitred.errors import ConfigError
 from maitred.policy.parameters import Range
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import Policy, arrival_term, by_arrival

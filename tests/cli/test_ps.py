@@ -9,7 +9,7 @@ import pytest
 
 from maitred.api.ops.live import LoadedModel
 from maitred.cli.ps import HEADINGS, ago, row, table
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
 from maitred.engine.core import EngineCore
 from maitred.engine.intake import Footprint
 from tests.cli.running import maitred_process

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.kubernetes_hpa import HpaRule, Metric
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler, FleetFigures, Target
 from maitred.cluster.sizing import as_asked
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from tests.cluster.scaling import Arrivals, Run, World
 
 

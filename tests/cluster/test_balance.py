@@ -14,7 +14,7 @@ from maitred.cluster.balance import BALANCES, MAX_CANDIDATES, Cached
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.fleet_request import FleetRequest
 from maitred.cluster.replicas import Kind, Replica, Report
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from tests.cluster.fleets import Driver, facts, make_core
 
 KEYS = tuple(range(100, 110))

@@ -8,7 +8,7 @@ from maitred.cluster.actions import Bind, Move, Probe, Refuse, Start, Stop
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
 from maitred.cluster.replicas import Kind, Report, State
 from maitred.config import SchedulerConfig
-from maitred.errors import (
+from maitred.core.errors import (
     ConfigError,
     EngineDead,
     InvalidRequest,

@@ -13,7 +13,7 @@ from maitred.cluster.record import Header, Recorder
 from maitred.cluster.replay import Replayed, replay, split
 from maitred.cluster.replicas import Report
 from maitred.config import SchedulerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from tests.cluster.fleets import Driver, facts, make_core
 
 

@@ -12,7 +12,7 @@ import pytest
 from maitred.cluster.serve_choice import Seen, ServeChoice, ServeScaling, key_of
 from maitred.cluster.serve_engine import read_options
 from maitred.config import ModelConfig, SchedulerConfig, ServerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 
 def seen(**loads: int) -> list[Seen]:

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from maitred.clock import WallClock
 from maitred.cluster.serve_engine import read_options, start_engine
 from maitred.cluster.workers import Workers
 from maitred.config import ProcessConfig, SchedulerConfig
+from maitred.core.clock import WallClock
+from maitred.core.errors import ConfigError, EngineDead
+from maitred.core.request import FinishReason, RequestSpec, SamplingParams
+from maitred.core.step import RequestProgress
 from maitred.engine import child_process, restarts, supervisor
 from maitred.engine.frames import BlockChanges
-from maitred.errors import ConfigError, EngineDead
-from maitred.request import FinishReason, RequestSpec, SamplingParams
-from maitred.step import RequestProgress
 from tests.engine.clients import POISON, PROMPT, ask, start_of, tokens
 from tests.engine.fake_child import Gate, expected
 from tests.fakes import make_samples

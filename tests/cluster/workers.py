@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from maitred.cluster.disagg import Role, WorkerFacts, WorkerLoad
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
 
 COSTS = CostModel(fixed_s=2e-3, weights_s=6e-3, prefill_token_s=3e-5, decode_token_s=3e-5, context_token_s=5e-8)
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
+from maitred.core.errors import ConfigError
+from maitred.core.request import FinishReason
+from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.history import RequestHistory, history_of, ids_like, the_one
 from maitred.decisions.log import Recorder
 from maitred.engine.core import EngineCore
-from maitred.errors import ConfigError
-from maitred.request import FinishReason
 from maitred.scheduler.notes import Lack, PreemptionCause
-from maitred.step import ModelOutput, SchedulerOutput
 from tests.decisions.test_log import record_run
 from tests.fakes import FakeExecutor, make_samples, make_scheduler, make_spec
 

@@ -12,8 +12,11 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from maitred.clock import ManualClock
-from maitred.cost_model import CostModel
+from maitred.core.clock import ManualClock
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import ConfigError
+from maitred.core.request import FinishReason, RequestState, ResumePoint, SamplingParams
+from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder, read_log
 from maitred.decisions.log import (
     Arrival,
@@ -31,15 +34,12 @@ from maitred.decisions.log import (
 )
 from maitred.decisions.replay import LoggedOutcomes, first_difference, fresh_scheduler, replay
 from maitred.engine.core import EngineCore
-from maitred.errors import ConfigError
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
-from maitred.request import FinishReason, RequestState, ResumePoint, SamplingParams
 from maitred.scheduler.reservations import GivenUp
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.swap import SwapCosts
-from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, make_spec, token_at
 from tests.scheduler.test_scheduler_properties import postponing_some
 

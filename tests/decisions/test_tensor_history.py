@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from maitred.cli.why.tensor_words import tell
+from maitred.core.request import FinishReason
+from maitred.core.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.decisions.codec import read_log
 from maitred.decisions.history import ids_like
 from maitred.decisions.log import TensorArrived
 from maitred.decisions.tensor_history import is_tensor, steps_of_one, tensor_history_of
-from maitred.request import FinishReason
 from maitred.scheduler.notes import LaneWait
-from maitred.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from tests.decisions.test_tensor_log import TensorRun, mixed_run
 from tests.fakes import make_scheduler
 

@@ -9,14 +9,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from maitred.decisions.codec import Header, LogEncoder, read_log
-from maitred.decisions.log import MAX_EVENTS, Completed, Dispatched, Event, Recorder, StepRecord, TensorArrived
-from maitred.decisions.replay import first_difference, replay
-from maitred.policy.policies import POLICIES
-from maitred.request import FinishReason
-from maitred.scheduler.scheduler import Scheduler
-from maitred.step import RequestProgress
-from maitred.tensor_request import (
+from maitred.core.request import FinishReason
+from maitred.core.step import RequestProgress
+from maitred.core.tensor_request import (
     Batch,
     BatchOutcome,
     BatchRules,
@@ -26,6 +21,11 @@ from maitred.tensor_request import (
     TensorRequest,
     TensorSpec,
 )
+from maitred.decisions.codec import Header, LogEncoder, read_log
+from maitred.decisions.log import MAX_EVENTS, Completed, Dispatched, Event, Recorder, StepRecord, TensorArrived
+from maitred.decisions.replay import first_difference, replay
+from maitred.policy.policies import POLICIES
+from maitred.scheduler.scheduler import Scheduler
 from maitred.testing.conformance_world import Dice
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 

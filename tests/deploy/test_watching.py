@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from maitred.config import ServerConfig
-from maitred.metrics import FLEET_METRICS, METRICS
+from maitred.core.metrics import FLEET_METRICS, METRICS
 from maitred.model.packaged import MODEL_VARIABLE, PACKAGED
 from maitred.storage.key_files import make_key
 from tests.conftest import free_port, start_server

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
+from maitred.core.clock import WallClock
+from maitred.core.request import RequestSpec, SamplingParams
+from maitred.core.step import RequestProgress
 from maitred.engine.child_process import in_child_process
 from maitred.engine.client import EngineClient
 from maitred.engine.engine_thread import in_thread
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.supervisor import Start
 from maitred.engine.transport import OpenTransport
-from maitred.request import RequestSpec, SamplingParams
-from maitred.step import RequestProgress
 from tests.engine.fake_child import Habits, build_fake, command
 from tests.fakes import make_spec
 

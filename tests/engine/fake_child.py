@@ -19,18 +19,18 @@ from string import ascii_lowercase
 import msgspec
 import zmq
 
-from maitred.clock import WallClock
 from maitred.config import EngineConfig
+from maitred.core.clock import WallClock
+from maitred.core.errors import CheckpointError
+from maitred.core.request import RequestSpec
+from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.engine import sockets
 from maitred.engine.child import main
 from maitred.engine.core import EngineCore
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.sockets import REPORTS
-from maitred.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.request import RequestSpec
-from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.text import Tokenizer
 from tests.engine.worlds import model_facts
 from tests.fakes import FakeExecutor, make_scheduler

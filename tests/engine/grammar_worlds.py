@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
-from maitred.clock import ManualClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from maitred.core.clock import ManualClock
+from maitred.core.request import FinishReason, RequestSpec, SamplingParams
 from maitred.engine.build import EngineParts, build_parts
 from maitred.executor.grammar import Grammars
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.request import FinishReason, RequestSpec, SamplingParams
 from maitred.text import Tokenizer
 from tests.engine.worlds import with_blocks
 

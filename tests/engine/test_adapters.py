@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from maitred.clock import WallClock
+from maitred.core.clock import WallClock
+from maitred.core.errors import CheckpointError, ConfigError
+from maitred.core.request import FinishReason, RequestSpec, SamplingParams
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.core import EngineCore
@@ -23,8 +25,6 @@ from maitred.engine.intake import make_requests
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.queries import AdapterFolder
-from maitred.errors import CheckpointError, ConfigError
-from maitred.request import FinishReason, RequestSpec, SamplingParams
 from tests.engine.worlds import BLOCK_SIZE, client_of, scripted_executor, served_model
 from tests.fakes import make_scheduler
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from maitred.clock import ManualClock
 from maitred.config import EngineConfig, ModelConfig
+from maitred.core.clock import ManualClock
 from maitred.engine.build import build_parts, told_now_and_then
 from tests.conftest import copied_model
 

@@ -19,14 +19,14 @@ import psutil
 import pytest
 from msgspec import structs
 
-from maitred.clock import WallClock
 from maitred.config import SchedulerConfig
+from maitred.core.clock import WallClock
+from maitred.core.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
+from maitred.core.request import FinishReason, SamplingParams
 from maitred.engine import child_process, restarts, supervisor
 from maitred.engine.client import EngineClient
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.starting import StartingEngine
-from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
-from maitred.request import FinishReason, SamplingParams
 from tests.conftest import ROOT
 from tests.engine.clients import POISON, PROMPT, ask, follow, running_client, start_of, tokens
 from tests.engine.fake_child import Gate, expected
@@ -342,7 +342,7 @@ PARENT = """
 import sys, time
 from tests.engine.clients import start_of
 from tests.engine.test_client import pid_of
-from maitred.clock import WallClock
+from maitred.core.clock import WallClock
 from maitred.engine.client import EngineClient
 engine = EngineClient(start_of(), WallClock())
 engine.start()

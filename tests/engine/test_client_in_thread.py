@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from maitred.core.errors import EngineDead
+from maitred.core.replica import HandoverCounts
+from maitred.core.request import FinishReason, SamplingParams
+from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.engine.output import TextDelta, stream_text
-from maitred.errors import EngineDead
-from maitred.replica import HandoverCounts
-from maitred.request import FinishReason, SamplingParams
-from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.clients import PROMPT, ask, follow, running_client, tokens
 from tests.engine.fake_child import Gate, expected
 from tests.engine.worlds import client_of, scripted_core, scripted_engine, served_model

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 import maitred
-from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
+from maitred.core.clock import ManualClock
+from maitred.core.request import FinishReason, RequestState
+from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
-from maitred.request import FinishReason, RequestState
 from maitred.scheduler.reservations import GivenUp
 from maitred.scheduler.swap import SwapCosts
-from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.fakes import FakeExecutor, make_samples, make_scheduler, make_spec, token_at
 
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
+from maitred.core.request import FinishReason
 from maitred.engine.crash_isolation import SUSPECT_AFTER, TRIAL_TOKENS, CrashIsolation
 from maitred.engine.live_requests import LiveRequest
-from maitred.request import FinishReason
 from tests.fakes import make_spec
 
 

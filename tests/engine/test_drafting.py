@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.core.errors import ConfigError
 from maitred.engine.build import build_parts
-from maitred.errors import ConfigError
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from tests.model.heads import make_head
 

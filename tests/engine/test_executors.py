@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from maitred.config import EngineConfig, MachineShare, ModelConfig
+from maitred.core.errors import ConfigError, KernelError
 from maitred.engine import executors
 from maitred.engine.executors import plan_executor
-from maitred.errors import ConfigError, KernelError
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 

@@ -11,6 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
+from maitred.core.errors import CheckpointError, EngineDead
+from maitred.core.replica import DraftCounts
+from maitred.core.request import (
+    Charges,
+    FinishReason,
+    RequestSpec,
+    ResumePoint,
+    SamplingParams,
+    ThinkingLimit,
+)
+from maitred.core.step import RequestProgress, RequestTiming, TokenLogprobs
+from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.engine.frames import (
     WRONG_FRAME,
     Begin,
@@ -22,18 +34,6 @@ from maitred.engine.frames import (
     encode,
     error_of,
 )
-from maitred.errors import CheckpointError, EngineDead
-from maitred.replica import DraftCounts
-from maitred.request import (
-    Charges,
-    FinishReason,
-    RequestSpec,
-    ResumePoint,
-    SamplingParams,
-    ThinkingLimit,
-)
-from maitred.step import RequestProgress, RequestTiming, TokenLogprobs
-from maitred.structured_outputs import StructuredOutputsParams
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 times = st.floats(0, 1e9)

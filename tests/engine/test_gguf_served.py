@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from maitred import LLM, SamplingParams
-from maitred.structured_outputs import StructuredOutputsParams
+from maitred.core.structured_outputs import StructuredOutputsParams
 from tests.model.gguf_models import random_tensors, write_gguf
 from tests.model.test_gguf_config import llama
 from tests.text.test_gguf_tokenizer import byte_level, sentencepiece

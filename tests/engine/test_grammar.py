@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from maitred.core.request import FinishReason, RequestSpec, ResumePoint, ThinkingLimit
 from maitred.engine.build import EngineParts
-from maitred.request import FinishReason, RequestSpec, ResumePoint, ThinkingLimit
 from maitred.speculative.proposer import DraftAsk
 from tests.engine.grammar_worlds import (
     GRAMMARS,

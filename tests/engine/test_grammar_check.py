@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from maitred.core.errors import InvalidRequest
+from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.engine import grammar_check
 from maitred.engine.grammar_check import GrammarChecker
-from maitred.errors import InvalidRequest
-from maitred.structured_outputs import StructuredOutputsParams
 from maitred.text.schema import Source, json_source, source_of
 
 

@@ -11,8 +11,10 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig
+from maitred.core.clock import WallClock
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine import restarts
 from maitred.engine.build import load_engine
 from maitred.engine.child_process import in_child_process
@@ -20,8 +22,6 @@ from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
 from maitred.engine.engine_thread import in_thread
 from maitred.engine.supervisor import Start
-from maitred.request import FinishReason, RequestSpec
-from maitred.step import RequestProgress
 from tests.engine.clients import follow, tokens
 from tests.engine.grammar_worlds import BLOCK_SIZE, GRAMMARS, HOPELESS, ORDER, WORD, ask, engine, samples, serve
 from tests.engine.worlds import client_of

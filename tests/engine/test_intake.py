@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from maitred.core.errors import InvalidRequest, PromptTooLong
+from maitred.core.request import SamplingParams
 from maitred.engine.intake import make_requests
-from maitred.errors import InvalidRequest, PromptTooLong
 from maitred.kvcache.prefix_cache import hash_blocks, root_hash
-from maitred.request import SamplingParams
 from maitred.text import Tokenizer
 from tests.engine.worlds import BLOCK_SIZE, served_model
 from tests.fakes import MODEL

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from maitred.clock import WallClock
+from maitred.core.clock import WallClock
+from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.engine.core import EngineCore
 from maitred.engine.llm import LLM
-from maitred.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from tests.engine.clients import follow
 from tests.engine.worlds import BLOCK_SIZE, client_of
 from tests.fakes import FakeExecutor, make_scheduler, make_spec

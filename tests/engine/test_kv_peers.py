@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.core.request import SamplingParams
 from maitred.engine import kv_giving, kv_peers
 from maitred.engine.build import build_parts, layout_of
 from maitred.engine.client import expecting
@@ -18,7 +19,6 @@ from maitred.engine.kv_giving import PeerConfig
 from maitred.engine.kv_peers import KVPeers
 from maitred.engine.kv_tiers import KVTiers
 from maitred.kvcache.tiers import FetchMeter
-from maitred.request import SamplingParams
 from maitred.storage.kv_host import KVHost
 from maitred.transfer.handshake import Identity
 from maitred.transfer.leases import Readable

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from maitred.clock import ManualClock
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.core.clock import ManualClock
+from maitred.core.request import SamplingParams
 from maitred.engine import kv_tiers
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.intake import make_requests
 from maitred.engine.kv_tiers import KVTiers
 from maitred.kvcache.changes import Changes
 from maitred.kvcache.tiers import FetchMeter, TierStats
-from maitred.request import SamplingParams
 from maitred.storage.kv_host import KVHost
 from tests.engine.worlds import with_blocks
 

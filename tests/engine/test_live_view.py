@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
 from maitred.engine.core import EngineCore
 from maitred.engine.live_view import (
     CACHED,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from maitred import LLM, SamplingParams
-from maitred.errors import ConfigError, EngineDead, InvalidRequest, OutOfMemory, PromptTooLong
+from maitred.core.errors import ConfigError, EngineDead, InvalidRequest, OutOfMemory, PromptTooLong
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 OPEN = "The"  # of its chat answers the model is sure; here it may say anything

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from maitred.config import CacheConfig, SchedulerConfig
+from maitred.core.errors import OutOfMemory
 from maitred.engine.memory import (
     GIB,
     DraftMemory,
@@ -18,7 +19,6 @@ from maitred.engine.memory import (
     plan_memory,
     usable_cores,
 )
-from maitred.errors import OutOfMemory
 
 
 def plan(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from maitred import LLM, SamplingParams
+from maitred.core.errors import InvalidRequest
+from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.engine.output import CompletionOutput
-from maitred.errors import InvalidRequest
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.structured_outputs import StructuredOutputsParams
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=6)
 

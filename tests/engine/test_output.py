@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maitred.core.request import FinishReason, SamplingParams
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.output import OutputBuilder, RequestOutput
-from maitred.request import FinishReason, SamplingParams
 from tests.engine.worlds import scripted_core, served_model
 
 MODEL = served_model()

@@ -10,8 +10,8 @@ from weakref import WeakSet
 import msgspec
 import pytest
 
+from maitred.core.step import RequestProgress, TokenLogprobs
 from maitred.engine.progress_streams import MAX_UNREAD_BYTES, UNREAD_MARK, ProgressStream, num_bytes
-from maitred.step import RequestProgress, TokenLogprobs
 
 
 class Aborted:

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig
+from maitred.core.clock import WallClock
+from maitred.core.request import RequestSpec
 from maitred.engine.client import EngineClient
 from maitred.engine.supervisor import Start
-from maitred.request import RequestSpec
 from tests.engine.clients import ask, follow, tokens
 from tests.engine.test_client import pid_of
 from tests.model.checkpoints import make_checkpoint

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from maitred import LLM, SamplingParams
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
+from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.structured_outputs import StructuredOutputsParams
 from tests.model.adapters import random_tensors, write_adapter
 
 TOKENS, WINDOW = 1000, 250

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from maitred.core.errors import CheckpointError
 from maitred.engine.served_model import TextAhead
-from maitred.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
 
 

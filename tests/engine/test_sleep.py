@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from maitred.config import ProcessConfig
+from maitred.core.errors import ConfigError, EngineDead, UnsupportedParameter
+from maitred.core.request import FinishReason
 from maitred.engine import restarts
 from maitred.engine.client import EngineClient
-from maitred.errors import ConfigError, EngineDead, UnsupportedParameter
-from maitred.request import FinishReason
 from tests.engine.clients import PROMPT, ask, follow, running_client, tokens
 from tests.engine.fake_child import Gate, expected
 from tests.waiting import is_gone, until_async

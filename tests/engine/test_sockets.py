@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from maitred.core.errors import EngineDead, RequestTooLarge
 from maitred.engine import child_process, sockets
 from maitred.engine import restarts as supervisor
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import Told, decode_report, encode
 from maitred.engine.sockets import REPORTS, SocketFolder
 from maitred.engine.starting import StartingEngine
-from maitred.errors import EngineDead, RequestTooLarge
 from tests.engine.clients import POISON, PROMPT, ask, follow, running_client, start_of, tokens
 from tests.engine.fake_child import Gate, expected
 from tests.waiting import HANGS_S, until_async

@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from maitred.core.errors import CheckpointError, EngineDead
 from maitred.engine import engine_thread
 from maitred.engine.child_process import ChildProcess
 from maitred.engine.engine_thread import EngineThread
 from maitred.engine.starting import StartingEngine
-from maitred.errors import CheckpointError, EngineDead
 from tests.engine.clients import start_of
 from tests.engine.fake_child import Gate
 from tests.waiting import is_gone, joined, until

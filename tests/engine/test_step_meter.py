@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from maitred.cost_model import CostModel, Knot, between
+from maitred.core.cost_model import CostModel, Knot, between
+from maitred.core.errors import OutOfMemory
+from maitred.core.step import BlockCopy, ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.engine.memory import GIB, swap_bytes
 from maitred.engine.step_meter import StepMeter
-from maitred.errors import OutOfMemory
-from maitred.step import BlockCopy, ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
 
 
 def plan(*num_tokens: int, swaps: bool = False) -> SchedulerOutput:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
 from maitred.engine.timeline import Timeline, process_age_s
 
 

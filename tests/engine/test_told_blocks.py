@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from maitred.core.errors import EngineDead
 from maitred.engine import child_process, loop, restarts
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges
-from maitred.errors import EngineDead
 from tests.engine.clients import POISON, TRANSPORTS, ask, follow, running_client
 from tests.waiting import HANGS_S, until_async
 

@@ -12,13 +12,13 @@ import psutil
 import pytest
 from msgspec import structs
 
-from maitred.clock import WallClock
 from maitred.config import SchedulerConfig
+from maitred.core.clock import WallClock
+from maitred.core.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory, ReadTooSlowly
+from maitred.core.request import FinishReason, SamplingParams
 from maitred.engine import child_process, restarts
 from maitred.engine.client import EngineClient
 from maitred.engine.live_requests import LiveRequest
-from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory, ReadTooSlowly
-from maitred.request import FinishReason, SamplingParams
 from tests.engine.clients import POISON, PROMPT, TRANSPORTS, ask, follow, running_client, start_of, tokens
 from tests.engine.fake_child import Gate, expected
 from tests.fakes import make_samples

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig, LoraConfig, ProcessConfig
+from maitred.core.clock import Clock, WallClock
+from maitred.core.request import RequestSpec, SamplingParams
 from maitred.engine import served_model as served
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.client import EngineClient
@@ -22,7 +23,6 @@ from maitred.engine.model_facts import ModelFacts
 from maitred.engine.planning import plan_engine
 from maitred.engine.supervisor import Start
 from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
-from maitred.request import RequestSpec, SamplingParams
 from maitred.text import Tokenizer
 from maitred.text.folder import read_chat_template
 from tests.fakes import MODEL, FakeExecutor, make_scheduler

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from maitred.errors import KernelError
-from maitred.request import SamplingParams
-from maitred.step import ModelOutput, SchedulerOutput
+from maitred.core.errors import KernelError
+from maitred.core.request import SamplingParams
+from maitred.core.step import ModelOutput, SchedulerOutput
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import (
     Hand,

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from maitred.config import ModelConfig
+from maitred.core.request import RequestState, SamplingParams
 from maitred.executor.torch import TorchExecutor, plan_torch_executor
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.request import RequestState, SamplingParams
 from tests.executor.torch_worlds import assert_close
 from tests.fakes import make_request, make_scheduler
 from tests.model.checkpoints import FAMILIES, VOCAB_SIZE, load_reference, make_checkpoint

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from maitred.core.step import NewRequest, ScheduledRow, SchedulerOutput
 from maitred.executor.native import NativeExecutor
-from maitred.step import NewRequest, ScheduledRow, SchedulerOutput
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import make_decoder, make_spec
 from tests.fakes import make_request

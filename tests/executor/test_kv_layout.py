@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
 from maitred.executor.kv_layout import NATIVE, TORCH, CellLayout, convert
 from maitred.executor.kv_pool import PoolShape
 from maitred.executor.layer_io import HostLayers, LayerIO, NativeLayers

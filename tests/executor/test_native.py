@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
+from maitred.core.request import SamplingParams
+from maitred.core.step import BlockCopy, SchedulerOutput
 from maitred.executor.native_plan import plan_native_executor, resolve_formats, resolve_kv_dtype
 from maitred.executor.ragged import RaggedStep, cut
 from maitred.kernels import _native
@@ -21,8 +23,6 @@ from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.program import Format
 from maitred.model.spec import QKNorm
-from maitred.request import SamplingParams
-from maitred.step import BlockCopy, SchedulerOutput
 from tests.executor.native_worlds import make_native, nan_embedding
 from tests.executor.torch_worlds import (
     VOCAB,

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
+from maitred.core.request import SamplingParams
 from maitred.executor.native_draft import draft_proposer, plan_draft
 from maitred.executor.native_plan import NativePlan
 from maitred.executor.state import HeldRequest
 from maitred.kernels import _native
 from maitred.model.checkpoint import BUILTIN_FOLDER, folder_beside, open_checkpoint
-from maitred.request import SamplingParams
 from maitred.speculative.proposer import DraftAsk
 from maitred.text import Tokenizer
 from tests.executor.native_worlds import load_native

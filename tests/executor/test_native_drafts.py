@@ -10,13 +10,13 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from maitred import LLM, SamplingParams
-from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.core.clock import WallClock
+from maitred.core.errors import ConfigError
+from maitred.core.request import RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine.build import EngineParts, build_parts
-from maitred.errors import ConfigError
-from maitred.request import RequestSpec
 from maitred.speculative.proposer import DraftAsk
-from maitred.step import RequestProgress
 from tests.model.gguf_models import random_tensors, write_gguf
 from tests.model.test_gguf_config import llama
 

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 
+from maitred.core.request import SamplingParams
 from maitred.executor.native_head import NativeHeadRunner, plan_head
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.head_folder import HeadCheckpoint, open_head
-from maitred.request import SamplingParams
 from maitred.speculative.draft import ChainEnd, Piece
 from tests.executor.head_reference import HeadReference, parameters_of
 from tests.executor.native_worlds import native_plan

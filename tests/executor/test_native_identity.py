@@ -24,10 +24,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.core.request import RequestState, SamplingParams
 from maitred.executor.native import Logits
 from maitred.kernels import _native
 from maitred.model.spec import Activation, NormPlacement, QKNorm
-from maitred.request import RequestState, SamplingParams
 from tests.executor.native_worlds import BLOCK_TYPES, make_native
 from tests.executor.torch_worlds import VOCAB, make_decoder, make_spec
 from tests.fakes import FakeExecutor, make_request, make_scheduler

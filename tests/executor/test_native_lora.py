@@ -14,7 +14,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
+from maitred.core.request import RequestState, SamplingParams
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_lora import PAGE, NativeAdapters, PackedAdapter
 from maitred.executor.native_program import LowRankPart
@@ -23,7 +24,6 @@ from maitred.model.adapters import Adapter, read_adapter
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
-from maitred.request import RequestState, SamplingParams
 from tests.executor.native_worlds import load_native, make_native
 from tests.executor.test_native_identity import LONGEST, Bits, a_world, check_bits
 from tests.executor.torch_worlds import make_decoder, make_spec

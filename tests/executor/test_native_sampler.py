@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
+from maitred.core.request import SamplingParams
 from maitred.executor.native_sampler import NativeSampler
 from maitred.executor.sampler import RequestSampler, SampledToken, sample_rows
 from maitred.executor.sampler_state import LogitsRow
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
-from maitred.request import SamplingParams
 from tests.executor.test_sampler_properties import MIXED, make_sampler, mask_of, worlds
 
 ISAS = _native.available_isas()

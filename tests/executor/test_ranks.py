@@ -16,8 +16,9 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
+from maitred.core.errors import ConfigError, KernelError
+from maitred.core.request import SamplingParams
 from maitred.engine.llm import LLM
-from maitred.errors import ConfigError, KernelError
 from maitred.executor import ranks
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_lora import PAGE, NativeAdapters
@@ -25,7 +26,6 @@ from maitred.executor.native_plan import plan_native_executor
 from maitred.model.adapters import Adapter, read_adapter
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.request import SamplingParams
 from tests.conftest import ROOT
 from tests.executor.native_worlds import Narrow
 from tests.executor.test_native_identity import Bits, World, tries_everything
@@ -265,7 +265,7 @@ def test_memory_that_is_not_allowed_is_told_before_anything_is_loaded(model: Pat
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from maitred.errors import OutOfMemory
+from maitred.core.errors import OutOfMemory
 from tests.executor.test_ranks import running
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 try:

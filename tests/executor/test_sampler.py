@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
+from maitred.core.request import SamplingParams
 from maitred.executor.sampler import (
     RequestSampler,
     check_sampling_tokens,
@@ -16,7 +17,6 @@ from maitred.executor.sampler import (
     uniform,
 )
 from maitred.executor.sampler_state import LogitsRow
-from maitred.request import SamplingParams
 
 INF = math.inf
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.core.request import SamplingParams
 from maitred.executor.sampler import RequestSampler, _first_over, sample_rows, token_logprobs, uniform
 from maitred.executor.sampler_state import LogitsRow, TokenMask
-from maitred.request import SamplingParams
 
 # Chi-square above this happens once in 10,000 for the given degrees of freedom (tables of the distribution).
 CHI_SQUARE_1E_4 = {4: 23.51, 7: 29.88, 15: 44.26, 99: 161.3}

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maitred.core.request import SamplingParams
 from maitred.executor.sampler import RequestSampler, sample_rows
-from maitred.request import SamplingParams
 
 torch = pytest.importorskip("torch")
 processors = pytest.importorskip("transformers.generation.logits_process")

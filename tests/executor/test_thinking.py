@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from maitred.core.request import SamplingParams, ThinkingLimit
 from maitred.executor.sampler import RequestSampler, sample_rows
-from maitred.request import SamplingParams, ThinkingLimit
 from tests.executor.test_sampler_properties import mask_of
 
 BEGIN, END_1, END_2, WORD = 1, 2, 3, 9

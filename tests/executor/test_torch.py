@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from maitred.errors import OutOfMemory
+from maitred.core.errors import OutOfMemory
+from maitred.core.request import SamplingParams
 from maitred.executor.kv_pool import PoolShape
 from maitred.executor.torch_kv import TorchKVPool
-from maitred.request import SamplingParams
 from tests.executor.torch_worlds import (
     GREEDY,
     Hand,
@@ -41,7 +41,7 @@ def test_copies_are_done_in_order():
 
 
 def type_copy(source: int, target: int) -> Any:
-    from maitred.step import BlockCopy
+    from maitred.core.step import BlockCopy
 
     return BlockCopy(source, target)
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.core.request import SamplingParams
+from maitred.core.step import ScheduledRow
 from maitred.executor import batch as batch_module
 from maitred.executor.batch import LONGEST_SHARED_QUERY, Batch, build_batch
 from maitred.executor.state import HeldRequest, RowWork
-from maitred.request import SamplingParams
-from maitred.step import ScheduledRow
 from tests.executor.torch_worlds import (
     GREEDY,
     Hand,

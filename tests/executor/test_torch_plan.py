@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maitred.config import ModelConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.executor import torch as executor_module
 from maitred.executor.kv_pool import kv_bytes_per_block, kv_bytes_per_token, pool_shape
 from maitred.executor.torch import plan_torch_executor, resolve_device, resolve_dtype, resolve_kv_dtype

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from maitred.core.request import RequestState, SamplingParams
 from maitred.executor.torch import TorchExecutor
-from maitred.request import RequestState, SamplingParams
 from tests.executor.torch_worlds import make_decoder, make_executor, make_spec, random_prompt
 from tests.fakes import make_request, make_samples, make_scheduler
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from maitred.core.request import SamplingParams
+from maitred.core.step import BlockCopy, NewRequest, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.executor.torch import TorchExecutor
 from maitred.model.spec import DecoderSpec, LayerSpec, RopeSpec, RopeType
 from maitred.model.torch_decoder import TorchDecoder, dense_attend
-from maitred.request import SamplingParams
-from maitred.step import BlockCopy, NewRequest, SampledRow, ScheduledRow, SchedulerOutput
 from tests.fakes import make_new
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from maitred.clock import ManualClock
 from maitred.config import AdmissionConfig
+from maitred.core.clock import ManualClock
+from maitred.core.errors import Overloaded
+from maitred.core.request import FinishReason, RequestState
+from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.engine.core import EngineCore
-from maitred.errors import Overloaded
 from maitred.gate.admission import admission_of
 from maitred.gate.gate import Ask, Gate, Lease
-from maitred.request import FinishReason, RequestState
-from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.tenancy.caller import anybody
 from tests.fakes import FakeExecutor, make_scheduler, make_spec
 

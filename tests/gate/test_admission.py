@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.config import AdmissionConfig
-from maitred.errors import ConfigError, Overloaded
+from maitred.core.errors import ConfigError, Overloaded
+from maitred.core.request import FinishReason
+from maitred.core.step import RequestProgress
 from maitred.gate.admission import MAX_RETRY_S, AdmissionController, DrainRate, LateBy
-from maitred.request import FinishReason
-from maitred.step import RequestProgress
 from tests.fakes import make_samples, make_spec
 
 

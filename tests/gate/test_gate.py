@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.config import AdmissionConfig
-from maitred.errors import InvalidRequest, MaitredError, Overloaded, PermissionDenied, RateLimited
+from maitred.core.errors import InvalidRequest, MaitredError, Overloaded, PermissionDenied, RateLimited
+from maitred.core.request import FinishReason, RequestSpec, SamplingParams
+from maitred.core.step import RequestProgress
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Ask, Gate
 from maitred.gate.terms import TimeLimits
-from maitred.request import FinishReason, RequestSpec, SamplingParams
-from maitred.step import RequestProgress
 from maitred.tenancy.caller import Caller, anybody
 from maitred.tenancy.quota import TenantQuota
 from maitred.tenancy.tenant import Limits, Tenant

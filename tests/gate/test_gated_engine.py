@@ -7,15 +7,15 @@ import threading
 
 import pytest
 
-from maitred.clock import WallClock
 from maitred.config import AdmissionConfig, SchedulerConfig
+from maitred.core.clock import WallClock
+from maitred.core.errors import Overloaded
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
-from maitred.errors import Overloaded
 from maitred.gate.admission import AdmissionController, admission_of
 from maitred.gate.gate import Ask, Gate
-from maitred.request import FinishReason, RequestSpec
-from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.tenancy.caller import anybody
 from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler, make_spec

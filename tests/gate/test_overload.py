@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from maitred.config import AdmissionConfig
-from maitred.request import FinishReason
+from maitred.core.request import FinishReason
 from tests.gate.overloading import OverloadedServer
 
 OBJECTIVE_S = 1.0

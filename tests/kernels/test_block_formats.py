@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
 from maitred.kernels import _native, linear
 from maitred.kernels.linear import SourceMatrix
 from tests.kernels.test_linear import in_blocks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maitred.config import KV_DTYPES
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
 from maitred.kernels import _native
 from maitred.kernels.kv_pool import HostBlocks, make_kv_pool
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
 from maitred.kernels import _native, linear
 from maitred.kernels.linear import PackedWeights, SourceMatrix
 from tests.kernels.rotation import rotate, rotation_block

@@ -5,10 +5,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.core.request import RequestState, SamplingParams
+from maitred.core.step import BlockCopy
 from maitred.kvcache.manager import KVCacheManager, PrefixHit
 from maitred.kvcache.prefix_cache import TokenHasher
-from maitred.request import RequestState, SamplingParams
-from maitred.step import BlockCopy
 from tests.fakes import MODEL, make_request, make_samples
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.adapters import read_adapter
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config

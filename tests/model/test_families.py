@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.families import FAMILIES, spec_from_config
 from maitred.model.spec import Activation, DecoderSpec, NormPlacement, QKNorm, RopeType
 

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 
 from maitred import LLM, SamplingParams
 from maitred.cli.main import main
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.kernels import _native
 from maitred.model.checkpoint import Checkpoint, check_model, folder_beside, open_checkpoint
 from maitred.model.families import spec_from_config

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.gguf_file import GGML_TYPES, GgufFile, gguf_in

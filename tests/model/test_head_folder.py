@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maitred.errors import CheckpointError, ConfigError
+from maitred.core.errors import CheckpointError, ConfigError
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.head_folder import is_head, open_head
 from maitred.model.spec import QKNorm

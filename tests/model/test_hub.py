@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model import hub
 from maitred.model.checkpoint import open_checkpoint
 

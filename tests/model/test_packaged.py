@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from maitred.cli.main import main
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model import packaged
 from maitred.model.checkpoint import check_model, open_checkpoint
 from maitred.model.packaged import BUILTIN_FOLDER, PACKAGED, PackagedModel, default_model, remark

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.kernels import _native
 from maitred.model import packed_cache
 from maitred.model.checkpoint import open_checkpoint

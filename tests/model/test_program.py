@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from maitred.errors import CheckpointError, KernelError
+from maitred.core.errors import CheckpointError, KernelError
 from maitred.kernels import _native
 from maitred.model import fusions
 from maitred.model.checkpoint import open_checkpoint

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import QKNorm, parameter_shapes

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from maitred.clock import WallClock
+from maitred.core.clock import WallClock
+from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.engine.core import EngineCore
 from maitred.engine.intake import ServedModel
 from maitred.scheduler.speculation import NumDrafts
-from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler
 from tests.fakes_api import EOS, RunningServer, make_model, running_server

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from maitred.config import SchedulerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.policy.parameters import Range, make_policy, parameters_of
 from maitred.policy.policies import POLICIES, heeding_priority, policy_for
 from maitred.policy.policy import Policy, arrival_term

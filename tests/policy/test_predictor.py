@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
+from maitred.core.clock import ManualClock
+from maitred.core.errors import ConfigError
+from maitred.core.request import FinishReason, RequestState
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder, StepRecord
 from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
-from maitred.errors import ConfigError
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.features import NUM_FEATURES, prompt_features
@@ -31,7 +32,6 @@ from maitred.policy.predictor import (
     bounded_prediction,
     predictor_named,
 )
-from maitred.request import FinishReason, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from tests.fakes import MODEL, FakeExecutor, make_request, make_scheduler, make_spec
 from tests.scheduler.running import Run

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.core.request import RequestState
 from maitred.policy.policy import by_arrival
 from maitred.policy.queue import MIN_DEAD_ENTRIES, RequestQueue
-from maitred.request import RequestState
 from tests.fakes import make_request
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from maitred.core.request import RequestState
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
-from maitred.request import RequestState
 from maitred.testing.conformance import STEP_PROPERTIES
 from maitred.testing.conformance_world import Scenario, World, scenario_of
 

@@ -23,9 +23,9 @@ from maitred.api import serving
 from maitred.api.http import server
 from maitred.api.http.logs import configure_logging
 from maitred.config import ServerConfig
+from maitred.core.request import RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine.limits import hand_over_quickly
-from maitred.request import RequestSpec
-from maitred.step import RequestProgress
 from tests.conftest import ROOT
 from tests.fakes_api import EOS, FakeReplica, make_model
 from tests.waiting import HANGS_S

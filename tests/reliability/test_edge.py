@@ -22,12 +22,12 @@ import httpx
 import pytest
 
 from maitred.cli.local import start_engine
-from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from maitred.core.clock import WallClock
+from maitred.core.request import FinishReason
 from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
 from maitred.engine.limits import SPARE_DESCRIPTORS
-from maitred.request import FinishReason
 from maitred.text import Tokenizer
 from tests.api.test_disconnect import close, half_close, reset, send
 from tests.conftest import ROOT, copied_model

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from maitred.cli.main import main
 from maitred.config import CacheConfig, ProcessConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from tests.conftest import start_server
 from tests.reliability.test_workers import MODEL, STORY, House, Stream, key_of
 from tests.waiting import HANGS_S, until

@@ -16,7 +16,7 @@ from maitred.api.http.fleet_token import FleetToken
 from maitred.api.route.outgoing import reached_by
 from maitred.cli.serve.command import kv_share
 from maitred.config import CacheConfig, ProcessConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.transfer.handshake import Identity
 from maitred.transfer.pieces import Refusal
 from maitred.transfer.puller import connect

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from maitred.config import TiersConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.storage.kv_redis import PREFIX
 from tests.conftest import ServerProcess, start_server
 from tests.storage.redis_server import RunningRedis, needs_redis

@@ -6,7 +6,7 @@ import pytest
 
 from maitred.api.route.router import resolve
 from maitred.cluster.origins import Origin, Target, parse_target
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

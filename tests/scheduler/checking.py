@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maitred.request import RequestState
-from maitred.step import BlockCopy, ModelOutput, ScheduledRow, SchedulerOutput
+from maitred.core.request import RequestState
+from maitred.core.step import BlockCopy, ModelOutput, ScheduledRow, SchedulerOutput
 from tests.fakes import FakeExecutor, TokenAt, token_at
 
 Slots = dict[int, list[int | None]]

@@ -8,16 +8,10 @@ from random import Random
 import msgspec
 
 from maitred.config import SchedulerConfig
-from maitred.errors import InvalidRequest, ModelNotFound, Overloaded
-from maitred.policy.order import ServiceOrder
-from maitred.policy.parameters import make_policy
-from maitred.policy.policies import POLICIES
-from maitred.policy.policy import Policy, Rank, arrival_term, by_arrival
-from maitred.policy.queued import Queued
-from maitred.request import FinishReason, RequestStatus
-from maitred.scheduler.lanes import Lanes
-from maitred.step import RequestProgress
-from maitred.tensor_request import (
+from maitred.core.errors import InvalidRequest, ModelNotFound, Overloaded
+from maitred.core.request import FinishReason, RequestStatus
+from maitred.core.step import RequestProgress
+from maitred.core.tensor_request import (
     Batch,
     BatchOutcome,
     BatchRules,
@@ -27,6 +21,12 @@ from maitred.tensor_request import (
     TensorRequest,
     TensorSpec,
 )
+from maitred.policy.order import ServiceOrder
+from maitred.policy.parameters import make_policy
+from maitred.policy.policies import POLICIES
+from maitred.policy.policy import Policy, Rank, arrival_term, by_arrival
+from maitred.policy.queued import Queued
+from maitred.scheduler.lanes import Lanes
 from tests.scheduler.slow_lanes import SlowLanes
 
 CONFIG = SchedulerConfig(ageing_s=5.0, ageing_tokens_per_s=4.0, default_ttft_slo_s=3.0, prefill_tokens_per_s=8.0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from maitred.request import RequestState
+from maitred.core.request import RequestState
+from maitred.core.step import RequestProgress, SchedulerOutput
 from maitred.scheduler.scheduler import Scheduler
-from maitred.step import RequestProgress, SchedulerOutput
 from tests.fakes import FakeExecutor
 from tests.scheduler.checking import CheckingExecutor
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from maitred.core.request import RequestStatus
+from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest
 from maitred.policy.policy import Policy
-from maitred.request import RequestStatus
 from maitred.scheduler.pace import LanePace
-from maitred.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest
 
 Key = tuple[str, int]
 Candidate = tuple[tuple[Any, ...], Key, LaneKey]  # place of its head, model, lane

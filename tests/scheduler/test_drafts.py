@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from maitred.request import FinishReason, RequestState, SamplingParams
+from maitred.core.request import FinishReason, RequestState, SamplingParams
+from maitred.core.step import ModelOutput, SampledRow
 from maitred.scheduler.notes import Lack
-from maitred.step import ModelOutput, SampledRow
 from tests.fakes import TokenAt, make_request, make_samples, make_scheduler, token_at
 from tests.scheduler.checking import CheckingExecutor
 from tests.scheduler.running import Run

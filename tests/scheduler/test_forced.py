@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from maitred.request import FinishReason, RequestState, SamplingParams
-from maitred.step import ModelOutput, SampledRow
+from maitred.core.request import FinishReason, RequestState, SamplingParams
+from maitred.core.step import ModelOutput, SampledRow
 from tests.fakes import make_request, make_samples, make_scheduler, token_at
 from tests.scheduler.checking import CheckingExecutor
 from tests.scheduler.running import Run

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from maitred.errors import InvalidRequest, ModelNotFound, Overloaded
-from maitred.request import FinishReason
+from maitred.core.errors import InvalidRequest, ModelNotFound, Overloaded
+from maitred.core.request import FinishReason
+from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, Instance, QueueRules
 from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.pace import LanePace
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.tensor_models import split_us
-from maitred.tensor_request import Batch, BatchOutcome, BatchRules, Instance, QueueRules
 from tests.fakes import make_request, make_scheduler
 from tests.scheduler.lane_worlds import make_tensor
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from maitred.core.request import Charges, FinishReason, RequestState, RequestStatus, ResumePoint, SamplingParams
 from maitred.policy.policies import POLICIES
-from maitred.request import Charges, FinishReason, RequestState, RequestStatus, ResumePoint, SamplingParams
 from maitred.scheduler.queue_view import queue_view
 from maitred.scheduler.reservations import GivenUp, ReservedBlocks
 from maitred.scheduler.swap import SwapCosts

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from maitred.core.request import FinishReason, RequestState, RequestStatus, SamplingParams
 from maitred.policy.policies import POLICIES
-from maitred.request import FinishReason, RequestState, RequestStatus, SamplingParams
 from tests.fakes import make_request, make_samples, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from maitred.config import POLICY_NAMES, SchedulerConfig
-from maitred.errors import ConfigError, InvalidRequest, PromptTooLong
-from maitred.request import FinishReason, RequestStatus, SamplingParams
-from maitred.step import ModelOutput
+from maitred.core.errors import ConfigError, InvalidRequest, PromptTooLong
+from maitred.core.request import FinishReason, RequestStatus, SamplingParams
+from maitred.core.step import ModelOutput
 from tests.fakes import FakeExecutor, make_request, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from maitred.cost_model import CostModel, Knot, between
-from maitred.request import RequestState
+from maitred.core.cost_model import CostModel, Knot, between
+from maitred.core.request import RequestState
+from maitred.core.step import SampledRow, ScheduledRow
 from maitred.scheduler.speculation import TRIAL_SHARE, Speculation
-from maitred.step import SampledRow, ScheduledRow
 from tests.fakes import make_request
 
 MEMORY_BOUND = CostModel(weights_s=0.040, decode_token_s=0.0001)

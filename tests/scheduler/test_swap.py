@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from maitred.request import FinishReason, RequestStatus
+from maitred.core.request import FinishReason, RequestStatus
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts, worth_swapping
 from tests.fakes import make_request, make_scheduler, token_at

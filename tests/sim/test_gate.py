@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from maitred.config import AdmissionConfig
-from maitred.cost_model import CostModel
-from maitred.errors import ConfigError
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import ConfigError
+from maitred.core.request import RequestSpec
 from maitred.gate.admission import AdmissionController
-from maitred.request import RequestSpec
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.traces import TraceLine, TraceWorkload

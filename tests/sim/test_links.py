@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.sim.links import Links, SimulatedLink, link_named
 
 PORTS = SimulatedLink(100.0, 0.0)

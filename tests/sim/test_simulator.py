@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.clock import ManualClock
-from maitred.cost_model import Band, CostModel, Slowness, shape_of
+from maitred.core.clock import ManualClock
+from maitred.core.cost_model import Band, CostModel, Slowness, shape_of
+from maitred.core.request import RequestState
+from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder, read_log
 from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
 from maitred.policy.policies import POLICIES
-from maitred.request import RequestState
 from maitred.sim.jitter import Jitter
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.workload import Arrival, Turn
-from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.tenancy.tenant import Limits, Tenant
 from tests.fakes import make_request, make_scheduler
 from tests.sim.worlds import COSTS, PlanKeeper, arrival, setup, simulation, workload

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
 from maitred.sim.traces import BLOCK_TOKENS, TraceWorkload, parse_trace
 from maitred.sim.workload import block_hashes, next_turn, request_of

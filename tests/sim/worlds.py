@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
+from maitred.core.step import SchedulerOutput
 from maitred.sim.engine import EngineSetup
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
 from maitred.sim.workload import Arrival
-from maitred.step import SchedulerOutput
 
 COSTS = CostModel(fixed_s=1e-3, prefill_token_s=1e-5, decode_token_s=1e-4)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from maitred.core.request import SamplingParams
 from maitred.executor.native_draft import NativeDraftRunner
 from maitred.executor.state import HeldRequest
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
-from maitred.request import SamplingParams
 from maitred.speculative.draft import ChainEnd, DraftModel, DraftTokens, Piece
 from maitred.speculative.proposer import DraftAsk
 from tests.executor.native_worlds import DecoderCheckpoint, make_native, nan_embedding, native_plan

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from maitred.core.request import SamplingParams
 from maitred.executor.state import HeldRequest
-from maitred.request import SamplingParams
 from maitred.speculative import mtp
 from maitred.speculative.draft import ChainEnd, DraftTokens, Piece
 from maitred.speculative.mtp import ComputedRows, Head, Taps

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from maitred import LLM, SamplingParams
-from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
+from maitred.core.clock import ManualClock
+from maitred.core.errors import ConfigError
 from maitred.decisions.codec import Header
 from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference, replay
 from maitred.engine.core import EngineCore
-from maitred.errors import ConfigError
 from maitred.storage.decision_files import DecisionLogFile, log_parts, read_frames
 from tests.fakes import FakeExecutor, make_scheduler, make_spec
 from tests.waiting import until

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.storage.key_files import TenantFile, add_key, make_key, read_tenant_file, remove_key
 from tests.waiting import until
 

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.kvcache.tiers import DropReason
 from maitred.storage import kv_segments
 from maitred.storage.kv_disk import KVDisk, open_kv_disk

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.storage.kv_host import KVHost, open_kv_host
 
 BLOCK = 64

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from maitred.core.errors import ConfigError
 from maitred.engine.kv_storage import describe
-from maitred.errors import ConfigError
 from maitred.kvcache.tiers import DropReason
 from maitred.storage import kv_redis
 from maitred.storage.kv_redis import KVRedis, open_kv_redis

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
+from maitred.core.errors import ConfigError, Unavailable
+from maitred.core.request import NO_CHARGES, Charges, FinishReason, RequestSpec
 from maitred.engine.core import EngineCore
-from maitred.errors import ConfigError, Unavailable
-from maitred.request import NO_CHARGES, Charges, FinishReason, RequestSpec
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import UsageKey, UsageQuery, UsageSum, fill_buckets
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler

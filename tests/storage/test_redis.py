@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.storage import redis
 from maitred.storage.redis import LOOK_UP_S, MAX_FAILURES, MAX_QUEUED, Breaker, RedisStore
 from maitred.storage.redis_notices import Bound, Notices

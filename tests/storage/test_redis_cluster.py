@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maitred.clock import ManualClock
+from maitred.core.clock import ManualClock
 from maitred.storage.kv_redis import open_kv_redis
 from maitred.storage.redis_notices import Bound, Notices
 from maitred.storage.redis_quota import QuotaExchange

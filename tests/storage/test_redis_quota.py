@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from maitred.clock import ManualClock
-from maitred.errors import RateLimited
+from maitred.core.clock import ManualClock
+from maitred.core.errors import RateLimited
 from maitred.storage.redis import PREFIX
 from maitred.storage.redis_quota import QuotaExchange
 from maitred.tenancy.quota import QuotaBook

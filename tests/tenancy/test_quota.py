@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.errors import InsufficientQuota, RateLimited
+from maitred.core.errors import InsufficientQuota, RateLimited
 from maitred.tenancy.quota import SLOT_S, WINDOW_S, QuotaBook, SlidingWindow, TenantQuota, duration_text
 from maitred.tenancy.tenant import Limits, Tenant
 

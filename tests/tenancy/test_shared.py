@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.errors import RateLimited
+from maitred.core.errors import RateLimited
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.shared import EXCHANGE_S, STALE_S, SharedQuotas, SharedWindow
 from maitred.tenancy.tenant import Limits, Tenant

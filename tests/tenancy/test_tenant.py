@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.tenancy.tenant import Limits, Tenant, TenantTable, read_tenants, tier_of_priority
 
 DIGEST = sha256(b"secret").hexdigest()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tenancy.usage import UsageKey, UsageSum, fill_buckets, usage_pages
 
 T0 = 1_700_000_000

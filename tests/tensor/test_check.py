@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 
 import maitred.tensor.check
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.check import check
 from maitred.tensor.repository_files import read_model, scan
 from tests.tensor.ensembles import scale_model

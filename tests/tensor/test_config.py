@@ -12,7 +12,7 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import (
     complete,
     hints,

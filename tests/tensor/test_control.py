@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
-from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
+from maitred.core.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.repository import RepositoryChanges
 from maitred.tensor.served_models import ServedModels

@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from maitred.api.tensor.parameters import Place, keep
 from maitred.api.tensor.regions import SystemRegions
-from maitred.clock import WallClock
+from maitred.core.clock import WallClock
+from maitred.core.errors import InvalidRequest, Overloaded
+from maitred.core.request import FinishReason
 from maitred.engine.frames import encode
-from maitred.errors import InvalidRequest, Overloaded
-from maitred.request import FinishReason
 from maitred.tensor.arrays import array_of
 from maitred.tensor.client import client_with_tensors
 from maitred.tensor.crossing import EngineMemory, ServerMemory

@@ -11,7 +11,7 @@ pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
 from onnx import TensorProto
 
-from maitred.errors import CheckpointError, InvalidRequest, KernelError
+from maitred.core.errors import CheckpointError, InvalidRequest, KernelError
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
 from maitred.tensor.config import parameters_of

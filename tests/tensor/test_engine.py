@@ -13,15 +13,17 @@ import httpx
 import numpy as np
 import pytest
 
-from maitred import metrics as m
 from maitred.api.dialects.tfserving.routes import ROUTES
 from maitred.api.ops.metrics_compat import TRITON_NAMES
 from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
 from maitred.cli.why.command import explain
-from maitred.clock import WallClock
 from maitred.config import EngineConfig, ModelConfig, ProcessConfig, ServerConfig, TensorConfig
+from maitred.core import metrics as m
+from maitred.core.clock import WallClock
+from maitred.core.errors import InvalidRequest, ModelNotFound, QueueTimeout
+from maitred.core.request import SamplingParams
 from maitred.decisions.codec import read_log
 from maitred.decisions.log import Dispatched
 from maitred.decisions.replay import first_difference
@@ -31,8 +33,6 @@ from maitred.engine.engine_thread import in_thread
 from maitred.engine.intake import make_requests
 from maitred.engine.served_model import served_model
 from maitred.engine.supervisor import Start
-from maitred.errors import InvalidRequest, ModelNotFound, QueueTimeout
-from maitred.request import SamplingParams
 from maitred.storage.decision_files import log_runs, read_frames
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import UsageQuery

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Overloaded, QueueTimeout
+from maitred.core.errors import CheckpointError, InvalidRequest, ModelNotFound, Overloaded, QueueTimeout
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
 from maitred.tensor.config import parse_config

@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from maitred.cli.main import main
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.explain import explained
 from tests.tensor.models import model_of, write_model
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import parse_config, written
 from maitred.tensor.fill import filled_from_files, filled_from_graph, mismatches
 from maitred.tensor.onnx_graph import Graph, GraphTensor

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from maitred.clock import WallClock
 from maitred.config import MachineShare
+from maitred.core.clock import WallClock
+from maitred.core.errors import InvalidRequest
 from maitred.decisions.replay import first_difference
-from maitred.errors import InvalidRequest
 from maitred.storage.decision_files import log_runs, read_frames
 from maitred.tensor.arrays import array_of
 from maitred.tensor.client import client_with_tensors

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
-from maitred.errors import CheckpointError, InvalidRequest
+from maitred.core.errors import CheckpointError, InvalidRequest
 from maitred.tensor.config import parse_config
 from maitred.tensor.instance import SessionInstance, reshaped
 from maitred.tensor.repository_files import model_of_file, read_model

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from maitred.errors import InvalidRequest, ModelNotFound, QueueTimeout
+from maitred.core.errors import InvalidRequest, ModelNotFound, QueueTimeout
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.control import ControlMode
 from maitred.tensor.local import LocalTensorService

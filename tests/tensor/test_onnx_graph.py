@@ -13,7 +13,7 @@ pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.onnx_graph import GraphTensor, read_graph
 from tests.tensor.models import (
     TensorProto,

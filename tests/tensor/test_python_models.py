@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 import pytest
 
-from maitred.clock import WallClock
-from maitred.errors import InstanceLost, InvalidRequest, KernelError
+from maitred.core.clock import WallClock
+from maitred.core.errors import InstanceLost, InvalidRequest, KernelError
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
 from maitred.tensor.client import client_with_tensors

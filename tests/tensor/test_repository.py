@@ -9,7 +9,7 @@ pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import parse_config
 from maitred.tensor.repository import (
     ModelState,

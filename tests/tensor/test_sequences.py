@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from maitred.errors import InvalidRequest, ModelNotFound, QueueTimeout
+from maitred.core.errors import InvalidRequest, ModelNotFound, QueueTimeout
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.control import ControlMode
 from maitred.tensor.sequence_flow import SequenceFlow

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
-from maitred.errors import ModelNotFound
+from maitred.core.errors import ModelNotFound
 from maitred.tensor.repository_files import read_model
 from maitred.tensor.served_models import ServedModels
 from tests.tensor.models import write_model

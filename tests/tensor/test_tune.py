@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
 from maitred.cli.main import main
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes
 from maitred.tensor.repository_files import read_config, read_model
 from maitred.tensor.tune import (

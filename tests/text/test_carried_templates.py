@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maitred.errors import MaitredError
+from maitred.core.errors import MaitredError
 from maitred.text import ChatTemplate
 from maitred.text.answer_format import AnswerFormat
 from maitred.text.tool_format import read_answer_format

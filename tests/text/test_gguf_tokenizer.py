@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.gguf_file import GgufFile
 from maitred.text import Tokenizer
 from maitred.text.bounds import byte_alphabet

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.text import ChatTemplate, FolderText, Tokenizer
 from maitred.text.marks import MarkedText, Marks
 from tests.text import kinds

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.text import ChatTemplate
 from maitred.text.tool_format import read_answer_format
 from maitred.text.tool_messages import with_tools

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from maitred.core.errors import CheckpointError
 from maitred.engine.checkpoint_facts import _tokenizers_eos
-from maitred.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.text import FolderText, Tokenizer
 from maitred.text.folder import added_token_id, read_chat_template, read_named_tokens

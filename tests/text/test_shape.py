@@ -9,8 +9,8 @@ from typing import Any
 import llguidance
 import pytest
 
-from maitred.errors import InvalidRequest
-from maitred.structured_outputs import StructuredOutputsParams
+from maitred.core.errors import InvalidRequest
+from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.text.answer_format import AnswerFormat, CallFormat, Mark, PairsFormat, ReasoningFormat, Slot
 from maitred.text.schema import bounded_pattern, ignored_keywords, json_source, source_of
 from maitred.text.shape import Tool, ToolChoice, compose

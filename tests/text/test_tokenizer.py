@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from maitred.errors import CheckpointError, InvalidRequest
+from maitred.core.errors import CheckpointError, InvalidRequest
 from maitred.text import Tokenizer
 from maitred.text.bounds import byte_alphabet
 from maitred.text.tokenizer import whole_json

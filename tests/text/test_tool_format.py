@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.text import ChatTemplate, FolderText
 from maitred.text.answer_format import CallFormat, Mark, Slot, call_id, plain

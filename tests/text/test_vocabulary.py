@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.text.folder import vocabulary_difference
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.transfer.nixl import Agent
 from maitred.transfer.puller import Pulled, Puller, connect
 from tests.transfer import source_process

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maitred.clock import ManualClock
-from maitred.errors import ConfigError
+from maitred.core.clock import ManualClock
+from maitred.core.errors import ConfigError
 from maitred.executor.kv_layout import convert
 from maitred.transfer import tcp
 from maitred.transfer.channel import Channel

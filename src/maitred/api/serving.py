@@ -13,8 +13,8 @@ from maitred.api.http.routes import Route, RouteTable
 from maitred.api.http.server import BesideServer, HttpServer
 from maitred.api.ops.observer import Observer
 from maitred.api.routes import make_routes
-from maitred.clock import Clock, WallClock
 from maitred.config import ServerConfig
+from maitred.core.clock import Clock, WallClock
 from maitred.engine.intake import ServedModel
 from maitred.engine.limits import hand_over_quickly
 from maitred.engine.replica import Replica

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from maitred.cli.flags import Flag, FlagKind, UsageError, flags_of, help_text, option
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 T = TypeVar("T")
 

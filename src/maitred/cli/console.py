@@ -7,7 +7,7 @@ import os
 import sys
 import unicodedata
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 # Marks that reorder or hide text (bidi overrides and isolates), used to make a terminal show what was not said.
 _BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.storage.decision_files import SUFFIX
 
 WHERE_LOGS_ARE = ("decisions", ".")

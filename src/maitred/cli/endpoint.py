@@ -16,7 +16,7 @@ import msgspec
 
 from maitred.cluster.origins import parse_target
 from maitred.cluster.upstream import Answer, Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
-from maitred.errors import ConfigError, ServerError
+from maitred.core.errors import ConfigError, ServerError
 
 MAX_ERROR_TEXT = 300  # characters of a foreign error message that are worth showing
 

@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any
 
 from maitred import config
+from maitred.core.errors import ConfigError
 from maitred.engine.memory import format_bytes
-from maitred.errors import ConfigError
 
 
 class UsageError(ConfigError):

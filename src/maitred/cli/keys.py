@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import UsageError, option
-from maitred.errors import ConfigError, did_you_mean
+from maitred.core.errors import ConfigError, did_you_mean
 
 ACTIONS = ("create", "list", "hash", "revoke")
 

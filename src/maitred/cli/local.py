@@ -21,7 +21,7 @@ from maitred.config import (
     SpeculativeConfig,
     TiersConfig,
 )
-from maitred.errors import did_you_mean
+from maitred.core.errors import did_you_mean
 from maitred.model.checkpoint import check_model
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import maitred
 from maitred.cli.console import fill_closed_streams
 from maitred.cli.ending import ignore_signals, note_signals
-from maitred.errors import ConfigError, MaitredError, did_you_mean
+from maitred.core.errors import ConfigError, MaitredError, did_you_mean
 
 if TYPE_CHECKING:
     from maitred.cli.command import Command

@@ -11,7 +11,7 @@ from maitred.cli.command import Command, Options
 from maitred.cli.console import note
 from maitred.cli.flags import UsageError, option
 from maitred.config import POLICY_NAMES, PolicyArg, SchedulerConfig
-from maitred.errors import did_you_mean
+from maitred.core.errors import did_you_mean
 
 if TYPE_CHECKING:
     from maitred.policy.policy import PolicyFactory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
-from maitred.errors import ServerError
+from maitred.core.errors import ServerError
 
 if TYPE_CHECKING:
     from maitred.api.ops.live import LoadedModel, TensorModelState

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import UsageError, option
-from maitred.errors import ConfigError
-from maitred.objectives import parse_seconds
+from maitred.core.errors import ConfigError
+from maitred.core.objectives import parse_seconds
 
 if TYPE_CHECKING:
     from maitred.tensor.tune import Outcome, Tried, Tuned

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from maitred.cluster.balance import Choice
 from maitred.cluster.fleet_request import Failure
-from maitred.errors import MaitredError
+from maitred.core.errors import MaitredError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 BETA_UP, BETA_DOWN = 1.0, 2.0  # start more below the first, stop some above the second: between them nothing happens
 STEADY_S = 60.0  # no fewer replicas than at any moment of this long was needed

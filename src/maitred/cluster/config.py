@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from maitred.config import RESUME_RULES
-from maitred.errors import ConfigError, did_you_mean
+from maitred.core.errors import ConfigError, did_you_mean
 
 BALANCES = ("round_robin", "least_load", "two_choices", "hash", "session", "prefix")
 PLACEMENTS = ("pack", "spread")  # of launched replicas on the nodes of a Ray cluster

@@ -24,7 +24,7 @@ from maitred.cluster.sizing import EVERY_S, Autoscale, Sizing, as_asked
 from maitred.cluster.timers import Timers
 from maitred.cluster.view import FleetView, view_of
 from maitred.config import SchedulerConfig
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, predictor_named

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from maitred.cost_model import CostModel, StepShape
+from maitred.core.cost_model import CostModel, StepShape
 from maitred.kvcache.tiers import worth_fetching
 
 MAX_PAIRED = 8  # of each side, the cheapest so many are looked at in pairs

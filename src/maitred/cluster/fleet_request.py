@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from maitred.request import RequestSpec
+from maitred.core.request import RequestSpec
 
 BYTES_PER_TOKEN = 4  # of a prompt that has no text; as a core takes it until usage tells
 

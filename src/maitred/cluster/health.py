@@ -7,7 +7,7 @@ from __future__ import annotations
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest
 from maitred.cluster.replicas import Replica, Replicas, State
-from maitred.errors import EngineDead, MaitredError, Unavailable
+from maitred.core.errors import EngineDead, MaitredError, Unavailable
 
 MIN_PROBE_S, MAX_PROBE_S = 0.25, 2.0  # between two probes of one that is out; doubled with each that fails
 

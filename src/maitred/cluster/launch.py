@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from maitred.clock import Clock, WallClock
 from maitred.cluster.announcement import TOKEN_VARIABLE, Announcement, AnnouncementReader, Listening, Loaded
 from maitred.cluster.supervised import Supervised
+from maitred.core.clock import Clock, WallClock
 from maitred.engine.restarts import cause_of_death, is_own_fault
 
 SERVE = (sys.executable, "-P", "-m", "maitred", "serve")

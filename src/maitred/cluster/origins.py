@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9._:%-]+")
 

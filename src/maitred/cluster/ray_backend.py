@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from maitred.clock import Clock, WallClock
 from maitred.cluster.config import PLACEMENTS, FleetConfig
 from maitred.cluster.hosted_replica import HostedReplica
 from maitred.cluster.launch import STOP_S, Ended, IsReady, LaunchEvent, Listens, prefixed, write_to_stderr
@@ -23,7 +22,8 @@ from maitred.cluster.serve_choice import Seen, ServeChoice, key_of
 from maitred.cluster.serve_engine import ServedEngine, ServeOptions, read_options, start_engine
 from maitred.cluster.supervised import Supervised
 from maitred.config import AdmissionConfig, ProcessConfig, SchedulerConfig, ServerConfig
-from maitred.errors import ConfigError, did_you_mean
+from maitred.core.clock import Clock, WallClock
+from maitred.core.errors import ConfigError, did_you_mean
 
 try:
     import ray

@@ -10,7 +10,7 @@ import msgspec
 from maitred.cluster.actions import Action
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.record import LENGTH_BYTES, VERSION, Frame, Header, checksum_of
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 MakeCore = Callable[[Header], ClusterCore]
 

@@ -15,7 +15,7 @@ from maitred.cluster.lessons import Lessons
 from maitred.cluster.replicas import Replica, Replicas
 from maitred.cluster.sizing import Counts, Sizing
 from maitred.cluster.timers import Timers
-from maitred.errors import (
+from maitred.core.errors import (
     EngineDead,
     MaitredError,
     ModelNotFound,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from maitred.clock import Clock, WallClock
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.serve_choice import ARRIVED, ENDED, SERVED_S, START_S
 from maitred.cluster.workers import Workers
@@ -24,10 +23,11 @@ from maitred.config import (
     ServerConfig,
     SpeculativeConfig,
 )
+from maitred.core.clock import Clock, WallClock
+from maitred.core.errors import ConfigError, EngineDead, did_you_mean
 from maitred.engine.client import EngineClient
 from maitred.engine.starting import Engine, StartingEngine
 from maitred.engine.supervisor import Start
-from maitred.errors import ConfigError, EngineDead, did_you_mean
 
 SERVING = "maitred.api.serving"  # by name: layers above this one are imported only where they run
 PARTS: tuple[type, ...] = (

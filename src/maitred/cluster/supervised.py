@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from maitred.clock import Clock
+from maitred.core.clock import Clock
 from maitred.engine.restarts import BackOff
 
 MAX_RESTART_DELAY_S = 8.0  # so that one that can start is there within ten seconds

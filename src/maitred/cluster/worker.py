@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from maitred.cluster.disagg import Role, WorkerFacts
 from maitred.cluster.fleet_request import FleetRequest, request_of
 from maitred.cluster.replicas import ReplicaFacts, State
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
+from maitred.core.replica import WorkerView
+from maitred.core.request import RequestSpec
 from maitred.engine.client import EngineClient
 from maitred.engine.live_requests import LiveRequest
-from maitred.replica import WorkerView
-from maitred.request import RequestSpec
 
 KEY_BYTES = 8  # of a block's hash
 LINK_BYTES_PER_S, LINK_S = 1e9, 0.01  # between workers of a machine, until it was measured

@@ -6,18 +6,18 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from maitred.clock import Clock
 from maitred.cluster.actions import Action, Bind, Move, Refuse
 from maitred.cluster.balance import Choice
 from maitred.cluster.choices import Choices
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.worker import Prompt, Worker, prompt_of
+from maitred.core.clock import Clock
+from maitred.core.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
+from maitred.core.request import FinishReason
+from maitred.core.step import RequestProgress
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.replica import OnProgress
-from maitred.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
-from maitred.request import FinishReason
-from maitred.step import RequestProgress
 
 NOBODYS_FAULT = Failure(FailureKind.FULL, retry_after_s=0.0)  # it is bound again as if it had come now
 REASONS = {QueueTimeout: FinishReason.QUEUE_TIMEOUT, RequestTimeout: FinishReason.TIMEOUT}

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from maitred.core.replica import ReplicaState
+from maitred.core.request import FinishReason
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.live_view import (
     FIRST_OWNER,
@@ -27,8 +29,6 @@ from maitred.engine.live_view import (
     run_lengths,
     short_id,
 )
-from maitred.replica import ReplicaState
-from maitred.request import FinishReason
 from maitred.scheduler.queue_view import QueueView, WaitingRequest
 
 S = TypeVar("S", bound=msgspec.Struct)

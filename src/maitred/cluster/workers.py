@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 import msgspec
 
-from maitred.clock import Clock
 from maitred.cluster.choices import ChoicesMade
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.core import ClusterCore
@@ -28,6 +27,11 @@ from maitred.cluster.worker import Worker, key_of
 from maitred.cluster.worker_requests import WorkerRequests
 from maitred.cluster.worker_views import live_view_of_all, queue_of_all, queued_request, state_of_all, waiting_request
 from maitred.config import MachineShare, SchedulerConfig
+from maitred.core.clock import Clock
+from maitred.core.errors import EngineDead
+from maitred.core.objectives import promised
+from maitred.core.replica import ReplicaState, TierView, WorkerView
+from maitred.core.request import FinishReason, RequestSpec
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges, Command, Ready
@@ -42,10 +46,6 @@ from maitred.engine.queries import AdapterFolder
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.sleep import SleepPhase
 from maitred.engine.supervisor import Start
-from maitred.errors import EngineDead
-from maitred.objectives import promised
-from maitred.replica import ReplicaState, TierView, WorkerView
-from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import MAX_PAGE, QueueView
 
 NOTHING_KNOWN = Report(is_broken=True)

@@ -9,6 +9,9 @@ import msgspec
 from msgspec.structs import replace
 
 from maitred.config import SchedulerConfig
+from maitred.core.errors import ConfigError
+from maitred.core.request import FinishReason, RequestSpec, RequestState
+from maitred.core.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 from maitred.decisions.log import (
     DIGEST_BYTES,
     Arrival,
@@ -21,9 +24,6 @@ from maitred.decisions.log import (
     Told,
     arrived_of,
 )
-from maitred.errors import ConfigError
-from maitred.request import FinishReason, RequestSpec, RequestState
-from maitred.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 
 VERSION = 10
 

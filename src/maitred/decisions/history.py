@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from maitred.core.errors import ConfigError
+from maitred.core.request import FinishReason, RequestState, RequestStatus
 from maitred.decisions.codec import read_log
 from maitred.decisions.log import Arrived, Configured, Ended, KvArrived, Reserved, TensorArrived
 from maitred.decisions.replay import ReplayedStep, replay
-from maitred.errors import ConfigError
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
-from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.notes import Blocked, Lack, Preemption
 from maitred.scheduler.scheduler import Scheduler
 

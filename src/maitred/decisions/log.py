@@ -16,11 +16,11 @@ import msgspec
 from msgspec.structs import replace
 
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
-from maitred.request import DEFAULT_SAMPLING, FinishReason, RequestSpec, RequestState, SamplingParams
+from maitred.core.cost_model import CostModel
+from maitred.core.request import DEFAULT_SAMPLING, FinishReason, RequestSpec, RequestState, SamplingParams
+from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
+from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, TensorSpec
 from maitred.scheduler.swap import SwapCosts
-from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from maitred.tensor_request import Batch, BatchOutcome, BatchRules, TensorSpec
 
 WITH_PROMPT_LOGPROBS = SamplingParams(prompt_logprobs=0)  # such a request uses no prefix cache
 DIGEST_BYTES = (

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
+from maitred.core.request import FinishReason, RequestState
+from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
+from maitred.core.tensor_request import Batch, TensorRequest
 from maitred.decisions.codec import Header, read_log
 from maitred.decisions.log import (
     Arrived,
@@ -33,11 +36,8 @@ from maitred.decisions.log import (
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
-from maitred.request import FinishReason, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
-from maitred.step import ModelOutput, SampledRow, SchedulerOutput
-from maitred.tensor_request import Batch, TensorRequest
 
 
 class ReplayedStep(NamedTuple):

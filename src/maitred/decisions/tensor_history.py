@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from maitred.core.errors import ConfigError
+from maitred.core.request import RequestStatus
+from maitred.core.tensor_request import Batch, TensorRequest
 from maitred.decisions.codec import read_log
 from maitred.decisions.log import Completed, Dispatched, Event, TensorArrived
 from maitred.decisions.replay import replay
-from maitred.errors import ConfigError
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
-from maitred.request import RequestStatus
 from maitred.scheduler.notes import LaneWait
 from maitred.scheduler.scheduler import Scheduler
-from maitred.tensor_request import Batch, TensorRequest
 
 MAX_CHANGES = 8  # of what a lane waits for while nothing happens; each is a timer that ends
 

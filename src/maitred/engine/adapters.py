@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from maitred.config import LoraConfig
+from maitred.core.errors import CheckpointError, ConfigError, MaitredError
 from maitred.engine.held import Done
 from maitred.engine.limits import STEP_SWITCH_INTERVAL_S, hand_over_quickly
 from maitred.engine.memory import format_bytes
 from maitred.engine.model_facts import AdapterFacts
-from maitred.errors import CheckpointError, ConfigError, MaitredError
 from maitred.model.adapters import Adapter, read_adapter
 from maitred.model.spec import DecoderSpec
 

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig
-from maitred.cost_model import CostModel
+from maitred.config.field_checks import host_and_port
+from maitred.core.clock import Clock, WallClock
+from maitred.core.cost_model import CostModel
+from maitred.core.request import RequestSpec, SamplingParams
+from maitred.core.step import Executor
 from maitred.decisions.codec import Header
 from maitred.decisions.log import Recorder
 from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
@@ -37,7 +40,6 @@ from maitred.engine.planning import EnginePlan, OnEvent, plan_engine
 from maitred.engine.step_meter import StepMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
-from maitred.field_checks import host_and_port
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.kvcache.tiers import KVTier
@@ -45,10 +47,8 @@ from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.spec import DecoderSpec, RopeSpec
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
-from maitred.request import RequestSpec, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
-from maitred.step import Executor
 from maitred.storage.decision_files import DecisionLogFile
 from maitred.transfer.compat import Agreed, Layout
 from maitred.transfer.handshake import Identity

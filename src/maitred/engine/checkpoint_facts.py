@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from maitred.config import EngineConfig
+from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest
+from maitred.core.request import SamplingParams
 from maitred.engine.executors import ExecutorPlan
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import Footprint, ModelFacts
-from maitred.errors import CheckpointError, ConfigError, InvalidRequest
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
-from maitred.request import SamplingParams
 from maitred.text.folder import added_token_id, read_chat_template, read_named_tokens
 
 # generation_config.json's names for our sampling parameters

@@ -13,9 +13,13 @@ from weakref import WeakSet
 import msgspec
 from msgspec.structs import replace
 
-from maitred.clock import Clock
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.clock import Clock
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
+from maitred.core.replica import ReplicaState, TierView, WorkerView
+from maitred.core.request import Charges, FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.frames import (
@@ -57,11 +61,7 @@ from maitred.engine.queries import (
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.supervisor import Start, Supervisor
 from maitred.engine.tensor_counts import TensorCounts
-from maitred.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
-from maitred.replica import ReplicaState, TierView, WorkerView
-from maitred.request import Charges, FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
-from maitred.step import RequestProgress
 
 A = TypeVar("A")
 R = TypeVar("R")

@@ -9,20 +9,20 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
-from maitred.clock import Clock
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
+from maitred.core.clock import Clock
+from maitred.core.cost_model import CostModel
+from maitred.core.replica import HandoverCounts, TierFigures, TierView
+from maitred.core.request import FinishReason, RequestSpec, RequestState
+from maitred.core.step import Executor, ModelOutput, NewRequest, RequestProgress, SchedulerOutput
 from maitred.engine.prefill_meter import PrefillMeter
 from maitred.engine.speed_meter import SpeedMeter
 from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
 from maitred.kvcache.tiers import FindableBlocks
-from maitred.replica import HandoverCounts, TierFigures, TierView
-from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.reservations import GivenUp, ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.swap import SwapCosts
-from maitred.step import Executor, ModelOutput, NewRequest, RequestProgress, SchedulerOutput
 
 # Of the device's rate: so short ones pass long ones, and a request waits for others' 128 times its own work at most.
 AGEING_SHARE = 1 / 128

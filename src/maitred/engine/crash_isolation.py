@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
+from maitred.core.request import FinishReason
 from maitred.engine.live_requests import LiveRequest
-from maitred.request import FinishReason
 
 SUSPECT_AFTER = 2  # engines that died by their own fault, after which those that had been there come back one by one
 TRIAL_TOKENS = 16  # after so many more it was not this one, and the next may come

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from maitred.config import EngineConfig
+from maitred.core.errors import CheckpointError, ConfigError, KernelError
 from maitred.engine.memory import DraftMemory
-from maitred.errors import CheckpointError, ConfigError, KernelError
 from maitred.model.checkpoint import Checkpoint, folder_beside, name_beside, open_checkpoint
 from maitred.speculative.ngram import NGramProposer
 from maitred.speculative.prediction import PredictionProposer

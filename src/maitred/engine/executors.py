@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maitred.config import EngineConfig
+from maitred.core.errors import ConfigError, KernelError
+from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.engine.kv_threads import BlockIO
 from maitred.engine.memory import usable_cores
 from maitred.engine.timeline import OnPhase
-from maitred.errors import ConfigError, KernelError
 from maitred.executor.grammar import Grammars
 from maitred.executor.kv_layout import CellLayout
 from maitred.executor.layer_io import LayerIO
@@ -19,7 +20,6 @@ from maitred.executor.state import SwapBandwidth
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.speculative.proposer import Proposer
-from maitred.step import ModelOutput, SchedulerOutput
 
 SMALL_MODEL_PARAMETERS = 30_000_000
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from maitred.errors import did_you_mean
+from maitred.core.errors import did_you_mean
 
 COMMANDS = {
     "list": "maitred models lists models that are packages, maitred ps those of a server, hf cache ls those of the hub",

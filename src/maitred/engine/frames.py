@@ -8,11 +8,8 @@ from typing import Any
 import msgspec
 
 from maitred.config import EngineConfig
-from maitred.cost_model import CostModel
-from maitred.engine.memory import MemoryPlan
-from maitred.engine.model_facts import AdapterFacts, ModelFacts
-from maitred.engine.speed_meter import SPEEDS
-from maitred.errors import (
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import (
     CheckpointError,
     ConfigError,
     EngineDead,
@@ -28,9 +25,12 @@ from maitred.errors import (
     RequestTooLarge,
     Unavailable,
 )
-from maitred.replica import DraftCounts, HandoverCounts, KVFigures
-from maitred.request import FinishReason, RequestSpec
-from maitred.step import RequestProgress
+from maitred.core.replica import DraftCounts, HandoverCounts, KVFigures
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
+from maitred.engine.memory import MemoryPlan
+from maitred.engine.model_facts import AdapterFacts, ModelFacts
+from maitred.engine.speed_meter import SPEEDS
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -158,7 +158,7 @@ class Ready(Frame, frozen=True, tag=True):
 
 
 class Failed(Frame, frozen=True, tag=True):
-    """Loading failed, and why: an error of `maitred.errors`."""
+    """Loading failed, and why: an error of `maitred.core.errors`."""
 
     kind: str
     message: str

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.text.schema import UNSUPPORTED_SCHEMA, Source, ignored_keywords, without_failing
 
 COMMAND = (sys.executable, "-P", "-m", "maitred.engine.grammar_check")

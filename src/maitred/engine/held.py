@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from maitred.request import FinishReason, RequestSpec
+from maitred.core.request import FinishReason, RequestSpec
 
 Done = Callable[[str], None]
 """Told what is wrong, or nothing; in any thread."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from maitred.config import SchedulerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import Policy, PolicyFactory
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from maitred.config import NO_MODEL
+from maitred.core.errors import InvalidRequest, PromptTooLong, TooManyTokens
+from maitred.core.request import MAX_SEED, RequestSpec, SamplingParams, ThinkingLimit
 from maitred.engine.model_facts import AdapterFacts, Footprint
-from maitred.errors import InvalidRequest, PromptTooLong, TooManyTokens
 from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kvcache.prefix_cache import hash_blocks, root_hash
 from maitred.policy.features import prompt_features
-from maitred.request import MAX_SEED, RequestSpec, SamplingParams, ThinkingLimit
 
 if TYPE_CHECKING:
     from maitred.text import ChatTemplate, Text, Tokenizer

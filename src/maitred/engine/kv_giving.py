@@ -7,12 +7,12 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from maitred.clock import Clock
+from maitred.core.clock import Clock
+from maitred.core.errors import RequestError
+from maitred.core.request import RequestSpec, RequestState, RequestStatus
 from maitred.engine.core import EngineCore
 from maitred.engine.kv_growth import GrowingLeases, IsOneRun
-from maitred.errors import RequestError
 from maitred.executor.layer_io import LayerIO
-from maitred.request import RequestSpec, RequestState, RequestStatus
 from maitred.transfer.handshake import Identity
 from maitred.transfer.leases import Readable
 from maitred.transfer.nixl import Agent

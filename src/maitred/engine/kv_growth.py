@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from maitred.core.request import RequestState
+from maitred.core.step import ScheduledRow, SchedulerOutput
 from maitred.engine.core import EngineCore
 from maitred.executor.layer_io import LayerIO, layers_of_next_run
-from maitred.request import RequestState
-from maitred.step import ScheduledRow, SchedulerOutput
 from maitred.transfer.leases import Readable
 from maitred.transfer.offers import Offers
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from maitred.config import EngineConfig
+from maitred.core.errors import ConfigError
 from maitred.engine.executors import ExecutorPlan
 from maitred.engine.memory import format_bytes
-from maitred.errors import ConfigError
 from maitred.kvcache.tiers import KVFingerprint, KVTier
 from maitred.model.rope import depends_on_context
 from maitred.model.spec import DecoderSpec

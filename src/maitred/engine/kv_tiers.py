@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from maitred.clock import Clock
+from maitred.core.clock import Clock
+from maitred.core.replica import TierFigures, TierView
+from maitred.core.request import RequestState, RequestStatus
 from maitred.engine.core import EngineCore
 from maitred.engine.kv_threads import BlockIO, Guard, ThreadOfJobs
 from maitred.kvcache.tiers import DropReason, FetchMeter, KVTier, break_even_tokens, most_seconds, worth_fetching
-from maitred.replica import TierFigures, TierView
-from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
 
 FIRST_GUESS = (0.5e9, 0.002)  # bytes/s, s; until a fetch was measured

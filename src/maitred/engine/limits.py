@@ -7,7 +7,7 @@ import resource
 import sys
 from contextlib import suppress
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 SPARE_DESCRIPTORS = 64  # for the engine's next start, files and logs: no connection takes them
 MIN_DESCRIPTORS = 128

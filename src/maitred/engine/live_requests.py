@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from maitred.engine.progress_streams import ProgressStream
-from maitred.request import (
+from maitred.core.request import (
     NO_CHARGES,
     Charges,
     FinishReason,
@@ -15,8 +14,9 @@ from maitred.request import (
     RequestState,
     ResumePoint,
 )
+from maitred.core.step import RequestProgress
+from maitred.engine.progress_streams import ProgressStream
 from maitred.scheduler.timing import timing_of
-from maitred.step import RequestProgress
 
 
 @dataclass(slots=True, eq=False)

@@ -12,9 +12,9 @@ from itertools import groupby
 
 import msgspec
 
-from maitred.clock import Clock
+from maitred.core.clock import Clock
+from maitred.core.request import FinishReason, RequestState, RequestStatus
 from maitred.engine.core import EngineCore
-from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.queue_view import LaneView, lane_views, reason_of
 from maitred.scheduler.scheduler import Scheduler
 

@@ -13,7 +13,6 @@ from dataclasses import fields
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast, get_args, get_type_hints
 
-from maitred.clock import WallClock
 from maitred.config import (
     CacheConfig,
     EngineConfig,
@@ -23,6 +22,10 @@ from maitred.config import (
     SpeculativeConfig,
     TiersConfig,
 )
+from maitred.core.clock import WallClock
+from maitred.core.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest, did_you_mean
+from maitred.core.request import FinishReason, SamplingParams
+from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.intake import ServedModel, make_requests
@@ -30,9 +33,6 @@ from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import OutputBuilder, RequestOutput
 from maitred.engine.served_model import warning_of
-from maitred.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest, did_you_mean
-from maitred.request import FinishReason, SamplingParams
-from maitred.structured_outputs import StructuredOutputsParams
 from maitred.text.answer_format import AnswerFormat
 from maitred.text.schema import source_of
 from maitred.text.shape import compose

@@ -12,8 +12,12 @@ from typing import Protocol
 
 import msgspec
 
-from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig
+from maitred.core.clock import Clock, WallClock
+from maitred.core.errors import MaitredError, RequestError
+from maitred.core.replica import HandoverCounts, KVFigures
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import ModelOutput, RequestProgress
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.core import EngineCore
 from maitred.engine.frames import (
@@ -43,10 +47,6 @@ from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import INTRODUCE_ADAPTER, QUERIES, AdapterFolder, Later
 from maitred.engine.speed_meter import SPEEDS
-from maitred.errors import MaitredError, RequestError
-from maitred.replica import HandoverCounts, KVFigures
-from maitred.request import FinishReason, RequestSpec
-from maitred.step import ModelOutput, RequestProgress
 
 logger = logging.getLogger(__name__)
 ADAPTER_FIGURES = ("bytes", "loads", "evictions")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maitred.config import CacheConfig, SchedulerConfig
-from maitred.errors import OutOfMemory
+from maitred.core.errors import OutOfMemory
 
 GIB = 1024**3
 DEFAULT_SWAP_BYTES = 4 * GIB

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from maitred.core.request import Charges, FinishReason, RequestSpec
+from maitred.core.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.engine.intake import ServedModel
 from maitred.engine.replica import Replica
-from maitred.request import Charges, FinishReason, RequestSpec
-from maitred.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.text import Detokenizer, StopStringMatcher, Tokenizer
 
 MAX_MERGED = 64  # deltas of a prompt's samples on their way together; what a slow consumer leaves stays in its streams

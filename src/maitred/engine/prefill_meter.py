@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maitred.step import SchedulerOutput
+from maitred.core.step import SchedulerOutput
 
 MIN_PREFILL_TOKENS = 32  # fewer say little beside what every step costs
 SMOOTHING = 0.2

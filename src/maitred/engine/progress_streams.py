@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 from weakref import WeakSet
 
-from maitred.errors import ReadTooSlowly
-from maitred.step import RequestProgress, TokenLogprobs
+from maitred.core.errors import ReadTooSlowly
+from maitred.core.step import RequestProgress, TokenLogprobs
 
 MAX_UNREAD_BYTES = 4 * 2**20  # kept for a consumer that does not take them: 14,000 tokens, or 2,000 with 20 logprobs
 MAX_UNREAD_BYTES_IN_ALL = 256 * 2**20  # of one engine; from there on, who falls behind by UNREAD_MARK more is ended

@@ -9,14 +9,14 @@ from typing import Any, NoReturn
 import msgspec
 
 from maitred.config import SchedulerConfig
+from maitred.core.errors import EngineDead, UnsupportedParameter
+from maitred.core.replica import ReplicaState, TierView, WorkerView
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.frames import BlockChanges, Ready
 from maitred.engine.live_view import LiveView
-from maitred.errors import EngineDead, UnsupportedParameter
-from maitred.replica import ReplicaState, TierView, WorkerView
-from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
-from maitred.step import RequestProgress
 
 OnProgress = Callable[[list[RequestProgress], int, float], None]
 """(what came at once, how many requests have no place in the engine, now); on the event loop, so it must not wait."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from maitred.core.errors import MaitredError
 from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import ModelFacts
-from maitred.errors import MaitredError
 from maitred.model.checkpoint import local_path
 from maitred.model.packaged import default_model
 from maitred.text import FolderText, Tokenizer

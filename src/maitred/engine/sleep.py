@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from enum import Enum
 
-from maitred.clock import Clock
-from maitred.errors import EngineDead
+from maitred.core.clock import Clock
+from maitred.core.errors import EngineDead
 
 
 class SleepPhase(Enum):

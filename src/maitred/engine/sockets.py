@@ -16,8 +16,8 @@ from typing import Generic, TypeVar
 
 import zmq
 
+from maitred.core.errors import ConfigError, RequestTooLarge
 from maitred.engine.frames import WRONG_FRAME, encode
-from maitred.errors import ConfigError, RequestTooLarge
 
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 128 * 2**20  # a prompt of a million tokens and its hashes take 7 MB

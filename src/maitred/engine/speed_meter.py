@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from maitred.core.step import SchedulerOutput
 from maitred.engine.prefill_meter import SMOOTHING, PrefillMeter
-from maitred.step import SchedulerOutput
 
 SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from maitred.clock import Clock, WallClock
+from maitred.core.clock import Clock, WallClock
+from maitred.core.errors import MaitredError
 from maitred.engine.client import EngineClient
 from maitred.engine.intake import ServedModel
 from maitred.engine.live_requests import LiveRequest
@@ -13,7 +14,6 @@ from maitred.engine.memory import MemoryPlan
 from maitred.engine.replica import Replica
 from maitred.engine.served_model import TextAhead, served_model, warning_of
 from maitred.engine.supervisor import Start
-from maitred.errors import MaitredError
 from maitred.gate.admission import AdmissionController, admission_of
 
 

@@ -11,10 +11,10 @@ from math import floor, log2
 from statistics import median
 from typing import NamedTuple
 
-from maitred.cost_model import CostModel, Knot
+from maitred.core.cost_model import CostModel, Knot
+from maitred.core.step import ModelOutput, ScheduledRow, SchedulerOutput
 from maitred.engine.prefill_meter import PrefillMeter
 from maitred.scheduler.swap import SwapCosts
-from maitred.step import ModelOutput, ScheduledRow, SchedulerOutput
 
 NEWS = 1.25  # swapping: told again when a prompt's token takes this many times more or less than what was told
 STEP_NEWS = 1.1  # and steps

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from maitred.clock import Clock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
+from maitred.core.clock import Clock
+from maitred.core.errors import EngineDead, MaitredError
 from maitred.engine.child_process import in_child_process
 from maitred.engine.frames import Beat, Begin, Command, Died, Failed, Ready, Report, Stepped, Stop, Told, error_of
 from maitred.engine.memory import give_memory_back
@@ -19,7 +20,6 @@ from maitred.engine.owner import Loss, Owner
 from maitred.engine.restarts import BackOff, Watchdog, is_own_fault
 from maitred.engine.sleep import SleepPhase, SleepState
 from maitred.engine.transport import OpenTransport, Transport
-from maitred.errors import EngineDead, MaitredError
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.25

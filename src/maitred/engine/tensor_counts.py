@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from maitred import metrics as m
-from maitred.metrics import Metric
-from maitred.request import Charges, FinishReason
+from maitred.core import metrics as m
+from maitred.core.metrics import Metric
+from maitred.core.request import Charges, FinishReason
 
 Samples = dict[tuple[str, ...], float]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from maitred.clock import Clock
-from maitred.request import FinishReason
+from maitred.core.clock import Clock
+from maitred.core.request import FinishReason
+from maitred.core.step import RequestProgress
+from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, TensorRequest, TensorSpec
 from maitred.scheduler.scheduler import Scheduler
-from maitred.step import RequestProgress
-from maitred.tensor_request import Batch, BatchOutcome, BatchRules, TensorRequest, TensorSpec
 
 
 class TensorObserver(Protocol):

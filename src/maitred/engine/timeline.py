@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from maitred.clock import Clock
+from maitred.core.clock import Clock
 
 OnPhase = Callable[[str, str], None]
 """(the phase that ends now, what happened in it for people, or nothing)"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
 from maitred.executor.grammar import Grammars
 from maitred.executor.sampler import SampledToken
 from maitred.executor.sampler_state import RequestSampler

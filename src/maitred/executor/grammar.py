@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maitred.core.request import RequestSpec, SamplingParams
 from maitred.executor.grammar_frames import (
     MAX_DRAFTED,
     MAX_SLOTS,
@@ -37,7 +38,6 @@ from maitred.executor.grammar_frames import (
 )
 from maitred.executor.grammar_process import WORKER, GrammarProcess, WorkerLost
 from maitred.executor.sampler_state import TokenMask
-from maitred.request import RequestSpec, SamplingParams
 
 logger = logging.getLogger(__name__)
 ANSWER_S = 10.0  # for masks; one takes microseconds, and is out of fuel after 20 ms

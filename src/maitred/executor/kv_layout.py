@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
 
 Bytes = NDArray[np.uint8]
 Places = NDArray[np.int64]

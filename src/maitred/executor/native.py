@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
+from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 from maitred.executor.drafted import accepted, samplers_of, with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, num_checked, wait_for_masks
@@ -26,7 +27,6 @@ from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_pla
 from maitred.kernels import _native
 from maitred.speculative.mtp import ComputedRows
 from maitred.speculative.proposer import Proposer
-from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 Logits = NDArray[np.float32]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.executor.native_plan import NativePlan, plan_native_executor
 from maitred.executor.native_program import Int32s, NativeProgram
 from maitred.executor.ragged import RaggedStep, running_sums

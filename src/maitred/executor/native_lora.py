@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
 from maitred.executor.native_program import Int32s, LowRankPart
 from maitred.executor.sampler import SampledToken
 from maitred.executor.state import RowWork

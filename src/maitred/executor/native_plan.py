@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
-from maitred.cost_model import native_token_budget
-from maitred.errors import ConfigError, KernelError
+from maitred.core.cost_model import native_token_budget
+from maitred.core.errors import ConfigError, KernelError
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_lora import NativeAdapters
 from maitred.executor.native_program import ALONE, NativeProgram, Place, most_logits

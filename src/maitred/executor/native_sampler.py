@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from maitred.core.step import TokenLogprobs
 from maitred.executor.sampler import SampledToken, uniform
 from maitred.executor.sampler_state import RequestSampler
 from maitred.kernels.sampler import FAULTS, NO_LOGPROBS, Sampled, Sampler
-from maitred.step import TokenLogprobs
 
 
 class NativeSampler:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from maitred.core.step import BlockCopy
 from maitred.executor.state import SwapBandwidth
 from maitred.kernels.kv_pool import HostBlocks
-from maitred.step import BlockCopy
 
 _MEASURED_BLOCKS = 64
 _REPEATS = 3

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from maitred.core.step import SampledRow, TokenLogprobs
 from maitred.executor.sampler import SampledToken
 from maitred.executor.state import RowWork
-from maitred.step import SampledRow, TokenLogprobs
 
 # Prompt logprobs need a row of logits for each position; this many at a time bounds the memory (128 x vocabulary).
 PROMPT_LOGPROBS_CHUNK = 128

@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from maitred.errors import CheckpointError, MaitredError
+from maitred.core.errors import CheckpointError, MaitredError
 from maitred.executor.native_plan import plan_native_executor
 from maitred.executor.native_program import NativeProgram, Place
 from maitred.executor.parent import end_with_parent

@@ -22,7 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
-from maitred.errors import ConfigError, KernelError, OutOfMemory
+from maitred.core.errors import ConfigError, KernelError, OutOfMemory
 from maitred.executor.native_program import Place
 from maitred.kernels import _native
 from maitred.model.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.request import SamplingParams, ThinkingLimit
+from maitred.core.request import SamplingParams, ThinkingLimit
 
 NEGATIVE_INFINITY = np.float32(-np.inf)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from maitred.errors import InvalidRequest
-from maitred.request import SamplingParams
+from maitred.core.errors import InvalidRequest
+from maitred.core.request import SamplingParams
 
 
 def check_sampling_tokens(sampling: SamplingParams, vocab_size: int) -> None:

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
+from maitred.core.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 from maitred.executor.grammar import Grammars, GrammarSlot
 from maitred.executor.sampler_state import RequestSampler
 from maitred.speculative.proposer import Proposer
-from maitred.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 
 Ints = NDArray[np.int64]
 

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
-from maitred.errors import ConfigError, KernelError
+from maitred.core.errors import ConfigError, KernelError
+from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 from maitred.executor.batch import Batch, build_batch, unwritten_slots
 from maitred.executor.drafted import with_drafts
 from maitred.executor.grammar import Grammars
@@ -30,7 +31,6 @@ from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend, load_torch_decoder
 from maitred.speculative.proposer import Proposer
-from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
 SMALL_WEIGHTS_BYTES = 2**30  # in float32
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maitred.errors import OutOfMemory
+from maitred.core.errors import OutOfMemory
+from maitred.core.step import BlockCopy
 from maitred.executor.kv_layout import CellLayout
 from maitred.executor.kv_pool import PoolShape
 from maitred.executor.layer_io import check_part
 from maitred.executor.state import SwapBandwidth
-from maitred.step import BlockCopy
 
 _MEASURED_BLOCKS = 64
 _REPEATS = 3

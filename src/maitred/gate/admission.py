@@ -14,8 +14,8 @@ from math import exp
 from typing import NamedTuple, Protocol
 
 from maitred.config import AdmissionConfig, SchedulerConfig
-from maitred.errors import Overloaded
-from maitred.request import FinishReason
+from maitred.core.errors import Overloaded
+from maitred.core.request import FinishReason
 
 PROMPT_WEIGHT = 0.25
 UNKNOWN_OUTPUT = 128  # tokens, until answers were seen

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from maitred.config import AdmissionConfig, SchedulerConfig
-from maitred.errors import InvalidRequest, MaitredError, Overloaded
+from maitred.core.errors import InvalidRequest, MaitredError, Overloaded
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.gate.admission import MIN_RETRY_S, AdmissionController, Queueable
 from maitred.gate.terms import (
     NO_LIMITS,
@@ -20,8 +22,6 @@ from maitred.gate.terms import (
     num_prompt_tokens,
     within,
 )
-from maitred.request import FinishReason, RequestSpec
-from maitred.step import RequestProgress
 from maitred.tenancy.caller import Caller
 from maitred.tenancy.quota import QuotaLease
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from maitred.errors import PermissionDenied
-from maitred.request import RequestSpec
+from maitred.core.errors import PermissionDenied
+from maitred.core.request import RequestSpec
 from maitred.tenancy.tenant import Tenant
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError, OutOfMemory
+from maitred.core.errors import KernelError, OutOfMemory
 from maitred.kernels import _native
 
 Bytes = NDArray[np.uint8]

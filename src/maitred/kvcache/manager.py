@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from maitred.errors import PromptTooLong
+from maitred.core.errors import PromptTooLong
+from maitred.core.request import RequestState
+from maitred.core.step import BlockCopy
 from maitred.kvcache.block_pool import BlockPool, HostBlockPool
 from maitred.kvcache.changes import Changes
 from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache
-from maitred.request import RequestState
-from maitred.step import BlockCopy
 
 
 class PrefixHit(NamedTuple):

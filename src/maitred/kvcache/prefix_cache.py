@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from struct import Struct
 
+from maitred.core.request import RequestState
 from maitred.kvcache.changes import Changes
-from maitred.request import RequestState
 
 BlockHasher = Callable[[RequestState, int], Iterable[bytes]]
 """(request, num_blocks) -> hashes of its full blocks from len(request.block_hashes) up to num_blocks, in order."""

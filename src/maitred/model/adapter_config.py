@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 
 # What says nothing about the product of a linear, or is read below. All else must be absent, null, false or empty.
 _KNOWN = frozenset({

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.adapter_config import AdapterConfig, parse_config
 from maitred.model.checkpoint import PICKLE_SUFFIXES, RawTensor
 from maitred.model.packed import float32_values

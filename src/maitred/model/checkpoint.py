@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.families import spec_from_config
 from maitred.model.gguf_config import (
     config_of,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
 from maitred.model.lowering import lower
 from maitred.model.program import (
     QKV,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.gguf_file import HELD_AS, GgufFile
 from maitred.model.safetensors_file import RawTensor
 

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.safetensors_file import Entry, Header, TensorFile
 
 MAGIC = b"GGUF"

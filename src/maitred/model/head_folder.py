@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.errors import CheckpointError, ConfigError
+from maitred.core.errors import CheckpointError, ConfigError
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.families import spec_from_config
 from maitred.model.head import HeadSpec

@@ -9,7 +9,7 @@ import errno
 import os
 from pathlib import Path
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 
 ALLOW = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

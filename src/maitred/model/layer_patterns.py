@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.rope_config import Config, gemma3_ropes, rope_from_config
 from maitred.model.spec import LayerSpec
 

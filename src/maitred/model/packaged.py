@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 
 BUILTIN_NAME = "maitred-mini"
 BUILTIN_FOLDER = Path(__file__).parent.parent / "builtin" / BUILTIN_NAME

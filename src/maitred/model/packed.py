@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.kernels.linear import SourceMatrix, allocate, expand, linear_shape, pack
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.gguf_file import HELD_AS

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 
 # bits of one value
 _BITS = {

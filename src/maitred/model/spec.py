@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 
 
 class NormPlacement(Enum):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, linear, rms_norm, silu
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.rope import inverse_frequencies
 from maitred.model.spec import Activation, DecoderSpec, LayerSpec, NormPlacement, QKNorm, RopeSpec
 from maitred.model.weight_map import weight_map

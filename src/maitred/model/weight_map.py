@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.head import HeadSpec
 from maitred.model.spec import DecoderSpec, NormPlacement, QKNorm
 

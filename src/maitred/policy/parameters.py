@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from maitred.config import SCHEDULER_RANGES, PolicyArg, SchedulerConfig
-from maitred.errors import ConfigError, did_you_mean
+from maitred.core.errors import ConfigError, did_you_mean
 from maitred.policy.policy import Policy, PolicyFactory
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from maitred.config import SchedulerConfig
-from maitred.errors import ConfigError, did_you_mean
+from maitred.core.errors import ConfigError, did_you_mean
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import Policy, PolicyFactory
 from maitred.policy.rules.arrival import fcfs, priority

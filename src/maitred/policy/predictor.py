@@ -14,7 +14,7 @@ from operator import mul
 from typing import Protocol
 from zlib import crc32
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.policy.features import NUM_FEATURES
 from maitred.policy.queued import Queued
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from maitred.request import FinishReason
+from maitred.core.request import FinishReason
 
 MIN_DEAD_ENTRIES = 64  # below this a heap with ended requests in it is not worth compacting
 

@@ -9,11 +9,11 @@ from bisect import bisect_right
 from collections import deque
 from typing import Any, NamedTuple
 
+from maitred.core.request import RequestStatus
+from maitred.core.tensor_request import BatchRules, LaneKey, TensorRequest
 from maitred.policy.policy import Policy
 from maitred.policy.queue import MIN_DEAD_ENTRIES, RequestQueue
-from maitred.request import RequestStatus
 from maitred.scheduler.pace import LanePace
-from maitred.tensor_request import BatchRules, LaneKey, TensorRequest
 
 WAITING = RequestStatus.WAITING
 

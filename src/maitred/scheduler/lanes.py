@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from maitred.errors import InvalidRequest, ModelNotFound
+from maitred.core.errors import InvalidRequest, ModelNotFound
+from maitred.core.request import FinishReason, RequestStatus
+from maitred.core.step import RequestProgress
+from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest
 from maitred.policy.order import ServiceOrder
 from maitred.policy.policy import Policy
-from maitred.request import FinishReason, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.lane import Lane
 from maitred.scheduler.notes import LaneWait
 from maitred.scheduler.ready import Models, ReadyLanes
 from maitred.scheduler.tensor_models import ModelKey, TensorModel, split_us
-from maitred.step import RequestProgress
-from maitred.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest
 
 WAITING, RUNNING, FINISHED = RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED
 

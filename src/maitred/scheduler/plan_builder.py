@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from maitred.request import RequestState
+from maitred.core.request import RequestState
+from maitred.core.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 from maitred.scheduler.notes import Preemption
-from maitred.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 
 
 class Removed(NamedTuple):

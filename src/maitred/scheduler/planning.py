@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from maitred.request import RequestState, RequestStatus
+from maitred.core.request import RequestState, RequestStatus
+from maitred.core.step import ScheduledRow
 from maitred.scheduler.notes import Blocked, Lack, PreemptionCause
 from maitred.scheduler.plan_builder import PlanBuilder, describe
 from maitred.scheduler.preemption import grow, preempt, preempt_for
 from maitred.scheduler.reserving import num_kept_before
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.timing import resumed
-from maitred.step import ScheduledRow
 
 RUNNING = RequestStatus.RUNNING
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from maitred.core.request import RequestState
 from maitred.kvcache.manager import Allocation
-from maitred.request import RequestState
 from maitred.scheduler.notes import Preemption, PreemptionCause
 from maitred.scheduler.plan_builder import PlanBuilder, Removed
 from maitred.scheduler.reserving import give_up_one

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from maitred.config import SchedulerConfig
-from maitred.request import RequestState, RequestStatus
+from maitred.core.request import RequestState, RequestStatus
+from maitred.core.tensor_request import Batch, LaneKey, TensorRequest
 from maitred.scheduler.notes import Blocked, Lack, LaneWait
 from maitred.scheduler.scheduler import Scheduler
-from maitred.tensor_request import Batch, LaneKey, TensorRequest
 
 MAX_PAGE = 1000
 LEAST_ROWS_PER_S = 0.05  # of an empty lane, to be told

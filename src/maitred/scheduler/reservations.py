@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from maitred.request import RequestState
+from maitred.core.request import RequestState
 
 
 class ReservedBlocks(NamedTuple):

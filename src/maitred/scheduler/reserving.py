@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maitred.request import RequestState, RequestStatus
+from maitred.core.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import ReservedBlocks
 from maitred.scheduler.state import SchedulerState
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from maitred.request import RequestState
+from maitred.core.request import RequestState
 
 
 @dataclass(slots=True, eq=False)

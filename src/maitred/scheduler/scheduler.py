@@ -13,8 +13,11 @@ from math import ceil
 from typing import Any
 
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
-from maitred.errors import InvalidRequest
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import InvalidRequest
+from maitred.core.request import FinishReason, RequestState
+from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
+from maitred.core.tensor_request import Batch, BatchOutcome, TensorRequest
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.order import ServiceOrder
 from maitred.policy.policies import POLICIES, policy_for
@@ -22,7 +25,6 @@ from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
 from maitred.policy.queued import KVNeed
 from maitred.policy.rules.cost import expected_outputs
-from maitred.request import FinishReason, RequestState
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.notes import Blocked, Preemption
@@ -36,8 +38,6 @@ from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.scheduler.swap import SwapCosts
 from maitred.scheduler.tensor_models import split_us
 from maitred.scheduler.update import apply_output, end, last_progress
-from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from maitred.tensor_request import Batch, BatchOutcome, TensorRequest
 
 
 class Scheduler:

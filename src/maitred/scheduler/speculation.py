@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from maitred.cost_model import CostModel, shape_of
+from maitred.core.cost_model import CostModel, shape_of
+from maitred.core.request import RequestState
+from maitred.core.step import ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.policy.rules.cost import expected_outputs
-from maitred.request import RequestState
 from maitred.scheduler.plan_builder import PlanBuilder
 from maitred.scheduler.state import SchedulerState
-from maitred.step import ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
 
 NumDrafts = Callable[[RequestState, int], int]
 """(request, rows in the plan) -> how many tokens to draft for it; pure. For recorded lengths, and for tests."""

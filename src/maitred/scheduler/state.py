@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from maitred.config import SchedulerConfig
+from maitred.core.request import RequestState, RequestStatus
 from maitred.kvcache.manager import KVCacheManager, PrefixHit
 from maitred.policy.order import ServiceOrder
 from maitred.policy.predictor import Predictor
-from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import Reservations
 from maitred.scheduler.samples import SampleGroups
 from maitred.scheduler.stats import SchedulerCounters

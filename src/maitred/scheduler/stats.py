@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from maitred.replica import DraftCounts
-from maitred.request import FinishReason, RequestState
+from maitred.core.replica import DraftCounts
+from maitred.core.request import FinishReason, RequestState
 
 
 @dataclass(slots=True, kw_only=True)

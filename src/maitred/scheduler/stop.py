@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from maitred.request import FinishReason, RequestState
+from maitred.core.request import FinishReason, RequestState
 
 StopRule = Callable[[RequestState], FinishReason | None]
 """Asked after each new output token; may set `stop_reason`. Replay has its own, that answers from the log."""

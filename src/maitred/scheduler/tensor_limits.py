@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
-from maitred.tensor_request import BatchRules, Instance
+from maitred.core.tensor_request import BatchRules, Instance
 
 
 class Instances:

@@ -8,14 +8,14 @@ from itertools import accumulate
 from operator import sub
 from typing import Any, NamedTuple
 
-from maitred.errors import InvalidRequest, ModelNotFound, Overloaded
+from maitred.core.errors import InvalidRequest, ModelNotFound, Overloaded
+from maitred.core.tensor_request import Batch, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.policy.policy import Policy
 from maitred.policy.queue import MIN_DEAD_ENTRIES
 from maitred.scheduler.candidates import Candidates
 from maitred.scheduler.lane import Lane
 from maitred.scheduler.pace import LanePace
 from maitred.scheduler.tensor_limits import Instances
-from maitred.tensor_request import Batch, BatchRules, LaneKey, TensorRequest, TensorSpec
 
 MAX_PACES = 1024  # buckets of a model whose pace is remembered
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from maitred.request import RequestState
-from maitred.step import RequestTiming
+from maitred.core.request import RequestState
+from maitred.core.step import RequestTiming
 
 
 def timing_of(request: RequestState, now: float) -> RequestTiming:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maitred.request import FinishReason, RequestState, RequestStatus
+from maitred.core.request import FinishReason, RequestState, RequestStatus
+from maitred.core.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.scheduler.reserving import forget
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.timing import timing_of
-from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
 TELL_US = 500_000  # of its computing; so much is lost at most of a request whose engine or server is killed
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)

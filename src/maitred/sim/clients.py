@@ -8,13 +8,13 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from maitred.errors import MaitredError, Overloaded, RateLimited
+from maitred.core.errors import MaitredError, Overloaded, RateLimited
+from maitred.core.request import FinishReason, RequestSpec, RequestState
+from maitred.core.step import RequestProgress, SampledRow
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate, Lease
-from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.sim.results import GroupResults, Results
 from maitred.sim.workload import Arrival, ask_of, next_turn, request_of
-from maitred.step import RequestProgress, SampledRow
 from maitred.tenancy.caller import Caller, anybody
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.tenant import Tenant

@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from typing import TypeVar
 
 from maitred.config import DEFAULT_TOKEN_BUDGET
-from maitred.cost_model import CostModel, native_token_budget
-from maitred.errors import ConfigError
+from maitred.core.cost_model import CostModel, native_token_budget
+from maitred.core.errors import ConfigError
 from maitred.model.spec import DecoderSpec
 
 T = TypeVar("T")

@@ -6,16 +6,17 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel, Slowness, StepShape, shape_of
+from maitred.core.clock import ManualClock
+from maitred.core.cost_model import CostModel, Slowness, StepShape, shape_of
+from maitred.core.errors import MaitredError
+from maitred.core.request import FinishReason, RequestState
+from maitred.core.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.engine.core import EngineCore, StepObserver
-from maitred.errors import MaitredError
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Foretold, predictor_named
-from maitred.request import FinishReason, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.sim.clients import SimulatedRequest
@@ -23,7 +24,6 @@ from maitred.sim.jitter import Jitter
 from maitred.sim.results import GroupResults, Results
 from maitred.sim.tensors import TensorSimulation
 from maitred.sim.workload import block_hashes
-from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
 SlownessAt = Callable[[float], Slowness]
 """Slowness of the machine at a time (s since the first arrival)."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from maitred.cost_model import Band, CostModel, StepShape
+from maitred.core.cost_model import Band, CostModel, StepShape
 from maitred.sim.edge import EdgeModel, EdgeSample
 from maitred.sim.profile import TermError
 from maitred.sim.recorded import MeasuredStep

@@ -21,11 +21,11 @@ from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import FleetRequest, Usage, request_of
 from maitred.cluster.replicas import ReplicaFacts, Report, State
+from maitred.core.errors import MaitredError
+from maitred.core.request import FinishReason
 from maitred.engine.core import StepObserver
-from maitred.errors import MaitredError
 from maitred.gate.admission import AdmissionController
 from maitred.policy.predictor import Foretold, predictor_named
-from maitred.request import FinishReason
 from maitred.sim.clients import ENDED_BY_ITSELF, Clients, SimulatedRequest
 from maitred.sim.engine import SimulatedEngine
 from maitred.sim.fleet_figures import FleetResults

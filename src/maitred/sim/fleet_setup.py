@@ -10,7 +10,7 @@ from maitred.cluster.config import FleetConfig
 from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig, WorkerFacts
 from maitred.cluster.sizing import Autoscale, as_asked
 from maitred.config import DEFAULT_TOKEN_BUDGET, SchedulerConfig
-from maitred.cost_model import CostModel, StepShape
+from maitred.core.cost_model import CostModel, StepShape
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import EngineSetup
 from maitred.sim.links import SimulatedLink

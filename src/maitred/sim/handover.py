@@ -15,15 +15,15 @@ import msgspec
 
 from maitred.cluster.disagg import WorkerFacts
 from maitred.cluster.replicas import ReplicaFacts
+from maitred.core.request import ResumePoint
+from maitred.core.step import RequestProgress
 from maitred.kvcache.tiers import worth_fetching
-from maitred.request import ResumePoint
 from maitred.scheduler.reservations import GivenUp
 from maitred.sim.clients import SimulatedRequest
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import SimulatedEngine
 from maitred.sim.fleet_figures import HandoverFigures
 from maitred.sim.links import DISK, LinkFlow, Links, SimulatedLink
-from maitred.step import RequestProgress
 
 
 @dataclass(slots=True, eq=False)

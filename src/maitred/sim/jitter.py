@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
 
 
 class Jitter:

@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Callable
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 Draw = Callable[[random.Random], int]  # one length, at least 1
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maitred.errors import ConfigError, did_you_mean
+from maitred.core.errors import ConfigError, did_you_mean
 
 GB = 1e9
 DRY = 0.5  # bytes: with less left, nothing is

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from maitred.config import DEFAULT_TOKEN_BUDGET
-from maitred.cost_model import CostModel
-from maitred.errors import ConfigError
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import ConfigError
 from maitred.sim.edge import EdgeModel
 
 VERSION = 2

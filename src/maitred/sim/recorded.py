@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from maitred.cost_model import StepShape, shape_of
+from maitred.core.cost_model import StepShape, shape_of
+from maitred.core.request import FinishReason, RequestState
 from maitred.decisions.log import Arrived, Ended, Step
-from maitred.request import FinishReason, RequestState
 from maitred.sim.results import GroupResults, Objectives, Results
 from maitred.sim.workload import Arrival
 

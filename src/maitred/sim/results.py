@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from maitred.request import RequestState
+from maitred.core.request import RequestState
 from maitred.sim.edge import EdgeModel
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from maitred.cost_model import CostModel
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import MaitredError
+from maitred.core.step import RequestProgress
 from maitred.engine.core import StepObserver
-from maitred.errors import MaitredError
 from maitred.gate.admission import AdmissionController
 from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.clients import Clients, SimulatedRequest
@@ -19,7 +20,6 @@ from maitred.sim.jitter import Jitter
 from maitred.sim.results import Results
 from maitred.sim.tensors import TensorSimulation
 from maitred.sim.workload import Arrival
-from maitred.step import RequestProgress
 from maitred.tenancy.tenant import Tenant
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.lengths import Draw, parse_length
 from maitred.sim.workload import Arrival, TokenSpan, Turn, chain

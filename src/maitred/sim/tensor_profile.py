@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 FORMAT = 1
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.traces import BLOCK_TOKENS, UNITS, TraceLine, parse_trace
 

@@ -13,16 +13,16 @@ from heapq import heappop, heappush
 from math import ceil
 from random import Random
 
-from maitred.errors import MaitredError, ModelNotFound, Overloaded
-from maitred.request import FinishReason
+from maitred.core.errors import MaitredError, ModelNotFound, Overloaded
+from maitred.core.request import FinishReason
+from maitred.core.step import RequestProgress
+from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.ensembles import SimulatedEnsemble, Whole
 from maitred.sim.jitter import drawn
 from maitred.sim.results import Sketch
 from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes
-from maitred.step import RequestProgress
-from maitred.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 
 TOKENS_PER_S = 2000.0  # as the engine has it until it has measured prompts
 _STEP = -1  # in place of a batch's number

@@ -16,7 +16,7 @@ from math import isfinite
 
 import msgspec
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.sim.workload import Arrival, chain
 from maitred.tenancy.tenant import Tenant
 

@@ -12,10 +12,10 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import NamedTuple, Protocol
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
+from maitred.core.request import RequestSpec, SamplingParams
 from maitred.gate.gate import Ask
 from maitred.gate.terms import TimeLimits
-from maitred.request import RequestSpec, SamplingParams
 from maitred.tenancy.tenant import Tenant
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.request import SamplingParams
+from maitred.core.request import SamplingParams
 
 Ints = NDArray[np.int64]
 

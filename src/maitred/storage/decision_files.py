@@ -22,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 
+from maitred.core.errors import ConfigError
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import StepRecord
-from maitred.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".decisions"

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.tenancy.keys import PREFIX_CHARS, Key, digest_of
 from maitred.tenancy.tenant import TenantTable, read_tenants
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.kvcache.tiers import DropReason, TierStats
 from maitred.storage import kv_segments
 from maitred.storage.kv_folder import OwnedFolder, own_folder, private_folder

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maitred.errors import ConfigError, OutOfMemory
+from maitred.core.errors import ConfigError, OutOfMemory
 from maitred.kvcache.tiers import TierStats
 from maitred.storage.kv_told import SharedChanges
 

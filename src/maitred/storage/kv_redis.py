@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.kvcache.tiers import DropReason, TierStats
 from maitred.storage.kv_segments import checksums
 from maitred.storage.redis import LOOK_UP_S, PREFIX, Command, RedisStore

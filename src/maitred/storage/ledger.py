@@ -21,8 +21,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from maitred.errors import Unavailable
-from maitred.request import NO_CHARGES, Charges, FinishReason
+from maitred.core.errors import Unavailable
+from maitred.core.request import NO_CHARGES, Charges, FinishReason
 from maitred.storage.ledger_file import (
     CACHED,
     INTERRUPTED,

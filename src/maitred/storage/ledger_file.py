@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

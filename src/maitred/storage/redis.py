@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from maitred.clock import Clock
+from maitred.core.clock import Clock
 from maitred.storage.redis import PREFIX, RedisStore
 from maitred.tenancy.shared import EXCHANGE_S, Order, SharedQuotas, SharedWindow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maitred.errors import PermissionDenied
+from maitred.core.errors import PermissionDenied
 from maitred.tenancy.quota import TenantQuota
 from maitred.tenancy.tenant import LEAST_URGENT, Limits, Tenant
 

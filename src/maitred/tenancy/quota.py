@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from maitred.errors import InsufficientQuota, RateLimited
+from maitred.core.errors import InsufficientQuota, RateLimited
 from maitred.tenancy.shared import SharedQuota, SharedQuotas, SharedWindow
 from maitred.tenancy.tenant import Limits, Tenant
 

@@ -11,7 +11,7 @@ from hashlib import sha256
 from reprlib import Repr
 from typing import Any
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.tenancy.keys import Key, KeyRing
 
 LEAST_URGENT = 1000

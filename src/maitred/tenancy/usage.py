@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 
 # bucket width -> seconds, default number of buckets, most buckets; as OpenAI has them
 WIDTHS: dict[str, tuple[int, int, int]] = {

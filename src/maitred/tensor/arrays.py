@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.service import Buffer, Tensor
 

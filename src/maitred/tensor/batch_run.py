@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import msgspec
 
-from maitred.errors import InstanceLost, MaitredError
+from maitred.core.errors import InstanceLost, MaitredError
 from maitred.tensor.batching import Batching, Rows
 from maitred.tensor.instance import ModelInstance
 from maitred.tensor.service import Tensor

@@ -9,14 +9,14 @@ from math import ceil
 
 import numpy as np
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
+from maitred.core.tensor_request import BatchRules, Instance, QueueRules
 from maitred.tensor.arrays import array_of, datatype_of, tensor_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of, parameters_of
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.sequence_tensors import kept_specs
 from maitred.tensor.service import InferRequest, Tensor
-from maitred.tensor_request import BatchRules, Instance, QueueRules
 
 US = 1e-6
 _DELAY = SCHEMA.enums["ModelQueuePolicy.TimeoutAction"]["DELAY"]

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, hints, written
 from maitred.tensor.config_checks import NO_CODE, faults, is_ensemble, runs_code
 from maitred.tensor.encoder_files import is_sentence_folder

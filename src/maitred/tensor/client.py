@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 
-from maitred.clock import Clock
+from maitred.core.clock import Clock
+from maitred.core.errors import EngineDead, InvalidRequest, MaitredError, RequestTooLarge
+from maitred.core.request import NO_CHARGES, Charges, FinishReason
 from maitred.engine.client import EngineClient
 from maitred.engine.crash_isolation import CrashIsolation
 from maitred.engine.frames import Command, ToTensors, encode, error_of
@@ -19,8 +21,6 @@ from maitred.engine.live_requests import LiveRequest
 from maitred.engine.owner import Loss
 from maitred.engine.supervisor import Start
 from maitred.engine.tensor_counts import TensorCounts
-from maitred.errors import EngineDead, InvalidRequest, MaitredError, RequestTooLarge
-from maitred.request import NO_CHARGES, Charges, FinishReason
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.crossing import ServerMemory

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maitred.errors import CheckpointError, did_you_mean
+from maitred.core.errors import CheckpointError, did_you_mean
 from maitred.tensor.config_fields import DATA_TYPES, SCHEMA, ModelConfig
 from maitred.tensor.schema import marked_fields
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from math import prod
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, parameters_of, refusals
 from maitred.tensor.config_fields import DATA_TYPES, SCHEMA
 from maitred.tensor.encoder_config import encoder_of, is_encoder

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
+from maitred.core.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
 from maitred.tensor.config import ANY_MESSAGE, config_from_json
 from maitred.tensor.ensembles import steps_of
 from maitred.tensor.repository import RepositoryChanges, Scan, settled_changes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maitred.errors import InvalidRequest, KernelError
+from maitred.core.errors import InvalidRequest, KernelError
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.encoder_config import IDS, MASK, Encoder
 from maitred.tensor.instance import NUMPY_TYPES

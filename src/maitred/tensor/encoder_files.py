@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.encoder_config import TASK, is_encoder
 from maitred.text.folder import read_json

@@ -8,10 +8,10 @@ from functools import partial
 
 import msgspec
 
-from maitred.clock import Clock
-from maitred.errors import InvalidRequest, MaitredError, Unavailable
-from maitred.request import Charges, FinishReason
-from maitred.step import RequestTiming
+from maitred.core.clock import Clock
+from maitred.core.errors import InvalidRequest, MaitredError, Unavailable
+from maitred.core.request import Charges, FinishReason
+from maitred.core.step import RequestTiming
 from maitred.tensor.batching import Batching
 from maitred.tensor.config import ANY_MESSAGE, inputs_of
 from maitred.tensor.ensembles import EnsembleRun, Step, StepInputs

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
 from maitred.tensor.service import Tensor
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, parameters_of
 from maitred.tensor.onnx_graph import read_graph
 from maitred.tensor.profiling import measured_times

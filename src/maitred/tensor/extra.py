@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 
 def missing(package: str) -> ConfigError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
 from maitred.tensor.config_checks import BACKENDS, is_ensemble
 from maitred.tensor.config_fields import DATA_TYPES, SCHEMA, ModelConfig

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from maitred.request import Charges, FinishReason
-from maitred.step import RequestTiming
+from maitred.core.request import Charges, FinishReason
+from maitred.core.step import RequestTiming
 from maitred.tensor.batch_run import BatchTimes
 from maitred.tensor.repository import IndexEntry
 from maitred.tensor.service import InferRequest, InferResponse
@@ -58,7 +58,7 @@ Command = Infer | Cancel | Load | Unload | MemoryCommand
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True):
-    """An error of `maitred.errors`."""
+    """An error of `maitred.core.errors`."""
 
     kind: str
     message: str

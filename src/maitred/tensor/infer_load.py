@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
-from maitred.objectives import percentile
+from maitred.core.objectives import percentile
 from maitred.tensor.arrays import data_type_of, tensor_of
 from maitred.tensor.config import WILDCARD
 from maitred.tensor.infer_servers import Asked, Caller, Server, connected, places

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import grpc
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.tensor.config import WILDCARD
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maitred.errors import CheckpointError, InvalidRequest
+from maitred.core.errors import CheckpointError, InvalidRequest
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, inputs_of, outputs_of
 from maitred.tensor.fill import kept_tensors, mismatches
 from maitred.tensor.session import Value, graph_of, run_error

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from google.protobuf import json_format
 
+from maitred.core.errors import CheckpointError, MaitredError
 from maitred.engine.limits import hand_over_quickly
-from maitred.errors import CheckpointError, MaitredError
 from maitred.tensor.arrays import tensor_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of
 from maitred.tensor.control import ControlMode

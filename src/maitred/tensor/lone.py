@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from maitred.clock import WallClock
 from maitred.config import EngineConfig, SchedulerConfig
+from maitred.core.clock import WallClock
+from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.decisions.codec import Header
 from maitred.decisions.log import Recorder
 from maitred.engine.core import EngineCore
@@ -17,7 +18,6 @@ from maitred.engine.model_facts import ModelFacts
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.scheduler.scheduler import Scheduler
-from maitred.step import ModelOutput, SchedulerOutput
 from maitred.storage.decision_files import DecisionLogFile
 
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-from maitred.errors import CheckpointError, ConfigError, MaitredError
-from maitred.objectives import percentile
+from maitred.core.errors import CheckpointError, ConfigError, MaitredError
+from maitred.core.objectives import percentile
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes, TensorProfile
 from maitred.tensor.batch_run import BatchRun, run_batch
 from maitred.tensor.batching import Batching, Rows, lengths_of

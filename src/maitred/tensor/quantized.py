@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, parameters_of
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.repository_files import ModelFolder, ModelVersion

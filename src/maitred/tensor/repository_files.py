@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, MOST_BYTES, hints, parameters_of, parse_config
 from maitred.tensor.config_checks import ENTRY_POINT, PYTHON, faults, is_ensemble, runs_code
 from maitred.tensor.config_fields import ModelConfig

@@ -13,11 +13,11 @@ from time import perf_counter_ns
 
 import msgspec
 
-from maitred.clock import Clock
 from maitred.cluster.result_cache import Answer as Kept
 from maitred.cluster.result_cache import ResultCache
-from maitred.request import Charges, FinishReason
-from maitred.step import RequestTiming
+from maitred.core.clock import Clock
+from maitred.core.request import Charges, FinishReason
+from maitred.core.step import RequestTiming
 from maitred.tensor.runner import Answer, Done
 from maitred.tensor.served_models import LoadedVersion
 from maitred.tensor.service import InferRequest, InferResponse, Tensor

@@ -9,9 +9,9 @@ from functools import partial
 
 import msgspec
 
-from maitred.clock import Clock
-from maitred.errors import InvalidRequest, MaitredError
-from maitred.request import FinishReason
+from maitred.core.clock import Clock
+from maitred.core.errors import InvalidRequest, MaitredError
+from maitred.core.request import FinishReason
 from maitred.scheduler.deadlines import Deadlines
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.fill import kept_tensors

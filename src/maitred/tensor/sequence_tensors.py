@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.arrays import tensor_of
 from maitred.tensor.config import ANY_MESSAGE, TensorSpec, type_name
 from maitred.tensor.config_fields import SCHEMA

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 
 S = TypeVar("S")  # what a model remembers: its state tensors by the names of its inputs
 

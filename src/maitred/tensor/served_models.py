@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from maitred.errors import CheckpointError, MaitredError, ModelNotFound
+from maitred.core.errors import CheckpointError, MaitredError, ModelNotFound
 from maitred.tensor.config import ANY_MESSAGE, MOST_OF_REASON
 from maitred.tensor.config_checks import ENSEMBLE
 from maitred.tensor.config_fields import SCHEMA

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from maitred.errors import ModelNotFound
+from maitred.core.errors import ModelNotFound
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.repository import IndexEntry
 
@@ -120,7 +120,7 @@ class ModelTable(Protocol):
 class TensorService(ModelTable, Protocol):
     """The models of one server. All of it is asked on the event loop; what waits is a coroutine.
 
-    Errors are `maitred.errors`: ModelNotFound, InvalidRequest, Unavailable, Overloaded, RequestTimeout ...
+    Errors are `maitred.core.errors`: ModelNotFound, InvalidRequest, Unavailable, Overloaded, RequestTimeout ...
     """
 
     async def infer(self, request: InferRequest) -> InferResponse:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maitred.errors import CheckpointError, InvalidRequest, KernelError, MaitredError
+from maitred.core.errors import CheckpointError, InvalidRequest, KernelError, MaitredError
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, parameters_of
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.extra import missing

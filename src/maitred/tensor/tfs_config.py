@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from google.protobuf import text_format
 
 from maitred.config import TensorConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.repository import LABEL

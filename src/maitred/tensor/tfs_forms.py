@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, numbers_as_bytes, texts_as_bytes
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.instance import NUMPY_TYPES

@@ -19,8 +19,8 @@ from typing import Any
 from google.protobuf import text_format
 
 from maitred.config import SchedulerConfig
-from maitred.errors import CheckpointError, ConfigError
-from maitred.objectives import percentile
+from maitred.core.errors import CheckpointError, ConfigError
+from maitred.core.objectives import percentile
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, type_name
 from maitred.tensor.instance import NUMPY_TYPES, Arrays
 

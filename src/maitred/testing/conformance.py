@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isfinite
 
+from maitred.core.request import RequestState
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
-from maitred.request import RequestState
 from maitred.testing.conformance_lanes import TensorWorld, lane_fair_share_fault, lane_starvation_fault
 from maitred.testing.conformance_steps import STEP_PROPERTIES, PolicyFault, conservation
 from maitred.testing.conformance_world import Bring, Execute, Scenario, ServiceMeter, World, answer, scenario_of

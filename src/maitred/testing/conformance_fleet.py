@@ -18,10 +18,10 @@ from maitred.cluster.config import BALANCES, FleetConfig
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import Usage, request_of
 from maitred.cluster.replicas import ReplicaFacts
+from maitred.core.request import RequestSpec, RequestState
+from maitred.core.step import SchedulerOutput
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
-from maitred.request import RequestSpec, RequestState
-from maitred.step import SchedulerOutput
 from maitred.testing.conformance import RIVALS, PolicyFault, tenant_shape
 from maitred.testing.conformance_world import CHECKED, Scenario, ServiceMeter, World, answer, scenario_of
 

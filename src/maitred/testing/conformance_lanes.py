@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import Any
 
+from maitred.core.request import FinishReason, RequestStatus
+from maitred.core.step import RequestProgress
+from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, Instance, LaneKey, TensorRequest, TensorSpec
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
-from maitred.request import FinishReason, RequestStatus
 from maitred.scheduler.lanes import Lanes
-from maitred.step import RequestProgress
-from maitred.tensor_request import Batch, BatchOutcome, BatchRules, Instance, LaneKey, TensorRequest, TensorSpec
 from maitred.testing.conformance_world import Dice, Execute, Scenario, World, answer
 
 LONGEST_WORK = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isfinite
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.policy.queue import MIN_DEAD_ENTRIES
 from maitred.testing.conformance_world import Moment, Scenario
 

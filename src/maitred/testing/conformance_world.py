@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from maitred.config import SchedulerConfig
+from maitred.core.request import RequestSpec, RequestState, SamplingParams
+from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policy import Policy, PolicyFactory
 from maitred.policy.rules.arrival import fcfs
-from maitred.request import RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.reservations import ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
-from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
 T = TypeVar("T")
 

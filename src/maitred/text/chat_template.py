@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import jinja2.exceptions
 
-from maitred.errors import CheckpointError, InvalidRequest
+from maitred.core.errors import CheckpointError, InvalidRequest
 from maitred.text.folder import read_chat_template, read_named_tokens
 from maitred.text.marks import HiddenMarks, Marks, is_bracketed
 from maitred.text.messages import CallStyle, plain_messages, styled

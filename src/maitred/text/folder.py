@@ -12,7 +12,7 @@ from typing import Any, Required, TypedDict
 
 import msgspec
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.model.gguf_file import is_gguf
 
 _CONFIG = "tokenizer_config.json"

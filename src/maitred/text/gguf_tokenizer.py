@@ -14,7 +14,7 @@ import msgspec
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from maitred.errors import CheckpointError
+from maitred.core.errors import CheckpointError
 from maitred.text.folder import GGUF_AGAIN, gguf_named_tokens, gguf_token_ids
 
 # Each pattern of a rule splits what those before it left.

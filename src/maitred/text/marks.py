@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0x10FFFD  # planes 15 and 16
 _PRIVATE = re.compile(f"[{chr(_FIRST_PRIVATE)}-{chr(_LAST_PRIVATE)}]")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from maitred.errors import InvalidRequest, UnsupportedContent
+from maitred.core.errors import InvalidRequest, UnsupportedContent
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 

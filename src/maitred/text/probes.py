@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from maitred.errors import CheckpointError, InvalidRequest
+from maitred.core.errors import CheckpointError, InvalidRequest
 from maitred.text.chat_template import ChatTemplate
 
 _QUESTION, _ANSWER, _THOUGHTS = "probe question", "probe answer", "probe thoughts"

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from maitred.errors import InvalidRequest
-from maitred.structured_outputs import StructuredOutputsParams
+from maitred.core.errors import InvalidRequest
+from maitred.core.structured_outputs import StructuredOutputsParams
 
 # As Python's json.dumps writes it, which is what models have read most; nothing may be blank without end.
 _SPACED_AS_DUMPS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}

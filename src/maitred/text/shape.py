@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from maitred.request import ThinkingLimit
+from maitred.core.request import ThinkingLimit
 from maitred.text.answer_format import AnswerFormat, CallFormat, Mark, PairsFormat, Pieces, Slot, Text
 from maitred.text.schema import Source, quoted
 

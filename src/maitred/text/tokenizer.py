@@ -12,7 +12,7 @@ import msgspec
 import tokenizers
 from tokenizers import AddedToken
 
-from maitred.errors import CheckpointError, InvalidRequest, TooManyTokens
+from maitred.core.errors import CheckpointError, InvalidRequest, TooManyTokens
 from maitred.text.bounds import byte_alphabet, longest_text_of_a_token
 from maitred.text.folder import gguf_metadata, read_configured_tokens, read_named_tokens
 from maitred.text.marks import MarkedText, Marks

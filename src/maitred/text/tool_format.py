@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from maitred.errors import ConfigError, did_you_mean
+from maitred.core.errors import ConfigError, did_you_mean
 from maitred.text.answer_format import AnswerFormat, CallFormat, Mark, ReasoningFormat, Slot, plain
 from maitred.text.answer_parser import AnswerParser, ArgumentsText, CallBegun
 from maitred.text.call_literals import read_calls

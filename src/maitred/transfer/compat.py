@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from maitred.errors import KernelError
+from maitred.core.errors import KernelError
 from maitred.executor.kv_layout import CellLayout
 from maitred.transfer.pieces import Refusal
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.transfer.channel import Channel
 from maitred.transfer.handshake import Ring
 from maitred.transfer.pieces import Piece, Refusal, Welcome

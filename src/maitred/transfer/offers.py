@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from maitred.clock import Clock, WallClock
+from maitred.core.clock import Clock, WallClock
 from maitred.executor.layer_io import LayerIO
 from maitred.transfer.blocks import HeldBlocks
 from maitred.transfer.leases import Lease, LeaseBook, Readable

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.transfer import nixl, shm, tcp
 from maitred.transfer.channel import Channel
 from maitred.transfer.compat import Terms

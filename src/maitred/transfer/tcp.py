@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from ipaddress import ip_address
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.transfer.channel import Channel
 from maitred.transfer.handshake import Ring, expect
 from maitred.transfer.pieces import AnyMessage, Piece, Refusal, Renew, Welcome

@@ -24,7 +24,7 @@ from maitred.cli.bench.runner import LoadProgress
 from maitred.cli.bench.session import make_bench
 from maitred.cli.endpoint import HttpEndpoint
 from maitred.cli.main import main
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import environment, maitred_thread
 from tests.waiting import HANGS_S, until_async

@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from maitred.cli.bench.prompts import WORD_VOCABULARY, WORDS, Synthetic, Vocabulary, as_text
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.lengths import parse_length
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from maitred.cli.bench.record import Chunk, Failure, Record
 from maitred.cli.bench.stats import meets, percentile, spread, summarise
-from maitred.errors import ConfigError
-from maitred.objectives import parse_slo
+from maitred.core.errors import ConfigError
+from maitred.core.objectives import parse_slo
 
 
 def record(sent_s: float = 0.0, *chunks: tuple[float, int], failure: Failure | None = None) -> Record:

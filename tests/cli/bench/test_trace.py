@@ -7,7 +7,7 @@ import pytest
 
 from maitred.cli.bench.prompts import TraceReplay, Vocabulary, read_trace
 from maitred.cli.simulate.sources import read_workload
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.sim.traces import BLOCK_TOKENS
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from maitred.bounds import Bounds
 from maitred.cli.main import main
-from maitred.errors import ConfigError
+from maitred.config.bounds import Bounds
+from maitred.core.errors import ConfigError
 
 REPLICA = {
     "name": "replica-1",

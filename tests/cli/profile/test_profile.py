@@ -12,7 +12,7 @@ from maitred.cli.main import main
 from maitred.cli.profile.live import CpuClock, SleepingClock, record
 from maitred.cli.profile.served import served
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
-from maitred.errors import ServerError
+from maitred.core.errors import ServerError
 from maitred.sim.edge import EdgeModel
 from maitred.sim.profile import decode_profile, encode_profile
 from maitred.sim.recorded import measured_steps, read_run

@@ -11,8 +11,8 @@ from maitred.cli.main import main
 from maitred.cli.roofline import report
 from maitred.cli.roofline.report import TimedEngine
 from maitred.config import CacheConfig, EngineConfig, SchedulerConfig
+from maitred.core.errors import ConfigError
 from maitred.engine.build import build_parts
-from maitred.errors import ConfigError
 from maitred.model.machine import Measured
 from maitred.model.roofline import Machine
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maitred.cli.run.lines import LINE_START, BadLine, answer_line, error_line, read_request, scan
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 BODY = {"model": "m", "messages": []}
 

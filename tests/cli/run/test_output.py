@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maitred.cli.run.output import OutputFile
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 
 def answer(number: int, custom_id: str | None, status_code: int = 200) -> bytes:

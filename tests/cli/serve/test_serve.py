@@ -15,8 +15,8 @@ import pytest
 from maitred.cli.main import main
 from maitred.cli.serve.command import _welcome, bind, served_words, url_of
 from maitred.config import ServerConfig
+from maitred.core.errors import ConfigError
 from maitred.engine.limits import claim_descriptors
-from maitred.errors import ConfigError
 from tests.cli.running import maitred_process
 from tests.cli.test_ps import tensor_entry
 from tests.conftest import ServerProcess, copied_model

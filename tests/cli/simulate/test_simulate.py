@@ -9,8 +9,8 @@ import pytest
 from maitred.cli.main import main
 from maitred.cli.simulate.sources import find_target, profile_path, read_workload
 from maitred.config import CacheConfig
-from maitred.cost_model import CostModel
-from maitred.errors import ConfigError
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import ConfigError
 from maitred.sim.edge import EdgeModel
 from maitred.sim.profile import Profile, decode_profile, encode_profile
 

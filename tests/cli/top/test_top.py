@@ -19,11 +19,11 @@ import pytest
 from maitred.api.ops.latencies import Percentiles
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.cli.top.screen import Rates, as_text, fit, in_ascii, seconds, view
+from maitred.core.errors import EngineDead
+from maitred.core.replica import ReplicaState
+from maitred.core.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.engine.live_view import LiveView, live_view
-from maitred.errors import EngineDead
-from maitred.replica import ReplicaState
 from maitred.scheduler.scheduler import Scheduler
-from maitred.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from tests.cli.running import environment, maitred_process
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 from tests.fakes_api import RunningServer

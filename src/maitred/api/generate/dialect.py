@@ -11,9 +11,9 @@ from maitred.api.generate.time_limits import AskedLimits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.formats import DialectFormat
+from maitred.core.request import SamplingParams
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import TextDelta
-from maitred.request import SamplingParams
 from maitred.text.shape import NO_SHAPE, Shape
 
 Prompt = str | list[int]

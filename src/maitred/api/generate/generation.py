@@ -11,8 +11,7 @@ from typing import cast
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.kept_logprobs import Keep
-from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
-from maitred.errors import (
+from maitred.core.errors import (
     GenerationFailed,
     InvalidRequest,
     MaitredError,
@@ -21,7 +20,8 @@ from maitred.errors import (
     RequestTimeout,
     Unavailable,
 )
-from maitred.request import FinishReason, RequestSpec
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
 
 _GOOD_ENDS = (None, FinishReason.STOP, FinishReason.LENGTH)
 _Queue = asyncio.Queue[tuple[int, TextDelta] | Exception | None]

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from maitred.api.generate.dialect import GenerationAsk
 from maitred.api.generate.outcome import Outcome
 from maitred.api.http.app import App
-from maitred.errors import InvalidRequest, Overloaded, RateLimited
+from maitred.core.errors import InvalidRequest, Overloaded, RateLimited
+from maitred.core.request import FinishReason, RequestSpec
 from maitred.gate.gate import Ask, Lease
 from maitred.gate.terms import TimeLimits
-from maitred.request import FinishReason, RequestSpec
 from maitred.tenancy.caller import Caller
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from maitred.core.objectives import Pace, new_pace
+from maitred.core.request import HANDOVER_OUTCOMES, NO_CHARGES, FinishReason, RequestSpec
+from maitred.core.step import RequestTiming, TokenLogprobs
 from maitred.engine.output import Piece
-from maitred.objectives import Pace, new_pace
-from maitred.request import HANDOVER_OUTCOMES, NO_CHARGES, FinishReason, RequestSpec
-from maitred.step import RequestTiming, TokenLogprobs
 
 
 class TokenUsage(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from maitred.api.http.errors import shortened
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.gate.terms import TimeLimits
 
 MAX_MS = 24 * 3600 * 1000

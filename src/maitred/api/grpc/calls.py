@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from maitred.api.grpc.errors import grpc_error
 from maitred.api.http.app import App
 from maitred.api.http.logs import ACCESS, ERRORS, log_fields
-from maitred.errors import InvalidRequest, MaitredError
+from maitred.core.errors import InvalidRequest, MaitredError
 from maitred.gate.terms import TimeLimits
 from maitred.tenancy.caller import Caller
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import grpc
 
 from maitred.api.http.errors import http_error
-from maitred.errors import (
+from maitred.core.errors import (
     EngineDead,
     InvalidApiKey,
     ModelNotFound,

@@ -19,7 +19,7 @@ from maitred.api.tensor.parameters import (
     version_of,
 )
 from maitred.api.tensor.regions import RegionPart
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.arrays import MOST_DIMS, data_type_of, numbers_as_bytes, texts_as_bytes
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.instance import NUMPY_TYPES

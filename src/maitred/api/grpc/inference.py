@@ -26,7 +26,7 @@ from maitred.api.tensor.extensions import Extensions
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.api.tensor.parameters import CLASSIFICATION, check_unload, config_to_load, version_of
 from maitred.api.tensor.settings import LOGS, TRACES
-from maitred.errors import MaitredError, UnsupportedParameter
+from maitred.core.errors import MaitredError, UnsupportedParameter
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, outputs_of
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
 from maitred.tensor.raw_contents import split

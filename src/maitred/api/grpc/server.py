@@ -13,7 +13,7 @@ from maitred.api.grpc.inference import InferenceService
 from maitred.api.grpc.tfserving import ModelService, PredictionService
 from maitred.api.http.app import App
 from maitred.api.tensor.extensions import Extensions
-from maitred.errors import ConfigError, RouteNotFound
+from maitred.core.errors import ConfigError, RouteNotFound
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.protocol_fields import HEALTH, HEALTH_MESSAGES, NOT_SERVING, SERVICE_UNKNOWN, SERVING
 

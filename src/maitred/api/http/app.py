@@ -20,19 +20,19 @@ from maitred.api.http.results import Results
 from maitred.api.http.text_threads import TextThreads
 from maitred.api.ops.fleet_feed import FleetFeed
 from maitred.api.ops.observer import Observer
-from maitred.clock import Clock
 from maitred.config import SchedulerConfig, ServerConfig
+from maitred.core.clock import Clock
+from maitred.core.errors import ModelNotFound, Unavailable
+from maitred.core.request import RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.replica import LOADING, LoadingReplica, Replica
-from maitred.errors import ModelNotFound, Unavailable
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
-from maitred.request import RequestSpec
-from maitred.step import RequestProgress
 from maitred.tenancy.caller import Caller
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from maitred.api.http.ignored_fields import TOLD_OF_BODIES
 from maitred.api.http.logs import ERRORS, log_fields
 from maitred.api.http.routes import FoundRoute, RouteTable
 from maitred.api.http.service import Service
-from maitred.clock import Clock
-from maitred.errors import EngineDead, Overloaded, Unavailable
-from maitred.replica import ReplicaState
+from maitred.core.clock import Clock
+from maitred.core.errors import EngineDead, Overloaded, Unavailable
+from maitred.core.replica import ReplicaState
 from maitred.tenancy.caller import Caller
 
 TOLD_AGAIN_S = 60.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from maitred.api.http.fleet_headers import vouched_caller
-from maitred.errors import InvalidApiKey
+from maitred.core.errors import InvalidApiKey
 from maitred.tenancy.caller import Caller, anybody
 from maitred.tenancy.keys import Key, KeyRing, digest_of
 from maitred.tenancy.quota import QuotaBook

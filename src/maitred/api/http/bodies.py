@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
-from maitred.errors import InvalidRequest, Overloaded, RequestTooLarge
+from maitred.core.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 T = TypeVar("T")
 # A body up to this is decoded in one call at once: 11 ms, all of it numbers such as 1e300, and 0.1 ms of what is sent

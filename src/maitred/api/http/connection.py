@@ -24,8 +24,8 @@ from maitred.api.http.formats import DialectFormat
 from maitred.api.http.logs import ACCESS, log_fields
 from maitred.api.http.sender import ResponseSender
 from maitred.config import ServerConfig
+from maitred.core.errors import InvalidRequest, RequestError, Unavailable
 from maitred.engine.limits import is_spare
-from maitred.errors import InvalidRequest, RequestError, Unavailable
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; besides, what comes of a body without a byte of it: trailers
 MAX_FRAMING_BYTES = 1024 * 1024  # sizes and extensions of chunks, and an eighth of the body more: 200,000 of one byte

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maitred.errors import (
+from maitred.core.errors import (
     CannotResume,
     EngineDead,
     GenerationFailed,

@@ -17,8 +17,8 @@ from maitred.api.http.body_decoder import BodyDecoder, Sent
 from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
 from maitred.api.http.formats import DialectFormat
 from maitred.api.http.routes import Route
-from maitred.errors import RequestTooLarge
-from maitred.objectives import Pace
+from maitred.core.errors import RequestTooLarge
+from maitred.core.objectives import Pace
 from maitred.tenancy.caller import Caller
 
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from urllib.parse import quote, unquote
 from msgspec.structs import replace
 
 from maitred.cluster.told_tokens import SEED, TELL
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
+from maitred.core.request import Charges, RequestSpec, ResumePoint
 from maitred.gate.terms import NO_LIMITS, TimeLimits
-from maitred.request import Charges, RequestSpec, ResumePoint
 from maitred.tenancy.caller import ANYBODY, Caller
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.tenant import LEAST_URGENT, Tenant

@@ -8,7 +8,7 @@ from hmac import compare_digest
 from pathlib import Path
 
 from maitred.cluster.announcement import TOKEN_VARIABLE
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 HEADER = b"x-maitred-fleet-token"
 MIN_CHARS = 16

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.logs import ERRORS, log_fields
-from maitred.errors import InvalidRequest, did_you_mean
+from maitred.core.errors import InvalidRequest, did_you_mean
 
 IGNORED_FIELDS = b"x-maitred-ignored-fields"
 SCHEMA_IGNORED = b"x-maitred-schema-ignored"

@@ -12,7 +12,7 @@ from starlette.types import Message
 from maitred.api.http.errors import BrokenOff, ClientGone
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
-from maitred.errors import MaitredError, Unavailable
+from maitred.core.errors import MaitredError, Unavailable
 
 
 class InFlight:

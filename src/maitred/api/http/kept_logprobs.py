@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from maitred.core.errors import InvalidRequest, Overloaded
+from maitred.core.step import TokenLogprobs
 from maitred.engine.progress_streams import MAX_UNREAD_BYTES, logprob_bytes
-from maitred.errors import InvalidRequest, Overloaded
-from maitred.step import TokenLogprobs
 
 MAX_KEPT_BYTES = 64 * 2**20  # of one answer: 35,000 tokens with 20 of each, some 40 MiB of JSON; 200,000 with one
 MAX_KEPT_BYTES_IN_ALL = 512 * 2**20  # from there on, an answer ends that keeps more than a stream may leave unread

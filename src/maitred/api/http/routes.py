@@ -10,7 +10,7 @@ import msgspec
 
 from maitred.api.http.errors import MethodNotAllowed, shortened
 from maitred.api.http.formats import DialectFormat
-from maitred.errors import RouteNotFound, did_you_mean
+from maitred.core.errors import RouteNotFound, did_you_mean
 
 Handler = Callable[..., Awaitable[None]]  # of an App and an Exchange, which know routes
 

@@ -9,9 +9,9 @@ from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.fleet_token import FleetToken
-from maitred.clock import Clock
 from maitred.config import ServerConfig
-from maitred.replica import ReplicaState
+from maitred.core.clock import Clock
+from maitred.core.replica import ReplicaState
 
 
 class HttpCounts(Protocol):

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 LOOK_S = 1.0  # between two looks at the files

@@ -35,14 +35,14 @@ from maitred.cluster.routed_body import read_asked
 from maitred.cluster.stored_keys import KeyBlock, StoredKeys
 from maitred.cluster.told_tokens import NOTHING, ToldUsage
 from maitred.cluster.worker import facts_of
+from maitred.core.errors import Overloaded
+from maitred.core.replica import ReplicaState
+from maitred.core.request import NO_CHARGES, Charges, RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges
 from maitred.engine.intake import ServedModel
 from maitred.engine.replica import Replica
-from maitred.errors import Overloaded
-from maitred.replica import ReplicaState
-from maitred.request import NO_CHARGES, Charges, RequestSpec
-from maitred.step import RequestProgress
 
 MAX_LISTENERS = 16
 MAX_UNTOLD_ENDS = 4096  # to a router that is slow

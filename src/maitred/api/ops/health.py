@@ -9,12 +9,12 @@ import msgspec
 
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
-from maitred.clock import Clock
+from maitred.core.clock import Clock
+from maitred.core.errors import EngineDead, GenerationFailed, Unavailable
+from maitred.core.request import FinishReason, SamplingParams
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.replica import Replica
-from maitred.errors import EngineDead, GenerationFailed, Unavailable
 from maitred.gate.gate import Ask, Gate
-from maitred.request import FinishReason, SamplingParams
 from maitred.tenancy.caller import anybody
 from maitred.tenancy.tenant import LEAST_URGENT
 

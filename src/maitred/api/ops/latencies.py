@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import msgspec
 
-from maitred.step import RequestTiming
+from maitred.core.step import RequestTiming
 
 LOWEST_S = 1e-4
 GROWTH = 1.06  # from a bucket to the next, so a percentile is right to 3%

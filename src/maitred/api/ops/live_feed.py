@@ -9,9 +9,9 @@ from heapq import heappop, heappush
 import msgspec
 
 from maitred.api.ops.latencies import Latencies, Percentiles
+from maitred.core.errors import EngineDead, Overloaded
 from maitred.engine.live_view import LiveView
 from maitred.engine.replica import Replica
-from maitred.errors import EngineDead, Overloaded
 
 FRAME_S = 0.2  # between frames while there is work
 IDLE_S = 0.5

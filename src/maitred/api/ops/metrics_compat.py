@@ -12,9 +12,9 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
-from maitred import metrics as m
+from maitred.core import metrics as m
+from maitred.core.metrics import Metric
 from maitred.engine.adapter_book import AtWork
-from maitred.metrics import Metric
 
 # ours -> vLLM 0.32's, without the _total that a counter's samples get
 VLLM_NAMES: Mapping[Metric, str] = {

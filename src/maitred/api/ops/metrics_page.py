@@ -15,16 +15,16 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from maitred import metrics as m
 from maitred.api.ops.metrics_compat import lora_family, triton_families, vllm_families
 from maitred.api.ops.promises import Promises
+from maitred.core import metrics as m
+from maitred.core.errors import RateLimited
+from maitred.core.metrics import Metric, MetricKind
+from maitred.core.replica import DraftCounts, ReplicaState, TierFigures, WorkerView
+from maitred.core.request import FinishReason
+from maitred.core.step import RequestTiming
 from maitred.engine.replica import Replica
-from maitred.errors import RateLimited
 from maitred.gate.admission import AdmissionController
-from maitred.metrics import Metric, MetricKind
-from maitred.replica import DraftCounts, ReplicaState, TierFigures, WorkerView
-from maitred.request import FinishReason
-from maitred.step import RequestTiming
 from maitred.tenancy.quota import TenantQuota
 
 if TYPE_CHECKING:

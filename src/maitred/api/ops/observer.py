@@ -16,10 +16,10 @@ from maitred.api.http.logs import ACCESS, log_fields
 from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.api.ops.promises import Promises
-from maitred.clock import Clock
 from maitred.config import ServerConfig
+from maitred.core.clock import Clock
+from maitred.core.errors import ConfigError
 from maitred.engine.replica import LoadingReplica
-from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -10,7 +10,7 @@ from pathlib import Path
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange, Header
 from maitred.api.http.service import Service
-from maitred.errors import RouteNotFound
+from maitred.core.errors import RouteNotFound
 
 INDEX = "index.html"
 PREFIX = "/static/"

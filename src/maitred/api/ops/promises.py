@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from maitred.api.http.errors import CLIENT_GONE_STATUS
 from maitred.api.http.exchange import Exchange
-from maitred.objectives import broken_by, met, parse_slo
+from maitred.core.objectives import broken_by, met, parse_slo
 
 ALL = "all"  # the label of all objectives together: the goodput
 ROLES = {"ttft": "prefill", "itl": "decode", "tpot": "decode"}  # whose work it was, where two workers shared it

@@ -8,7 +8,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.route.router import Router
 from maitred.cluster.choices import MAX_REQUESTS
 from maitred.cluster.disagg import Role
-from maitred.errors import InvalidRequest, RouteNotFound, UnsupportedParameter, did_you_mean
+from maitred.core.errors import InvalidRequest, RouteNotFound, UnsupportedParameter, did_you_mean
 
 
 class Named(msgspec.Struct, forbid_unknown_fields=True):

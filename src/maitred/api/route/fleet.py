@@ -14,7 +14,6 @@ from maitred.api.http.logs import log_fields
 from maitred.api.route.bills import Bills
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.routed import Moved, RoutedRequest
-from maitred.clock import Clock
 from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop
 from maitred.cluster.choices import Choices
 from maitred.cluster.core import ClusterCore
@@ -24,6 +23,7 @@ from maitred.cluster.origins import Origin
 from maitred.cluster.replica_events import KVWorker
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report
 from maitred.cluster.upstream import ConnectionCounts, Upstream
+from maitred.core.clock import Clock
 from maitred.storage.redis_notices import Bound
 
 logger = logging.getLogger("maitred.fleet")

@@ -21,7 +21,7 @@ from maitred.cluster.replica_events import Began, Computed, Ended, Fingerprint, 
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report, State
 from maitred.cluster.told_tokens import Count
 from maitred.cluster.upstream import Ask, Broken, UpstreamFailed, request_head
-from maitred.errors import ModelNotFound
+from maitred.core.errors import ModelNotFound
 from maitred.tenancy.caller import Caller
 
 logger = logging.getLogger("maitred.fleet")

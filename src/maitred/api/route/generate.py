@@ -23,7 +23,7 @@ from maitred.cluster.ring import hash_of
 from maitred.cluster.routed_body import RoutedBody, generate_asked, read_asked, read_body
 from maitred.cluster.told_tokens import SEED, TELL, Count
 from maitred.cluster.upstream import UpstreamFailed
-from maitred.errors import InvalidRequest, RouteNotFound, Unavailable
+from maitred.core.errors import InvalidRequest, RouteNotFound, Unavailable
 
 MAX_TOKENS = 256  # thought of who names no limit
 NOT_PASSED_ON = (  # of a replica's own administrators, of routers, and of whoever shares its memory

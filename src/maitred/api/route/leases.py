@@ -12,10 +12,10 @@ from maitred.api.ops.metrics_page import TenantCounts
 from maitred.api.route.router import Router
 from maitred.cluster.fleet_request import FleetRequest, Usage
 from maitred.cluster.routed_body import RoutedBody
-from maitred.errors import RateLimited
+from maitred.core.errors import RateLimited
+from maitred.core.request import FinishReason
 from maitred.gate.gate import Ask, Lease
 from maitred.gate.terms import NO_LIMITS, TimeLimits
-from maitred.request import FinishReason
 from maitred.tenancy.caller import Caller
 from maitred.tenancy.tenant import TIERS
 

@@ -14,21 +14,21 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import maitred
-from maitred import metrics as m
 from maitred.api.http.errors import CLIENT_GONE_STATUS
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.results import Results
 from maitred.api.ops.metrics_page import Histogram, TenantCounts, family_of, result_cache_samples
 from maitred.api.ops.observer import Observed, log_access, tracing_to
 from maitred.api.ops.promises import Promises
-from maitred.clock import Clock
 from maitred.cluster.actions import Bind
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import FailureKind, FleetRequest
 from maitred.cluster.upstream import ConnectionCounts
 from maitred.config import ServerConfig
-from maitred.metrics import Metric
-from maitred.objectives import new_pace
+from maitred.core import metrics as m
+from maitred.core.clock import Clock
+from maitred.core.metrics import Metric
+from maitred.core.objectives import new_pace
 from maitred.storage.redis import RedisStore
 
 if TYPE_CHECKING:

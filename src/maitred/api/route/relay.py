@@ -21,8 +21,8 @@ from maitred.cluster.actions import Bind
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.told_tokens import NOTHING, BrokenFrame, ToldTokens
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed
-from maitred.errors import MaitredError
-from maitred.request import Charges, FinishReason
+from maitred.core.errors import MaitredError
+from maitred.core.request import Charges, FinishReason
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
 TOKENS_AT_ONCE = 16  # the core is told of the tokens of a stream by so many

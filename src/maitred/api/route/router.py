@@ -17,8 +17,6 @@ from maitred.api.route.fleet import Fleet
 from maitred.api.route.follow import Follower, ModelNames
 from maitred.api.route.launching import LaunchedReplicas, MakeLauncher
 from maitred.api.route.metrics import RouteMetrics, RouteObserver
-from maitred.bounds import Bounds
-from maitred.clock import Clock, WallClock
 from maitred.cluster.actions import Bind
 from maitred.cluster.config import FleetConfig, SharedConfig
 from maitred.cluster.core import ClusterCore
@@ -28,10 +26,12 @@ from maitred.cluster.origins import Origin, Target
 from maitred.cluster.replicas import Kind, ReplicaFacts, State
 from maitred.cluster.sizing import Autoscale, as_asked
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
-from maitred.errors import Overloaded, Unavailable
+from maitred.config.bounds import Bounds
+from maitred.core.clock import Clock, WallClock
+from maitred.core.errors import Overloaded, Unavailable
+from maitred.core.replica import ReplicaState
 from maitred.gate.admission import UNKNOWN_SHARE, admission_of
 from maitred.gate.gate import Gate
-from maitred.replica import ReplicaState
 from maitred.storage.ledger import Ledger
 from maitred.storage.redis import RedisStore
 from maitred.storage.redis_notices import Bound, Notices

@@ -14,7 +14,7 @@ from maitred.api.route.generate import embed, generate, pass_through, post_kserv
 from maitred.api.route.router import Router
 from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.cluster.routed_body import GENERATE_ENDS
-from maitred.errors import Unavailable
+from maitred.core.errors import Unavailable
 
 _ERRORS = (400, 401, 403, 404, 413, 429, 500, 502, 503, 504)
 

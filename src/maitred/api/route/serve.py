@@ -10,7 +10,7 @@ from maitred.api.http.logs import configure_logging
 from maitred.api.http.server import HttpServer
 from maitred.api.route.router import Router
 from maitred.api.route.routes import ROUTES
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 
 def make_server(

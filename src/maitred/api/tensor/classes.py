@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.arrays import array_of, texts_as_bytes
 from maitred.tensor.repository_files import leads_out
 from maitred.tensor.service import Tensor, TensorService

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from maitred.api.http.bodies import check_num_texts
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.arrays import MOST_DIMS
 from maitred.tensor.instance import NUMPY_TYPES
 

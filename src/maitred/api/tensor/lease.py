@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from maitred.api.generate.lease import counting_refusals, enter
 from maitred.api.http.app import App
-from maitred.errors import ModelNotFound
+from maitred.core.errors import ModelNotFound
 from maitred.gate.gate import Ask, Lease
 from maitred.gate.terms import NO_LIMITS, TimeLimits
 from maitred.tenancy.caller import Caller

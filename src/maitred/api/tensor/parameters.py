@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from maitred.api.tensor.regions import RegionPart
-from maitred.errors import InvalidRequest, UnsupportedParameter
+from maitred.core.errors import InvalidRequest, UnsupportedParameter
 from maitred.tensor.service import SequenceControl, Tensor
 
 REGION, REGION_SIZE, REGION_OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"

@@ -16,7 +16,7 @@ from threading import Lock
 
 import numpy as np
 
-from maitred.errors import InvalidRequest, Overloaded, RegionNotFound
+from maitred.core.errors import InvalidRequest, Overloaded, RegionNotFound
 from maitred.tensor.service import Buffer
 
 FOLDER = "/dev/shm"  # where shm_open's names are, on Linux

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from maitred.errors import InvalidRequest, UnsupportedParameter
+from maitred.core.errors import InvalidRequest, UnsupportedParameter
 
 # What an administrator's key is for, in words.
 TRACES, LOGS = "see or change what is traced", "see or change what is logged"

@@ -13,7 +13,7 @@ from maitred.cli.bench.prompts import PlannedRequest, as_text
 from maitred.cli.bench.record import Chunk, Failure, Record
 from maitred.cli.endpoint import Endpoint, Refused, TimedOut, Unreachable, error_text
 from maitred.cli.sse import DONE, SSEParser
-from maitred.errors import MaitredError
+from maitred.core.errors import MaitredError
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 

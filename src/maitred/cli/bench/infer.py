@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

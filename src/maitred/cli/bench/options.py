@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from maitred.cli.flags import option
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 ENDPOINTS = ("completions", "chat")
 PROMPT_FORMS = ("auto", "tokens", "text")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from maitred.cli.simulate.sources import read_unpacked
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.lengths import Draw
 from maitred.sim.traces import BLOCK_TOKENS, TraceLine, parse_trace

@@ -18,7 +18,7 @@ from maitred.cli.bench.record import Record
 from maitred.cli.bench.runner import LoadProgress
 from maitred.cli.bench.stats import Spread, Summary, summarise
 from maitred.cli.console import inert
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 REFRESH_S = 0.5
 LINE_EVERY_S = 10.0  # when nobody looks at a terminal

@@ -27,8 +27,8 @@ from maitred.cli.console import note
 from maitred.cli.endpoint import HttpEndpoint, first_model
 from maitred.cli.flags import UsageError
 from maitred.cli.main import EXIT_INTERRUPTED
-from maitred.errors import ConfigError, ServerError
-from maitred.objectives import parse_slo
+from maitred.core.errors import ConfigError, ServerError
+from maitred.core.objectives import parse_slo
 from maitred.sim.lengths import parse_length
 
 DEFAULT_NUM_REQUESTS = 100

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from maitred.cli.bench.record import Record
-from maitred.objectives import percentile
+from maitred.core.objectives import percentile
 
 PERCENTILES = (50, 90, 99)
 

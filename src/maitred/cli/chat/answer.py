@@ -12,7 +12,7 @@ import msgspec
 from maitred.api.dialects.openai.schemas import TimingMs
 from maitred.cli.endpoint import Endpoint, Refused, Unreachable, error_text
 from maitred.cli.sse import DONE, SSEParser
-from maitred.errors import ServerError
+from maitred.core.errors import ServerError
 
 CHAT_PATH = "/v1/chat/completions"
 MIN_RATE_TOKENS = 8  # of fewer, a rate says next to nothing

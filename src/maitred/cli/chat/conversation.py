@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from maitred.errors import ConfigError, did_you_mean
+from maitred.core.errors import ConfigError, did_you_mean
 
 # setting -> (how its word is read, what it does); ranges are the server's business
 SETTINGS: dict[str, tuple[Callable[[str], object], str]] = {

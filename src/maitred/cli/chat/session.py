@@ -18,7 +18,7 @@ from maitred.cli.endpoint import Endpoint, HttpEndpoint, first_model
 from maitred.cli.flags import UsageError
 from maitred.cli.local import engine_config, local_endpoint, refuse_engine_flags, start_engine
 from maitred.config import ModelConfig
-from maitred.errors import ConfigError, MaitredError
+from maitred.core.errors import ConfigError, MaitredError
 from maitred.model.packaged import PACKAGED
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maitred.bounds import Bounds
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
 from maitred.cli.fleet.asking import RouterOptions, order
+from maitred.config.bounds import Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
 from maitred.cli.fleet.asking import RouterOptions, get
-from maitred.errors import ServerError
+from maitred.core.errors import ServerError
 
 if TYPE_CHECKING:
     from maitred.cluster.view import FleetView, ReplicaView

@@ -10,7 +10,7 @@ from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
 from maitred.cli.local import ENGINE_PARTS, engine_config
 from maitred.config import ModelConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from maitred.sim.tensor_profile import TensorProfile

@@ -15,13 +15,13 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from maitred.clock import Clock
 from maitred.config import EngineConfig
+from maitred.core.clock import Clock
+from maitred.core.request import RequestSpec, SamplingParams
 from maitred.decisions.codec import read_log
 from maitred.decisions.log import Step
 from maitred.engine.build import EngineParts, build_parts
 from maitred.kvcache.prefix_cache import TokenHasher
-from maitred.request import RequestSpec, SamplingParams
 from maitred.sim.workload import Arrival
 from maitred.storage.decision_files import log_parts, read_frames
 

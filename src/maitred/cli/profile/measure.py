@@ -19,8 +19,8 @@ from maitred.cli.profile.served import measure_served
 from maitred.cli.simulate.sources import profile_path
 from maitred.cli.simulate.table import seconds_text
 from maitred.config import EngineConfig
+from maitred.core.errors import ConfigError
 from maitred.engine.build import EngineParts
-from maitred.errors import ConfigError
 from maitred.sim.fit import MIN_EDGE_SAMPLES, Fit, fit_edge, fit_steps
 from maitred.sim.profile import Profile, encode_profile
 from maitred.sim.recorded import MeasuredStep, measured_steps

@@ -27,9 +27,9 @@ from maitred.cli.endpoint import HttpEndpoint
 from maitred.cli.flags import flags_of
 from maitred.cli.local import ENGINE_PARTS
 from maitred.config import EngineConfig
+from maitred.core.errors import ServerError
 from maitred.decisions.codec import read_log
 from maitred.decisions.log import Step
-from maitred.errors import ServerError
 from maitred.sim.edge import EdgeSample
 from maitred.sim.recorded import read_run
 from maitred.storage.decision_files import log_parts, read_frames

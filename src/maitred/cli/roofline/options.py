@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maitred.cli.flags import option
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maitred.cli.console import note
 from maitred.config import EngineConfig, SpeculativeConfig
+from maitred.core.errors import ConfigError
+from maitred.core.request import SamplingParams
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.executors import plan_executor
 from maitred.engine.intake import make_requests
 from maitred.engine.memory import format_bytes, usable_cores
-from maitred.errors import ConfigError
 from maitred.executor.native_plan import NativePlan
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
@@ -33,7 +34,6 @@ from maitred.model.roofline import (
     token_budget,
 )
 from maitred.model.spec import DecoderSpec
-from maitred.request import SamplingParams
 
 if TYPE_CHECKING:
     from maitred.cli.roofline.options import RooflineOptions

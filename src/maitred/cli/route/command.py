@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from maitred.bounds import Bounds
 from maitred.cli.command import Command, Options
 from maitred.cli.ending import noted
 from maitred.cli.flags import UsageError, option
@@ -18,8 +17,9 @@ from maitred.cluster.config import PLACEMENTS, FleetConfig, SharedConfig
 from maitred.cluster.disagg import HandoverConfig
 from maitred.cluster.origins import Target, parse_target
 from maitred.config import HANDOVERS, AdmissionConfig, SchedulerConfig, ServerConfig
-from maitred.errors import ConfigError
-from maitred.objectives import promised
+from maitred.config.bounds import Bounds
+from maitred.core.errors import ConfigError
+from maitred.core.objectives import promised
 
 if TYPE_CHECKING:
     from maitred.api.http.fleet_token import FleetToken

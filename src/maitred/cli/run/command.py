@@ -12,7 +12,7 @@ from maitred.cli.command import Command, Options
 from maitred.cli.console import note
 from maitred.cli.flags import option
 from maitred.cli.local import ENGINE_PARTS, engine_config, local_endpoint, refuse_engine_flags, start_engine
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from maitred.cli.endpoint import Endpoint

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 LINE_START = b'{"id":"batch_req_line_'  # of every line we write
 URLS = ("/v1/chat/completions", "/v1/completions")

@@ -11,7 +11,7 @@ from types import TracebackType
 import msgspec
 
 from maitred.cli.run.lines import LINE_START
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 
 class _Response(msgspec.Struct):

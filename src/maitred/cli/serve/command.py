@@ -27,8 +27,8 @@ from maitred.config import (
     ServerConfig,
     TensorConfig,
 )
-from maitred.errors import ConfigError
-from maitred.field_checks import host_and_port
+from maitred.config.field_checks import host_and_port
+from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from socket import socket
@@ -47,7 +47,7 @@ def _run(options: Options) -> int:
     import logging
 
     from maitred.api.http.fleet_token import read_fleet_token
-    from maitred.clock import WallClock
+    from maitred.core.clock import WallClock
     from maitred.engine.limits import SPARE_DESCRIPTORS, check_addresses, claim_descriptors
     from maitred.engine.timeline import Timeline, process_age_s
     from maitred.storage.kv_folder import salt_secret

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maitred.config import ServerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from maitred.storage.key_files import TenantFile

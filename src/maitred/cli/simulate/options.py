@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from maitred.cli.flags import option
 from maitred.config import HANDOVERS, MAX_SPECULATIVE_TOKENS, SIMULATED_PREDICTOR_NAMES, SchedulerConfig
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 DEVICES = ("a100", "h100", "h200", "mi300x", "tpu-v5e", "cpu")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from maitred.bounds import Bounds
 from maitred.cli.console import note
 from maitred.cli.flags import UsageError
 from maitred.cli.simulate.sources import Target, find_target, read_workload
@@ -28,10 +27,11 @@ from maitred.cli.simulate.workers import WorkersAsked, workers_of
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.config import BALANCES, FleetConfig
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
+from maitred.config.bounds import Bounds
+from maitred.core.errors import ConfigError, did_you_mean
+from maitred.core.objectives import parse_slo
 from maitred.engine.installed import installed_policies
-from maitred.errors import ConfigError, did_you_mean
 from maitred.gate.admission import AdmissionController, admission_of
-from maitred.objectives import parse_slo
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
 from maitred.sim.engine import EngineSetup

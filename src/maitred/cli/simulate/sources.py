@@ -13,8 +13,8 @@ from typing import Any
 
 from maitred.cli.console import note
 from maitred.config import CacheConfig
-from maitred.cost_model import CostModel
-from maitred.errors import ConfigError
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import ConfigError
 from maitred.sim.devices import (
     MODELS,
     Device,

@@ -15,7 +15,7 @@ from maitred.cli.flags import UsageError
 from maitred.cli.simulate.options import SimulatedTensorOptions, SimulateOptions
 from maitred.cli.simulate.sources import read_unpacked
 from maitred.cli.simulate.table import aligned, seconds_text
-from maitred.errors import CheckpointError, ConfigError
+from maitred.core.errors import CheckpointError, ConfigError
 from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.ensembles import SimulatedEnsemble, SimulatedStep
 from maitred.sim.tensor_profile import HostTimes, TensorProfile, decode_tensor_profile

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import UsageError, option
-from maitred.errors import ServerError
+from maitred.core.errors import ServerError
 
 if TYPE_CHECKING:
     from maitred.api.ops.live_feed import LiveFrame

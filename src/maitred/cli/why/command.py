@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
-from maitred.errors import ConfigError, ServerError
+from maitred.core.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from maitred.cli.fleet.asking import RouterOptions

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from maitred.cli.console import inert
+from maitred.core.request import FinishReason
+from maitred.core.tensor_request import Batch
 from maitred.decisions.tensor_history import LoggedBatch, TensorHistory, TensorWait
-from maitred.request import FinishReason
 from maitred.scheduler.notes import LaneWait
-from maitred.tensor_request import Batch
 
 LEAST_S = 0.00005  # that is told
 _REASONS = {

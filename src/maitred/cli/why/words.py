@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from maitred.cli.console import inert
+from maitred.core.request import FinishReason, RequestState
 from maitred.decisions.history import PreemptionAt, RequestHistory, Start, Wait
-from maitred.request import FinishReason, RequestState
 from maitred.scheduler.notes import Lack, PreemptionCause
 
 _ENDS = {

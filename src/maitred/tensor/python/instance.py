@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maitred.errors import CheckpointError, InstanceLost, InvalidRequest, KernelError
+from maitred.core.errors import CheckpointError, InstanceLost, InvalidRequest, KernelError
 from maitred.tensor.config import (
     ANY_MESSAGE,
     WILDCARD,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.executor.parent import end_with
 from maitred.tensor.python import triton
 from maitred.tensor.python.entry_points import installed, not_installed

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.python.frames import Load, Model
 
 MODULE = "triton_python_backend_utils"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from maitred.api.http.errors import UnsupportedMediaType
 from maitred.api.http.exchange import Exchange
-from maitred.errors import InvalidRequest, RequestTooLarge
+from maitred.core.errors import InvalidRequest, RequestTooLarge
 
 HEADER_LENGTH = b"inference-header-content-length"
 MEDIA_TYPES = (b"application/json", b"application/octet-stream", b"application/x-www-form-urlencoded")

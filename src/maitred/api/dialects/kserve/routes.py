@@ -35,7 +35,7 @@ from maitred.api.tensor.extensions import Extensions
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.api.tensor.parameters import check_unload, config_to_load, integer, version_of
 from maitred.api.tensor.settings import LOGS, TRACES
-from maitred.errors import InvalidRequest, RequestTooLarge, RouteNotFound, UnsupportedParameter
+from maitred.core.errors import InvalidRequest, RequestTooLarge, RouteNotFound, UnsupportedParameter
 from maitred.tensor.config import complete, inputs_of
 from maitred.tensor.service import InferRequest, InferResponse, num_bytes_of
 

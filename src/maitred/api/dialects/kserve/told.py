@@ -11,7 +11,7 @@ from maitred.api.dialects.kserve.generate import EXCLUDE, MODEL_VERSION, SAMPLIN
 from maitred.api.http.app import App
 from maitred.api.tensor.extensions import NAMES
 from maitred.api.tensor.lease import tensors_of
-from maitred.errors import InvalidRequest, ModelNotFound
+from maitred.core.errors import InvalidRequest, ModelNotFound
 from maitred.tenancy.caller import Caller
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of

@@ -18,7 +18,7 @@ import numpy as np
 from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.tensor.json_values import Numbers, flat_of_json, json_of_array, loaded
 from maitred.api.tensor.parameters import CLASSIFICATION, Place, View, flag, integer, keep, place_of, terms_of
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, datatype_of, tensor_of
 from maitred.tensor.config import WILDCARD, TensorSpec
 from maitred.tensor.instance import NUMPY_TYPES

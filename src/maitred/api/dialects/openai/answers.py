@@ -17,9 +17,9 @@ from maitred.api.dialects.openai.schemas import (
 )
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.http.exchange import REQUEST_ID
-from maitred.errors import InvalidRequest
-from maitred.request import FinishReason
-from maitred.step import RequestTiming
+from maitred.core.errors import InvalidRequest
+from maitred.core.request import FinishReason
+from maitred.core.step import RequestTiming
 
 FINGERPRINT = f"maitred-{maitred.__version__}"
 encode = msgspec.json.Encoder().encode

@@ -12,7 +12,7 @@ from maitred.api.dialects.openai.schemas import Prediction, SentTokenIds
 from maitred.api.generate.dialect import Prompt
 from maitred.api.http.bodies import decode_json
 from maitred.api.http.errors import shortened
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 
 T = TypeVar("T")
 MAX_OBJECT_BYTES = 64 * 1024

@@ -41,9 +41,9 @@ from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
+from maitred.core.request import RequestSpec
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
-from maitred.request import RequestSpec
 from maitred.tenancy.tenant import tier_of_priority
 from maitred.text.answer_parser import ArgumentsText, CallBegun
 

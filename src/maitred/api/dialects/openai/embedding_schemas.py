@@ -11,7 +11,7 @@ from maitred.api.dialects.openai.schemas import PROMPT_SCHEMA, Milliseconds, Pos
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route
-from maitred.errors import ModelNotFound
+from maitred.core.errors import ModelNotFound
 
 NO_ENCODER = (
     'no encoder of texts is served here; serve a --model-repository that has one: a model with parameters "task" = '

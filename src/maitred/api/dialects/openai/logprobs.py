@@ -15,7 +15,7 @@ from maitred.api.dialects.openai.schemas import (
     NamedLogprob,
     TopLogprob,
 )
-from maitred.step import TokenLogprobs
+from maitred.core.step import TokenLogprobs
 from maitred.text import Detokenizer, Tokenizer
 
 PACKED = 256  # positions

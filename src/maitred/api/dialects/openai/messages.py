@@ -13,8 +13,8 @@ from maitred.api.dialects.openai.refusals import has_value, refuse_raw, unsuppor
 from maitred.api.dialects.openai.schemas import ChatMessage
 from maitred.api.http.bodies import decode_json
 from maitred.api.http.errors import shortened
+from maitred.core.errors import InvalidRequest, PromptTooLong
 from maitred.engine.intake import ServedModel
-from maitred.errors import InvalidRequest, PromptTooLong
 from maitred.text.folder import NAMED_TOKENS
 from maitred.text.messages import arguments_of
 from maitred.text.tool_messages import with_tools

@@ -21,8 +21,8 @@ from maitred.api.dialects.openai.schemas import (
 from maitred.api.http.app import App
 from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
+from maitred.core.errors import InvalidRequest, PromptTooLong
 from maitred.engine.model_facts import AdapterFacts
-from maitred.errors import InvalidRequest, PromptTooLong
 
 _TOKENIZE = BodyDecoder(TokenizeRequest, TOKENIZE_REFUSED)
 _DETOKENIZE = BodyDecoder(DetokenizeRequest)

@@ -15,11 +15,11 @@ from maitred.api.dialects.openai.schemas import ChatCompletionRequest, Generatio
 from maitred.api.dialects.openai.tools import choice_of, content_source, tools_of, unknown_in_shape
 from maitred.api.generate.dialect import Prompt
 from maitred.api.generate.outcome import Sample
+from maitred.core.errors import InvalidRequest
+from maitred.core.request import ThinkingLimit
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import Piece
-from maitred.errors import InvalidRequest
-from maitred.request import ThinkingLimit
 from maitred.text.answer_format import AnswerFormat, call_id, plain
 from maitred.text.answer_parser import AnswerDelta, AnswerParser, CallBegun
 from maitred.text.schema import Source

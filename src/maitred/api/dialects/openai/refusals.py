@@ -16,7 +16,7 @@ from msgspec import UNSET, Raw, UnsetType
 from maitred.api.http.app import App
 from maitred.api.http.body_decoder import BodyDecoder, Fields, Sent
 from maitred.api.http.exchange import Exchange
-from maitred.errors import UnsupportedContent, UnsupportedParameter
+from maitred.core.errors import UnsupportedContent, UnsupportedParameter
 
 Refused = Mapping[str, tuple[Any, ...]]  # field -> values that change nothing
 

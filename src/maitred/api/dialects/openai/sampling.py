@@ -16,10 +16,10 @@ from maitred.api.dialects.openai.schemas import (
 )
 from maitred.api.generate.dialect import Answer, GenerationAsk
 from maitred.api.http.errors import shortened
+from maitred.core.errors import InvalidRequest
+from maitred.core.request import MAX_STOP_STRINGS, SamplingParams
 from maitred.engine.intake import ServedModel
-from maitred.errors import InvalidRequest
 from maitred.policy.policies import heeding_priority
-from maitred.request import MAX_STOP_STRINGS, SamplingParams
 from maitred.tenancy.caller import Caller
 from maitred.tenancy.tenant import TIERS
 

@@ -11,8 +11,8 @@ from msgspec import UNSET
 from maitred.api.dialects.openai.bounded import any_value
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
 from maitred.api.http.errors import shortened
-from maitred.errors import InvalidRequest
-from maitred.structured_outputs import KINDS, StructuredOutputsParams
+from maitred.core.errors import InvalidRequest
+from maitred.core.structured_outputs import KINDS, StructuredOutputsParams
 from maitred.text.schema import Source, json_source, source_of
 from maitred.text.shape import Tool, ToolChoice
 

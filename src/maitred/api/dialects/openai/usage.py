@@ -14,7 +14,7 @@ from maitred.api.dialects.openai.refusals import unsupported
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.service import Service
-from maitred.errors import InvalidRequest, RouteNotFound
+from maitred.core.errors import InvalidRequest, RouteNotFound
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import DIMENSIONS, WIDTHS, UsageBucket, fill_buckets, usage_pages
 

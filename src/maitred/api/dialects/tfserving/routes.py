@@ -19,7 +19,7 @@ from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.routes import Route
 from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.api.tensor.lease import infer, new_id, tensors_of
-from maitred.errors import RouteNotFound
+from maitred.core.errors import RouteNotFound
 from maitred.tensor.config import TensorSpec, inputs_of
 from maitred.tensor.service import InferRequest, Tensor, num_bytes_of
 

@@ -14,7 +14,7 @@ import numpy as np
 from maitred.api.dialects.tfserving.status import check_signature
 from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.tensor.json_values import Numbers, array_of_json, encoded, json_of_array, loaded
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.config import WILDCARD, TensorSpec
 from maitred.tensor.service import Tensor

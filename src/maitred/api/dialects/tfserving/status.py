@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from maitred.errors import InvalidRequest, ModelNotFound
+from maitred.core.errors import InvalidRequest, ModelNotFound
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of, parameters_of
 from maitred.tensor.repository import LABEL, IndexEntry, ModelState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 
 class Bounds(NamedTuple):

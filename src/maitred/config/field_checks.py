@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field, fields
 from typing import TYPE_CHECKING
 
-from maitred.errors import ConfigError, did_you_mean
+from maitred.core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maitred.errors import ConfigError
-from maitred.field_checks import host_and_port, one_of, require_at_least, require_choices
+from maitred.config.field_checks import host_and_port, one_of, require_at_least, require_choices
+from maitred.core.errors import ConfigError
 
 RESUME_RULES = ("exact", "always", "never")
 HANDOVERS = ("auto", "always", "never")

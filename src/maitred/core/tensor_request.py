@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from maitred.request import Charges, FinishReason, RequestStatus
-from maitred.step import RequestTiming
+from maitred.core.request import Charges, FinishReason, RequestStatus
+from maitred.core.step import RequestTiming
 
 
 class LaneKey(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maitred.errors import ConfigError
-from maitred.field_checks import one_of, require_between, require_choices
+from maitred.config.field_checks import one_of, require_between, require_choices
+from maitred.core.errors import ConfigError
 
 SPECULATIVE = ("auto", "off", "ngram", "draft", "mtp")
 MAX_SPECULATIVE_TOKENS = 16

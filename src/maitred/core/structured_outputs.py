@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maitred.errors import InvalidRequest
+from maitred.core.errors import InvalidRequest
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_CHOICES = 1024

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maitred.config import DEFAULT_TOKEN_BUDGET
-from maitred.step import ScheduledRow
+from maitred.core.step import DEFAULT_TOKEN_BUDGET, ScheduledRow
 
 ALIKE_TOKENS = 64  # shorter contexts are padded to one length
 LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD = 128, 64

@@ -9,8 +9,8 @@ from itertools import zip_longest
 
 import msgspec
 
-from maitred.metrics import HANDOVER_WAIT
-from maitred.request import FinishReason
+from maitred.core.metrics import HANDOVER_WAIT
+from maitred.core.request import FinishReason
 
 
 class DraftCounts(msgspec.Struct, array_like=True):

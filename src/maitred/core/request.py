@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from maitred.errors import InvalidRequest, did_you_mean
-from maitred.structured_outputs import StructuredOutputsParams
+from maitred.core.errors import InvalidRequest, did_you_mean
+from maitred.core.structured_outputs import StructuredOutputsParams
 
 # what other libraries call a parameter, or what stands for it here
 _FOREIGN = {

@@ -1,7 +1,7 @@
 """Every setting, one frozen dataclass per part, checked once where it enters and handed on in slices.
 
-Those of the HTTP server stand in `server_config`, those of its engines' processes in
-`process_config`, those of drafts in `speculative_config`; all are imported from here.
+Those of the HTTP server stand in `server`, those of its engines' processes in `process`, those of drafts in
+`speculative`; all are imported from here.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from maitred.errors import ConfigError
-from maitred.field_checks import one_of, require_at_least, require_between, require_choices
-from maitred.process_config import HANDOVERS, RESUME_RULES, ProcessConfig
-from maitred.server_config import AdmissionConfig, ServerConfig
-from maitred.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from maitred.config.field_checks import one_of, require_at_least, require_between, require_choices
+from maitred.config.process import HANDOVERS, RESUME_RULES, ProcessConfig
+from maitred.config.server import AdmissionConfig, ServerConfig
+from maitred.config.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from maitred.core.errors import ConfigError
+from maitred.core.step import DEFAULT_TOKEN_BUDGET
 
 __all__ = (
+    "DEFAULT_TOKEN_BUDGET",
     "HANDOVERS",
     "MAX_SPECULATIVE_TOKENS",
     "RESUME_RULES",
@@ -161,7 +163,6 @@ class TiersConfig:
             raise ConfigError(f"kv_disk is {self.kv_disk!r}; name a folder, or leave it out")
 
 
-DEFAULT_TOKEN_BUDGET = 512
 UNMEASURED_AGEING = 200.0  # tokens/s
 SCHEDULER_RANGES: dict[str, tuple[float, float]] = {
     "ageing_s": (0.001, 1e9),

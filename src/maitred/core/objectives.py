@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from maitred.errors import ConfigError
+from maitred.core.errors import ConfigError
 
 NAMES = ("ttft", "itl", "tpot", "e2e")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

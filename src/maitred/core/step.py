@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from maitred.request import Charges, FinishReason, RequestSpec
+from maitred.core.request import Charges, FinishReason, RequestSpec
+
+DEFAULT_TOKEN_BUDGET = 512  # tokens, where nothing else is said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

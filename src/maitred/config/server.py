@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from maitred.errors import ConfigError
-from maitred.field_checks import one_of, require_at_least, require_between, require_choices
-from maitred.objectives import parse_slo
+from maitred.config.field_checks import one_of, require_at_least, require_between, require_choices
+from maitred.core.errors import ConfigError
+from maitred.core.objectives import parse_slo
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
