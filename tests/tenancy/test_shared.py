@@ -39,7 +39,8 @@ def test_nothing_is_lost_between_routers_and_with_fresh_news_they_stay_within_th
     bucket, routers, used = Bucket(), [SharedWindow() for _ in range(3)], [0, 0, 0]
     for number, what, amount in steps:
         router = routers[number]
-        for each in routers if is_fresh else [router] if what == "exchange" else []:
+        others = [other for other in routers if other is not router]  # told before: a router's news is of all of theirs
+        for each in [*others, router] if is_fresh else [router] if what == "exchange" else []:
             bucket.exchange(each, 0.0)
         left = router.left(0.0, LIMIT)
         if what == "back":
