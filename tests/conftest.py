@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 import re
@@ -112,6 +113,18 @@ def start_server(*arguments: str, command: Sequence[str] = SERVE) -> ServerProce
     finally:
         watchdog.cancel()
     return server
+
+
+@pytest.fixture(autouse=True)
+def no_log_handler_is_left() -> Iterator[None]:
+    """A command that a test calls sends the log to the stderr of that test, which ends with it."""
+    root = logging.getLogger()
+    level, before = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if handler not in before:
+            root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
