@@ -82,7 +82,7 @@ class ProcessConfig:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Of each worker, in order."""
+        """Role of each worker, in order."""
         apart = ("prefill",) * self.prefill_workers + ("decode",) * self.decode_workers
         mixed = self.mixed_workers if self.mixed_workers is not None else int(not apart)
         return (*apart, *("mixed",) * mixed)

@@ -25,7 +25,7 @@ class DraftCounts(msgspec.Struct, array_like=True):
         return sum(self.accepted)
 
     def count(self, num_made: int, num_accepted: int) -> None:
-        """So many were made up for a row, at least one, and so many of them, the first ones, became output."""
+        """Count a row's drafts: so many made up, at least one, of which the first so many became output."""
         self.num_rows += 1
         self.num_tokens += num_made
         self.accepted += [0] * (num_made - len(self.accepted))
@@ -100,7 +100,7 @@ class KVFigures(msgspec.Struct, array_like=True, frozen=True):
         return KVFigures(self.tiers | other.tiers | {name: self.tiers[name] + other.tiers[name] for name in both})
 
     def counters(self) -> KVFigures:
-        """What an engine leaves behind when it ends."""
+        """Counters that an engine leaves behind when it ends."""
         return KVFigures({n: TierFigures(0, tier.hit_tokens, tier.dropped) for n, tier in self.tiers.items()})
 
 

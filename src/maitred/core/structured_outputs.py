@@ -1,4 +1,4 @@
-"""What a client may ask of an answer's shape, by the names that users of vLLM know."""
+"""Shapes of answers that a client may ask for, by the names that users of vLLM know."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The adapters that a server's clients may name: which bytes each name stands for, and who still uses them.
+"""The adapters that a server's clients may name: which bytes each name stands for, and which requests still use them.
 
-It outlives engines, and tells each new one of all that are in use. An engine forgets an adapter when its name stands
-for other bytes, or for none, and the last request that was let in with it has ended.
+The book outlives engines, and tells each new one of all adapters in use. An engine forgets an adapter when its name
+stands for other bytes, or for none, and the last request that was let in with it has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Introduce = Callable[[AdapterFolder], Awaitable[AdapterFacts]]
 
 
 async def _is_awake() -> None:
-    """Of an engine that never sleeps."""
+    """Does nothing, for an engine that never sleeps."""
 
 
 class AtWork(NamedTuple):
@@ -62,7 +62,7 @@ class AdapterBook:
         self._unused: dict[str, asyncio.Event] = {}  # set when the last user is gone, and then dropped
 
     def begin(self, adapters: Iterable[AdapterFacts]) -> None:
-        """Those that the first engine knows from its start."""
+        """Enter the adapters that the first engine knows from its start."""
         for facts in adapters:
             self.named[facts.name] = self._kept[facts.key] = facts
 
@@ -77,7 +77,7 @@ class AdapterBook:
             self._send(KnowAdapters(tuple(self._kept.values())))
 
     async def load(self, folder: AdapterFolder) -> AdapterFacts:
-        """From now on the name stands for what lies there. An engine that sleeps is woken, as by any request. Raises
+        """Have the name stand for this folder from now on; wakes a sleeping engine, as any request does. Raises
         CheckpointError, ConfigError or EngineDead, and then nothing has changed.
         """
         await self._wake_up()
@@ -98,7 +98,7 @@ class AdapterBook:
 
     @contextmanager
     def using(self, facts: AdapterFacts | None) -> Iterator[None]:
-        """While a request has it, its engine knows it."""
+        """Keep the adapter known to the engine while a request uses it."""
         if facts is None:
             yield
             return

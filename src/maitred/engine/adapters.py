@@ -1,10 +1,10 @@
-"""LoRA adapters of an engine: those that are known, and an LRU cache of those in memory, within a bound of bytes.
+"""LoRA adapters of an engine: the known ones, and an LRU cache of those in memory, within a bound of bytes.
 
-An adapter is read and packed in a thread; who needs it is held outside the scheduler's queue until then (`held`). Room
-is made before anything is read, so that what is resident and what is being read are never over the bound together; it
-goes to those who wait in the order that the policy would serve them in. An adapter is known by a key of its name and
-its bytes: a load under the same name makes another one, for new requests, and files that have changed since are refused
-when they are read again.
+An adapter is read and packed in a thread; requests that need it are held outside the scheduler's queue until then
+(`held`). Room is made before anything is read, so that resident adapters and those being read never exceed the bound
+together; it goes to waiting requests in policy order. An adapter is known by a key of its name and its bytes: a load
+under the same name makes another adapter, for new requests, and files that have changed since are refused when they
+are read again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Ask(NamedTuple):
 
 
 class AdapterCache:
-    """Of one engine. `introduce` is for any thread, the rest for the engine's, between steps."""
+    """The adapters of one engine. `introduce` is for any thread, the rest for the engine's, between steps."""
 
     def __init__(self, store: AdapterStore, read: Read, max_bytes: int) -> None:
         self._store, self._read, self._max_bytes = store, read, max_bytes
@@ -61,7 +61,7 @@ class AdapterCache:
         self._known: dict[str, AdapterFacts] = {}
         self._resident: OrderedDict[str, int] = OrderedDict()  # key -> bytes; with those that are being read; LRU first
         self._reading: dict[str, list[_Ask]] = {}
-        self._asks: dict[str, _Ask] = {}  # by request, in order of arrival: who waits for room
+        self._asks: dict[str, _Ask] = {}  # by request, in order of arrival: those that wait for room
         self._first: _Ask | None = None  # of them, when room was last looked for
         self._may_fit = False  # something has changed since
         self._holders: dict[str, str] = {}  # request -> key
@@ -72,7 +72,7 @@ class AdapterCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of those that are resident or on their way."""
+        """Bytes of the adapters that are resident or being read."""
         return sum(self._resident.values())
 
     @property
@@ -95,11 +95,11 @@ class AdapterCache:
         self._thread.submit(introduce)
 
     def know(self, facts: Iterable[AdapterFacts]) -> None:
-        """From now on they may be asked for."""
+        """Let requests name these adapters from now on."""
         self._known.update((one.key, one) for one in facts)
 
     def forget(self, key: str) -> None:
-        """Nobody will ask for it again; its memory is given back, at once or when its last request has ended."""
+        """Take no new requests for the adapter; free its memory at once, or when its last request has ended."""
         self._known.pop(key, None)
         self._may_fit = True
         self._drop_if_forgotten(key)
@@ -136,7 +136,7 @@ class AdapterCache:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _give_out(self) -> None:
-        """In the policy's order, and past nobody: who needs much room must not wait for ever."""
+        """Give adapter memory to waiting requests in policy order; never skip one, so a large adapter cannot starve."""
         self._may_fit, self._first = False, None
         waiting = [(ask.place(), number, one) for number, (one, ask) in enumerate(self._asks.items())]
         heapify(waiting)
@@ -191,7 +191,7 @@ class AdapterCache:
         return True
 
     def _read_again(self, facts: AdapterFacts) -> None:
-        """In the thread."""
+        """Read and pack an adapter; runs in the cache's thread."""
         packed, error = None, ""
         try:
             adapter = self._read(Path(facts.path), None if facts.inside is None else Path(facts.inside))
@@ -244,7 +244,7 @@ def _read(spec: DecoderSpec, max_rank: int, folder: Path, inside: Path | None) -
 
 
 def introduced(cache: AdapterCache, named: Mapping[str, str]) -> Iterator[AdapterFacts]:
-    """Those named at the start, known from now on. Raises CheckpointError or ConfigError, with the name."""
+    """Adapters named at the start, known once yielded. Raises CheckpointError or ConfigError, with the name."""
     for name, path in named.items():
         try:
             facts = cache.introduce(name, path)

@@ -62,7 +62,7 @@ FIRST_STEPS_S = 3.0  # of a start, at most: a slower machine learns from its req
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """A wired engine that nobody steps yet."""
+    """A wired engine; nothing steps it yet."""
 
     core: EngineCore
     facts: ModelFacts
@@ -78,7 +78,7 @@ class EngineParts:
 
     @cached_property
     def model(self) -> ServedModel:
-        """For who makes requests; its text is read when it is first asked for."""
+        """The model as requests are made for it; its text is read when it is first asked for."""
         from maitred.engine.served_model import served_model
 
         return served_model(self.facts)
@@ -131,7 +131,7 @@ def build_parts(
             tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
         elif isinstance(facts.chat_template, dict) and "default" not in facts.chat_template:
             tell(f"chat    no chat template is `default`, only {', '.join(facts.chat_template)}; --chat-template FILE")
-        with ExitStack() as undo:  # of what somebody else may want, when we cannot have the rest
+        with ExitStack() as undo:  # gives back what another process may want, when we cannot have the rest
             tiers = _open_tiers(config, checkpoint, plan, tell)
             for tier in tiers:
                 undo.callback(tier.close)
@@ -188,7 +188,7 @@ def load_engine(
 
 
 def told_now_and_then(tell: OnEvent, clock: Clock, every_s: float = 2.0) -> Callable[[int, int], None]:
-    """What says how far the packing of weights is, every `every_s`: of a large model it takes minutes."""
+    """A callback that tells every `every_s` how far the packing of weights is: of a large model it takes minutes."""
     began_at = told_at = clock.now()
 
     def on_packed(num_bytes: int, total: int) -> None:
@@ -264,7 +264,7 @@ def _core(
     log: DecisionLogFile | None,
     tell: OnEvent,
 ) -> EngineCore:
-    """Where choices among workers rest on what steps cost, that was measured before."""
+    """Wire an engine; where choices among workers rest on step costs, these are measured first."""
     recorder, swaps = Recorder(log.write) if log is not None else None, _swap_observer(executor, plan, tell)
     if plan.drafts is None and not config.share.exchanges_kv:
         return EngineCore(make_scheduler(), executor, clock, recorder, swaps)
@@ -369,9 +369,9 @@ def _decision_log(config: EngineConfig, plan: EnginePlan) -> DecisionLogFile:
 def measure_first_steps(
     meter: StepMeter, scheduler: Scheduler, executor: Executor, clock: Clock, most_tokens: int
 ) -> CostModel | None:
-    """What steps cost, after chunks of prompts and decoding of one and of four; None if they took too long to tell.
+    """Step costs after chunks of prompts and decoding of one and of four; None if they took too long to tell.
 
-    `scheduler` is for these requests alone, each of `most_tokens` at most; what they leave in KV blocks is nobody's.
+    `scheduler` is for these requests alone, each of `most_tokens` at most; the KV they leave belongs to no request.
     """
     core = EngineCore(scheduler, executor, clock, measure_steps=meter.step_costs)
     budget, began = scheduler.config.token_budget, clock.now()
@@ -398,7 +398,7 @@ def _first_request(request_id: str, num_tokens: int, num_outputs: int, now: floa
 
 
 def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> Layout:
-    """Of an engine's KV. PyTorch chooses its instructions by the device."""
+    """Layout of an engine's KV. PyTorch chooses its instructions by the device."""
     held = facts.footprint
     assert held is not None
     return Layout(
@@ -419,7 +419,7 @@ def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> 
 
 
 def _positions(spec: DecoderSpec, max_model_len: int) -> str:
-    """In one line, for people too: what rope is besides its defaults, of each kind of layer, and the context."""
+    """Positions in one readable line: what rope is besides its defaults, of each kind of layer, and the context."""
     ropes = [layer.rope for layer in spec.layers]
     told = {" ".join(_unlike_defaults(rope)) if rope is not None else "no rope" for rope in ropes}
     return f"{'; '.join(sorted(told))}; context {max_model_len}"

@@ -1,4 +1,4 @@
-"""What a checkpoint and the user's settings say of how a model is served: its names, end tokens, defaults, template."""
+"""Facts that a checkpoint and the user's settings give of a served model: its names, end tokens, defaults, template."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class SocketLink:
         self._closing = threading.Event()
 
     def commands(self, *, wait: bool, at_most_s: float | None = None, beside: bool = False) -> Iterator[Command]:
-        """What has come; with `wait`, at least one, unless `wake` was called or so many seconds went by."""
+        """Commands that have come; with `wait`, at least one, unless `wake` was called or so many seconds went by."""
         self._busy = beside or not wait
         if wait:
             self._commands.wait_or(self._woken, at_most_s)
@@ -66,7 +66,7 @@ class SocketLink:
         return self._commands.receive()
 
     def wake(self) -> None:
-        """From any thread: whoever waits for commands, now or next, waits no more."""
+        """End the wait for commands, the present one or the next; callable from any thread."""
         with suppress(
             BlockingIOError
         ):  # full, so it will be heard; an engine that is busy for long reads nothing of it
@@ -77,7 +77,7 @@ class SocketLink:
         self._reports.send(report)
 
     def beat(self) -> None:
-        """From now on a thread says four times a second that the process is there."""
+        """Start a thread that says four times a second that the process is there."""
         self._beating = threading.Thread(target=self._beat, name="maitred-beat", daemon=True)
         self._beating.start()
 
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str], build: Builder, prepare: Callable[[], None] =
     """The exit code: 0 when told to stop. `prepare` is called while the parent says what to build."""
     gc.disable()  # nothing that loading makes is garbage, and looking for some takes a tenth of the time
     end_with_parent(0)
-    for number in (signal.SIGINT, signal.SIGTERM):  # who stops the group stops the parent, and it stops us
+    for number in (signal.SIGINT, signal.SIGTERM):  # a signal to the group stops the parent, and the parent stops us
         signal.signal(number, signal.SIG_IGN)
     link = SocketLink(Path(arguments[0]))
     link.send(Hello(os.getpid()))
@@ -166,7 +166,7 @@ def _log_to_parent(level: int) -> None:
 
 
 def import_engine() -> None:
-    """What `build_from_config` will need."""
+    """Import the modules that `build_from_config` will need."""
     for name in ("maitred.engine.build", "maitred.engine.installed"):
         importlib.import_module(name)
     with suppress(ImportError):  # the library was not built; the engine says so, if it is needed
@@ -188,8 +188,8 @@ def build_from_config(
 
 
 def end_alike(why: str, returncode: int) -> None:
-    """This process ends as a process that computed with it did: no step can end without that, and the parent, which
-    reads why, judges our end as it would that one's.
+    """End this process as a process that computed with it ended: no step can go on without that one, and the parent,
+    which reads `why`, judges our end as it would that one's.
     """
     with suppress(OSError):
         os.write(2, f"{why}\n".encode())

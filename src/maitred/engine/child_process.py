@@ -21,7 +21,7 @@ from maitred.engine.transport import OnExit, OpenTransport
 
 # -P: the current folder, which may be a model's with Python code in it, is no place for modules
 CHILD = (sys.executable, "-P", "-m", "maitred.engine.child")
-HIGH_WATER_MARK = 1000  # reports that nobody has read; then the engine waits
+HIGH_WATER_MARK = 1000  # unread reports; then the engine waits
 NUM_DESCRIPTORS = 32  # what a child takes of them here, and some more
 LAST_LINE_S = 0.5  # its last line is waited for so long, because a grandchild could hold stderr open for ever
 STOP_S = 3.0  # a child that was asked to stop and has not ended by then is killed
@@ -93,7 +93,7 @@ class ChildProcess:
 
     @property
     def num_wrong_frames(self) -> int:
-        """What was no frame, and was dropped, here and by the child."""
+        """Messages that were no frame, and were dropped, here and by the child."""
         return self._reports.num_wrong + self._num_wrong_commands
 
     @property
@@ -107,12 +107,12 @@ class ChildProcess:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, and what it wrote was read."""
+        """Whether the child has ended and all it wrote was read."""
         return not self._waiter.is_alive()
 
     @property
     def returncode(self) -> int:
-        """Of an ended child; minus the signal that killed it."""
+        """Exit status of the ended child; minus the signal that killed it."""
         return self._process.wait()
 
     def cause(self) -> str:
@@ -124,7 +124,7 @@ class ChildProcess:
         self._commands.send(command, zmq.NOBLOCK)
 
     def receive(self) -> Iterator[Report]:
-        """What has come; what is no frame is dropped and counted."""
+        """Reports that have come; what is no frame is dropped and counted."""
         for report in self._reports.receive():
             if isinstance(report, Hello):  # it has bound its socket; one that connects queues what it cannot send yet
                 self._commands.connect(address_of(self._folder.path, COMMANDS))
@@ -136,7 +136,7 @@ class ChildProcess:
         return self._reports.wait(seconds)
 
     def heard_beat(self, num_wrong_commands: int) -> None:
-        """It has both sockets, so from now on nobody else can find them. One that hears nothing any more is killed."""
+        """The child holds both sockets: remove them, so that no other finds them. Kill one that hears no more."""
         self._num_wrong_commands = num_wrong_commands
         self._folder.remove()
         self._reports.look()

@@ -118,11 +118,11 @@ class EngineClient(Replica):
         self.supervisor.begin(facts)
 
     def give_up(self) -> None:
-        """From another thread: `wait` raises soon."""
+        """Make `wait` raise soon; for another thread."""
         self.supervisor.give_up()
 
     def wait(self) -> Ready:
-        """For the first engine, which was begun. Raises what keeps it from loading."""
+        """Wait for the first engine, which was begun. Raises what keeps it from loading."""
         ready = self.supervisor.wait()
         self.adapters.begin(ready.facts.adapters)
         return ready
@@ -161,7 +161,7 @@ class EngineClient(Replica):
             self.supervisor.sleep.wake()
 
     def hand_over(self, request_id: str) -> LiveRequest:
-        """It goes on with another engine, from the tokens that have come; what this one makes of it yet is dropped."""
+        """Take a request for another engine, to resume from its tokens so far; later ones are dropped."""
         live = self._live.pop(request_id)
         if live.sent and self.supervisor.send(Abort(request_id, FinishReason.ABORT)):
             self._leaving.add(request_id)
@@ -169,32 +169,32 @@ class EngineClient(Replica):
         return live
 
     def expect_kv(self, request: RequestSpec, kv_from: tuple[str, ...]) -> None:
-        """Its prompt is computed where KV can be pulled from; this engine pulls it, and will go on with it."""
+        """Pull the KV of a prompt that is computed elsewhere, at `kv_from`; the request will go on with this engine."""
         with suppress(RequestTooLarge):  # then it will not go on here either
             self.supervisor.send(Submit(expecting(request, kv_from)))
 
     def expect_no_kv(self, request: RequestSpec) -> None:
-        """It does not go on here after all; no effect where nothing was expected."""
+        """Give up an expected request, which goes on elsewhere; no effect where nothing was expected."""
         self.supervisor.send(Abort(expecting_id(request), FinishReason.ABORT))
 
     @property
     def kv_addresses(self) -> tuple[str, ...]:
-        """Where the present engine's KV is pulled from."""
+        """Addresses that the present engine's KV is pulled from."""
         ready = self.supervisor.loaded
         return ready.kv_addresses if ready is not None else ()
 
     @property
     def loaded(self) -> Ready | None:
-        """What the present engine said of itself."""
+        """The present engine's own report of itself."""
         return self.supervisor.loaded
 
     def movable(self) -> dict[str, LiveRequest]:
-        """While there is no engine here: who may go on with another one. Suspects are tried here, if one will come."""
+        """Requests that may move while there is no engine here. Suspects are tried here, if one will come."""
         is_suspect = (lambda live: False) if self.supervisor.over else self._isolation.is_suspect
         return {request_id: live for request_id, live in self._live.items() if not is_suspect(live)}
 
     def let_go(self, request_id: str) -> None:
-        """It goes on elsewhere; only while there is no engine here, or its tokens would still come."""
+        """Forget a request that moved; only while there is no engine here, or its tokens would still come."""
         del self._live[request_id]
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -217,7 +217,7 @@ class EngineClient(Replica):
         return self.counters.state(self.supervisor, num_live=len(self._live), news_age_s=news_age_s)
 
     def workers(self) -> tuple[WorkerView, ...]:
-        """This one."""
+        """The one worker of this client."""
         return (WorkerView.of(0, self.supervisor.pid, self.state(), self.role),)
 
     # -- sleep
@@ -247,7 +247,7 @@ class EngineClient(Replica):
     # -- questions to the engine, which are answered between two steps
 
     async def queue_view(self, *, offset: int, limit: int) -> QueueView:
-        """Who waits, as it stands between two steps. Raises EngineDead."""
+        """Waiting requests, as the queue stands between two steps. Raises EngineDead."""
         return await self._questions.ask(QUEUE_VIEW, QueuePage(offset, limit))
 
     async def live_view(self) -> LiveView:
@@ -261,7 +261,7 @@ class EngineClient(Replica):
         return await self._questions.ask(POLICY_NAMES, Nothing())
 
     async def kv_tiers(self) -> tuple[TierView, ...]:
-        """What outlives requests and restarts; none where nothing does. Raises EngineDead."""
+        """KV tiers, which outlive requests and restarts; none where there is no tier. Raises EngineDead."""
         return await self._questions.ask(KV_TIERS, Nothing())
 
     async def clear_kv(self) -> int:
@@ -269,7 +269,7 @@ class EngineClient(Replica):
         return await self._questions.ask(CLEAR_KV, Nothing())
 
     async def introduce_adapter(self, folder: AdapterFolder) -> AdapterFacts:
-        """What lies there. Raises CheckpointError, ConfigError or EngineDead."""
+        """Facts of a folder's adapter, read by the engine. Raises CheckpointError, ConfigError or EngineDead."""
         return await self._questions.ask(INTRODUCE_ADAPTER, folder)
 
     async def configure(self, config: SchedulerConfig) -> None:
@@ -283,7 +283,7 @@ class EngineClient(Replica):
         self._ask_for_blocks()
 
     def _ask_for_blocks(self) -> None:
-        """Its answer says nothing: what is wanted comes with the steps. Without an engine, the next one is asked."""
+        """The answer says nothing: what is wanted comes with the steps. Without an engine, the next one is asked."""
         self._questions.tell(TELL_ROUTER, Wanted(self._on_blocks is not None))
 
     def _send_question(self, ask: Ask) -> bool:
@@ -316,7 +316,7 @@ class EngineClient(Replica):
                 self.tensors.heard(message)
 
     def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
-        """Who may, waits; the others end."""
+        """Keep the dead engine's requests that may run again, and end the others."""
         now, before = self._clock.now(), len(self._live)
         self._engine_is_gone()
         culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
@@ -401,7 +401,7 @@ class EngineClient(Replica):
             self._isolation.stepped(item.request_id for item in report.progress)
 
     def _deliver(self, progress: list[RequestProgress], num_queued: int | None = None) -> None:
-        """To those who listen; `num_queued` is None for what no step gave."""
+        """Put progress into the requests' streams; `num_queued` is None for progress of no step."""
         self._account(progress, self.counters.figures.num_waiting if num_queued is None else num_queued)
         for item in progress:
             live = self._live[item.request_id]
@@ -415,7 +415,7 @@ class EngineClient(Replica):
             self.on_computed(live.spec.tenant, last.charges.compute_us)
 
     def _account(self, progress: list[RequestProgress], num_queued: int) -> None:
-        """To the counters and whoever listens to all."""
+        """Count progress, and pass it to the listener of all requests."""
         self.counters.totals.count(progress)
         self.on_progress(progress, num_queued, self._clock.now())
 
@@ -430,7 +430,7 @@ class EngineClient(Replica):
 
 
 def expecting_id(request: RequestSpec) -> str:
-    """Of what brings the KV of its prompt, for all of its samples; no client has such an id."""
+    """Id of the request that brings a prompt's KV, for all of its samples; no client has such an id."""
     return f"{request.parent_id or request.request_id}~kv"
 
 
@@ -475,12 +475,12 @@ class Questions:
             self._open.pop(number, None)
 
     def tell(self, query: Query[A, R], argument: A) -> None:
-        """Nobody waits for the answer; without an engine nothing happens."""
+        """Ask without waiting for an answer; without an engine nothing happens."""
         self._send(Ask(next(self._numbers), query.name, msgspec.Raw(encode(argument))))
 
     def answered(self, number: int, result: msgspec.Raw) -> None:
         if number not in self._open:
-            return  # nobody waits for it any more
+            return  # no longer waited for
         query, _ = self._open[number]
         try:
             self.settle(number, msgspec.msgpack.decode(result, type=query.result))
@@ -498,7 +498,7 @@ class Questions:
             answer.set_result(outcome)
 
     def end_all(self) -> None:
-        """There is no engine any more that could answer."""
+        """End all questions: no engine can answer them any more."""
         for number in list(self._open):
             self.settle(number, self._death())
 
@@ -510,19 +510,19 @@ class TensorsOfEngine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether anybody waits for an answer."""
+        """Whether a request waits for an answer."""
 
     def heard(self, message: msgspec.Raw) -> None:
-        """What `OfTensors` brought."""
+        """Take the message of an `OfTensors` report."""
 
     def lost(self, cause: str, *, own_fault: bool) -> Loss:
         """The engine died."""
 
     def regained(self) -> int:
-        """There is an engine again: how many requests run again."""
+        """Send the requests to a new engine; how many run again."""
 
     def ended(self, error: EngineDead) -> None:
-        """There will be none any more."""
+        """End the requests: no engine will come any more."""
 
 
 @dataclass(slots=True)
@@ -550,26 +550,26 @@ class Totals:
 
 @dataclass(slots=True)
 class Counters:
-    """What engines told, and what the client counted of it."""
+    """Figures told by engines, and the client's counts of their progress."""
 
     totals: Totals = field(default_factory=Totals)
     figures: Figures = field(default_factory=Figures)  # of the present engine
     past: Figures = field(default_factory=Figures)  # counters of those before it
 
     def keep(self) -> None:
-        """The next engine counts from nothing; the gauges are of nobody meanwhile."""
+        """Add the ended engine's counters to `past`, as the next counts from zero; the gauges are empty meanwhile."""
         self.past = Figures(**counted(self.figures, self.past))
         self.figures = Figures(num_blocks=self.figures.num_blocks)
 
     @property
     def pull_bytes_per_s(self) -> float | None:
-        """At which the present engine got KV of others; None before it did."""
+        """Rate at which the present engine pulled KV of others; None before it pulled any."""
         pulled = self.figures.handovers
         return sum(pulled.num_bytes.values()) / pulled.seconds if pulled.seconds else None
 
     @property
     def step_costs(self) -> CostModel | None:
-        """As the present engine has measured them."""
+        """Step costs as the present engine has measured them."""
         return self.figures.step_costs
 
     def state(self, supervisor: Supervisor, *, num_live: int, news_age_s: float) -> ReplicaState:

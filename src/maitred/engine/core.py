@@ -42,7 +42,7 @@ class StepObserver(TensorObserver, Protocol):
     def added(self, request: RequestState, now: float) -> None: ...
 
     def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
-        """From outside: aborted, or finished by a stop string."""
+        """A request was ended from outside: aborted, or finished by a stop string."""
 
     def configured(self, config: SchedulerConfig, now: float) -> None: ...
 
@@ -71,7 +71,7 @@ class StepObserver(TensorObserver, Protocol):
 
 
 class FollowsKV(Protocol):
-    """Who fetches, gives or stores KV; `kv_tiers.KVTiers` is one. Told in the engine's thread."""
+    """Fetches, gives or stores KV, as `kv_tiers.KVTiers` does. Told in the engine's thread."""
 
     def entered(self, request: RequestState) -> None: ...
 
@@ -82,17 +82,17 @@ class FollowsKV(Protocol):
 
 
 class GivesKV(Protocol):
-    """Who gives KV away while it is computed; `kv_peers.KVPeers` is one. Told in the engine's thread."""
+    """Gives KV away while it is computed, as `kv_peers.KVPeers` does. Told in the engine's thread."""
 
     def scheduled(self, plan: SchedulerOutput) -> None:
-        """It is executed next."""
+        """The plan is executed next."""
 
     def computed(self) -> None:
-        """It was, and its blocks can be found; nobody else may have them before this returns."""
+        """The plan was executed, and its blocks can be found; no other request gets them before this returns."""
 
 
 class EngineTiers(Protocol):
-    """What outlives requests, for people and metrics; `kv_tiers.KVTiers` is one. Called in the engine's thread."""
+    """KV that outlives requests, for views and metrics; `kv_tiers.KVTiers` is one. Called in the engine's thread."""
 
     def views(self) -> list[TierView]: ...
 
@@ -104,7 +104,7 @@ class EngineTiers(Protocol):
         """Whether a request that has nothing but hashes would find this block."""
 
     def evicted(self, blocks: Mapping[bytes, int]) -> None:
-        """By hash; told before anything is written to them."""
+        """Blocks by hash that leave the cache; told before anything is written to them."""
 
 
 class EngineCore:
@@ -127,13 +127,13 @@ class EngineCore:
         self._prefill = PrefillMeter()
         self.speed: SpeedMeter | None = None  # while a router wants to know
         self.kv_followers: list[FollowsKV] = []
-        self.kv_giver: GivesKV | None = None  # while somebody waits for what is being computed
+        self.kv_giver: GivesKV | None = None  # while a peer waits for KV that is being computed
         self.kv_tiers: EngineTiers | None = None
         self.findable = FindableBlocks(scheduler.kv_cache)
         self.kv_handovers: HandoverCounts | None = None
         self.view_of_peers: Callable[[], TierView] | None = None
         self.on_given_up: Callable[[GivenUp], None] | None = None  # as a follower is told
-        self.wake: Callable[[], None] = lambda: None  # ends the wait of whoever drives it; called in any thread
+        self.wake: Callable[[], None] = lambda: None  # ends the driving thread's wait; called in any thread
         self._called: deque[Callable[[], object]] = deque()
         self._ages_by_device = _leaves_ageing_open(scheduler.config)
         self.told_step_costs: CostModel | None = None
@@ -144,17 +144,17 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are here."""
+        """Whether there are requests."""
         return self._scheduler.has_work
 
     @property
     def can_step(self) -> bool:
-        """Whether a step would compute anything: not while all that are here wait for KV from elsewhere."""
+        """Whether a step would compute anything: not while all requests wait for KV from elsewhere."""
         return self._scheduler.can_step
 
     @property
     def next_deadline(self) -> float | None:
-        """When a request may run out of time (s), which the next step from then on notices."""
+        """Earliest time (s) at which a request may run out of time; the next step from then on notices."""
         return self._scheduler.next_deadline
 
     @property
@@ -167,11 +167,11 @@ class EngineCore:
 
     @property
     def scheduler(self) -> Scheduler:
-        """For views of queue and running requests; change it only through this class, so that the log is complete."""
+        """The scheduler, for views of requests; change it only through this class, so the log is complete."""
         return self._scheduler
 
     def add(self, spec: RequestSpec) -> RequestState:
-        """What its scheduler keeps of it, to be read only. Raises RequestError when it can never be served."""
+        """Add a request; returns its state, to be read only. Raises RequestError when it can never be served."""
         now, request = self._clock.now(), RequestState(spec)
         self._scheduler.add(request, now)
         if self._observer is not None:
@@ -182,7 +182,7 @@ class EngineCore:
 
     @property
     def prefill_s_per_token(self) -> float | None:
-        """Of a prompt, in the executor; None until it was measured."""
+        """Time to compute a token of a prompt in the executor; None until it was measured."""
         return self._prefill.s_per_token
 
     def place_of_newcomer(self, spec: RequestSpec) -> Callable[[], tuple[Any, ...]]:
@@ -212,7 +212,7 @@ class EngineCore:
         return self.finish(request_id, FinishReason.SHED) if waiting else None
 
     def call_soon(self, action: Callable[[], object]) -> None:
-        """From any thread: it is called in the engine's, between two steps."""
+        """Call `action` in the engine's thread, between two steps; from any thread."""
         self._called.append(action)
         self.wake()
 
@@ -222,14 +222,14 @@ class EngineCore:
         return bool(self._called)
 
     def run_called(self) -> bool:
-        """Before each step, and whenever `wake` was called: all that waits to be. Returns whether anything did."""
+        """Run the waiting actions, before each step and whenever `wake` was called. Returns whether there were any."""
         has_called = bool(self._called)
         while self._called:
             self._called.popleft()()
         return has_called
 
     def reserve(self, request_id: str, num_tokens: int) -> ReservedBlocks | None:
-        """As `Scheduler.reserve`; the blocks may be filled in another thread until `kv_arrived`, or `on_given_up`."""
+        """Reserve as `Scheduler.reserve`; another thread may fill the blocks until `kv_arrived`, or `on_given_up`."""
         now = self._clock.now()
         reserved = self._scheduler.reserve(request_id, num_tokens, now)
         self._tell_evicted()
@@ -238,7 +238,7 @@ class EngineCore:
         return reserved
 
     def kv_arrived(self, request_id: str, num_tokens: int) -> bool:
-        """As `Scheduler.kv_arrived`."""
+        """Note KV as `Scheduler.kv_arrived`."""
         now = self._clock.now()
         came = self._scheduler.kv_arrived(request_id, num_tokens, now)
         if came and self._observer is not None:
@@ -246,7 +246,7 @@ class EngineCore:
         return came
 
     def hold(self, lease: str, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """As `Scheduler.hold`; the blocks may be read in another thread until `release`, or `on_given_up`."""
+        """Hold blocks as `Scheduler.hold`; another thread may read them until `release`, or `on_given_up`."""
         now = self._clock.now()
         blocks = self._scheduler.hold(lease, block_hashes, now)
         if blocks and self._observer is not None:
@@ -254,7 +254,7 @@ class EngineCore:
         return blocks
 
     def release(self, lease: str) -> bool:
-        """As `Scheduler.release`."""
+        """Release as `Scheduler.release`."""
         now = self._clock.now()
         held = self._scheduler.release(lease, now)
         if held and self._observer is not None:
@@ -277,13 +277,13 @@ class EngineCore:
             evicted.clear()
 
     def tell_router(self, wanted: bool) -> None:
-        """What a router over several engines wants to know, from now on or no more: cached blocks and speed."""
+        """Measure what a router over several engines needs, from now on or no more: cached blocks and speed."""
         self.findable.tell_changes(wanted)
         self.speed = SpeedMeter() if wanted else None
 
     @property
     def block_changes(self) -> FindableBlocks | None:
-        """Hashes of blocks that can be found, and that cannot any more; None while nobody wants to know."""
+        """Hashes of blocks that can be found, and that cannot any more; None while no router wants them."""
         return self.findable if self._scheduler.kv_cache.changes is not None else None
 
     def configure(self, config: SchedulerConfig) -> None:
@@ -348,7 +348,7 @@ class EngineCore:
         return self._host_shares.told(expired + progress, self.host_s)
 
     def _tell_costs(self, plan: SchedulerOutput, output: ModelOutput, execute_s: float, host_s: float) -> None:
-        """What is news; after the step was noted, so it counts from the next one on. Drafts cost the host time too."""
+        """Pass on costs that are news; after a step is noted, so for the next. Drafts cost the host time too."""
         if self._measure_swaps is not None and (swaps := self._measure_swaps(plan, execute_s)) is not None:
             self.set_swap_costs(swaps)
         measure_steps = self._measure_steps
@@ -362,9 +362,9 @@ class EngineCore:
                     follower.ended(told.request_id)
 
     def _age_by_device(self) -> None:
-        """How fast waiting outweighs work, from how fast this device works; told anew when it is quite another.
+        """Set how fast waiting outweighs work from this device's speed; anew when that is quite another.
 
-        Everybody's key is made anew then, of what the request carries, so nobody loses the time it has waited.
+        All keys are then computed anew from what the requests carry, so that no request loses the time it has waited.
         """
         meter, config = self._prefill, self._scheduler.config
         if meter.num_steps < MIN_STEPS or meter.s_per_token is None:
@@ -395,7 +395,7 @@ def _leaves_ageing_open(config: SchedulerConfig) -> bool:
 class HostShares:
     """Keeps, for each request in the engine, the host's total time at its first step and at its first token.
 
-    A step that starts nobody, ends nobody and has nobody before its first token costs one comparison.
+    A step that starts and ends no request, while all running ones have a first token, costs one comparison.
     """
 
     def __init__(self) -> None:
@@ -403,7 +403,7 @@ class HostShares:
         self._decoding: dict[str, tuple[float, float]] = {}  # s, of its prefill; total at its first token
 
     def started(self, new_requests: Iterable[NewRequest], host_s: float) -> None:
-        """These are in a step, maybe again."""
+        """Requests that are in a step, maybe again."""
         for new in new_requests:
             if new.request_id not in self._decoding:
                 self._starting.setdefault(new.request_id, host_s)

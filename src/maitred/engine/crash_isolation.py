@@ -55,11 +55,11 @@ S = TypeVar("S", bound=Suspect)
 class CrashIsolation(Generic[S]):
     """Finds the request that kills engines, and no other.
 
-    Only a death by the engine's own fault is evidence (`restarts.is_own_fault`): who sends SIGKILL blames nobody, and
-    what was under way is tried again. After SUSPECT_AFTER such deaths, the requests that saw them come back one by one,
-    beside all others. Who is on trial when an engine dies again comes back first and alone: nobody else is sent until
-    it has TRIAL_TOKENS more tokens, which clears it, or has ended, or its engine dies once more. Then it is the cause.
-    So nobody is ended for what another request did, whether that one was in the batch or came later.
+    Only a death by the engine's own fault is evidence (`restarts.is_own_fault`): a SIGKILL from outside blames no
+    request, and what was under way is tried again. After SUSPECT_AFTER such deaths, the requests that saw them come
+    back one by one, beside all others. The request on trial when an engine dies again comes back first and alone: no
+    other is sent until it has TRIAL_TOKENS more tokens, which clears it, or has ended, or its engine dies once more.
+    Then it is the cause. So no request is ended for what another did, in its batch or later.
     """
 
     def __init__(self, send: Callable[[S], None]) -> None:
@@ -68,7 +68,7 @@ class CrashIsolation(Generic[S]):
         self._held: list[S] = []  # until the one that is tried alone has passed
         self._on_trial: S | None = None
         self._alone: S | None = None  # to be tried alone, or just now
-        self._beside: list[S] = []  # who was there too when it came to that
+        self._beside: list[S] = []  # requests that were there too when it came to that
         self._passes_at = 0  # output tokens
         self._others_progress = False  # since the last cause was found, or the beginning
 
@@ -84,11 +84,11 @@ class CrashIsolation(Generic[S]):
                 self._try_next()
 
     def is_suspect(self, live: S) -> bool:
-        """Whether it is to be tried, beside the others or alone."""
+        """Whether the request is to be tried, beside the others or alone."""
         return live.num_deaths >= SUSPECT_AFTER or live is self._alone
 
     def begin(self, living: Iterable[S]) -> None:
-        """A new engine, and all who wait for it."""
+        """Send the living requests to a new engine, as far as trials allow."""
         self._waiting.clear()
         self._held.clear()
         self._on_trial = None
@@ -101,7 +101,7 @@ class CrashIsolation(Generic[S]):
             self._try(self._alone)
 
     def stepped(self, request_ids: Iterable[str]) -> None:
-        """Those have news. If the one on trial has passed or ended, the next one's comes."""
+        """These requests have news. If the one on trial has passed or ended, the next one's trial comes."""
         on_trial = self._on_trial
         if not self._others_progress:
             on_trial_id = on_trial.request_id if on_trial is not None else None
@@ -134,14 +134,14 @@ class CrashIsolation(Generic[S]):
         return self._on_trial
 
     def others_live(self) -> bool:
-        """Whether an engine has worked for anybody but the cause, since the last time this was asked; where it did not,
-        it is the engine that is broken.
+        """Whether an engine has worked for a request besides the cause, since this was last asked; where it did not,
+        the engine itself is broken.
         """
         lived, self._others_progress = self._others_progress, False
         return lived
 
     def _send_all(self, living: Iterable[S]) -> None:
-        """Those above suspicion, and the first of the others."""
+        """Send the requests above suspicion, and the first of the others."""
         for live in living:
             if live.num_deaths < SUSPECT_AFTER:
                 self._send(live)

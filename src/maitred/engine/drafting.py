@@ -1,4 +1,4 @@
-"""Who drafts for an engine: settled before anything is loaded, made beside its executor."""
+"""The drafter of an engine: settled before anything is loaded, made beside its executor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BESIDE = {"auto": ("mtp", "draft"), "draft": ("draft",), "mtp": ("mtp",), "ngra
 
 
 class DraftPlan(NamedTuple):
-    """Who drafts: `model` where a draft model does, `head` where a head does."""
+    """The drafter: `model` for a draft model, `head` for a draft head."""
 
     name: str
     source: str = ""  # of its weights
@@ -40,7 +40,7 @@ class DraftPlan(NamedTuple):
         return DraftMemory(self.model.weights_bytes, self.model.bytes_per_block) if self.model is not None else None
 
     def available_bytes(self, available_bytes: int) -> int:
-        """What is left for weights and caches, where so much is for those and a drafter's buffers."""
+        """Bytes left for weights and caches, of those that a drafter's buffers share."""
         if self.head is not None:
             return max(available_bytes - self.head.buffer_bytes, 0)
         return available_bytes if self.model is None else self.model.available_bytes(available_bytes)
@@ -68,7 +68,7 @@ def plan_drafts(
     files: ExitStack,
     tell: Callable[[str], None],
 ) -> Plans:
-    """Who drafts beside this executor, None where nobody does; and the executor's plan, which a head changes.
+    """The executor's plan, which a draft head changes, and the drafter's beside it; None without a drafter.
 
     `with_taps` plans the executor so that a head reads along after these layers; `num_threads` are of a draft model;
     `files` keeps checkpoints open. `tell` is told of what lies beside the served model and cannot draft for it; what
@@ -102,7 +102,7 @@ def _refuse_elsewhere(wanted: str, named: str | None, executor: str) -> None:
 
 
 def _candidates(wanted: str, named: str | None, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Kind and folder of who may draft; of what was named, the kind is not known yet."""
+    """Kind and folder of possible drafters; the kind of a named one is not known yet."""
     if named is not None:
         return [("", named)]
     found = [(kind, str(folder)) for kind in _BESIDE[wanted] if (folder := folder_beside(checkpoint, kind))]
@@ -161,7 +161,7 @@ def make_proposer(
     max_model_len: int,
     on_packed: Callable[[int, int], None],
 ) -> tuple[Proposer, str]:
-    """Who drafts for this executor, on its threads, and where its weights came from."""
+    """The drafter of this executor, on its threads, and where its weights came from."""
     proposer, story = _make(plan, executor, num_blocks, max_model_len, on_packed)
     return PredictionProposer(proposer), story
 

@@ -1,4 +1,4 @@
-"""An engine in a thread of this process. It shares what no process shares, and nobody can kill it within a step."""
+"""An engine in a thread of this process. It shares what no process shares, and cannot be killed within a step."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class EngineThread:
         return bool(poll.poll(seconds * 1000))
 
     def heard_beat(self, num_wrong_commands: int) -> None:
-        """Nobody else can reach it."""
+        """Nothing to do: no other process can reach a thread."""
 
     def kill(self) -> None:
-        """After the step it is in: a thread cannot be ended before."""
+        """Stop the engine after the step it is in: a thread cannot be ended before."""
         self._link.post(Stop())
 
     def stop(self) -> None:
@@ -138,7 +138,7 @@ class _ThreadLink:
     def send(self, report: Report) -> None:
         self._reports.append(report)
         if self._signalled.acquire(blocking=False):
-            with suppress(OSError):  # closed: nobody listens any more
+            with suppress(OSError):  # closed: no reader any more
                 os.write(self._bell, b"\0")
 
     def rest(self) -> None:

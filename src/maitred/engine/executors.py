@@ -1,4 +1,4 @@
-"""Which executor carries out the plans: the native library on a CPU, PyTorch on a GPU or for what the first cannot."""
+"""The executor that carries out the plans: native on a CPU, PyTorch on a GPU or for what the native one cannot."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class BuiltExecutor(Protocol):
     def measure_swap(self) -> SwapBandwidth | None: ...
 
     def is_one_run(self, plan: SchedulerOutput) -> bool:
-        """Whether the model runs once for it, so that its layers are written once each, in order."""
+        """Whether the model runs once for this plan, so that its layers are written once each, in order."""
 
     def block_io(self) -> BlockIO: ...
 
     @property
     def num_kv_layers(self) -> int:
-        """Of the pool; a draft head's is one of them."""
+        """Number of layers in the pool; a draft head's is one of them."""
 
     def layer_io(self, layout: CellLayout) -> LayerIO: ...
 
@@ -56,7 +56,7 @@ class BuiltExecutor(Protocol):
 
 
 class ExecutorPlan(Protocol):
-    """What an executor will take, known before any of it is allocated."""
+    """Needs of an executor, known before any of it is allocated."""
 
     @property
     def name(self) -> str: ...
@@ -78,7 +78,7 @@ class ExecutorPlan(Protocol):
 
     @property
     def token_budget(self) -> int:
-        """Tokens of a step where nobody asked for another number."""
+        """Default for the tokens of a step."""
         ...
 
     @property
@@ -86,12 +86,12 @@ class ExecutorPlan(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """Of the weights, those that engines of one model have in memory once."""
+        """Bytes of the weights that engines of one model have in memory once."""
         ...
 
     @property
     def num_threads(self) -> int | None:
-        """Of each rank; None is PyTorch's own choice."""
+        """Threads of each rank; None is PyTorch's own choice."""
         ...
 
     @property
@@ -217,7 +217,7 @@ def check_threads(asked: int | None) -> None:
 
 
 def own_threads(config: EngineConfig, spec: DecoderSpec) -> int:
-    """Of an engine that shares the cores with others, where nobody asked for a number."""
+    """Default threads of an engine that shares the cores with others."""
     return min(useful_threads(spec), max(1, usable_cores() // config.share.num_engines))
 
 

@@ -1,4 +1,4 @@
-"""What the commonest flags and commands of other servers are called here: read only when a word is unknown.
+"""Names that the commonest flags and commands of other servers have here: read only when a word is unknown.
 
 Sixty flags of vLLM 0.33, SGLang 0.5.23 and llama-server (of llama-cpp-python 0.3.36), and commands of Ollama. Each is
 told and none accepted: a flag of another name has another default, unit or scope. `--` and a `no-` after it are left
@@ -109,7 +109,7 @@ for _line in _FLAGS.strip().splitlines():
 
 
 def what_was_meant(flag: str, own: Sequence[str]) -> str:
-    """What another server's flag is called here, or which of `own` was mistyped; empty if neither is known."""
+    """The name here of another server's flag, or the one of `own` that was mistyped; empty if neither is known."""
     told = flag_named(flag) if "--max-num-seqs" in own else None  # elsewhere flags of servers mean nothing
     if told is None:
         return did_you_mean(flag, own, cutoff=0.8)
@@ -119,6 +119,6 @@ def what_was_meant(flag: str, own: Sequence[str]) -> str:
 
 
 def flag_named(flag: str) -> str | None:
-    """What another server's flag is called here, or why there is none; None for one that the table does not name."""
+    """The name here of another server's flag, or why there is none; None for a flag that the table does not name."""
     name = flag.removeprefix("--").replace("_", "-")
     return FLAGS.get(name) or FLAGS.get(name.removeprefix("no-"))

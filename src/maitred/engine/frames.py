@@ -82,7 +82,7 @@ class ForgetAdapter(Frame, frozen=True, tag=True):
 
 
 class ToTensors(Frame, frozen=True, tag=True):
-    """For the tensor models beside the language model: a command of `tensor.frames`."""
+    """A command of `tensor.frames`, for the tensor models beside the language model."""
 
     message: msgspec.Raw
 
@@ -97,7 +97,7 @@ Command = Begin | Submit | Abort | Ask | KnowAdapters | ForgetAdapter | ToTensor
 
 
 class Figures(msgspec.Struct, frozen=True, array_like=True):
-    """What `ReplicaState` has of the same names and the parent cannot count itself; as of the last step."""
+    """Figures of `ReplicaState`, by the same names, that the parent cannot count itself; as of the last step."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -135,13 +135,13 @@ def counted(now: Figures, past: Figures) -> dict[str, Any]:
 
 
 class Hello(Frame, frozen=True, tag=True):
-    """Its socket is there to be connected to."""
+    """The child's socket is there to be connected to."""
 
     pid: int
 
 
 class Told(Frame, frozen=True, tag=True):
-    """A line for whoever starts the server."""
+    """A line about the start, for the server's user."""
 
     line: str
 
@@ -172,7 +172,7 @@ class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stepped(Frame, frozen=True, tag=True):
-    """What a step gave, or an end between two steps; also sent without progress when figures or blocks are news."""
+    """Progress of a step, or an end between two steps; also sent without progress when figures or blocks are news."""
 
     progress: list[RequestProgress]
     num_queued: int
@@ -194,7 +194,7 @@ class Refused(Frame, frozen=True, tag=True):
 
 
 class OfTensors(Frame, frozen=True, tag=True):
-    """Of the tensor models: a list of news of `tensor.frames`."""
+    """A list of news of `tensor.frames`, from the tensor models."""
 
     message: msgspec.Raw
 

@@ -1,4 +1,4 @@
-"""Compiles grammars that nobody has seen before in a small process with limits, so that a hostile one harms nobody.
+"""Compiles new grammars in a small process with limits, so that a hostile one does no harm.
 
     python -P -m maitred.engine.grammar_check
 
@@ -29,7 +29,7 @@ from maitred.text.schema import UNSUPPORTED_SCHEMA, Source, ignored_keywords, wi
 
 COMMAND = (sys.executable, "-P", "-m", "maitred.engine.grammar_check")
 TIME_LIMIT_S = 4.0  # for one grammar; of processor time
-CLOCK_LIMIT_S = 5.5  # beside a busy machine; who asks has an answer within 6 s
+CLOCK_LIMIT_S = 5.5  # beside a busy machine; every question has an answer within 6 s
 MEMORY_LIMIT_BYTES = 1 << 30
 MAX_GRAMMAR_BYTES = 4 * 1024 * 1024
 MAX_VERDICTS = 1024  # kept
@@ -46,7 +46,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What became of a grammar: `grammar` as llguidance takes it, or the `error` in it."""
+    """Outcome for a grammar: `grammar` as llguidance takes it, or the `error` in it."""
 
     grammar: str = ""
     error: str | None = None
@@ -192,7 +192,7 @@ def _compiled(question: Question) -> Verdict:
 
 
 def _why_nothing_fits(grammar: str) -> str | None:
-    """What is wrong with a grammar that can be compiled, and that no text begins; of one without special tokens."""
+    """Fault of a grammar that can be compiled, and that no text begins; of one without special tokens."""
     from llguidance import LLMatcher, LLTokenizer  # noqa: PLC0415
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
@@ -211,14 +211,14 @@ def _cut(error: str) -> str:
 
 
 def _limit_time() -> None:
-    """From here on: a process that has answered many may answer more."""
+    """Limit processor time from here on: a process that has answered many questions may answer more."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used_s = usage.ru_utime + usage.ru_stime
     resource.setrlimit(resource.RLIMIT_CPU, (int(used_s + TIME_LIMIT_S) + 1, resource.RLIM_INFINITY))
 
 
 def main() -> None:
-    """Until stdin ends, with the server."""
+    """Answer questions until stdin ends, with the server."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(EOFError):

@@ -49,7 +49,7 @@ class HeldRequests:
         return len(self._held)
 
     def hold(self, spec: RequestSpec, needs: Sequence[Need]) -> None:
-        """Until all needs are met."""
+        """Hold a request until all needs are met."""
         held = self._held[spec.request_id] = _Held(spec, len(needs))
 
         def done(error: str, is_requests_fault: bool = False) -> None:
@@ -64,7 +64,7 @@ class HeldRequests:
         return self._held.pop(request_id, None) is not None
 
     def ready(self) -> Iterator[Ready]:
-        """In order."""
+        """Requests whose needs are met, or failed, in that order."""
         while self._done:
             held, error, is_requests_fault = self._done.popleft()
             held.num_needs -= 1
@@ -73,7 +73,7 @@ class HeldRequests:
                 yield Ready(held.spec, error, is_requests_fault)
 
     def expired(self, now: float) -> list[tuple[str, FinishReason]]:
-        """Those whose time is over; they are held no more."""
+        """Drop the requests whose time is over; their ids, and why."""
         over = [(request_id, reason) for request_id, held in self._held.items() if (reason := _over(held.spec, now))]
         for request_id, _ in over:
             del self._held[request_id]

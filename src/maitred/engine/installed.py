@@ -32,8 +32,8 @@ def installed_policies(points: Iterable[EntryPoint] | None = None) -> Mapping[st
 
 
 def policy_of(config: SchedulerConfig) -> Policy:
-    """As an engine would make it, to ask what it says of itself. Raises ConfigError when there is no such policy, or no
-    such argument of it.
+    """The policy as an engine would make it, to ask what it says of itself. Raises ConfigError when there is no such
+    policy, or no such argument of it.
     """
     return policy_for(config, POLICIES if config.policy in POLICIES else installed_policies())
 

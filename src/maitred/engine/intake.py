@@ -1,4 +1,4 @@
-"""From a prompt and sampling parameters to Requests: tokenise, check against the context, resolve, fan out."""
+"""Requests from a prompt and sampling parameters: tokenise, check against the context, resolve, fan out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the edge must know of the model: names, text, and the limits a request is checked against."""
+    """The model as the edge knows it: names, text, and the limits a request is checked against."""
 
     names: tuple[str, ...]  # the first is canonical, the others are aliases; none where there is no language model
     text: Text

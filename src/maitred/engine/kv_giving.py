@@ -20,12 +20,12 @@ from maitred.transfer.offers import Offers
 from maitred.transfer.pieces import Offered
 from maitred.transfer.source import KVSource
 
-ANSWER_S = 5.0  # to who asks for blocks: the engine's thread looks between two steps
+ANSWER_S = 5.0  # within which a peer that asks for blocks is answered: the engine's thread looks between two steps
 TIMEOUT_S = 5.0  # without a word from a peer
 
 
 class PeerConfig(NamedTuple):
-    """How KV moves between engines."""
+    """Settings for moving KV between engines."""
 
     identity: Identity
     transport: str = "auto"
@@ -40,7 +40,7 @@ class _Asked(NamedTuple):
 
 
 class GivenKV:
-    """What one engine gives. The engine thread's, but for what connections ask in theirs."""
+    """KV that one engine gives. For the engine's thread, but for what connections ask in theirs."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GivenKV:
         self.addresses = self._listen()
         self._growing = GrowingLeases(core, io, self.offers, here, is_one_run=is_one_run)
         self._num_leases = 0
-        self._loading: dict[str, _Asked] = {}  # by who brings it
+        self._loading: dict[str, _Asked] = {}  # by the request that brings it
         self._clock, self._block_size = clock, core.scheduler.kv_cache.block_size
 
     def _listen(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class GivenKV:
 
     @property
     def agent(self) -> Agent | None:
-        """NIXL's, once it listens for that; whoever pulls in this process shares it."""
+        """The NIXL agent, once this engine listens for NIXL; all pulls of this process share it."""
         return self._source.agent
 
     def ended(self, request_id: str) -> None:
@@ -85,7 +85,7 @@ class GivenKV:
             asked.tell(self._lease(asked.hashes))
 
     def given_up(self, lease: str) -> None:
-        """Returns when nobody reads its blocks any more."""
+        """End a lease; no thread reads its blocks after this returns."""
         self._growing.forget(lease)
         self.offers.revoke(lease)
 
@@ -101,7 +101,7 @@ class GivenKV:
             return Offered("", 0)
 
     def _look(self, asked: _Asked) -> None:
-        """What lies in a tier alone is brought into the pool first, by a request that computes nothing."""
+        """Answer a peer; blocks in a tier alone are brought into the pool first, by a request that computes nothing."""
         offered, tiers = self._lease(asked.hashes), self._core.kv_tiers
         rest = asked.hashes[offered.num_blocks :]
         if not rest or tiers is None or not tiers.knows(rest[0]):

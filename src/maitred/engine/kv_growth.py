@@ -36,7 +36,7 @@ class GrowingLeases:
         self._growing: dict[str, _Growing] = {}
 
     def begin(self, lease: str, hashes: Sequence[bytes], blocks: Sequence[int]) -> bool:
-        """Of these hashes, the first blocks are held under this lease. False where nobody computes the others."""
+        """Grow a lease on `hashes`, whose first `blocks` it holds. False where no request computes the rest."""
         if not self._is_computed_here(hashes):
             return False
         self._growing[lease] = _Growing(hashes, list(blocks))
@@ -44,12 +44,12 @@ class GrowingLeases:
         return True
 
     def forget(self, lease: str) -> None:
-        """It has ended."""
+        """Forget a lease that has ended."""
         self._growing.pop(lease, None)
         self._core.kv_giver = self if self._growing else None
 
     def look(self) -> None:
-        """A request has ended: what nobody computes any more does not grow."""
+        """After a request's end: end the leases on blocks that no request computes any more."""
         for lease, growing in list(self._growing.items()):
             if not self._is_computed_here(growing.hashes):
                 self._end(lease)
@@ -101,6 +101,6 @@ class GrowingLeases:
 
 
 def _computes(request: RequestState, hashes: Sequence[bytes]) -> bool:
-    """Whether all of this prefix is its prompt's."""
+    """Whether all of this prefix belongs to the request's prompt."""
     last = len(hashes) - 1
     return not request.spec.kv_only and last < len(request.block_hashes) and request.block_hashes[last] == hashes[last]

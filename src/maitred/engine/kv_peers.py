@@ -1,4 +1,4 @@
-"""KV of other engines: given to those that ask for it by its hashes, and pulled for requests that say who has it.
+"""KV of other engines: given to engines that ask for it by its hashes, and pulled for requests that name its source.
 
 The engine's thread decides, reserves and holds; threads of connections copy. Whatever does not come is computed.
 """
@@ -60,7 +60,7 @@ class _Pull:
     is_late: bool = False  # it was abandoned
 
     def end(self) -> None:
-        """Nobody writes any more."""
+        """Stop the pull; no thread writes its blocks after this returns."""
         self.held.give_up()
         if self.watch is not None:
             self.watch.cancel()
@@ -134,7 +134,7 @@ class KVPeers:
         return pull.lane.thread.give(partial(self._pull, pull))
 
     def _goes_without(self, request: RequestState) -> None:
-        """It pulls nothing: the KV is here, or on its way to another request, or has no room."""
+        """Note a request that pulls nothing: its KV is here, or on its way to another request, or has no room."""
         if request.status is RequestStatus.WAITING_FOR_KV:
             self._along[request.request_id] = self._clock.now()
             expected = self._pulls.get(self._core.scheduler.waits_along(request.request_id) or "")
@@ -149,13 +149,13 @@ class KVPeers:
             self._came(request, outcome)
 
     def ended(self, request_id: str) -> None:
-        """Of one that waits for KV, `given_up` tells."""
+        """Forget an ended request; for one that waits for KV, `given_up` is called."""
         self._here.pop(request_id, None)
         self._along.pop(request_id, None)
         self.gives.ended(request_id)
 
     def given_up(self, given_up: GivenUp) -> None:
-        """Returns when nobody touches those blocks any more."""
+        """Stop pulls of these requests; no thread touches the blocks after this returns."""
         for request_id in given_up.request_ids:
             pull = self._pulls.pop(request_id, None)
             if pull is not None:
@@ -176,7 +176,7 @@ class KVPeers:
                 puller.abort()
 
     def view(self) -> TierView:
-        """What can be pulled, as a tier that has nothing of its own."""
+        """Pulls, as a tier that has nothing of its own."""
         prefill_s, bandwidth, latency_s = self._core.prefill_s_per_token, self._meter.bandwidth, self._meter.latency_s
         per_token = self._bytes_per_block / self._block_size
         return TierView(
@@ -263,7 +263,7 @@ class KVPeers:
         return pulled
 
     def _offered(self, pull: _Pull, puller: Puller, keys: Sequence[bytes]) -> Offered:
-        """What is expected may be asked for before the prompt has come to who computes it. Raises Refusal."""
+        """The source's offer; asked again for an expected request: its prompt may come later. Raises Refusal."""
         offered = puller.ask(keys)
         for pause_s in ASK_AGAIN_S if pull.request.spec.kv_only else ():
             if offered.num_blocks:
@@ -273,7 +273,7 @@ class KVPeers:
         return offered
 
     def _keys(self, pull: _Pull, block_size: int) -> Sequence[bytes]:
-        """As the source names its blocks: the same tokens in blocks of its size."""
+        """Hashes as the source names its blocks: the same tokens in blocks of its size."""
         if block_size == self._block_size:
             return pull.keys
         tokens = known_tokens(pull.request, 0, len(pull.keys) * self._block_size)
@@ -316,11 +316,11 @@ class KVPeers:
         if self._core.kv_arrived(request_id, (pull.start + num_blocks) * self._block_size):
             self.counts.num_tokens += num_blocks * self._block_size
         if pull.request.spec.kv_only:
-            self._core.abort(request_id)  # nobody is told: it has done what it was here for
+            self._core.abort(request_id)  # no client is told: it has done what it was here for
         self._settled(pull, num_blocks)
 
     def _settled(self, pull: _Pull, num_blocks: int) -> None:
-        """So many blocks came for it, and nothing more will; who waited along goes on too."""
+        """End a pull that brought `num_blocks`, and will bring no more; requests that waited along go on too."""
         is_moved, now = num_blocks > 0 or pull.is_brought, self._clock.now()
         outcome = "moved" if is_moved else "recomputed"
         if pull.request.spec.kv_only:

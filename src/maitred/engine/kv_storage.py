@@ -47,7 +47,7 @@ def fingerprint_of(
 
 
 def _library(executor: str) -> str:
-    """Of what computes: another build may round otherwise."""
+    """Digest of the library that computes: another build may round otherwise."""
     found = find_spec("maitred.kernels._native" if executor == "native" else "torch.version")
     assert found is not None, executor
     assert found.origin is not None, executor
@@ -56,7 +56,7 @@ def _library(executor: str) -> str:
 
 
 def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFingerprint) -> list[KVTier]:
-    """Those that were asked for, the fastest first. Raises ConfigError."""
+    """Open the tiers that were asked for, the fastest first. Raises ConfigError."""
     tiers = config.tiers
     if tiers.kv_disk is None and tiers.kv_redis is None and not tiers.kv_host_bytes:
         return []
@@ -91,7 +91,7 @@ def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFing
 
 
 def with_own_tiers(config: EngineConfig, number: int, num_engines: int) -> EngineConfig:
-    """Of an engine that shares --kv-disk with others alike: a folder in it, and its part of all bytes."""
+    """Config of an engine that shares --kv-disk with others alike: a folder in it, and its part of all bytes."""
     tiers = config.tiers
     if num_engines == 1:
         return config

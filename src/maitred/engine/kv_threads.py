@@ -25,7 +25,7 @@ class BlockIO(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Guard:
-    """Whether a thread may still touch the blocks; whoever takes them away waits for the piece under way."""
+    """Whether a thread may still touch the blocks; `end` waits for the piece under way."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
@@ -53,7 +53,7 @@ class ThreadOfJobs:
         self._jobs.put(job)
 
     def end(self, seconds: float) -> bool:
-        """After what it was given, for which it has so long; whether all of that was done."""
+        """End the thread after its queued jobs, waiting at most `seconds`; whether all were done."""
         if self._thread is None:
             return True
         self._jobs.put(None)

@@ -29,7 +29,7 @@ PATIENCE_S = 5.0  # more than a fetch should take, until its thread counts as st
 ASK_TIMES = 10.0  # a prompt's computing over a tier's latency, from which on one is asked that has no index here
 STORING_NICENESS = 10  # steps go first on a busy machine
 RETRIES = 4  # requests in line, whose fetch is tried again in each round
-DRAIN_S = 2.0  # to store what is queued, when an engine ends; who stops its process waits little longer
+DRAIN_S = 2.0  # to store what is queued, when an engine ends; its supervisor waits little longer
 
 
 class KVTiers:
@@ -76,7 +76,7 @@ class KVTiers:
     # -- what happens to requests
 
     def entered(self, request: RequestState) -> None:
-        """It was added: what the prefix cache lacks is looked up, and fetched where that is faster."""
+        """Look up the blocks that the prefix cache lacks for a new request, and fetch them where that is faster."""
         self._requests[request.request_id] = request
         if not self._core.scheduler.kv_cache.finds_again(request):
             return
@@ -92,7 +92,7 @@ class KVTiers:
                 self._begin_fetch(FoundBlocks(request, tier, first, len(keys)))
 
     def ended(self, request_id: str) -> None:
-        """What it computed, and the prefix cache still has, is stored; its blocks may be what others lacked."""
+        """Store what a request computed and the prefix cache still has; its blocks may be what others lacked."""
         request = self._requests.pop(request_id, None)
         self._wanting.pop(request_id, None)
         if self._wanting:
@@ -117,7 +117,7 @@ class KVTiers:
         self._copying.give(partial(self._storing.give, empty))
 
     def views(self) -> list[TierView]:
-        """For people."""
+        """The tiers' views, for people."""
         bytes_per_token = self._io.bytes_per_block / self._block_size
         prefill_s = self._core.prefill_s_per_token
         return [
@@ -138,7 +138,7 @@ class KVTiers:
         ]
 
     def figures(self) -> dict[str, TierFigures]:
-        """For metrics, by name."""
+        """Figures for metrics, by tier."""
         return {
             each.tier.name: TierFigures(each.tier.stats.num_bytes, each.hit_tokens, dict(self._dropped(each)))
             for each in self._tiers
@@ -164,7 +164,7 @@ class KVTiers:
         return prefill_s is None or num_blocks * self._block_size * prefill_s > ASK_TIMES * tier.meter.latency_s
 
     def _tell_found(self, request: RequestState, tier: TierAtWork, first: int, count: int) -> None:
-        """In any thread; at once where it is the engine's."""
+        """Begin to fetch found blocks; from any thread, at once in the engine's."""
         found = FoundBlocks(request, tier, first, count)
         if count and threading.current_thread() is self._thread:
             self._begin_fetch(found)
@@ -172,7 +172,7 @@ class KVTiers:
             self._core.call_soon(partial(self._begin_fetch, found))
 
     def _retry(self) -> None:
-        """For those that would start soon."""
+        """Try fetches again for requests that would start soon."""
         for request in self._core.scheduler.next_in_line(RETRIES):
             if (found := self._wanting.pop(request.request_id, None)) is not None:
                 self._begin_fetch(found)
@@ -211,7 +211,7 @@ class KVTiers:
         self._fetching.give(partial(self._fetch, fetch))
 
     def _overdue(self, fetch: Fetch) -> None:
-        """Its thread hangs, or those before it took too long: what came counts, and the rest is computed."""
+        """End a fetch whose thread hangs, or waited too long for others: what came counts, and the rest is computed."""
         if self._fetches.get(fetch.request_id) is fetch:
             fetch.tier.is_stuck = True
             self._settle(fetch)
@@ -231,10 +231,10 @@ class KVTiers:
         if self._core.kv_arrived(fetch.request_id, fetch.start + num_tokens):
             fetch.tier.hit_tokens += num_tokens
         if self._is_load(fetch.request_id):
-            self._core.abort(fetch.request_id)  # nobody is told: it has done what it was here for
+            self._core.abort(fetch.request_id)  # no client is told: it has done what it was here for
 
     def _fetch(self, fetch: Fetch) -> None:
-        """In the thread that fetches."""
+        """Copy blocks into the pool; runs in the thread that fetches."""
         began_at, size = self._clock.now(), self._io.bytes_per_block
         try:
             for piece in self._pieces(len(fetch.keys)):
@@ -253,7 +253,7 @@ class KVTiers:
             self._core.call_soon(partial(self._fetched, fetch))
 
     def _landing(self, num_bytes: int) -> memoryview:
-        """Memory that the fetching thread keeps, so that no piece lands in pages that nobody has touched yet."""
+        """Memory that the fetching thread keeps, so that no piece lands in untouched pages."""
         if len(self._landed) < num_bytes:
             self._landed = memoryview(bytearray(num_bytes))
         return self._landed[:num_bytes]
@@ -280,7 +280,7 @@ class KVTiers:
         self._copying.give(partial(self._copy_out, store))
 
     def evicted(self, blocks: Mapping[bytes, int]) -> None:
-        """What preempted requests computed and no tier has, is copied at once: nothing else keeps it. What the others
+        """Copy blocks that preempted requests computed and no tier has: nothing else keeps them. What other requests
         computed was stored when they ended.
         """
         for tier in self._tiers:
@@ -307,7 +307,7 @@ class KVTiers:
             self._storing.give(partial(self._core.call_soon, partial(self._stored, store)))
 
     def _lags(self, tier: TierAtWork, num_blocks: int) -> bool:
-        """Whether so many more are too much beside those that wait: then they are dropped."""
+        """Whether so many more blocks are too much beside those that wait: then they are dropped."""
         waiting = sum(map(self._num_waiting, self._tiers))
         if not waiting or (waiting + num_blocks) * self._io.bytes_per_block <= self._staging_bytes:
             return False
@@ -315,7 +315,7 @@ class KVTiers:
         return True
 
     def _copy_out(self, store: StoreJob) -> None:
-        """In the thread that copies."""
+        """Copy blocks out of the pool; runs in the thread that copies."""
         try:
             for piece in self._pieces(len(store.keys)):
                 self._room.acquire()
@@ -339,7 +339,7 @@ class KVTiers:
         return rows
 
     def _write(self, store: StoreJob, keys: Sequence[bytes], rows: memoryview) -> None:
-        """In the thread that stores."""
+        """Write copied rows to a tier; runs in the thread that stores."""
         try:
             if not store.has_failed:
                 store.has_failed = True
@@ -349,7 +349,7 @@ class KVTiers:
             self._room.release()
 
     def _piece_of(self, num_bytes: int) -> memoryview:
-        """One that was stored, if it is there: memory that nobody has touched yet costs more than the copy."""
+        """Memory of a stored piece, if there is one: untouched memory costs more than the copy."""
         try:
             rows = self._used.pop()
         except IndexError:
@@ -357,7 +357,7 @@ class KVTiers:
         return rows[:num_bytes] if len(rows) >= num_bytes else memoryview(bytearray(num_bytes))
 
     def _stored(self, store: StoreJob) -> None:
-        """As much of it as came to be."""
+        """End a store, of which as much is in the tier as came to be."""
         del self._stores[store.lease]
         store.tier.on_the_way.difference_update(store.keys)
 
@@ -378,7 +378,7 @@ class KVTiers:
     # -- small things
 
     def _is_load(self, request_id: str) -> bool:
-        """Of what is brought into the pool for another engine, which pulls it from there."""
+        """Whether this request brings blocks into the pool for another engine, which pulls them from there."""
         request = self._requests.get(request_id)
         return request is not None and request.spec.kv_only and not request.spec.kv_from
 
@@ -410,7 +410,7 @@ class Fetch:
     watch: threading.Timer | None = None
 
     def end(self) -> None:
-        """Its thread writes no more."""
+        """End the fetch; its thread writes no more."""
         self.guard.end()
         if self.watch is not None:
             self.watch.cancel()

@@ -1,4 +1,4 @@
-"""What the system allows this process: descriptors (`ulimit -n`) and addresses (`ulimit -v`); Python's lock."""
+"""Limits that the system sets this process: descriptors (`ulimit -n`) and addresses (`ulimit -v`); Python's lock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hand_over_quickly(within_s: float = SWITCH_INTERVAL_S) -> None:
 
 
 def claim_descriptors() -> int:
-    """As many as the system allows (soft limit = hard limit). Raises ConfigError for too few to serve with."""
+    """Claim as many as the system allows (soft limit = hard limit). Raises ConfigError for too few to serve with."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # some systems call it unlimited, and then refuse so many
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -38,7 +38,7 @@ def claim_descriptors() -> int:
 
 
 def is_spare(descriptor: int) -> bool:
-    """Whether it is one of the last. The system gives the smallest that is free, so all below are taken."""
+    """Whether it is one of the last descriptors. The system gives the smallest that is free, so all below are taken."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft != resource.RLIM_INFINITY and descriptor >= soft - SPARE_DESCRIPTORS
 
@@ -54,7 +54,7 @@ def check_addresses() -> None:
 
 
 def remedy_for(error: BaseException) -> str | None:
-    """In words, for what the system did not give; None for any other error."""
+    """Advice in words for what the system did not give; None for any other error."""
     number = getattr(error, "errno", None)  # ZeroMQ's errors have one too, and are no OSErrors
     if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""What a client keeps of each request: enough for the ledger, and to go on with another engine."""
+"""Live requests, as a client keeps them: enough for the ledger, and to go on with another engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LiveRequest:
         return len(self.output_token_ids) - (len(point.output_token_ids) if point is not None else 0)
 
     def take(self, progress: RequestProgress, now: float) -> RequestProgress:
-        """Note what came; what of `progress` is news to whoever listens."""
+        """Note progress; returns what of it is news to the request's listener."""
         if progress.new_token_ids:
             self.output_token_ids.extend(progress.new_token_ids)
             self.last_token_at = now
@@ -76,11 +76,11 @@ class LiveRequest:
         self.num_repeated = 0
 
     def moved(self, now: float) -> None:
-        """From an engine that lives on to another one."""
+        """Note the move from an engine that lives on to another one."""
         self.sent, self.stalled_at, self.num_repeated = False, now, 0
 
     def resume(self, now: float) -> RequestSpec:
-        """For the next engine: what was asked, and how far it had come."""
+        """The request for the next engine: what was asked, and how far it had come."""
         if self.stalled_at is not None:
             stalled_s, self.stalled_at = now - self.stalled_at, None
             if self.charges.first_token_at is None:
@@ -90,7 +90,7 @@ class LiveRequest:
         return self._as_it_stands()
 
     def ended(self, reason: FinishReason, now: float, error: str | None = None) -> RequestProgress:
-        """Its last progress, when there is no engine to make one."""
+        """Last progress of the request, when there is no engine to make one."""
         state = RequestState(self._as_it_stands())
         self.finish_reason = reason
         charges = self.charges._replace(num_generated_tokens=len(self.output_token_ids))

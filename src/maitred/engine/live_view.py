@@ -81,7 +81,7 @@ class BlockMap(msgspec.Struct, frozen=True):
 
 
 class TenantShare(msgspec.Struct, frozen=True):
-    """What a tenant has of the batch."""
+    """Share of a tenant in the batch."""
 
     name: str
     weight: float
@@ -125,7 +125,7 @@ class LiveView(msgspec.Struct, frozen=True):
 
 
 def look_at(core: EngineCore, clock: Clock) -> LiveView:
-    """The view with its own cost, for whoever decides when to look again."""
+    """The view with its own cost, from which the caller decides when to look again."""
     began = clock.now()
     view = live_view(core.scheduler, began)
     return msgspec.structs.replace(
@@ -134,7 +134,7 @@ def look_at(core: EngineCore, clock: Clock) -> LiveView:
 
 
 def live_view(scheduler: Scheduler, now: float) -> LiveView:
-    """As things stand between two steps."""
+    """The view as things stand between two steps."""
     stats, running = scheduler.stats, scheduler.running
     drafts = stats.drafts + stats.predicted_drafts
     shown = nsmallest(MAX_RUNNING, running, key=_seated_at)

@@ -137,7 +137,7 @@ class LLM:
         return self.model.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends."""
+        """Sampling parameters that the model's generation_config.json recommends."""
         return SamplingParams(**cast(dict[str, Any], dict(self.model.generation_defaults)))
 
     def generate(
@@ -239,7 +239,7 @@ class LLM:
         return named[name]
 
     def _grammars(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], *, is_chat: bool) -> list[str]:
-        """What binds each answer; a chat's may begin with thoughts. Raises InvalidRequest."""
+        """The grammar of each answer; a chat's may begin with thoughts. Raises InvalidRequest."""
         shapes = [params.structured_outputs for params in sampling]
         return [
             "" if shape is None else self._grammar(prompt, shape, is_chat=is_chat)
@@ -283,7 +283,7 @@ class LLM:
     def _run(self, parts: EngineParts, builders: Mapping[str, OutputBuilder], count: _Count | None) -> None:
         while parts.core.has_work:
             if not parts.core.can_step:
-                self._woken.wait()  # nobody has a deadline here
+                self._woken.wait()  # no request has a deadline here
                 self._woken.clear()
             parts.core.run_called()
             for progress in parts.core.step():
@@ -312,7 +312,7 @@ def _acquire(parts: EngineParts, adapter: AdapterFacts) -> None:
 
 
 class _Count:
-    """How many prompts are done, on one line of stderr."""
+    """Count of the prompts that are done, on one line of stderr."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -328,7 +328,7 @@ class _Count:
 
 
 def _filled(kind: type[_Config], given: Mapping[str, Any]) -> _Config:
-    """With its fields that were given; None leaves the default."""
+    """A config with its fields that were given; None leaves the default."""
     values = {each.name: given[each.name] for each in fields(kind) if given.get(each.name) is not None}
     hints = get_type_hints(kind)
     for name, value in values.items():
@@ -344,7 +344,7 @@ def _unknown_of_generate(name: str) -> str:
 
 
 def _unknown_argument(name: str) -> str:
-    """What another library's argument is called here, or which of ours was meant."""
+    """The name here of another library's argument, or which of ours was meant."""
     from maitred.engine.foreign import flag_named  # noqa: PLC0415  only a slip of the pen pays for it
 
     own = inspect.signature(LLM).parameters

@@ -58,7 +58,7 @@ OUT_OF_MEMORY = "out of memory; give less with --kv-cache-memory-bytes, --max-nu
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """What a builder makes: an engine, and what its client must know of it."""
+    """A builder's result: an engine, and what its client must know of it."""
 
     core: EngineCore
     facts: ModelFacts
@@ -218,7 +218,7 @@ class EngineLoop:
         self._ended.append(ended._replace(is_requests_fault=is_requests_fault))
 
     def _needs(self, spec: RequestSpec) -> list[Need]:
-        """What must be made before it is the scheduler's."""
+        """Things to be made before the request is the scheduler's."""
         needs: list[Need] = []
         if spec.grammar and self._prepare is not None:
             needs.append(partial(self._prepare, spec.grammar))
@@ -251,7 +251,7 @@ class EngineLoop:
                 adapters.release(item.request_id)
 
     def _introduce(self, adapters: AdapterCache, ask: Ask) -> None:
-        """In the thread that reads adapters: what it is, or what is wrong with it."""
+        """Facts of an adapter, or what is wrong with it; runs in the thread that reads adapters."""
         try:
             folder = msgspec.msgpack.decode(ask.argument, type=AdapterFolder)
             facts = adapters.introduce(folder.name, folder.path, folder.inside)
@@ -318,12 +318,12 @@ class Link(Protocol):
     """Changes with every round of the loop, so that the other end sees a step that does not end."""
 
     def commands(self, *, wait: bool, at_most_s: float | None = None, beside: bool = False) -> Iterator[Command]:
-        """What has come; with `wait`, at least one, unless `wake` was called or so many seconds went by. `beside` says
-        that a step is under way meanwhile.
+        """Commands that have come; with `wait`, at least one, unless `wake` was called or so many seconds went by.
+        `beside` says that a step is under way meanwhile.
         """
 
     def wake(self) -> None:
-        """From any thread: whoever waits for commands, now or next, waits no more."""
+        """End the wait for commands, the present one or the next; callable from any thread."""
 
     def send(self, report: Report) -> None:
         """Raises RequestTooLarge."""
@@ -333,15 +333,15 @@ class Link(Protocol):
 
 
 class BesideEngine(Protocol):
-    """What an engine serves beside its language model, also while a step is under way; `tensor.host` is one."""
+    """Models that an engine serves beside its language model, also while a step is under way; `tensor.host` is one."""
 
     def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
-        """Before the engine says that it is ready."""
+        """Called before the engine says that it is ready."""
 
     def obey(self, message: msgspec.Raw) -> None: ...
 
     def turn(self) -> None:
-        """After whatever happened, and when `wake_in_s` is over."""
+        """Called after whatever happened, and when `wake_in_s` is over."""
 
     @property
     def wake_in_s(self) -> float | None: ...

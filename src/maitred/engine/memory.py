@@ -24,8 +24,7 @@ HOST_KV_SHARE = (
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """What a draft model takes, whose cache has a block for each of the served model's; or a head, whose keys and
-    values lie in those."""
+    """Memory of a draft model, with a block for each of the served model's, or of a head, whose KV lies in those."""
 
     weights_bytes: int
     bytes_per_block: int = 0
@@ -33,7 +32,7 @@ class DraftMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What will be allocated, in bytes; made before anything is."""
+    """Bytes that will be allocated; planned before anything is."""
 
     available_bytes: int
     weights_bytes: int  # the draft model's included
@@ -52,7 +51,7 @@ class MemoryPlan:
 
     @property
     def num_full_contexts(self) -> float:
-        """How many requests of max_model_len fit at once."""
+        """Number of requests of max_model_len that fit at once."""
         return self.num_blocks * self.block_size / self.max_model_len
 
     def describe(self) -> str:
@@ -97,8 +96,8 @@ def swap_bytes(asked: int | None, *, on_gpu: bool, available_host_bytes: int, ho
 
 
 def own_share(available_bytes: int, num_engines: int, mapped_bytes: int) -> int:
-    """Of memory that several engines share, what one of them is to plan with. Of the weights `mapped_bytes` lie there
-    once for all, so that each gets an equal part of what is left beside them and the reserve.
+    """Memory that one of several engines which share it is to plan with. `mapped_bytes` of the weights lie there once
+    for all, so that each gets an equal part of what is left beside them and the reserve.
     """
     return (available_bytes + int((num_engines - 1) * mapped_bytes / (1 - RESERVE_SHARE))) // num_engines
 
@@ -240,8 +239,8 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def physical_cores(cpus: Iterable[int], system: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Of these processors, those that are one core's count once: they share its arithmetic and its way to memory, and
-    threads that spin on both take from each other.
+    """Number of cores among these processors: those of one core share its arithmetic and its way to memory, and threads
+    that spin on both take from each other.
     """
 
     def core_of(cpu: int) -> str:
@@ -254,7 +253,7 @@ def physical_cores(cpus: Iterable[int], system: Path = Path("/sys/devices/system
 
 
 def give_memory_back() -> None:
-    """What this process freed and still holds: garbage, and what the C library keeps for later."""
+    """Return memory that this process freed and still holds: garbage, and what the C library keeps for later."""
     gc.collect()
     with suppress(OSError, AttributeError):  # not the GNU library
         ctypes.CDLL(None).malloc_trim(0)

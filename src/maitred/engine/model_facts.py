@@ -1,4 +1,4 @@
-"""What is known of a served model, as plain data that crosses between processes."""
+"""Facts of a served model, as plain data that crosses between processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """How the model is held, and what it takes; for people to look at."""
+    """The model in memory: how it is held, and what it takes; for people to look at."""
 
     architecture: str
     num_parameters: int
@@ -20,7 +20,7 @@ class Footprint:
     weights_bytes: int
     kv_bytes: int
     isa: str = ""  # the instruction set; empty where the executor has none to choose
-    proposer: str = ""  # who makes up tokens for the model to check; empty where nobody does
+    proposer: str = ""  # name of the drafter, whose tokens the model checks; empty without one
 
 
 class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -35,7 +35,7 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> str:
-        """What requests and the executor know it by: another one for other bytes."""
+        """Key by which requests and the executor know the adapter: another one for other bytes."""
         return f"{self.name}@{self.digest[:16]}"
 
 

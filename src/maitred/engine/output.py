@@ -1,4 +1,4 @@
-"""From progress to text: detokenise, apply stop strings, merge the samples of one prompt, gather whole outputs."""
+"""Text from progress: detokenise, apply stop strings, merge the samples of one prompt, gather whole outputs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MAX_MERGED = 64  # deltas of a prompt's samples on their way together; what a sl
 
 
 class Piece(NamedTuple):
-    """What became certain with one token: text, then the token itself if it is a mark."""
+    """Output that became certain with one token: text, then the token itself if it is a mark."""
 
     text: str
     mark: int | None = None
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """What one sample gained. The last one has a finish_reason; text may lag behind tokens (stop strings, UTF-8)."""
+    """Gain of one sample. The last one has a finish_reason; text may lag behind tokens (stop strings, UTF-8)."""
 
     index: int
     text: str = ""
@@ -108,7 +108,7 @@ class SampleText:
     def _take_pieces(
         self, progress: RequestProgress, marks: Collection[int], pieces: list[Piece]
     ) -> tuple[int, str | None]:
-        """As `_take`, token by token, so that whoever reads the pieces knows where a mark stood among them."""
+        """Take progress as `_take`, token by token, so that the pieces show where a mark stood among them."""
         tokens = progress.new_token_ids
         ended_by_token = self._ended_by_token(progress)
         for position, token in enumerate(tokens):
@@ -126,7 +126,7 @@ class SampleText:
         return len(tokens), None
 
     def _feed_mark(self, token: int, texts: list[str]) -> str | None:
-        """Its letters may end a stop string; else nothing before it is held back any more."""
+        """Feed a mark's letters, which may end a stop string; else nothing before it is held back any more."""
         letters = self._tokenizer.token_text(token)
         self._feed(self._detokenizer.flush(), texts)
         if not self._stops or token in self._tokenizer.special_token_ids:

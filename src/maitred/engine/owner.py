@@ -1,4 +1,4 @@
-"""Whom a supervised engine works for: what it is told of engines that come and go."""
+"""The owner of a supervised engine: what it is told of engines that come and go."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from maitred.engine.frames import Report
 
 
 class Loss(NamedTuple):
-    """What came of the requests of an engine that died."""
+    """Outcome for the requests of an engine that died."""
 
     num_kept: int  # wait for the next one
     num_ended: int
     found_cause: bool = False  # one of those that ended had killed the engines; the others may hope
 
     def beside(self, other: Loss) -> Loss:
-        """Of both together."""
+        """The loss of both together."""
         cause = self.found_cause or other.found_cause
         return Loss(self.num_kept + other.num_kept, self.num_ended + other.num_ended, cause)
 
 
 class Owner(Protocol):
-    """Whom the engine works for; told everything on the event loop, once there is one."""
+    """The owner of the engine; told everything on the event loop, once there is one."""
 
     def heard(self, report: Report) -> None:
-        """What is not about the process itself."""
+        """Take a report that is not about the process itself."""
 
     def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
         """The engine died, by its own fault or not; if there will be none any more, `bereft` comes next."""
 
     def regained(self) -> int:
-        """There is an engine again: how many requests go on."""
+        """Send the requests to a new engine; how many go on."""
 
     def bereft(self, cause: str) -> None:
         """The engine died, and none will come."""

@@ -28,7 +28,7 @@ OnEvent = Callable[[str], None]
 
 
 class EnginePlan(NamedTuple):
-    """What is settled before anything large is allocated."""
+    """Choices settled before anything large is allocated."""
 
     spec: DecoderSpec
     executor: ExecutorPlan
@@ -39,7 +39,7 @@ class EnginePlan(NamedTuple):
 
 
 def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: ExitStack) -> EnginePlan:
-    """Which executor, how much memory for what; told line by line. Raises OutOfMemory for what cannot fit."""
+    """Choose the executor, and how much memory for what; told line by line. Raises OutOfMemory for what cannot fit."""
     spec = spec_from_config(checkpoint.config)
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
     if words := remark(config.model.model, checkpoint.name):
@@ -77,7 +77,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
 
 
 def _own_memory(config: EngineConfig, executor: ExecutorPlan) -> int:
-    """Of the host's, what this engine plans with."""
+    """Bytes of the host's memory that this engine plans with."""
     free_bytes = config.share.available_bytes
     if free_bytes is None:
         free_bytes = available_memory_bytes()

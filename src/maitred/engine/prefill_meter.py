@@ -1,4 +1,4 @@
-"""What computing a token of a prompt takes, learned from the steps of a running engine."""
+"""Time to compute a token of a prompt, learned from the steps of a running engine."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from maitred.core.errors import ReadTooSlowly
 from maitred.core.step import RequestProgress, TokenLogprobs
 
 MAX_UNREAD_BYTES = 4 * 2**20  # kept for a consumer that does not take them: 14,000 tokens, or 2,000 with 20 logprobs
-MAX_UNREAD_BYTES_IN_ALL = 256 * 2**20  # of one engine; from there on, who falls behind by UNREAD_MARK more is ended
-UNREAD_MARK = 64 * 1024  # who keeps up is never so far behind
+MAX_UNREAD_BYTES_IN_ALL = 256 * 2**20  # of one engine; then, streams that fall behind by UNREAD_MARK more are ended
+UNREAD_MARK = 64 * 1024  # a stream that is read steadily is never so far behind
 # What progress takes in memory, within a tenth: a token, a position's log-probabilities, and each of them.
 PROGRESS_BYTES, TOKEN_BYTES, POSITION_BYTES, LOGPROB_BYTES = 256, 40, 256, 72
 
 
 class Aborting(Protocol):
-    """What a stream needs of whoever feeds it."""
+    """Abort, as a stream needs it of its feeder."""
 
     def abort(self, request_id: str) -> None: ...
 

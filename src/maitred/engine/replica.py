@@ -69,7 +69,7 @@ class Replica:
         self._refuse("an engine that loads")
 
     def give_up(self) -> None:
-        """From another thread: `wait` raises soon."""
+        """Make `wait` raise soon; for another thread."""
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Live on `loop`, which runs, from now on, with or without requests. Idempotent."""
@@ -133,7 +133,7 @@ class Replica:
         return None
 
     def choices_of(self, words: str) -> msgspec.Struct | None:
-        """Where one of the last requests went, and why, as a `cluster.choices.ChoicesMade`; None for an unknown one."""
+        """Route of one of the last requests, and why, as a `cluster.choices.ChoicesMade`; None for an unknown one."""
         return None
 
     def tell_router(self, on_blocks: OnBlocks | None) -> None:

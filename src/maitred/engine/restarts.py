@@ -1,4 +1,4 @@
-"""When a dead engine is started again, when a silent one counts as stuck, and why one died, in words. Pure."""
+"""Rules for dead engines: when one is started again, when a silent one counts as stuck, why it died, in words. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL,
 class BackOff:
     """Delays between restarts: none before the first, then doubling; ends after `max_restarts` failures in a row.
 
-    A death that the engine did not cause (`is_own_fault`) weighs a tenth of a failure: whoever keeps killing
-    engines from outside is given up on too, but much later.
+    A death that the engine did not cause (`is_own_fault`) weighs a tenth of a failure: repeated kills from outside
+    make it give up too, but much later.
     """
 
     def __init__(self, max_restarts: int, *, max_delay_s: float = MAX_DELAY_S) -> None:
@@ -36,21 +36,21 @@ class BackOff:
         self.num_restarts += 1
         if num_in_row == 0:
             return 0.0
-        num_doublings = min(num_in_row - 1, 64)  # who is never given up outgrows any number
+        num_doublings = min(num_in_row - 1, 64)  # without a limit a row outgrows any number
         return min(self._max_delay_s, FIRST_DELAY_S * 2.0**num_doublings)
 
     def found_cause(self) -> None:
-        """Who killed the engines will not come back: the row ends."""
+        """End the row: the request that killed the engines will not come back."""
         self._weight = 0
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """How long the engine's process has been silent, and how long it has been in one step.
+    """Silence of the engine's process, and the time it has been in one step.
 
-    Asked every `tick_s`, and counts that time alone: what passes while the asker does not run (a suspended machine, a
-    stopped process, more load than there are cores) is nobody's fault, and on a machine on which the asker comes late
-    the engine may be late too. Silence counts from the first heartbeat on: loading may take its time.
+    Asked every `tick_s`, and counts that time alone: time in which the asker does not run (a suspended machine, a
+    stopped process, more load than there are cores) is no fault of the engine, and on a machine on which the asker
+    comes late the engine may be late too. Silence counts from the first heartbeat on: loading may take its time.
     """
 
     tick_s: float
@@ -84,7 +84,7 @@ class Watchdog:
 
 def is_own_fault(returncode: int, *, stuck: bool, out_of_memory: bool) -> bool:
     """Whether an engine's death is evidence against it and its requests: it crashed, ended by itself, was stuck in a
-    step (and killed by us), or took memory that was not there. Any other signal was sent by somebody, and says nothing.
+    step (and killed by us), or took memory that was not there. Any other signal came from outside, and says nothing.
     """
     return stuck or out_of_memory or returncode >= 0 or -returncode in FAULTS
 

@@ -1,4 +1,4 @@
-"""What is served, as the engine tells it: facts, and the folder or GGUF file from which the text parts are read."""
+"""The served model, as the engine tells it: facts, and the folder or GGUF file from which the text parts are read."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class TextAhead:
         return self._tokenizer
 
     def _read(self) -> None:
-        with suppress(MaitredError, OSError):  # told by whoever asks for it
+        with suppress(MaitredError, OSError):  # told by the code that needs it
             self._place = local_path(self._model or default_model())
             if self._place is not None:
                 self._tokenizer = Tokenizer.from_folder(self._place)
 
 
 def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] | None = None) -> ServedModel:
-    """Its text is read when it is first asked for; the weights stay where they are."""
+    """A served model, whose text is read when it is first asked for; the weights stay where they are."""
     return ServedModel(
         names=facts.names,
         text=FolderText(
@@ -66,7 +66,7 @@ def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] 
 
 
 def warning_of(model: ServedModel) -> str | None:
-    """What is to be told at the start of tokens that the model cannot read."""
+    """Warning at the start about tokens that the model cannot read."""
     if not (missing := model.tokenizer.without_row):
         return None
     named = ", ".join(map(repr, list(missing.values())[:4]))

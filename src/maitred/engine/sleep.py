@@ -1,4 +1,4 @@
-"""Sleep: an engine that ends because nobody asks, and is started by the next who does."""
+"""Sleep: an engine that ends for want of requests, and is started by the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SleepPhase(Enum):
 
 
 class SleepState:
-    """Whether there is no engine on purpose, and who waits for that to change. On one event loop."""
+    """Whether there is no engine on purpose, and the calls that wait for that to change. On one event loop."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class SleepState:
 
     @property
     def asleep(self) -> bool:
-        """From the engine's order to end until the next one is ready."""
+        """True from the engine's order to end until the next one is ready."""
         return self.phase is not SleepPhase.AWAKE
 
     async def fall_asleep(self) -> None:
         """Returns when the engine's process has ended, which it does once there is no request. Raises EngineDead."""
         self._num_asking += 1
-        before = self.num_sleeps  # somebody may wake it at once
+        before = self.num_sleeps  # another call may wake it at once
         try:
             while self.phase is not SleepPhase.ASLEEP and self.num_sleeps == before:
                 await self._change()
@@ -86,19 +86,19 @@ class SleepState:
             self.wake()
 
     def ready(self) -> None:
-        """There is an engine."""
+        """Note that there is an engine."""
         if self.phase is SleepPhase.WAKING:
             self.wake_s = self._clock.now() - self._woken_at
         self.phase = SleepPhase.AWAKE
         self.changed()
 
     def lost(self) -> None:
-        """There is none, and not on purpose."""
+        """Note that there is no engine, and not on purpose."""
         self.phase = SleepPhase.AWAKE
         self.changed()
 
     def changed(self) -> None:
-        """Whoever waits looks again."""
+        """Have all waiting calls look again."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():

@@ -28,7 +28,7 @@ F = TypeVar("F")
 
 
 class SocketFolder:
-    """Nobody else may open it, and it is locked as long as its maker lives: what `kill -9` left, the next one removes.
+    """A private folder, locked as long as its maker lives: what `kill -9` left, the next one removes.
 
     Raises OSError, and ConfigError where there is no place for it.
     """
@@ -58,17 +58,17 @@ class SocketFolder:
 
 
 def address_of(folder: Path, name: str) -> bytes:
-    """As bytes: a path need not be UTF-8."""
+    """A socket's address, as bytes: a path need not be UTF-8."""
     return b"ipc://" + os.fsencode(folder / name)
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor of it that holds its lock; None if somebody has removed it."""
+    """A descriptor of the folder that holds its lock; None if another process has removed it."""
     try:
         lock = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    with suppress(OSError):  # a file system without locks: nobody else gets one either
+    with suppress(OSError):  # a file system without locks: no other process gets one either
         fcntl.flock(lock, fcntl.LOCK_EX)
     if folder.exists():
         return lock
@@ -77,7 +77,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    with suppress(OSError):  # it is somebody's, or somebody was faster
+    with suppress(OSError):  # it is in use, or another process was faster
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(lock).st_uid == os.geteuid():
@@ -95,7 +95,7 @@ def _remove(folder: Path) -> None:
 
 
 class Sender:
-    """It connects once: later the socket has no name any more, so what the other side closes does not come back."""
+    """Connects once: later the socket has no name any more, so what the other side closes does not come back."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, linger_ms: int, high_water_mark: int) -> None:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
@@ -121,7 +121,7 @@ class Sender:
         return bool(self._closings.poll(0))
 
     def close(self) -> None:
-        """What was sent leaves, as long as it may linger; the context's end waits for it."""
+        """Close; frames already sent leave, as long as they may linger; the context's end waits for that."""
         self._closings.close(0)
         self._socket.close()
 
@@ -130,7 +130,7 @@ class Receiver(Generic[F]):
     """The bound end. What is no frame, or a larger one than there may be, is dropped and counted.
 
     ZeroMQ itself closes the connection at twice that size, before it has read any of it; that says no word to us. So
-    a connection more than there should be, whatever it sends, is counted as well; and who should be there sees that it
+    a connection more than there should be, whatever it sends, is counted as well; and the right sender sees that it
     was cut off.
     """
 
@@ -168,7 +168,7 @@ class Receiver(Generic[F]):
         return bool(self._socket.poll(None if seconds is None else int(seconds * 1000)))
 
     def wait_or(self, fd: int, at_most_s: float | None = None) -> None:
-        """Until there is something to receive, or `fd` can be read, of which all is read; or so long."""
+        """Wait until there is something to receive, or `fd` can be read, of which all is read; or so long."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(fd, zmq.POLLIN)
@@ -176,7 +176,7 @@ class Receiver(Generic[F]):
             os.read(fd, 4096)
 
     def receive(self) -> Iterator[F]:
-        """What has come."""
+        """Frames that have come."""
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -193,7 +193,7 @@ class Receiver(Generic[F]):
             yield frame
 
     def look(self) -> None:
-        """Who has connected since. From any one thread."""
+        """Count the connections made since. From any one thread."""
         while self._arrivals.poll(0):
             self._arrivals.recv_multipart()
             self._num_accepted += 1

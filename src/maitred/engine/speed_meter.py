@@ -1,4 +1,4 @@
-"""How fast this device works, as a router compares devices: tokens of prompts, and of output, in a second."""
+"""Speed of this device, as a router compares devices: tokens of prompts, and of output, in a second."""
 
 from __future__ import annotations
 

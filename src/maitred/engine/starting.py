@@ -30,7 +30,7 @@ class Engine:
 
 
 class StartingEngine:
-    """It begins when this is made; meanwhile its model's text is read here.
+    """An engine that begins when this is made; meanwhile its model's text is read here.
 
     Make it in the main thread: a process ends with the thread that began it.
     """
@@ -70,9 +70,9 @@ class StartingEngine:
         return Engine(self._replica, model, ready.memory_plan, self._admission, start_phases=ready.start_phases)
 
     def give_up(self) -> None:
-        """From any thread: `wait` raises soon, and the engine ends."""
+        """Make `wait` raise soon, and end the engine; for any thread."""
         self._replica.give_up()
 
     def stop(self) -> None:
-        """End the engine, once nobody waits; idempotent."""
+        """End the engine, once no call of `wait` is under way; idempotent."""
         self._replica.stop()

@@ -1,4 +1,4 @@
-"""What steps take on this machine, learned while it works: for swapping or computing again, and for how much to draft.
+"""Step times of this machine, learned while it works: for swapping or computing again, and for how much to draft.
 
 Both rules are told when what is measured is news, and their decisions are functions of what they were told.
 """
@@ -39,7 +39,7 @@ class StepMeter:
         self._steps, self._drafts, self._host = Curve(), Curve(), Curve()
         self._context = Slope()
         self._catch_up: deque[float] = deque(maxlen=RECENT)  # s for each token
-        self._computed: dict[str, int] = {}  # by who drafts: tokens that its proposer has
+        self._computed: dict[str, int] = {}  # by request with drafts: tokens that the proposer has
         self._told: CostModel | None = None
         self._num_steps, self._total_s, self._asked_at = 0, 0.0, 0.0
         self._looked_at = {False: 0.0, True: 0.0}  # at steps without drafts and with some
@@ -146,7 +146,7 @@ class StepMeter:
 
 
 class Asked(NamedTuple):
-    """What a plan asks of whoever makes drafts up."""
+    """Work that a plan asks of a drafter."""
 
     num_drafts: int
     longest: int  # of one row
@@ -231,7 +231,7 @@ class Slope:
 
 
 def _is_like(told: CostModel, model: CostModel) -> bool:
-    """Whether nobody would decide otherwise for what is new in it."""
+    """Whether no decision would change for what is new in it."""
     for before, now in ((told.steps, model.steps), (told.drafts, model.drafts)):
         if len(before) != len(now):
             return False

@@ -31,7 +31,7 @@ STOP_S = 3.0  # an engine that was told to end, and has not by then, is killed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How an engine is started, the first time and again."""
+    """Everything for an engine's start, the first time and again."""
 
     config: EngineConfig
     process: ProcessConfig
@@ -80,17 +80,17 @@ class Supervisor:
 
     @property
     def loaded(self) -> Ready | None:
-        """What the present engine said of itself when it was ready."""
+        """The present engine's own report, from when it was ready."""
         return self._ready
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether its tokens do not depend on the batch; of the one that loads nothing else is known."""
+        """Whether the engine's tokens do not depend on the batch; of the one that loads nothing else is known."""
         return self._ready is None or self._ready.deterministic
 
     @property
     def pid(self) -> int | None:
-        """Of the process that the engine is in; None while there is none."""
+        """Pid of the process that the engine is in; None while there is none."""
         return self._child.pid if self._child is not None else None
 
     @property
@@ -109,13 +109,13 @@ class Supervisor:
 
     @property
     def why_not_alive(self) -> str | None:
-        """In words; None while the engine is there and heard of."""
+        """Reason in words; None while the engine is there and heard of."""
         if self.stopping or self.over:
             return str(self.death())
         if self.error is not None:
             return f"{self.error}; it is being started again"
         if self._ready is None:
-            return None if self.sleep.asleep else "the engine is loading"  # whoever comes wakes one that sleeps
+            return None if self.sleep.asleep else "the engine is loading"  # the next request wakes one that sleeps
         if self._stuck:  # and a thread cannot be ended before its step does
             return (
                 f"the engine has been in one step for {self._start.process.step_timeout_s:g} s; it ends with that step"
@@ -151,11 +151,11 @@ class Supervisor:
             self._respawn()
 
     def give_up(self) -> None:
-        """From another thread: `wait` raises soon."""
+        """Make `wait` raise soon; for another thread."""
         self._given_up = True
 
     def wait(self) -> Ready:
-        """Until the first child has loaded; before `attach`, in any one thread. Raises what hinders it."""
+        """Wait until the first child has loaded; before `attach`, in any one thread. Raises what hinders it."""
         assert self._child is not None
         try:
             while self._ready is None:
@@ -175,7 +175,7 @@ class Supervisor:
         return self._ready
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on live on `loop`: hear the child, and see it die. Idempotent."""
+        """Live on `loop` from now on: hear the child, and see it die. Idempotent."""
         if self._loop is loop or self.stopping:
             return
         assert self._loop is None, "an engine is kept by one event loop"
@@ -238,7 +238,7 @@ class Supervisor:
             self._loop.remove_reader(self._child.fd)
 
     def _on_exit(self, child: Transport) -> None:
-        """In the thread that waited."""
+        """Pass on an exit; runs in the thread that waited."""
         loop = self._loop
         if loop is not None and not self.stopping:
             with contextlib.suppress(RuntimeError):  # the loop was closed under us
@@ -264,7 +264,7 @@ class Supervisor:
         child.close()  # the next one is on its way, whatever becomes of this
 
     def _lost(self, cause: str, *, own_fault: bool) -> None:
-        """Tell whom it concerns, and start the next one when it is time."""
+        """Tell the owner, and start the next engine when it is time."""
         ready, self._ready, self.error = self._ready, None, cause
         lived_s = self._clock.now() - self._ready_at if ready is not None else 0.0
         loss: Loss | None = None
@@ -337,7 +337,7 @@ class Supervisor:
             self.over = True
             child.kill()
             return
-        is_late = self._loop is not None  # nobody waits for it: it is another one, or another's
+        is_late = self._loop is not None  # no call waits for it: it is another one, or another's
         woken = self.sleep.phase is SleepPhase.WAKING
         self._ready, self._ready_at, self.error = ready, self._clock.now(), None
         self._on_event = logger.debug  # the start-up lines are for the first time
@@ -380,7 +380,7 @@ class Supervisor:
 
 
 def num_oom_kills(root: Path = Path("/")) -> int:
-    """So far, in our control group, else on this machine; 0 where nobody counts. `root` holds proc and sys.
+    """OOM kills so far, in our control group, else on this machine; 0 if not counted. `root` holds proc and sys.
 
     Source: Linux, Documentation/admin-guide/cgroup-v2.rst (memory.events), mm/vmstat.c (oom_kill).
     """

@@ -1,4 +1,4 @@
-"""What was asked of tensor models and what it took, counted where answers come by; for the metrics page."""
+"""Requests to tensor models and what they took, counted where answers come by; for the metrics page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Samples = dict[tuple[str, ...], float]
 
 @dataclass(slots=True)
 class TensorCounts:
-    """Of all engines so far, by model."""
+    """Counts of all engines so far, by model."""
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by model and how they ended
     compute_us: Counter[str] = field(default_factory=Counter)  # the ledger's rows have the same
@@ -36,7 +36,7 @@ class TensorCounts:
         self.elements[model] += num_elements
 
     def samples(self) -> Mapping[Metric, Samples]:
-        """Of TENSOR_METRICS."""
+        """Samples of TENSOR_METRICS."""
         return {
             m.TENSOR_REQUESTS: {labels: float(count) for labels, count in self.requests.items()},
             m.TENSOR_COMPUTE: {(model,): us / 1e6 for model, us in self.compute_us.items()},

@@ -1,4 +1,4 @@
-"""The lanes of one engine as whoever runs batches drives them: each change gets its time, and the observer hears it."""
+"""The lanes of one engine, for the code that runs batches: each change gets its time, and the observer hears it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TensorLanes:
 
     @property
     def wake_in_s(self) -> float | None:
-        """After so long `expire` or `dispatch` may have something to do; None until something happens."""
+        """Seconds until `expire` or `dispatch` may have something to do; None until something happens."""
         now = self._clock.now()
         at = self._scheduler.next_wake(now)
         return None if at is None else max(0.0, at - now)

@@ -1,4 +1,4 @@
-"""Where the time of a start goes: phases that follow one another, so that they add up to the whole."""
+"""The time of a start by phases, which follow one another, so that they add up to the whole."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Timeline:
         self.phases: dict[str, float] = {}
 
     def end(self, phase: str) -> None:
-        """What passed since the last end was this phase."""
+        """Count the time since the last end as this phase."""
         now = self._clock.now()
         self._add(phase, now - self._ended_at)
         self._ended_at = now
 
     def end_nested(self, phases: Mapping[str, float], rest: str) -> None:
-        """What passed since the last end were these phases of another timeline, and `rest` around them."""
+        """Count the time since the last end as these phases of another timeline, and `rest` around them."""
         now = self._clock.now()
         for phase, seconds in phases.items():
             self._add(phase, seconds)
@@ -48,7 +48,7 @@ class Timeline:
         return f"started in {self.total_s:.2f} s: {told}, others {others:.2f}"
 
     def over(self, budget_s: float) -> str | None:
-        """What to say of a start that took longer: its longest phase; None says nothing."""
+        """Report of a start that took longer: its longest phase; None says nothing."""
         if self.total_s <= budget_s:
             return None
         phase, seconds = max(self.phases.items(), key=lambda item: item[1])

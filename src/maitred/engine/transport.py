@@ -1,4 +1,4 @@
-"""Where an engine runs, as its supervisor sees it: commands in, reports out, and its end."""
+"""The place where an engine runs, as its supervisor sees it: commands in, reports out, and its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Transport(Protocol):
 
     @property
     def num_wrong_frames(self) -> int:
-        """What came on either side and was no frame."""
+        """Messages on either side that were no frame."""
 
     @property
     def fd(self) -> int:
@@ -38,11 +38,11 @@ class Transport(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, and what it wrote was read."""
+        """Whether the engine has ended, and what it wrote was read."""
 
     @property
     def returncode(self) -> int:
-        """Of one that has ended; minus the signal that killed it."""
+        """Exit status of an ended engine; minus the signal that killed it."""
 
     def cause(self) -> str:
         """Why it ended, in words that go on after its name."""
@@ -51,12 +51,12 @@ class Transport(Protocol):
         """Never waits. For after its first report. Raises RequestTooLarge."""
 
     def receive(self) -> Iterator[Report]:
-        """What has come."""
+        """Reports that have come."""
 
     def wait_readable(self, seconds: float) -> bool: ...
 
     def heard_beat(self, num_wrong_commands: int) -> None:
-        """It beats; and has dropped so many commands that were none."""
+        """The engine beats, and has dropped so many commands that were none."""
 
     def kill(self) -> None:
         """End it as soon as can be."""

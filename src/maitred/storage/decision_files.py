@@ -57,7 +57,7 @@ class DecisionLogFile:
 
     @property
     def path(self) -> Path:
-        """Of the part that is being written."""
+        """Path of the part that is being written."""
         return part_path(self._folder, self.run, self._part)
 
     def write(self, record: StepRecord) -> None:

@@ -84,7 +84,7 @@ class TenantFile:
                 self._tell(str(error) if isinstance(error, ConfigError) else f"{self.path}: {error!r}")
 
     def _tell(self, failure: str) -> None:
-        """Once, and not at each look."""
+        """Log the failure once, and not at each look."""
         if failure != self._told:
             self._told = failure
             logger.error("%s; the tenants and keys of before stay in force", failure)
@@ -119,7 +119,7 @@ def _text_of(path: Path) -> str:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """A pipe that nobody writes must not keep us waiting."""
+    """Open without waiting: a pipe without a writer must not block us."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -290,7 +290,7 @@ def _without_key(text: str, key: Key) -> str | None:
 
 
 def _tenant_node(text: str, tenant: str) -> tuple[yaml.Node, yaml.Node | None]:
-    """Its name and fields where they are written; no fields where `<<` brought them in."""
+    """A tenant's name and fields where they are written; no fields where `<<` brought them in."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     tenants = _value(root, "tenants")
     assert isinstance(tenants, yaml.MappingNode), "it was read as such"

@@ -90,7 +90,7 @@ class KVDisk:
         self._bases = itertools.count(0, _MOST_ROWS)
         self._num_uses = 1
         self.changes: SharedChanges | None = None
-        self._writing = threading.Lock()  # held by who writes files
+        self._writing = threading.Lock()  # held by the thread that writes files
         self._active: Segment | None = None
         self._not_storing: DropReason | None = None  # why, and until when
         self._again_at = 0.0
@@ -160,7 +160,7 @@ class KVDisk:
     # ---- reading
 
     def _spans(self, keys: Sequence[bytes]) -> list[_Span]:
-        """Where the longest known prefix lies; what is read is of use now."""
+        """Spans of the longest known prefix; the segments that are read count as used now."""
         most = max(1, _READ_BYTES // self._layout.row_bytes)
         with self._lock:
             places = list(itertools.takewhile(lambda place: place >= 0, (self._places.get(key, -1) for key in keys)))
@@ -201,7 +201,7 @@ class KVDisk:
             with suppress(OSError):
                 segment.erase(gone)
 
-    # ---- writing; only by who holds `_writing`
+    # ---- writing; only while `_writing` is held
 
     def _store(self, keys: Sequence[bytes], rows: memoryview) -> None:
         size = self.bytes_per_block
@@ -221,7 +221,7 @@ class KVDisk:
             keys, rows = keys[count:], rows[count * size :]
 
     def _append(self, keys: Sequence[bytes], rows: memoryview) -> int:
-        """As many as the active segment takes. Raises OSError."""
+        """Append as many blocks as the active segment takes. Raises OSError."""
         segment = self._writable_segment()
         first = len(segment.keys)
         count = min(len(keys), self._rows_per_segment - first)
@@ -248,7 +248,7 @@ class KVDisk:
         return self._active
 
     def _stop_storing(self, error: OSError) -> None:
-        """For a while. The segment is sealed: what may lie behind its last row is never written over."""
+        """Stop for a while. The segment is sealed: what may lie behind its last row is never written over."""
         self._retire_active()
         reason = _reason(error)
         if reason is not self._not_storing:
@@ -288,7 +288,7 @@ class KVDisk:
     # ---- opening
 
     def load(self) -> None:
-        """What earlier servers left."""
+        """Load what earlier servers left."""
         if self._owned.why_not is not None:
             self._stop_storing(self._owned.why_not)
         for name in kv_segments.names_by_use(self._folder):
@@ -312,7 +312,7 @@ class KVDisk:
     # ---- books
 
     def _use(self, segment: Segment) -> bool:
-        """Whether it was not the one used last."""
+        """Mark the segment as used last; whether it was not so before."""
         if segment.used == self._num_uses:
             return False
         self._num_uses += 1
@@ -320,7 +320,7 @@ class KVDisk:
         return True
 
     def _drop_place(self, segment: Segment, row: int) -> bool:
-        """Whether the row's block was there, and not in another row by now."""
+        """Forget the row's block; whether it was there, and not in another row by now."""
         key = segment.keys[row]
         if key is None or self._places.get(key) != segment.base + row:
             return False

@@ -47,7 +47,7 @@ def private_folder(path: str | Path) -> Path:
 
 
 def own_folder(folder: Path) -> OwnedFolder:
-    """Raises ConfigError, which says who has it, where another server does. A kill gives it back."""
+    """Lock the folder; raises ConfigError naming the server that holds it. The lock dies with the process."""
     fd, why_not = _open_lock(folder)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,7 +56,7 @@ def own_folder(folder: Path) -> OwnedFolder:
         os.close(fd)
         raise ConfigError(f"--kv-disk {folder} is in use by {who}; give each server a folder of its own") from None
     if why_not is None:
-        with suppress(OSError):  # full: nobody is told, and it is owned still
+        with suppress(OSError):  # full: the holder stays unnamed, and the folder is owned still
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     return OwnedFolder(fd, why_not)

@@ -88,7 +88,7 @@ class KVHost:
         with self._lock:
             self._rows, self._free = self._rows[:0], []
 
-    # -- by who holds the lock
+    # -- only while the lock is held
 
     def _freed(self) -> int:
         if not self._free:

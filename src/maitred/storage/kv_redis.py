@@ -67,7 +67,7 @@ class KVRedis:
         return self._store.error
 
     def tell_changes(self, wanted: bool) -> None:
-        """What is there, every engine finds."""
+        """No changes to tell: every engine finds what is there."""
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         now, known = time.monotonic(), self._known
@@ -106,7 +106,7 @@ class KVRedis:
         """Redis sees what is read; its own policy orders the rest."""
 
     def clear(self) -> int:
-        """Those of this fingerprint, whoever wrote them."""
+        """Drop all blocks of this fingerprint, whichever server wrote them."""
         self._forget_all()
         return self._wait_for(lambda: self._store.drop_all(self._names)) or 0
 
@@ -228,7 +228,7 @@ class KVRedis:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        """Of what this server knows: what others stored, and what Redis let go since, it does not."""
+        """Count what this server knows: not what others stored, nor what Redis let go since."""
         self.stats.num_blocks = len(self._known)
         self.stats.num_bytes = len(self._known) * (self.bytes_per_block + _SUM_BYTES)
 

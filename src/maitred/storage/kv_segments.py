@@ -37,7 +37,7 @@ Sums = NDArray[np.uint64]
 
 
 class SegmentLayout(NamedTuple):
-    """What the segments of a folder have in common; others are not ours to read."""
+    """Properties that the segments of a folder have in common; others are not ours to read."""
 
     row_bytes: int
     fingerprint: bytes  # 32
@@ -101,7 +101,7 @@ class Segment:
             os.close(self.fds.pop())
 
     def erase(self, rows: Sequence[int]) -> None:
-        """Their entries are zeros from now on. Raises OSError."""
+        """Write zeros over these rows' entries. Raises OSError."""
         fd = os.open(self.path(INDEX), os.O_WRONLY | os.O_NOFOLLOW)
         try:
             for row in rows:
@@ -110,7 +110,7 @@ class Segment:
             os.close(fd)
 
     def mark_used(self) -> None:
-        """For the order after a restart."""
+        """Note a use, for the order after a restart."""
         with suppress(OSError):
             os.utime(self.path(INDEX))
 
@@ -141,7 +141,7 @@ def create(folder: Path, layout: SegmentLayout, base: int, most_rows: int) -> Se
 
 
 def names_by_use(folder: Path) -> list[str]:
-    """Of the segments that are there, those of use longest ago first."""
+    """Names of the segments that are there, those of use longest ago first."""
     matches = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
     return sorted({match[1] for match in matches}, key=lambda name: _used_at(folder / (name + INDEX)))
 
@@ -216,7 +216,7 @@ def _header(layout: SegmentLayout, segment_id: bytes) -> bytes:
 
 
 def checksums(rows: memoryview, count: int) -> Sums:
-    """Of each of `count` equal rows; the GIL is released once for all."""
+    """Checksum of each of `count` equal rows; the GIL is released once for all."""
     sums = np.empty(count, np.uint64)
     if count:
         _native.checksum_rows(_native.ThreadPool(1), np.frombuffer(rows, np.uint8).reshape(count, -1), sums)
@@ -224,7 +224,7 @@ def checksums(rows: memoryview, count: int) -> Sums:
 
 
 def _entry_sums(entries: NDArray[Any], segment_id: bytes, first_row: int) -> Sums:
-    """With the segment's id and the row's number where the sum itself will stand. Never 0: that is a deleted one."""
+    """Sums, with the segment's id and row's number where the sum will stand. Never 0: that is a deleted one."""
     bound = entries.copy()
     numbers = np.arange(first_row, first_row + len(entries), dtype=np.uint64)
     bound["entry_sum"] = numbers + np.frombuffer(segment_id, np.uint64)[0]

@@ -1,4 +1,4 @@
-"""What came to a tier and went: noted by its threads, under its lock, and taken by an engine's."""
+"""Blocks that came to a tier and went: noted by its threads, under its lock, and taken by an engine's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 
 from maitred.kvcache.changes import Changes
 
-MAX_HELD = 2**18  # told of what was there before somebody wanted to know
+MAX_HELD = 2**18  # told of what was there before changes were wanted
 
 
 class SharedChanges(Changes[bytes]):

@@ -81,7 +81,7 @@ class Owned(Protocol):
 
 
 class Metered(Protocol):
-    """A request that is followed to its end, as whoever listens to its engine notes it."""
+    """A request that is followed to its end, as noted by its engine's listener."""
 
     @property
     def spec(self) -> Owned: ...
@@ -94,7 +94,7 @@ class Metered(Protocol):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Once it is there the others stand still."""
+        """Reason for the end; once it is there the others stand still."""
 
 
 class _Replayed(NamedTuple):
@@ -288,7 +288,7 @@ class Ledger:
         return self._file
 
     def _write(self, file: LedgerFile, now: float, *, last: bool) -> list[tuple[_OpenRow, _Counts, bool]]:
-        """What was written, and whether that closed the row."""
+        """Rows that were written, and whether that closed them."""
         written = []
         for entry in self._open:
             request = entry.request
@@ -317,7 +317,7 @@ class Ledger:
         return request.tenant, request.key_id, model, tier_of_priority(request.priority), entry.opened_at, now
 
     def _row_id(self, file: LedgerFile, entry: _OpenRow) -> str:
-        """Its request id, if no other request of this run had it."""
+        """The row's request id, if no other request of this run had it."""
         if entry.row_id is None:
             name, count = entry.request.spec.request_id, 1
             taken = "SELECT 1 FROM request WHERE run = ? AND request_id = ?"

@@ -1,4 +1,4 @@
-"""The ledger's file: its schema, who writes it, and what may happen to it while a server runs.
+"""The ledger's file: its schema, its writers, and what may happen to it while a server runs.
 
 Several living servers may write one file. Each has a row in `run`, so that rows which a killed one left open are told
 from those of a living one, and closed as they stand.
@@ -83,7 +83,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def loss_of(path: Path, fd: int) -> str | None:
-    """What happened to the file of this descriptor, for people; None if it is a ledger still, at its place."""
+    """Damage to the file of this descriptor, for people; None if it is a ledger still, at its place."""
     opened = os.fstat(fd)
     try:
         found = path.stat()
@@ -104,7 +104,7 @@ def open_ledger(path: Path, now: float) -> LedgerFile:
 
 def _opened(path: Path, now: float, stack: ExitStack) -> LedgerFile:
     try:
-        # before SQLite makes it readable for everybody; a pipe must not keep us waiting
+        # before SQLite makes it readable for all users; a pipe must not keep us waiting
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
         stack.callback(os.close, fd)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -174,7 +174,7 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def _close_rows_of_the_dead(db: sqlite3.Connection, now: float) -> int:
-    """How many rows were open. Another living server may be writing the same file; its rows are its own."""
+    """Close rows of ended servers; how many. Another living server may write the same file; its rows stay."""
     num_closed = 0
     for run, boot, pid, pid_started in db.execute(
         "SELECT run, boot, pid, pid_started FROM run WHERE closed_at IS NULL"
@@ -197,7 +197,7 @@ def _boot_id() -> str:
 
 
 def _started_at(pid: int) -> int | None:
-    """When the process began, in the system's own ticks; None when there is none. A pid alone may be another's by now.
+    """Start of the process, in the system's own ticks; None when there is none. A pid alone may be another's by now.
 
     Where the system does not tell, a living process of that pid counts as the same.
     """

@@ -1,4 +1,4 @@
-"""Redis, one server or a cluster, that routers share. Nobody waits for it but a look-up, and that for 30 ms.
+"""Redis, one server or a cluster, that routers share. Only a look-up waits for it, and that for 30 ms.
 
 After three failures in a row a breaker opens: look-ups find nothing and writes are dropped, at once, until a write of
 its own, tried every two seconds, works again. Each change is one line of the log.
@@ -20,7 +20,7 @@ from maitred.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LOOK_UP_S = 0.03
-COMMAND_S = 1.0  # of what nobody waits for
+COMMAND_S = 1.0  # of a command that no request waits for
 PROBE_S = 2.0
 MAX_FAILURES = 3
 MAX_QUEUED = 4096
@@ -40,14 +40,14 @@ class Breaker:
     num_failures: int = 0
 
     def failed(self) -> bool:
-        """Whether it opened with this one."""
+        """Count a failure; whether the breaker opened with it."""
         self.num_failures += 1
         opened = not self.is_open and self.num_failures >= MAX_FAILURES
         self.is_open = self.is_open or opened
         return opened
 
     def worked(self) -> bool:
-        """Whether it closed with this one."""
+        """Note a success; whether the breaker closed with it."""
         self.num_failures = 0
         closed, self.is_open = self.is_open, False
         return closed
@@ -74,11 +74,11 @@ class RedisStore:
         return not self._breaker.is_open
 
     def start(self) -> None:
-        """In the event loop."""
+        """Start the tasks; in the event loop."""
         self._tasks = [asyncio.create_task(self._write_behind()), asyncio.create_task(self._probe_while_open())]
 
     def stop(self) -> None:
-        """What is not written yet is lost."""
+        """Stop the tasks; what is not written yet is lost."""
         for task in self._tasks:
             task.cancel()
 
@@ -174,7 +174,7 @@ class RedisStore:
         return command
 
     async def _probe_while_open(self) -> None:
-        """Once at the start too, so that a wrong password is told of before anybody asks."""
+        """Probe while the breaker is open; once at the start too, to tell of a wrong password early."""
         while True:
             if self._breaker.is_open or not self._breaker.num_failures:
                 await self.probe()
@@ -222,7 +222,7 @@ def shown(url: str) -> str:
 
 
 def _is_other_type(error: Exception) -> bool:
-    """Somebody put another kind of value there."""
+    """Whether the key holds another kind of value."""
     return "WRONGTYPE" in str(error)
 
 

@@ -1,7 +1,7 @@
-"""What routers tell each other through Redis: where a session went, and which prefixes a foreign server was sent.
+"""Notices of routers to each other in Redis: where a session went, and which prefixes a foreign server was sent.
 
-One stream, bounded, that each router writes behind and reads on its own; nobody waits for it. What is lost costs a
-session its place, or a prefix a hit, and no request.
+One stream, bounded, that each router writes behind and reads on its own; no request waits for it. What is lost costs
+a session its place, or a prefix a hit, and no request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Notices:
     _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """In the event loop."""
+        """Start the task; in the event loop."""
         self._task = asyncio.create_task(self._run())
 
     def stop(self) -> None:
@@ -85,5 +85,5 @@ class Notices:
 
 
 def _fields(sent: Any) -> dict[bytes, bytes]:
-    """As a list of names and values, or as the client's own dict of them."""
+    """Fields from a list of names and values, or from the client's own dict of them."""
     return sent if isinstance(sent, dict) else dict(zip(sent[::2], sent[1::2], strict=False))

@@ -1,4 +1,4 @@
-"""Leases of quotas from Redis: one bucket for each limit, exchanged with ten times a second while somebody asks."""
+"""Leases of quotas from Redis: one bucket for each limit, exchanged with ten times a second while it is asked for."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class QuotaExchange:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Once with all buckets that want it."""
+        """Exchange once with all buckets that want it."""
         due = self._quotas.due(self._clock.now())
         orders = [window.order() for _, window in due]
         commands = [_command(name, order) for (name, _), order in zip(due, orders, strict=True)]

@@ -28,10 +28,10 @@ _PEER = struct.Struct("3i")  # pid, user, group
 
 
 class Channel:
-    """Used by one thread at a time; `abort` by any. Whatever goes wrong is a Refusal, and the connection's end.
+    """A connection for one thread at a time; `abort` for any. Every failure is a Refusal, and the connection's end.
 
-    `timeout_s` without a byte either way is silence. `on_quiet`, if set, is called after each third of it, so that who
-    waits says so.
+    `timeout_s` without a byte either way is silence. `on_quiet`, if set, is called after each third of it, so that the
+    waiting end says so.
     """
 
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
@@ -92,19 +92,19 @@ class Channel:
         return self._fds.pop() if self._fds else None
 
     def peer_user(self) -> int:
-        """Who the kernel says is at the other end of a unix socket."""
+        """User id of the other end of a unix socket, from the kernel."""
         _, uid, _ = _PEER.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         return int(uid)
 
     def check(self, until: float) -> None:
-        """For who waits for something else than bytes of the socket. Raises Refusal when aborted, or at `until`."""
+        """Check a wait for something else than bytes of the socket. Raises Refusal when aborted, or at `until`."""
         if self._is_aborted:
             raise Refusal("aborted", "the transfer was aborted")
         if time.monotonic() >= until:
             raise Refusal("silent", f"nothing came of the peer for {self.timeout_s:g} s")
 
     def abort(self) -> None:
-        """Whoever waits in this channel stops; idempotent."""
+        """End every wait in this channel; idempotent."""
         self._is_aborted = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

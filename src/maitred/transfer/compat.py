@@ -27,7 +27,7 @@ class Agreed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides the bytes of a worker's KV, as peers tell each other. Block sizes are converted."""
+    """Properties that decide the bytes of a worker's KV, as peers tell each other. Block sizes are converted."""
 
     agreed: Agreed
     block_size: int
@@ -40,7 +40,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Terms(NamedTuple):
-    """What two peers agreed on."""
+    """Terms that two peers agreed on."""
 
     source: CellLayout
     target: CellLayout
@@ -74,7 +74,7 @@ _decode = msgspec.msgpack.Decoder(Layout).decode
 
 
 def layout_of(encoded: bytes) -> Layout:
-    """Of its msgpack. Raises Refusal."""
+    """Layout from its msgpack. Raises Refusal."""
     try:
         layout = _decode(encoded)
         layout.of_layer()

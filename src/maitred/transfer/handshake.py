@@ -23,7 +23,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Identity(NamedTuple):
-    """What one end says of itself. Without a token nothing is proved: for peers on this machine alone."""
+    """Claims of one end about itself. Without a token nothing is proved: for peers on this machine alone."""
 
     layout: Layout
     token: bytes | None
@@ -85,7 +85,7 @@ def expect(message: AnyMessage, kind: type[M]) -> M:
 
 
 def refusal_of(message: Refused) -> Refusal:
-    """Its reason counts as ours if we have it too."""
+    """The peer's refusal; its reason counts as ours if we have it too."""
     return Refusal(message.reason if message.reason in REASONS else "garbage", message.text)
 
 

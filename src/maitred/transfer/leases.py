@@ -10,8 +10,8 @@ from maitred.transfer.pieces import Refusal, Span
 
 
 class Readable(NamedTuple):
-    """Of a lease so far: [0, num_blocks) in all layers, and up to `end_block` the first `num_layers`, which a prefill
-    that goes on has written.
+    """Readable part of a lease so far: [0, num_blocks) in all layers, and up to `end_block` the first `num_layers`,
+    which a prefill that goes on has written.
     """
 
     num_blocks: int
@@ -37,7 +37,7 @@ class Lease:
 
 
 class LeaseBook:
-    """Which leases are in force; `now` in s. What is unknown, expired or taken back is refused alike."""
+    """Leases in force; `now` in s. What is unknown, expired or taken back is refused alike."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -71,11 +71,11 @@ class LeaseBook:
         return lease
 
     def end(self, name: str) -> bool:
-        """Whether it was there."""
+        """End a lease; whether it was there."""
         return self._leases.pop(name, None) is not None
 
     def expired(self, now: float) -> list[str]:
-        """Those that are over, which are forgotten."""
+        """Forget the leases that are over; their names."""
         names = [name for name, lease in self._leases.items() if now >= lease.expires_at]
         for name in names:
             del self._leases[name]
@@ -83,7 +83,7 @@ class LeaseBook:
 
 
 class Front:
-    """How far a pull has come, layer by layer; both ends keep one, so that each piece is sent once and expected."""
+    """Progress of a pull, layer by layer; both ends keep one, so that each piece is sent once and expected."""
 
     def __init__(self, whole: Span, unit: int = 1) -> None:
         self.whole, self._unit = whole, unit
@@ -91,7 +91,7 @@ class Front:
 
     @property
     def num_blocks(self) -> int:
-        """From the first on, that are through in all layers."""
+        """Number of blocks, from the first on, that are through in all layers."""
         return min(self._next) - self.whole.first_block
 
     @property
@@ -124,12 +124,12 @@ class Front:
         return Span(base + index, base + last, first, end)
 
     def take(self, span: Span) -> None:
-        """It is through. Raises Refusal for one out of turn."""
+        """Note a piece that is through. Raises Refusal for one out of turn."""
         for layer in self.check(span):
             self._next[layer] = span.end_block
 
     def check(self, span: Span) -> range:
-        """Its layers, from the first of the whole. Raises Refusal for one out of turn."""
+        """Layers of a piece, from the first of the whole. Raises Refusal for one out of turn."""
         whole = self.whole
         layers = range(span.first_layer - whole.first_layer, span.end_layer - whole.first_layer)
         fits = layers and layers.start >= 0 and layers.stop <= len(self._next) and span.blocks

@@ -40,7 +40,7 @@ class Agent:
         self._binding, self._agent = binding, agent
 
     def register(self, memory: np.ndarray[Any, Any]) -> Any:
-        """What `forget` takes back."""
+        """Register memory; returns what `forget` takes back."""
         region = (memory.ctypes.data, memory.nbytes, 0, "")
         regions = self._binding.nixlRegDList(self._binding.DRAM_SEG, [region])
         self._agent.registerMem(regions, self._backends)
@@ -50,7 +50,7 @@ class Agent:
         self._agent.deregisterMem(regions, self._backends)
 
     def described(self, regions: Any) -> bytes:
-        """How a peer reaches this memory."""
+        """Description by which a peer reaches this memory."""
         return bytes(self._agent.getLocalPartialMD(regions, True, self._backends))
 
     def meet(self, described: bytes) -> str:
@@ -65,7 +65,7 @@ class Agent:
         self._agent.invalidateRemoteMD(name)
 
     def read(self, name: str, source: int, target: int, num_bytes: int, channel: Channel) -> None:
-        """From an address of the peer to one of ours. Raises Refusal when it fails, stalls or is aborted."""
+        """Read from a peer's address to one of ours. Raises Refusal when it fails, stalls or is aborted."""
         binding, agent = self._binding, self._agent
         here, there = (binding.nixlXferDList(binding.DRAM_SEG, [(at, num_bytes, 0)]) for at in (target, source))
         try:
@@ -87,7 +87,7 @@ class Agent:
 
 
 class NixlOutbox(RingOutbox):
-    """Of a source: a ring of registered memory that the receiver reads."""
+    """A source's ring of registered memory, which the receiver reads."""
 
     def __init__(self, channel: Channel, slot_bytes: int, agent: Agent) -> None:
         memory = np.zeros(NUM_SLOTS * slot_bytes, np.uint8)
@@ -103,7 +103,7 @@ class NixlOutbox(RingOutbox):
 
 
 class NixlInbox(RingInbox):
-    """Of a receiver: a piece's bytes, read out of the source's ring into registered memory of ours."""
+    """A receiver's memory for pieces, read out of the source's ring into registered memory of ours."""
 
     def __init__(self, channel: Channel, welcome: Welcome, agent: Agent) -> None:
         super().__init__(channel, welcome)

@@ -1,4 +1,4 @@
-"""What a source offers: leases on blocks of its pool, between the engine's thread and those that read for receivers."""
+"""Offers of a source: leases on blocks of its pool, between the engine's thread and those that read for receivers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LEASE_S = 30.0
 
 
 class Offers:
-    """`offer`, `grow` and `revoke` are the engine's thread's: microseconds, but for one piece under copy.
+    """Offers; `offer`, `grow` and `revoke` are for the engine's thread: microseconds, but for one piece under copy.
 
-    `find` answers who asks for a chain of hashes, with a lease that it has offered; `on_end(lease, why)` is told when
-    nobody reads one any more: released, expired. Both are called by threads of connections. A name is used once.
+    `find` answers a chain of hashes with a lease that it has offered; `on_end(lease, why)` is told when no thread reads
+    one any more: released, expired. Both are called by threads of connections. A name is used once.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Offers:
                 self._book.grow(lease, readable, self._clock.now(), num_layers_written)
 
     def revoke(self, lease: str) -> bool:
-        """Nobody reads its blocks from now on; waits for one piece at most. Whether it was there."""
+        """Revoke a lease, waiting for one piece at most; no thread reads its blocks then. Whether it was there."""
         with self._lock:
             self._book.end(lease)
             held = self._blocks.pop(lease, None)
@@ -73,12 +73,12 @@ class Offers:
         return held is not None
 
     def end(self, lease: str, why: str) -> None:
-        """As `revoke`, and tells; no effect for one that is gone."""
+        """Revoke a lease and tell `on_end`; no effect for one that is gone."""
         if self.revoke(lease):
             self._on_end(lease, why)
 
     def has(self, lease: str) -> bool:
-        """Whether it may be in force."""
+        """Whether the lease may be in force."""
         return lease in self._blocks
 
     def expire(self) -> None:

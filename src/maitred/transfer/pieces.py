@@ -51,7 +51,7 @@ REASONS = (
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """On the wire an array that begins with the name of its class."""
+    """A message: on the wire an array that begins with the name of its class."""
 
 
 # -- first contact; a source speaks first, so that strangers learn a number
@@ -63,7 +63,7 @@ class Challenge(Message, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True, tag=True):
-    """Who wants to pull; `proof` is over both nonces and `layout`, a `compat.Layout` as msgpack."""
+    """A receiver that wants to pull; `proof` is over both nonces and `layout`, a `compat.Layout` as msgpack."""
 
     version: int
     nonce: bytes
@@ -87,7 +87,7 @@ class Welcome(Message, frozen=True, tag=True):
 
 
 class Ask(Message, frozen=True, tag=True):
-    """For the longest prefix of a chain of blocks, by their hashes."""
+    """Asks for the longest prefix of a chain of blocks, by their hashes."""
 
     hashes: tuple[bytes, ...]
 
@@ -126,7 +126,7 @@ class Release(Message, frozen=True, tag=True):
 
 
 class Offered(Message, frozen=True, tag=True):
-    """So many blocks of the chain that was asked for; with none, no lease."""
+    """Offers so many blocks of the chain that was asked for; with none, no lease."""
 
     lease: str
     num_blocks: int

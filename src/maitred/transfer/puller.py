@@ -108,7 +108,7 @@ class Puller:
             self.close()
 
     def abort(self) -> None:
-        """From any thread: a pull under way ends at once, and the connection with it."""
+        """End a pull under way at once, and the connection with it; for any thread."""
         self._channel.abort()
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Puller:
         return piece.num_bytes
 
     def _checked(self, piece: Piece, front: Front) -> Span:
-        """What the header says it is, before a byte of it is read. Raises Refusal."""
+        """Span of a piece by its header, before a byte of it is read. Raises Refusal."""
         if piece.version != VERSION or piece.epoch != self.epoch or piece.number != self._number:
             raise Refusal("old_epoch", "a piece of an earlier life of the peer, or of an earlier pull")
         span = Span(piece.first_layer, piece.end_layer, piece.first_block, piece.end_block)
@@ -170,7 +170,7 @@ class Puller:
 
 
 class _PullRefused(Refusal):
-    """By the source, which goes on with other pulls."""
+    """Refusal by the source, which goes on with other pulls."""
 
     def __init__(self, message: Refused) -> None:
         refusal = refusal_of(message)
@@ -180,7 +180,7 @@ class _PullRefused(Refusal):
 def connect(
     address: str, identity: Identity, *, staging_bytes: int, timeout_s: float, agent: nixl.Agent | None = None
 ) -> Puller:
-    """To a source at `shm:NAME`, `tcp:HOST:PORT`, or with an `agent` `nixl:HOST:PORT`, known to each other.
+    """Connect to a source at `shm:NAME`, `tcp:HOST:PORT`, or with an `agent` `nixl:HOST:PORT`, known to each other.
 
     Raises Refusal.
     """
@@ -222,8 +222,8 @@ def connect_any(
     timeout_s: float,
     agent: nixl.Agent | None = None,
 ) -> Puller:
-    """To the first of a source's addresses that is reached: shared memory, then NIXL with an `agent`, then sockets; one
-    of them alone unless `transport` is auto. Raises the last one's Refusal.
+    """Connect to the first of a source's addresses that is reached: shared memory, then NIXL with an `agent`, then
+    sockets; one of them alone unless `transport` is auto. Raises the last one's Refusal.
     """
     wanted = [name for name in ("shm", "nixl", "tcp") if transport in ("auto", name) and (name != "nixl" or agent)]
     refusal = Refusal("cut", f"the source offers {', '.join(addresses) or 'no address'}; --kv-transport {transport}")

@@ -39,7 +39,7 @@ class Outbox(Protocol):
         """Number and memory of a slot that is free; waits for one."""
 
     def take(self, message: AnyMessage) -> None:
-        """What the receiver said meanwhile of slots. Raises Refusal for what it cannot have said."""
+        """Take the receiver's news of slots. Raises Refusal for what it cannot have said."""
 
     def send(self, piece: Piece, rows: memoryview) -> None: ...
 
@@ -47,7 +47,7 @@ class Outbox(Protocol):
 
 
 def serve(offers: Offers, channel: Channel, outbox: Outbox) -> None:
-    """Until the connection ends, which is a Refusal; with it end the leases that were found for it."""
+    """Serve until the connection ends, which is a Refusal; with it end the leases that were found for it."""
     found: list[str] = []
     try:
         _serve(offers, channel, outbox, found)
@@ -108,7 +108,7 @@ def _front(offers: Offers, pull: Pull, outbox: Outbox) -> Front:
 
 
 def _send(offers: Offers, outbox: Outbox, pull: Pull, held: HeldBlocks, span: Span) -> None:
-    """One piece; whoever wants its blocks back waits for the copy, and not for the receiver."""
+    """Send one piece; taking its blocks back waits for the copy, and not for the receiver."""
     num_bytes = span.num_cells * offers.io.layout.layer_bytes
     number, rows = outbox.slot(num_bytes)
     held.read(span.layers, span.blocks, rows)
@@ -120,7 +120,7 @@ def _send(offers: Offers, outbox: Outbox, pull: Pull, held: HeldBlocks, span: Sp
 
 
 def _hear(offers: Offers, channel: Channel, outbox: Outbox, pull: Pull) -> None:
-    """What a receiver says that waits for its next piece; one that says nothing loses its lease."""
+    """Hear a receiver that waits for its next piece; one that says nothing loses its lease."""
     message = channel.receive()
     if isinstance(message, Renew):
         channel.send(Progress(pull.number, *offers.renew(pull.lease).readable_now()))

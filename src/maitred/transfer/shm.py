@@ -24,7 +24,7 @@ _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(
 
 
 class ShmOutbox(RingOutbox):
-    """Of a source: a ring that is written here and shown there."""
+    """A source's ring, written here and shown to the receiver."""
 
     def __init__(self, channel: Channel, slot_bytes: int) -> None:
         """Raises Refusal where the system has no such memory."""
@@ -51,7 +51,7 @@ class ShmOutbox(RingOutbox):
 
 
 class ShmInbox(RingInbox):
-    """Of a receiver: the source's ring."""
+    """A receiver's view of the source's ring."""
 
     def __init__(self, channel: Channel, welcome: Welcome) -> None:
         """Raises Refusal for memory that the source could take away, or that is smaller than it says."""
@@ -79,7 +79,7 @@ class ShmInbox(RingInbox):
 
 
 def listen() -> socket.socket:
-    """Under a name of its own that no file system knows."""
+    """Listen under a name of its own that no file system knows."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0maitred-kv-{secrets.token_hex(12)}")
     listener.listen(16)

@@ -35,7 +35,7 @@ class RingOutbox:
 
 
 class RingInbox:
-    """Of a receiver: where in the source's ring a piece lies, and that it was read."""
+    """A receiver's side of a ring: where in the source's ring a piece lies, and that it was read."""
 
     def __init__(self, channel: Channel, welcome: Welcome) -> None:
         self._channel, self._welcome = channel, welcome

@@ -37,10 +37,10 @@ class KVSource:
         self.offers = offers
         self._identity, self._timeout_s = identity, timeout_s
         self._staging_bytes, self._num_staged = staging_bytes, 0
-        self._lock = threading.Lock()  # of what is staged, and of who is connected
+        self._lock = threading.Lock()  # of what is staged, and of the open connections
         self._channels: set[Channel] = set()
         self._threads: list[threading.Thread] = []
-        self.agent: nixl.Agent | None = None  # once it listens for NIXL; whoever pulls in this process may share it
+        self.agent: nixl.Agent | None = None  # once it listens for NIXL; all pulls in this process may share it
         self._stopped, self._stop = os.pipe()
 
     def listen_tcp(self, host: str, port: int) -> str:

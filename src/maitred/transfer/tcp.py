@@ -14,7 +14,7 @@ SLOT_BYTES = 2**19  # a copy, its checksum and the kernel's copy of it stay in a
 
 
 class TcpOutbox:
-    """Of a source: one piece at a time, which is in the kernel's hands when `send` returns."""
+    """A source's memory for one piece at a time, which is in the kernel's hands when `send` returns."""
 
     def __init__(self, channel: Channel, slot_bytes: int) -> None:
         self._channel, self._slot, self.slot_bytes = channel, memoryview(bytearray(slot_bytes)), slot_bytes
@@ -24,7 +24,7 @@ class TcpOutbox:
         return 0, self._slot[:num_bytes]
 
     def take(self, message: AnyMessage) -> None:
-        """That the receiver waits."""
+        """Take the news that the receiver waits."""
         expect(message, Renew)
 
     def send(self, piece: Piece, rows: memoryview) -> None:
@@ -35,7 +35,7 @@ class TcpOutbox:
 
 
 class TcpInbox:
-    """Of a receiver: a piece's bytes, read into memory that is reused."""
+    """A receiver's memory for a piece's bytes, which is reused."""
 
     def __init__(self, channel: Channel, welcome: Welcome) -> None:
         self._channel, self._slot = channel, memoryview(bytearray(welcome.slot_bytes))
@@ -46,7 +46,7 @@ class TcpInbox:
         return rows
 
     def done_with(self, piece: Piece) -> None:
-        """Its memory is ours."""
+        """Nothing to send: the memory is ours."""
 
     def close(self) -> None:
         """Nothing outlives the connection."""
