@@ -28,7 +28,7 @@ class CommonOptions:
 
 
 class Options:
-    """What the user asked for: one instance for each part of the command."""
+    """Parsed arguments: one instance for each part of the command."""
 
     def __init__(
         self, parts: Mapping[type, object], given: Container[str] = (), after_dashes: tuple[str, ...] = ()

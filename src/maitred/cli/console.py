@@ -31,7 +31,7 @@ def dim(text: str) -> str:
 
 
 class _ClosedOutput(io.TextIOBase):
-    """Of a standard output that was closed: who writes there ends with a remedy; `serve` does not, and runs."""
+    """A closed standard output: a command that writes there ends with a remedy; `serve` does not, and runs."""
 
     def write(self, text: str) -> int:
         raise ConfigError("standard output is closed; send it to a file, a program or /dev/null")

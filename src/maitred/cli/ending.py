@@ -19,7 +19,7 @@ class EndSignal:
 
 
 def note_signals() -> None:
-    """From now on; and SIGHUP, for which there may be nothing to read again, does nothing. For the main thread."""
+    """Note signals from now on; ignore SIGHUP, for which there may be nothing to read again. For the main thread."""
     ending = EndSignal()
     for number in SIGNALS:
         signal.signal(number, ending)
@@ -27,12 +27,12 @@ def note_signals() -> None:
 
 
 def noted() -> EndSignal:
-    """What was noted so far, and will be; nothing where nobody began."""
+    """Signals noted so far, and from now on; none ever unless `note_signals` was called."""
     handler = signal.getsignal(signal.SIGTERM)
     return handler if isinstance(handler, EndSignal) else EndSignal()
 
 
 def ignore_signals() -> None:
-    """For the last lines of a process: Python's own end would put the system's handlers back."""
+    """Ignore signals in the last lines of a process: Python's own end would put the system's handlers back."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

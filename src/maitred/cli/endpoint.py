@@ -26,7 +26,7 @@ class Unreachable(ServerError):
 
 
 class Untrusted(Unreachable):
-    """Somebody answers there, but not as a server that this address and this machine would trust."""
+    """A server answers there, but not one that this address and this machine would trust."""
 
 
 class TimedOut(Unreachable):
@@ -54,7 +54,7 @@ class Reply:
 
 
 class Endpoint(Protocol):
-    """Where requests go. Leaving the context of `post` early cancels the request."""
+    """Destination of requests. Leaving the context of `post` early cancels the request."""
 
     def post(self, path: str, body: bytes) -> AbstractAsyncContextManager[Reply]: ...
 
@@ -62,7 +62,7 @@ class Endpoint(Protocol):
 
 
 def error_text(status: int, body: bytes) -> str:
-    """What a server says went wrong, in whatever shape it says it."""
+    """The error text in a server's answer, whatever shape it has."""
     try:
         found = msgspec.json.decode(body)
     except msgspec.DecodeError:

@@ -50,7 +50,7 @@ def _run(options: Options) -> int:
 
 
 def _is_tensor_model(path: Path) -> bool:
-    """By its files, so that nobody else needs the extra."""
+    """Whether it is a tensor model, by its files, so that other models do not need the extra."""
     return path.suffix == ".onnx" or (path / "config.pbtxt").is_file() or any(path.glob("[1-9]*/model.onnx"))
 
 

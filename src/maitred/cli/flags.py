@@ -52,7 +52,7 @@ def _pairs(text: str) -> Iterable[tuple[str, object]]:
 
 
 class FlagKind(Enum):
-    """What a flag takes: its type, what errors and help call it, and how words become it."""
+    """Kind of a flag: its type, what errors and help call it, and how words become it."""
 
     TEXT = str, "text", "TEXT", str
     INTEGER = int, "an integer", "N", int
@@ -117,7 +117,7 @@ class Flag:
             raise UsageError(f"{self.name} is {word!r}; {remedy}") from None
 
     def join(self, values: Any) -> object:
-        """What the field is given, from what all words were parsed to."""
+        """The field's value, from what all words were parsed to."""
         return self.kind.join(values) if self.kind.join is not None else values
 
 

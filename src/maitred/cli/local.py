@@ -41,7 +41,7 @@ ENGINE_PARTS: tuple[type, ...] = (
 
 
 def engine_config(options: Options) -> EngineConfig:
-    """Raises UsageError for a policy that nobody has, ConfigError for an argument that it has not, and CheckpointError
+    """Raises UsageError for an unknown policy, ConfigError for an argument that it has not, and CheckpointError
     for a model's files that cannot be served, before the engine is imported."""
     _check_policy(options[SchedulerConfig])
     check_model(options[ModelConfig].model)
@@ -88,7 +88,7 @@ def start_engine(
 
 
 def refuse_engine_flags(options: Options, *, allowed: tuple[str, ...] = ()) -> None:
-    """With --url the engine is elsewhere: raises UsageError for its flags, which would do nothing in silence."""
+    """Raise UsageError for engine flags, which would do nothing in silence: with --url the engine is elsewhere."""
     idle = [
         flag.name
         for part in ENGINE_PARTS

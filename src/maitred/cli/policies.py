@@ -61,7 +61,7 @@ def _table(policies: Mapping[str, PolicyFactory]) -> str:
 
 
 def _default(argument: str, value: PolicyArg) -> str:
-    """What stands in its place when nobody gives it."""
+    """The value when the argument is not given."""
     if getattr(SchedulerConfig(), argument, value) is None:
         return "unset"
     return f"{value:g}" if isinstance(value, float) else str(value)

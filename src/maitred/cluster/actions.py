@@ -1,4 +1,4 @@
-"""What comes out of the core: what whoever drives it must do."""
+"""Actions that the core returns, for its driver to carry out."""
 
 from __future__ import annotations
 

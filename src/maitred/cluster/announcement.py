@@ -1,4 +1,4 @@
-"""What a launched server tells its launcher: where it listens, and that its engine has loaded. JSON lines on a socket
+"""A launched server's reports to its launcher: where it listens, and that its engine has loaded. JSON lines on a socket
 that the server inherits (`serve --announce-fd`).
 """
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 import msgspec
 
 MAX_LINE_BYTES = 64 * 1024
-TOKEN_VARIABLE = "MAITRED_FLEET_TOKEN"  # by which it gets the fleet's token; nobody else sees its environment
+TOKEN_VARIABLE = "MAITRED_FLEET_TOKEN"  # gives it the fleet's token; no other process sees its environment
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):

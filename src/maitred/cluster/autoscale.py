@@ -1,9 +1,9 @@
 """How many replicas a fleet needs: from offered load, foretold wait and measured start times. Pure.
 
 Offered load is a = arrivals/s x mean service time, in slots. Square-root staffing keeps a + beta sqrt(a) slots, so that
-few wait and few slots idle, whatever the size (Halfin and Whitt 1981; Whitt 2007). Above that, whoever waits is looked
-at ahead: what would be held when a replica that is started now is ready, with those under way? Only if that is more
-than the objective lets wait, it is started.
+few requests wait and few slots idle, whatever the size (Halfin and Whitt 1981; Whitt 2007). More replicas are started
+only if the requests foretold to be held when one started now is ready, counting those under way, exceed what the
+objective allows.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Autoscaler:
         self._service.learn(figures.num_ended, figures.served_s)
 
     def _is_idle(self, figures: FleetFigures, now: float) -> bool:
-        """Whether nobody has been there for `idle_s`; at the very beginning nobody has been there at all."""
+        """Whether there has been no request for `idle_s`, or none since the beginning."""
         if figures.num_in_flight or figures.num_held:
             self._busy_at = now
         if self._busy_at is None:
@@ -149,7 +149,7 @@ class Autoscaler:
     # -- what is needed
 
     def _staffed(self, arrivals_per_s: float, beta: float, slots: float) -> int:
-        """Replicas for so many arrivals; 0 while nobody knows how long a request takes."""
+        """Replicas for so many arrivals; 0 until the mean service time is known."""
         if self._service.mean_s is None:
             return 0
         offered = arrivals_per_s * self._service.mean_s
@@ -158,7 +158,7 @@ class Autoscaler:
     def _needed_for_backlog(self, figures: FleetFigures) -> int:
         """With those under way and as many more as waiting asks for; 0 when those that there are will do."""
         coming = figures.num_ready + len(figures.ready_in_s)
-        if self._service.mean_s is None:  # nobody has ended: one, which tells how fast it is
+        if self._service.mean_s is None:  # no request has ended: one replica, which tells how fast it is
             return max(coming, 1) if figures.num_held and not coming else 0
         start_s = figures.next_start_s[0] if figures.next_start_s else 0.0
         held = self._held_after(figures, start_s)
@@ -176,7 +176,7 @@ class Autoscaler:
         return lately.per_s if lately.per_s > usual.per_s + noise else usual.per_s
 
     def _held_after(self, figures: FleetFigures, seconds: float) -> float:
-        """How many will be held then, if nobody else is started: a fluid of requests over full replicas."""
+        """Requests held then, if no more replicas are started: a fluid of requests over full replicas."""
         assert self._service.mean_s is not None
         per_s = figures.slots / self._service.mean_s
         joining_s = sum(max(0.0, seconds - ready_in_s) for ready_in_s in figures.ready_in_s)

@@ -31,11 +31,11 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Where a request goes, and why."""
+    """A replica chosen for a request, and why."""
 
     replica: str
     prefill: str | None = None  # another replica that computes the prompt and hands its KV over
-    ranked: Sequence[tuple[float, float, str, int]] = ()  # fields of Candidate; made into those when somebody looks
+    ranked: Sequence[tuple[float, float, str, int]] = ()  # fields of Candidate; made into those when looked at
     fetch_from: str | None = None  # another replica, whose KV of a prefix is fetched before the prompt is computed
     foretold: Sequence[Option] = ()  # where workers told what they are: ways to serve it, the best first
 
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
     @property
     def terms(self) -> dict[str, dict[str, float]]:
-        """By candidate, for people to read."""
+        """Terms of the score by candidate, for people to read."""
         if self.foretold:
             return {option.name: option.terms for option in self.foretold}
         return {c.replica: {"score": c.score, "load": c.load, "cached_tokens": c.num_cached} for c in self.candidates}
@@ -81,7 +81,7 @@ def choose(
     index: PrefixIndex,
     ratio: float,
 ) -> tuple[Replica, Choice]:
-    """Of `room` (bits, not empty), those of `usable` that have room for it. Writes `num_cached`."""
+    """Choose one replica of `room` (bits, not empty: those of `usable` that have room). Writes `num_cached`."""
     room = _first_tier(fleet, room)
     looked_at = room if balance.looks_at_prefixes else 0
     cached = cached_tokens(request, index, looked_at)
@@ -113,7 +113,7 @@ def _rank(candidates: Sequence[Replica], scores: list[float], cached: Cached) ->
 
 
 def cached_tokens(request: FleetRequest, index: PrefixIndex, bits: int) -> dict[int, int]:
-    """Prompt tokens that each replica of a set is thought to have, by bit number; who has none is not in it."""
+    """Prompt tokens that each replica of a set is thought to have, by bit number; replicas with none are left out."""
     keys = request.keys
     found: dict[int, int] = {}
     for num_keys, holders in index.hits(keys, bits) if keys and bits else ():
@@ -189,7 +189,7 @@ def two_choices(fleet: Replicas) -> Balance:
 
 
 def round_robin(fleet: Replicas) -> Balance:
-    """Each in turn, one of twice the speed twice as often; who was away comes back without arrears."""
+    """Each replica in turn, one of twice the speed twice as often; one that was away comes back without arrears."""
     latest = 0.0
 
     def chosen(request: FleetRequest, replica: Replica) -> None:
@@ -248,8 +248,8 @@ def _prefix_scores(request: FleetRequest, candidates: Sequence[Replica], cached:
 
 
 def session(fleet: Replicas) -> Balance:
-    """Where its session was last, as long as that has room within the bound; else, and from then on, where `prefix`
-    says. Requests without a session go as under `prefix`.
+    """The replica of the session's last request, while it has room within the bound; else, and from then on, the choice
+    of `prefix`. Requests without a session go as under `prefix`.
     """
     sessions: OrderedDict[int, str] = OrderedDict()  # hash key -> replica; the least recently used first
 

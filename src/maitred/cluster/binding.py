@@ -38,7 +38,7 @@ class Binder:
         self._balance = BALANCES[config.balance](fleet)
         self._victims: dict[str, str] = {}  # a bound request -> the one that was bound to preempt it
         self._preempts: dict[str, str] = {}  # the other way round
-        self._in_vain: dict[Use, tuple[str, int]] = {}  # (first of a queue, binds so far) that may preempt nobody
+        self._in_vain: dict[Use, tuple[str, int]] = {}  # (first of a queue, binds so far) that may preempt no request
         self.num_binds = 0
 
     def hold(self, request: FleetRequest, now: float) -> None:
@@ -46,7 +46,7 @@ class Binder:
         self.waiting.hold(request, use_of(request))
 
     def bind_at_once(self, request: FleetRequest, now: float) -> Bind | None:
-        """A new one, where `hold` and `dispatch` would bind it: nobody is held, and a replica has room."""
+        """Bind a new request if `hold` and `dispatch` would: no request is held, and a replica has room. Else None."""
         use = use_of(request)
         usable = self._fleet.usable(use)
         room = usable & self._fleet.room
@@ -57,12 +57,12 @@ class Binder:
         return self._bind(request, room, usable, now)
 
     def dispatch(self, now: float) -> list[Action]:
-        """Binds whom it can, in order; afterwards nobody is held whom a replica that it may use has room for."""
+        """Bind held requests in order, until none is held that a replica it may use has room for."""
         bound: list[Action] = []
         while self.waiting.num_held and (found := self._next()) is not None:
             bind = self._bind(*found, now)
             if bind is None:
-                break  # whoever is first waits for room
+                break  # the first in order waits for room
             bound.append(bind)
         return bound
 
@@ -73,13 +73,13 @@ class Binder:
         self._in_vain.clear()
 
     def bound_elsewhere(self, replica: Replica, hash_key: int | None, keys: Sequence[int]) -> None:
-        """By another router, which shares its sessions and the history of foreign servers."""
+        """Note a bind by another router, which shares its sessions and the history of foreign servers."""
         if hash_key is not None and self._balance.met is not None:
             self._balance.met(hash_key, replica)
         self._lessons.sent_elsewhere(keys, replica)
 
     def release(self, request: FleetRequest) -> None:
-        """Its place is free: it ended, or is to be held again."""
+        """Free the slot of a request that ended, or is to be held again."""
         self._fleet.free(self._fleet.at(request.replica), request)
         self._fleet.work.released(request.request_id)
         self._lessons.left_replica(request)
@@ -97,10 +97,10 @@ class Binder:
         assert self._victims.keys() <= ids
         assert self._preempts.keys() <= ids
 
-    # -- who is next
+    # -- the next request
 
     def _next(self) -> tuple[FleetRequest, int, int] | None:
-        """(request, bits that have room for it, bits that it may use); None when nobody can be bound."""
+        """(request, bits that have room for it, bits that it may use); None when no request can be bound."""
         found, first = None, None
         queues = self.waiting.queues()
         for use, order in queues:
@@ -117,7 +117,7 @@ class Binder:
         return found
 
     def _outranked(self, request: FleetRequest, use: Use, order: Order, usable: int) -> int:
-        """Bits of the replicas where somebody is in flight whose slot it may take, and nobody else is to."""
+        """Bits of the replicas with a request in flight whose slot it may take, and no other request is to."""
         asked = (request.request_id, self.num_binds)
         if self._in_vain.get(use) == asked:
             return 0
@@ -201,8 +201,8 @@ class Binder:
         return starts and len(roles - {Role.MIXED}) == len(roles) == 1
 
     def foretold_ttft_s(self, num_tokens: int, now: float) -> float | None:
-        """Of a new request with such a prompt, of which nothing is cached, served in the way that would be chosen. None
-        while somebody is held, or nothing is foretold.
+        """Foretold TTFT (s) of a new request with such a prompt, none of it cached, served as would be chosen. None
+        while a request is held, or nothing is foretold.
         """
         usable, asked = self._fleet.ready, self._handover
         if self.waiting.num_held or not usable or not self._foretells(usable):

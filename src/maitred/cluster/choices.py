@@ -1,4 +1,4 @@
-"""The choices of the last requests, for people who ask why one went to the replica, or the worker, that it did."""
+"""The choices of the last requests, for people asking why one went to the replica, or the worker, that it did."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class ChoiceMade(msgspec.Struct, frozen=True):
-    """One attempt: who was chosen, after how long a wait, and who else could have been, the best first."""
+    """One attempt: the replica chosen, after how long a wait, and the other candidates, the best first."""
 
     attempt: int
     replica: str
@@ -40,7 +40,7 @@ class ChoiceMade(msgspec.Struct, frozen=True):
 
 
 class ChoicesMade(msgspec.Struct, frozen=True):
-    """Of one request, in order."""
+    """Choices of one request, in order."""
 
     request_id: str
     choices: tuple[ChoiceMade, ...]
@@ -63,8 +63,8 @@ class Choices:
         self.on_bound(bind, held_s)
 
     def of(self, words: str) -> ChoicesMade | None:
-        """Of the newest request of that id, else of one whose id is a part of `words`, or they of it: an answer's
-        id has a prefix that a router's lacks, and a worker's goes on with the number of the prompt.
+        """Choices of the newest request of that id, else of one whose id is a part of `words`, or they of it: an
+        answer's id has a prefix that a router's lacks, and a worker's goes on with the number of the prompt.
         """
         alike = (name for name in reversed(self._of) if name in words or words in name)
         found = words if words in self._of else next(alike, None)

@@ -22,7 +22,7 @@ class Tier(NamedTuple):
     name: str
     replicas: tuple[str, ...] = ()  # their URLs, as given on the command line; none is all that no other tier names
     max_prompt_tokens: int | None = None  # longer ones go to the next
-    spill_after_s: float | None = None  # who has waited so long (s) may go to the next; None waits on
+    spill_after_s: float | None = None  # a request held so long (s) may go to the next; None waits on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ _RANGES = (
 
 
 def tiers_of(config: FleetConfig) -> tuple[Tier, ...]:
-    """In the order in which they are asked; one for all where none is given. Raises ConfigError."""
+    """Tiers in the order in which they are asked; one for all where none is given. Raises ConfigError."""
     if not config.tiers:
         return (Tier(""),)
     return tuple(_tier(name, given) for name, given in config.tiers.items())

@@ -1,4 +1,4 @@
-"""The router's decisions: who is held, who goes where, what becomes of those whose replica fails. Pure.
+"""The router's decisions: hold, bind and preempt requests, and move on those whose replica fails. Pure.
 
 What happens goes in by the methods of `ClusterCore`, what must be done comes out as actions; see docs/fleet.md.
 """
@@ -70,7 +70,7 @@ class ClusterCore:
 
     @property
     def num_slots(self) -> int:
-        """Of all replicas that are ready."""
+        """Slots of all replicas that are ready."""
         return sum(replica.slots for replica in self.fleet.by_name.values() if replica.state is State.READY)
 
     @core_input
@@ -93,7 +93,7 @@ class ClusterCore:
 
     @core_input
     def handed_over(self, request_id: str, now: float, is_computed: bool = False) -> list[Action]:
-        """Who computed its prompt for another worker has nothing more of it, whatever came of the hand-over;
+        """Free what the worker that computed the prompt for another held of it, whatever came of the hand-over;
         `is_computed` says that the prompt is, where no token of it was seen.
         """
         if is_computed:
@@ -103,7 +103,7 @@ class ClusterCore:
 
     @core_input
     def ended(self, request_id: str, usage: Usage | None, now: float) -> list[Action]:
-        """Its answer came to its end, whatever it said; None says that usage is not known."""
+        """The request's answer came to its end, whatever it said; `usage` is None where it is not known."""
         request = self._requests.bound(request_id)
         if request is None:
             return []
@@ -113,7 +113,7 @@ class ClusterCore:
 
     @core_input
     def aborted(self, request_id: str, now: float) -> list[Action]:
-        """Its client is gone, or it was refused elsewhere; unknown ids are ignored."""
+        """The request's client is gone, or it was refused elsewhere; unknown ids are ignored."""
         request = self._requests.get(request_id)
         return [] if request is None else self._requests.end(request) + self._requests.dispatch(now)
 
@@ -162,7 +162,7 @@ class ClusterCore:
 
     @core_input
     def left(self, name: str, now: float, returns: bool = False) -> list[Action]:
-        """It is gone; what it had goes on elsewhere. One that `returns` is being started again under its name."""
+        """The replica is gone; its requests go on elsewhere. One that `returns` is started again under its name."""
         replica = self.fleet.by_name.get(name)
         if replica is None:
             return []
@@ -177,8 +177,8 @@ class ClusterCore:
 
     @core_input
     def drained(self, name: str, now: float) -> list[Action]:
-        """No new requests for it. Who has no token of it goes elsewhere at once, if anybody else may take it; the
-        others may finish, and after `replica_drain_s` those that can go on elsewhere do.
+        """Send the replica no new requests. Requests without a first token move at once when another replica is
+        eligible; the others may finish, and after `replica_drain_s` those that can go on elsewhere do.
         """
         replica = self.fleet.by_name.get(name)
         if replica is None or replica.state is State.DRAINING:
@@ -187,8 +187,8 @@ class ClusterCore:
 
     @core_input
     def leaving(self, name: str, within_s: float, now: float) -> list[Action]:
-        """It drains of itself, and ends what it still has after `within_s`: shortly before that, those that can go on
-        elsewhere do. It may come back under its name.
+        """The replica drains of itself, and ends what it still has after `within_s`: shortly before that, requests that
+        can go on elsewhere do. It may come back under its name.
         """
         replica = self.fleet.by_name.get(name)
         if replica is None or replica.is_leaving:
@@ -218,7 +218,7 @@ class ClusterCore:
 
     @core_input
     def probed(self, name: str, is_well: bool, now: float) -> list[Action]:
-        """What a Probe found."""
+        """The result of a Probe."""
         replica = self.fleet.by_name.get(name)
         if replica is None:
             return []
@@ -233,7 +233,7 @@ class ClusterCore:
 
     @core_input
     def scaled(self, low: int, high: int, now: float) -> list[Action]:
-        """From now on there are to be so many launched replicas."""
+        """Set the bounds on the number of launched replicas."""
         self._sizing.set_bounds(low, high)
         return self._resize(now)
 
@@ -245,7 +245,7 @@ class ClusterCore:
 
     @core_input
     def configured(self, scheduler: SchedulerConfig, now: float) -> list[Action]:
-        """All who are held are ordered by this policy from now on. Raises ConfigError, and changes nothing."""
+        """Order all held requests by this policy from now on. Raises ConfigError, and changes nothing."""
         self.policy, self.scheduler = policy_for(scheduler, self._policies), scheduler
         self._lessons.predictor = self._predictor if self.policy.reads_predictions else None
         self._binder.reorder(self.policy, self._requests.all_bound())
@@ -292,8 +292,8 @@ class ClusterCore:
         return self._requests.models
 
     def foretold_ttft_s(self, num_tokens: int, now: float) -> float | None:
-        """(s) to the first token of such a prompt if it came now, by what chooses its workers; None where nothing is
-        foretold, or somebody waits for room.
+        """Seconds to the first token of such a prompt if it came now, by what chooses its workers; None where nothing
+        is foretold, or a request waits for room.
         """
         return self._binder.foretold_ttft_s(num_tokens, now)
 
@@ -328,7 +328,7 @@ class ClusterCore:
         return view_of(self.fleet, self.index, self._requests.waiting, self._sizing.target, now)
 
     def figures(self, now: float) -> FleetFigures:
-        """What the autoscaler looks at."""
+        """Figures for the autoscaler."""
         return self._sizing.figures(self._requests.counts(), now)
 
     def check_invariants(self) -> None:
@@ -368,7 +368,7 @@ class ClusterCore:
         return self._fleet_changed(now)
 
     def _fleet_changed(self, now: float) -> list[Action]:
-        """Who there is, or what they serve."""
+        """Replicas came or went, or serve other models."""
         refused: list[Action] = []
         if self._facts_version != self.fleet.facts_version:
             self._facts_version = self.fleet.facts_version
@@ -407,7 +407,7 @@ class Draining:
         self.timers: Timers[Replica] = Timers(lambda replica: fleet.by_name.get(replica.name) is replica)
 
     def begin(self, replica: Replica, within_s: float, now: float) -> list[Action]:
-        """It has so long to finish what it has."""
+        """Drain the replica: it has `within_s` to finish what it has."""
         self._sizing.forget(replica)
         self._fleet.set_state(replica, State.DRAINING, now)
         self._end_at(replica, now + within_s)
@@ -415,7 +415,7 @@ class Draining:
         return [*self._sizing.emptied(replica), *self._requests.move_on(replica, without_token, now)]
 
     def leave(self, replica: Replica, within_s: float, now: float) -> list[Action]:
-        """It drains by itself, whether the router had it drain or not, and cuts what it has after `within_s`."""
+        """The replica drains by itself, whether asked by the router or not, and cuts what it has after `within_s`."""
         hand_over_s = max(within_s / 2, within_s - HAND_OVER_S)
         actions: list[Action] = []
         if replica.state is not State.DRAINING:
@@ -451,13 +451,13 @@ class Watch:
         return [action for due in self.timers.take_due(now) for action in self._fell_due(due, now)]
 
     def begin(self, replica: Replica) -> None:
-        """It is ready, and tells of itself from time to time: it is noticed when it does not."""
+        """Watch a ready replica that reports from time to time, so that its silence is noticed."""
         if replica.facts.has_beats and not replica.is_watched:
             replica.is_watched = True
             self.timers.add(replica.heard_at + self._config.silence_s, ReplicaDue(Due.SILENCE, replica))
 
     def said_full(self, replica: Replica, until: float, now: float) -> None:
-        """It works and has no room: until then it gets nobody."""
+        """The replica answered 'full'; route nothing to it until `until`."""
         if not replica.is_full:
             replica.unready_since = now
         replica.full_until = max(until, replica.full_until)
@@ -465,7 +465,7 @@ class Watch:
         replica.is_full = True
 
     def expect_probe(self, replica: Replica, now: float) -> None:
-        """It is out. What it does for others may still come to an end, so they stay."""
+        """Probe an ejected replica later. Prompts it computes for others may still come to an end, so they stay."""
         self.timers.add(now + self._health.next_probe_s(replica), ReplicaDue(Due.PROBE, replica))
 
     def expect_back(self, replica: Replica, now: float) -> None:

@@ -24,12 +24,12 @@ MOST_SHARE = 0.95  # of a worker's time: no queue is foretold to be endless
 ROLE = 0.05  # of a cost, by which its role is preferred: so workers settle into the roles that they were given
 OVER = 8.0  # a second past an objective counts as so many more
 EDGE = 0.8
-OTHERS = 3.0  # and one that others lose of theirs, whose place between start and objective nobody knows
+OTHERS = 3.0  # and one that others lose of theirs, whose place between start and objective is unknown
 LAX_TTFT_S, LAX_TPOT_S = 10.0, 1.0  # of the objective that is not given, where the other is
 
 
 class Role(str, Enum):
-    """What a worker is sent first; none is unable to do the rest."""
+    """The work a worker is sent first; none is unable to do the rest."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -38,7 +38,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """What a worker tells of itself, besides what every replica does."""
+    """Facts that a worker tells of itself, besides those of every replica."""
 
     role: Role = Role.MIXED
     costs: CostModel
@@ -160,8 +160,8 @@ def options(ask: Ask, workers: Sequence[WorkerLoad], handover: str = "auto") -> 
 
 
 class _Prices:
-    """What a second is worth. Without objectives a second is a second, of whoever waits; with some, each counts by its
-    share of what is allowed, and more past that.
+    """Price of a second. Without objectives a second counts the same whichever request waits; with some, each counts by
+    its share of what is allowed, and more past that.
     """
 
     def __init__(self, ask: Ask) -> None:
@@ -177,8 +177,8 @@ class _Prices:
         return self._bent(tpot_s / self.tpot_s) if self.is_promised else tpot_s * self._num_outputs
 
     def others(self, lost_s: float) -> float:
-        """Those that decode lose so much in all. As much is at stake for each of them, at the edge or not: else prompts
-        would go to those who have most to spare, and nobody would be left alone with his answers.
+        """Decoding requests lose so much in all. As much is at stake for each of them, at the edge or not: else prompts
+        would go where requests have most to spare, and no worker would be left to decode alone.
         """
         return lost_s * (OTHERS / self.tpot_s / self._num_outputs if self.is_promised else 1.0)
 
@@ -199,7 +199,7 @@ def _prompt(ask: Ask, worker: WorkerLoad, workers: Sequence[WorkerLoad], prices:
     num_steps = -(-num_tokens // chunk_of(worker))
     lost_s = max(0.0, computing_s - num_steps * decode_step_s(worker))
     share = min(worker.prefill_share, MOST_SHARE)
-    behind_s = computing_s * share / (2 * (1 - share) ** 2)  # M/D/1: what those who come meanwhile wait the longer
+    behind_s = computing_s * share / (2 * (1 - share) ** 2)  # M/D/1: what requests that come meanwhile wait the longer
     cost = prices.first_token(ttft_s) + prices.others(worker.rows * lost_s)
     cost += prices.first_token(ttft_s + behind_s) - prices.first_token(ttft_s)
     return _Prompt(worker, fetch_from, fetch_s, queue_s, ttft_s, computing_s, worker.rows * lost_s + behind_s, cost)
@@ -229,7 +229,7 @@ def _answer(ask: Ask, worker: WorkerLoad, prices: _Prices) -> _Answer:
 
 
 def _fits(ask: Ask, worker: WorkerLoad) -> bool:
-    """The prompt and a block to begin the answer; whoever is alone there is tried."""
+    """Whether the prompt and a block to begin the answer fit; an empty worker is tried in any case."""
     is_empty = worker.free_blocks >= worker.facts.num_blocks
     return is_empty or worker.free_blocks >= ask.num_inputs // worker.facts.block_size + 2
 
@@ -329,7 +329,7 @@ def chunks_s(worker: WorkerLoad, num_tokens: float, start: int) -> float:
 
 
 def decode_step_s(worker: WorkerLoad, num_more: int = 0, context_more: int = 0) -> float:
-    """Of all that decode there, and some more; of one if there is none."""
+    """Seconds of a step of all that decode there, and some more; of one if there is none."""
     return _step_s(worker, max(1, worker.rows + num_more), 0, context_more)
 
 

@@ -74,7 +74,7 @@ class FleetRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """As far as it is known before usage tells."""
+        """Prompt tokens, as far as known before usage tells."""
         return self.num_inputs
 
     @property
@@ -109,7 +109,7 @@ def request_of(spec: RequestSpec, keys: tuple[int, ...], hash_key: int | None = 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an answer's usage tells, and whether it came to its own end."""
+    """Usage that an answer reports, and whether the answer came to its own end."""
 
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
@@ -119,7 +119,7 @@ class Usage:
 
 
 class FailureKind(str, Enum):
-    RESET = "reset"  # nobody listens, or the connection ended before the answer did: the replica is gone
+    RESET = "reset"  # no server listens, or the connection ended before the answer did: the replica is gone
     SILENT = "silent"  # it has not been heard of
     FULL = "full"  # 503 with Retry-After: it works, and has no room
     LIMITED = "limited"  # 429 of a foreign server: it works, and refuses this client for now

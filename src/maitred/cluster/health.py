@@ -60,7 +60,7 @@ class Health:
         return 2 * (num_ready - 1) >= num_ready + num_out
 
     def eject(self, replica: Replica, kind: FailureKind, now: float) -> bool:
-        """False if it serves nobody anyway."""
+        """Take the replica out; False if it is not in rotation."""
         if replica.state is not State.READY:
             return False
         replica.num_probes, replica.ejected_for = 0, kind

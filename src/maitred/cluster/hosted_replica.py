@@ -33,7 +33,7 @@ class HostedReplica:
         self._launcher.start(self._name)
 
     async def heard(self) -> tuple[list[LaunchEvent], list[str]]:
-        """What happened since the last call, and the log's new lines; waits until there is something."""
+        """Events since the last call, and the log's new lines; waits until there is something."""
         await self._something.wait()
         self._something.clear()
         news, self._news = self._news, []

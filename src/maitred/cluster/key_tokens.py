@@ -49,7 +49,7 @@ _WRONG = (msgspec.DecodeError, ValueError, RecursionError)
 def tokens_of_keys(
     body: RoutedBody, found: PrefixKeys, prompt: str | Sequence[int], token_ends: Callable[[], Sequence[int]]
 ) -> list[int]:
-    """For each key, a number of tokens that every prompt with this key begins with, but for the tokenizer's freedom at
+    """Count, for each key, tokens that every prompt with this key begins with, but for the tokenizer's freedom at
     the very end.
 
     `prompt` is what was tokenised; `token_ends()` where each token ends in its UTF-8, see `ends_of_tokens`.

@@ -32,7 +32,7 @@ FAILURE, USAGE = 1, 2  # exit codes of the command line for what another try wil
 
 @dataclass(frozen=True, slots=True)
 class Listens:
-    """It has an address; its model is still loading."""
+    """The replica has an address; its model is still loading."""
 
     name: str
     url: str
@@ -50,7 +50,7 @@ class IsReady:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Its process is gone. `again_in_s` tells when the next one starts; None is never: it was told to `stop`
+    """The replica's process is gone. `again_in_s` tells when the next one starts; None is never: it was told to `stop`
     (`as_told`), or it cannot start with these flags.
     """
 
@@ -64,7 +64,7 @@ LaunchEvent = Listens | IsReady | Ended
 
 
 class Launcher(Protocol):
-    """Whoever can start replicas: here, or on the nodes of a cluster. Names are the caller's; every call returns at
+    """Starts replicas: here, or on the nodes of a cluster. Names are the caller's; every call returns at
     once, and what becomes of it is told by events, on the event loop.
     """
 
@@ -77,7 +77,7 @@ class Launcher(Protocol):
         """End it at once and start it again: for one that hangs."""
 
     def pid(self, name: str) -> int | None:
-        """Of its process, where it has one on this machine."""
+        """Pid of the replica's process, where it has one on this machine."""
 
     async def close(self) -> None:
         """Stop all, and return when they are gone."""
@@ -325,6 +325,6 @@ def prefixed(name: str, line: str) -> str:
 
 
 def write_to_stderr(line: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads any more
+    with suppress(OSError, ValueError):  # no reader any more
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What answers teach: bytes for a token, lengths of outputs, what foreign servers still have of what was sent there."""
+"""Lessons from answers: bytes for a token, lengths of outputs, what foreign servers still have of prompts sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_RATIOS = 256  # models whose bytes for a token are known; those used least r
 
 
 class Lessons:
-    """Of the fleet as a whole."""
+    """Lessons of the fleet as a whole."""
 
     def __init__(self, predictor: Predictor | None, index: PrefixIndex) -> None:
         """`predictor` is None where the policy reads no predictions."""
@@ -32,7 +32,7 @@ class Lessons:
         self._expected: dict[str, Expected] = {}  # of requests in flight to foreign servers
 
     def estimate(self, request: FleetRequest) -> None:
-        """Of a new request: what it will cost."""
+        """Estimate what a new request will cost."""
         request.num_inputs = request.num_counted or self._ratio_of(request.model).tokens(request.num_bytes)
         if self.predictor is not None:
             request.expected_outputs = bounded_prediction(self.predictor, request)
@@ -62,11 +62,11 @@ class Lessons:
             self.predictor.observe(request)
 
     def left_replica(self, request: FleetRequest) -> None:
-        """It is in flight no more."""
+        """The request is in flight no more."""
         self._expected.pop(request.request_id, None)
 
     def forgot(self, replica: Replica) -> None:
-        """Its cache is gone."""
+        """The replica's cache is gone."""
         self._history.forgot(replica.bit)
 
     def _ratio_of(self, model: str | None) -> TokenRatio:
@@ -81,7 +81,7 @@ class Lessons:
 
 
 class Expected(NamedTuple):
-    """What a request was thought to find, to be compared with what its usage tells."""
+    """Keys that a request was thought to find, to be compared with its usage."""
 
     num_keys: int  # that were known
     num_all: int
@@ -124,7 +124,7 @@ class ForeignHistory:
         return expected
 
     def told(self, bit: int, expected: Expected, *, cached_tokens: int, prompt_tokens: int) -> None:
-        """Its usage came. Where much was missing, all that was used no later than that is gone too."""
+        """Usage of a request came. Where much was missing, all that was used no later than that is gone too."""
         server = self._servers.get(bit)
         if server is None or not expected.num_keys or prompt_tokens <= 0:
             return
@@ -138,7 +138,7 @@ class ForeignHistory:
         server.max_keys = min(self._max_keys, max(MIN_KEYS, len(server.used_by)))
 
     def forgot(self, bit: int) -> None:
-        """It was started anew, or is here no more."""
+        """The server was started anew, or is here no more."""
         self._servers.pop(bit, None)
         self._index.forgot(bit)
 

@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9._:%-]+")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where one replica listens."""
+    """Address at which one replica listens."""
 
     host: str
     port: int
@@ -32,11 +32,11 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What `maitred route` was given: one replica, or a name that stands for several."""
+    """A `--url` of `maitred route`: one replica, or a name that stands for several."""
 
     origin: Origin
     follows_name: bool = False  # dns://name:port
-    weight: float = 1.0  # speed relative to the others, of who does not tell its own
+    weight: float = 1.0  # speed relative to the others, of one that does not tell its own
 
 
 def parse_target(text: str) -> Target:

@@ -68,7 +68,7 @@ class PrefixIndex:
             own.add(key)
 
     def removed(self, bit: int, keys: Iterable[int]) -> None:
-        """It holds these no more."""
+        """The replica holds these keys no more."""
         own = self._keys.get(bit, set())
         for key in keys:
             if key in own:
@@ -76,7 +76,7 @@ class PrefixIndex:
                 self._take_from(key, 1 << bit)
 
     def forgot(self, bit: int) -> None:
-        """It holds nothing; takes some 0.2 us for each key that it held."""
+        """The replica holds nothing; takes some 0.2 us for each key that it held."""
         for key in self._keys.pop(bit, ()):
             self._take_from(key, 1 << bit)
 

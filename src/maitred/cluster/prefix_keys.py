@@ -34,7 +34,7 @@ NO_KEYS = PrefixKeys((), ())
 
 
 def prefix_keys(body: RoutedBody, salt: str = "") -> PrefixKeys:
-    """At most MAX_KEYS keys of 64 bits; takes some 3 us for 1 KB. `salt` is the tenant's cache group.
+    """Hash a body's prefixes: at most MAX_KEYS keys of 64 bits, some 3 us for 1 KB. `salt` is the tenant's cache group.
 
     A key covers salt, model, tools and template variables too, and each piece up to its own. Pieces have PIECE_BYTES,
     the last of a message has what is left, so that a conversation that grows keeps all keys that it had.

@@ -1,6 +1,6 @@
 """Replicas on a Ray cluster: `RayLauncher` for `--launch ray`, and `app` for Ray Serve. The only file that imports ray.
 
-Whoever imports this without Ray gets a ConfigError that says how to install it.
+Raises ConfigError on import without Ray, saying how to install it.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class RayLauncher:
         if replica is None or replica.life.is_stopping:
             return
         replica.life.is_stopping = True
-        if replica.actor is None or replica.pid is None:  # nobody can have asked it anything
+        if replica.actor is None or replica.pid is None:  # it cannot have been asked anything
             self._forget(replica, "stopped before it listened")
             return
         replica.actor.stop.remote()
@@ -259,7 +259,7 @@ def _connect() -> bool:
     """Whether it was for us to join, and so is to leave. Leaves signals as they were: the router drains by them."""
     if ray.is_initialized():
         return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unasked
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported unasked
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM) if is_main else None
     try:

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class Recordable(Protocol):
-    """What `core_input` decorates methods of."""
+    """A core with methods that `core_input` decorates."""
 
     recorder: Recorder | None
 

@@ -1,4 +1,4 @@
-"""What a replica tells a router: who it is (`GET /version`), then keys and load (`GET /fleet/events`)."""
+"""Reports of a replica to a router: its identity (`GET /version`), then keys and load (`GET /fleet/events`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Speed = Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What tokens depend on besides the request: two replicas with equal ones give equal answers."""
+    """All that tokens depend on besides the request: two replicas with equal ones give equal answers."""
 
     revision: str
     executor: str
@@ -84,7 +84,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Computed(msgspec.Struct, frozen=True, tag="computed"):
-    """With a beat: what tenants' requests that ended since the last one took of the machine, whoever let them in."""
+    """Sent with a beat: machine time by tenant of requests ended since the last one, whichever server admitted them."""
 
     us_by_tenant: dict[str, Micros]
 

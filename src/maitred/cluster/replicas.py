@@ -1,4 +1,4 @@
-"""The replicas of a fleet: what each is, who is in flight there, and sets of them as bits of integers."""
+"""The replicas of a fleet: facts and state of each, its requests in flight, and sets of them as bits of integers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """What a replica tells of itself, or the command line of it."""
+    """Facts that a replica, or the command line, tells of it."""
 
     name: str
     url: str = ""
@@ -64,7 +64,7 @@ class Report:
 
 
 class Use(NamedTuple):
-    """What decides which replicas a request may use; requests of equal Use wait in one queue."""
+    """The part of a request that decides which replicas it may use; requests of equal Use wait in one queue."""
 
     model: str | None
     tiers: int  # bits
@@ -107,12 +107,12 @@ class Replica:
 
     @property
     def room(self) -> int:
-        """How many more it may get. Whoever tells of others' load, true or not, still gets one at a time."""
+        """How many more samples it may get: one at a time at least, whatever load of others it reports."""
         return max(1, self.limit - self.num_others) - self.num_own
 
 
 class Due(Enum):
-    """What of a replica may fall due."""
+    """An event of a replica that may fall due."""
 
     SILENCE = "silence"
     PROBE = "probe"
@@ -121,7 +121,7 @@ class Due(Enum):
 
 
 class ReplicaDue(NamedTuple):
-    """Of one replica."""
+    """An event of one replica, due."""
 
     what: Due
     replica: Replica
@@ -141,7 +141,7 @@ class Replicas:
         self.last_left_at = 0.0
         self.work = WorkBook()
         self.version = 0  # rises when anything but load changes
-        self.facts_version = 0  # rises when somebody comes, goes or tells other facts
+        self.facts_version = 0  # rises when a replica comes, goes or tells other facts
         self.models: dict[str, int] = {}  # told, by whom
         self._tier_bits = [0] * len(self.tiers)
         self._fingerprints: dict[str, int] = {}
@@ -152,7 +152,7 @@ class Replicas:
 
     @property
     def slots(self) -> int:
-        """Of one that tells none."""
+        """Slots of a replica that tells none."""
         return self._config.slots
 
     def __iter__(self) -> Iterator[Replica]:
@@ -190,7 +190,7 @@ class Replicas:
         for replicas in self._by_speed.values() if bits else ():
             yield from islice((replica for replica in replicas if bits >> replica.bit & 1), most)
 
-    # -- who is there
+    # -- replicas that come and go
 
     def put(self, facts: ReplicaFacts, now: float) -> Replica:
         """A new one, or new facts of one that there is; its state is the caller's to set."""
@@ -234,7 +234,7 @@ class Replicas:
         self._changed()
         self.note_room(replica)
 
-    # -- who is in flight where
+    # -- requests in flight
 
     def bind(self, replica: Replica, request: FleetRequest) -> None:
         replica.in_flight[request.request_id] = request
@@ -257,13 +257,13 @@ class Replicas:
         self.note_room(replica)
 
     def note_room(self, replica: Replica) -> None:
-        """Its load, or what it told of it, has changed."""
+        """Note that the replica's load, or its report of it, has changed."""
         flag = 1 << replica.bit
         self.idle = self.idle & ~flag if replica.load else self.idle | flag
         has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
         self.room = self.room | flag if has_room else self.room & ~flag
 
-    # -- who may be used
+    # -- replicas that may be used
 
     def usable(self, use: Use) -> int:
         """Those ready that a request may use, with room or not; those where it failed only when there is no other."""
@@ -289,7 +289,7 @@ class Replicas:
         return self._tier_bits[tier]
 
     def _tier_of(self, facts: ReplicaFacts) -> int:
-        """By name, by its URL, or the first that lists nobody; else the last."""
+        """The tier of its name, of its URL, or the first that lists no replicas; else the last."""
         for at, tier in enumerate(self.tiers):
             if facts.tier and facts.tier == tier.name:
                 return at

@@ -27,7 +27,7 @@ from maitred.core.errors import (
 
 
 class DueKind(Enum):
-    """What of a request may fall due."""
+    """An event of a request that may fall due."""
 
     START = "start"  # its start_by
     FINISH = "finish"  # its finish_by
@@ -36,14 +36,14 @@ class DueKind(Enum):
 
 
 class RequestDue(NamedTuple):
-    """Of one request."""
+    """An event of one request, due."""
 
     what: DueKind
     request: FleetRequest
 
 
 class Requests:
-    """All there are. Methods that return actions have done their part: the rest is for whoever drives the core."""
+    """All requests. Methods that return actions have updated the state; the core's driver carries the actions out."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Requests:
         return [bind] if bind is not None else self._hold([(request, spill_after_s)], now)
 
     def hold(self, requests: Iterable[FleetRequest], now: float) -> list[Action]:
-        """Until each can be bound, which may be at once."""
+        """Hold requests until each can be bound, which may be at once."""
         return self._hold([(request, self._allow_tiers(request)) for request in requests], now)
 
     def _hold(self, spills: list[tuple[FleetRequest, float | None]], now: float) -> list[Action]:
@@ -116,7 +116,7 @@ class Requests:
         return actions
 
     def dispatch(self, now: float) -> list[Action]:
-        """Binds whom it can."""
+        """Bind held requests in order, as far as there is room."""
         return self._binder.dispatch(now)
 
     def _allow_tiers(self, request: FleetRequest) -> float | None:
@@ -132,7 +132,7 @@ class Requests:
     # -- they go
 
     def finish(self, request: FleetRequest, usage: Usage | None, now: float) -> list[Action]:
-        """Its answer came to its end."""
+        """End a request whose answer came to its end."""
         if usage is not None:
             if usage.num_output_tokens is not None:
                 self.waiting.progressed(request, max(0, usage.num_output_tokens - request.num_outputs))
@@ -202,7 +202,7 @@ class Requests:
         return moves + self.fail(requests, replica, failure, now)
 
     def put_back(self, request: FleetRequest, now: float) -> list[Action]:
-        """Its replica had no room; nobody is any the worse for it."""
+        """Hold a request again whose replica had no room; no failure is counted."""
         return self._free(request) + self.hold([request], now)
 
     def pass_by(self, request: FleetRequest, replica: Replica, failure: Failure, now: float) -> list[Action]:
@@ -236,7 +236,7 @@ class Requests:
     # -- the fleet changes
 
     def look_again(self) -> list[Action]:
-        """At those held: other models are served, or in other tiers."""
+        """Check held requests again: other models are served, or in other tiers."""
         self.models = tuple(sorted(self._fleet.models)) or self.models
         actions: list[Action] = []
         for request in list(self.waiting):
@@ -250,7 +250,7 @@ class Requests:
         return actions
 
     def unbar(self, bit: int) -> None:
-        """It will be another replica's."""
+        """Lift the bars on a bit that will be another replica's."""
         for request in self:
             if request.barred >> bit & 1:
                 request.barred &= ~(1 << bit)
@@ -280,7 +280,7 @@ class Requests:
         return []
 
     def _held_long(self, request: FleetRequest, now: float) -> list[Action]:
-        """It is refused if for so long nobody was there that may take it."""
+        """Refuse a request for which no replica that may take it was there for the hold timeout."""
         since = self._alone_since(request, now)
         due_at = since + self._config.hold_timeout_s
         if due_at > now:
@@ -307,8 +307,8 @@ class Requests:
 
 
 def why_never(request: FleetRequest, fleet: Replicas, models: tuple[str, ...], fit: list[int]) -> MaitredError | None:
-    """Why nobody serves it, however long it waits. `models` are those known, none before a replica has told them;
-    `fit` are its `fitting_tiers`.
+    """Why no replica will serve it, however long it waits. `models` are those known, none before a replica has told
+    them; `fit` are its `fitting_tiers`.
     """
     if models and request.model is not None and request.model not in models:
         there = ", ".join(models)

@@ -23,7 +23,7 @@ _GAP = re.compile(rb"\n{3,}")
 
 
 class CacheControl(NamedTuple):
-    """What a request allows. An answer of the cache is at most `max_age_s` old."""
+    """Limits that a request sets. An answer of the cache is at most `max_age_s` old."""
 
     no_store: bool = False  # nothing of it is kept
     max_age_s: float | None = None  # 0 is no-cache: it is computed again, and kept
@@ -53,7 +53,7 @@ def result_key(body: bytes, *, path: str, tenant: str, revision: str) -> bytes:
 
 
 def cache_control(sent: bytes | None) -> CacheControl:
-    """Of a request's header; what it does not know it passes over, as the RFC wants."""
+    """Parse a request's Cache-Control header; unknown directives are ignored, as the RFC wants."""
     if not sent:
         return CacheControl()
     no_store, max_age_s = False, None
@@ -94,7 +94,7 @@ class ResultCache:
         return max(0, self.max_bytes // MAX_SHARE - ENTRY_BYTES)
 
     def find(self, key: bytes, now: float) -> Answer | None:
-        """As long as it is not too old to be kept at all."""
+        """Return an answer that is not older than `ttl_s`."""
         answer = self._answers.get(key)
         if answer is None:
             return None
@@ -105,7 +105,7 @@ class ResultCache:
         return answer
 
     def keep(self, key: bytes, answer: Answer) -> None:
-        """What is larger than `max_answer_bytes` is not kept."""
+        """Store an answer, unless it is larger than `max_answer_bytes`."""
         self.drop(key)
         if len(answer.body) > self.max_answer_bytes:
             return
@@ -120,7 +120,7 @@ class ResultCache:
             self.num_bytes -= _size(answer)
 
     def drop_all(self, prefix: bytes) -> None:
-        """Those whose keys begin so."""
+        """Drop the answers whose keys begin so."""
         for key in [key for key in self._answers if key.startswith(prefix)]:
             self.drop(key)
 
@@ -137,7 +137,7 @@ def _size(answer: Answer) -> int:
 
 
 def is_fresh(answer: Answer, control: CacheControl, now: float) -> bool:
-    """Whether it is new enough for who asks."""
+    """Whether the answer is new enough for this request."""
     return control.max_age_s is None or now - answer.stored_at < control.max_age_s
 
 

@@ -27,7 +27,7 @@ class HashRing:
         self._num_points: dict[str, int] = {}
 
     def set_weights(self, weights: dict[str, float]) -> None:
-        """Who is on the ring from now on; only the points of those that changed move."""
+        """Set the names on the ring; only the points of those that changed move."""
         for name in [name for name in self._num_points if name not in weights]:
             self._set(name, 0)
         for name, weight in weights.items():

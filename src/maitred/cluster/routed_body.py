@@ -1,4 +1,4 @@
-"""What a router must know of a request's body: one pass over the JSON, texts left as the bytes they are."""
+"""All that a router must know of a request's body: one pass over the JSON, texts left as the bytes they are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RoutedBody(msgspec.Struct, kw_only=True):
     # what an answer depends on, besides the prompt
     seed: int | None = None
     temperature: float | None = None
-    # who asks, and how urgently
+    # tenant and urgency
     user: str | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
@@ -73,12 +73,12 @@ GENERATE_PATH = re.compile(  # after KSERVE_MODELS
 
 
 def generate_asked(path: str) -> re.Match[str] | None:
-    """What a path says that asks a language model for text as Triton's extension has it."""
+    """Match the path of a text generation request in Triton's extension."""
     return GENERATE_PATH.fullmatch(path, len(KSERVE_MODELS)) if path.startswith(KSERVE_MODELS) else None
 
 
 def read_asked(path: str, body: bytes) -> RoutedBody:
-    """As `read_body`; of Triton's generate with what the path says, and its fields by the names of completions."""
+    """Read a body as `read_body`; Triton's generate with what the path says, its fields by the names of completions."""
     found = generate_asked(path)
     if found is None:
         return read_body(body)

@@ -76,7 +76,7 @@ class ServeChoice:
 
 
 def key_of(session_id: str) -> int | None:
-    """Of the conversation that a request belongs to, 64 bits; None where it names none."""
+    """Hash of the conversation that a request belongs to, 64 bits; None where it names none."""
     return hash_of(session_id) if session_id else None
 
 
@@ -86,7 +86,7 @@ class MetricSample(Protocol):
 
 
 class Context(Protocol):
-    """What is read of `ray.serve.config.AutoscalingContext`."""
+    """The fields read of `ray.serve.config.AutoscalingContext`."""
 
     current_time: float | None
     target_num_replicas: int
@@ -108,7 +108,7 @@ class ServeScaling:
         """`slots` are those of one replica; for the others see AutoscaleConfig."""
         self._slots = slots
         self._autoscaler = Autoscaler(AutoscaleConfig(idle_s=idle_s, ttft_objective_s=ttft_objective_s))
-        self._counted: dict[str, dict[Any, float]] = {}  # by counter, by replica; who is gone stays counted
+        self._counted: dict[str, dict[Any, float]] = {}  # by counter, by replica; replicas that are gone stay counted
         self._num_arrived = 0.0
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:

@@ -20,12 +20,12 @@ somebody comes while nobody serves. What it remembers must follow from what it w
 
 
 def as_asked(figures: FleetFigures, now: float) -> int:
-    """As many as there were, and one when somebody is there to be served."""
+    """As many replicas as there were, and at least one while a request is held or in flight."""
     return max(figures.target, int(figures.num_held + figures.num_in_flight > 0))
 
 
 class Counts(NamedTuple):
-    """Of requests, since the beginning; those in flight too at the moment."""
+    """Counts of requests, since the beginning; those in flight too at the moment."""
 
     num_held: int
     num_in_flight: int
@@ -72,22 +72,22 @@ class Sizing:
         return not self.is_on or bool(self._serving())
 
     def is_spare(self, replica: Replica) -> bool:
-        """It stays out of rotation when it is ready."""
+        """Whether the replica stays out of rotation when it is ready."""
         return replica.name in self._spares
 
     def keep(self, replica: Replica) -> None:
-        """It sleeps, so it is a spare, wanted or not."""
+        """Keep a sleeping replica as a spare, wanted or not."""
         self._spares.add(replica.name)
 
     def forget(self, replica: Replica) -> None:
-        """It goes for good: if it was a spare, another takes its place."""
+        """Forget a replica that goes for good: if it was a spare, another takes its place."""
         self._spares.discard(replica.name)
         self._begun.pop(replica.name, None)
 
     # -- how many
 
     def figures(self, counts: Counts, now: float) -> FleetFigures:
-        """What the autoscaler looks at."""
+        """Figures for the autoscaler."""
         serving = self._serving()
         slots = [r.slots for r in serving if r.state is State.READY] or [self._fleet.slots]
         starts = [0.0 for _ in self._spares_in(State.WARM)]
@@ -104,7 +104,7 @@ class Sizing:
         )
 
     def _ready_in_s(self, name: str, now: float) -> float:
-        """Of one that is started again nobody knows since when: as of one that begins."""
+        """Seconds until a replica is ready; one started again, whose start is unknown, counts as beginning now."""
         begun = self._begun.get(name, _Begun(now, "cold"))
         return max(0.0, begun.at + self._start_s.get(begun.origin, START_S) - now)
 
@@ -152,7 +152,7 @@ class Sizing:
         return start
 
     def is_there(self, replica: Replica, now: float) -> None:
-        """It is ready: its start is over."""
+        """Note that the replica is ready: its start is over."""
         begun = self._begun.pop(replica.name, None)
         if begun is not None:
             took_s = now - begun.at
@@ -213,12 +213,12 @@ class Sizing:
         return serving[: max(0, len(serving) - self.target)]
 
     def emptied(self, replica: Replica) -> list[Stop]:
-        """Nobody may be in flight there any more, nor have KV there that another waits for."""
+        """Stop a draining replica once no request is in flight there and no KV there is awaited by another."""
         is_empty = not replica.in_flight and not self._fleet.work.num_here(replica.name)
         done = replica.state is State.DRAINING and is_empty and replica.facts.is_launched
         return [Stop(replica.name)] if done else []
 
-    # -- who is what
+    # -- spares and serving replicas
 
     @property
     def _num_wanted(self) -> int:

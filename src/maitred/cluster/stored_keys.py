@@ -34,7 +34,7 @@ class _Key:
 
 
 class StoredKeys:
-    """A key is stored while its block or that of any key behind it is: so whoever has a key has those before it.
+    """A key is stored while its block or that of any key behind it is: so a replica with a key has all keys before it.
 
     Memory is bounded by the blocks there are and MAX_AWAITED.
     """
@@ -47,7 +47,7 @@ class StoredKeys:
         self._listeners: list[Changes[int]] = []
 
     def listen(self) -> Changes[int]:
-        """What changes from now on, and first all that is stored. End it with `leave`."""
+        """Changes from now on, and first all keys stored. End it with `leave`."""
         changes = Changes(key for key, entry in self._keys.items() if entry.is_stored)
         self._listeners.append(changes)
         return changes
@@ -82,7 +82,7 @@ class StoredKeys:
         self._forget_oldest()
 
     def blocks_changed(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """These blocks can be found no more, and those from now on."""
+        """Blocks `removed` can be found no more, and those `stored` from now on."""
         for block in removed:
             self._cached.discard(block)
             for key in self._by_block.get(block, ()):

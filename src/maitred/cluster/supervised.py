@@ -1,4 +1,4 @@
-"""What every launcher keeps of a replica: whether it is ready or to stop, and when what comes next is due."""
+"""Supervision state that every launcher keeps of a replica: ready or stopping, and when its next step is due."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_RESTART_DELAY_S = 8.0  # so that one that can start is there within ten seco
 
 @dataclass(slots=True, eq=False)
 class Supervised:
-    """On the launcher's event loop."""
+    """Supervision state of one replica, on the launcher's event loop."""
 
     clock: Clock
     backoff: BackOff = field(default_factory=lambda: BackOff(sys.maxsize, max_delay_s=MAX_RESTART_DELAY_S))
@@ -24,7 +24,7 @@ class Supervised:
     _timer: asyncio.TimerHandle | None = None
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """In place of what was to come."""
+        """Schedule an action in place of the one scheduled before."""
         self.cancel()
         self._timer = asyncio.get_running_loop().call_later(delay_s, action)
 
@@ -34,7 +34,7 @@ class Supervised:
             self._timer = None
 
     def died(self, begin: Callable[[], None], *, own_fault: bool) -> float:
-        """It ended of itself: `begin` is called in so many seconds, the longer the more often it died in a row."""
+        """The process ended of itself: call `begin` after the delay returned (s), longer with each death in a row."""
         lived_s = self.clock.now() - self.ready_at if self.ready_at is not None else 0.0
         delay_s = self.backoff.died(lived_s, own_fault=own_fault)
         assert delay_s is not None, "replicas are not given up"

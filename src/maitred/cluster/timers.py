@@ -1,4 +1,4 @@
-"""What falls due when: a heap, from which what is not wanted any more is dropped when it surfaces or piles up."""
+"""Timers: a heap of what falls due; entries no longer wanted are dropped when they surface or pile up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica tells a router of a stream beside its text, and what the router keeps of it to go on elsewhere. Pure.
+"""Tokens that a replica tells a router beside a stream's text, and what the router keeps to resume elsewhere. Pure.
 
 Each write of such a stream is a frame: a comment with the tokens that made it and how many bytes follow that are
 theirs, then these bytes. A frame counts as a whole or not at all, so wherever a stream breaks off, the client has
@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-TELL = b"x-maitred-tell-tokens"  # asks for it; heeded from who shows the fleet's token
+TELL = b"x-maitred-tell-tokens"  # asks for it; heeded with the fleet's token
 SEED = b"x-maitred-seed"  # of a request that brings none, so that the same request asked again has the same answer
 HEAD, FRAME = b": resume ", b": tokens "
 USAGE = b"x-maitred-usage"  # of an answer that is no stream: what it cost, as four numbers with commas between
@@ -39,7 +39,7 @@ NOTHING = ToldUsage(0, 0, 0)
 
 
 class StreamHead(msgspec.Struct, frozen=True):
-    """What a resume needs besides the request's body: told once, before the first tokens."""
+    """All that a resume needs besides the request's body: told once, before the first tokens."""
 
     id: str
     created: int  # unix s
@@ -59,7 +59,7 @@ class ToldSample(msgspec.Struct, omit_defaults=True):
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One write: whose tokens made the `num_bytes` that follow."""
+    """One write, with the tokens that made the `num_bytes` that follow."""
 
     num_bytes: Count
     samples: tuple[ToldSample, ...]
@@ -101,7 +101,7 @@ def usage_header(usage: ToldUsage) -> tuple[bytes, bytes]:
 
 
 def usage_in(headers: Iterable[tuple[bytes, bytes]]) -> ToldUsage | None:
-    """As a replica's answer tells it; None where it does not, or not so."""
+    """Usage as a replica's answer tells it; None where it does not, or not so."""
     for name, value in headers:
         if name == USAGE:
             with suppress(msgspec.DecodeError):
@@ -133,7 +133,7 @@ class ToldTokens:
         self._pending = b""  # of a line, an event or a frame that is not whole
 
     def feed(self, piece: bytes) -> bytes:
-        """What of it the client gets now: whole frames and whole events, without the comments that are for us.
+        """The part of it that the client gets now: whole frames and whole events, without the comments that are for us.
 
         Raises BrokenFrame.
         """
@@ -161,7 +161,7 @@ class ToldTokens:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing has begun that has not ended."""
+        """Whether no frame has begun that has not ended."""
         return not self._pending
 
     @property
@@ -180,14 +180,14 @@ class ToldTokens:
         return num_begun >= num_choices and self.usage is None
 
     def usage_so_far(self) -> ToldUsage:
-        """What the client has the text of, or all of it once it has ended."""
+        """Usage of the text that the client has, or of all of it once it has ended."""
         if self.usage is not None:
             return self.usage
         num_cached = sum(sample.num_cached_tokens or 0 for sample in self._samples.values())
         return ToldUsage(self.head.num_prompt_tokens if self.head is not None else 0, num_cached, self._num_tokens)
 
     def resume_body(self, path: str, body: bytes, *, age_s: float = 0.0, ttft_s: float = 0.0) -> bytes:
-        """What to ask the next replica; `can_resume` must be."""
+        """The body of a resume request to the next replica; `can_resume` must be."""
         assert self.head is not None, "nothing was told"
         samples = [
             ToldSample(index, told.token_ids.tolist(), told.ended, told.num_cached_tokens)

@@ -1,4 +1,4 @@
-"""What GET /admin/fleet tells."""
+"""The answer of GET /admin/fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is held: one order for all, in a queue for each set of replicas that may be used.
+"""Held requests: one order for all, in a queue for each set of replicas that may be used.
 
 The queues share one policy, and with it what it knows of service, so the order runs across them: of the first of each
 the one in the smallest place is next. A queue whose replicas are full holds up no other.
@@ -34,7 +34,7 @@ class Waiting:
             yield from order.queue
 
     def queues(self) -> list[tuple[Use, Order]]:
-        """Those that hold somebody."""
+        """Queues that hold a request."""
         return [(use, order) for use, order in self._orders.items() if order.queue]
 
     def hold(self, request: FleetRequest, use: Use) -> None:
@@ -45,7 +45,7 @@ class Waiting:
         self._note_rank(request)
 
     def move(self, request: FleetRequest, use: Use) -> None:
-        """It may use other replicas than before."""
+        """Move a request that may use other replicas than before."""
         if self._use_of[request.request_id] != use:
             self._order_of(request, use)
 
@@ -59,7 +59,7 @@ class Waiting:
         self.num_held -= 1
 
     def progressed(self, request: FleetRequest, num_tokens: int) -> None:
-        """So many more output tokens, not counted in the request yet: who has been served is told of each."""
+        """Count so many more output tokens, not in the request yet; the policy's groups are told of each."""
         if self.policy.groups is None:
             request.num_outputs += num_tokens
             request.num_computed += num_tokens
@@ -81,7 +81,7 @@ class Waiting:
         self._note_rank(request)
 
     def reorder(self, policy: Policy, bound: Iterable[FleetRequest]) -> None:
-        """By another policy from now on, those bound too; nobody loses the time it has waited."""
+        """Order by another policy from now on, bound requests too; all keep the time they have waited."""
         self.policy = policy
         of_use: dict[Use, list[FleetRequest]] = {}
         for request in bound:
@@ -89,7 +89,7 @@ class Waiting:
         self._orders = {use: order.successor(policy, of_use.get(use, ())) for use, order in self._orders.items()}
 
     def key_of(self, request: FleetRequest) -> tuple[Any, ...]:
-        """Its place in its group."""
+        """The request's key within its group."""
         return self._orders[self._use_of[request.request_id]].keys[request.request_id]
 
     def place(self, request: FleetRequest) -> tuple[Any, ...]:

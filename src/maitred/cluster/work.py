@@ -1,4 +1,4 @@
-"""What the workers of a fleet have to do, as their router counts it: the numbers that `disagg` foretells from.
+"""Work of a fleet's workers, as their router counts it: the numbers that `disagg` foretells from.
 
 A worker's queue shrinks as its cost model says, and is set right by each first token; its KV is that of all tokens
 known there, reservations included. Nothing is asked of a worker, so a log of the core replays.
@@ -59,7 +59,7 @@ class WorkBook:
     # -- to look at
 
     def outputs_left(self, request: FleetRequest) -> float:
-        """As predicted, else as answers have been lately; at least 1."""
+        """Output tokens left: as predicted, else as answers have been lately; at least 1."""
         left = remaining_outputs(request)
         if request.expected_outputs is not None or not self._num_answers:
             return left
@@ -67,7 +67,7 @@ class WorkBook:
 
     @property
     def mean_outputs(self) -> float:
-        """Of the last answers; at least 1."""
+        """Mean output tokens of the last answers; at least 1."""
         return max(1.0, self._mean_outputs)
 
     def load(self, name: str, facts: WorkerFacts, now: float) -> WorkerLoad:
@@ -133,7 +133,7 @@ class WorkBook:
         work.held_tokens += num_tokens
 
     def prefilled(self, request_id: str) -> str | None:
-        """Who computed its prompt for another and is rid of it now; what is not computed is the other's to do."""
+        """Return the worker that computed the prompt for another and drops it now; the other computes what is left."""
         part = self._parts.get(request_id)
         if part is None or part.prefill == part.replica:
             return None
@@ -148,7 +148,7 @@ class WorkBook:
         return name
 
     def released(self, request_id: str) -> None:
-        """It is nowhere any more."""
+        """The request is on no worker any more."""
         part = self._parts.get(request_id)
         if part is None:
             return
@@ -166,7 +166,7 @@ class WorkBook:
         del self._parts[request_id]
 
     def gone(self, name: str) -> None:
-        """A worker that nobody is at; what it had to do is forgotten."""
+        """Forget the work of a worker that has no requests."""
         if not self.num_here(name):
             self._work.pop(name, None)
 

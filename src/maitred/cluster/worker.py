@@ -19,14 +19,14 @@ READ_BYTES_PER_S, TOKENS_PER_READ = 10e9, 8  # a processor's guess: weights are 
 
 
 def guessed_costs(weights_bytes: int) -> CostModel:
-    """Until a worker has measured its own."""
+    """A cost model until a worker has measured its own."""
     weights_s = weights_bytes / READ_BYTES_PER_S
     token_s = weights_s / TOKENS_PER_READ
     return CostModel(fixed_s=2e-4, weights_s=weights_s, prefill_token_s=token_s, decode_token_s=token_s)
 
 
 def facts_of(client: EngineClient, role: str, *, is_beside: bool) -> WorkerFacts | None:
-    """What foretelling its times takes; None where its KV cannot be pulled, or there is no engine now.
+    """Facts that foretelling its times takes; None where its KV cannot be pulled, or there is no engine now.
 
     `is_beside` others of its server: they share the memory's bandwidth.
     """
@@ -66,27 +66,27 @@ class Worker:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has an engine, silent or not."""
+        """Whether the worker has an engine, silent or not."""
         return self.client.supervisor.ready
 
     @property
     def seems_up(self) -> bool:
-        """Whether it has an engine that is heard of."""
+        """Whether the worker has an engine that is heard of."""
         return self.is_there and self.client.supervisor.why_not_alive is None
 
     @property
     def view(self) -> WorkerView:
-        """For people."""
+        """The worker's view for people."""
         return WorkerView.of(self.number, self.client.supervisor.pid, self.client.state(), self.role)
 
     @property
     def is_over(self) -> bool:
-        """Whether it was given up."""
+        """Whether the worker was given up."""
         return self.client.supervisor.over
 
     @property
     def facts(self) -> ReplicaFacts:
-        """As the core is told of it next."""
+        """Facts as the core is told of them next."""
         self.told = self.own
         state = State.READY if self.is_up else State.STARTING
         is_silent = self.is_there and not self.is_up
@@ -94,7 +94,7 @@ class Worker:
 
     @property
     def own(self) -> WorkerFacts | None:
-        """What foretelling its times takes; None where workers hand nothing over."""
+        """Facts that foretelling its times takes; None where workers hand nothing over."""
         return facts_of(self.client, self.role, is_beside=True) or self.told
 
 
@@ -116,7 +116,7 @@ class Prompt:
 
 
 def prompt_of(prompt_id: str, live: LiveRequest) -> Prompt:
-    """With its first sample."""
+    """A prompt with its first sample."""
     return Prompt(_request_of(prompt_id, live.spec), live.spec, {live.request_id: live})
 
 

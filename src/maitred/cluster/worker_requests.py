@@ -24,7 +24,7 @@ REASONS = {QueueTimeout: FinishReason.QUEUE_TIMEOUT, RequestTimeout: FinishReaso
 
 
 class WorkerRequests:
-    """From their arrival to their end: held by the core, or with a worker. On one event loop."""
+    """Requests from their arrival to their end: held by the core, or with a worker. On one event loop."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class WorkerRequests:
         self.prompts: dict[str, Prompt] = {}  # by the id of each sample, in order of arrival
         self._by_id: dict[str, Prompt] = {}  # by the core's
         self.ended: Counter[FinishReason] = Counter()  # of those that no worker had
-        self.is_closed = False  # nobody is bound any more
+        self.is_closed = False  # no request is bound any more
 
     @property
     def num_held(self) -> int:
@@ -58,7 +58,7 @@ class WorkerRequests:
         return (prompt.samples[request_id] for request_id, prompt in self.prompts.items())
 
     def enter(self, live: LiveRequest) -> None:
-        """To the worker that has the samples before it; the first is the core's to place."""
+        """Send a sample to the worker that has those before it; the first is the core's to place."""
         prompt_id = live.spec.parent_id or live.request_id
         prompt = self._by_id.get(prompt_id)
         if prompt is not None:
@@ -71,7 +71,7 @@ class WorkerRequests:
         self.do(self._core.arrived(prompt.request, self._clock.now()))
 
     def abort(self, request_id: str, reason: FinishReason) -> None:
-        """As `Replica.abort`."""
+        """Abort a request as `Replica.abort`."""
         prompt = self.prompts.get(request_id)
         if prompt is None:
             return
@@ -82,7 +82,7 @@ class WorkerRequests:
             self._end_here(live, reason)
 
     def put_back(self, worker: Worker) -> None:
-        """Its engine is gone: who may, goes on with another one, when there is room."""
+        """Put back requests of a worker whose engine is gone; those that may, go on with another when there is room."""
         movable, now = worker.client.movable(), self._clock.now()
         for prompt in dict.fromkeys(self.prompts[request_id] for request_id in movable):
             if prompt.samples.keys() <= movable.keys():
@@ -111,7 +111,7 @@ class WorkerRequests:
             self._on_held()
 
     def _note(self, prompt: Prompt, bind: Bind) -> None:
-        """For people who ask later."""
+        """Remember the choice for people who ask later."""
         request = prompt.request
         assert request.bound_at is not None, "the core has just bound it"
         prompt.held_s += request.bound_at - request.held_at
@@ -142,14 +142,14 @@ class WorkerRequests:
             _taken_from(worker, prompt)
 
     def _expect_no_kv(self, prompt: Prompt) -> None:
-        """It ends, or is placed anew, before anybody goes on with it."""
+        """Tell the receiver that the KV will not come: the request ends, or is placed anew, before the hand-over."""
         if prompt.goes_to is not None:
             prompt.goes_to.client.expect_no_kv(prompt.spec)
             prompt.goes_to = None
 
     def _hand_over(self, prompt: Prompt) -> None:
-        """Its prompt is computed: who is to answer goes on, with the KV it pulls. If nobody is there, it stays; so do
-        samples that are being aborted.
+        """Hand over a request whose prompt is computed: the worker that is to answer goes on, with the KV it pulls. A
+        request stays where that worker is not up; so do samples that are being aborted.
         """
         sender, receiver, prompt.goes_to = prompt.worker, prompt.goes_to, None
         if sender is None or receiver is None or not prompt.samples:
@@ -183,7 +183,7 @@ class WorkerRequests:
                 asyncio.get_running_loop().call_soon(self._hand_over, prompt)  # once its stream has what came
 
     def _account(self, progress: list[RequestProgress], now: float) -> None:
-        """To the core, and whoever listens to all; ended prompts make room for others."""
+        """Report progress to the core, and to the listener of all of it; ended prompts make room for others."""
         done: list[tuple[Prompt, FinishReason]] = []
         for item in progress:
             prompt = self.prompts.get(item.request_id)

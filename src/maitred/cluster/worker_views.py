@@ -1,4 +1,4 @@
-"""What several workers tell of themselves, as one engine would tell it: state, queue and live view. Pure."""
+"""Views of several workers as one engine would give them: state, queue and live view. Pure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def state_of_all(states: Sequence[ReplicaState], num_held: int, ended: Mapping[F
 
 
 def queue_of_all(views: Sequence[QueueView], held: Sequence[WaitingRequest], offset: int, limit: int) -> QueueView:
-    """Those who wait in a worker, and then those who wait for one."""
+    """Requests that wait in a worker, and then those that wait for one."""
     waiting = [request for view in views for request in view.waiting]
     waiting += held
     page = [replace(request, position=place) for place, request in enumerate(waiting)][offset : offset + limit]
@@ -153,7 +153,7 @@ def _codes(runs: Sequence[int]) -> Iterator[int]:
 
 
 def _renumbered(code: int, num_before: int) -> int:
-    """The request that it names stands behind so many others now; past those that are named it is nobody's."""
+    """The code of a request that stands behind so many others now; past the named ones it becomes OTHER."""
     if code < FIRST_OWNER:
         return code
     return code + num_before if code - FIRST_OWNER + num_before < MAX_RUNNING else OTHER

@@ -1,7 +1,7 @@
 """Several engines as one replica: each in a process of its own, and a cluster core that says which gets a request.
 
-Every worker has a client of its own, with its supervisor, restarts and crash isolation. When its engine ends, whoever
-may go on does so with another worker, as a resumed request (docs/design/0011-engine-process.md).
+Every worker has a client of its own, with its supervisor, restarts and crash isolation. When its engine ends, requests
+that may go on do so with another worker, as resumed requests (docs/design/0011-engine-process.md).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Workers(Replica):
         self._workers[0].client.begin()
 
     def wait(self) -> Ready:
-        """Until the first has loaded; of all workers together. Raises what keeps it from loading."""
+        """Wait until the first has loaded; returns facts of all workers together. Raises what keeps it from loading."""
         ready = self._workers[0].client.wait()
         self._facts = ready.facts
         num_slots, held = len(self._workers) * ready.facts.max_num_seqs, ready.facts.footprint
@@ -131,7 +131,7 @@ class Workers(Replica):
         return msgspec.structs.replace(ready, facts=facts)
 
     def give_up(self) -> None:
-        """From another thread: `wait` raises soon."""
+        """Give up from another thread: `wait` raises soon."""
         self._workers[0].client.give_up()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -166,7 +166,7 @@ class Workers(Replica):
 
     @property
     def on_progress(self) -> OnProgress:
-        """Told of all progress at once, before those who wait for it are woken."""
+        """Callback that is told of all progress at once, before the streams that wait for it are woken."""
         return self._requests.on_progress
 
     @on_progress.setter
@@ -174,7 +174,7 @@ class Workers(Replica):
         self._requests.on_progress = listener
 
     def submit(self, request: RequestSpec) -> ProgressStream:
-        """As `EngineClient.submit`: its progress comes out of the stream, whichever worker makes it."""
+        """Submit as `EngineClient.submit`: progress comes out of the stream, whichever worker makes it."""
         loop = asyncio.get_running_loop()
         self.attach(loop)
         stream = ProgressStream(self, request.request_id, loop, self._streams)
@@ -193,7 +193,7 @@ class Workers(Replica):
         self._requests.abort(request_id, reason)
 
     def state(self) -> ReplicaState:
-        """Sums over the workers, and of who waits for one."""
+        """Sums over the workers, and over requests that wait for one."""
         states = [worker.client.state() for worker in self._workers]
         total = state_of_all(states, self._requests.num_held, self._requests.ended)
         return replace(total, lacking=self._lacking())
@@ -211,11 +211,11 @@ class Workers(Replica):
         return tuple(worker.view for worker in self._workers)
 
     def foretold_ttft_s(self, num_tokens: int) -> float | None:
-        """As `ClusterCore.foretold_ttft_s`, for admission."""
+        """Foretold TTFT as `ClusterCore.foretold_ttft_s`, for admission."""
         return self._core.foretold_ttft_s(num_tokens, self._clock.now())
 
     def choices_of(self, words: str) -> ChoicesMade | None:
-        """Where one of the last requests went, and why; None for one that is not known."""
+        """Choices for one of the last requests, and why; None for one that is not known."""
         return self._requests.choices.of(words)
 
     def why_not_resumed(self, *, same_numbers: bool) -> str | None:
@@ -225,7 +225,7 @@ class Workers(Replica):
     # -- sleep
 
     async def sleep(self, *, abort: bool = False) -> None:
-        """As `EngineClient.sleep`, of all of them."""
+        """Sleep as `EngineClient.sleep`, all of them."""
         for request_id in list(self._requests.prompts) if abort else ():
             self.abort(request_id)
         await asyncio.gather(*(worker.client.sleep() for worker in self._left))
@@ -235,7 +235,7 @@ class Workers(Replica):
         await asyncio.gather(*(worker.client.wake_up() for worker in self._left or self._workers))
 
     def _wake_one(self) -> None:
-        """Somebody is held, and no engine is on its way: one of those that sleep is woken."""
+        """Wake one of the sleeping engines: a request is held, and no engine is on its way."""
         sleeps = [worker.client.supervisor.sleep for worker in self._left if not worker.is_there]
         resting = [sleep for sleep in sleeps if sleep.phase in (SleepPhase.ENDING, SleepPhase.ASLEEP)]
         if resting and len(resting) == len(sleeps):
@@ -258,7 +258,7 @@ class Workers(Replica):
         return live_view_of_all(views, held)
 
     async def kv_tiers(self) -> tuple[TierView, ...]:
-        """Of all engines that are heard of; each has its own."""
+        """KV tiers of all engines that are heard of; each has its own."""
         found = await self._ask_up(lambda client: client.kv_tiers())
         return tuple(tier for tiers in found for tier in tiers)
 
@@ -272,14 +272,14 @@ class Workers(Replica):
         return (await self._ask_up(lambda client: client.policy_names()))[0]
 
     async def configure(self, config: SchedulerConfig) -> None:
-        """As `EngineClient.configure`; engines that are not there now begin with it."""
+        """Configure as `EngineClient.configure`; engines that are not there now begin with it."""
         await self._ask(lambda client: client.configure(config), [w for w in self._workers if w.is_there])
         for worker in self._workers:
             worker.client.supervisor.scheduler = config
         self._requests.do(self._core.configured(config, self._clock.now()))
 
     async def _ask_up(self, ask: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """Those that are heard of: a silent one would keep everybody waiting."""
+        """Ask the engines that are heard of: a silent one would delay all answers."""
         return await self._ask(ask, [worker for worker in self._workers if worker.is_up])
 
     async def _ask(self, ask: Callable[[EngineClient], Awaitable[T]], workers: Iterable[Worker]) -> list[T]:
@@ -300,7 +300,7 @@ class Workers(Replica):
         return await self._any.client.introduce_adapter(folder)
 
     def tell_router(self, on_blocks: OnBlocks | None) -> None:
-        """As `EngineClient.tell_router`: what any worker has can be found here."""
+        """Tell the router as `EngineClient.tell_router`: what any worker has can be found here."""
         self._blocks.tell_router(on_blocks)
 
     def _report(self, worker: Worker, report: Report) -> None:
@@ -343,7 +343,7 @@ class Workers(Replica):
                 self._changed(worker)
             elif worker.is_up and worker.told != worker.own:
                 self._requests.do(self._core.joined(worker.facts, self._clock.now()))
-            elif worker.is_over and self._core.is_idle(worker.name):  # nobody waits for it any more
+            elif worker.is_over and self._core.is_idle(worker.name):  # no request waits for it any more
                 self._requests.do(self._core.left(worker.name, self._clock.now()))
         now, due = self._clock.now(), self._core.next_tick()
         if due is not None and due <= now:
@@ -369,13 +369,13 @@ class WorkerBlocks:
         self._on_blocks: OnBlocks | None = None
 
     def tell_router(self, on_blocks: OnBlocks | None) -> None:
-        """What any worker has, all that is there first; None tells no more."""
+        """Tell of blocks that any worker has, all that is there first; None tells no more."""
         self._on_blocks = on_blocks
         if on_blocks is not None:
             self.learn(self._workers)
 
     def learn(self, workers: Iterable[Worker]) -> None:
-        """They tell what they have, and what changes from now on."""
+        """Have workers tell what they have, and what changes from now on."""
         for worker in workers:
             self._report(worker, NOTHING_KNOWN)
             worker.client.tell_router(partial(self._changed, worker))

@@ -1,4 +1,4 @@
-"""What came and went since it was last told, net: an item that came and went again is no news."""
+"""Items that came and went since last told, net: an item that came and went again is no news."""
 
 from __future__ import annotations
 

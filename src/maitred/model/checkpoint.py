@@ -228,7 +228,7 @@ class Checkpoint:
         return path
 
     def check_unchanged(self) -> None:
-        """For whoever has read all weights: raise CheckpointError where a file changed meanwhile."""
+        """Raise CheckpointError where a file changed meanwhile; call it after all weights are read."""
         for file in self._files:
             file.check_unchanged()
 

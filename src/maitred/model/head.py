@@ -14,7 +14,7 @@ from maitred.model.spec import DecoderSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """What a head computes: hidden = fc(taps), then a layer that reads token and hidden side by side.
+    """Spec of a head that computes hidden = fc(taps), then a layer that reads token and hidden side by side.
 
     Parameters beside those of `decoder` (`spec.parameter_shapes`, whose `layers.0.qkv.weight` is twice as wide):
     `fc.weight` [hidden, taps * hidden], `layers.0.hidden_norm.weight` [hidden]; `taps_norm.weight` [taps * hidden]

@@ -1,4 +1,4 @@
-"""From measured steps to a cost model: non-negative least squares on relative errors, and how far to trust it.
+"""Fit a cost model to measured steps: non-negative least squares on relative errors, and how far to trust it.
 
 A step's time is modelled as a sum of terms, each a count of what is in the step times a coefficient that is at least 0.
 Dividing each equation by its measured time makes a step of 2 ms weigh as much as one of 200 ms. Steps in which the

@@ -21,7 +21,7 @@ class Arena:
         return len(self._blocks)
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Where the block starts; None where no hole is large enough."""
+        """Take a block and return its start; None where no hole is large enough."""
         size = _up(num_bytes)
         start = next((start for start, end in self._holes if end - start >= size), None)
         if start is not None:

@@ -15,7 +15,7 @@ from maitred.tensor.service import Tensor
 
 
 class BatchTimes(msgspec.Struct, frozen=True, array_like=True):
-    """What a batch was, and what its time went to (ns)."""
+    """A batch, and what its time went to (ns)."""
 
     model: str
     version: int
@@ -30,7 +30,7 @@ class BatchTimes(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class BatchRun:
-    """What came of a batch: of each request its outputs or what was wrong."""
+    """Result of a batch: of each request its outputs or what was wrong."""
 
     answers: list[tuple[Tensor, ...] | MaitredError]
     input_ns: int = 0

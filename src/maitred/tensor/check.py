@@ -29,7 +29,7 @@ from maitred.tensor.repository_files import (
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What came of one model. `reason` tells why it is not served, or else which of its settings are ignored."""
+    """Result for one model. `reason` tells why it is not served, or else which of its settings are ignored."""
 
     path: str
     parsed: bool

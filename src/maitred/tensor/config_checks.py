@@ -234,7 +234,7 @@ def _one_control(control: ANY_MESSAGE) -> Iterator[str]:
 
 
 def ensemble_rule(config: ANY_MESSAGE) -> Iterator[str]:
-    """What can be said without the models of its steps."""
+    """Faults that can be told without the models of its steps."""
     if not config.HasField("ensemble_scheduling"):
         return
     for field in ("instance_group", "model_warmup"):

@@ -59,7 +59,7 @@ class ModelControl:
                 self._take(name, now)
 
     def poll(self) -> RepositoryChanges:
-        """What changed was loaded or unloaded. A repository that cannot be read for now changes nothing."""
+        """Load and unload what changed, and return it. A repository that cannot be read for now changes nothing."""
         try:
             now = scan(self.repository)
         except CheckpointError:
@@ -90,7 +90,7 @@ class ModelControl:
             raise InvalidRequest(f"failed to load {name!r}: {reason}")
 
     def unload(self, name: str) -> None:
-        """What is not served stays so. Raises Unavailable outside of explicit mode."""
+        """Unload a model; one that is not served stays so. Raises Unavailable outside of explicit mode."""
         self._must_be_explicit()
         if self.models.versions(name):
             self._drop(name)

@@ -97,7 +97,7 @@ class ServerMemory:
         return Free(offsets) if offsets else None
 
     def kept(self) -> Keep | None:
-        """What a new engine must not write to; None is nothing."""
+        """Memory that a new engine must not write to; None is nothing."""
         self.freed()
         return Keep(tuple(self._lent.items())) if self._lent else None
 

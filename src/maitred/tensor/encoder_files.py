@@ -39,7 +39,7 @@ def is_sentence_folder(folder: Path) -> bool:
 
 
 def onnx_folder(folder: Path) -> Path:
-    """Where such a folder has its graph. Raises CheckpointError."""
+    """Folder of the ONNX graph that sentence-transformers saved. Raises CheckpointError."""
     if not (folder / ONNX / "model.onnx").is_file():
         told = 'save it with SentenceTransformer(..., backend="onnx"), or with `optimum-cli export onnx`'
         raise CheckpointError(f"{folder} has {MODULES}, and no {ONNX}/model.onnx: {told}")

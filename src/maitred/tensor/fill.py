@@ -143,7 +143,7 @@ def _add(side: ANY_MESSAGE, tensor: GraphTensor, *, batched: bool) -> None:
 
 
 def mismatches(config: ANY_MESSAGE, graph: Graph) -> tuple[str, ...]:
-    """Where config and graph differ, each with what both say."""
+    """Differences of config and graph, each with what both say."""
     known = {each.name: each for each in (*graph.inputs, *graph.defaults)}
     kept_in, kept_out = kept_tensors(config)
     inputs, outputs, batched = inputs_of(config), outputs_of(config), config.max_batch_size > 0

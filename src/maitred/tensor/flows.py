@@ -1,4 +1,4 @@
-"""What stands between a request and its lane, in order: the response cache, sequences, ensembles."""
+"""Stages between a request and its lane, in order: the response cache, sequences, ensembles."""
 
 from __future__ import annotations
 

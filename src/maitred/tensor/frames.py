@@ -1,4 +1,4 @@
-"""What crosses between a server and the tensor models in its engine; it stands within `engine.frames.ToTensors` and
+"""Frames between a server and the tensor models in its engine, within `engine.frames.ToTensors` and
 `OfTensors`. Plain data: nothing here needs protobuf or a runtime, but what it imports.
 """
 

@@ -51,7 +51,7 @@ from maitred.tensor.tfs_config import open_repository
 
 
 class TensorHost:
-    """What an EngineLoop has beside its language model; all but the loads is in the engine's thread."""
+    """Tensor models of an EngineLoop beside its language model; all but the loads is in the engine's thread."""
 
     def __init__(self, config: TensorConfig, share: MachineShare, clock: Clock | None = None) -> None:
         """Loads what is to be served at the start. Raises CheckpointError where the repository cannot be read."""

@@ -28,7 +28,7 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(slots=True)
 class Measured:
-    """What came of a run."""
+    """Figures of a run."""
 
     latencies_s: list[float] = field(default_factory=list)  # of those that were answered
     failures: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Measured:
 async def run_load(
     asked: Asked, *, concurrency: int | None, rate: float | None, num_requests: int | None, duration_s: float, seed: int
 ) -> Measured:
-    """By so many clients, or at so many requests a second whatever becomes of them; until `num_requests` were sent or
+    """Run so many clients, or so many requests a second whatever becomes of them; until `num_requests` were sent or
     the time is over. Raises ConfigError for a server that does not tell of the model.
     """
     async with connected(asked) as server:

@@ -53,7 +53,7 @@ class Caller(Protocol):
 
 
 class Server(Protocol):
-    """What is asked of one before and after a load. Raises ConfigError where it does not tell."""
+    """A server as asked before and after a load. Raises ConfigError where it does not tell."""
 
     async def inputs(self) -> list[Tensor]:
         """Return the inputs as the model declares them, rows first, without data."""
@@ -63,7 +63,7 @@ class Server(Protocol):
     async def unregister(self) -> None: ...
 
     def prepare(self, tensors: Sequence[Tensor], *, in_region: bool) -> None:
-        """What callers send."""
+        """Set what callers send."""
 
     def caller(self) -> Caller: ...
 

@@ -39,7 +39,7 @@ _ONNX_BF16 = 16
 
 
 class ModelInstance(Protocol):
-    """What runs batches of a model, whatever it is made of."""
+    """Runs batches of a model, whatever it is made of."""
 
     def prepare(self) -> None:
         """Prepare before a batch, outside its time. Raises InstanceLost where no process can be started again."""

@@ -36,7 +36,7 @@ READ_BYTES = 65536
 
 @dataclass(slots=True)
 class LiveRun:
-    """What was measured."""
+    """Figures of a measured run."""
 
     latencies_s: list[float] = field(default_factory=list)  # of those that were answered, in that order
     num_failed: int = 0

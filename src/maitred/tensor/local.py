@@ -111,7 +111,7 @@ class LocalTensorService:
         await self._changed(self._control.unload, model)
 
     async def poll(self) -> None:
-        """What changed in the repository."""
+        """Load and unload what changed in the repository."""
         await self._changed(self._control.poll)
 
     # -- small things

@@ -86,7 +86,7 @@ class GraphTensor:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What a model takes and gives. `defaults` are inputs that have a value of their own where none is sent."""
+    """Inputs and outputs of a model. `defaults` are inputs that have a value of their own where none is sent."""
 
     inputs: tuple[GraphTensor, ...]
     outputs: tuple[GraphTensor, ...]

@@ -175,8 +175,8 @@ def _quantiles(values: list[float]) -> tuple[float, ...]:
 
 
 def measured_host(repository: Path, config: ANY_MESSAGE, openers: Mapping[str, Opener] = OPENERS) -> HostTimes:
-    """By requests that come alone, and by such as fill a batch together; the loop's CPU time is what each costs it, and
-    what remains of a lone one's latency is spent in waking up threads.
+    """Times of a host, by lone requests, and by such as fill a batch together; the loop's CPU time is what each costs
+    it, and what remains of a lone one's latency is spent in waking up threads.
     """
     return asyncio.run(_host_times(repository, config, openers))
 

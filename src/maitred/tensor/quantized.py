@@ -35,7 +35,7 @@ Batch = Mapping[str, np.ndarray]
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What the gate saw: the least cosine, and of which output."""
+    """Measure of the gate: the least cosine, and of which output."""
 
     output: str
     cosine: float
@@ -60,7 +60,7 @@ def served_file(model: ModelFolder, version: ModelVersion) -> Path:
 
 
 def measured_error(path: Path) -> Measured | None:
-    """What the gate saw of an int8 copy; None of a file that is none."""
+    """Read the gate's measure of an int8 copy; None where there is none."""
     try:
         return msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Measured)
     except (OSError, msgspec.DecodeError):

@@ -93,7 +93,7 @@ def files_print(model: ModelFolder) -> bytes:
 
 
 def read_config(folder: Path) -> ANY_MESSAGE:
-    """What stands in the folder's config.pbtxt; nothing where there is none. Raises CheckpointError."""
+    """Read the folder's config.pbtxt; empty where there is none. Raises CheckpointError."""
     path = folder / CONFIG
     return read_config_file(path) if os.path.lexists(path) else ModelConfig()
 

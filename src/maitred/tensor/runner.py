@@ -32,7 +32,7 @@ PREFILL_S_PER_TOKEN = 1 / 2000  # until prompts were measured, or for good where
 
 
 class Answer(NamedTuple):
-    """What came of a request."""
+    """Result of a request."""
 
     result: InferResponse | MaitredError
     finish_reason: FinishReason
@@ -55,7 +55,7 @@ class Flow(Protocol):
         """
 
     def cancel(self, request_id: str, reason: FinishReason) -> bool:
-        """Whether it was here."""
+        """Cancel a request; False if it was not here."""
 
     def turn(self) -> None:
         """Looks what is due."""

@@ -64,7 +64,7 @@ class SequenceBook(Generic[S]):
         return len({*self._open.values(), *self._of_request.values()})
 
     def add(self, request_id: str, key: SequenceKey, *, start: bool, end: bool) -> list[SequenceTurn[S]]:
-        """What may go now. Raises InvalidRequest for a request of no sequence, and changes nothing then."""
+        """Return requests that may go now. Raises InvalidRequest, and changes nothing, for one of no sequence."""
         if request_id in self._of_request:
             raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
         sequence = self._open.get(key)

@@ -100,7 +100,7 @@ class _Model:
 
 
 class ServedModels:
-    """What answers now, and the index of it. `take` and `drop` are called by one thread at a time, the rest by any."""
+    """Models that answer now, and their index. One thread at a time calls `take` and `drop`; any calls the rest."""
 
     def __init__(self, openers: Mapping[str, Opener] = OPENERS) -> None:
         self._index, self._openers = RepositoryIndex(), {ENSEMBLE: self._open_ensemble, **openers}

@@ -66,7 +66,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class InferResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a model answered."""
+    """Answer of a model."""
 
     model: str
     version: int
@@ -106,7 +106,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class ModelTable(Protocol):
-    """What models there are."""
+    """Models that there are."""
 
     def config(self, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
         """The ModelConfig as it is served, gaps filled. Raises ModelNotFound."""

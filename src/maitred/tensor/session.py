@@ -47,7 +47,7 @@ _ENTRIES = {"session.intra_op.allow_spinning": "0"}
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """What a session is opened with."""
+    """Settings that a session is opened with."""
 
     providers: tuple[Provider, ...] = ((CPU, {}),)  # the first that can run a node does
     fell_back: tuple[str, ...] = ()  # accelerators that the config asks for and this machine does not have

@@ -84,7 +84,7 @@ def _read(path: Path, kind: str) -> ANY_MESSAGE:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """Where the models are, and what is laid over their configs."""
+    """The models' folder, and what is laid over their configs."""
 
     folder: Path
     over: Mapping[str, ANY_MESSAGE] = field(default_factory=dict)  # by model

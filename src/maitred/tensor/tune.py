@@ -46,7 +46,7 @@ _GPU, _CPU = (SCHEMA.enums["ModelInstanceGroup.Kind"][f"KIND_{kind}"] for kind i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is asked for: the lowest p99 at a rate, or the most requests of so many clients, within `p99_s`."""
+    """Goal of a tuning: the lowest p99 at a rate, or the most requests of so many clients, within `p99_s`."""
 
     p99_s: float
     rate: float | None = None  # requests/s, an open loop
@@ -100,7 +100,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What was found. `chosen` is among `live`, the best one there; whether it meets the target is its own to say."""
+    """Result of a tuning. `chosen` is the best of `live`; whether it meets the target is its own to say."""
 
     model: str
     chosen: Tried

@@ -1,4 +1,4 @@
-"""What a policy must keep when one queue feeds several replicas: call `check_fleet_policy`. Pure and seeded.
+"""Properties that a policy must keep when one queue feeds several replicas: call `check_fleet_policy`. Pure and seeded.
 
     from maitred.testing.conformance_fleet import check_fleet_policy
     check_fleet_policy(my_policy)    # my_policy: PolicyFactory; raises PolicyFault, naming the property and the seed

@@ -1,4 +1,4 @@
-"""What `bench serve` shows: a table that lives while the load runs, the last one, and a plot (needs matplotlib)."""
+"""Output of `bench serve`: a table that lives while the load runs, the last one, and a plot (needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maitred.cli.console import inert
 from maitred.core.errors import ConfigError
 
 REFRESH_S = 0.5
-LINE_EVERY_S = 10.0  # when nobody looks at a terminal
+LINE_EVERY_S = 10.0  # when there is no terminal
 _TIMES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s"), ("longest stall", "stall_s"))
 SUFFIXES = (".png", ".svg")
 NUM_BINS = 120  # of the timeline

@@ -15,7 +15,7 @@ PAUSE_AFTER_FAILURE_S = 0.1  # in a closed loop, so that a server that refuses a
 
 @dataclass(slots=True)
 class LoadProgress:
-    """The run so far, for whoever shows it."""
+    """The run so far, for display."""
 
     num_sent: int = 0
     peak_in_flight: int = 0

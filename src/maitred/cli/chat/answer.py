@@ -34,7 +34,7 @@ class StreamedCall:
     arguments: str = ""
 
     def message(self) -> dict[str, object]:
-        """As the API wants it back, in the message of the assistant."""
+        """The call as the API wants it back, in the message of the assistant."""
         function = {"name": self.name, "arguments": self.arguments or "{}"}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -54,7 +54,7 @@ class Answer:
     last_at: float | None = None
 
     def message(self) -> dict[str, object] | None:
-        """As the API wants it back; None where there is nothing to send. Calls that broke off are left out."""
+        """The answer as the API wants it back; None where there is nothing to send. Broken-off calls are left out."""
         calls = [call.message() for call in self.calls] if self.finish_reason in WHOLE else []
         if not (self.text or calls):
             return None

@@ -105,7 +105,7 @@ class Conversation:
         }
 
     def answered(self, message: dict[str, Any]) -> str:
-        """What is asked of the person now: the result of the first call, or nothing."""
+        """Append an answer; returns the question to the person, the result of its first call, or nothing."""
         self.messages.append(message)
         return _asked(pending[0]) if (pending := self.pending) else ""
 

@@ -78,7 +78,7 @@ async def _open(options: Options, chat: ChatOptions, terminal: Terminal) -> Asyn
 
 
 async def talk(endpoint: Endpoint, model: str, conversation: Conversation, terminal: Terminal) -> int:
-    """Until the person leaves; gives the number of questions that got no whole answer."""
+    """Chat until the person leaves; gives the number of questions that got no whole answer."""
     num_failed = 0
     while (line := await terminal.read()) is not None:
         outcome = conversation.take(line)

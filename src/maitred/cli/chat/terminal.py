@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Terminal(Protocol):
-    """What a chat needs of the person's side."""
+    """The person's side, as a chat needs it."""
 
     interactive: bool
 
     async def read(self) -> str | None:
-        """What was typed; None when the person leaves."""
+        """Text as typed; None when the person leaves."""
 
     def show(self, text: str) -> None:
         """A piece of the answer, as it comes."""
@@ -83,7 +83,7 @@ class PipeTerminal:
         self._sink.flush()
 
     def think(self, text: str) -> None:
-        """Nothing: who reads a pipe wants the answer alone."""
+        """Print nothing: a pipe's reader wants the answer alone."""
 
     def tell(self, text: str) -> None:
         print(inert(text), file=sys.stderr, flush=True)

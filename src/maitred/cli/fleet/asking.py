@@ -1,4 +1,4 @@
-"""What the commands of a fleet share: where its router is, and how it is asked."""
+"""Shared by the commands of a fleet: where its router is, and how it is asked."""
 
 from __future__ import annotations
 

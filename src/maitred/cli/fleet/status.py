@@ -1,4 +1,4 @@
-"""`maitred fleet status`: the replicas of a fleet, and who waits for one."""
+"""`maitred fleet status`: the replicas of a fleet, and the requests that wait for one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _run(options: Options) -> int:
 
 
 def read_fleet(answer: bytes) -> FleetView:
-    """Of GET /admin/fleet. Raises ServerError."""
+    """Parse an answer of GET /admin/fleet. Raises ServerError."""
     import msgspec
 
     from maitred.cluster.view import FleetView

@@ -34,7 +34,7 @@ class LiveClock(Clock, Protocol):
     def wait_until(self, at: float) -> None: ...
 
     def take_back(self, seconds: float) -> None:
-        """As if so much time had not passed: it went into something that is not the engine's."""
+        """Stop counting this time: it went into something that is not the engine's."""
 
 
 class SleepingClock:
@@ -81,7 +81,7 @@ class LiveEngine:
         self._num_requests = 0
 
     def request(self, arrival: Arrival) -> RequestSpec:
-        """As the arrival says, of random tokens that no other prompt begins with.
+        """A request as the arrival says, of random tokens that no other prompt begins with.
 
         It asks for just the tokens it is to get, so that a prediction from max_tokens is the oracle's.
         """

@@ -146,7 +146,7 @@ async def _model(endpoint: HttpEndpoint) -> tuple[str, int]:
 
 
 def _requests(context: int, asked: Sequence[int]) -> Iterator[PlannedRequest]:
-    """Of every length that certainly fits, prompts that nobody has asked before."""
+    """Prompts not asked before, of every length that certainly fits."""
     lengths = [words for words in PROMPT_WORDS if words * TOKENS_OF_WORD + max(asked) <= context]
     each = [(words, tokens) for words in lengths or [1] for tokens in asked]
     rng = Random(max(asked))
@@ -156,9 +156,9 @@ def _requests(context: int, asked: Sequence[int]) -> Iterator[PlannedRequest]:
 
 
 def edge_samples(lone: list[Record], steps: list[Step]) -> list[EdgeSample]:
-    """Of requests that were sent one after another, and of a log that begins with them; without the first few.
+    """Samples of requests sent one after another, and of a log that begins with them; without the first few.
 
-    An idle engine lets nobody wait, so what passes before the first step is the way to it.
+    In an idle engine no request waits, so what passes before the first step is the way to it.
     """
     run = read_run(steps)
     assert all(a.prompt_tokens == record.input_tokens for a, record in zip(run.arrivals, lone, strict=False))

@@ -53,7 +53,7 @@ class Floor:
 
     @property
     def share(self) -> float | None:
-        """Of the possible speed."""
+        """Share of the possible speed."""
         return self.floor_s / self.took_s if self.took_s else None
 
 

@@ -26,7 +26,7 @@ class InputLine:
 
     @property
     def key(self) -> str:
-        """What the output knows it by. A line without custom_id goes by its number."""
+        """The line's key in the output. A line without custom_id goes by its number."""
         return answer_id(self.number) if self.custom_id is None else f"custom_id {self.custom_id}"
 
 

@@ -77,7 +77,7 @@ class OutputFile:
         os.ftruncate(self._fd, whole)
 
     def _check_torn(self, number: int, line: bytes) -> None:
-        """Only the beginning of a line of ours is cut off; anything else is somebody's file."""
+        """Raise ConfigError unless this is the beginning of a line of ours: anything else is another file."""
         if line[: len(LINE_START)] != LINE_START[: len(line)]:
             raise ConfigError(self._not_ours(number))
 

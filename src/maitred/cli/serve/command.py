@@ -225,7 +225,7 @@ def _tensors(options: Options) -> TensorConfig:
 
 
 def kv_share(listen: str | None, cache: CacheConfig, token: FleetToken) -> MachineShare:
-    """What the engine is told of `--kv-listen`, as a worker of several hosts; checked before anything loads. Raises
+    """The engine's share for `--kv-listen`, as a worker of several hosts; checked before anything loads. Raises
     ConfigError for an address from which no other server could pull.
     """
     if listen is None:
@@ -247,7 +247,7 @@ def kv_share(listen: str | None, cache: CacheConfig, token: FleetToken) -> Machi
 
 
 def spare_the_collector() -> None:
-    """What was loaded stays for good: without this, each full garbage collection walks all of it between two steps."""
+    """Exempt what was loaded from garbage collection: else each full one walks all of it between two steps."""
     import gc
 
     gc.freeze()  # without a collection before: imports leave next to nothing, and looking for it takes 50 ms
@@ -266,7 +266,7 @@ def teller(server: ServerConfig) -> Callable[[str], None]:
 
 
 def url_of(server: ServerConfig, host: str, port: int) -> str:
-    """As a client on this machine writes it."""
+    """The server's URL as a client on this machine writes it."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"{'https' if server.ssl_certfile is not None else 'http'}://{shown}:{port}"
 
@@ -292,7 +292,7 @@ def _welcome(served: str, url: str, *, has_keys: bool, talks: bool = True) -> st
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket:
-    """A bound socket that does not listen yet: until somebody answers, clients are refused, not kept waiting.
+    """A bound socket that does not listen yet: until `listen`, clients are refused, not kept waiting.
 
     With `reuse_port` others may be bound to the same port, if they all say so.
     """
@@ -317,7 +317,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket:
 
 
 def listen(listener: socket, host: str, port: int) -> None:
-    """From now on clients come. Raises ConfigError when another server was faster."""
+    """Accept clients from now on. Raises ConfigError when another server was faster."""
     try:
         listener.listen()
     except OSError as error:
@@ -347,7 +347,7 @@ class Announcer:
         from maitred.executor.parent import end_with_parent
 
         try:
-            os.set_inheritable(fd, False)  # it is nobody's below us
+            os.set_inheritable(fd, False)  # not for our child processes
         except OSError as error:
             raise ConfigError(f"announce_fd is {fd}, and this process inherited no such socket: {error}") from None
         end_with_parent(fd)

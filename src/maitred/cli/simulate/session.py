@@ -60,7 +60,7 @@ MAX_REPLICAS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What was asked for, as its flags say."""
+    """A simulation as its flags ask for it."""
 
     options: SimulateOptions
     scheduler: SimulatedSchedulerConfig
@@ -81,13 +81,13 @@ class Simulated:
 
 
 class Inputs(NamedTuple):
-    """What all compared runs have in common."""
+    """Inputs that all compared runs have in common."""
 
     workload: Workload
     objectives: Objectives
     seed: int | None  # of the jitter; None has none
     tenants: Mapping[str, Tenant] | None = None  # in place of the workload's own
-    admission: AdmissionConfig | None = None  # without it everybody gets in whom no limit keeps out
+    admission: AdmissionConfig | None = None  # None admits all that no limit keeps out
     tensors: TensorWork | None = None
 
     def arrivals(self) -> Iterator[Arrival]:

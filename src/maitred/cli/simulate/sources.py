@@ -120,7 +120,7 @@ def find_target(device: str | None, model: str | None, environ: Mapping[str, str
 
 
 def profile_path(model_name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where `maitred profile` puts this machine's profile of a model; under XDG_CACHE_HOME."""
+    """Path of this machine's profile of a model, as `maitred profile` writes it; under XDG_CACHE_HOME."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "maitred" / "profiles" / f"{model_name.replace('/', '--')}.json"
 
@@ -173,7 +173,7 @@ def _of_datasheet(device: Device, shape: ModelShape) -> Target:
 
 
 def _num_layers(model: str) -> int:
-    """Of a profile's model; 1 where nobody knows it here, so that no part of a chunk's KV leaves before all of it."""
+    """Layers of a profile's model; 1 for one unknown here, so that no part of a chunk's KV leaves before all of it."""
     from maitred.model.checkpoint import BUILTIN_NAME
 
     return _model_shape(model).num_layers if model in MODELS or model == BUILTIN_NAME else 1

@@ -27,7 +27,7 @@ NO_LANGUAGE_MODEL = "none"
 
 
 def tensor_profile_path(repository: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where `maitred profile` puts this machine's profile of a repository; under XDG_CACHE_HOME."""
+    """Path of this machine's profile of a repository, as `maitred profile` writes it; under XDG_CACHE_HOME."""
     cache, folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), Path(repository).resolve()
     return cache / "maitred" / "profiles" / f"tensor-{folder.name}-{zlib.crc32(bytes(folder)):08x}.json"
 
@@ -50,7 +50,7 @@ class TensorWork:
         return TraceWorkload(lines, self.rate_scale, block_tokens=self.block_tokens, began_ms=began_ms)
 
     def beside(self) -> Callable[[Scheduler], TensorSimulation]:
-        """For one run, on its scheduler."""
+        """A simulation for one run, on its scheduler."""
         rng = None if self.seed is None else Random(self.seed)
 
         def begun(scheduler: Scheduler) -> TensorSimulation:
@@ -123,7 +123,7 @@ def read_models(
 
 
 def ensemble_of(config: Any) -> SimulatedEnsemble:
-    """Of a ModelConfig: who needs whose outputs."""
+    """A simulated ensemble of a ModelConfig: steps, and which of them need whose outputs."""
     steps = config.ensemble_scheduling.step
     maker = {tensor: number for number, step in enumerate(steps) for tensor in step.output_map.values()}
     needs = [sorted({maker[tensor] for tensor in step.input_map.values() if tensor in maker}) for step in steps]
@@ -139,7 +139,7 @@ def figures_of(models: Mapping[str, ModelFigures]) -> dict[str, Any]:
 
 
 def tensor_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Of each policy a row for each model."""
+    """A table with a row for each model of each policy."""
     rows = [["policy", "model", "finished", "p50", "p90", "p99", "mean batch", "requests/s", "failed"]]
     for policy, whole in figures.items():
         for name, part in whole["tensor"].items():

@@ -30,7 +30,7 @@ class WorkerAsked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkersAsked:
-    """What the flags ask for."""
+    """Workers as the flags ask for them."""
 
     workers: list[WorkerAsked]  # role by role
     link: SimulatedLink | None

@@ -78,7 +78,7 @@ def view(frame: LiveFrame, rates: Rates, *, width: int, height: int | None = Non
 
 
 def as_text(lines: Sequence[str]) -> Text:
-    """For a terminal: headings stand out; what clients wrote is text and nothing else."""
+    """Text for a terminal: headings stand out; what clients wrote is text and nothing else."""
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="crop")
@@ -193,7 +193,7 @@ def _tenants(engine: LiveView) -> Iterator[str]:
 
 
 def lane_lines(lanes: Sequence[LaneView], most: int) -> list[str]:
-    """What waits and runs of tensor models; nothing where no lane is in use."""
+    """Lines of waiting and running work of tensor models; none where no lane is in use."""
     if not lanes:
         return []
     heading = f"{'LANE':28} {'WAITING':>7} {'ROWS':>6} {'RUNNING':>7} {'ROWS/S':>9} {'AGE':>8}  WHY"
@@ -211,7 +211,7 @@ def _lane(lane: LaneView) -> str:
 
 
 def in_ascii(text: str) -> str:
-    """For an output that has no more: the drawing signs get others, what else is strange a question mark."""
+    """Text in ASCII only: the drawing signs get others, what else is strange a question mark."""
     return text.translate(_ASCII).encode("ascii", "replace").decode()
 
 
@@ -224,7 +224,7 @@ def _shortened(lines: list[str], most: int) -> list[str]:
 
 
 def fit(text: str, width: int) -> str:
-    """In exactly `width` characters; what is too long loses its middle, for ends tell samples apart."""
+    """Text in exactly `width` characters; what is too long loses its middle, for ends tell samples apart."""
     text = inert(text).replace("\n", " ").replace("\t", " ")
     if len(text) <= width:
         return text.ljust(width)

@@ -99,7 +99,7 @@ def _find(runs: Sequence[list[Path]], words: str) -> tuple[list[Path], Sequence[
 
 
 def explain_choices(request_id: str, router: RouterOptions) -> int:
-    """Where a router sent a request, and each term of every choice. Raises Refused, Unreachable."""
+    """Print where a router sent a request, and each term of every choice. Raises Refused, Unreachable."""
     from urllib.parse import quote
 
     import msgspec

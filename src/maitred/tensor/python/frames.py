@@ -1,4 +1,4 @@
-"""What crosses between an engine and the process of a Python model: frames over a socket, numbers in shared memory."""
+"""Frames between an engine and the process of a Python model: frames over a socket, numbers in shared memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ArrayAt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """What the process is to be; the first frame."""
+    """The first frame: what the process is to be."""
 
     folder: str  # of the version
     file: str  # of its code; empty for an installed class
@@ -106,7 +106,7 @@ class SharedArrays:
         self._memory: mmap.mmap | None = None
 
     def put(self, arrays: Mapping[str, np.ndarray]) -> tuple[tuple[ArrayAt, ...], int]:
-        """Where each lies, and how much memory the other side must map."""
+        """Write arrays; returns where each lies, and how much memory the other side must map."""
         offsets, end = [], 0
         for array in arrays.values():
             offsets.append(end)
@@ -125,7 +125,7 @@ class SharedArrays:
         return ArrayAt(name, array.dtype.str, array.shape, offset)
 
     def get(self, arrays: Sequence[ArrayAt], num_bytes: int) -> dict[str, np.ndarray]:
-        """They are looked at where they lie, until the next batch is put there."""
+        """Arrays as views of where they lie, until the next batch is put there."""
         memory = self._mapped(num_bytes) if num_bytes else b""
         return {each.name: _found(each, memory) for each in arrays}
 

@@ -97,7 +97,7 @@ class TritonModelException(Exception):
 
 
 class TritonError:
-    """What an answer tells instead of outputs."""
+    """An error that an answer has instead of outputs."""
 
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG = 0, 1, 2, 3
     UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = 4, 5, 6, 7
@@ -217,7 +217,7 @@ class InferenceResponse:
 
 
 class ModelConfig:
-    """What `auto_complete_config` completes: a config as Triton's JSON. ValueError for what the file gainsays."""
+    """A config as Triton's JSON, for `auto_complete_config` to complete. ValueError for what the file gainsays."""
 
     def __init__(self, model_config: str) -> None:
         self._config: dict[str, Any] = json.loads(model_config)
