@@ -91,7 +91,7 @@ class Command:
 
 
 def _cut(words: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """What stands before the first `--`, and after it."""
+    """Words before the first `--`, and after it."""
     at = words.index("--") if "--" in words else len(words)
     return words[:at], tuple(words[at + 1 :])
 

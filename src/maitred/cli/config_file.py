@@ -38,7 +38,7 @@ def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
 
 
 def _typed(flag: Flag, value: Any) -> object:
-    """What YAML read, as the flag has it. Raises ValueError and UsageError."""
+    """The flag's value from what YAML read. Raises ValueError and UsageError."""
     if flag.kind in (FlagKind.SWITCH, FlagKind.MAPPING):
         return _require(value, bool if flag.kind is FlagKind.SWITCH else dict)
     if flag.kind is FlagKind.LIST and isinstance(value, list):

@@ -34,7 +34,7 @@ def bytes_number(text: str) -> int:
 
 
 def _pairs(text: str) -> Iterable[tuple[str, object]]:
-    """Of `temperature=0.2`, or of a JSON object."""
+    """Pairs of `temperature=0.2`, or of a JSON object."""
     from json import loads
 
     if text.lstrip().startswith("{"):

@@ -67,7 +67,7 @@ async def _ps(asked: PsOptions) -> int:
 
 
 async def _queue(endpoint: Endpoint) -> QueueView | None:
-    """For its lanes of tensor models; None from a server that has no queue of its own, or another form of it."""
+    """The queue, for its lanes of tensor models; None from a server without a queue, or with another form of it."""
     import msgspec
 
     from maitred.scheduler.queue_view import QueueView

@@ -45,7 +45,7 @@ class AnnouncementReader:
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[Announcement]:
-        """Those that are whole now. Raises ValueError for what is none."""
+        """Announcements that are whole now. Raises ValueError for what is none."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes")

@@ -156,7 +156,7 @@ class Autoscaler:
         return math.ceil((offered + beta * math.sqrt(offered)) / slots - 1e-9)
 
     def _needed_for_backlog(self, figures: FleetFigures) -> int:
-        """With those under way and as many more as waiting asks for; 0 when those that there are will do."""
+        """Replicas there, under way, and as many more as waiting asks for; 0 when no more are needed."""
         coming = figures.num_ready + len(figures.ready_in_s)
         if self._service.mean_s is None:  # no request has ended: one replica, which tells how fast it is
             return max(coming, 1) if figures.num_held and not coming else 0
@@ -170,7 +170,7 @@ class Autoscaler:
 
     @property
     def _arrivals_per_s(self) -> float:
-        """As usual, or as lately where that is more than chance."""
+        """The usual rate, or the recent one where that is more than chance."""
         usual, lately = self._load_rate, self._surge_rate
         noise = SURGE_SIGMAS * math.hypot(lately.noise_per_s, usual.noise_per_s)
         return lately.per_s if lately.per_s > usual.per_s + noise else usual.per_s

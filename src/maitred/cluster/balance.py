@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Those that were within all filters, the best first, at most MAX_CANDIDATES."""
+        """Candidates within all filters, the best first, at most MAX_CANDIDATES."""
         return [Candidate(*ranked) for ranked in self.ranked]
 
     @property
@@ -150,7 +150,7 @@ def _worth_ranking(fleet: Replicas, room: int, cached: Cached) -> list[Replica]:
 def within_bound(
     candidates: Sequence[Replica], busy: Sequence[Replica], speed: float, ratio: float, num_samples: int
 ) -> Sequence[Replica]:
-    """Those that stay at ceil(ratio x mean load) + 1 or below with the request; all when none would.
+    """Candidates that stay at ceil(ratio x mean load) + 1 or below with the request; all when none would.
 
     The mean is of all that it may use, those without room too (`busy` with a load, `speed` of all of them together); of
     unlike devices each has its share by speed.

@@ -172,7 +172,7 @@ class Binder:
         return self._handover.handover != "never" and all(r.facts.worker is not None for r in self._fleet.of(usable))
 
     def _foretold(self, request: FleetRequest, room: int, usable: int, now: float) -> tuple[Replica, Choice] | None:
-        """By `disagg`, None when it must wait. Writes `num_cached`."""
+        """Choose by `disagg`; None when the request must wait. Writes `num_cached`."""
         fleet, asked = self._fleet, self._handover
         if asked.handover == "always" and self._awaits_role(request, usable):
             return None
@@ -231,7 +231,7 @@ class Binder:
         request.num_attempts += 1
 
     def _find_kv(self, request: FleetRequest) -> KVNeed:
-        """For a policy that looks at what is cached: the most that any replica has which it may use."""
+        """The most that any replica it may use has cached, for a policy that looks at it."""
         hits = self._index.hits(request.keys, self._fleet.usable(use_of(request))) if request.keys else ()
         if not hits:
             return KVNeed()

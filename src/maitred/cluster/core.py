@@ -340,7 +340,7 @@ class ClusterCore:
     # -- replicas come and go
 
     def _become(self, replica: Replica, state: State, now: float) -> None:
-        """It is new, or was away; a spare stays out of rotation."""
+        """Take in a replica that is new, or was away; a spare stays out of rotation."""
         replica.heard_at, replica.num_failures, replica.is_full = now, 0, False
         self.fleet.note_others(replica, replica.num_own)
         if state is State.ASLEEP:

@@ -144,7 +144,7 @@ class _Answer(NamedTuple):
 
 
 def options(ask: Ask, workers: Sequence[WorkerLoad], handover: str = "auto") -> list[Option]:
-    """All that have room, the cheapest first; none when the request must wait."""
+    """Ways to serve the request that have room, the cheapest first; none when it must wait."""
     prices = _Prices(ask)
     prompts = [_prompt(ask, worker, workers, prices) for worker in workers]
     answers = [_answer(ask, worker, prices) for worker in workers if worker.has_slot and _fits(ask, worker)]
@@ -270,7 +270,7 @@ def _may_pair(ask: Ask, workers: Sequence[WorkerLoad]) -> bool:
 
 
 def _transfer_s(ask: Ask, prompt: _Prompt, receiver: WorkerLoad) -> float | None:
-    """What the prompt's computing does not hide; None where nothing can be moved."""
+    """Seconds of transfer that computing the prompt does not hide; None where nothing can be moved."""
     sender = prompt.worker
     bandwidth, latency_s = link_between(sender, receiver)
     num_tokens = num_moved(ask.num_inputs, receiver)

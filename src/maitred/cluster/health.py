@@ -22,7 +22,7 @@ class RetryBudget:
         self._burst = self._left = float(self.MIN_BURST)
 
     def cover(self, limit: int) -> None:
-        """There is a replica with so many in flight at most."""
+        """Let the budget pay for a replica with at most `limit` requests in flight."""
         if limit > self._burst:
             self._left += limit - self._burst
             self._burst = float(limit)

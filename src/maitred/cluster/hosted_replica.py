@@ -48,6 +48,6 @@ class HostedReplica:
         self._something.set()
 
     def _write(self, line: str) -> None:
-        """From a thread of the launcher's."""
+        """Keep a log line; called from a thread of the launcher's."""
         self._lines.append(line)
         self._loop.call_soon_threadsafe(self._something.set)

@@ -31,7 +31,7 @@ class _Message(msgspec.Struct):
 
 
 class _Place(NamedTuple):
-    """Where a text stands in the prompt (bytes), and what of its JSON stands there."""
+    """The place of a text in the prompt (bytes), and the part of its JSON that stands there."""
 
     start: int
     end: int
@@ -92,7 +92,7 @@ def _num_tokens(ends: Sequence[int], at: int, *, is_cut: bool) -> int:
 
 
 def _counted(sent: bytes, key_ends: Sequence[int]) -> list[int]:
-    """Of a list of token ids: those that a comma ends."""
+    """Tokens of a list of token ids: those that a comma ends."""
     numbers = accumulate(sent.count(b",", start, end) for start, end in zip((0, *key_ends), key_ends, strict=False))
     return list(numbers)
 
@@ -133,7 +133,7 @@ def _unescaped(sent: bytes, start: int, end: int) -> tuple[int, int]:
 
 
 def _places(texts: Sequence[Raw], prompt: bytes) -> list[_Place]:
-    """Of each text, in order; one that is not found lies between its neighbours."""
+    """Places of texts, in order; one that is not found lies between its neighbours."""
     places: list[_Place | bytes] = []
     at = 0
     for text in texts:
@@ -159,7 +159,7 @@ def _between(places: Sequence[_Place | bytes], num_bytes: int) -> list[_Place]:
 
 
 def _find(sent: bytes, prompt: bytes, at: int) -> _Place | None:
-    """Where the content of one message, or a prompt, stands in `prompt` from `at` on."""
+    """The place in `prompt`, from `at` on, of the content of one message, or a prompt."""
     raw = sent if sent.startswith(b'"') else _content_of(sent)
     text = _text_of(raw)
     if text is None:

@@ -254,7 +254,7 @@ class LocalLauncher:
                 self._on_event(IsReady(replica.name, now - replica.began_at, phases))
 
     def _follow(self, replica: _Replica, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread: pass on what it writes, and wait for its end."""
+        """Pass on what the process writes, and wait for its end; runs in a thread."""
         reading = threading.Thread(target=self._pass_on, args=(replica, process), daemon=True)
         reading.start()
         process.wait()
@@ -299,7 +299,7 @@ class LocalLauncher:
         news.close()
 
     def _lost(self, replica: _Replica, cause: str, *, own_fault: bool, is_hopeless: bool) -> None:
-        """It died of itself: the next one comes, unless that would end like this one."""
+        """Start a replica again that died of itself, unless it would end alike."""
         if is_hopeless:
             del self._replicas[replica.name]
             self._told(Ended(replica.name, cause, as_told=False, again_in_s=None))

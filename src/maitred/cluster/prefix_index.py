@@ -33,7 +33,7 @@ class PrefixIndex:
         return len(self._keys.get(bit, ()))
 
     def holders(self, key: int) -> int:
-        """Those that hold it, as bits."""
+        """Replicas that hold the key, as bits."""
         return self._replicas.get(key, 0)
 
     def hits(self, keys: Sequence[int], mask: int) -> list[Hit]:

@@ -70,7 +70,7 @@ def texts_of(body: RoutedBody) -> Sequence[Raw]:
 
 
 def _first_of(prompt: Raw) -> Sequence[Raw]:
-    """Of prompts in a list, which are texts or lists of tokens; none where they are too many to be told apart."""
+    """The first of prompts in a list, texts or lists of tokens; none where they are too many to be told apart."""
     sent = bytes(prompt)
     if not sent.startswith(b"[") or sent[1:].lstrip()[:1] not in (b'"', b"["):
         return (prompt,)

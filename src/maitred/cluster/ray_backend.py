@@ -199,7 +199,7 @@ class RayLauncher:
         hearing.add_done_callback(self._hearing.discard)
 
     async def _hear(self, replica: _Replica, actor: Any) -> None:
-        """Until it has ended, or another actor has its name."""
+        """Pass on an actor's events until it has ended, or another has its name."""
         try:
             await actor.begin.remote()
             while replica.actor is actor:
@@ -248,7 +248,7 @@ class RayLauncher:
         self._on_event(Ended(replica.name, cause, as_told=as_told, again_in_s=None))
 
     def _end_actor(self, replica: _Replica) -> None:
-        """Its process goes with it."""
+        """End the actor; its process goes with it."""
         actor, replica.actor = replica.actor, None
         if actor is not None:
             with suppress(RayError):
@@ -273,7 +273,7 @@ def _connect() -> bool:
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Of an actor, which names two of its resources apart."""
+    """Options of an actor, which names two of its resources apart."""
     others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
     return {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
 
@@ -330,7 +330,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         self._in_flight.pop(replica_id, None)
 
     def _load(self, replica_id: Any) -> int:
-        """What it said lately, of all proxies' requests, or what was sent from here."""
+        """The replica's last report of all proxies' requests, or the requests sent from here; the larger."""
         return max(self.replica_queue_len_cache.get(replica_id) or 0, len(self._in_flight.get(replica_id, ())))
 
 

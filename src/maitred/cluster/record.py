@@ -71,7 +71,7 @@ class Recorder:
         self._write_frame(_encode(Header(config, scheduler, handover)))
 
     def arguments_of(self, method: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-        """Before the call, which writes to the request that it is given."""
+        """Encode arguments before the call, which writes to the request that it is given."""
         bound = inspect.signature(method).bind(self, *args, **kwargs)
         bound.apply_defaults()
         return _encode(bound.args[1:])

@@ -58,7 +58,7 @@ def split(log: bytes) -> Iterator[bytes]:
 
 
 def _argument_types(core: ClusterCore) -> Mapping[str, Any]:
-    """Of every method that `core_input` decorates."""
+    """Argument types of every method that `core_input` decorates."""
     inputs = [name for name, method in vars(type(core)).items() if hasattr(method, "__wrapped__")]
     return {name: tuple[_hints(getattr(core, name))] for name in inputs}  # type: ignore[misc]
 

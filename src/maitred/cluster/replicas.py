@@ -266,7 +266,7 @@ class Replicas:
     # -- replicas that may be used
 
     def usable(self, use: Use) -> int:
-        """Those ready that a request may use, with room or not; those where it failed only when there is no other."""
+        """Ready replicas that a request may use, with room or not; those where it failed only if there is no other."""
         found = self._usable.get(use)
         if found is None:
             bits = self.ready & self.known(use)
@@ -274,7 +274,7 @@ class Replicas:
         return found
 
     def known(self, use: Use) -> int:
-        """Those that it may use if they are ready, or will be."""
+        """Replicas that it may use if they are ready, or will be."""
         bits = 0
         for tier, of_tier in enumerate(self._tier_bits):
             if use.tiers >> tier & 1:

@@ -153,7 +153,7 @@ class Requests:
         return [Refuse(request.request_id, error, failure), *self.end(request)]
 
     def _free(self, request: FleetRequest) -> list[Action]:
-        """It is in flight no more; a drained replica may be empty by that."""
+        """Take a request out of flight; a drained replica may be empty by that."""
         replica = self._fleet.at(request.replica)
         self._binder.release(request)
         request.place = Place.HELD
@@ -196,7 +196,7 @@ class Requests:
         return actions
 
     def abandon(self, replica: Replica, failure: Failure, now: float) -> list[Action]:
-        """Nothing will come of it: all that it had failed, and so did what it computed for others."""
+        """Fail all requests in flight at the replica, and those whose prompts it computed for others."""
         requests = self.at(replica)
         moves: list[Action] = [Move(r.request_id, replica.name, failure.kind.value) for r in requests]
         return moves + self.fail(requests, replica, failure, now)

@@ -69,7 +69,7 @@ def cache_control(sent: bytes | None) -> CacheControl:
 
 
 def _seconds(value: str) -> float:
-    """What is no number makes the answer stale: section 4.2.1."""
+    """Seconds; any text that is no number makes the answer stale: section 4.2.1."""
     text = value.strip('"')
     return float(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0.0
 

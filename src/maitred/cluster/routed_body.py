@@ -132,7 +132,7 @@ def _unread(body: bytes | Raw | UnsetType) -> Any:
 
 
 def _filled(layers: Sequence[Any], *, strict: bool = True) -> RoutedBody:
-    """Of each field what the first of `layers` that has it says."""
+    """A body with each field from the first of `layers` that has it."""
     read = RoutedBody()
     for name, kind in _TYPES.items():
         raw = next((found for each in layers if (found := getattr(each, name)) is not UNSET), UNSET)

@@ -145,6 +145,6 @@ class ServeScaling:
         return sum(self._counted[name].values())
 
     def _num_in_flight(self, running: Sequence[Any]) -> int:
-        """At replicas that are there: what the others had is over."""
+        """Requests in flight at replicas that are there; those of others are over."""
         arrived, ended = self._counted[ARRIVED], self._counted[ENDED]
         return int(sum(arrived.get(replica, 0.0) - ended.get(replica, 0.0) for replica in running))

@@ -114,7 +114,7 @@ class Sizing:
     # -- those too few
 
     def starts(self, now: float) -> list[Start]:
-        """Those that are too few: warm ones first, then those asleep, then new ones. Then spares, of those too many."""
+        """Start replicas that are too few: warm, then asleep, then new ones; then spares, of those too many."""
         if not self.is_on:
             return []
         actions = [*self._replacements(now), *self._stand_ins(now)]
@@ -180,7 +180,7 @@ class Sizing:
     # -- those too many
 
     def _set_aside(self, now: float) -> None:
-        """Those too many become spares, while there are too few of these."""
+        """Make spares of replicas too many, while there are too few spares."""
         for replica in self._too_many()[: max(0, self._num_spares - len(self._spares))]:
             self._spares.add(replica.name)
             if replica.state is State.READY:
@@ -222,7 +222,7 @@ class Sizing:
 
     @property
     def _num_wanted(self) -> int:
-        """In rotation or on their way there; one more while another is to go for it."""
+        """Replicas wanted in rotation or on their way there; one more while another is to go for it."""
         if self._replacing is None:
             return self.target
         old = self._fleet.by_name.get(self._replacing[1])
@@ -232,7 +232,7 @@ class Sizing:
         return [r for r in self._fleet if r.facts.is_launched]
 
     def _serving(self) -> list[Replica]:
-        """There or on the way, spares left out."""
+        """Launched replicas, there or on the way, spares left out."""
         return [r for r in self._launched() if r.state is not State.DRAINING and r.name not in self._spares]
 
     def _spares_in(self, state: State) -> list[Replica]:

@@ -140,7 +140,7 @@ class StoredKeys:
             self._tell_removed(key, entry)
 
     def _tell_stored(self, key: int, entry: _Key | None) -> None:
-        """With it those before it, as far as they were not."""
+        """Tell listeners of a key, and of those before it that were not stored."""
         while entry is not None:
             for changes in self._listeners:
                 changes.stored(key)

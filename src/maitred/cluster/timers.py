@@ -42,7 +42,7 @@ class Timers(Generic[T]):
         return heap[0].at if heap else None
 
     def take_due(self, now: float) -> Iterator[T]:
-        """Those that are due, the earliest first; more may be added meanwhile."""
+        """Yield what is due, the earliest first; more may be added meanwhile."""
         while (at := self.next_at()) is not None and at <= now:
             yield heappop(self._heap).due
 

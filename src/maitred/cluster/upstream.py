@@ -154,7 +154,7 @@ class Answer:
         self.wake()
 
     def fail(self, failure: UpstreamFailed) -> None:
-        """Nothing more will come; what came before is given first."""
+        """End the answer with a failure; what came before is given first."""
         if not self._ended and self._failure is None:
             self._failure = failure
             self.wake()
@@ -383,7 +383,7 @@ class _Connection(asyncio.Protocol):
     # bounds
 
     def _check(self, num_bytes: int) -> None:
-        """Of what is no body only so much may come in a row, and a head must be whole in time."""
+        """Bound the bytes in a row that are of no body, and the time of a head."""
         self._num_plain_bytes = 0 if self._had_body else self._num_plain_bytes + num_bytes
         if self._num_plain_bytes > MAX_HEAD_BYTES:
             self._wrong(f"it sent over {MAX_HEAD_BYTES} bytes without one of a body")
@@ -406,4 +406,4 @@ class _Connection(asyncio.Protocol):
 
 
 class _Unusable(Exception):
-    """From within a callback of the parser: it stops there, and `data_received` hears of it."""
+    """Raised within a callback of the parser: it stops there, and `data_received` hears of it."""

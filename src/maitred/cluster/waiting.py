@@ -29,7 +29,7 @@ class Waiting:
         self.num_held = 0
 
     def __iter__(self) -> Iterator[FleetRequest]:
-        """Those held, in no order."""
+        """Held requests, in no order."""
         for order in self._orders.values():
             yield from order.queue
 
@@ -101,7 +101,7 @@ class Waiting:
         return self._orders[self._use_of[request.request_id]].victim_key(request)
 
     def in_order(self) -> list[FleetRequest]:
-        """Those held, the next first; sorts, so it is for people to look at."""
+        """Held requests, the next first; sorts, so it is for people to look at."""
         return sorted(self, key=self.place)
 
     def block_cached(self, keys: Iterable[int]) -> None:
@@ -122,7 +122,7 @@ class Waiting:
         assert self.num_held == sum(1 for _ in self)
 
     def _order_of(self, request: FleetRequest, use: Use) -> Order:
-        """Where it stands from now on, with the key that it has, if any."""
+        """Move a request into the order of `use`, with the key that it has, if any."""
         order = self._orders.get(use)
         if order is None:
             order = self._orders[use] = ServiceOrder(self.policy, self._find_kv)
@@ -137,7 +137,7 @@ class Waiting:
         return order
 
     def _note_rank(self, request: FleetRequest) -> None:
-        """That of its group may have fallen, of which one queue alone has heard."""
+        """Tell all queues that its group's rank may have fallen; only one has heard."""
         rule = self.policy.groups
         if rule is not None:
             for order in self._orders.values():

@@ -19,7 +19,7 @@ NUM_REMEMBERED = 100.0  # answers over which their length is averaged
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """Of one worker."""
+    """Work of one worker."""
 
     queued: dict[str, float] = field(default_factory=dict)  # request -> uncached tokens, until its first token
     queued_tokens: float = 0.0
@@ -36,7 +36,7 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Of one request."""
+    """Work of one request."""
 
     replica: str
     prefill: str  # where its prompt is computed
@@ -194,7 +194,7 @@ class WorkBook:
         return work
 
     def _left(self, work: _Work, load: WorkerLoad, now: float) -> float:
-        """Of the queue, with what must have been computed since the last first token; the first in it is not done."""
+        """Tokens left in the queue, less those computed since the last first token; the first request is not done."""
         if not work.queued:
             return 0.0
         computed = (now - work.moved_on_at) * load.facts.token_budget / chunks_s(load, load.facts.token_budget, 0)

@@ -48,13 +48,13 @@ class WorkerRequests:
         return sum(len(prompt.samples) for prompt in self._by_id.values() if prompt.worker is None)
 
     def held(self) -> Iterator[tuple[FleetRequest, LiveRequest]]:
-        """Those that wait for a worker, the next first; sorts."""
+        """Samples that wait for a worker, with their requests, the next first; sorts."""
         for request in self._core.held():
             for live in self._by_id[request.request_id].samples.values():
                 yield request, live
 
     def living(self) -> Iterator[LiveRequest]:
-        """All there are, in order of arrival."""
+        """All living samples, in order of arrival."""
         return (prompt.samples[request_id] for request_id, prompt in self.prompts.items())
 
     def enter(self, live: LiveRequest) -> None:
@@ -135,7 +135,7 @@ class WorkerRequests:
         return self._workers[int(name)]
 
     def _take_back(self, prompt: Prompt) -> None:
-        """From a worker that is to end: it goes on with the next that it is bound to."""
+        """Take a prompt from a worker that is to end: it goes on with the next that it is bound to."""
         self._expect_no_kv(prompt)
         worker, prompt.worker = prompt.worker, None
         if worker is not None:
@@ -164,7 +164,7 @@ class WorkerRequests:
         self.do(self._core.handed_over(prompt.request.request_id, self._clock.now()))
 
     def _refuse(self, prompt: Prompt, error: MaitredError) -> None:
-        """Its time is up. A worker that has it ends it, with what it had come to."""
+        """End a prompt whose time is up. A worker that has it ends it, with what it had come to."""
         for live in list(prompt.samples.values()):
             reason = REASONS.get(type(error), FinishReason.ERROR)
             if prompt.worker is not None:
@@ -228,6 +228,6 @@ class WorkerRequests:
 
 
 def _taken_from(worker: Worker, prompt: Prompt) -> list[LiveRequest]:
-    """Its samples, to go on elsewhere; those that are being aborted end where they are."""
+    """Take a prompt's samples to go on elsewhere; those that are being aborted end where they are."""
     going_on = [request_id for request_id, live in prompt.samples.items() if live.ending is None]
     return [worker.client.hand_over(request_id) for request_id in going_on]

@@ -94,7 +94,7 @@ def live_view_of_all(views: Sequence[LiveView], held: Sequence[QueuedRequest]) -
 def waiting_request(
     live: LiveRequest, now: float, reason: str, predicted: float | None, terms: Mapping[str, float]
 ) -> WaitingRequest:
-    """One that waits for a worker; its position is written by `queue_of_all`."""
+    """A request that waits for a worker; its position is written by `queue_of_all`."""
     spec, num_output = live.spec, len(live.output_token_ids)
     to_come = max(1.0, (predicted if predicted is not None else spec.max_tokens) - num_output)
     return WaitingRequest(

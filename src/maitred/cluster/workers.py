@@ -310,16 +310,16 @@ class Workers(Replica):
 
     @property
     def _any(self) -> Worker:
-        """One that is up, if there is one."""
+        """A worker that is up, if there is one."""
         return next((worker for worker in self._workers if worker.is_up), self._workers[0])
 
     @property
     def _left(self) -> list[Worker]:
-        """Those that were not given up."""
+        """Workers that were not given up."""
         return [worker for worker in self._workers if not worker.is_over]
 
     def _changed(self, worker: Worker) -> None:
-        """Its engine has come or gone, fell silent or is heard again. One that is only silent keeps what it has: it
+        """An engine has come or gone, fell silent or is heard again. One that is only silent keeps what it has: it
         would still make tokens of it.
         """
         if self._is_closing:

@@ -137,7 +137,7 @@ class LogEncoder:
     def _outcomes(
         self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress], drafted: Sequence[Drafted]
     ) -> Iterator[Outcome | None]:
-        """Of each row, None where it gave nothing."""
+        """Outcome of each row, None where it gave nothing."""
         drafts_of = {each.request_id: each for each in drafted}
         told_of = {told.request_id: told for told in progress}
         for row in rows:
@@ -159,7 +159,7 @@ class LogEncoder:
             yield Outcome("", num_given, reason, hashes, num_forced, *drafts) if gave else None
 
     def _new_hashes(self, logged: _Logged, end: int) -> tuple[bytes, ...]:
-        """Of the blocks that are filled up to that position, and that the log lacks."""
+        """Hashes of the blocks that are filled up to that position, and that the log lacks."""
         if not self._block_size or end // self._block_size <= logged.num_hashes:
             return ()
         filled = logged.request.block_hashes[logged.num_hashes : end // self._block_size]

@@ -246,7 +246,7 @@ class Recorder:
         self._events.append(TensorArrived(now, replace(spec, key_id="")))
 
     def tensor_ended(self, request_id: str, reason: FinishReason, now: float) -> None:
-        """Also of one whose batch runs, which is not over yet."""
+        """Note the end of a tensor request, also of one whose batch still runs."""
         self._events.append(TensorEnded(now, request_id, reason))
 
     def tensors_expired(self, now: float) -> None:

@@ -108,7 +108,7 @@ class _BesideSteps:
         self._stream = make(pool.device) if pool.device.type == "cuda" else None
 
     def after(self, layers: range) -> AbstractContextManager[object]:
-        """Once steps have written these layers."""
+        """Wait until steps have written these layers."""
         if self._stream is None:
             return nullcontext()
         if layers:

@@ -39,7 +39,7 @@ class Checked:
 
 
 def check(path: Path, *, allow_code: bool = False) -> Iterator[Checked]:
-    """One of a model, or of each model of a repository."""
+    """Check a model, or each model of a repository."""
     if not path.is_dir():
         yield _checked_file(path, allow_code=allow_code)
     elif _is_model(path):

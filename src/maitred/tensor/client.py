@@ -283,7 +283,7 @@ class TensorClient:
             self._isolation.begin(list(self._live.values()))
 
     def ended(self, error: EngineDead) -> None:
-        """There will be none any more."""
+        """Fail all requests: there will be no engine any more."""
         self._over = error
         self._end_changes(error)
         for live in list(self._live.values()):

@@ -151,7 +151,7 @@ class EngineMemory:
 
 
 def _rest(tensors: Sequence[Tensor], places: Sequence[Place | None]) -> tuple[Tensor, ...]:
-    """What is left to go in a frame."""
+    """Tensors that are left to go in a frame."""
     return tuple(
         each if place is None else replace(each, data=b"") for each, place in zip(tensors, places, strict=True)
     )

@@ -83,7 +83,7 @@ def _rank(config: ANY_MESSAGE, spec: TensorSpec) -> int:
 
 
 def _output(config: ANY_MESSAGE, pooling: str) -> tuple[TensorSpec, str]:
-    """And how it is pooled: the vectors of tokens, or those of texts where the graph pools itself."""
+    """The output and its pooling: the vectors of tokens, or those of texts where the graph pools itself."""
     floats = [spec for spec in outputs_of(config) if spec.data_type in _FLOATS and spec.dims]
     tokens = [spec for spec in floats if _rank(config, spec) == 3]
     texts = [spec for spec in floats if _rank(config, spec) == 2]

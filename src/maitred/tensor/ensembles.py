@@ -261,12 +261,12 @@ class EnsembleRun:
         return not self._left and not self._coming
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Once every step has answered."""
+        """Outputs, once every step has answered."""
         return tuple(_as(name, self._tensors[name], self._plan.ranks[name]) for name in self._wanted)
 
 
 def _as(name: str, tensor: Tensor, rank: int) -> Tensor:
-    """Under another name; a batch of one is taken away or put before where only one side has a batch."""
+    """The tensor under another name; a batch of one is taken away or put before where only one side has a batch."""
     shape = tensor.shape
     if len(shape) + 1 == rank:
         shape = (1, *shape)

@@ -107,7 +107,7 @@ class ServedVersion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Models(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All that are known, and those that answer now."""
+    """All models that are known, and those that answer now."""
 
     index: tuple[IndexEntry, ...]
     served: tuple[ServedVersion, ...]

@@ -259,7 +259,7 @@ def _batches(config: Any) -> bool:
 
 
 class _GrpcCaller:
-    """One of the channel's; it carries all of them."""
+    """A caller on the channel, which carries all of them."""
 
     def __init__(self, channel: Any, request: bytes, metadata: Any) -> None:
         self._call = channel.unary_unary(f"/{INFERENCE}.GRPCInferenceService/ModelInfer")

@@ -141,7 +141,7 @@ class LocalTensorService:
         self._statistics.cached(model, version, hit=hit, ns=ns)
 
     def _turn(self) -> None:
-        """And again when something may be due."""
+        """Run a turn, and again when something may be due."""
         self.runner.turn()
         if self._timer is not None:
             self._timer.cancel()

@@ -33,7 +33,7 @@ class _NoExecutor:
         raise AssertionError("an engine without a language model has no steps")
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
 
 def lone_engine(config: EngineConfig, tell: Callable[[str], None]) -> LoadedEngine:

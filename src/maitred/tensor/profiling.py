@@ -67,7 +67,7 @@ def measured_profile(
 
 
 def _lightest(configs: Sequence[ANY_MESSAGE], times: Sequence[ModelTimes]) -> ANY_MESSAGE:
-    """That batches, if one does: what its batches take is the least in the way of what they cost besides."""
+    """The model with the least compute, if possible one that batches: it hides least of what a batch costs besides."""
     order = sorted(range(len(times)), key=lambda i: (configs[i].max_batch_size < 2, times[i].seconds(1)))
     return configs[order[0]]
 
@@ -116,7 +116,7 @@ def rows_to_try(most: int) -> tuple[int, ...]:
 def _shape_times(
     loaded: LoadedVersion, batching: Batching, length: int, point_s: float
 ) -> tuple[ShapeTimes, list[float]]:
-    """And each time over the median of its number of rows."""
+    """Times by number of rows, and each time over the median of its number."""
     row, medians, spread = _row(loaded.config, batching, length), [], []
     sizes = rows_to_try(loaded.config.max_batch_size)
     for num_rows in sizes:

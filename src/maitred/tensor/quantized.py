@@ -111,7 +111,7 @@ def made_up(config: ANY_MESSAGE) -> Batch:
 
 
 def _make(source: Path, path: Path, precision: str, batches: Sequence[Batch]) -> Measured:
-    """Both files are written beside their places and moved there, the figure last."""
+    """Quantise and measure. Both files are written beside their places and moved there, the figure last."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -42,7 +42,7 @@ def joined(message: bytes, number: int, contents: Iterable[Buffer]) -> bytes:
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Where each field starts, its number, where its value starts and where it ends."""
+    """Yield for each field its start, number, and where its value starts and ends."""
     at, size = 0, len(content)
     while at < size:
         start = at

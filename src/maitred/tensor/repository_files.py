@@ -59,7 +59,7 @@ def scan(repository: Path) -> Scan:
 
 
 def _is_folder(found: os.DirEntry[str] | Path) -> bool:
-    """Also a link that leads nowhere."""
+    """Whether it is a folder, or a link that leads nowhere."""
     return os.path.isdir(found) or (found.is_symlink() and not os.path.exists(found))
 
 

@@ -47,7 +47,7 @@ class Flow(Protocol):
     """Flow that takes requests of some models over, such as ensembles: it begins others in their stead."""
 
     def __len__(self) -> int:
-        """What it has begun and not ended."""
+        """Requests begun and not ended."""
 
     def take(self, loaded: LoadedVersion, request: InferRequest, done: Done) -> Done | None:
         """None for a request that it takes: then it calls `done` once, maybe at once. Else what the next one is to
@@ -143,7 +143,7 @@ class TensorRunner:
             held.lease.close()
 
     def _drop_unloaded(self, name: str, version: int) -> None:
-        """Once its last request has ended; one that was only replaced is loaded still."""
+        """Retire a version once its last request has ended; one that was only replaced is loaded still."""
         if not self._lanes.has_model(name, version) and (held := self._held.pop((name, version), None)) is not None:
             self._retire(held)
 

@@ -119,7 +119,7 @@ class SequenceFlow:
         return model
 
     def _begin(self, turns: Iterable[SequenceTurn[Tensor]]) -> None:
-        """What a refused request kept from its turn goes in its stead."""
+        """Begin turns; one that a refused request held back goes in its stead."""
         left = deque(turns)
         while left:
             turn = left.popleft()

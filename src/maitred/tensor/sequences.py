@@ -124,7 +124,7 @@ class SequenceBook(Generic[S]):
     # -- small things
 
     def _settled(self, sequence: _Sequence[S], now: float) -> list[SequenceTurn[S]]:
-        """One of its requests has gone."""
+        """Go on with a sequence one of whose requests has gone."""
         if sequence.running is not None:
             return []
         if sequence.waiting:

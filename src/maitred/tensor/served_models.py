@@ -215,7 +215,7 @@ class ServedModels:
             self._close_if_left(each)
 
     def _close_if_left(self, loaded: LoadedVersion) -> None:
-        """What it holds is given back."""
+        """Close a replaced version without leases, and give back what it holds."""
         if not loaded.replaced or loaded.leases or loaded.is_closed:
             return
         for instance in loaded.instances:

@@ -188,7 +188,7 @@ def with_setting(config: ANY_MESSAGE, setting: Setting) -> ANY_MESSAGE:
 
 
 def write_setting(folder: Path, setting: Setting) -> None:
-    """Into its config.pbtxt, in one piece; comments in it go. Raises CheckpointError."""
+    """Write a setting into the model's config.pbtxt, in one piece; comments in it go. Raises CheckpointError."""
     path, beside = folder / CONFIG, folder / f".{CONFIG}.new"
     try:
         beside.write_text(text_format.MessageToString(with_setting(read_config(folder), setting)), encoding="utf-8")

@@ -65,7 +65,7 @@ class Synthetic:
     num_prefixes: int = 1
 
     def requests(self) -> Iterator[PlannedRequest]:
-        """Without end."""
+        """Requests without end."""
         lengths, texts, choices = (random.Random(f"{self.seed}/{name}") for name in ("lengths", "texts", "prefixes"))
         prefixes = [self._prefix(number) for number in range(self.num_prefixes if self.shared_prefix_len else 0)]
         for index, due_s in enumerate(self._due_times()):

@@ -103,7 +103,7 @@ def _cached(summary: Summary) -> list[str]:
 
 
 def check_plot_path(path: str) -> None:
-    """Before the load, not after it: the suffix is known and matplotlib is there."""
+    """Check before the load, not after it, that the suffix is known and matplotlib is there. Raises ConfigError."""
     if Path(path).suffix not in SUFFIXES:
         raise ConfigError(f"--plot is {path!r}; its name must end in .png or .svg")
     if importlib.util.find_spec("matplotlib") is None:

@@ -83,7 +83,7 @@ class Answer:
         return ", ".join(parts)
 
     def _rate(self, timing: TimingMs) -> Iterator[str]:
-        """Of the tokens after the first, where there are enough of them."""
+        """Rate of the tokens after the first, where there are enough of them."""
         parts_ms = timing.queue + timing.schedule + timing.prefill + timing.decode + timing.stall
         after_first_ms = parts_ms - timing.ttft
         if self.num_tokens is not None and self.num_tokens >= MIN_RATE_TOKENS and after_first_ms > 0:

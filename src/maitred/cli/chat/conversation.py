@@ -105,7 +105,7 @@ class Conversation:
         }
 
     def answered(self, message: dict[str, Any]) -> str:
-        """Append an answer; returns the question to the person, the result of its first call, or nothing."""
+        """Append an answer; return what the person is asked now: the first call's result, or nothing."""
         self.messages.append(message)
         return _asked(pending[0]) if (pending := self.pending) else ""
 

@@ -113,7 +113,7 @@ class ScreenTerminal:
         )
 
     def _history(self) -> History:
-        """In a file; where that cannot be written, of this chat alone."""
+        """History in a file; where that cannot be written, of this chat alone."""
         from prompt_toolkit.history import FileHistory, InMemoryHistory
 
         try:
@@ -168,7 +168,7 @@ def _key_bindings() -> KeyBindings:
 
 
 def history_file(environ: Mapping[str, str]) -> Path:
-    """Under XDG_STATE_HOME; readable by its owner alone. Raises OSError where it cannot be written."""
+    """History file under XDG_STATE_HOME, readable by its owner alone. Raises OSError where it cannot be written."""
     state = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     folder = state / "maitred"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -124,7 +124,7 @@ class LiveEngine:
     def serve_closed(
         self, arrivals: Iterator[Arrival], in_flight: int, until: float, aside: Aside | None = None
     ) -> None:
-        """So many at once, the next one when one ends, until the clock says `until`; those begun are finished."""
+        """Keep `in_flight` requests running until the clock says `until`; those begun are finished."""
         core, clock, num_here = self.parts.core, self.clock, 0
         while core.has_work or clock.now() < until:
             while num_here < in_flight and clock.now() < until:

@@ -84,7 +84,7 @@ class HeldFormats(NamedTuple):
 
 
 def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> HeldFormats:
-    """As the engine would settle them; no weight is read for it."""
+    """Formats as the engine would settle them; no weight is read for it."""
     plan = plan_executor(config, checkpoint, spec, lambda line: None)
     if not isinstance(plan, NativePlan):
         weights = head = WeightFormat(plan.dtype_name)

@@ -41,14 +41,14 @@ _OF_LAUNCHED = ("launch", "placement", "idle_s", "warm", "asleep")
 
 
 def _local(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
-    """On this machine, as processes."""
+    """Replicas on this machine, as processes."""
     from maitred.cluster.launch import LocalLauncher
 
     return lambda on_event: LocalLauncher(words, token=token, on_event=on_event)
 
 
 def _ray(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
-    """On the nodes of a Ray cluster, as actors. Raises ConfigError without the extra `ray`."""
+    """Replicas on the nodes of a Ray cluster, as actors. Raises ConfigError without the extra `ray`."""
     from maitred.cluster.ray_backend import RayLauncher
 
     num_shared = max(1, Bounds.parse(given.replicas or "1").low)  # those that are always there are placed together
@@ -128,7 +128,7 @@ def _run(options: Options) -> int:
 
 
 def _launcher(options: Options, token: FleetToken) -> MakeLauncher | None:
-    """Of replicas of its own, where it has any. Raises ConfigError where there can be none."""
+    """Launcher of the router's own replicas, None without any. Raises ConfigError where there can be none."""
     given = options[RouteOptions]
     if given.replicas is None:
         return None

@@ -87,7 +87,7 @@ class Batch:
 
 
 def _wait_s(retry_after: str | None, attempt: int) -> float:
-    """What the server asks for, else half a second doubled each time."""
+    """Seconds to wait: as the server asks, else half a second doubled each time."""
     try:
         asked = float(retry_after or "")
     except ValueError:

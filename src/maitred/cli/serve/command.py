@@ -160,7 +160,7 @@ def _with_tensors(start: Start) -> Start:
 
 
 def _tensor_protocols(options: Options) -> dict[str, Any]:
-    """What `serve` answers besides, where there are tensor models."""
+    """Protocols that `serve` answers besides, where there are tensor models."""
     tensors, grpc_port = options[TensorConfig], options[ServerConfig].grpc_port
     if not tensors.serves:
         if grpc_port is not None:
@@ -285,7 +285,7 @@ def served_words(names: Sequence[str], tensors: Iterable[IndexEntry]) -> str:
 
 
 def _welcome(served: str, url: str, *, has_keys: bool, talks: bool = True) -> str:
-    """What is served where, and the next thing to type."""
+    """A line with what is served where, and the next thing to type."""
     key = " --api-key KEY" if has_keys else ""
     command = f"maitred chat --url {url}" if talks else f"maitred ps {url}"
     return f"maitred serves {served} on {url}   (open it in a browser, or try: {command}{key})"

@@ -154,7 +154,7 @@ def run_simulations(asked: Simulated) -> int:
 
 
 def _run_tensors_alone(asked: Simulated, policies: list[str], tensors: TensorWork) -> int:
-    """Without a language model."""
+    """Simulate tensor models without a language model."""
     from maitred.tensor.lone import lone_scheduler
 
     if tensors.trace.chats:
@@ -170,7 +170,7 @@ def _run_tensors_alone(asked: Simulated, policies: list[str], tensors: TensorWor
 
 
 def _targets(asked: Simulated, bounds: Bounds | None, workers: WorkersAsked | None) -> list[Target]:
-    """One for each replica; one without a fleet."""
+    """A target for each replica; one without a fleet."""
     device = asked.options.device
     if workers is not None:
         devices = workers.devices
@@ -238,7 +238,7 @@ def engine_setup(asked: Simulated, target: Target, policy: str) -> EngineSetup:
 
 
 def _scheduler_config(asked: Simulated, policy: str) -> SchedulerConfig:
-    """With those arguments that this policy has; the predictor is the simulation's own."""
+    """Config with those arguments that this policy has; the predictor is the simulation's own."""
     scheduler, known = asked.scheduler, parameters_of(installed_policies()[policy])
     plain = {f.name: getattr(scheduler, f.name) for f in fields(SchedulerConfig) if f.name != "predictor"}
     plain |= {"policy": policy, "policy_args": {k: v for k, v in scheduler.policy_args.items() if k in known}}
@@ -355,7 +355,7 @@ def _refuse_without_fleet(options: SimulatedFleetOptions) -> None:
 
 
 def devices_of(options: SimulatedFleetOptions, bounds: Bounds, device: str | None) -> list[str | None]:
-    """One for each replica; None is what --device's default is."""
+    """A device for each replica; None is what --device's default is."""
     if options.fleet_devices is None:
         return [device] * bounds.high
     if device is not None:

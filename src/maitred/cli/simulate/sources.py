@@ -182,7 +182,7 @@ def _num_layers(model: str) -> int:
 def _enough_blocks(
     cache: CacheConfig, max_num_seqs: int, context: int, kv_bytes_per_token: float, free_bytes: float
 ) -> int:
-    """As the engine's memory plan: what max_num_seqs full contexts need, bounded by what is free."""
+    """Blocks as the engine's memory plan has them: what max_num_seqs full contexts need, bounded by what is free."""
     per_block = kv_bytes_per_token * cache.block_size
     if cache.kv_cache_memory_bytes is not None:
         return max(1, int(cache.kv_cache_memory_bytes / per_block))

@@ -22,7 +22,7 @@ ANY_ROLE = (Role.PREFILL, Role.DECODE, Role.MIXED)
 
 
 class WorkerAsked(NamedTuple):
-    """One of them."""
+    """A worker as the flags ask for it."""
 
     role: Role
     device: str | None  # None is --device's default
@@ -84,7 +84,7 @@ def workers_of(
 
 
 def _refuse_without_workers(options: SimulatedWorkerOptions) -> None:
-    """All but the disk, which one engine may have too."""
+    """Refuse flags of workers, all but the disk, which one engine may have too."""
     defaults = type(options)()
     for field in fields(options):
         if field.name != "kv_disk_bytes" and getattr(options, field.name) != getattr(defaults, field.name):

@@ -133,7 +133,7 @@ def _on_key(key: str, act: Callable[[], object]) -> Iterator[None]:
 
 
 async def _watch(asked: TopOptions) -> None:
-    """Until it is cancelled. A server that goes away is waited for."""
+    """Show views until cancelled. A server that goes away is waited for."""
     import asyncio
 
     from rich.console import Console

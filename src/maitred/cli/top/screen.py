@@ -154,7 +154,7 @@ def _slot(slot: int, request: RunningRequest, now: float) -> str:
 
 
 def _name(request_id: str) -> str:
-    """Without what all ids have in common."""
+    """The id without the prefix that all ids have."""
     return request_id.replace("chatcmpl-", "", 1).replace("cmpl-", "", 1)
 
 
@@ -177,7 +177,7 @@ def _waits(place: int, request: QueuedRequest, now: float) -> str:
 
 
 def _tenants(engine: LiveView) -> Iterator[str]:
-    """Nothing on a server that knows no tenants."""
+    """Lines of tenants; none on a server that knows no tenants."""
     named = [tenant for tenant in engine.tenants if tenant.name]
     if not named:
         return

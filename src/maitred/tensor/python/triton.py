@@ -265,7 +265,7 @@ class ModelConfig:
 
 
 class Logger:
-    """Into the server's log."""
+    """Logs into the server's log."""
 
     INFO, WARNING, ERROR, VERBOSE = 0, 1, 2, 3
     _LEVELS: ClassVar = {INFO: logging.INFO, WARNING: logging.WARNING, ERROR: logging.ERROR, VERBOSE: logging.DEBUG}
