@@ -16,7 +16,7 @@ from maitred.storage.ledger import Ledger
 
 
 def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
-    """For whoever restarts servers, and whoever sends them requests."""
+    """Routes polled by supervisors and load balancers; none needs a key."""
     polled = partial(Route, method="GET", is_open=True, is_polled=True, errors=(503,))
     return (
         polled(path="/health", handler=health, summary="Whether it lives."),
@@ -26,7 +26,7 @@ def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
 
 
 def role_route(show: Handler, *, answer: type, more_errors: tuple[int, ...] = ()) -> Route:
-    """Which worker does what; a router's workers are whole servers."""
+    """The route of the workers and their roles; a router's workers are whole servers."""
     return Route(
         method="GET",
         path="/admin/roles",

@@ -31,8 +31,8 @@ _TEXT_ERRORS = (400, 401, 404, 413, 415)
 
 
 def make_routes(ledger: Ledger | None = None, more: Sequence[Route] = ()) -> RouteTable:
-    """Those of one server; what some of them own is its own. `ledger` is read for administrators. `more` are of what
-    else it serves, and stand in for ours with the same method and path.
+    """Routes of one server; what some of them own is its own. `ledger` is read for administrators. `more` are routes of
+    what else it serves, and stand in for ours with the same method and path.
     """
 
     async def document(app: App, exchange: Exchange) -> None:
@@ -76,7 +76,7 @@ def make_routes(ledger: Ledger | None = None, more: Sequence[Route] = ()) -> Rou
 
 
 def _generation() -> tuple[Route, ...]:
-    """What the model says."""
+    """Routes that generate, and embeddings."""
     return (
         Route(
             method="POST",
@@ -121,7 +121,7 @@ def _generation() -> tuple[Route, ...]:
 
 
 def _models() -> tuple[Route, ...]:
-    """Which names there are, and text to tokens and back."""
+    """Routes of model names, and of text to tokens and back."""
     return (
         Route(
             method="GET",
@@ -223,7 +223,7 @@ def _adapters() -> tuple[Route, ...]:
 
 
 def _scheduling() -> tuple[Route, ...]:
-    """Who waits, and in which order."""
+    """Routes of the queue and its order."""
     return (
         Route(
             method="GET",
@@ -257,7 +257,7 @@ def _scheduling() -> tuple[Route, ...]:
 
 
 def _workers() -> tuple[Route, ...]:
-    """Which engine does what."""
+    """Routes of the workers: which engine does what."""
     return (
         role_route(admin.show_roles, answer=admin.Roles, more_errors=(404, 503)),
         Route(
@@ -296,7 +296,7 @@ def _kv() -> tuple[Route, ...]:
 
 
 def _live() -> tuple[Route, ...]:
-    """What goes on now."""
+    """Routes of what goes on now."""
     return (
         Route(
             method="GET",

@@ -42,7 +42,7 @@ def create_app(
     `is_ready` tells whether requests are welcome (besides the replica being alive). `policy` is the scheduler's: where
     it heeds no priority, a request with one is refused; None heeds them. `clock` must be the engine's. With `tenants`,
     only their keys are taken; `ledger` is read for administrators. `admission` is the engine's, which turns away
-    more than it can serve in time; `None` turns nobody away. `start_phases` go to the metrics page. `routes` None are
+    more than it can serve in time; `None` turns nothing away. `start_phases` go to the metrics page. `routes` None are
     all there are.
     """
     clock = clock or WallClock()

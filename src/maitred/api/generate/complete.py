@@ -46,7 +46,7 @@ async def generate(
     note_tokens: NoteTokens | None,
     resumption: Resumption | None = None,
 ) -> None:
-    """What was asked from here to its last byte; from where another replica left off, if there is a `resumption`."""
+    """Generate and send the answer to its last byte; a `resumption` continues where another replica left off."""
     limits = time_limits(ask.limits, exchange.headers).and_also(time_left(exchange.headers))
     salt = cache_salt(app, exchange.caller, ask.cache_salt)
     new_seed = resumption.seeds() if resumption is not None else _seeds(app, exchange)
@@ -117,7 +117,7 @@ async def _expect_kv(
 
 
 def _using(app: App, ask: GenerationAsk) -> AbstractContextManager[None]:
-    """Its adapter stays until it has its answer."""
+    """Keep the request's adapter loaded until the request has its answer."""
     return app.adapters.using(ask.adapter) if app.adapters is not None else nullcontext()
 
 
@@ -128,7 +128,7 @@ class _Decoded(NamedTuple):
 
 
 async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> _Decoded:
-    """Nobody keeps the body as it was sent, unless routers listen: then until its keys are known."""
+    """Decode the body. Its bytes are kept only while routers listen, and then until its prefix keys are known."""
     body = await dialect.read(exchange)
     async with exchange.turn():
         ask = dialect.decode(app, exchange, body)
@@ -137,7 +137,7 @@ async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> _Decoded:
 
 
 def _wanted(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> Wanted | None:
-    """None too where a quota may cut the answer short: another time it is longer."""
+    """What the result cache may answer; None too where a quota may cut the answer short: another time it is longer."""
     if _is_told(app, exchange):  # it keeps answers itself, without what is told beside them
         return None
     tenant, sampling = exchange.caller.tenant, ask.sampling
@@ -168,7 +168,7 @@ def _replayed(app: App, exchange: Exchange, ask: GenerationAsk, lease: HttpLease
 def _placed(
     app: App, batches: list[list[RequestSpec]], lease: HttpLease, resumption: Resumption | None
 ) -> tuple[list[list[RequestSpec]], frozenset[str]]:
-    """Where each sample begins, and the ids of those that have ended."""
+    """The batches, with where each sample resumes, and the ids of samples that have ended."""
     if resumption is None:
         return batches, frozenset()
     batches = resumption.placed(batches, app.clock.now())
@@ -178,7 +178,7 @@ def _placed(
 
 
 def _seeds(app: App, exchange: Exchange) -> Callable[[], int]:
-    """Of prompts that bring none: from the router's, if it sent one, else drawn here. Raises InvalidRequest."""
+    """Seeds for prompts that bring none: from the router's, if it sent one, else drawn here. Raises InvalidRequest."""
     sent = exchange.headers.get(SEED)
     if sent is None or not app.fleet_token.is_shown_by(exchange.headers):
         return random_seed
@@ -192,7 +192,7 @@ def _is_told(app: App, exchange: Exchange) -> bool:
 
 
 def _teller(app: App, exchange: Exchange, ask: GenerationAsk, outcome: Outcome) -> Teller | None:
-    """For a router that shows the fleet's token and asks for it; nobody else hears of tokens."""
+    """Reports tokens to a router that shows the fleet's token and asks for them; None for other clients."""
     if not _is_told(app, exchange):
         return None
     firsts = [batch[0] for batch in outcome.batches]
@@ -237,7 +237,7 @@ def _server_timing(outcome: Outcome) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def usage_for_router(app: App, exchange: Exchange, usage: ToldUsage) -> tuple[Header, ...]:
-    """It bills by this; nobody else hears it."""
+    """The usage header, by which a router bills; none for other clients."""
     return (usage_header(usage),) if app.fleet_token.is_shown_by(exchange.headers) else ()
 
 

@@ -23,10 +23,10 @@ class StreamWriter(Protocol):
     """Writes one streamed answer: whole events, or nothing."""
 
     def delta(self, sample: Sample, delta: TextDelta) -> bytes:
-        """What a sample gained."""
+        """Bytes to send for what a sample gained."""
 
     def last(self) -> bytes:
-        """After all samples have ended; the format's end of stream follows."""
+        """Bytes to send after all samples have ended; the format's end of stream follows."""
 
 
 class Answer(Protocol):
@@ -43,7 +43,7 @@ class Answer(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GenerationAsk:
-    """What is to be generated, and for whom it is written."""
+    """What to generate, and how to write the answer."""
 
     id: str  # of the answer
     answer: Answer
@@ -78,7 +78,7 @@ class GenerationAsk:
 
 
 class Dialect(NamedTuple):
-    """One way to ask, as a route has it. What it knows and does not do, it refuses by a table of its own."""
+    """The request format of a route. Known fields that it does not support are refused by a table of its own."""
 
     format: DialectFormat
     decode: Callable[[App, Exchange, bytes], GenerationAsk]

@@ -30,8 +30,8 @@ _Queue = asyncio.Queue[tuple[int, TextDelta] | Exception | None]
 class Generation:
     """Runs all samples of one HTTP request, and writes what comes into its outcome.
 
-    `score_only` hides the one token that was sampled because every request must (max_tokens 0). Samples whose ids are
-    in `ended` are of the outcome, and there is nothing left of them to run.
+    `score_only` hides the one token that every request must sample (max_tokens 0). Samples with ids in `ended` belong
+    to the outcome, and are not run.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Generation:
         self.outcome = Outcome(batches, keeps_gaps=app.observer.keeps_gaps)
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
-        """What each sample gained, as it comes; closing it ends all. Raises a MaitredError when one cannot go on."""
+        """Deltas of all samples as they come; closing it ends all. Raises a MaitredError if a sample cannot go on."""
         if not self.num_running:
             return
         if len(self._batches) == 1:
@@ -149,5 +149,5 @@ class Generation:
                 async for delta in deltas:
                     await queue.put((prompt_index, delta))
             await queue.put(None)
-        except Exception as error:  # raised again by whoever reads the queue
+        except Exception as error:  # raised again where the queue is read
             await queue.put(error)

@@ -1,4 +1,4 @@
-"""The gate as a request that generates meets it: what it asks there, what is counted, and whom to shed."""
+"""A generating request's lease of the gate: what it asks for, what is counted, and which requests to shed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HttpLease:
 
     @property
     def priority(self) -> int:
-        """Granted."""
+        """The priority granted."""
         return self._lease.priority
 
     def admit(self, batches: Sequence[Sequence[RequestSpec]]) -> list[list[RequestSpec]]:
@@ -38,7 +38,7 @@ class HttpLease:
         return [admitted.specs[first : first + num_each] for first in range(0, len(specs), num_each)]
 
     def sample_ended(self, request_id: str) -> None:
-        """It takes no place: another replica had ended it."""
+        """Free the place of a sample that another replica had ended."""
         self._lease.sample_ended(request_id)
 
     def end(self) -> None:
@@ -70,7 +70,7 @@ def cache_salt(app: App, caller: Caller, sent: str) -> str:
 
 
 def enter(app: App, caller: Caller, ask: Ask) -> Lease:
-    """`Gate.enter`, counting whom the tenant's own limits let in, whatever the server says then."""
+    """`Gate.enter`, counting requests within the tenant's own limits, even if the server then refuses them."""
     try:
         with counting_refusals(app, caller):
             lease = app.gate.enter(caller, ask, app.clock.now())
@@ -96,7 +96,7 @@ def counting_refusals(app: App, caller: Caller) -> Iterator[None]:
 
 
 def _priority(caller: Caller, asked: GenerationAsk) -> int:
-    """What a service tier stands for, where no priority was sent."""
+    """The priority sent, else that of the service tier."""
     if asked.priority is not None:
         return asked.priority
     return caller.tenant.priority_of_tier(None if caller.is_anybody else asked.tier)

@@ -1,4 +1,4 @@
-"""What came of a request that generates, as far as it has come: its samples, and what they used."""
+"""The outcome so far of a request that generates: its samples, and what they used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenUsage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One choice of the answer, as far as it has come."""
+    """One choice of the answer so far."""
 
     index: int  # of the choice: prompts in order, the n samples of each together
     request: RequestSpec
@@ -71,25 +71,25 @@ class Outcome:
         return [s for s in self.samples[first : first + self.num_samples_per_prompt] if s is not sample]
 
     def knows_prompt(self, sample: Sample) -> bool:
-        """Whether the log-probabilities of its whole prompt have come."""
+        """Whether the log-probabilities of the sample's whole prompt have come."""
         known = self.prompt_logprobs[self.prompt_index(sample)]
         return len(known) >= sample.request.num_prompt_tokens - 1
 
     @property
     def num_logprobs(self) -> int:
-        """Of prompts, as often as their samples repeat them, and of answers; about, as positions are alike."""
+        """Log-probabilities of answers, and of prompts once per sample; about, as positions are taken as alike."""
         kept = [sample.logprobs for sample in self.samples] + self.prompt_logprobs * self.num_samples_per_prompt
         return sum(len(positions) * len(positions[0].token_ids) for positions in kept if positions)
 
     def timing(self) -> RequestTiming | None:
-        """Of the sample that took longest; None until all have ended."""
+        """Timing of the sample that took longest; None until all have ended."""
         if len(self.samples) == 1:
             return self.samples[0].timing
         timings = [sample.timing for sample in self.samples if sample.timing is not None]
         return max(timings, key=lambda t: t.total_s) if len(timings) == len(self.samples) else None
 
     def usage(self) -> TokenUsage:
-        """So far."""
+        """Tokens used so far."""
         predicted = [c for c, s in zip(self.charges, self.samples, strict=True) if s.request.prediction_token_ids]
         return TokenUsage(
             num_prompt_tokens=sum(batch[0].num_prompt_tokens for batch in self.batches),

@@ -18,7 +18,7 @@ from maitred.engine.output import SampleText
 
 
 class Resumption:
-    """What a router knows of one stream, checked against the request that it says it is."""
+    """A router's record of one stream, checked against the request that it claims to continue."""
 
     def __init__(self, asked: ResumeRequest, ask: GenerationAsk, model: ServedModel) -> None:
         """Raises InvalidRequest for what cannot be of this request."""
@@ -30,7 +30,7 @@ class Resumption:
         self.ended: frozenset[str] = frozenset()  # ids of samples of which nothing is left
 
     def seeds(self) -> Callable[[], int]:
-        """Those that the samples were drawn with, prompt by prompt."""
+        """The seeds that the samples were drawn with, prompt by prompt."""
         return iter(self._asked.head.seeds).__next__
 
     def placed(self, batches: Sequence[Sequence[RequestSpec]], now: float) -> list[list[RequestSpec]]:

@@ -13,14 +13,14 @@ from maitred.engine.output import TextDelta
 
 
 def fingerprint_of(model: ServedModel, adapter: AdapterFacts | None = None) -> str:
-    """What tokens depend on besides the request: equal ones give equal tokens."""
+    """Names all that tokens depend on besides the request: equal fingerprints give equal tokens."""
     told = identity(model).fingerprint
     own = model.revision if told is None else " ".join(msgspec.structs.astuple(told))
     return own if adapter is None else f"{own} {adapter.digest}"
 
 
 def told_usage(outcome: Outcome) -> ToldUsage:
-    """As the engine's counters have it; a router bills by it."""
+    """Usage by the engine's counters, by which a router bills."""
     num_prompt, num_output = outcome.num_tokens_used()
     used = outcome.usage()
     return ToldUsage(num_prompt, used.num_cached_tokens, num_output, used.compute_us)
@@ -38,7 +38,7 @@ class Teller:
         self._untold: dict[int, ToldSample] = {}
 
     def frame(self, sample: Sample, delta: TextDelta, written: bytes, num_more: int = 0, *, is_last: bool) -> bytes:
-        """What is written for `delta`, and of what it is made. `num_more` bytes that follow are the frame's too."""
+        """Frame of the bytes `written` for `delta` and their tokens; `num_more` bytes that follow belong to it too."""
         told = self._told(sample, delta)
         if not written and not self._begun[sample.index]:
             self._untold[sample.index] = told
@@ -65,7 +65,7 @@ class Teller:
         return told
 
     def _released(self, sample: Sample, delta: TextDelta) -> list[ToldSample]:
-        """Siblings whose text went out with this, because the prompt that they wait for is known now."""
+        """Siblings whose text went out with this delta, because the prompt that they waited for is known now."""
         if not delta.prompt_logprobs:
             return []
         indices = [s.index for s in self._outcome.siblings(sample) if s.index in self._untold]

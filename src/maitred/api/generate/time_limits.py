@@ -1,4 +1,4 @@
-"""How long a request may take: body fields where its dialect has them, or headers for clients that cannot add any.
+"""Time limits of a request: body fields where its dialect has them, or headers for clients that cannot add any.
 
 `x-slo-ttft-ms` is the header of the Gateway API's endpoint picker, so that an objective set there holds here too.
 """
@@ -34,12 +34,12 @@ class AskedLimits(Protocol):
 
 
 def time_limits(asked: AskedLimits | None, headers: Mapping[bytes, bytes]) -> TimeLimits:
-    """What the request asks, a field before its header. Raises InvalidRequest for what is no number of milliseconds."""
+    """The request's limits; a field outranks its header. Raises InvalidRequest for no number of milliseconds."""
     return TimeLimits(*(_asked(field, asked, headers) for field in HEADERS))
 
 
 def _asked(field: str, asked: AskedLimits | None, headers: Mapping[bytes, bytes]) -> float | None:
-    """In seconds."""
+    """One limit in seconds."""
     value, name = getattr(asked, field, None), field
     if value is None:
         name = HEADERS[field]

@@ -1,4 +1,4 @@
-"""A gRPC call of ours: who sends it and until when it waits; keys, errors and cancellation in one place."""
+"""A gRPC call's caller and deadline; keys, errors and cancellation in one place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Decode = Callable[[bytes], Any]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a method knows beside its message."""
+    """What a method gets beside its message."""
 
     caller: Caller
     limits: TimeLimits  # the client's deadline
@@ -99,7 +99,7 @@ class _Ended:
 
 @contextmanager
 def _told(app: App, path: str, context: grpc.aio.ServicerContext) -> Iterator[_Ended]:
-    """One line of the access log for each call. At its end the context may be gone, so it is not asked any more."""
+    """Log one access line per call. The context may be gone at its end, so the peer is read at its beginning."""
     ended, began_at, client = _Ended(), app.clock.now(), context.peer()
     try:
         yield ended

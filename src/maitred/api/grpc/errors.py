@@ -1,4 +1,4 @@
-"""From our exceptions to gRPC: status code, message, and when to try again (gRPC proposal A6)."""
+"""Convert our exceptions to gRPC: status code, message, and when to try again (gRPC proposal A6)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
 
 
 class GrpcError(NamedTuple):
-    """How a call ends that has no answer."""
+    """The status of a call that has no answer."""
 
     code: grpc.StatusCode
     message: str
@@ -52,7 +52,7 @@ class GrpcError(NamedTuple):
 
 
 def grpc_error(error: BaseException) -> GrpcError:
-    """What we did not raise on purpose tells the client nothing of its inside."""
+    """The status of an exception; unexpected ones reveal nothing of their content to the client."""
     code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
     return GrpcError(code, http_error(error).message, _pushback(error))
 

@@ -68,7 +68,7 @@ def parameters_of(message: ANY_MESSAGE) -> dict[str, Any]:
 
 
 def parameter_value(parameter: ANY_MESSAGE) -> Any:
-    """What is set of its members; None where nothing is."""
+    """The parameter's member that is set; None where none is."""
     chosen = parameter.WhichOneof("parameter_choice")
     return getattr(parameter, chosen) if chosen is not None else None
 

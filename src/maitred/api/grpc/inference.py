@@ -45,7 +45,7 @@ _Waiting = asyncio.Queue[asyncio.Task[bytes] | None]  # a stream's next answer; 
 
 
 class InferenceService:
-    """Its methods, by name: each takes a message and who sent it, and gives the answer, whole or encoded."""
+    """KServe's methods by name: each takes a message and its Call, and gives the answer, whole or encoded."""
 
     name = f"{INFERENCE}.GRPCInferenceService"
 
@@ -131,7 +131,7 @@ class InferenceService:
         return await self._app.text.run(num_bytes, partial(self._told, message, request, answer))
 
     async def _request(self, decoded: _Decoded, call: Call) -> InferRequest:
-        """With what it names of the caller's shared memory, copied in a thread; typed contents too."""
+        """The request, with inputs from the caller's shared memory and typed contents copied in a thread."""
         owner = call.caller.tenant.name
         work = partial(infer_request, *decoded, new_id(), partial(self._with.regions.view, owner))
         num_region_bytes = min(LONG_BYTES, self._with.regions.num_bytes(owner))

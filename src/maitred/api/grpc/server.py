@@ -17,7 +17,7 @@ from maitred.core.errors import ConfigError, RouteNotFound
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.protocol_fields import HEALTH, HEALTH_MESSAGES, NOT_SERVING, SERVICE_UNKNOWN, SERVING
 
-LOOK_S = 1.0  # whoever watches hears of a change so soon
+LOOK_S = 1.0  # watchers hear of a change within this time
 
 
 class HealthService:

@@ -1,4 +1,4 @@
-"""What routes need to answer: the replica and its model, gate, clock and config, and what requests share of memory."""
+"""Dependencies of all routes: the replica and its model, gate, clock and config, and memory that requests share."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ class App:
 
     @property
     def adapters(self) -> AdapterBook | None:
-        """None where the replica has none."""
+        """The replica's adapters; None where it has none."""
         return self.replica.adapters
 
     def adapter(self, name: str | None, caller: Caller) -> AdapterFacts | None:
-        """What `name` stands for; None where it is no adapter, or not for this caller."""
+        """The adapter named `name`; None if there is none, or not for this caller."""
         if name is None or self.adapters is None or not caller.tenant.may_use(name):
             return None
         return self.adapters.named.get(name)
@@ -115,7 +115,7 @@ class App:
 
     @property
     def tensors(self) -> TensorService | None:
-        """None where no tensor models are served."""
+        """The service of tensor models; None where none are served."""
         tensors: TensorService | None = self.replica.tensors
         return tensors
 
@@ -136,7 +136,7 @@ class App:
         return self.in_flight.welcome and self.replica.state().alive
 
     def is_model(self, name: str) -> bool:
-        """Whether it is one of the model's own names, or its path."""
+        """Whether `name` is one of the model's own names, or its path."""
         return name in self.model.names or os.path.normpath(name) in self._paths
 
     def check_model(self, name: str | None, caller: Caller) -> str:
@@ -154,7 +154,7 @@ class App:
         return name
 
     def reconfigured(self, scheduler: SchedulerConfig) -> None:
-        """Once priorities were heeded they stay welcome: no client's request becomes an error while the server runs."""
+        """Priorities once heeded stay welcome: no client's request becomes an error while the server runs."""
         self.gate.reconfigure(scheduler)
         if self.policy_without_priorities is not None:
             self.policy_without_priorities = _without_priorities(scheduler.policy)

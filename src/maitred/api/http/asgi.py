@@ -92,8 +92,8 @@ class AsgiApp:
             observer.ended(exchange, observed)
 
     def _caller(self, found: FoundRoute, headers: dict[bytes, bytes]) -> Caller:
-        """A router shows the fleet's token: what it says of who asks is believed, and it needs no key for what routers
-        ask. From everybody else such headers are dropped. Raises InvalidApiKey.
+        """The caller of a request. A router that shows the fleet's token vouches for callers, and needs no key on
+        routes for routers; from other clients such headers are dropped. Raises InvalidApiKey.
         """
         is_router = FLEET_TOKEN in headers and self.app.fleet_token.is_shown_by(headers)
         if not is_router:
@@ -104,8 +104,8 @@ class AsgiApp:
         return self.app.authenticator.check(headers.get(b"authorization"), is_open=is_open)
 
     def _standing(self, exchange: Exchange) -> list[Header]:
-        """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a
-        server that drains hangs up.
+        """Headers of every answer, as of its beginning: the caller's limits, the load for balancers that ask, and that
+        a draining server closes the connection.
         """
         headers: list[Header] = []
         if hasattr(exchange, "caller") and exchange.caller.tenant.limits.any:
@@ -127,7 +127,7 @@ class AsgiApp:
 
 
 class Outage:
-    """Why requests are sent away, as the log has it: when it changes and once a minute, however many clients try."""
+    """Logs why requests are sent away: when the reason changes and once a minute, however many clients try."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -136,7 +136,7 @@ class Outage:
         self._num_untold = 0
 
     def tell(self, request_id: str, why: str) -> None:
-        """One more request was sent away."""
+        """Note one more request that was sent away."""
         now = self._clock.now()
         if why == self._why and now < self._told_at + TOLD_AGAIN_S:
             level, others = logging.DEBUG, None
@@ -174,7 +174,7 @@ async def _answer_error(exchange: Exchange, error: Exception, outage: Outage) ->
     if type(error) in (Unavailable, EngineDead) and not exchange.started:
         if (
             exchange.route is None or not exchange.route.is_polled
-        ):  # whoever asks hears it, and the server's own log tells of the cause
+        ):  # the poller hears it, and the server's own log tells of the cause
             outage.tell(exchange.request_id, str(error))
     elif answer.status >= 500 and not isinstance(error, Overloaded):  # those are many, and the access line has them
         _log_error(exchange, error, answer)

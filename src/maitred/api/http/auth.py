@@ -1,4 +1,4 @@
-"""Who sends a request: an API key leads to a tenant, in a time that tells nothing about the key."""
+"""Authentication: an API key leads to a tenant, in a time that tells nothing about the key."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from maitred.tenancy.tenant import TenantTable
 
 
 class TenantSource(Protocol):
-    """Where tenants and keys come from; `engine.key_files.TenantFile` is one."""
+    """Source of tenants and keys; `engine.key_files.TenantFile` is one."""
 
     @property
     def table(self) -> TenantTable:
-        """As of now; it may be another one at the next request."""
+        """The current table; the next request may get another one."""
 
     @property
     def num_failures(self) -> int:
@@ -26,7 +26,7 @@ class TenantSource(Protocol):
 
 
 class Authenticator:
-    """Finds who is asking. Without tenants and keys the server is open, and everybody may do everything."""
+    """Finds the caller of a request. Without tenants and keys the server is open: every request may do everything."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Authenticator:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is asked for."""
+        """Whether requests need no key."""
         return self._is_open
 
     def num_file_failures(self) -> int:
@@ -51,9 +51,9 @@ class Authenticator:
         return self._tenants.num_failures if self._tenants is not None else 0
 
     def check(self, authorization: bytes | None, *, is_open: bool = False) -> Caller:
-        """Raises InvalidApiKey unless the path is open to everybody or the header brings a known key.
+        """The caller; raises InvalidApiKey unless the path is open or the header brings a known key.
 
-        Whether it is open is told by the decoded path of the request line, never by anything made from the Host header
+        `is_open` follows from the decoded path of the request line, never from anything made from the Host header
         (CVE-2026-48746).
         """
         if self._is_open or is_open:
@@ -67,7 +67,7 @@ class Authenticator:
         return caller
 
     def vouched(self, headers: Mapping[bytes, bytes]) -> Caller:
-        """Who asks, as a router that shows the fleet's token says, which has asked for key and quota already."""
+        """The caller that a router with the fleet's token vouches for; the router has checked key and quota already."""
         return vouched_caller(headers, self._vouched, self._anybody)
 
     def _find(self, secret: bytes) -> Caller | None:

@@ -36,12 +36,12 @@ class LargeBodies:
         self.max_bytes = max(MAX_HELD_BYTES, 2 * max_body_bytes)
         self.num_bytes = 0  # held, until they are tokenised or refused
         self._held: dict[object, int] = {}
-        self._coming: dict[object, asyncio.Timeout] = {}  # who began first is first
+        self._coming: dict[object, asyncio.Timeout] = {}  # oldest first
         self._decoding = asyncio.Lock()  # had in order of arrival
 
     @asynccontextmanager
     async def coming(self, owner: object) -> AsyncIterator[None]:
-        """While the body of `owner` comes. Raises Overloaded when it is refused for others."""
+        """Held while the body of `owner` comes. Raises Overloaded when it is refused for others."""
         try:
             async with asyncio.timeout(None) as self._coming[owner]:
                 yield
@@ -54,7 +54,7 @@ class LargeBodies:
             self._coming.pop(owner, None)
 
     def hold(self, owner: object, num_bytes: int) -> None:
-        """So many came of the body of `owner`. The wait of the one that is refused expires."""
+        """Note `num_bytes` received of the body of `owner`. Past the limit, refuse the oldest: its wait expires."""
         if owner not in self._coming:  # it is refused, and does not know it yet
             return
         self.num_bytes += num_bytes - self._held.get(owner, 0)
@@ -65,7 +65,7 @@ class LargeBodies:
             self.release(longest)
 
     def release(self, owner: object) -> None:
-        """It holds nothing any more, if it did."""
+        """Give back what `owner` holds, if anything."""
         self.num_bytes -= self._held.pop(owner, 0)
 
     @asynccontextmanager
@@ -79,7 +79,7 @@ class LargeBodies:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Nothing that decoding makes is garbage, and looking for some, in the whole process, takes four times as long."""
+    """Pause garbage collection: decoding makes no garbage, and scanning the whole process takes four times as long."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

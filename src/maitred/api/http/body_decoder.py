@@ -15,7 +15,7 @@ from maitred.api.http.bodies import SMALL_BYTES, check_num_texts, decode_json, n
 T = TypeVar("T", bound=msgspec.Struct)
 Fields = Mapping[str, Raw]
 
-MAX_NAMED = 4096  # texts in fields nobody knows, of a large body; where there are more, one of these fields is named
+MAX_NAMED = 4096  # texts in unknown fields of a large body; where there are more, one of these fields is named
 _UNKNOWN = re.compile(r"unknown field `(.*?)`(?: - at |$)", re.DOTALL)
 _NONE: Fields = {}
 _ABSENT = (NoneType, UnsetType)
@@ -27,11 +27,11 @@ class Sent(NamedTuple, Generic[T]):
 
     body: T
     refused: Fields = _NONE  # those that the decoder was told of
-    unknown: tuple[str, ...] = ()  # what nobody knows, nested ones by their path; null is as good as absent
+    unknown: tuple[str, ...] = ()  # unknown fields, nested ones by their path; null is as good as absent
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes JSON objects to `kind`. What it has not is `refused` by whoever asks, or unknown.
+    """Decodes JSON objects to `kind`. Fields that `kind` does not have are listed in `refused`, or unknown.
 
     A struct that takes no other fields is tried first, so a body without any is read once (msgspec stops at the first
     unknown field); a second look at 1 KB takes 5 us. A large body is made of bounded work: 8 MiB of any content take 3
@@ -53,7 +53,7 @@ class BodyDecoder(Generic[T]):
         )
 
     def decode(self, body: bytes) -> Sent[T]:
-        """In one call. Raises InvalidRequest, whose `param` is the path of the wrong field."""
+        """Decode in one call. Raises InvalidRequest, whose `param` is the path of the wrong field."""
         if len(body) > SMALL_BYTES:
             with nothing_collected():
                 return self._decode_large(body)
@@ -72,7 +72,7 @@ class BodyDecoder(Generic[T]):
         return {name: value for name, value in fields.items() if name in self._refused}
 
     def _unknown_nested(self, fields: Fields) -> list[str]:
-        """Of objects that are settings themselves; what has many items, as messages have, is not looked through."""
+        """Unknown fields of nested settings objects; values with many items, such as messages, are not searched."""
         sent = {name: fields[name] for name in self._nested if name in fields and not _is_null(fields[name])}
         return [
             f"{name}.{inner}"
@@ -83,9 +83,9 @@ class BodyDecoder(Generic[T]):
         ]
 
     def _decode_large(self, body: bytes) -> Sent[T]:
-        """Of a field that is there twice the last counts, as the decoder has it, but others it would have read too, and
-        a number such as 1e300 takes it 9 us. So the fields are found first, and each is decoded once. What is in them
-        is made of texts; a list of anything else is short, or its items are cheap.
+        """Find the fields first, then decode each once: of a repeated field the decoder would keep the last but read
+        all, and a number such as 1e300 takes it 9 us. The fields' content is made of texts; a list of anything else
+        is short, or its items are cheap.
         """
         check_num_texts(body)
         stranger, found = self._find(body)
@@ -100,7 +100,7 @@ class BodyDecoder(Generic[T]):
         return self._told(decoded, _fields_of(body))
 
     def _find(self, body: bytes) -> tuple[str | None, Fields]:
-        """A field that nobody knows, if there is one, and those that are known or refused."""
+        """One unknown field, if there is any, and the fields that are known or refused."""
         stranger = None
         try:
             found = self._exact_raw.decode(body)

@@ -1,4 +1,4 @@
-"""One connection's patience and limits, beneath HTTP: slow or silent clients, endless heads, those who do not read.
+"""One connection's timeouts and limits, beneath HTTP: slow or silent clients, endless heads, clients that do not read.
 
 uvicorn parses and answers; what it has no bounds for is bounded here. Nothing of a refused request reaches a route.
 """
@@ -31,7 +31,7 @@ MAX_HEAD_BYTES = 64 * 1024  # request line and headers; besides, what comes of a
 MAX_FRAMING_BYTES = 1024 * 1024  # sizes and extensions of chunks, and an eighth of the body more: 200,000 of one byte
 MAX_HEADERS = 100
 MAX_PIPELINED = 16  # requests that wait for the answers before theirs
-MAX_PIPELINED_BYTES = 256 * 1024  # of their bodies: reading goes on, to see the connection end, so somebody must stop
+MAX_PIPELINED_BYTES = 256 * 1024  # of their bodies: reading goes on, to see the connection end, so it needs a bound
 MIN_BODY_BYTES_PER_S = 16 * 1024  # each so many bytes of a body give it a second more
 LINGER_S = 5.0  # to read on after an answer that did not wait for the body; closing at once could lose the answer
 SEND_BUFFER_BYTES = 256 * 1024  # in the kernel, where Linux makes it twice as many; it would take megabytes otherwise
@@ -39,7 +39,7 @@ HOST = re.compile(rb"[A-Za-z0-9._:\[\]%~-]*")
 
 
 class RequestPhase(Enum):
-    """What the client is sending."""
+    """The part of a request that the client is sending."""
 
     NOTHING = 0
     HEAD = 1
@@ -168,7 +168,7 @@ class GuardedConnection(HttpToolsProtocol):
         return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(lines))
 
     def _check_framing(self, num_came: int, num_of_body: int) -> None:
-        """What frames a body costs time, and its trailers memory, though nobody reads any of it."""
+        """Bound a body's framing, which costs time, and trailers, which cost memory; neither is used."""
         self._num_framing_bytes += num_came - num_of_body
         self._num_head_bytes = 0 if num_of_body else self._num_head_bytes + num_came
         if self._num_head_bytes > MAX_HEAD_BYTES:
@@ -230,13 +230,13 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _check_version(self) -> None:
-        """The parser takes 0.9, whose answers have no status, and 2.0, which has no lines."""
+        """Refuse 0.9, whose answers have no status, and 2.0, which has no lines: the parser takes both."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._stop(InvalidRequest(f"this server speaks HTTP/1.1, not HTTP/{version}", code="invalid_http"))
 
     def _check_host(self) -> None:
-        """One host, of characters that hosts have (RFC 9112, 3.2). Nothing here is decided by it."""
+        """Check for one Host, of characters that hosts have (RFC 9112, 3.2). Nothing here is decided by its value."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._stop(InvalidRequest(f"the request has {len(hosts)} Host headers; send one", code="invalid_http"))
@@ -244,14 +244,14 @@ class GuardedConnection(HttpToolsProtocol):
             self._stop(InvalidRequest("the Host header is no host", code="invalid_http"))
 
     def _check_coding(self) -> None:
-        """What is coded otherwise would be taken for the body, and who stands before us may read a list otherwise."""
+        """Refuse other codings: they would be taken for the body, and a proxy before us may read a list differently."""
         codings = [value.strip(b" \t").lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (codings != [b"chunked"] or self.parser.get_http_version() != "1.1"):
             text = "Transfer-Encoding may be `chunked`, once, and in HTTP/1.1"
             self._stop(InvalidRequest(text, code="invalid_http"))
 
     def _stop(self, error: RequestError) -> NoReturn:
-        """From within a callback of the parser: it ends there, and `data_received` hears of it."""
+        """Refuse the request within a callback of the parser, which ends there; `data_received` hears of it."""
         self._refusal = error
         raise _Refused
 
@@ -282,7 +282,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_response_complete()
         self._await_readers_end()
         if self._phase is RequestPhase.BODY and self.cycle.response_complete and not self.transport.is_closing():
-            self.cycle.body.clear()  # nobody asks for it any more
+            self.cycle.body.clear()  # no longer needed
             self._start_reading_timer(LINGER_S, self.transport.close)
 
     def pause_writing(self) -> None:
@@ -313,7 +313,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._reads_too_slowly()
 
     def _reads_too_slowly(self) -> None:
-        """What is buffered will never leave, so it goes with the connection; the request hears of a client gone."""
+        """Drop the connection with its buffer, which would never leave; the request hears of a client gone."""
         self._writing_timer = None
         self._note(499, "slow_reader")
         self.transport.abort()

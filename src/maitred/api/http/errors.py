@@ -1,4 +1,4 @@
-"""From our exceptions to HTTP: status, headers, and what every dialect's error body says in its own way."""
+"""Convert our exceptions to HTTP: status, headers, and what every dialect's error body says in its own way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLIENT_GONE_STATUS = 499  # nginx's number for a client that went away; only log
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client closed the connection; no answer can be sent."""
 
 
 class BrokenOff(Unavailable):

@@ -65,7 +65,7 @@ class Exchange:
 
     @property
     def route_name(self) -> str:
-        """For metrics and traces; what is not there has one name."""
+        """The route's name for metrics and traces; unknown paths share one name."""
         return self.route.template if self.route is not None else "other"
 
     async def send(self, message: Message) -> None:
@@ -135,7 +135,7 @@ class Exchange:
         return await self.body()
 
     async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """A short body decoded; raises InvalidRequest whose `param` is the path of the wrong field."""
+        """Decode a short body; raises InvalidRequest whose `param` is the path of the wrong field."""
         return decode_small(await self.json_body(), decoder)
 
     async def sent(self, decoder: BodyDecoder[S]) -> Sent[S]:

@@ -1,6 +1,6 @@
-"""Headers by which a router vouches for a request: who asks, on which terms, how long it may still take.
+"""Headers by which a router vouches for a request: its caller, terms, and time left.
 
-A replica believes them of who shows the fleet's token, and drops them from everybody else.
+A replica believes them only from requests with the fleet's token, and drops them from all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maitred.tenancy.tenant import LEAST_URGENT, Tenant
 
 Header = tuple[bytes, bytes]
 Batches = list[list[RequestSpec]]
-TENANT = b"x-maitred-tenant"  # empty where clients have keys and no tenants; without it a router vouches for nobody
+TENANT = b"x-maitred-tenant"  # empty where clients have keys and no tenants; without it a router vouches for no caller
 WEIGHT, PRIORITY = b"x-maitred-weight", b"x-maitred-priority"
 ADAPTER = b"x-maitred-adapter"  # that it names, where its tenant may use it
 SALT = b"x-maitred-salt"  # of the tenant's cache group
@@ -31,7 +31,7 @@ TIME_LEFT = (b"x-maitred-ttft-left-ms", b"x-maitred-queue-left-ms", b"x-maitred-
 KV_FROM = b"x-maitred-kv-from"  # where the prompt's KV may be pulled: addresses with commas between
 PROMPT_ONLY = b"x-maitred-prompt-only"  # another replica answers: the prompt is to be computed, and one token
 KV_EXPECTED = b"x-maitred-kv-expected"  # it is being computed there: its KV is to be pulled meanwhile, and no more
-NUM_CACHED = b"x-maitred-num-cached"  # who computed the prompt found so many of its tokens, and has counted it
+NUM_CACHED = b"x-maitred-num-cached"  # prompt tokens found cached where the prompt was computed, and counted
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 300
 _OF_CALLER = (TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, KEY_ID, ADMIN, MAX_TOKENS)
 BELIEVED = frozenset((*_OF_CALLER, *TIME_LEFT, SEED, TELL, KV_FROM, PROMPT_ONLY, KV_EXPECTED, NUM_CACHED))
@@ -41,7 +41,7 @@ LEAST_LEFT_S = 0.001
 def vouching(
     caller: Caller, *, salt: str, priority: int, default_max_tokens: int | None = None, model: str | None = None
 ) -> list[Header]:
-    """What a router says of who asks for `model`, whose key it has seen; the gate granted the priority."""
+    """A router's headers for a `caller` of `model`, whose key it has checked; the gate granted the priority."""
     told: list[Header] = [(ADMIN, b"1")] if caller.is_admin else []
     if caller.is_anybody:
         return [(TENANT, b""), *told]
@@ -54,7 +54,7 @@ def vouching(
 
 
 def time_left_headers(limits: TimeLimits, age_s: float) -> list[Header]:
-    """What is left of the limits of a request that came `age_s` ago."""
+    """Headers with what is left of the limits of a request that came `age_s` ago."""
     return [
         (name, b"%d" % round(1000 * max(LEAST_LEFT_S, limit - age_s)))
         for name, limit in zip(TIME_LEFT, limits, strict=True)
@@ -67,9 +67,7 @@ def kv_from_headers(addresses: Sequence[str]) -> list[Header]:
 
 
 def placed_by_router(headers: Mapping[bytes, bytes], batches: Sequence[Sequence[RequestSpec]]) -> Batches:
-    """In a replica, of headers that are believed: the samples of each prompt, with where their KV is, and what it cost
-    there. Raises InvalidRequest.
-    """
+    """Each prompt's samples, with where their KV is and its cost there, by trusted headers. Raises InvalidRequest."""
     told = headers.get(KV_FROM, b"").decode("latin-1")
     addresses = tuple(told.split(",")) if told else ()
     if len(addresses) > MAX_ADDRESSES or any(len(address) > MAX_ADDRESS_CHARS for address in addresses):
@@ -100,16 +98,16 @@ def without_believed(headers: dict[bytes, bytes]) -> None:
 
 
 def time_left(headers: Mapping[bytes, bytes]) -> TimeLimits:
-    """In a replica, of headers that are believed. Raises InvalidRequest."""
+    """Time limits by trusted headers. Raises InvalidRequest."""
     if TIME_LEFT[0] not in headers and TIME_LEFT[1] not in headers and TIME_LEFT[2] not in headers:
         return NO_LIMITS
     return TimeLimits(*(_number(headers, name) / 1000 if name in headers else None for name in TIME_LEFT))
 
 
 def vouched_caller(headers: Mapping[bytes, bytes], quotas: QuotaBook, anybody: Caller) -> Caller:
-    """Who asks, by headers that are believed: with the terms of the router's tenant, and no limits left to check.
+    """The caller by trusted headers: with the terms of the router's tenant, and no limits left to check.
 
-    `quotas` counts them, `anybody` is the server's own. Raises InvalidRequest for a value that is none.
+    `quotas` counts its use, and the server's own caller is `anybody`. Raises InvalidRequest for an invalid value.
     """
     is_admin = anybody.is_admin and ADMIN in headers
     name = headers[TENANT].decode("latin-1")
@@ -129,7 +127,7 @@ def vouched_caller(headers: Mapping[bytes, bytes], quotas: QuotaBook, anybody: C
 
 
 def _number(headers: Mapping[bytes, bytes], name: bytes) -> float:
-    """At least 0, and a priority at most LEAST_URGENT."""
+    """The header's number: at least 0, a priority at most LEAST_URGENT. Raises InvalidRequest."""
     try:
         value = float(headers.get(name, b"0"))
     except ValueError:

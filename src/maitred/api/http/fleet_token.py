@@ -1,4 +1,4 @@
-"""The secret that a router and its replicas share; who shows it is believed."""
+"""The secret that a router and its replicas share; requests that show it are believed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_CHARS = 16
 
 
 class FleetToken:
-    """None is shown by nobody."""
+    """The secret, checked in headers; if it is None, no request can show it."""
 
     def __init__(self, secret: bytes | None) -> None:
         self._secret = secret
@@ -25,7 +25,7 @@ class FleetToken:
         return self._secret is not None
 
     def shown(self) -> list[tuple[bytes, bytes]]:
-        """The header that shows it, for who may hear it."""
+        """The header that shows the secret, for servers that may hear it."""
         return [(HEADER, self._secret)] if self._secret is not None else []
 
     def is_shown_by(self, headers: Mapping[bytes, bytes]) -> bool:

@@ -1,4 +1,4 @@
-"""What all answers of an API have in common, whichever route gives them: error bodies, event streams and their end."""
+"""Common to all answers of an API, whichever route gives them: error bodies, event streams and their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SSE_HEADERS = (
 
 
 class StreamFormat(NamedTuple):
-    """How answers come piece by piece: server-sent events (WHATWG HTML, 9.2), unless it says otherwise."""
+    """Format of answers sent piece by piece: server-sent events (WHATWG HTML, 9.2) by default."""
 
     end: bytes = b""  # after the last event
     headers: tuple[tuple[bytes, bytes], ...] = SSE_HEADERS
@@ -31,10 +31,10 @@ class DialectFormat(Protocol):
 
     @property
     def error_schema(self) -> type[msgspec.Struct]:
-        """For the document."""
+        """Schema of error bodies, for the OpenAPI document."""
 
     def error_body(self, error: HttpError) -> bytes:
         """JSON, with the error's status."""
 
     def error_event(self, error: HttpError) -> bytes:
-        """In a stream that began, before its end: the status can't change any more."""
+        """The error as an event of a stream that has begun, before its end: the status can't change any more."""

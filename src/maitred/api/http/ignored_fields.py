@@ -1,4 +1,4 @@
-"""Fields of a body that nobody knows: told to the client in a header, near misses to the log, or refused."""
+"""Unknown fields of a body: told to the client in a header, near misses to the log, or refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def names_told(names: Iterable[str]) -> bytes:
 
 
 class IgnoredFields:
-    """What one server does about them."""
+    """One server's handling of unknown fields."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
@@ -50,7 +50,7 @@ class IgnoredFields:
             self._log(exchange, name, known)
 
     def _log(self, exchange: Exchange, name: str, known: Iterable[str]) -> None:
-        """Once for each name, however many requests have it."""
+        """Log each name once, however many requests have it."""
         if name in self._logged or len(self._logged) >= MAX_LOGGED or not _NAME.fullmatch(name):
             return
         self._logged.add(name)

@@ -16,7 +16,7 @@ from maitred.core.errors import MaitredError, Unavailable
 
 
 class InFlight:
-    """Belongs to the event loop. Whoever ends the server calls `drain`."""
+    """Requests being answered. Belongs to the event loop; the end of the server begins with `drain`."""
 
     def __init__(self, *, is_ready: Callable[[], bool], silence_s: float) -> None:
         """A stream that is silent for two thirds of `silence_s` is kept open with a comment."""
@@ -24,29 +24,29 @@ class InFlight:
         self._drain_ends_at: float | None = None  # s, the event loop's
         self._is_ready, self._silence_s = is_ready, silence_s
         self._num_answering = 0
-        self._empty = asyncio.Event()  # nobody is being answered
+        self._empty = asyncio.Event()  # set while no request is in flight
         self._empty.set()
         self._watches: set[WatchedWork] = set()
 
     @property
     def welcome(self) -> bool:
-        """Whether new requests are."""
+        """Whether new requests are welcome."""
         return not self.draining and self._is_ready()
 
     def drain(self, within_s: float) -> None:
-        """From now on nobody is welcome; who is being answered has so long (s)."""
+        """Refuse new requests; requests in flight have `within_s` left."""
         self.draining, self._drain_ends_at = True, asyncio.get_running_loop().time() + within_s
 
     @property
     def drain_left_s(self) -> float | None:
-        """(s) that those who are being answered still have; None when they have all the time."""
+        """Time (s) that requests in flight still have; None before a drain."""
         if self._drain_ends_at is None:
             return None
         return max(0.0, self._drain_ends_at - asyncio.get_running_loop().time())
 
     @property
     def is_empty(self) -> bool:
-        """Nobody waits for an answer."""
+        """Whether no request is in flight."""
         return self._empty.is_set()
 
     @property

@@ -22,8 +22,8 @@ class KeptLogprobs:
 
     @contextmanager
     def answer(self) -> Iterator[Keep]:
-        """For as long as one answer is made. What it keeps is told to the function given, which raises
-        InvalidRequest or Overloaded once it is too much.
+        """Account for one answer while it is made. The function given is called with what the answer keeps, and raises
+        InvalidRequest or Overloaded once that is too much.
         """
         own = 0
 

@@ -1,4 +1,4 @@
-"""Standard error that never makes its writer wait: a thread writes, and what nobody reads is dropped and counted."""
+"""Standard error that never makes its writer wait: a thread writes, and unread lines are dropped and counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class LogStream(io.TextIOBase):
     """Takes lines and never blocks. Written to the file descriptor `fd`, which stays its owner's.
 
-    A pipe whose reader hangs, or a terminal that is stopped, would otherwise hold up whoever logs: the event loop too.
+    A pipe whose reader hangs, or a stopped terminal, would otherwise hold up each thread that logs: the event loop too.
     """
 
     def __init__(self, fd: int, *, is_terminal: bool = False) -> None:

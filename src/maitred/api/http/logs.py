@@ -21,7 +21,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 def configure_logging(config: ServerConfig) -> Callable[[], int]:
     """Send every record of this process to stderr in the format asked for; called by the command, not by the app.
 
-    From now on nobody who writes there waits for its reader. Gives how many lines were dropped for that.
+    Writers to stderr never wait for its reader. Returns a function that counts the lines dropped for that.
     """
     stream = unblock_stderr()
     handler = logging.StreamHandler(sys.stderr)

@@ -39,7 +39,7 @@ class SharedStore(Protocol):
         """Returns within 30 ms, with None where it takes longer."""
 
     def put(self, key: bytes, value: bytes, ttl_s: float) -> None:
-        """Written behind, or dropped."""
+        """Write a value later, or drop it."""
 
     def drop(self, key: bytes) -> None: ...
 
@@ -75,7 +75,7 @@ class Results:
     def wanted(
         self, exchange: Exchange, body: bytes, *, revision: str, temperature: float | None, seed: int | None
     ) -> Wanted | None:
-        """None for what is never cached. `revision` says what besides the body makes the answer."""
+        """The answer's key; None for what is never cached. `revision` says what besides the body makes the answer."""
         if not self.is_on or not is_exact(temperature, seed):
             return None
         path, tenant = exchange.scope["path"], exchange.caller.tenant.name
@@ -108,7 +108,7 @@ class Results:
         return True
 
     def keep(self, exchange: Exchange, wanted: Wanted | None) -> None:
-        """What was answered is complete and right; call it once the last byte was sent."""
+        """Keep the answer sent; call it once the last byte of a complete and right answer was sent."""
         recording = exchange.recording
         if wanted is None or wanted.control.no_store or not isinstance(recording, Recording):
             return
@@ -160,7 +160,7 @@ class Recording:
         exchange.raw_send, exchange.recording = self._sent, self
 
     def answer(self, now: float) -> Answer | None:
-        """None for what was no success, is too long, or has no end."""
+        """The answer to keep; None for what was no success, is too long, or has no end."""
         if self._status != 200 or not self._complete or self._room < 0:
             return None
         body = b"".join(self._pieces)

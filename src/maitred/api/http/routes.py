@@ -24,14 +24,14 @@ class Route:
     handler: Handler
     summary: str
     format: DialectFormat | None = None  # its dialect's; None is the table's
-    # who may, and when
+    # access
     is_open: bool = False  # needs no key; of a path with a parameter, for `open_names` alone
     open_names: frozenset[str] = frozenset()
     is_for_routers: bool = False  # the fleet's token opens it too
     admin: str = ""  # what it takes an administrator's key for, in words; empty is for every key
     while_loading: bool = False  # answered before the engine is there
     # how much of it is told
-    is_polled: bool = False  # asked every second by whoever restarts or routes: a 503 is no news for the log
+    is_polled: bool = False  # asked every second by supervisors and routers: a 503 is no news for the log
     is_asset: bool = False  # asked thirty at once: an access line for the debug log
     span: str = ""  # gen_ai.operation.name of its traces; empty has none
     span_ends: tuple[str, ...] = ()  # of a path with a parameter: the ends of those paths that are traced
@@ -51,7 +51,7 @@ class Route:
 
 
 class FoundRoute(NamedTuple):
-    """What there is at a path, all that a request's way there asks of it."""
+    """The route at a path, and all that a request's way there asks of it."""
 
     route: Route | None  # None where `find` raises why
     parameter: str
@@ -86,7 +86,7 @@ class RouteTable:
         }
 
     def look(self, method: str, path: str) -> FoundRoute:
-        """For what is asked most it is one look into a dict."""
+        """The route at a path; one look into a dict for those asked most."""
         return self._known.get((method, path)) or self._look(method, path)
 
     def _look(self, method: str, path: str) -> FoundRoute:
@@ -105,7 +105,7 @@ class RouteTable:
         )
 
     def _format_of(self, method: str, path: str) -> DialectFormat:
-        """Its own, or of another method of the path."""
+        """The route's own format, or that of another method of the path."""
         methods = self._exact.get(path) or self._by_prefix(path)[0] or {}
         routes = (*filter(None, [methods.get(method)]), *methods.values())
         return next((route.format for route in routes if route.format is not None), self.format)

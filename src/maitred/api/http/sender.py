@@ -94,7 +94,7 @@ class ResponseSender:
         self._transport.write(data)
 
     def close(self) -> None:
-        """In the middle of an answer, which then ends where it is."""
+        """Close in the middle of an answer, which then ends where it is."""
         if self._head:
             self._transport.write(self._head)
             self._head = b""

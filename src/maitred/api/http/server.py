@@ -29,10 +29,10 @@ class BesideServer(Protocol):
     """Another protocol's server, on the same event loop."""
 
     async def start(self, host: str, port: int) -> int:
-        """Its port. Raises ConfigError where that is not free."""
+        """Listen; returns the port. Raises ConfigError if it is not free."""
 
     async def stop(self, within_s: float) -> None:
-        """What is under way has so long (s)."""
+        """Stop; calls under way have `within_s` left."""
 
 
 class HttpServer(uvicorn.Server):
@@ -67,7 +67,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # nobody may choose the address that the log shows
+                proxy_headers=False,  # clients may not choose the address that the log shows
                 timeout_keep_alive=75,
             )
         )
@@ -117,7 +117,7 @@ class HttpServer(uvicorn.Server):
             self._on_open(host, port)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        if self._draining is None:  # no signal: somebody set should_exit
+        if self._draining is None:  # no signal: should_exit was set
             await self._drain()
         if self._starting is not None and self._opening is not None:
             await self._stop_opening(self._starting, self._opening)
@@ -132,7 +132,7 @@ class HttpServer(uvicorn.Server):
             self.app.close()
 
     async def _stop_opening(self, starting: StartingEngine, opening: asyncio.Task[None]) -> None:
-        """Whoever ends the server while it loads has not asked why the engine is not there."""
+        """Give up loading. A server that is told to stop reports no failure for its missing engine."""
         if not opening.done():
             starting.give_up()
             await opening
@@ -149,7 +149,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     def _cut(self, why: str) -> None:
-        """End what is in flight, and tell whoever reads the log that it was not let finish."""
+        """End what is in flight, and log that it was not let finish."""
         ERRORS.warning(
             "%s: what is in flight ends with an error (%d requests)", why, self.app.observer.metrics.num_in_flight
         )
@@ -166,7 +166,7 @@ class HttpServer(uvicorn.Server):
         try:
             # not the loop's own handlers: between those and the ones before, the system's would end the process
             before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not in the main thread: whoever started us stops us
+        except ValueError:  # not in the main thread: the code that started us stops us
             yield
             return
         try:

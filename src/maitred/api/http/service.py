@@ -1,4 +1,4 @@
-"""What application, connections and server need of whoever answers the routes: one engine's App, or a router."""
+"""What application, connections and server need of the routes' object: one engine's App, or a router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maitred.core.replica import ReplicaState
 
 
 class HttpCounts(Protocol):
-    """What is counted of every HTTP request, and the page of all metrics."""
+    """Counts of every HTTP request, and the page of all metrics."""
 
     num_in_flight: int
 
@@ -40,13 +40,13 @@ class HttpObserver(Protocol):
 
 
 class Ending(Protocol):
-    """How a server ends in order."""
+    """A server's orderly end."""
 
     @property
     def draining(self) -> bool: ...
 
     def drain(self, within_s: float) -> None:
-        """From now on nobody is welcome; who is being answered has so long (s)."""
+        """Refuse new requests; requests in flight have `within_s` left."""
 
     async def emptied(self) -> None:
         """Returns when every request has its answer."""
@@ -76,7 +76,7 @@ class Service(Protocol):
 
     @property
     def fleet_token(self) -> FleetToken:
-        """What routers show, and are believed by."""
+        """The token that routers show to be believed."""
 
     @property
     def large_bodies(self) -> LargeBodies: ...
@@ -89,13 +89,13 @@ class Service(Protocol):
 
     @property
     def replica(self) -> HasState:
-        """For reports of the load."""
+        """The replica, for reports of the load."""
 
     def check_loaded(self) -> None:
         """Raises Unavailable before what routes need is there."""
 
     def open(self, replica: Any, model: Any, admission: Any) -> None:
-        """What the server waited for has come; never called where it waits for nothing."""
+        """Take the engine that the server waited for; never called where it waits for none."""
 
     def close(self) -> None:
         """Give back what is held; nothing is answered any more."""

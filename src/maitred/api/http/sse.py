@@ -45,7 +45,7 @@ class EventStream:
 
     @property
     def num_end_bytes(self) -> int:
-        """That `done` writes after the last events."""
+        """Number of bytes that `done` writes after the last events."""
         return len(self._exchange.format.stream.end)
 
     async def _start(self) -> None:

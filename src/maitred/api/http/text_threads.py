@@ -18,7 +18,7 @@ SHORT_THREADS = max(1, min(3, (os.cpu_count() or 1) - 1))  # more would crowd ou
 
 
 class TextThreads:
-    """Threads for templates, tokenising, and long answers. Who is long waits for those that are, for nobody else."""
+    """Threads for templates, tokenising, and long answers. Long work waits for other long work only."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -28,7 +28,7 @@ class TextThreads:
         self._is_quick = False  # so the last tiny work was; the first reads the tokenizer
 
     async def run(self, num_bytes: int, function: Callable[[], T], *, may_take_long: bool = False) -> T:
-        """What `function` gives, for a body of `num_bytes`, which tell of its time unless it `may_take_long`. Cancelled
+        """Run `function` for a body of `num_bytes`, which predict its time unless it `may_take_long`. If cancelled
         before its turn, it is not called.
         """
         if num_bytes > LONG_BYTES:
@@ -47,11 +47,11 @@ class TextThreads:
             self._is_quick = self._monotonic() - began_s < TINY_S
 
     async def run_long(self, function: Callable[[], T]) -> T:
-        """In the lane of those that take long."""
+        """Run in the lane of long work."""
         return await asyncio.get_running_loop().run_in_executor(self._long, function)
 
     async def run_shaped(self, function: Callable[[], T]) -> T:
-        """In the lane of those whose grammar may have to be checked: an unknown one may take seconds."""
+        """Run in the lane of work that may have to check a grammar: an unknown one may take seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._shaped, function)
 
     def close(self) -> None:

@@ -28,8 +28,8 @@ _EXPLICIT_VERSION, _UTC_TIME = 0xA0, 0x17  # tags; the other kind of time is Gen
 class Certificate:
     """One SSL context for the life of the server; new handshakes use what was loaded last. TLS 1.2 and later.
 
-    One that has expired is used, and told with its date: not every client looks, whoever put it there may know, and the
-    clock that is wrong may be ours.
+    An expired one is used, and told with its date: not every client looks, its owner may know, and the clock that is
+    wrong may be ours.
     """
 
     def __init__(self, certfile: str, keyfile: str | None, *, today: Callable[[], float] = time.time) -> None:
@@ -68,7 +68,7 @@ class Certificate:
 
     @contextmanager
     def hearing_hangup(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """SIGHUP reloads, after whoever heard it before. Outside of the main thread nobody hears signals."""
+        """Reload on SIGHUP, after the handler set before. Outside of the main thread no signals are heard."""
         before = signal.getsignal(signal.SIGHUP)
 
         def hung_up(number: int, frame: FrameType | None) -> None:
@@ -137,7 +137,7 @@ class Validity(NamedTuple):
     ends: datetime
 
     def fault(self, now: float) -> str | None:
-        """What is wrong with it at `now` (unix seconds), in words with the date."""
+        """What is wrong with the certificate at `now` (unix seconds), in words with the date; None if nothing."""
         if now < self.begins.timestamp():
             return f"is not valid before {self.begins:%Y-%m-%d %H:%M:%S} UTC"
         if now > self.ends.timestamp():
@@ -146,7 +146,7 @@ class Validity(NamedTuple):
 
 
 def validity_of_chain(certfile: str) -> Validity:
-    """When all of its certificates are valid. Raises OSError, and ValueError for what is not X.509 in PEM."""
+    """When all certificates of the chain are valid. Raises OSError, and ValueError for what is not X.509 in PEM."""
     try:
         found = [_validity(ssl.PEM_cert_to_DER_cert(pem)) for pem in _PEM.findall(Path(certfile).read_text("latin-1"))]
         return Validity(max(each.begins for each in found), min(each.ends for each in found))

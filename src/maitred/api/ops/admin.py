@@ -37,7 +37,7 @@ MAX_ADAPTER_NAME = 128
 
 
 class Roles(msgspec.Struct, frozen=True):
-    """Who does what."""
+    """The workers and their roles."""
 
     workers: tuple[WorkerView, ...]
 

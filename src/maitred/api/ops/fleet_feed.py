@@ -1,4 +1,4 @@
-"""Which prefixes this replica has and how busy it is, as one stream of events for each router that listens."""
+"""The prefixes and the load of this replica, as one stream of events for each router that listens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FORGOTTEN_S = 10.0  # after an answer broke off the engine has told of its sampl
 
 
 class FleetFeed:
-    """At work while a router listens, and LINGER_S more. Belongs to the event loop, but for `note_tokens`."""
+    """At work while a router listens, and LINGER_S more. Belongs to the event loop, but for what `noting` returns."""
 
     def __init__(self, replica: Replica, model: ServedModel, token: FleetToken, in_flight: InFlight) -> None:
         self._replica, self._model, self._token, self._in_flight = replica, model, token, in_flight
@@ -70,9 +70,9 @@ class FleetFeed:
         """Whether bodies are kept until their keys are known."""
 
     def noting(self, path: str, sent: bytes, headers: Mapping[bytes, bytes]) -> NoteTokens | None:
-        """What is to be called with a request's prompt and spec, in whatever thread; None while nobody listens.
+        """The function to call with a request's prompt and spec, in any thread; None while no router listens.
 
-        `sent` is its body, empty where it was not kept, as the `path` takes it.
+        `sent` is the request's body as `path` takes it, empty where it was not kept.
         """
         if not self.is_on or not sent:
             return None
@@ -81,7 +81,7 @@ class FleetFeed:
         return _Noting(self, path, sent, salt).note
 
     def follows(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a router that listens asks, which is to hear what its requests cost that come to no end."""
+        """Whether a listening router sends the request, and is to hear its cost if it comes to no end."""
         return self.is_on and self._token.is_shown_by(headers)
 
     def note(self, chain: Sequence[KeyBlock]) -> None:
@@ -103,7 +103,7 @@ class FleetFeed:
         return self._model.block_size
 
     def ends_of(self, prompt: str, token_ids: Sequence[int]) -> Sequence[int]:
-        """Where each token ends in the prompt's bytes; in whatever thread."""
+        """Where each token ends in the prompt's bytes. From any thread."""
         return ends_of_tokens(prompt, token_ids, self._lengths)
 
     def _blocks_changed(self, changes: BlockChanges | None) -> None:
@@ -118,7 +118,7 @@ class FleetFeed:
         changed.set()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: who this is, all keys, then what changes, and a beat. Raises Overloaded."""
+        """Server-sent events: this server's identity, all keys, then what changes, and a beat. Raises Overloaded."""
         if self._num_listeners >= MAX_LISTENERS:
             raise Overloaded(f"{MAX_LISTENERS} routers listen already; close one of them", retry_after_s=5.0)
         self._enter()
@@ -181,7 +181,7 @@ class FleetFeed:
         )
 
     def _kv_worker(self) -> KVWorker | None:
-        """None of a server whose KV others cannot pull."""
+        """This server as a KV worker; None if others cannot pull its KV."""
         engine = self._replica
         if not isinstance(engine, EngineClient):
             return None
@@ -197,7 +197,7 @@ class FleetFeed:
             return "draining"
         return "asleep" if state.asleep else "ready"
 
-    # -- who listens
+    # -- listeners
 
     def _enter(self) -> None:
         self._num_listeners += 1
@@ -229,13 +229,13 @@ class _Noting:
         self._loop = asyncio.get_running_loop()
 
     def note(self, prompt: str | Sequence[int], spec: RequestSpec) -> None:
-        """In a thread; the body is let go."""
+        """Note the prompt's prefix keys, in a thread; the body is let go."""
         body, self._sent = read_asked(self._path, self._sent), b""
         found, hashes, feed = prefix_keys(body, self._salt), spec.block_hashes, self._feed
         counts = tokens_of_keys(body, found, prompt, lambda: feed.ends_of(str(prompt), spec.prompt_token_ids))
         nums = [min(count // feed.block_size, len(hashes)) for count in counts]
         chain = [KeyBlock(key, hashes[num - 1] if num else None) for key, num in zip(found.keys, nums, strict=False)]
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with suppress(RuntimeError):  # the loop is closed: no router listens any more
             self._loop.call_soon_threadsafe(feed.note, chain)
 
 
@@ -262,7 +262,7 @@ class Unfinished:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody is still to be told of."""
+        """Whether a request that broke off is still to be told of."""
         return self._num_broken > 0
 
     @contextmanager
@@ -287,7 +287,7 @@ class Unfinished:
                 self._forget(answer)
 
     def progressed(self, progress: Sequence[RequestProgress]) -> None:
-        """What the engine told of all requests at once."""
+        """Take what the engine told of all requests at once."""
         if not self._of:
             return
         for item in progress:
@@ -320,7 +320,7 @@ class Unfinished:
 
 
 def identity(model: ServedModel | None) -> VersionResponse:
-    """What this server is; without a model, as it loads."""
+    """This server's identity; as it loads it has no model."""
     if model is None:
         return VersionResponse(version=maitred.__version__)
     held = model.footprint

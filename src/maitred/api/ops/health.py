@@ -72,8 +72,8 @@ class Decode:
 
 
 class DecodeProbe:
-    """One token through the whole engine, shared by everybody who asks at the same time: a flood of questions costs the
-    engine one token at a time. Touched by the event loop alone.
+    """One token through the whole engine, shared by all questions at the same time: a flood of them costs the engine
+    one token at a time. Touched by the event loop alone.
     """
 
     def __init__(self, replica: Replica, model: ServedModel, clock: Clock, gate: Gate, *, timeout_s: float) -> None:
@@ -83,10 +83,10 @@ class DecodeProbe:
         self._numbers = itertools.count()
 
     async def seconds(self) -> float:
-        """What one token of the least urgent request took, queue included.
+        """Time that one token of the least urgent request took, queue included.
 
-        Raises EngineDead, Overloaded when the gate lets nobody of that class in, Unavailable when it took too long, and
-        GenerationFailed.
+        Raises EngineDead, Overloaded when the gate lets no request of that class in, Unavailable when it took too long,
+        and GenerationFailed.
         """
         if self._under_way is None or self._under_way.done():
             self._under_way = asyncio.create_task(self._decode())
@@ -104,7 +104,7 @@ class DecodeProbe:
             priority=LEAST_URGENT,
         )
         lease = self._gate.enter(anybody(), Ask(num_samples=0, priority=LEAST_URGENT), began_at)
-        self._gate.admit(lease, [request], began_at)  # whose terms it is not under: it has a limit of its own
+        self._gate.admit(lease, [request], began_at)  # its terms are not used: the request has a limit of its own
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for progress in self._replica.submit(request):

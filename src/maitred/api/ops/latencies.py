@@ -1,4 +1,4 @@
-"""How long things took in the last minute: counts in logarithmic buckets, at well under a microsecond a token."""
+"""Latencies of the last minute: counts in logarithmic buckets, at well under a microsecond a token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROWTH = 1.06  # from a bucket to the next, so a percentile is right to 3%
 NUM_BUCKETS = 288  # up to about half an hour
 SLICE_S = 5.0
 NUM_SLICES = 12
-MAX_TENANTS = 64  # whose tokens are told apart
+MAX_TENANTS = 64  # with a token count of their own
 
 _BOUNDS = [LOWEST_S * GROWTH**index for index in range(NUM_BUCKETS - 1)]  # bucket i holds what is at most _BOUNDS[i]
 
@@ -70,7 +70,7 @@ def _quantile(counts: list[int], rank: float) -> float:
 
 
 class Latencies:
-    """Of all answers: times to the first token, between tokens, in the queue; tokens by tenant."""
+    """Latencies of all answers: to the first token, between tokens, in the queue; tokens by tenant."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.first_token, self.between_tokens, self.queue = (RecentTimes(monotonic) for _ in range(3))

@@ -34,7 +34,7 @@ class LoadedModel(msgspec.Struct, frozen=True):
     weights_bytes: int | None = None
     kv_bytes: int | None = None
     isa: str | None = None
-    proposer: str | None = None  # who makes up tokens for the model to check; empty where nobody does
+    proposer: str | None = None  # drafts tokens for the model to verify; empty where there is none
     tool_format: str | None = None  # how it writes calls of tools, by name; none where that is not known
     reasoning_format: str | None = None  # and thoughts
 

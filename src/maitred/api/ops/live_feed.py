@@ -1,4 +1,4 @@
-"""One feed of frames for everybody who watches: asked of the engine seldom enough, encoded once, never queued."""
+"""One feed of frames for all watchers: asked of the engine seldom enough, encoded once, never queued."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_WATCHERS = 32
 class LiveFrame(msgspec.Struct, frozen=True):
     """The engine, and what only the edge knows."""
 
-    sequence: int  # 1, 2, 3 ... since somebody watches
+    sequence: int  # 1, 2, 3 ... since the first watcher
     model: str
     seats: tuple[int, ...]  # row of each of `engine.running`; a request keeps its own
     first_token: Percentiles
@@ -35,13 +35,13 @@ class LiveFrame(msgspec.Struct, frozen=True):
 
 
 def pause_s(view: LiveView) -> float:
-    """How long to wait before the engine is asked again."""
+    """Time (s) to wait before the engine is asked again."""
     busy = view.num_running or view.num_waiting or view.lanes
     return max(FRAME_S if busy else IDLE_S, min(MAX_PAUSE_S, COST_FACTOR * view.cost_s))
 
 
 class LiveFeed:
-    """Runs while somebody watches. Belongs to the event loop alone."""
+    """Runs while there are watchers. Belongs to the event loop alone."""
 
     def __init__(
         self, replica: Replica, latencies: Latencies, model: str, *, is_over: Callable[[], bool] = lambda: False
@@ -55,7 +55,7 @@ class LiveFeed:
         return self._showing.num_watchers if self._showing is not None else 0
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Events with the newest frame; who is slow misses frames. Raises EngineDead or Overloaded."""
+        """Events with the newest frame; a slow watcher misses frames. Raises EngineDead or Overloaded."""
         if self.num_watchers >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} are watching already; close one of them", retry_after_s=5.0)
         if self._showing is None or self._showing.ended:
@@ -72,7 +72,7 @@ class LiveFeed:
 
 
 class _Showing:
-    """From the first watcher to the last: one task that looks, and its newest frame."""
+    """One task that asks the engine, from the first watcher to the last, and its newest frame."""
 
     def __init__(self, replica: Replica, latencies: Latencies, model: str, is_over: Callable[[], bool]) -> None:
         self._replica, self._latencies, self._model, self._is_over = replica, latencies, model, is_over
@@ -166,7 +166,7 @@ class SlotRows:
         self._free: list[int] = []
 
     def rows_of(self, request_ids: Iterable[str]) -> list[int]:
-        """Rows of all that run now, in their order; whoever is not named has ended or was preempted."""
+        """Rows of all running requests, in their order; requests not named have ended or were preempted."""
         running = list(request_ids)
         for gone in self._rows.keys() - set(running):
             heappush(self._free, self._rows.pop(gone))

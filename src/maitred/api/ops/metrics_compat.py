@@ -1,4 +1,4 @@
-"""The same figures under other servers' names, for dashboards and gateways that know those (`--metrics-compat`).
+"""Our metrics under other servers' names, for dashboards and gateways that know those (`--metrics-compat`).
 
 Off by default: names with a colon, as vLLM's, are kept for recording rules, and `promtool check metrics` complains of
 every one. Triton's counters lack `_total`, so that their type is not told.
@@ -67,7 +67,7 @@ def _us(ns: int) -> float:
 
 
 def triton_families(tensors: Any) -> Iterator[Family]:
-    """Of a `tensor.client.TensorClient`, by model and version."""
+    """Triton's metrics of a `tensor.client.TensorClient`, by model and version."""
     told = tensors.statistics()
     for name, (help_, figure) in TRITON_NAMES.items():
         family = Family(name, help_, "unknown")
@@ -86,7 +86,7 @@ def _of_version(model: str, version: int) -> dict[str, str]:
 
 
 def vllm_families(families: Iterable[Family], model: str) -> Iterator[Family]:
-    """Those of `families` that vLLM has, renamed, with its labels model_name and engine."""
+    """The families that vLLM has too, renamed, with its labels model_name and engine."""
     names = {ours.name.removesuffix("_total"): theirs for ours, theirs in VLLM_NAMES.items()}
     for family in families:
         if family.name in names:

@@ -110,7 +110,7 @@ class Histogram:
         self._sum += value * times
 
     def family(self) -> HistogramMetricFamily:
-        """By upper bound how many are at most that large, and the sum of all values."""
+        """The histogram: by upper bound how many values are at most that large, and the sum of all."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -119,7 +119,7 @@ class Histogram:
 
 
 class TenantCounts:
-    """What tenants did and were refused; by names of the table alone, so clients cannot make labels."""
+    """Counts of what tenants did and were refused; by names of the table alone, so clients cannot make labels."""
 
     def __init__(self, num_file_failures: Callable[[], int]) -> None:
         self._num_file_failures = num_file_failures
@@ -136,7 +136,7 @@ class TenantCounts:
         self._add(m.TENANT_REQUESTS, (quota.name,), 1)
 
     def left(self, quota: TenantQuota, num_prompt_tokens: int, num_generated_tokens: int) -> None:
-        """It is done, and used so much."""
+        """Count the tokens of a request that is done."""
         self._add(m.TENANT_TOKENS, (quota.name, "prompt"), num_prompt_tokens)
         self._add(m.TENANT_TOKENS, (quota.name, "generated"), num_generated_tokens)
 
@@ -154,7 +154,7 @@ class TenantCounts:
 
 
 class AdapterCounts:
-    """What was asked of LoRA adapters, by name; of more than MAX_ADAPTER_LABELS the later ones are `other`."""
+    """Counts of LoRA adapters' requests, by name; of more than MAX_ADAPTER_LABELS the later ones are `other`."""
 
     def __init__(self) -> None:
         self._counts: dict[str, list[int]] = {}  # requests, prompt tokens, generated tokens
@@ -210,7 +210,7 @@ class EdgeMetrics(Collector):
         self.tenants = TenantCounts(num_tenants_file_failures)
 
     def engine_came(self, replica: Replica, model: ServedModel, admission: AdmissionController | None) -> None:
-        """From now on the page tells of it."""
+        """Show the engine on the page from now on."""
         self._replica, self._admission = replica, admission
         self._model, self._block_size, self._max_num_seqs = model.name, model.block_size, model.max_num_seqs
         self._proposer = model.footprint.proposer if model.footprint is not None else ""
@@ -307,7 +307,7 @@ class EdgeMetrics(Collector):
     def _draft_samples(
         self, samples: Callable[[DraftCounts], dict[tuple[str, ...], float]], state: ReplicaState
     ) -> dict[tuple[str, ...], float]:
-        """By proposer: the engine's, and texts that requests predicted; none where nobody drafts."""
+        """Samples by proposer: the engine's, and texts that requests predicted; none without a proposer."""
         if not self._proposer:
             return {}
         proposers = {self._proposer: state.drafts, PREDICTION: state.predicted_drafts}
@@ -316,7 +316,7 @@ class EdgeMetrics(Collector):
 
 
 def worker_samples(metric: Metric, replica: Replica) -> dict[tuple[str, ...], float]:
-    """By worker; a server that has one engine tells of it under the names without."""
+    """Samples by worker; none for a server with one engine, which has metrics without that label."""
     workers = replica.workers()
     told = _WORKER[metric]
     return {_labels(metric, worker): float(told(worker)) for worker in workers} if len(workers) > 1 else {}
@@ -327,7 +327,7 @@ def _labels(metric: Metric, worker: WorkerView) -> tuple[str, ...]:
 
 
 def tensor_samples(replica: Replica) -> Mapping[Metric, dict[tuple[str, ...], float]]:
-    """Of TENSOR_METRICS; a server without tensor models tells of none."""
+    """Samples of TENSOR_METRICS; none for a server without tensor models."""
     tensors = replica.tensors
     if tensors is None:
         return {metric: {} for metric in m.TENSOR_METRICS}
@@ -336,7 +336,7 @@ def tensor_samples(replica: Replica) -> Mapping[Metric, dict[tuple[str, ...], fl
 
 
 def result_cache_samples(results: Results | None) -> dict[Metric, dict[tuple[str, ...], float]]:
-    """Of RESULT_CACHE_METRICS; a server that keeps none tells of none."""
+    """Samples of RESULT_CACHE_METRICS; none for a server without a result cache."""
     if results is None or not results.cache.max_bytes:
         return {metric: {} for metric in m.RESULT_CACHE_METRICS}
     counts: dict[tuple[str, ...], float] = {("hit",): float(results.num_hits), ("miss",): float(results.num_misses)}

@@ -73,12 +73,12 @@ class Observer:
         return Observed(time.monotonic(), operation, span)
 
     def client_gone(self, exchange: Exchange) -> None:
-        """It was cancelled for that."""
+        """Count a request that was cancelled because its client left."""
         exchange.status = CLIENT_GONE_STATUS
         self.metrics.num_cancelled += 1
 
     def ended(self, exchange: Exchange, observed: Observed) -> None:
-        """It has its answer, or nobody is left to answer."""
+        """Take the end of a request: it was answered, or its client left."""
         self.metrics.num_in_flight -= 1
         self.metrics.http_answered(exchange.route_name, exchange.status or CLIENT_GONE_STATUS)
         log_access(exchange, time.monotonic() - observed.began_at)
@@ -111,7 +111,7 @@ class Observer:
 
 
 def log_access(exchange: Exchange, duration_s: float) -> None:
-    """One line for each request."""
+    """Log one line for each request."""
     is_asset = exchange.route is not None and exchange.route.is_asset
     level = logging.DEBUG if is_asset and (exchange.status or CLIENT_GONE_STATUS) < 400 else logging.INFO
     if not ACCESS.isEnabledFor(level):
@@ -132,7 +132,7 @@ def log_access(exchange: Exchange, duration_s: float) -> None:
 
 
 def tracing_to(endpoint: str | None) -> Tracing | None:
-    """None for none. Raises ConfigError without the extra `otel`."""
+    """Tracing to `endpoint`; None without one. Raises ConfigError without the extra `otel`."""
     if not endpoint:
         return None
     try:

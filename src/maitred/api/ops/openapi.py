@@ -111,7 +111,7 @@ def _kinds(shape: Any) -> tuple[type[msgspec.Struct], ...]:
 
 
 def _events(shape: Any, answers: DialectFormat) -> dict[str, Any]:
-    """One server-sent event; what goes wrong under way is told in one too."""
+    """Schema of one server-sent event; errors under way are events too."""
     either = {"anyOf": [_schema(kind)["schema"] for kind in (*_kinds(shape), answers.error_schema)]}
     told = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
     end = answers.stream.end.decode().removeprefix("data: ").strip()

@@ -96,7 +96,7 @@ class PageFile:
 
 @cache
 def page_file(name: str) -> PageFile:
-    """One of FILES, as it was when it was first asked for."""
+    """One of FILES, read when first asked for."""
     body = (FOLDER / name).read_bytes()
     return PageFile(body, _TYPES[Path(name).suffix], b'"' + sha256(body).hexdigest()[:32].encode() + b'"')
 

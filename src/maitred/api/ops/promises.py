@@ -11,15 +11,15 @@ from maitred.api.http.exchange import Exchange
 from maitred.core.objectives import broken_by, met, parse_slo
 
 ALL = "all"  # the label of all objectives together: the goodput
-ROLES = {"ttft": "prefill", "itl": "decode", "tpot": "decode"}  # whose work it was, where two workers shared it
+ROLES = {"ttft": "prefill", "itl": "decode", "tpot": "decode"}  # that did the work, where two workers shared it
 CLIENTS_FAULT = range(400, 499)  # refused for what it asked, or past its own limits: no promise was made
 
 
 class Promises:
-    """What `--slo` promises, and how it was kept. Belongs to the event loop."""
+    """The objectives of `--slo`, and how they were kept. Belongs to the event loop."""
 
     def __init__(self, slos: Sequence[str]) -> None:
-        """As `--slo` is written. Raises ConfigError."""
+        """`slos` are as `--slo` is written. Raises ConfigError."""
         self._bounds_s = dict(map(parse_slo, slos))
         self.keeps_gaps = "itl" in self._bounds_s
         self._counts: Counter[tuple[str, str, str, str]] = Counter()
@@ -29,7 +29,7 @@ class Promises:
         return not self._bounds_s
 
     def ended(self, exchange: Exchange, began_at: float) -> None:
-        """It began then (s, monotonic), and is over now: answered, failed or left by its client."""
+        """Judge a request that began then (s, monotonic) and is over now: answered, failed or left by its client."""
         if not self._bounds_s:
             return
         if exchange.status == CLIENT_GONE_STATUS or exchange.status is None:
@@ -40,7 +40,7 @@ class Promises:
             self._count(exchange, dict.fromkeys(kept, False) if has_failed else kept)
 
     def _client_gone(self, exchange: Exchange, began_at: float) -> None:
-        """That counts only where a promise was broken by then; what would have come nobody knows."""
+        """A client that left counts only where a promise was broken by then; what would have come is unknown."""
         broken = broken_by(self._bounds_s, exchange.paces, began_at, time.monotonic())
         if any(broken.values()):
             self._count(exchange, {name: not is_broken for name, is_broken in broken.items()})
@@ -54,5 +54,5 @@ class Promises:
             self._counts[objective, "false" if was_met else "true", tenant, role] += 0  # there from the first one on
 
     def samples(self) -> dict[tuple[str, ...], float]:
-        """Of the metric, by its labels."""
+        """Samples of the metric, by its labels."""
         return {labels: float(count) for labels, count in self._counts.items()}

@@ -35,7 +35,7 @@ class Stage(NamedTuple):
 
 
 class Tracing:
-    """Begins and ends spans; sends them in the background, and drops them rather than make anybody wait."""
+    """Begins and ends spans; sends them in the background, and drops them rather than delay a request."""
 
     def __init__(self, exporter: SpanExporter, *, version: str) -> None:
         resource = Resource.create({"service.name": "maitred", "service.version": version})
@@ -95,7 +95,7 @@ class Tracing:
 
 
 def stages(sample: Sample) -> Iterator[Stage]:
-    """What a sample went through, in order and without gaps; those it did not reach are left out."""
+    """The stages of a sample, in order and without gaps; those it did not reach are left out."""
     timing = sample.timing
     if timing is None:
         return

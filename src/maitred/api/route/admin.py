@@ -1,4 +1,4 @@
-"""The fleet for its administrators: who is there, and what is to become of them."""
+"""The fleet for its administrators: its replicas, and orders for them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RoutedWorker(msgspec.Struct, frozen=True):
 
 
 class FleetRoles(msgspec.Struct, frozen=True):
-    """Who does what."""
+    """The replicas and their roles."""
 
     workers: tuple[RoutedWorker, ...]
 

@@ -1,4 +1,4 @@
-"""What a replica's answer says besides its bytes: failure or not, usage, where its events end. Pure."""
+"""Facts read from a replica's answer: failure or not, usage, where its events end. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
 class _Foreign(msgspec.Struct):
-    """What is read of a foreign server's answer or event, whatever stands there."""
+    """Fields read of a foreign server's answer or event, whatever they hold."""
 
     usage: Any = None
     choices: Any = None
@@ -47,7 +47,7 @@ def failure(answer: Answer, *, is_ours: bool) -> Failure | None:
 
 
 def _seconds(value: bytes) -> float:
-    """Of a Retry-After; a date, or nonsense, is taken for a second."""
+    """Seconds of a Retry-After; a date, or nonsense, is taken for one second."""
     text = value.strip()
     return min(float(text), MAX_RETRY_AFTER_S) if text.isdigit() and len(text) < 8 else 1.0
 
@@ -84,7 +84,7 @@ class ForeignStream:
         return data[:start]
 
     def has_ended(self, num_choices: int) -> bool:
-        """Whether the client has all of it, were this the end."""
+        """Whether the client has all of the answer, were this the end."""
         is_done = self.is_done or self._rest.strip() == b"data: " + _DONE
         return is_done or self.is_error or self._num_finished >= num_choices
 
@@ -109,7 +109,7 @@ class ForeignStream:
 
 
 def message_of(body: bytes) -> str:
-    """What an error says, at most a line of it."""
+    """The message of an error body, at most a line of it."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -156,7 +156,7 @@ def as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
 
 
 def cost_told(answer: Answer, *, is_ours: bool) -> Usage | None:
-    """As the head of an answer of ours tells it: nothing, where its result cache had it."""
+    """Cost by the head of our own replica's answer: nothing, where its result cache had it."""
     if not is_ours:
         return None
     if (CACHE, b"hit") in answer.headers:

@@ -1,4 +1,4 @@
-"""What replicas still have to tell of requests that came to no end there: a row of the ledger waits for it a moment."""
+"""Usage that replicas report late, of requests that came to no end there: a ledger row waits a moment for it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from maitred.cluster.fleet_request import Usage
 from maitred.cluster.told_tokens import NOTHING, ToldUsage
 
-WAIT_S = 2.0  # for a word that comes a step after the request was let go; who died says none
+WAIT_S = 2.0  # for a report that comes a step after the request was let go; a dead replica sends none
 
 
 class Bill:
-    """One request's: what each replica that did not finish it had told by then, and what it says that it computed."""
+    """One request's late usage: what each replica that did not finish it had told, and what it says it computed."""
 
     __slots__ = ("_computed", "_on_settled", "_told")
 
@@ -22,7 +22,7 @@ class Bill:
         self._on_settled: Callable[[], None] | None = None
 
     def left(self, replica: str, told: ToldUsage) -> None:
-        """It goes on elsewhere, or nowhere; `told` is all that any replica told of it so far."""
+        """The request leaves `replica`; `told` is all that any replica told of it so far."""
         self._told[replica] = told
 
     def computed(self, replica: str, usage: ToldUsage) -> None:
@@ -39,7 +39,7 @@ class Bill:
         self._on_settled = call
 
     def with_untold(self, usage: Usage) -> Usage:
-        """And what was computed beyond what was told."""
+        """Usage with what was computed beyond what was told."""
         untold = NOTHING
         for replica, told in list(self._told.items()):  # the ledger's thread asks too
             computed = self._computed.get(replica, told)
@@ -58,25 +58,25 @@ class Bill:
 
 
 class Bills:
-    """Those that are open, by the id under which replicas know the request. Belongs to the event loop."""
+    """Open bills, by the id under which replicas know the request. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._open: dict[str, Bill] = {}
 
     def computed(self, replica: str, request_id: str, usage: ToldUsage) -> None:
-        """As it tells; of what nobody asks any more, or another router, it is ignored."""
+        """Usage reported by a replica; ignored for closed requests and for other routers'."""
         bill = self._open.get(request_id)
         if bill is not None:
             bill.computed(replica, usage)
 
     def opened(self, request_id: str) -> Bill:
-        """Until `closed`; of two in flight that their clients call the same the first is told of."""
+        """Open a bill until `closed`; of two in flight with the same id, only the first hears of usage."""
         bill = Bill()
         self._open.setdefault(request_id, bill)
         return bill
 
     def close(self, request_id: str, bill: Bill, then: Callable[[], None]) -> None:
-        """And `then`, once it is settled or there is no more to come."""
+        """Close a bill and call `then`, once it is settled or no more is to come."""
         if bill.is_settled:
             self._closed(request_id, bill, then)
             return

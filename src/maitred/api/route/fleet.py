@@ -32,7 +32,7 @@ TICK_S = 0.05  # how late what falls due may be noticed
 
 @dataclass(slots=True, eq=False)
 class LiveReplica:
-    """One replica as the router reaches it; what may be sent there the core knows."""
+    """One replica as the router reaches it; the core knows what may be sent there."""
 
     facts: ReplicaFacts
     origin: Origin
@@ -49,7 +49,7 @@ class LiveReplica:
 
 
 class Launching(Protocol):
-    """Who starts and stops the replicas that the core asks for; a router over URLs has none."""
+    """Starts and stops the replicas that the core asks for; a router over URLs has none."""
 
     def start(self, name: str, origin: str) -> None: ...
 
@@ -76,7 +76,7 @@ class KeptBodies:
         self._of: dict[object, int] = {}
 
     def keep(self, owner: object, num_bytes: int) -> bool:
-        """Whether there is room for it; until `let_go`."""
+        """Keep room for a body until `let_go`; returns whether there is enough."""
         if num_bytes <= self.SMALL_BYTES:
             return True
         if self._num_bytes + num_bytes > self.MAX_BYTES:
@@ -117,14 +117,14 @@ class Fleet:
         self._probes: set[asyncio.Future[None]] = set()
         self._numbers = itertools.count(2)
         self._timer: asyncio.TimerHandle | None = None
-        self._num_saved: Counter[str] = Counter()  # requests that go on elsewhere, by who lost them; until it is told
-        self._empty = asyncio.Event()  # nobody is in flight
+        self._num_saved: Counter[str] = Counter()  # requests moved elsewhere, by the replica that lost them; until told
+        self._empty = asyncio.Event()  # set while no request is in flight
         self._empty.set()
 
     # -- replicas
 
     def add(self, facts: ReplicaFacts, origin: Origin) -> LiveReplica:
-        """One more, of which nothing is known but its address; it is asked what it is."""
+        """Add a replica of which nothing is known but its address; it is asked what it is."""
         upstream = Upstream(origin, counts=self.connections)
         live = self.replicas[facts.name] = LiveReplica(facts, origin, upstream, facts.name.encode("latin-1", "replace"))
         self.tell(live, facts)
@@ -132,7 +132,7 @@ class Fleet:
         return live
 
     def announce(self, facts: ReplicaFacts) -> None:
-        """It is on its way, and not to be asked yet."""
+        """Announce a replica that is on its way, and not to be asked yet."""
         self._do(self.core.joined(facts, self.clock.now()))
 
     def tell(self, live: LiveReplica, facts: ReplicaFacts) -> None:
@@ -141,7 +141,7 @@ class Fleet:
         self._do(self.core.joined(facts, self.clock.now()))
 
     def remove(self, name: str, *, returns: bool = False) -> None:
-        """It is gone; for good, unless it `returns`: then it is being started again under its name."""
+        """Remove a replica for good, unless it `returns`: then it is being started again under its name."""
         if returns:
             self._metrics.started("cold")
         live = self.replicas.pop(name, None)
@@ -152,7 +152,7 @@ class Fleet:
         self._do(self.core.left(name, self.clock.now(), returns=returns))
 
     def work(self, live: LiveReplica, worker: KVWorker | None) -> WorkerFacts | None:
-        """What it tells of itself as a worker."""
+        """The facts that a replica tells of itself as a worker; keeps its KV addresses."""
         live.kv_addresses = worker.addresses if worker is not None else ()
         return worker.facts if worker is not None else None
 
@@ -163,7 +163,7 @@ class Fleet:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are welcome: somebody can take them, or would be started for them."""
+        """Whether requests are welcome: a replica can take them, or would be started for them."""
         return self.launching is not None or self.core.fleet.ready != 0
 
     def scale(self, low: int, high: int) -> None:
@@ -173,7 +173,7 @@ class Fleet:
         self._do(self.core.drained(name, self.clock.now()))
 
     def leaving(self, name: str, within_s: float) -> None:
-        """It drains of itself."""
+        """Note that a replica drains of itself."""
         self._do(self.core.leaving(name, within_s, self.clock.now()))
 
     def bound_elsewhere(self, bound: Bound) -> None:
@@ -192,13 +192,13 @@ class Fleet:
         return asked if asked not in self.requests else f"{asked}.{next(self._numbers)}"
 
     def enter(self, routed: RoutedRequest) -> None:
-        """Until `leave`."""
+        """Add a request, until `leave`."""
         self.requests[routed.request.request_id] = routed
         self._empty.clear()
         self._do(self.core.arrived(routed.request, self.clock.now()))
 
     def leave(self, routed: RoutedRequest, usage: Usage | None) -> None:
-        """It has its answer (`usage`), or needs none (None)."""
+        """Remove a request that has its answer (`usage`), or needs none (None)."""
         request_id = routed.request.request_id
         if self.requests.pop(request_id, None) is None:
             return
@@ -211,11 +211,11 @@ class Fleet:
             self._empty.set()
 
     def handed_over(self, routed: RoutedRequest, *, is_computed: bool = False) -> None:
-        """Who was to compute its prompt for another has nothing more of it; `is_computed` says that it did."""
+        """The replica that was to compute the prompt for another is done with it; `is_computed` says that it did."""
         self._do(self.core.handed_over(routed.request.request_id, self.clock.now(), is_computed))
 
     def failed(self, routed: RoutedRequest, failure: Failure, live: LiveReplica) -> None:
-        """That replica did not answer; what becomes of it `routed.bound` tells."""
+        """Note that the replica did not answer; `routed.bound` tells what becomes of the request."""
         now = self.clock.now()
         routed.held_again(now)
         routed.lost_by = live.facts.name if failure.is_death else None
@@ -233,7 +233,7 @@ class Fleet:
     # -- time
 
     def start(self) -> None:
-        """From now on what falls due is done."""
+        """Start the timer that does what falls due."""
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from maitred.tenancy.caller import Caller
 logger = logging.getLogger("maitred.fleet")
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0  # between two looks at one that is not there; doubled with each
 POLL_S = 1.0  # between two looks at one that tells nothing by itself
-ANSWER_S = 5.0  # what is asked here costs nobody more than a moment
+ANSWER_S = 5.0  # what is asked here costs a replica a moment
 MAX_TOLD_BYTES = 4 * 1024 * 1024
 MAX_EVENT_BYTES = 1024 * 1024
 MAX_MODELS = 10_000  # and adapters
@@ -42,7 +42,7 @@ Learn = Callable[[Fleet, LiveReplica], Awaitable[None]]
 
 
 class _Version(msgspec.Struct):
-    """What is read of ours, and of others as far as they say it."""
+    """Fields read of our own servers' version, and of others' as far as they have them."""
 
     name: str | None = None
     models: tuple[str, ...] | None = None
@@ -68,7 +68,7 @@ class Follower:
         return asyncio.create_task(self._follow(fleet, live), name=f"follow {live.facts.name}")
 
     async def probe(self, fleet: Fleet, live: LiveReplica) -> None:
-        """Whether it can serve again."""
+        """Ask whether the replica can serve again."""
         try:
             told = await self._look(live)
         except UpstreamFailed:
@@ -117,7 +117,7 @@ class Follower:
     # -- what it is
 
     async def _look(self, live: LiveReplica) -> ReplicaFacts:
-        """What it says of itself now. Raises UpstreamFailed when it says nothing."""
+        """What the replica says of itself now. Raises UpstreamFailed when it says nothing."""
         facts, told = await self._what_it_is(live)
         why_not = await self._why_not_ready(live, facts)
         if why_not is not None:
@@ -137,14 +137,14 @@ class Follower:
         return facts, told
 
     async def _why_not_ready(self, live: LiveReplica, facts: ReplicaFacts) -> str | None:
-        """None when requests are welcome; a server without such a question is asked for its models."""
+        """Why requests are not welcome, or None; a server without such a question is asked for its models."""
         status, body = await self._get(live, "/ready" if facts.kind is Kind.MAITRED else "/health")
         if status in (200, 204, 404, 405, 501):
             return None
         return message_of(body) or f"it answers {status} when asked for its health"
 
     async def _models(self, live: LiveReplica, named: tuple[str, ...]) -> tuple[str, ...]:
-        """As it lists them; where it lists none without a key, those that it `named`."""
+        """Models as the replica lists them; where it lists none without a key, those that it `named`."""
         status, body = await self._get(live, "/v1/models")
         if status != 200 and named:
             live.cards = [{"id": name, "object": "model", "owned_by": NAME} for name in named]
@@ -215,7 +215,7 @@ class Follower:
                 speed = _about(event.prefill_tokens_per_s)
                 if told_state == "draining":
                     fleet.leaving(name, event.drain_s or 0.0)
-                is_welcome = told_state in ("ready", "asleep")  # who sleeps by itself wakes up for whoever comes
+                is_welcome = told_state in ("ready", "asleep")  # a replica that sleeps by itself wakes up for a request
                 state = State.READY if is_welcome else State.STARTING
                 worker = fleet.work(live, _reached(event.worker, live))
                 told = replace(live.facts, state=state, error=event.error, tokens_per_s=speed, worker=worker)
@@ -228,7 +228,7 @@ def _reached(worker: KVWorker | None, live: LiveReplica) -> KVWorker | None:
 
 
 def _about(speed: float) -> float | None:
-    """To a power of 1.1, so that a figure that wavers changes nothing; None while it is not known."""
+    """Round to a power of 1.1, so that a figure that wavers changes nothing; None while it is not known."""
     return round(1.1 ** round(log(speed, 1.1)), 1) if speed > 0 else None
 
 
@@ -241,7 +241,7 @@ def _decoded(body: bytes, kind: type[msgspec.Struct]) -> Any:
 
 
 def union_of_cards(replicas: Sequence[LiveReplica]) -> list[dict[str, Any]]:
-    """Of all models that are served, each once, as the first replica by name lists it."""
+    """Cards of all models that are served, each once, as the first replica by name lists it."""
     cards: dict[str, dict[str, Any]] = {}
     for live in sorted(replicas, key=lambda live: live.facts.name):
         for card in live.cards:
@@ -285,7 +285,7 @@ class ModelNames:
         self._next: asyncio.Task[None] | None = None  # a look that has not begun
 
     def cards(self, caller: Caller) -> list[dict[str, Any]]:
-        """What any replica serves, but for adapters that are not the caller's."""
+        """Cards of what any replica serves, but for adapters that are not the caller's."""
         cards = union_of_cards(list(self._fleet.replicas.values()))
         return [card for card in cards if not card.get("parent") or caller.tenant.may_use(card["id"])]
 
@@ -325,7 +325,7 @@ class ModelNames:
     async def _look_in_turn(self) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._looked_at + PAUSE_S - loop.time())
-        self._next, self._looked_at = None, loop.time()  # who comes from now on needs another look
+        self._next, self._looked_at = None, loop.time()  # requests from now on need another look
         await asyncio.gather(*(self._learn(self._fleet, live) for live in self._fleet.replicas.values()))
 
 

@@ -1,4 +1,4 @@
-"""What goes to a replica: completions, read once for what decides where, and every other path, as it is."""
+"""Requests to a replica: completions, read once for what decides where, and every other path, as it is."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from maitred.cluster.told_tokens import SEED, TELL, Count
 from maitred.cluster.upstream import UpstreamFailed
 from maitred.core.errors import InvalidRequest, RouteNotFound, Unavailable
 
-MAX_TOKENS = 256  # thought of who names no limit
-NOT_PASSED_ON = (  # of a replica's own administrators, of routers, and of whoever shares its memory
+MAX_TOKENS = 256  # assumed where a request names no limit
+NOT_PASSED_ON = (  # for a replica's own administrators, for routers, and for clients that share its memory
     "/admin/",
     "/fleet/",
     "/v2/repository/models/",
@@ -135,7 +135,7 @@ async def _route(
 
 
 def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -> Wanted | None:
-    """What the result cache may answer; nothing where a quota may cut an answer short, another time it is longer."""
+    """What the result cache may answer; None where a quota may cut an answer short, as another time it is longer."""
     tenant = exchange.caller.tenant
     limits = tenant.limits
     if not router.results.is_on or (
@@ -220,13 +220,13 @@ async def _count(
 
 
 def _num_prompt_bytes(body: bytes, read: RoutedBody) -> int:
-    """Of messages or prompt; of another body all of it."""
+    """Length of messages, prompt and tools; of another body all of it."""
     texts = [text for text in (read.messages, read.prompt, read.tools) if isinstance(text, bytes | memoryview)]
     return sum(map(len, texts)) or len(body)
 
 
 def _hash_key(exchange: Exchange, read: RoutedBody, keys: tuple[int, ...]) -> int | None:
-    """What `hash` and `session` go by."""
+    """The key that `hash` and `session` go by."""
     session = exchange.headers.get(SESSION)
     named = session.decode("latin-1") if session else read.session_id or read.prompt_cache_key or read.user
     if named:
@@ -235,13 +235,13 @@ def _hash_key(exchange: Exchange, read: RoutedBody, keys: tuple[int, ...]) -> in
 
 
 def _to_go_on(read: RoutedBody) -> list[Header]:
-    """That another replica can give the same answer, or the rest of it."""
+    """Headers by which another replica can give the same answer, or the rest of it."""
     seed = (SEED, b"%d" % _random.getrandbits(63))
     return [seed, (TELL, b"1")] if read.stream else [seed]
 
 
 def _vouched(router: Router, exchange: Exchange, granted: RouteLease, model: str | None) -> list[Header]:
-    """A router that asks for no key vouches for nobody."""
+    """Headers that vouch for the caller; a router that asks for no key sends none."""
     if router.authenticator.is_open:
         return []
     caller = exchange.caller

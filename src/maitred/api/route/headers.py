@@ -37,12 +37,12 @@ _NOT_RETURNED = HOP_BY_HOP | {
     *(b"set-cookie", b"set-cookie2", b"location", b"refresh", b"clear-site-data", b"strict-transport-security"),
     *(b"alt-svc", b"service-worker-allowed"),
 }
-OWN = b"x-maitred-"  # from clients nobody believes them
+OWN = b"x-maitred-"  # not believed from clients
 REPLICA, HELD_MS = b"x-maitred-replica", b"x-maitred-held-ms"
 
 
 def towards_replica(exchange: Exchange) -> list[Header]:
-    """What every replica gets of a request. Who is behind it is told by `x-forwarded-for`."""
+    """Headers of a request for any replica; `x-forwarded-for` names the client."""
     sent = exchange.scope["headers"]
     named = _named_by_connection(sent)
     dropped = _NOT_FORWARDED | named if named else _NOT_FORWARDED
@@ -57,7 +57,7 @@ def towards_replica(exchange: Exchange) -> list[Header]:
 
 
 def towards_client(sent: Sequence[Header], replica: bytes, held_ms: int, *, is_traced: bool = False) -> list[Header]:
-    """What the client gets of an answer's headers, and who gave it; the span is the router's where it `is_traced`."""
+    """An answer's headers for the client, with its replica; the span is the router's where it `is_traced`."""
     named = _named_by_connection(sent)
     dropped = _NOT_RETURNED | named if named else _NOT_RETURNED
     if is_traced:

@@ -58,7 +58,7 @@ class LaunchedReplicas:
     # -- sleep
 
     def _order(self, name: str, order: Callable[[LiveReplica], Awaitable[None]]) -> None:
-        """After the one before."""
+        """Carry out `order` after the replica's order before."""
         self._orders[name] = asyncio.create_task(self._carry_out(name, order, self._orders.get(name)))
 
     async def _carry_out(
@@ -73,14 +73,14 @@ class LaunchedReplicas:
             del self._orders[name]
 
     async def _put_to_sleep(self, live: LiveReplica) -> None:
-        """One that does not fall asleep costs memory, no more."""
+        """Put a replica to sleep; one that does not fall asleep costs memory, no more."""
         error = await self._post(live, "/sleep")
         if error is not None:
             fields = {"replica": live.facts.name, "error": error}
             log_fields(logger, logging.WARNING, "a replica does not fall asleep", fields)
 
     async def _wake(self, live: LiveReplica) -> None:
-        """One that does not wake up is started anew."""
+        """Wake a replica; one that does not wake up is started anew."""
         error = await self._post(live, "/wake_up")
         if error is None:
             self._fleet.tell(live, replace(live.facts, state=State.READY))
@@ -90,7 +90,7 @@ class LaunchedReplicas:
         self._launcher.restart(live.facts.name)
 
     async def _post(self, live: LiveReplica, path: str) -> str | None:
-        """What went wrong."""
+        """Post an order; returns what went wrong, if anything."""
         try:
             async with asyncio.timeout(ORDER_S):
                 answer = await live.upstream.send(Ask(request_head("POST", path, live.origin, self._headers, 0)))

@@ -27,7 +27,7 @@ _NAMES = frozenset(name for _, name in _HEADERS)
 
 @dataclass(slots=True)
 class RouteLease:
-    """What was granted, until the `with` ends. `usage`, what is known of it by then, settles what was taken."""
+    """A lease granted until the `with` ends. `usage`, as known by then, settles what was taken."""
 
     lease: Lease
     limits: TimeLimits  # of request, tenant and router, the strictest
@@ -70,7 +70,7 @@ class RouteLease:
             self.default_max_tokens = request.max_tokens = max(1, min(limits))
 
     def tokens_came(self, num_tokens: int, now: float) -> None:
-        """So many more of its answer; with the first call it waits no longer."""
+        """Count more tokens of the answer; with the first call the request waits no longer."""
         lease = self.lease
         if lease.waiting and lease.quota is not None:
             for _ in range(lease.num_samples - 1):  # the gate knows them for one
@@ -82,7 +82,7 @@ class RouteLease:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """It came to its end if usage says so."""
+        """End the lease; the request came to its end if usage says so."""
         usage, caller = self.usage or _NONE, self.lease.caller
         prompt, output = usage.num_prompt_tokens or 0, usage.num_output_tokens or 0
         self.lease.end(prompt + output, FinishReason.STOP if usage.complete else FinishReason.ABORT)
@@ -93,7 +93,7 @@ class RouteLease:
 
 
 def leased(router: Router, exchange: Exchange, read: RoutedBody) -> RouteLease:
-    """With it, until the request has its answer. Raises as `Gate.enter`."""
+    """A lease for `with`, until the request has its answer. Raises as `Gate.enter`."""
     caller, counts = exchange.caller, router.metrics.tenants
     asked = _limits(read, exchange.headers)
     ask = Ask(num_samples=max(1, read.n or 1), priority=_priority(caller, read), limits=asked)
@@ -108,7 +108,7 @@ def leased(router: Router, exchange: Exchange, read: RoutedBody) -> RouteLease:
 
 
 def _priority(caller: Caller, read: RoutedBody) -> int:
-    """What is asked for, which the gate checks; what is no tier the replica refuses."""
+    """The priority asked for, which the gate checks; the replica refuses what is no tier."""
     if read.priority is not None:
         return read.priority
     known = not caller.is_anybody and read.service_tier in TIERS
@@ -116,7 +116,7 @@ def _priority(caller: Caller, read: RoutedBody) -> int:
 
 
 def _limits(read: RoutedBody, headers: Mapping[bytes, bytes]) -> TimeLimits:
-    """What the request asks, a field before its header; of what is no number of milliseconds the replica tells."""
+    """The request's limits, a field before its header; the replica refuses what is no number of milliseconds."""
     if read.ttft_slo_ms is read.queue_timeout_ms is read.timeout_ms is None and _NAMES.isdisjoint(headers):
         return NO_LIMITS
     return TimeLimits(*(_seconds(getattr(read, field), headers.get(name)) for field, name in _HEADERS))

@@ -60,7 +60,7 @@ class RouteMetrics(Collector):
         self._registry.register(self)
 
     def looks_at(self, core: ClusterCore, clock: Clock, connections: ConnectionCounts) -> None:
-        """From now on the page tells of this fleet."""
+        """Show this fleet on the page from now on."""
         self._fleet = core, clock, connections
 
     def http_answered(self, route: str, status: int) -> None:
@@ -170,7 +170,7 @@ class RouteObserver:
         return Observed(time.monotonic(), operation, span)
 
     def attempted(self, exchange: Exchange, bind: Bind, held_s: float) -> None:
-        """It goes to a replica, for the first time or again, having been held for `held_s` in all."""
+        """Trace a request on its way to a replica, for the first time or again, held for `held_s` in all."""
         span = self._spans.get(exchange)
         if span is not None:
             told: dict[str, str | float] = {"maitred.replica": bind.choice.replica, "maitred.held_s": held_s}

@@ -37,7 +37,7 @@ class Outgoing:
 
     @property
     def tells(self) -> bool:
-        """Whether replicas of ours are asked to tell the tokens of its answer."""
+        """Whether our own replicas are asked to tell the tokens of the answer."""
         return self.is_stream and bool(self.secret)
 
     def ask(self, live: LiveReplica, age_s: float, told: Sequence[Header] = ()) -> Ask:
@@ -47,7 +47,7 @@ class Outgoing:
         return Ask(head, self.body, is_head=self.method == "HEAD")
 
     def resume(self, live: LiveReplica, body: bytes, age_s: float, told: Sequence[Header] = ()) -> Ask:
-        """To go on where another replica left off."""
+        """The ask to go on where another replica left off."""
         headers = [*self._secretly(age_s), *told]
         return Ask(request_head("POST", "/fleet/resume", live.origin, headers, len(body)), body)
 
@@ -56,7 +56,7 @@ class Outgoing:
         return [*self.headers, *self.secret, *left]
 
     def may_hand_over(self) -> bool:
-        """Whether one replica may compute its prompt and another answer."""
+        """Whether one replica may compute the prompt and another answer."""
         return self.is_generation and bool(self.secret)
 
 
@@ -68,8 +68,8 @@ class Stop(NamedTuple):
     is_last: bool = True  # else it computes the prompt, and the next one answers
 
     def headers(self, *, is_stream: bool, prompt: Usage | None) -> list[Header]:
-        """Of whole answers nobody sees the first token, so the second replica begins anew with the KV, and counts what
-        the `prompt` has cost.
+        """Headers of KV. The router sees no first token of a whole answer, so the second replica begins anew with the
+        KV, and counts what the `prompt` has cost.
         """
         told = kv_from_headers(self.kv_from)
         if prompt is not None:
@@ -78,12 +78,12 @@ class Stop(NamedTuple):
 
     @property
     def expects(self) -> list[Header]:
-        """While the prompt is computed elsewhere: this replica pulls what there is of its KV."""
+        """Headers sent while the prompt is computed elsewhere: this replica pulls what there is of its KV."""
         return [*kv_from_headers(self.kv_from), (KV_EXPECTED, b"1")]
 
 
 async def tell_expected(outgoing: Outgoing, stop: Stop, age_s: float) -> None:
-    """KV leaves while it is computed. Without this it leaves later, so nobody hears of a failure."""
+    """Have KV leave while it is computed. Without this it leaves later, so a failure is not reported."""
     with suppress(UpstreamFailed):
         answer = await stop.live.upstream.send(outgoing.ask(stop.live, age_s, stop.expects))
         try:
@@ -93,7 +93,7 @@ async def tell_expected(outgoing: Outgoing, stop: Stop, age_s: float) -> None:
 
 
 def stops_of(choice: Choice, replicas: Mapping[str, LiveReplica], *, may_hand_over: bool) -> list[Stop]:
-    """In order. Where it may not be handed over, because it has begun say, whoever answers finds what KV there is."""
+    """The stops, in order. Without a hand-over (the request has begun, say) the last one finds what KV there is."""
     answers, computes = replicas[choice.replica], replicas.get(choice.prefill or "")
     peer = replicas.get(choice.fetch_from or "")
     finds = peer.kv_addresses if peer is not None else ()
@@ -104,7 +104,7 @@ def stops_of(choice: Choice, replicas: Mapping[str, LiveReplica], *, may_hand_ov
 
 
 def reached_by(addresses: Sequence[str], host: str) -> tuple[str, ...]:
-    """As others reach them: one of every interface is of the `host` that its server is reached by."""
+    """Addresses as others reach them: one of every interface gets the `host` that its server is reached by."""
     return tuple(_reached_by(address, host) for address in addresses)
 
 

@@ -32,7 +32,7 @@ _Read = TypeVar("_Read")
 
 
 class Relay:
-    """One request's way. `run` returns when the client has its answer, and raises what it hears instead.
+    """Relays one request. `run` returns when the client has its answer, and raises what it hears instead.
 
     Implements `storage.ledger.Metered`, all samples together; the ledger's thread reads it.
     """
@@ -47,7 +47,7 @@ class Relay:
         on_tokens: Callable[[int, float], None],
     ) -> None:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
-        self.bill: Bill | None = None  # of who keeps a ledger
+        self.bill: Bill | None = None  # where a ledger is kept
         self._is_billed = False  # the answer under way has said what it cost
         self._prompt: Usage | None = None  # what its computing cost, which is told where it is answered
         self._is_computed = False  # its prompt is, and that was all that was asked of this replica
@@ -62,19 +62,19 @@ class Relay:
         self._num_tokens = 0
         self._is_cancelled = False
         self._num_untold = 0  # of these, to the core
-        self._telling: asyncio.Task[None] | None = None  # who will answer what to expect
+        self._telling: asyncio.Task[None] | None = None  # tells the answering replica what to expect
         self._refusal: tuple[Answer, bytes] | None = None  # what the last replica said, with a status of 5xx
         self.usage: Usage | None = None  # once the answer is complete
         self.finish_reason: FinishReason | None = None  # of the ledger, which is not told why a whole answer ended
 
     @property
     def outcome(self) -> str:
-        """For the metrics, once it is over."""
+        """The request's outcome for the metrics, once it is over."""
         return "answered" if self.usage is not None else "cancelled" if self._is_cancelled else "failed"
 
     @property
     def spent(self) -> Usage:
-        """What is known to have been computed for it, until now. From any thread."""
+        """What is known to have been computed for the request until now. From any thread."""
         spent = self._spent()
         return spent if self.bill is None else self.bill.with_untold(spent)
 
@@ -100,7 +100,7 @@ class Relay:
         return self.spent.num_output_tokens or 0
 
     def ended(self) -> None:
-        """Nothing of it comes any more, nor of what it cost."""
+        """Nothing of the answer comes any more, nor of what it cost."""
         self.finish_reason = _REASONS[self.outcome]
 
     async def run(self) -> None:
@@ -130,7 +130,7 @@ class Relay:
             exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
 
     async def _attempt(self) -> bool:
-        """Whether it was the last."""
+        """Make one attempt; returns whether it was the last."""
         try:
             bind = self._routed.bound() or await self._held()
         except MaitredError:
@@ -138,7 +138,7 @@ class Relay:
                 await self._pass_on_refusal(*self._refusal)
                 return True
             raise
-        if self._events is None:  # its first token nobody will see
+        if self._events is None:  # its first token will not be seen
             self._on_tokens(0, self._fleet.clock.now())
         may_hand_over = self._outgoing.may_hand_over() and not self._routed.began
         stops = stops_of(bind.choice, self._fleet.replicas, may_hand_over=may_hand_over)
@@ -156,7 +156,7 @@ class Relay:
         return False
 
     async def _stop(self, stop: Stop) -> bool:
-        """Whether the client has all of the answer; `_is_computed` tells of a prompt alone."""
+        """Try one stop; returns whether the client has all of the answer. `_is_computed` tells of a prompt alone."""
         self._refusal, self._is_billed, live = None, False, stop.live
         try:
             return await self._tried(stop)
@@ -179,7 +179,7 @@ class Relay:
             answer.abort()
 
     def _ask(self, stop: Stop) -> Ask:
-        """From the beginning, or for the rest. Raises ReplicaFailed where nobody knows how to go on."""
+        """The ask from the beginning, or for the rest. Raises ReplicaFailed where no replica could go on."""
         live, kv_told = stop.live, stop.headers(is_stream=self._told is not None, prompt=self._prompt)
         if self._told is not None:
             self._told.broke_off()
@@ -199,7 +199,7 @@ class Relay:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether another replica could go on with what the client has of it."""
+        """Whether another replica could go on with what the client has of the answer."""
         return self._told is not None and self._told.can_resume and bool(self._outgoing.body)
 
     async def _held(self) -> Bind:
@@ -240,7 +240,7 @@ class Relay:
         return True
 
     def _broke_off(self, failed: UpstreamFailed, live: LiveReplica) -> None:
-        """In the middle of its answer. Raises when the client has a part of it."""
+        """The replica failed in the middle of its answer. Raises when the client has a part of it."""
         self._fleet.failed(self._routed, failure_of(failed), live)
         if self._routed.began and not self._routed.is_decided and not self._goes_on:
             raise ReplicaFailed(BROKE_OFF)
@@ -248,7 +248,7 @@ class Relay:
     # -- what is not streamed
 
     async def _whole(self, answer: Answer, live: LiveReplica) -> None:
-        """As long as it fits it is kept, so that the client hears nothing of a replica that dies in the middle."""
+        """Send an answer, kept as long as it fits, so that the client hears nothing if a replica dies meanwhile."""
         body = await answer.begin(MAX_KEPT_BYTES)
         if answer.is_over:
             await self._send_whole(answer, live, body)
@@ -320,7 +320,7 @@ class Relay:
         await self._send_end(b"" if foreign.is_done else end)
 
     async def _send_events(self, answer: Answer, live: LiveReplica, events: bytes) -> None:
-        """What an interruption keeps from being written goes out with the next replica's."""
+        """Send events; those that an interruption keeps from being written go out with the next replica's."""
         exchange = self._exchange
         if not events:
             return
@@ -350,7 +350,7 @@ class Relay:
     # -- to the client
 
     def _begin(self) -> None:
-        """From here on no other replica may begin anew. The body is needed only where one could go on."""
+        """Begin the answer: no other replica may begin anew. The body is needed only where one could go on."""
         routed = self._routed
         if not routed.began:
             routed.began = True
@@ -375,7 +375,7 @@ class Relay:
         await self._exchange.raw_send({"type": "http.response.body", "body": piece, "more_body": True})
 
     def _ends(self) -> None:
-        """Of what is not streamed nobody here sees the tokens come, only that all are there."""
+        """Note the end: tokens of an answer that is not streamed are not seen to come, only that all are there."""
         if self._pace is not None:
             self._pace.last_at = time.monotonic()
 
@@ -391,7 +391,7 @@ def _read(read: Callable[[bytes], _Read], piece: bytes) -> _Read:
 
 
 def failure_of(failed: UpstreamFailed) -> Failure:
-    """As the core counts it."""
+    """The failure as the core counts it."""
     kinds = {
         Broken.REFUSED: FailureKind.RESET,
         Broken.RESET: FailureKind.RESET,

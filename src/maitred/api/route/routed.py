@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Moved(Exception):
-    """Its replica is not to have it any more; it will be bound again, or refused."""
+    """The request is taken from its replica; it will be bound again, or refused."""
 
 
 class RoutedRequest:
-    """Its own task waits here for what the core decides; what interrupts it, a client that left say, comes from
+    """A request whose task waits here for the core's decisions; interruptions, a client that left say, come from
     outside.
     """
 
@@ -27,7 +27,7 @@ class RoutedRequest:
     )
 
     def __init__(self, request: FleetRequest, exchange: Exchange) -> None:
-        """Made by the task that answers it."""
+        """Called by the task that answers the request."""
         task = asyncio.current_task()
         assert task is not None, "a request has a task"
         self.request, self.exchange = request, exchange
@@ -44,7 +44,7 @@ class RoutedRequest:
     # the task's side
 
     def bound(self) -> Bind | None:
-        """Where it goes next; None while it is held. Raises why it goes nowhere."""
+        """Where the request goes next; None while it is held. Raises why it goes nowhere."""
         if self._error is not None:
             raise self._error
         bind, self._bind = self._bind, None
@@ -63,7 +63,7 @@ class RoutedRequest:
         return self._bind is not None or self._error is not None
 
     def interruption(self) -> Exception | None:
-        """Why the task was cancelled, if that was our doing; the cancellation is over then."""
+        """Why we cancelled the task; None if we did not. Ends the cancellation."""
         reason, self._reason = self._reason, None
         if reason is not None:
             self._task.uncancel()

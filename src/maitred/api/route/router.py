@@ -1,4 +1,4 @@
-"""The router as the HTTP layer sees it: keys and limits of clients, the fleet, who is in flight, an orderly end."""
+"""The router as the HTTP layer sees it: keys and limits of clients, the fleet, requests in flight, an orderly end."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class Router:
         self._resolving: list[asyncio.Task[None]] = []
 
     def _computed(self, us_by_tenant: Mapping[str, int]) -> None:
-        """As every router hears it of every replica: the limit holds for all of them together."""
+        """Count compute, which every router hears of every replica: the limit holds for all of them together."""
         for tenant, compute_us in us_by_tenant.items():
             self.authenticator.quotas.computed(tenant, compute_us, self.clock.now())
 
     def salt_of(self, caller: Caller) -> str:
-        """What a tenant's prefix keys begin with: only tenants of one cache group share any, and nobody can make it."""
+        """Salt of a tenant's prefix keys: only tenants of one cache group share any, and no client can make it."""
         if caller.is_anybody:
             return ""
         whose = caller.tenant.name, caller.tenant.shared_cache_group
@@ -124,7 +124,7 @@ class Router:
         return salt
 
     def fingerprints(self) -> str:
-        """Of all replicas there are: where these change, an answer may too. Foreign servers tell of none."""
+        """Fingerprints of all replicas: where these change, an answer may too. Foreign servers tell of none."""
         told = {live.facts.fingerprint for live in self.fleet.replicas.values() if live.facts.fingerprint is not None}
         return " ".join(sorted(told))
 
@@ -140,13 +140,13 @@ class Router:
         """Replicas are watched since the start."""
 
     def state(self) -> ReplicaState:
-        """Of all replicas together, as far as the router knows."""
+        """State of all replicas together, as far as the router knows."""
         core = self.fleet.core
         num_held = core.num_held
         return ReplicaState(alive=True, num_running=core.num_requests - num_held, num_waiting=num_held)
 
     def shed(self, request_ids: Sequence[str]) -> None:
-        """Those leave the queue for one that is more urgent."""
+        """Take requests from the queue for one that is more urgent."""
         for request_id in request_ids:
             now = self.clock.now()
             routed = self.fleet.requests[request_id]
@@ -168,7 +168,7 @@ class Router:
     # -- its life
 
     def start(self) -> None:
-        """In the event loop: look for the replicas. Requests may come before any is found."""
+        """Look for the replicas, in the event loop. Requests may come before any is found."""
         self.fleet.start()
         if self.shared is not None:
             self.shared.start()
@@ -216,7 +216,7 @@ class Router:
         self.fleet.add(facts, origin)
 
     async def _follow_name(self, target: Target) -> None:
-        """Add and drop replicas as the addresses behind a name change; while nobody can tell, they stay."""
+        """Add and drop replicas as the addresses behind a name change; while it does not resolve, they stay."""
         present: set[Origin] = set()
         while True:
             try:
@@ -232,7 +232,7 @@ class Router:
 
 
 async def resolve(name: Origin) -> list[Origin]:
-    """The addresses behind a name, sorted. Raises OSError when nobody can tell."""
+    """The addresses behind a name, sorted. Raises OSError when it does not resolve."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
     return [Origin(host, name.port) for host in sorted({str(address[0]) for *_, address in found})]
@@ -252,19 +252,19 @@ class Shared:
         self._notices = Notices(self.store, on_bound)
 
     def start(self) -> None:
-        """In the event loop."""
+        """Start in the event loop."""
         self.store.start()
         self._exchange.start()
         self._notices.start()
 
     def bound(self, request: FleetRequest, replica: ReplicaFacts) -> None:
-        """It goes there: told where others would send its session elsewhere, or not know what the replica has."""
+        """Tell other routers where they would send the session elsewhere, or not know what the replica has."""
         keys = request.keys if replica.kind is Kind.FOREIGN else ()
         if keys or request.hash_key is not None:
             self._notices.tell(Bound(replica.url, request.hash_key, keys))
 
     def stop(self) -> None:
-        """What is not written yet is lost; what is leased comes back by itself."""
+        """Stop; what is not written yet is lost, and what is leased comes back by itself."""
         self._notices.stop()
         self._exchange.stop()
         self.store.stop()

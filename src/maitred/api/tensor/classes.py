@@ -33,7 +33,7 @@ class Labels:
 
 
 def _labels(folder: Path, name: str) -> list[bytes]:
-    """None of a file that is gone, or that is a link out of the repository by now: what is read is what was checked."""
+    """Labels of a file; empty if it is gone or links out of the repository by now: what is read is what was checked."""
     path = folder / name
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as lines:

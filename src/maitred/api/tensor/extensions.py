@@ -1,4 +1,4 @@
-"""What KServe v2's HTTP and gRPC share beside the models: one of each in a server."""
+"""Extensions that KServe v2's HTTP and gRPC share beside the models: one of each in a server."""
 
 from __future__ import annotations
 

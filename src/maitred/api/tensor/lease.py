@@ -29,7 +29,7 @@ _random = random.Random()  # ids are no secrets
 
 
 def new_id() -> str:
-    """Of a request of ours; the client's own need not be unique."""
+    """An id for a request of ours; the client's own need not be unique."""
     return f"{_random.getrandbits(128):032x}"
 
 
@@ -41,12 +41,12 @@ class TensorLease:
         self.num_tokens = self.compute_us = 0  # of inferences that were answered
 
     def reserve(self, num_tokens: int) -> None:
-        """Of the tenant's limits, once it is known how many. Raises RateLimited or InsufficientQuota."""
+        """Take tokens of the tenant's limits, once their number is known. Raises RateLimited or InsufficientQuota."""
         with counting_refusals(self._app, self._lease.caller):
             self._app.gate.let_in(self._lease, (), num_tokens, self._app.clock.now())
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """What the model answers. Cancelling it gives up its place at once. Raises as `TensorService.infer`."""
+        """The model's answer. Cancelling gives up the request's place at once. Raises as `TensorService.infer`."""
         asked = _under_terms(self._lease, request, self._app.clock.now(), self._limits)
         response = await tensors_of(self._app).infer(asked)
         self.num_tokens += request.num_tokens

@@ -27,13 +27,13 @@ class Place(NamedTuple):
     byte_size: int
 
     def told(self, num_bytes: int) -> dict[str, str | int]:
-        """As an answer's parameters name it, where so many bytes were written there."""
+        """The place as an answer's parameters name it, with `num_bytes` written there."""
         found: dict[str, str | int] = {REGION: self.region, REGION_SIZE: num_bytes}
         return {**found, REGION_OFFSET: self.offset} if self.offset else found
 
 
 class InferTerms(NamedTuple):
-    """What the parameters of a request say, as InferRequest has it."""
+    """The parameters of a request, as InferRequest has them."""
 
     level: int
     timeout_s: float | None
@@ -59,7 +59,7 @@ _NO_TERMS = InferTerms(0, None, None)
 
 
 def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
-    """Where in shared memory the tensor `name` is, or goes; None where it stands in the message."""
+    """Place of the tensor `name` in shared memory; None where it stands in the message."""
     if REGION not in parameters:
         return None
     region, size = parameters[REGION], integer(parameters, REGION_SIZE)

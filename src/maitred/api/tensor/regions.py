@@ -59,7 +59,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class RegionPart:
-    """What a request names of a region."""
+    """The part of a region that a request names."""
 
     region: SystemRegion
     offset: int  # in the region's file

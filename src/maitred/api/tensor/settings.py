@@ -23,7 +23,7 @@ _TRACED: Mapping[str, Sequence[str]] = {
 
 
 class ServerSettings:
-    """Of the whole server."""
+    """Settings of the whole server."""
 
     def trace(self, changes: Mapping[str, Sequence[str]], model: str = "") -> Mapping[str, Sequence[str]]:
         """Requests are traced by OpenTelemetry's own rules; a setting can be sent as it is, and not changed."""

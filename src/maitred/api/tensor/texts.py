@@ -19,7 +19,7 @@ from maitred.text.tokenizer import Tokenizer
 
 
 def encoders_of(tensors: TensorService) -> dict[str, Encoder]:
-    """Those that answer now, by name."""
+    """Encoders that answer now, by name."""
     names = dict.fromkeys(entry.name for entry in tensors.index(ready_only=True))
     configs = {name: tensors.config(name) for name in names}
     return {name: encoder_of(config) for name, config in configs.items() if is_encoder(config)}
@@ -41,7 +41,7 @@ def encoder_named(tensors: TensorService, name: str | None) -> str | None:
 
 
 class Tokenizers:
-    """Of encoders, by name. A file that changes is read again when models change, not before."""
+    """Tokenizers of encoders, by name. A file that changes is read again when models change, not before."""
 
     def __init__(self) -> None:
         self._read: dict[str, tuple[ANY_MESSAGE, Tokenizer]] = {}  # with the config of the load that it is of
@@ -51,7 +51,7 @@ class Tokenizers:
         return name in self._read and self._read[name][0] is config
 
     def of(self, name: str, config: ANY_MESSAGE) -> Tokenizer:
-        """In any thread. Raises CheckpointError for a file that is gone or broken since its model was loaded."""
+        """An encoder's tokenizer. From any thread. Raises CheckpointError for a file gone or broken since the load."""
         if not self.has(name, config):
             encoder = encoder_of(config)
             tokenizer = Tokenizer.from_folder(encoder.tokenizer)
@@ -64,7 +64,7 @@ class Tokenizers:
 def tokens_of(
     tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[Prompt], *, add_special_tokens: bool
 ) -> list[Sequence[int]]:
-    """Of each text; lists of token ids are taken as they are. Nothing is cut.
+    """Tokens of each text; lists of token ids are taken as they are. Nothing is cut.
 
     Raises PromptTooLong with both numbers, InvalidRequest for none and for those that the vocabulary does not have.
     """
@@ -111,8 +111,8 @@ async def vectors_of(
     token_lists: Sequence[Sequence[int]],
     num_dimensions: int | None = None,
 ) -> list[np.ndarray]:
-    """Of each text, float32. Each is a request of its own, so that texts of several clients share batches; the first
-    failure gives the others up.
+    """Vectors of each text, float32. Each text is a request of its own, so that several clients' texts share batches;
+    the first failure gives the others up.
     """
     check_dimensions(num_dimensions, encoder.width)
     tasks = [asyncio.create_task(_vector(lease, model, encoder, ids, num_dimensions)) for ids in token_lists]

@@ -16,7 +16,7 @@ _LEVEL = 1  # of compression: on loopback and in a rack time is dearer than byte
 
 
 async def body_of(exchange: Exchange) -> bytes:
-    """As it was sent. Clients need not say what it is; pages of other origins must, so that browsers ask first."""
+    """The body as sent. Only pages of other origins must name its type, so that browsers send a preflight first."""
     media_type = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if b"origin" in exchange.headers and media_type not in MEDIA_TYPES[:2]:
         raise UnsupportedMediaType("send the body as application/json or application/octet-stream")
@@ -43,7 +43,7 @@ def inflated(body: bytes, encoding: bytes, limit: int) -> bytes:
 
 
 def accepted(header: bytes) -> bytes:
-    """Of Accept-Encoding: gzip or deflate where the client likes it best, else nothing (RFC 9110, 12.5.3)."""
+    """The coding that Accept-Encoding prefers, if that is gzip or deflate, else empty (RFC 9110, 12.5.3)."""
     best, weight = b"", 0.0
     for each in header.lower().split(b","):
         name, _, parameter = each.partition(b";")
@@ -67,7 +67,7 @@ def deflated(body: bytes, encoding: bytes) -> bytes:
 
 
 def header_length(value: bytes | None, num_bytes: int) -> int:
-    """How much of a body of `num_bytes` is JSON: all where nothing is said. Raises InvalidRequest."""
+    """Length of the JSON in a body of `num_bytes`: all of it without the header. Raises InvalidRequest."""
     if value is None:
         return num_bytes
     if not value.isdigit() or len(value) > 18 or int(value) > num_bytes:

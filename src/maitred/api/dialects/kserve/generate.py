@@ -144,7 +144,7 @@ def _object(sent: Raw | UnsetType, name: str) -> dict[str, Raw]:
 
 
 def _completion(model: str, own: GenerateRequest, others: Mapping[str, Raw], *, in_pieces: bool) -> bytes:
-    """As a body of /v1/completions. Raises InvalidRequest for a stream that should tell the prompt too."""
+    """The request as a body of /v1/completions. Raises InvalidRequest for a stream that should include the prompt."""
     if in_pieces and own.exclude_input_in_output is False:
         raise InvalidRequest(f"{EXCLUDE} must not be false with {STREAM}: true", param=EXCLUDE)
     sampling = {**others, **_sampling(own.sampling_parameters)}
@@ -201,7 +201,7 @@ class TextStream:
         self._num_left = len(outcome.samples)  # samples that go on
 
     def delta(self, sample: Sample, delta: TextDelta) -> bytes:
-        """Nothing for what has nothing to tell; the end always has."""
+        """The event of `delta`; empty when there is nothing to send. The end always sends one."""
         self._num_left -= delta.finish_reason is not None
         if not self._answer.in_pieces:
             sample.texts.append(delta.text)

@@ -234,7 +234,7 @@ async def _no_cuda_regions(app: App, exchange: Exchange) -> None:
 
 
 async def _json_of(exchange: Exchange) -> dict[str, Any]:
-    """An object; without a body an empty one."""
+    """The body's JSON object; empty without a body."""
     body = await body_of(exchange)
     if len(body) > MOST_CONTROL_BYTES:
         raise RequestTooLarge(f"the body has {len(body)} bytes; this path takes at most {MOST_CONTROL_BYTES}")
@@ -242,7 +242,7 @@ async def _json_of(exchange: Exchange) -> dict[str, Any]:
 
 
 def _model(app: App, exchange: Exchange) -> _Model:
-    """Only the language model has names with slashes."""
+    """The model and action that the path names; only the language model has names with slashes."""
     found = _MODEL.fullmatch(exchange.parameter)
     if found is None or ("/" in found["model"] and not Models(app, exchange.caller).has_language_model(found["model"])):
         raise RouteNotFound("there is /v2/models/NAME[/versions/V], and infer, ready, config, stats after it")
@@ -250,7 +250,7 @@ def _model(app: App, exchange: Exchange) -> _Model:
 
 
 def _region(exchange: Exchange) -> tuple[str, str]:
-    """Its name, empty for all, and what is to be done."""
+    """The region's name (empty for all) and the action, from the path."""
     found = _REGION.fullmatch(exchange.parameter)
     if found is None:
         raise RouteNotFound("there is [region/NAME/]status, register and unregister")
@@ -258,7 +258,7 @@ def _region(exchange: Exchange) -> tuple[str, str]:
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Of a trace setting: a text, a list of them, or null to leave it be."""
+    """Values of a trace setting: a text, a list of texts, or null for no change."""
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(each, str) for each in listed):
         raise InvalidRequest(f"{name[:80]!r} must be a string or a list of strings", param=name)

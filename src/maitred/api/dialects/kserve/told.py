@@ -1,4 +1,4 @@
-"""What KServe v2 tells of a server and its models, as Triton's JSON."""
+"""KServe v2's metadata, readiness, index and statistics of a server and its models, as Triton's JSON."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def server_metadata(server_id: str) -> dict[str, Any]:
 
 
 def is_ready(models: ModelTable, model: str, version: int) -> bool:
-    """Whether it answers, in that version where one is named."""
+    """Whether the model answers, in `version` unless that is 0."""
     versions = models.versions(model)
     return version in versions if version else bool(versions)
 
@@ -93,13 +93,13 @@ def model_metadata(models: ModelTable, model: str, version: int) -> dict[str, An
 
 
 def tensor(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
-    """With the rows of a batch first."""
+    """Metadata of a tensor; if `batched`, its shape begins with the rows of a batch."""
     shape = (WILDCARD, *spec.dims) if batched else spec.dims
     return {"name": spec.name, "datatype": datatype_of(spec.data_type), "shape": shape}
 
 
 def statistics(tensors: TensorService, model: str = "", version: int = 0) -> dict[str, Any]:
-    """Of all models without one. Raises InvalidRequest for one that is not served: Triton answers 400 here."""
+    """Statistics of `model`, or of all models. Raises InvalidRequest for one that is not served: Triton answers 400."""
     try:
         found = tensors.statistics(model, version)
     except ModelNotFound as error:

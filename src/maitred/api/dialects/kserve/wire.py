@@ -74,7 +74,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> Asked:
-    """`request` says who asks which model. Raises InvalidRequest."""
+    """Parse `body`; `request` gives the caller and the model. Raises InvalidRequest."""
     content = memoryview(body)
     found = object_of(content[:header_bytes], _decoder, ("data",))
     terms = terms_of(found.parameters)
@@ -106,7 +106,7 @@ def raw_asked(body: bytes, request: InferRequest, specs: Sequence[TensorSpec], *
 
 
 def _raw_dims(spec: TensorSpec, num_bytes: int) -> tuple[int, ...]:
-    """One dimension may be of any length: what the bytes give."""
+    """The shape of raw bytes; one dimension may be a wildcard, whose length the bytes give."""
     kind, known = NUMPY_TYPES[spec.data_type], math.prod(size for size in spec.dims if size != WILDCARD)
     if spec.dims.count(WILDCARD) > 1:
         raise InvalidRequest(f"the shape of input {spec.name!r} {list(spec.dims)} does not follow from raw bytes")
@@ -134,7 +134,7 @@ def _inputs(inputs: Sequence[_Input], binary: memoryview, view: View) -> tuple[T
 
 
 def _one_source(each: _Input) -> Place | None:
-    """Where in shared memory it is, if it is there. Raises InvalidRequest unless its data is in just one place."""
+    """The input's place in shared memory, if any. Raises InvalidRequest unless its data is in exactly one place."""
     place = place_of(each.name, each.parameters) if each.parameters else None
     sources = (each.data is not msgspec.UNSET, BINARY_SIZE in each.parameters, place is not None)
     if sum(sources) != 1:

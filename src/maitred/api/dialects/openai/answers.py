@@ -1,4 +1,4 @@
-"""What the answers of both routes share: ids, usage, and chunks, whose unchanging part is encoded once a stream."""
+"""Shared by the answers of both routes: ids, usage, and chunks with an unchanging part encoded once a stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END = b"}\n\n"
 
 
 class WantedUsage(NamedTuple):
-    """What a stream tells of its usage."""
+    """The usage that a stream reports."""
 
     at_end: bool = False
     in_every_chunk: bool = False
@@ -90,7 +90,7 @@ def _timing_ms(timing: RequestTiming) -> TimingMs:
 
 
 def finish_name(reason: FinishReason | None, *, calls: bool = False) -> Any:
-    """As the wire has it; an outcome that failed never gets here.
+    """The wire's `finish_reason`; never called for an outcome that failed.
 
     `tool_calls` for a named tool_choice too, as OpenAI's reference defines the field ("if the model called a tool").
     Its service once said `stop` there, and vLLM still does (vllm-project/vllm#25054, #32018); clients that run tools

@@ -40,7 +40,7 @@ def any_object(raw: Raw | UnsetType, name: str) -> dict[str, Any] | None:
 
 
 def check_object(raw: Raw | UnsetType, name: str) -> None:
-    """That it is one, if it is there; nobody reads what is in it."""
+    """Check that the field, if present, is an object; its content is not used."""
     _object(raw, name, _UNREAD)
 
 
@@ -71,7 +71,7 @@ def _object(
 
 
 def predicted_text(raw: Raw | UnsetType) -> str:
-    """Of a prediction; empty when absent or null. Raises InvalidRequest."""
+    """Text of a prediction; empty when absent or null. Raises InvalidRequest."""
     prediction = _object(raw, "prediction", _PREDICTION, MAX_PREDICTION_BYTES)
     if prediction is None:
         return ""

@@ -208,7 +208,7 @@ def _plain_deltas(delta: TextDelta) -> list[ChatDelta]:
 
 
 def _read_deltas(reader: AnswerReader, delta: TextDelta) -> list[ChatDelta]:
-    """Each of one kind, and of one call, as OpenAI's are: instructor reads only the first of a chunk's `tool_calls`."""
+    """Deltas of one kind and one call each, as OpenAI's: instructor reads only the first of a chunk's `tool_calls`."""
     read = reader.push(delta.pieces, is_last=delta.finish_reason is not None)
     told: list[ChatDelta] = []
     if read.reasoning:
@@ -219,7 +219,7 @@ def _read_deltas(reader: AnswerReader, delta: TextDelta) -> list[ChatDelta]:
 
 
 def _joined(events: Sequence[CallBegun | ArgumentsText]) -> list[CallBegun | ArgumentsText]:
-    """The same, texts that follow each other as one."""
+    """Events with consecutive texts of one call's arguments joined."""
     joined: list[CallBegun | ArgumentsText] = []
     for event in events:
         last = joined[-1] if joined else None
@@ -248,5 +248,5 @@ def _whole_calls(events: Sequence[CallBegun | ArgumentsText]) -> list[ToolCall]:
 
 
 def _tier_of(request: RequestSpec) -> str:
-    """What it was granted; where there are no tenants, there are no tiers."""
+    """The service tier granted; without tenants there are no tiers."""
     return tier_of_priority(request.priority) if request.tenant else "default"

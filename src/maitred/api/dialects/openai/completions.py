@@ -53,7 +53,7 @@ def decode_completion(app: App, exchange: Exchange, sent: bytes) -> GenerationAs
 
 
 def completion_ask(app: App, caller: Caller, body: CompletionRequest, model: str, request_id: str) -> GenerationAsk:
-    """What `body` asks of `model`, whichever way it came. Raises InvalidRequest and UnsupportedParameter."""
+    """The GenerationAsk of `body`, from any route. Raises InvalidRequest and UnsupportedParameter."""
     check_common(body, caller, policy_without_priorities=app.policy_without_priorities)
     sampling = completion_sampling(body, app.model, app.config.default_max_n)
     prompts = prompts_of(body.prompt, max_listed=max(MAX_LISTED, 2 * app.model.max_model_len))
@@ -183,7 +183,7 @@ class CompletionStream:
 
 
 class _ChoiceStream:
-    """One choice of a stream. An echo with logprobs goes first, so what comes earlier waits for it."""
+    """One choice of a stream. An echo with logprobs goes first, so deltas that come earlier wait for it."""
 
     def __init__(self, answer: CompletionAnswer, outcome: Outcome, sample: Sample, chunks: ChunkWriter) -> None:
         self._answer, self._outcome, self._sample, self._chunks = answer, outcome, sample, chunks

@@ -99,7 +99,7 @@ async def list_models(app: App, exchange: Exchange) -> None:
 
 
 def embedding_routes() -> tuple[Route, ...]:
-    """Of a server that has a model repository."""
+    """Routes of a server that has a model repository."""
     models = Route(
         method="GET",
         path="/v1/models",

@@ -66,8 +66,8 @@ def chat_logprobs(positions: Iterable[TokenLogprobs], names: TokenNames, num_top
 
 
 def packed_chat_logprobs(positions: Sequence[TokenLogprobs], names: TokenNames, num_top: int) -> ChatLogprobs:
-    """The same, as JSON already, piece by piece: a million objects at once would keep the collector of garbage, and
-    with it everybody, busy for a quarter of a second.
+    """Like `chat_logprobs`, encoded to JSON in pieces: collecting the garbage of a million objects at once would stall
+    the whole process for a quarter of a second.
     """
     pieces = (chat_logprobs(some, names, num_top).content for some in _pieces(positions))
     return ChatLogprobs([_packed(piece) for piece in pieces])
@@ -78,7 +78,7 @@ def _pieces(positions: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogpro
 
 
 def _packed(items: Sequence[Any]) -> Any:
-    """What stands in a list of JSON for all of `items`, of which there is one at least."""
+    """The elements of a JSON list of `items`, without brackets; there is at least one."""
     return msgspec.Raw(msgspec.json.encode(items)[1:-1])
 
 
@@ -112,7 +112,7 @@ class CompletionLogprobsWriter:
         return written
 
     def packed_output(self, positions: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """The same, as JSON already, piece by piece."""
+        """Like `output`, encoded to JSON in pieces."""
         written = CompletionLogprobs([], [], [], [])
         for some in _pieces(positions):
             piece = self.output(some)
@@ -132,7 +132,7 @@ class CompletionLogprobsWriter:
             written.top_logprobs.append({**top, names[0]: values[0]})
 
     def _advance(self, token_id: int) -> int:
-        """Where the token begins."""
+        """Advance past the token; returns the offset where it begins."""
         offset = self._offset
         self._offset += len(self._detokenizer.push((token_id,)))
         return offset

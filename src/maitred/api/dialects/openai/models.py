@@ -51,7 +51,7 @@ async def get_model(app: App, exchange: Exchange) -> None:
 
 
 def _adapter_card(app: App, adapter: AdapterFacts) -> ModelCard:
-    """As vLLM shows one: `root` is where it lies, `parent` what it is an adapter of."""
+    """An adapter's card like vLLM's: `root` is its path, `parent` its base model."""
     card = _card(app, adapter.name)
     return msgspec.structs.replace(card, root=adapter.path, parent=app.model.names[0])
 

@@ -1,4 +1,4 @@
-"""How a chat is asked and its answers are read: prompt, the shape that binds them, a parser for each sample."""
+"""A chat's prompt, the shape that binds its answers, and a parser for each sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from maitred.text.shape import NO_CALLS, NO_SHAPE, Shape, Tool, ToolChoice, comp
 
 
 def is_shaped(body: GenerationFields) -> bool:
-    """Whether anything may bind the answer's form."""
+    """Whether the body may constrain the answer's form."""
     fields = [body.response_format, body.structured_outputs]
     if isinstance(body, ChatCompletionRequest):
         fields += [body.tools, body.tool_choice]
@@ -35,7 +35,7 @@ def is_shaped(body: GenerationFields) -> bool:
 
 
 def text_shape(checker: GrammarChecker, body: GenerationFields) -> Shape:
-    """What binds a text that has no thoughts and no calls. Raises InvalidRequest."""
+    """Shape of a text answer without reasoning and tool calls. Raises InvalidRequest."""
     content, is_raw = content_source(body)
     if content is None:
         return NO_SHAPE
@@ -48,7 +48,7 @@ def text_shape(checker: GrammarChecker, body: GenerationFields) -> Shape:
 
 
 class Wanted(NamedTuple):
-    """What a body asks of an answer's shape."""
+    """The answer shape that a body asks for."""
 
     tools: Sequence[Tool]
     choice: ToolChoice
@@ -60,7 +60,7 @@ NOTHING = Wanted((), NO_CALLS, None, False)
 
 
 class ChatReading:
-    """Of one request. `prompts` and `shape` are called in a thread, in order; then there is a reader a sample."""
+    """One chat request. `prompts`, then `shape` are called in a thread; then each sample has a reader."""
 
     def __init__(self, model: ServedModel, checker: GrammarChecker, body: ChatCompletionRequest, id: str) -> None:
         self._model, self._checker, self._body, self.id = model, checker, body, id
@@ -99,7 +99,7 @@ class ChatReading:
         return [self._prompt]
 
     def prediction(self) -> str:
-        """What the answer may be like. Raises InvalidRequest."""
+        """The predicted text of the answer. Raises InvalidRequest."""
         return predicted_text(self._body.prediction)
 
     def shape(self) -> Shape:
@@ -134,7 +134,7 @@ class ChatReading:
 
     @cached_property
     def in_thoughts(self) -> bool:
-        """Whether the prompt ends in thoughts that it began."""
+        """Whether the prompt ends within reasoning that it opened."""
         reasoning = self.format.reasoning
         return reasoning is not None and reasoning.opened_by(self._prompt)
 
@@ -185,7 +185,7 @@ class AnswerReader:
         self.num_calls = 0
 
     def push(self, pieces: Sequence[Piece], *, is_last: bool) -> AnswerDelta:
-        """What became certain."""
+        """Parse `pieces`; returns the text and calls that became certain."""
         parser, whole = self._parser, AnswerDelta()
         for text, mark in pieces:
             was_thought = parser.in_reasoning

@@ -1,8 +1,8 @@
 """Known fields that this version does not do: refused when they would change the answer, never ignored.
 
-They are those of OpenAI, vLLM, SGLang, llama.cpp's server and others whose clients come here. A value that changes
-nothing (null, or one of those listed) passes, because clients send their defaults. What others know and no answer
-depends on (where a cache lies, which replica is meant) is unknown here, and told as such.
+The fields are of OpenAI, vLLM, SGLang, llama.cpp's server and others whose clients come here. A value that changes
+nothing (null, or one of those listed) passes, because clients send their defaults. Other servers' fields that no
+answer depends on (where a cache lies, which replica is meant) are unknown here, and reported as such.
 """
 
 from __future__ import annotations
@@ -283,8 +283,8 @@ _WHY: Mapping[str, str] = {
 
 
 def heed_others(app: App, exchange: Exchange, sent: Sent[Any], decoder: BodyDecoder[Any], refused: Refused) -> None:
-    """What a body has besides its own fields: UnsupportedParameter for the first that would change the answer, then
-    what nobody knows is told, or refused.
+    """Handle the other fields of a body: raise UnsupportedParameter for the first that would change the answer, then
+    report or refuse the unknown ones.
     """
     refuse_unbuilt(sent.refused, refused)
     app.ignored_fields.heed(exchange, sent.unknown, decoder.known)
@@ -303,7 +303,7 @@ def refuse_raw(sent: Raw | UnsetType, param: str) -> None:
 
 
 def has_value(sent: Raw | UnsetType) -> bool:
-    """Whether a field that came undecoded has one that is not empty."""
+    """Whether an undecoded field was sent with a value that is not empty."""
     return sent is not UNSET and _changes_something(bytes(sent), ([],))
 
 

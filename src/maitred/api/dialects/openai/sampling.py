@@ -1,4 +1,4 @@
-"""From a body's fields to a `GenerationAsk`: the model's defaults where it is silent, bounds with numbers."""
+"""Convert a body's fields to a `GenerationAsk`: the model's defaults for absent fields, bounds with numbers."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def check_priority(priority: int | None, policy_without_priorities: str | None) 
 
 
 def make_ask(body: GenerationFields, answer: Answer, **more: Any) -> GenerationAsk:
-    """What both routes' bodies say alike; `more` is what they say in ways of their own."""
+    """The ask from fields that both routes share; `more` is what differs between them."""
     return GenerationAsk(
         answer=answer,
         stream=bool(body.stream),

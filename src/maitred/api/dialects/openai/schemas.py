@@ -204,7 +204,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
-    # of a prediction: what was checked and became output, and what was checked in vain, which nobody is billed for
+    # of a prediction: tokens that were checked and became output, and tokens checked in vain, which are not billed
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 

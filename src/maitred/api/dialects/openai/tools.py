@@ -1,4 +1,4 @@
-"""What a chat's body binds of the answer's shape: tools, which of them may be called, and the form of the content."""
+"""The answer shape that a chat's body asks for: tools, which of them may be called, and the form of the content."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _named(listed: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def content_source(body: GenerationFields) -> tuple[Source | None, bool]:
-    """What binds the answer's text, and whether all of it as the model writes it. Raises InvalidRequest."""
+    """Source of the answer text's grammar, and whether it binds all that the model writes. Raises InvalidRequest."""
     wanted = any_shape(body)
     form = any_value(body.response_format, "response_format", MAX_SHAPE_BYTES)
     if form is not None and not isinstance(form, Mapping):

@@ -112,7 +112,7 @@ async def _outputs(app: App, exchange: Exchange, asked: _Asked, inputs: tuple[Te
 
 
 def _asked(path: str) -> _Asked | None:
-    """None for a path that is none of TF Serving's, as one whose name has a slash."""
+    """Parse a path; None for one that is not TF Serving's, such as a name with a slash."""
     found = _PATH.fullmatch(path)
     if found is None:
         return None

@@ -172,7 +172,7 @@ def regressions(outputs: Sequence[Tensor]) -> bytes:
 
 
 def predictions(outputs: Sequence[Tensor], *, by_rows: bool) -> bytes:
-    """As they were asked for: by rows or by columns; without names where there is one output."""
+    """Encode outputs by rows or by columns, as asked; without names where there is one output."""
     columns = {output.name: _array_told(output) for output in outputs}
     if not by_rows:
         told = {name: _json_of(array) for name, array in columns.items()}

@@ -1,4 +1,4 @@
-"""What TF Serving tells of a model: the state of each version, and its signature; for REST and gRPC alike."""
+"""TF Serving's state of each version of a model, and its signature; for REST and gRPC alike."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def metadata(tensors: TensorService, model: str, version: int = 0, label: str = 
 
 
 def metadata_json(tensors: TensorService, model: str, version: int, label: str) -> dict[str, Any]:
-    """The same for REST, where numbers of 64 bits are strings."""
+    """Metadata of a model for REST, where numbers of 64 bits are strings. Raises ModelNotFound."""
     signatures = _signatures(tensors.config(model, version, label))
     number = str(version_number(tensors, model, version, label))
     return {
@@ -83,7 +83,7 @@ def metadata_json(tensors: TensorService, model: str, version: int, label: str) 
 
 
 def as_json(message: ANY_MESSAGE) -> dict[str, Any]:
-    """With every field, by the names of the wire."""
+    """A message with every field, by the names of the wire."""
     told: dict[str, Any] = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
