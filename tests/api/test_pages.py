@@ -61,9 +61,7 @@ def test_openmetrics_is_spoken_when_asked_for(served):
 
 
 def test_the_documentation_is_the_declaration():
-    assert (DOCS / "metrics.md").read_text() == metrics_document(), (
-        "python -m maitred.core.metrics > docs/metrics.md"
-    )
+    assert (DOCS / "metrics.md").read_text() == metrics_document(), "python -m maitred.core.metrics > docs/metrics.md"
 
 
 def test_gauges_show_the_engine_and_histograms_the_requests():

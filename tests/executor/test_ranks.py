@@ -133,7 +133,10 @@ def adapters_of(folder: Path, model_folder: Path) -> dict[str, Adapter]:
 
 @pytest.mark.parametrize(
     ("family", "changes", "model"),
-    [("llama_bias", {}, {"dtype": "float32"}), ("phi3", {"hidden_size": 40}, {"dtype": "int8", "kv_dtype": "int8"})],
+    [
+        pytest.param("llama_bias", {}, {"dtype": "float32"}, marks=pytest.mark.soak),
+        ("phi3", {"hidden_size": 40}, {"dtype": "int8", "kv_dtype": "int8"}),
+    ],
     ids=["llama_bias", "phi3"],
 )
 def test_any_number_of_ranks_gives_adapters_the_bits_of_one(

@@ -56,6 +56,7 @@ def test_target_and_draft_share_the_tokenizer():
     assert mini.read_text() == draft.read_text()
 
 
+@pytest.mark.soak
 def test_training_a_tokenizer_is_deterministic():
     assert train_tokenizer(600, seed=0).to_str() == train_tokenizer(600, seed=0).to_str()
 
