@@ -19,7 +19,7 @@ from maitred.kernels.linear import SourceMatrix, allocate, expand, linear_shape,
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.gguf_file import HELD_AS
 from maitred.model.program import Part, Program, Weight
-from maitred.model.weight_map import WeightSource, head_map, weight_map
+from maitred.model.weight_map import WeightSource, check_shape, head_map, weight_map
 
 ALIGNMENT = 4096  # of a tensor in a flat file: a page
 Buffer = NDArray[np.uint8]
@@ -183,11 +183,7 @@ class _Sources:
 
 def _check_shape(source: WeightSource, checkpoint: Checkpoint) -> None:
     raw = checkpoint.tensor(source.tensor)
-    if raw.shape != source.shape:
-        raise CheckpointError(
-            f"tensor {source.tensor} has shape {list(raw.shape)}, config.json asks for {list(source.shape)} "
-            f"({checkpoint.file_of(source.tensor)})"
-        )
+    check_shape(source, raw.shape, checkpoint.file_of(source.tensor))
     _check_dtype(raw, source.tensor, matrix=len(source.shape) > 1)
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, linear, rms_norm, silu
 
-from maitred.core.errors import CheckpointError
 from maitred.model.rope import inverse_frequencies
 from maitred.model.spec import Activation, DecoderSpec, LayerSpec, NormPlacement, QKNorm, RopeSpec
-from maitred.model.weight_map import weight_map
+from maitred.model.weight_map import check_shape, weight_map
 
 if TYPE_CHECKING:
     from maitred.model.checkpoint import Checkpoint, RawTensor
@@ -262,11 +261,7 @@ def load_torch_decoder(
         raw = checkpoint.tensor(name)
         if name in sources:
             source = sources[name]
-            if raw.shape != source.shape:
-                raise CheckpointError(
-                    f"tensor {name} has shape {list(raw.shape)}, config.json asks for {list(source.shape)} "
-                    f"({checkpoint.file_of(name)})"
-                )
+            check_shape(source, raw.shape, checkpoint.file_of(name))
             target = parameters[source.parameter][source.row : source.row + source.shape[0]]
             target.copy_(tensor_from_raw(raw, name))
             if source.offset:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from maitred.core.errors import CheckpointError
 from maitred.model.head import HeadSpec
@@ -71,6 +72,14 @@ def _check(
         raise CheckpointError(
             f"the weights hold {len(surplus)} tensors that {architecture} as described by config.json has no "
             f"place for: {_first(surplus)}; leaving them out would change the model's answers"
+        )
+
+
+def check_shape(source: WeightSource, shape: tuple[int, ...], file: Path) -> None:
+    """Raise CheckpointError where the tensor of `source`, which lies in `file`, has another shape than the decoder's."""
+    if shape != source.shape:
+        raise CheckpointError(
+            f"tensor {source.tensor} has shape {list(shape)}, config.json asks for {list(source.shape)} ({file})"
         )
 
 
