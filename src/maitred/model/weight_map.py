@@ -76,7 +76,7 @@ def _check(
 
 
 def check_shape(source: WeightSource, shape: tuple[int, ...], file: Path) -> None:
-    """Raise CheckpointError where the tensor of `source`, which lies in `file`, has another shape than the decoder's."""
+    """Raise CheckpointError where the tensor of `source`, in `file`, has another shape than the decoder's."""
     if shape != source.shape:
         raise CheckpointError(
             f"tensor {source.tensor} has shape {list(shape)}, config.json asks for {list(source.shape)} ({file})"
