@@ -19,11 +19,11 @@ from random import Random
 
 from kubernetes_hpa import HpaRule, Metric
 
-from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler, FleetFigures
-from maitred.cluster.config import FleetConfig
-from maitred.cluster.sizing import Autoscale
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
+from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler, FleetFigures
+from maitred.fleet.config import FleetConfig
+from maitred.fleet.sizing import Autoscale
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup

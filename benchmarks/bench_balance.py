@@ -17,9 +17,9 @@ from dataclasses import replace
 
 from conversations import Conversations
 
-from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
+from maitred.fleet.config import FleetConfig
 from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from time import process_time
 
-from maitred.cluster.balance import BALANCES
-from maitred.cluster.config import FleetConfig
-from maitred.cluster.core import ClusterCore
-from maitred.cluster.fleet_request import FleetRequest, Usage
-from maitred.cluster.replicas import ReplicaFacts, Report
 from maitred.config import SchedulerConfig
+from maitred.fleet.balance import BALANCES
+from maitred.fleet.config import FleetConfig
+from maitred.fleet.core import ClusterCore
+from maitred.fleet.fleet_request import FleetRequest, Usage
+from maitred.fleet.replicas import ReplicaFacts, Report
 
 NUM_REPLICAS, NUM_IN_FLIGHT, NUM_ROUNDS, NUM_CHOICES = 16, 512, 15, 100
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
+from maitred.fleet.config import FleetConfig
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup

@@ -37,16 +37,16 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.bench_prefix_keys import HASHER, Message, paragraphs
 from benchmarks.bench_start import QWEN3_06B, make_checkpoint
-from maitred.cluster.prefix_index import PrefixIndex
-from maitred.cluster.prefix_keys import prefix_keys
-from maitred.cluster.replica_events import FleetEvent, KeysChanged
-from maitred.cluster.routed_body import read_body
+from maitred.fleet.prefix_index import PrefixIndex
+from maitred.fleet.prefix_keys import prefix_keys
+from maitred.fleet.replica_events import FleetEvent, KeysChanged
+from maitred.fleet.routed_body import read_body
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.model.packaged import default_folder
 from maitred.text import FolderText
 from maitred.text.folder import read_chat_template
 from tests.conftest import start_server
-from tests.route.test_end_to_end import start_router
+from tests.fleet.test_end_to_end import start_router
 from tests.storage.redis_server import RunningRedis, slow_proxy
 
 CHAT = "/v1/chat/completions"

@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
-from maitred.cluster.prefix_index import PrefixIndex
-from maitred.cluster.prefix_keys import PrefixKeys, prefix_keys
-from maitred.cluster.routed_body import read_body
-from maitred.cluster.stored_keys import KeyBlock, StoredKeys
 from maitred.core.request import RequestSpec, RequestState, SamplingParams
+from maitred.fleet.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
+from maitred.fleet.prefix_index import PrefixIndex
+from maitred.fleet.prefix_keys import PrefixKeys, prefix_keys
+from maitred.fleet.routed_body import read_body
+from maitred.fleet.stored_keys import KeyBlock, StoredKeys
 from maitred.kvcache.changes import Changes
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher

@@ -24,8 +24,8 @@ from random import Random
 from statistics import mean
 from typing import NamedTuple
 
-from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
+from maitred.fleet.config import FleetConfig
 from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation

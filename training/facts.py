@@ -103,7 +103,7 @@ CONCEPTS: tuple[Fact, ...] = (
         "the router",
         "The router filters, scores and picks the replica for a request.",
         "command:route",
-        "module:maitred.cluster.balance",
+        "module:maitred.fleet.balance",
     ),
     concept(
         "the simulator",

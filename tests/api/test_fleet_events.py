@@ -20,13 +20,6 @@ import pytest
 import maitred
 from maitred.api.http.fleet_token import FleetToken
 from maitred.api.ops import fleet_feed
-from maitred.cluster.announcement import TOKEN_VARIABLE
-from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
-from maitred.cluster.prefix_index import Hit, PrefixIndex
-from maitred.cluster.prefix_keys import prefix_keys
-from maitred.cluster.replica_events import Began, FleetEvent, KeysChanged, Load
-from maitred.cluster.routed_body import read_body
-from maitred.cluster.stored_keys import KeyBlock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.core.request import SamplingParams
@@ -38,9 +31,16 @@ from maitred.engine.intake import make_requests
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.starting import Engine, StartingEngine
 from maitred.engine.supervisor import Start
+from maitred.fleet.announcement import TOKEN_VARIABLE
+from maitred.fleet.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
+from maitred.fleet.prefix_index import Hit, PrefixIndex
+from maitred.fleet.prefix_keys import prefix_keys
+from maitred.fleet.replica_events import Began, FleetEvent, KeysChanged, Load
+from maitred.fleet.routed_body import read_body
+from maitred.fleet.stored_keys import KeyBlock
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, running_server
-from tests.route.routers import running_router
+from tests.fleet.routers import running_router
 from tests.waiting import HANGS_S, joined, until
 
 TOKEN = "0123456789abcdef-of-the-fleet"

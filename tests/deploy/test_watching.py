@@ -23,7 +23,7 @@ from maitred.model.packaged import MODEL_VARIABLE, PACKAGED
 from maitred.storage.key_files import make_key
 from tests.conftest import free_port, start_server
 from tests.fakes_api import running_server
-from tests.route.test_end_to_end import start_router
+from tests.fleet.test_end_to_end import start_router
 from tests.waiting import HANGS_S, until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

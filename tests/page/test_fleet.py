@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeReplica, running_server
+from tests.fleet.routers import running_router
 from tests.page.test_chat import ask
 from tests.page.test_live import live_requests
 from tests.page.worlds import FOREVER, serving
-from tests.route.routers import running_router
 from tests.waiting import until
 
 GONE = ("ERR_",)  # the page asks every second, also when a test has ended its router

@@ -15,6 +15,7 @@ import pytest
 from maitred.api.route.routes import ROUTES
 from tests.api.test_access import raw
 from tests.api.test_bodies import AT_THE_LIMIT, BROKEN, FULL, body_at_the_limit
+from tests.fleet.test_end_to_end import start_router
 from tests.reliability.edge_server import Attacked, attacked
 from tests.reliability.test_edge import (
     HOSTILE,
@@ -27,7 +28,6 @@ from tests.reliability.test_edge import (
     slow_head,
     slow_reader,
 )
-from tests.route.test_end_to_end import start_router
 from tests.waiting import HANGS_S, until
 
 PATHS = ("/v1/chat/completions", "/v1/completions")

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from maitred.api.routes import make_routes
+from tests.fleet.test_end_to_end import start_router
 from tests.reliability.edge_server import Attacked, attacked
 from tests.reliability.test_edge import MIB, POST, answer_of, connect
-from tests.route.test_end_to_end import start_router
 from tests.waiting import HANGS_S, until
 
 BODY = b'{"model":"tiny","prompt":"hi"}'

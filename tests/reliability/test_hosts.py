@@ -21,8 +21,8 @@ from maitred.transfer.handshake import Identity
 from maitred.transfer.pieces import Refusal
 from maitred.transfer.puller import connect
 from tests.conftest import ServerProcess, start_server
+from tests.fleet.test_end_to_end import RealFleet, real_fleet
 from tests.reliability.test_workers import MODEL, STORY
-from tests.route.test_end_to_end import RealFleet, real_fleet
 from tests.transfer.worlds import make_layout
 from tests.waiting import HANGS_S, until
 

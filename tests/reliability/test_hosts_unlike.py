@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.fleet.test_end_to_end import real_fleet
 from tests.reliability.test_hosts import GREEDY, LONG, all_handovers, ask, workers
 from tests.reliability.test_workers import STORY
-from tests.route.test_end_to_end import real_fleet
 from tests.waiting import until
 
 SAME = ("--kv-listen", "127.0.0.1:0", "--kv-dtype", "float32", "--max-model-len", "2048")

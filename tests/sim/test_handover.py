@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
-from maitred.cluster.record import Recorder as FleetRecorder
-from maitred.cluster.replay import replay, split
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder, StepRecord
 from maitred.decisions.replay import first_difference
+from maitred.fleet.config import FleetConfig
+from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
+from maitred.fleet.record import Recorder as FleetRecorder
+from maitred.fleet.replay import replay, split
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup

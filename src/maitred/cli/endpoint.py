@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from maitred.cluster.origins import parse_target
-from maitred.cluster.upstream import Answer, Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
 from maitred.core.errors import ConfigError, ServerError
+from maitred.fleet.origins import parse_target
+from maitred.fleet.upstream import Answer, Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
 
 MAX_ERROR_TEXT = 300  # characters of a foreign error message that are worth showing
 

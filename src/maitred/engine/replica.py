@@ -133,7 +133,7 @@ class Replica:
         return None
 
     def choices_of(self, words: str) -> msgspec.Struct | None:
-        """Route of one of the last requests, and why, as a `cluster.choices.ChoicesMade`; None for an unknown one."""
+        """Route of one of the last requests, and why, as a `fleet.choices.ChoicesMade`; None for an unknown one."""
         return None
 
     def tell_router(self, on_blocks: OnBlocks | None) -> None:

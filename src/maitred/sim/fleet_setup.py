@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig, WorkerFacts
-from maitred.cluster.sizing import Autoscale, as_asked
 from maitred.config import DEFAULT_TOKEN_BUDGET, SchedulerConfig
 from maitred.core.cost_model import CostModel, StepShape
+from maitred.fleet.config import FleetConfig
+from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig, WorkerFacts
+from maitred.fleet.sizing import Autoscale, as_asked
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import EngineSetup
 from maitred.sim.links import SimulatedLink

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from maitred.cluster.disagg import WorkerFacts
-from maitred.cluster.replicas import ReplicaFacts
 from maitred.core.request import ResumePoint
 from maitred.core.step import RequestProgress
+from maitred.fleet.disagg import WorkerFacts
+from maitred.fleet.replicas import ReplicaFacts
 from maitred.kvcache.tiers import worth_fetching
 from maitred.scheduler.reservations import GivenUp
 from maitred.sim.clients import SimulatedRequest

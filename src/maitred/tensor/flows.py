@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from maitred.cluster.result_cache import ResultCache
 from maitred.core.clock import Clock
+from maitred.fleet.result_cache import ResultCache
 from maitred.tensor.ensemble_flow import EnsembleFlow, OnStep
 from maitred.tensor.result_cache import CacheFlow, OnLook
 from maitred.tensor.runner import TensorRunner

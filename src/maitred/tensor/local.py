@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from maitred.cluster.result_cache import ResultCache
 from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import MaitredError
 from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
+from maitred.fleet.result_cache import ResultCache
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.flows import add_flows

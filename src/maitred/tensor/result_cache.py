@@ -1,6 +1,6 @@
 """Response cache: answers of models with `response_cache { enable: true }`, by tenant, model files and inputs.
 
-They stand in the server's result cache (`maitred.cluster.result_cache`): one budget, and the least recently used of all
+They stand in the server's result cache (`maitred.fleet.result_cache`): one budget, and the least recently used of all
 goes first. What a reload replaced is dropped.
 """
 
@@ -13,11 +13,11 @@ from time import perf_counter_ns
 
 import msgspec
 
-from maitred.cluster.result_cache import Answer as Kept
-from maitred.cluster.result_cache import ResultCache
 from maitred.core.clock import Clock
 from maitred.core.request import Charges, FinishReason
 from maitred.core.step import RequestTiming
+from maitred.fleet.result_cache import Answer as Kept
+from maitred.fleet.result_cache import ResultCache
 from maitred.tensor.runner import Answer, Done
 from maitred.tensor.served_models import LoadedVersion
 from maitred.tensor.service import InferRequest, InferResponse, Tensor

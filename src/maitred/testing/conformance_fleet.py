@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isfinite
 
-from maitred.cluster.actions import Action, Bind, Move, Refuse
-from maitred.cluster.binding import use_of
-from maitred.cluster.config import BALANCES, FleetConfig
-from maitred.cluster.core import ClusterCore
-from maitred.cluster.fleet_request import Usage, request_of
-from maitred.cluster.replicas import ReplicaFacts
 from maitred.core.request import RequestSpec, RequestState
 from maitred.core.step import SchedulerOutput
+from maitred.fleet.actions import Action, Bind, Move, Refuse
+from maitred.fleet.binding import use_of
+from maitred.fleet.config import BALANCES, FleetConfig
+from maitred.fleet.core import ClusterCore
+from maitred.fleet.fleet_request import Usage, request_of
+from maitred.fleet.replicas import ReplicaFacts
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
 from maitred.testing.conformance import RIVALS, PolicyFault, tenant_shape

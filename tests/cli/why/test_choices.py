@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from maitred.cli.why.command import choice_lines
-from maitred.cluster.actions import Bind
-from maitred.cluster.balance import Choice
-from maitred.cluster.choices import Choices
-from maitred.cluster.disagg import Ask, options
-from tests.cluster.workers import worker
+from maitred.fleet.actions import Bind
+from maitred.fleet.balance import Choice
+from maitred.fleet.choices import Choices
+from maitred.fleet.disagg import Ask, options
+from tests.fleet.workers import worker
 
 
 def test_why_tells_each_way_that_was_foretold_and_its_terms():

@@ -9,12 +9,12 @@ import msgspec
 
 from maitred.api.generate.dialect import GenerationAsk, StreamWriter
 from maitred.api.generate.outcome import Outcome, Sample
-from maitred.cluster.told_tokens import ResumeRequest, ToldSample
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import Charges, RequestSpec, ResumePoint
 from maitred.core.step import RequestProgress, TokenLogprobs
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import SampleText
+from maitred.fleet.told_tokens import ResumeRequest, ToldSample
 
 
 class Resumption:

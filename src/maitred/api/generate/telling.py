@@ -6,10 +6,10 @@ import msgspec
 
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.ops.fleet_feed import identity
-from maitred.cluster.told_tokens import StreamHead, ToldSample, ToldUsage, frame, head_line
 from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import TextDelta
+from maitred.fleet.told_tokens import StreamHead, ToldSample, ToldUsage, frame, head_line
 
 
 def fingerprint_of(model: ServedModel, adapter: AdapterFacts | None = None) -> str:

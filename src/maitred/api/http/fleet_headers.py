@@ -11,9 +11,9 @@ from urllib.parse import quote, unquote
 
 from msgspec.structs import replace
 
-from maitred.cluster.told_tokens import SEED, TELL
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import Charges, RequestSpec, ResumePoint
+from maitred.fleet.told_tokens import SEED, TELL
 from maitred.gate.terms import NO_LIMITS, TimeLimits
 from maitred.tenancy.caller import ANYBODY, Caller
 from maitred.tenancy.quota import QuotaBook

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from hmac import compare_digest
 from pathlib import Path
 
-from maitred.cluster.announcement import TOKEN_VARIABLE
 from maitred.core.errors import ConfigError
+from maitred.fleet.announcement import TOKEN_VARIABLE
 
 HEADER = b"x-maitred-fleet-token"
 MIN_CHARS = 16

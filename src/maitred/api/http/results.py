@@ -11,7 +11,8 @@ from starlette.types import Message
 
 from maitred.api.http.exchange import Exchange, Header
 from maitred.api.http.ignored_fields import TOLD_OF_BODIES
-from maitred.cluster.result_cache import (
+from maitred.core.clock import Clock
+from maitred.fleet.result_cache import (
     Answer,
     CacheControl,
     ResultCache,
@@ -23,7 +24,6 @@ from maitred.cluster.result_cache import (
     unpacked,
     without_comments,
 )
-from maitred.core.clock import Clock
 
 HEADER = b"x-maitred-cache"
 CACHE_CONTROL = b"cache-control"

@@ -15,13 +15,13 @@ import msgspec
 from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
-from maitred.cluster.choices import MAX_REQUESTS
 from maitred.config import PolicyArg, SchedulerConfig
 from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest, KernelError, ModelNotFound, RouteNotFound
 from maitred.core.replica import TierView, WorkerView
 from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.installed import policy_of
 from maitred.engine.queries import AdapterFolder
+from maitred.fleet.choices import MAX_REQUESTS
 from maitred.scheduler.queue_view import MAX_PAGE
 
 LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})  # memory was planned for them

@@ -18,10 +18,10 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import identity
-from maitred.cluster.replica_events import FleetEvent, VersionResponse
-from maitred.cluster.told_tokens import ResumeRequest
 from maitred.core.errors import CannotResume, InvalidRequest, PermissionDenied
 from maitred.engine.model_facts import AdapterFacts
+from maitred.fleet.replica_events import FleetEvent, VersionResponse
+from maitred.fleet.told_tokens import ResumeRequest
 
 LISTENING = "listen to the fleet's events"  # what it takes an administrator or the fleet's token for
 MAX_TOLD_BYTES = 32 * 1024 * 1024  # of tokens, beside as much body as any request may have

@@ -15,9 +15,17 @@ import maitred
 from maitred.api.http.fleet_headers import SALT
 from maitred.api.http.fleet_token import FleetToken
 from maitred.api.http.in_flight import InFlight
-from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
-from maitred.cluster.prefix_keys import prefix_keys
-from maitred.cluster.replica_events import (
+from maitred.core.errors import Overloaded
+from maitred.core.replica import ReplicaState
+from maitred.core.request import NO_CHARGES, Charges, RequestSpec
+from maitred.core.step import RequestProgress
+from maitred.engine.client import EngineClient
+from maitred.engine.frames import BlockChanges
+from maitred.engine.intake import ServedModel
+from maitred.engine.replica import Replica
+from maitred.fleet.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
+from maitred.fleet.prefix_keys import prefix_keys
+from maitred.fleet.replica_events import (
     BEAT_S,
     MAX_KEYS_AN_EVENT,
     Began,
@@ -31,18 +39,10 @@ from maitred.cluster.replica_events import (
     Phase,
     VersionResponse,
 )
-from maitred.cluster.routed_body import read_asked
-from maitred.cluster.stored_keys import KeyBlock, StoredKeys
-from maitred.cluster.told_tokens import NOTHING, ToldUsage
-from maitred.cluster.worker import facts_of
-from maitred.core.errors import Overloaded
-from maitred.core.replica import ReplicaState
-from maitred.core.request import NO_CHARGES, Charges, RequestSpec
-from maitred.core.step import RequestProgress
-from maitred.engine.client import EngineClient
-from maitred.engine.frames import BlockChanges
-from maitred.engine.intake import ServedModel
-from maitred.engine.replica import Replica
+from maitred.fleet.routed_body import read_asked
+from maitred.fleet.stored_keys import KeyBlock, StoredKeys
+from maitred.fleet.told_tokens import NOTHING, ToldUsage
+from maitred.fleet.worker import facts_of
 
 MAX_LISTENERS = 16
 MAX_UNTOLD_ENDS = 4096  # to a router that is slow

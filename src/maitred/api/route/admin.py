@@ -6,9 +6,9 @@ import msgspec
 
 from maitred.api.http.exchange import Exchange
 from maitred.api.route.router import Router
-from maitred.cluster.choices import MAX_REQUESTS
-from maitred.cluster.disagg import Role
 from maitred.core.errors import InvalidRequest, RouteNotFound, UnsupportedParameter, did_you_mean
+from maitred.fleet.choices import MAX_REQUESTS
+from maitred.fleet.disagg import Role
 
 
 class Named(msgspec.Struct, forbid_unknown_fields=True):

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from maitred.api.http.results import HEADER as CACHE
-from maitred.cluster.fleet_request import Failure, FailureKind, Usage
-from maitred.cluster.told_tokens import MAX_COUNT, BrokenFrame, ToldUsage, usage_in
-from maitred.cluster.upstream import Answer
+from maitred.fleet.fleet_request import Failure, FailureKind, Usage
+from maitred.fleet.told_tokens import MAX_COUNT, BrokenFrame, ToldUsage, usage_in
+from maitred.fleet.upstream import Answer
 
 RETRIED = (500, 502, 503)  # others are the request's own doing: 501 never works, 504 was its time limit
 MAX_RETRY_AFTER_S = 60.0

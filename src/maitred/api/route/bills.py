@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from maitred.cluster.fleet_request import Usage
-from maitred.cluster.told_tokens import NOTHING, ToldUsage
+from maitred.fleet.fleet_request import Usage
+from maitred.fleet.told_tokens import NOTHING, ToldUsage
 
 WAIT_S = 2.0  # for a report that comes a step after the request was let go; a dead replica sends none
 

@@ -14,16 +14,16 @@ from maitred.api.http.logs import log_fields
 from maitred.api.route.bills import Bills
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.routed import Moved, RoutedRequest
-from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop
-from maitred.cluster.choices import Choices
-from maitred.cluster.core import ClusterCore
-from maitred.cluster.disagg import WorkerFacts
-from maitred.cluster.fleet_request import Failure, FleetRequest, Usage
-from maitred.cluster.origins import Origin
-from maitred.cluster.replica_events import KVWorker
-from maitred.cluster.replicas import Kind, ReplicaFacts, Report
-from maitred.cluster.upstream import ConnectionCounts, Upstream
 from maitred.core.clock import Clock
+from maitred.fleet.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop
+from maitred.fleet.choices import Choices
+from maitred.fleet.core import ClusterCore
+from maitred.fleet.disagg import WorkerFacts
+from maitred.fleet.fleet_request import Failure, FleetRequest, Usage
+from maitred.fleet.origins import Origin
+from maitred.fleet.replica_events import KVWorker
+from maitred.fleet.replicas import Kind, ReplicaFacts, Report
+from maitred.fleet.upstream import ConnectionCounts, Upstream
 from maitred.storage.redis_notices import Bound
 
 logger = logging.getLogger("maitred.fleet")

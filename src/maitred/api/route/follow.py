@@ -17,11 +17,11 @@ from maitred.api.http.logs import log_fields
 from maitred.api.route.answers import message_of
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.outgoing import reached_by
-from maitred.cluster.replica_events import Began, Computed, Ended, Fingerprint, FleetEvent, KeysChanged, KVWorker, Load
-from maitred.cluster.replicas import Kind, ReplicaFacts, Report, State
-from maitred.cluster.told_tokens import Count
-from maitred.cluster.upstream import Ask, Broken, UpstreamFailed, request_head
 from maitred.core.errors import ModelNotFound
+from maitred.fleet.replica_events import Began, Computed, Ended, Fingerprint, FleetEvent, KeysChanged, KVWorker, Load
+from maitred.fleet.replicas import Kind, ReplicaFacts, Report, State
+from maitred.fleet.told_tokens import Count
+from maitred.fleet.upstream import Ask, Broken, UpstreamFailed, request_head
 from maitred.tenancy.caller import Caller
 
 logger = logging.getLogger("maitred.fleet")

@@ -17,13 +17,13 @@ from maitred.api.route.outgoing import Outgoing
 from maitred.api.route.relay import Relay
 from maitred.api.route.routed import RoutedRequest
 from maitred.api.route.router import Router
-from maitred.cluster.fleet_request import FleetRequest
-from maitred.cluster.prefix_keys import NO_KEYS, prefix_keys
-from maitred.cluster.ring import hash_of
-from maitred.cluster.routed_body import RoutedBody, generate_asked, read_asked, read_body
-from maitred.cluster.told_tokens import SEED, TELL, Count
-from maitred.cluster.upstream import UpstreamFailed
 from maitred.core.errors import InvalidRequest, RouteNotFound, Unavailable
+from maitred.fleet.fleet_request import FleetRequest
+from maitred.fleet.prefix_keys import NO_KEYS, prefix_keys
+from maitred.fleet.ring import hash_of
+from maitred.fleet.routed_body import RoutedBody, generate_asked, read_asked, read_body
+from maitred.fleet.told_tokens import SEED, TELL, Count
+from maitred.fleet.upstream import UpstreamFailed
 
 MAX_TOKENS = 256  # assumed where a request names no limit
 NOT_PASSED_ON = (  # for a replica's own administrators, for routers, and for clients that share its memory

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from maitred.api.http.logs import log_fields
 from maitred.api.route.fleet import Fleet, LiveReplica
-from maitred.cluster.launch import Ended, IsReady, Launcher, LaunchEvent, Listens
-from maitred.cluster.origins import parse_target
-from maitred.cluster.replicas import ReplicaFacts, State
-from maitred.cluster.upstream import Ask, UpstreamFailed, request_head
+from maitred.fleet.launch import Ended, IsReady, Launcher, LaunchEvent, Listens
+from maitred.fleet.origins import parse_target
+from maitred.fleet.replicas import ReplicaFacts, State
+from maitred.fleet.upstream import Ask, UpstreamFailed, request_head
 
 logger = logging.getLogger("maitred.fleet")
 ORDER_S = 600.0  # for what it has to end before it sleeps, or a large model

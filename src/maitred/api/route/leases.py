@@ -10,10 +10,10 @@ from maitred.api.generate.time_limits import HEADERS
 from maitred.api.http.exchange import Exchange
 from maitred.api.ops.metrics_page import TenantCounts
 from maitred.api.route.router import Router
-from maitred.cluster.fleet_request import FleetRequest, Usage
-from maitred.cluster.routed_body import RoutedBody
 from maitred.core.errors import RateLimited
 from maitred.core.request import FinishReason
+from maitred.fleet.fleet_request import FleetRequest, Usage
+from maitred.fleet.routed_body import RoutedBody
 from maitred.gate.gate import Ask, Lease
 from maitred.gate.terms import NO_LIMITS, TimeLimits
 from maitred.tenancy.caller import Caller

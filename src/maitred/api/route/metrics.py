@@ -20,15 +20,15 @@ from maitred.api.http.results import Results
 from maitred.api.ops.metrics_page import Histogram, TenantCounts, family_of, result_cache_samples
 from maitred.api.ops.observer import Observed, log_access, tracing_to
 from maitred.api.ops.promises import Promises
-from maitred.cluster.actions import Bind
-from maitred.cluster.core import ClusterCore
-from maitred.cluster.fleet_request import FailureKind, FleetRequest
-from maitred.cluster.upstream import ConnectionCounts
 from maitred.config import ServerConfig
 from maitred.core import metrics as m
 from maitred.core.clock import Clock
 from maitred.core.metrics import Metric
 from maitred.core.objectives import new_pace
+from maitred.fleet.actions import Bind
+from maitred.fleet.core import ClusterCore
+from maitred.fleet.fleet_request import FailureKind, FleetRequest
+from maitred.fleet.upstream import ConnectionCounts
 from maitred.storage.redis import RedisStore
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from maitred.api.http.exchange import Header
 from maitred.api.http.fleet_headers import KV_EXPECTED, NUM_CACHED, PROMPT_ONLY, kv_from_headers, time_left_headers
 from maitred.api.route.fleet import LiveReplica
-from maitred.cluster.balance import Choice
-from maitred.cluster.fleet_request import Usage
-from maitred.cluster.upstream import Ask, UpstreamFailed, request_head
+from maitred.fleet.balance import Choice
+from maitred.fleet.fleet_request import Usage
+from maitred.fleet.upstream import Ask, UpstreamFailed, request_head
 from maitred.gate.terms import NO_LIMITS, TimeLimits
 
 MAX_ERROR_BYTES = 64 * 1024

@@ -17,12 +17,12 @@ from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.headers import towards_client
 from maitred.api.route.outgoing import MAX_ERROR_BYTES, Outgoing, Stop, stops_of, tell_expected
 from maitred.api.route.routed import Moved, RoutedRequest
-from maitred.cluster.actions import Bind
-from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
-from maitred.cluster.told_tokens import NOTHING, BrokenFrame, ToldTokens
-from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed
 from maitred.core.errors import MaitredError
 from maitred.core.request import Charges, FinishReason
+from maitred.fleet.actions import Bind
+from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage
+from maitred.fleet.told_tokens import NOTHING, BrokenFrame, ToldTokens
+from maitred.fleet.upstream import Answer, Ask, Broken, UpstreamFailed
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
 TOKENS_AT_ONCE = 16  # the core is told of the tokens of a stream by so many

@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from maitred.api.http.exchange import Exchange
-from maitred.cluster.fleet_request import FleetRequest
+from maitred.fleet.fleet_request import FleetRequest
 
 if TYPE_CHECKING:
-    from maitred.cluster.actions import Bind
+    from maitred.fleet.actions import Bind
 
 
 class Moved(Exception):

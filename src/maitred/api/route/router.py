@@ -17,19 +17,19 @@ from maitred.api.route.fleet import Fleet
 from maitred.api.route.follow import Follower, ModelNames
 from maitred.api.route.launching import LaunchedReplicas, MakeLauncher
 from maitred.api.route.metrics import RouteMetrics, RouteObserver
-from maitred.cluster.actions import Bind
-from maitred.cluster.config import FleetConfig, SharedConfig
-from maitred.cluster.core import ClusterCore
-from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig
-from maitred.cluster.fleet_request import FleetRequest
-from maitred.cluster.origins import Origin, Target
-from maitred.cluster.replicas import Kind, ReplicaFacts, State
-from maitred.cluster.sizing import Autoscale, as_asked
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.config.bounds import Bounds
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import Overloaded, Unavailable
 from maitred.core.replica import ReplicaState
+from maitred.fleet.actions import Bind
+from maitred.fleet.config import FleetConfig, SharedConfig
+from maitred.fleet.core import ClusterCore
+from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
+from maitred.fleet.fleet_request import FleetRequest
+from maitred.fleet.origins import Origin, Target
+from maitred.fleet.replicas import Kind, ReplicaFacts, State
+from maitred.fleet.sizing import Autoscale, as_asked
 from maitred.gate.admission import UNKNOWN_SHARE, admission_of
 from maitred.gate.gate import Gate
 from maitred.storage.ledger import Ledger

@@ -13,8 +13,8 @@ from maitred.api.route import admin
 from maitred.api.route.generate import embed, generate, pass_through, post_kserve
 from maitred.api.route.router import Router
 from maitred.api.tensor.error_text import TEXT_ERRORS
-from maitred.cluster.routed_body import GENERATE_ENDS
 from maitred.core.errors import Unavailable
+from maitred.fleet.routed_body import GENERATE_ENDS
 
 _ERRORS = (400, 401, 403, 404, 413, 429, 500, 502, 503, 504)
 

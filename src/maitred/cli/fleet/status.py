@@ -9,7 +9,7 @@ from maitred.cli.fleet.asking import RouterOptions, get
 from maitred.core.errors import ServerError
 
 if TYPE_CHECKING:
-    from maitred.cluster.view import FleetView, ReplicaView
+    from maitred.fleet.view import FleetView, ReplicaView
 
 HEADINGS = ("NAME", "STATE", "IN FLIGHT", "KEYS", "TIER", "MODELS", "PID", "URL")
 
@@ -28,7 +28,7 @@ def read_fleet(answer: bytes) -> FleetView:
     """Parse an answer of GET /admin/fleet. Raises ServerError."""
     import msgspec
 
-    from maitred.cluster.view import FleetView
+    from maitred.fleet.view import FleetView
 
     try:
         return msgspec.json.decode(answer, type=FleetView)

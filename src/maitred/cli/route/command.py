@@ -12,14 +12,14 @@ from maitred.cli.ending import noted
 from maitred.cli.flags import UsageError, option
 from maitred.cli.serve.command import bind, listen, spare_the_collector, teller, url_of
 from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
-from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
-from maitred.cluster.config import PLACEMENTS, FleetConfig, SharedConfig
-from maitred.cluster.disagg import HandoverConfig
-from maitred.cluster.origins import Target, parse_target
 from maitred.config import HANDOVERS, AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.config.bounds import Bounds
 from maitred.core.errors import ConfigError
 from maitred.core.objectives import promised
+from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler
+from maitred.fleet.config import PLACEMENTS, FleetConfig, SharedConfig
+from maitred.fleet.disagg import HandoverConfig
+from maitred.fleet.origins import Target, parse_target
 
 if TYPE_CHECKING:
     from maitred.api.http.fleet_token import FleetToken
@@ -42,14 +42,14 @@ _OF_LAUNCHED = ("launch", "placement", "idle_s", "warm", "asleep")
 
 def _local(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
     """Replicas on this machine, as processes."""
-    from maitred.cluster.launch import LocalLauncher
+    from maitred.fleet.launch import LocalLauncher
 
     return lambda on_event: LocalLauncher(words, token=token, on_event=on_event)
 
 
 def _ray(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
     """Replicas on the nodes of a Ray cluster, as actors. Raises ConfigError without the extra `ray`."""
-    from maitred.cluster.ray_backend import RayLauncher
+    from maitred.fleet.ray_backend import RayLauncher
 
     num_shared = max(1, Bounds.parse(given.replicas or "1").low)  # those that are always there are placed together
     return lambda on_event: RayLauncher(

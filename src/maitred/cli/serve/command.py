@@ -195,7 +195,7 @@ def _replica_of(options: Options) -> Callable[..., Replica]:
         from maitred.engine.client import EngineClient
 
         return EngineClient
-    from maitred.cluster.workers import Workers  # and a router's core, for which one engine does not wait
+    from maitred.fleet.workers import Workers  # and a router's core, for which one engine does not wait
 
     return partial(Workers, slo=options[ServerConfig].slo)
 
@@ -354,13 +354,13 @@ class Announcer:
 
     def listening(self, url: str) -> None:
         if self._fd is not None:
-            from maitred.cluster.announcement import Listening, announce
+            from maitred.fleet.announcement import Listening, announce
 
             announce(self._fd, Listening(url, os.getpid()))
 
     def loaded(self, start_phases: Mapping[str, float]) -> None:
         if self._fd is not None:
-            from maitred.cluster.announcement import Loaded, announce
+            from maitred.fleet.announcement import Loaded, announce
 
             announce(self._fd, Loaded(start_phases))
 

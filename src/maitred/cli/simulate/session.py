@@ -24,13 +24,13 @@ from maitred.cli.simulate.tensors import (
     tensor_table,
 )
 from maitred.cli.simulate.workers import WorkersAsked, workers_of
-from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
-from maitred.cluster.config import BALANCES, FleetConfig
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.config.bounds import Bounds
 from maitred.core.errors import ConfigError, did_you_mean
 from maitred.core.objectives import parse_slo
 from maitred.engine.installed import installed_policies
+from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler
+from maitred.fleet.config import BALANCES, FleetConfig
 from maitred.gate.admission import AdmissionController, admission_of
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS

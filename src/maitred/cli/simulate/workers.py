@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from maitred.cli.flags import UsageError
 from maitred.cli.simulate.sources import Target
-from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.core.errors import ConfigError
+from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet_setup import FleetSetup

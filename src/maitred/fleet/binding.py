@@ -1,0 +1,243 @@
+"""Late binding: a request goes to a replica when one that it may use has room, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from maitred.fleet.actions import Action, Bind
+from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached, Choice, cached_tokens, choose
+from maitred.fleet.config import FleetConfig
+from maitred.fleet.disagg import DEFAULT_HANDOVER, Ask, HandoverConfig, Role, WorkerLoad, options
+from maitred.fleet.fleet_request import FleetRequest, Place
+from maitred.fleet.lessons import Lessons
+from maitred.fleet.prefix_index import PrefixIndex
+from maitred.fleet.replicas import Replica, Replicas, State, Use
+from maitred.fleet.waiting import Order, Waiting
+from maitred.policy.policy import Policy
+from maitred.policy.queued import KVNeed
+
+MAX_USES = 256
+
+
+class Binder:
+    """Holds requests and binds them."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        policy: Policy,
+        fleet: Replicas,
+        index: PrefixIndex,
+        lessons: Lessons,
+        handover: HandoverConfig = DEFAULT_HANDOVER,
+    ) -> None:
+        self._config, self._fleet, self._index, self._lessons = config, fleet, index, lessons
+        self._handover = handover
+        self.policy = policy
+        self.waiting = Waiting(policy, self._find_kv)
+        self._balance = BALANCES[config.balance](fleet)
+        self._victims: dict[str, str] = {}  # a bound request -> the one that was bound to preempt it
+        self._preempts: dict[str, str] = {}  # the other way round
+        self._in_vain: dict[Use, tuple[str, int]] = {}  # (first of a queue, binds so far) that may preempt no request
+        self.num_binds = 0
+
+    def hold(self, request: FleetRequest, now: float) -> None:
+        request.place, request.held_at = Place.HELD, now
+        self.waiting.hold(request, use_of(request))
+
+    def bind_at_once(self, request: FleetRequest, now: float) -> Bind | None:
+        """Bind a new request if `hold` and `dispatch` would: no request is held, and a replica has room. Else None."""
+        use = use_of(request)
+        usable = self._fleet.usable(use)
+        room = usable & self._fleet.room
+        if self.waiting.num_held or not room or self._foretells(usable):
+            return None
+        request.held_at = now
+        self.waiting.admit(request, use)
+        return self._bind(request, room, usable, now)
+
+    def dispatch(self, now: float) -> list[Action]:
+        """Bind held requests in order, until none is held that a replica it may use has room for."""
+        bound: list[Action] = []
+        while self.waiting.num_held and (found := self._next()) is not None:
+            bind = self._bind(*found, now)
+            if bind is None:
+                break  # the first in order waits for room
+            bound.append(bind)
+        return bound
+
+    def reorder(self, policy: Policy, bound: Iterable[FleetRequest]) -> None:
+        """Everything is ordered by another policy from now on."""
+        self.policy = policy
+        self.waiting.reorder(policy, bound)
+        self._in_vain.clear()
+
+    def bound_elsewhere(self, replica: Replica, hash_key: int | None, keys: Sequence[int]) -> None:
+        """Note a bind by another router, which shares its sessions and the history of foreign servers."""
+        if hash_key is not None and self._balance.met is not None:
+            self._balance.met(hash_key, replica)
+        self._lessons.sent_elsewhere(keys, replica)
+
+    def release(self, request: FleetRequest) -> None:
+        """Free the slot of a request that ended, or is to be held again."""
+        self._fleet.free(self._fleet.at(request.replica), request)
+        self._fleet.work.released(request.request_id)
+        self._lessons.left_replica(request)
+        victim = self._preempts.pop(request.request_id, None)
+        if victim is not None:
+            self._victims.pop(victim, None)
+        by = self._victims.pop(request.request_id, None)
+        if by is not None:
+            self._preempts.pop(by, None)
+
+    def check_invariants(self, bound: list[FleetRequest]) -> None:
+        self.waiting.check_invariants(bound)
+        ids = {r.request_id for r in bound}
+        assert {by: victim for victim, by in self._victims.items()} == self._preempts
+        assert self._victims.keys() <= ids
+        assert self._preempts.keys() <= ids
+
+    # -- the next request
+
+    def _next(self) -> tuple[FleetRequest, int, int] | None:
+        """(request, bits that have room for it, bits that it may use); None when no request can be bound."""
+        found, first = None, None
+        queues = self.waiting.queues()
+        for use, order in queues:
+            usable = self._fleet.usable(use)
+            room = usable & self._fleet.room
+            if not room and (not usable or self.policy.outranks is None):
+                continue
+            request = order.head()
+            assert request is not None, "queues() names those that hold somebody"
+            room = room or self._outranked(request, use, order, usable)
+            place = order.place(request) if room and len(queues) > 1 else ()
+            if room and (first is None or place < first):
+                found, first = (request, room, usable), place
+        return found
+
+    def _outranked(self, request: FleetRequest, use: Use, order: Order, usable: int) -> int:
+        """Bits of the replicas with a request in flight whose slot it may take, and no other request is to."""
+        asked = (request.request_id, self.num_binds)
+        if self._in_vain.get(use) == asked:
+            return 0
+        bits = 0
+        for replica in self._fleet.of(usable):
+            if not replica.is_full and self._victim(request, replica) is not None:
+                bits |= 1 << replica.bit
+        if not bits:
+            if len(self._in_vain) >= MAX_USES:
+                self._in_vain.clear()
+            self._in_vain[use] = asked
+        return bits
+
+    def _victim(self, request: FleetRequest, replica: Replica) -> FleetRequest | None:
+        """The one there that it would preempt first."""
+        rule, victims = self.policy.outranks, self._victims
+        assert rule is not None
+        found = [r for r in replica.in_flight.values() if r.request_id not in victims and rule(request, r)]
+        return max(found, key=self.waiting.victim_key) if found else None
+
+    # -- where to
+
+    def _bind(self, request: FleetRequest, room: int, usable: int, now: float) -> Bind | None:
+        """None where `_foretells` and no worker has room for its KV."""
+        takes_slot = not room & self._fleet.room
+        if self._foretells(usable):
+            found = self._foretold(request, room, usable, now)
+            if found is None:
+                return None
+            replica, choice = found
+        else:
+            replica, choice = choose(
+                request,
+                self._fleet,
+                room,
+                usable,
+                balance=self._balance,
+                index=self._index,
+                ratio=self._config.max_load_ratio,
+            )
+        if takes_slot and (victim := self._victim(request, replica)) is not None:
+            self._victims[victim.request_id] = request.request_id
+            self._preempts[request.request_id] = victim.request_id
+        self._note_start(request, replica, now)
+        self._fleet.bind(replica, request)
+        self._lessons.sent(request, replica)
+        self.num_binds += 1
+        return Bind(request.request_id, choice, request.num_attempts, request.has_begun)
+
+    def _foretells(self, usable: int) -> bool:
+        """Whether workers may hand over, and have told what foretelling their times takes."""
+        return self._handover.handover != "never" and all(r.facts.worker is not None for r in self._fleet.of(usable))
+
+    def _foretold(self, request: FleetRequest, room: int, usable: int, now: float) -> tuple[Replica, Choice] | None:
+        """Choose by `disagg`; None when the request must wait. Writes `num_cached`."""
+        fleet, asked = self._fleet, self._handover
+        if asked.handover == "always" and self._awaits_role(request, usable):
+            return None
+        cached = cached_tokens(request, self._index, usable)
+        loads = self._loads(room, usable, cached, now)
+        num_known, objective_s = request.num_inputs + request.num_outputs, request.ttft_slo_s or asked.ttft_s
+        ask = Ask(num_known, fleet.work.outputs_left(request), objective_s, asked.tpot_s)
+        ways = options(ask, loads, asked.handover)
+        if not ways:
+            return None
+        best = ways[0]
+        computes = fleet.by_name[best.prefill or best.replica]
+        finds = computes if best.fetch_from is None else fleet.by_name[best.fetch_from]
+        request.num_cached = min(cached.get(finds.bit, 0), request.num_inputs - 1)
+        assert computes.facts.worker is not None
+        fleet.work.bound(request, best, computes.facts.worker, now)
+        foretold = tuple(ways[:MAX_CANDIDATES])
+        return fleet.by_name[best.replica], Choice(best.replica, best.prefill, (), best.fetch_from, foretold)
+
+    def _awaits_role(self, request: FleetRequest, usable: int) -> bool:
+        """Whether all that are ready have one role of the two, and others are starting; a silent or failed one may
+        never be back."""
+        roles = {replica.facts.worker.role for replica in self._fleet.of(usable) if replica.facts.worker is not None}
+        others = self._fleet.of(self._fleet.known(use_of(request)) & ~usable)
+        starts = any(replica.state is State.STARTING and not replica.facts.is_silent for replica in others)
+        return starts and len(roles - {Role.MIXED}) == len(roles) == 1
+
+    def foretold_ttft_s(self, num_tokens: int, now: float) -> float | None:
+        """Foretold TTFT (s) of a new request with such a prompt, none of it cached, served as would be chosen. None
+        while a request is held, or nothing is foretold.
+        """
+        usable, asked = self._fleet.ready, self._handover
+        if self.waiting.num_held or not usable or not self._foretells(usable):
+            return None
+        ask = Ask(max(1, num_tokens), self._fleet.work.mean_outputs, asked.ttft_s, asked.tpot_s)
+        ways = options(ask, self._loads(usable & self._fleet.room, usable, {}, now), asked.handover)
+        return ways[0].ttft_s if ways else None
+
+    def _loads(self, room: int, usable: int, cached: Cached, now: float) -> list[WorkerLoad]:
+        work = self._fleet.work
+        return [
+            work.load(r.name, r.facts.worker, now)._replace(
+                num_cached=cached.get(r.bit, 0), has_slot=bool(room >> r.bit & 1)
+            )
+            for r in self._fleet.of(usable)
+            if r.facts.worker is not None
+        ]
+
+    def _note_start(self, request: FleetRequest, replica: Replica, now: float) -> None:
+        request.num_computed = request.num_cached
+        self.waiting.bound(request)
+        request.num_computed = request.num_inputs + request.num_outputs
+        if request.first_scheduled_at is None:
+            request.first_scheduled_at = now
+        request.bound_at, request.place, request.replica = now, Place.BOUND, replica.bit
+        request.num_attempts += 1
+
+    def _find_kv(self, request: FleetRequest) -> KVNeed:
+        """The most that any replica it may use has cached, for a policy that looks at it."""
+        hits = self._index.hits(request.keys, self._fleet.usable(use_of(request))) if request.keys else ()
+        if not hits:
+            return KVNeed()
+        num_keys = hits[0].num_keys
+        return KVNeed(num_cached=request.num_inputs * num_keys // len(request.keys), num_cached_blocks=num_keys)
+
+
+def use_of(request: FleetRequest) -> Use:
+    return Use(request.model, request.tiers, request.barred, request.fingerprint)

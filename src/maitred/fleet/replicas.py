@@ -1,0 +1,347 @@
+"""The replicas of a fleet: facts and state of each, its requests in flight, and sets of them as bits of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import islice
+from typing import NamedTuple
+
+from maitred.fleet.config import FleetConfig, Tier, tiers_of
+from maitred.fleet.disagg import WorkerFacts
+from maitred.fleet.fleet_request import FailureKind, FleetRequest
+from maitred.fleet.work import WorkBook
+
+MAX_CACHED_SETS = 64
+
+
+class State(str, Enum):
+    STARTING = "starting"
+    READY = "ready"
+    WARM = "warm"  # loaded, and kept out of rotation until there is need
+    ASLEEP = "asleep"
+    DRAINING = "draining"
+    EJECTED = "ejected"
+
+
+class Kind(str, Enum):
+    MAITRED = "maitred"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts:
+    """Facts that a replica, or the command line, tells of it."""
+
+    name: str
+    url: str = ""
+    kind: Kind = Kind.MAITRED
+    state: State = State.READY  # starting, ready or asleep
+    slots: int | None = None  # None is the configuration's
+    models: tuple[str, ...] | None = None  # None until it has told them; adapters among them
+    tier: str = ""
+    weight: float | None = None  # speed beside the others', as the user says
+    tokens_per_s: float | None = None  # speed, of prompt tokens, as it says itself
+    fingerprint: str | None = None  # equal where the same numbers are computed
+    is_launched: bool = False  # by us, so it may be started and stopped
+    has_beats: bool = False  # its stream of events is open, so it is to be heard of four times a second
+    pid: int | None = None
+    error: str | None = None
+    worker: WorkerFacts | None = None  # that it may hand KV over, and what foretelling its times takes
+    is_silent: bool = False  # it is there and not heard of, so nothing says when it will be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A message of a replica's stream of events; the first of a stream is a snapshot."""
+
+    num_in_flight: int | None = None  # of all its clients; None says nothing of it
+    stored: Sequence[int] = ()  # prefix keys that it has from now on
+    removed: Sequence[int] = ()
+    is_snapshot: bool = False  # it has what is stored here, and nothing else
+    is_broken: bool = False  # the stream ended: nothing is known of its keys any more
+
+
+class Use(NamedTuple):
+    """The part of a request that decides which replicas it may use; requests of equal Use wait in one queue."""
+
+    model: str | None
+    tiers: int  # bits
+    barred: int  # bits of replicas where it failed
+    fingerprint: str | None
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One of them, as the router knows it. Written by `Replicas` and `health`."""
+
+    name: str
+    facts: ReplicaFacts
+    bit: int
+    tier: int
+    limit: int  # most in flight: slots and reserve
+    state: State = State.STARTING
+    speed: float = 1.0  # beside the others'; their mean is about 1
+    in_flight: dict[str, FleetRequest] = field(default_factory=dict)
+    num_own: int = 0  # samples that we have in flight there; each takes a slot
+    num_others: int = 0  # in flight there for other clients, as it told
+    load: int = 0  # both together
+    is_full: bool = False  # it said so, and its Retry-After is not over
+    turn: float = 0.0  # of round_robin
+    # of its health
+    num_failures: int = 0  # in a row
+    num_probes: int = 0  # since it was taken out
+    ejected_for: FailureKind | None = None
+    is_watched: bool = False  # for silence
+    is_leaving: bool = False  # it drains of itself, and may come back
+    drain_ends_at: float = 0.0
+    full_until: float = 0.0
+    heard_at: float = 0.0
+    unready_since: float = 0.0
+    error: str | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.facts.slots or 0
+
+    @property
+    def room(self) -> int:
+        """How many more samples it may get: one at a time at least, whatever load of others it reports."""
+        return max(1, self.limit - self.num_others) - self.num_own
+
+
+class Due(Enum):
+    """An event of a replica that may fall due."""
+
+    SILENCE = "silence"
+    PROBE = "probe"
+    FULL = "full"
+    BACK = "back"  # it is not ready any more, and should be again
+
+
+class ReplicaDue(NamedTuple):
+    """An event of one replica, due."""
+
+    what: Due
+    replica: Replica
+
+
+class Replicas:
+    """All there are, by name and by bit. `ready` and `room` are sets of bits, kept up to date by the methods here."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self._config = config
+        self.tiers: tuple[Tier, ...] = tiers_of(config)
+        self.by_name: dict[str, Replica] = {}
+        self._by_bit: list[Replica | None] = []
+        self.ready = 0
+        self.room = 0  # of those ready
+        self.idle = 0  # without load
+        self.last_left_at = 0.0
+        self.work = WorkBook()
+        self.version = 0  # rises when anything but load changes
+        self.facts_version = 0  # rises when a replica comes, goes or tells other facts
+        self.models: dict[str, int] = {}  # told, by whom
+        self._tier_bits = [0] * len(self.tiers)
+        self._fingerprints: dict[str, int] = {}
+        self._usable: dict[Use, int] = {}
+        self._listed: dict[int, tuple[Replica, ...]] = {}
+        self._speeds: dict[int, float] = {}
+        self._by_speed: dict[float, list[Replica]] = {}
+
+    @property
+    def slots(self) -> int:
+        """Slots of a replica that tells none."""
+        return self._config.slots
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self.by_name.values())
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def at(self, bit: int) -> Replica:
+        replica = self._by_bit[bit]
+        assert replica is not None, f"nobody has bit {bit}"
+        return replica
+
+    def of(self, bits: int) -> tuple[Replica, ...]:
+        """The replicas of a set, by bit."""
+        found = self._listed.get(bits)
+        if found is None:
+            if len(self._listed) >= MAX_CACHED_SETS:
+                self._listed.clear()
+            found = self._listed[bits] = tuple(self.at(bit) for bit in bits_of(bits))
+        return found
+
+    def speed_of(self, bits: int) -> float:
+        """Summed speed of a set."""
+        found = self._speeds.get(bits)
+        if found is None:
+            found = self._speeds[bits] = sum([replica.speed for replica in self.of(bits)])
+        return found
+
+    def first_of_each_speed(self, bits: int, most: int) -> Iterator[Replica]:
+        """Replicas of a set by name, at most so many of each speed."""
+        if not self._by_speed:
+            for name in sorted(self.by_name):
+                self._by_speed.setdefault(self.by_name[name].speed, []).append(self.by_name[name])
+        for replicas in self._by_speed.values() if bits else ():
+            yield from islice((replica for replica in replicas if bits >> replica.bit & 1), most)
+
+    # -- replicas that come and go
+
+    def put(self, facts: ReplicaFacts, now: float) -> Replica:
+        """A new one, or new facts of one that there is; its state is the caller's to set."""
+        replica = self.by_name.get(facts.name)
+        if facts.slots is None:
+            facts = replace(facts, slots=self._config.slots)
+        if replica is not None and replace(facts, worker=replica.facts.worker) == replica.facts:
+            replica.facts = facts  # what its steps take was measured anew
+            return replica
+        if replica is None:
+            bit = next((bit for bit, there in enumerate(self._by_bit) if there is None), len(self._by_bit))
+            replica = Replica(facts.name, facts, bit, 0, 0, heard_at=now, unready_since=now)
+            if bit == len(self._by_bit):
+                self._by_bit.append(None)
+            self._by_bit[bit] = self.by_name[facts.name] = replica
+            self.idle |= 1 << bit
+        replica.facts = facts
+        replica.tier = self._tier_of(facts)
+        replica.limit = self._config.limit_of(replica.slots)
+        self._list_anew()
+        self.note_room(replica)
+        return replica
+
+    def remove(self, replica: Replica, now: float) -> None:
+        self.last_left_at = now
+        self.work.gone(replica.name)
+        del self.by_name[replica.name]
+        self._by_bit[replica.bit] = None
+        self.ready &= ~(1 << replica.bit)
+        self.room &= ~(1 << replica.bit)
+        self.idle &= ~(1 << replica.bit)
+        self._list_anew()
+
+    def set_state(self, replica: Replica, state: State, now: float) -> None:
+        if replica.state is State.READY and state is not State.READY:
+            replica.unready_since = now
+        replica.state = state
+        replica.is_leaving &= state is State.DRAINING
+        flag = 1 << replica.bit
+        self.ready = self.ready | flag if state is State.READY else self.ready & ~flag
+        self._changed()
+        self.note_room(replica)
+
+    # -- requests in flight
+
+    def bind(self, replica: Replica, request: FleetRequest) -> None:
+        replica.in_flight[request.request_id] = request
+        replica.num_own += request.num_samples
+        replica.load += request.num_samples
+        self.idle &= ~(1 << replica.bit)
+        if replica.room <= 0:
+            self.room &= ~(1 << replica.bit)
+
+    def free(self, replica: Replica, request: FleetRequest) -> None:
+        del replica.in_flight[request.request_id]
+        replica.num_own -= request.num_samples
+        replica.load -= request.num_samples
+        self.note_room(replica)
+
+    def note_others(self, replica: Replica, num_in_flight: int) -> None:
+        """So many are in flight there, as it says."""
+        replica.num_others = max(0, num_in_flight - replica.num_own)
+        replica.load = replica.num_own + replica.num_others
+        self.note_room(replica)
+
+    def note_room(self, replica: Replica) -> None:
+        """Note that the replica's load, or its report of it, has changed."""
+        flag = 1 << replica.bit
+        self.idle = self.idle & ~flag if replica.load else self.idle | flag
+        has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
+        self.room = self.room | flag if has_room else self.room & ~flag
+
+    # -- replicas that may be used
+
+    def usable(self, use: Use) -> int:
+        """Ready replicas that a request may use, with room or not; those where it failed only if there is no other."""
+        found = self._usable.get(use)
+        if found is None:
+            bits = self.ready & self.known(use)
+            found = self._usable[use] = bits & ~use.barred or bits
+        return found
+
+    def known(self, use: Use) -> int:
+        """Replicas that it may use if they are ready, or will be."""
+        bits = 0
+        for tier, of_tier in enumerate(self._tier_bits):
+            if use.tiers >> tier & 1:
+                bits |= of_tier
+        if use.model is not None:
+            bits &= self.models.get(use.model, 0)
+        if use.fingerprint is not None:
+            bits &= self._fingerprints.get(use.fingerprint, 0)
+        return bits
+
+    def in_tier(self, tier: int) -> int:
+        return self._tier_bits[tier]
+
+    def _tier_of(self, facts: ReplicaFacts) -> int:
+        """The tier of its name, of its URL, or the first that lists no replicas; else the last."""
+        for at, tier in enumerate(self.tiers):
+            if facts.tier and facts.tier == tier.name:
+                return at
+            if facts.url and facts.url in tier.replicas:
+                return at
+        return next((at for at, tier in enumerate(self.tiers) if not tier.replicas), len(self.tiers) - 1)
+
+    def _list_anew(self) -> None:
+        self.models, self._fingerprints = {}, {}
+        self._tier_bits = [0] * len(self.tiers)
+        for replica in self:
+            flag = 1 << replica.bit
+            self._tier_bits[replica.tier] |= flag
+            for model in replica.facts.models or ():
+                self.models[model] = self.models.get(model, 0) | flag
+            fingerprint = replica.facts.fingerprint
+            if fingerprint is not None:
+                self._fingerprints[fingerprint] = self._fingerprints.get(fingerprint, 0) | flag
+        self._measure_speeds()
+        self.facts_version += 1
+        self._changed()
+
+    def _measure_speeds(self) -> None:
+        """A weight that the user gave, else its own figure beside the mean of those told, else 1."""
+        told = [r.facts.tokens_per_s for r in self if r.facts.tokens_per_s and r.facts.weight is None]
+        mean = sum(told) / len(told) if told else 1.0
+        for replica in self:
+            facts = replica.facts
+            replica.speed = facts.weight or (facts.tokens_per_s / mean if facts.tokens_per_s else 1.0)
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._usable.clear()
+        self._listed.clear()
+        self._speeds.clear()
+        self._by_speed.clear()
+
+    def check_invariants(self) -> None:
+        """Asserts that the sets agree with the replicas; slow."""
+        for replica in self:
+            assert self.at(replica.bit) is replica
+            assert replica.load == replica.num_own + replica.num_others
+            assert bool(self.idle >> replica.bit & 1) == (not replica.load)
+            assert bool(self.ready >> replica.bit & 1) == (replica.state is State.READY)
+            has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
+            assert bool(self.room >> replica.bit & 1) == has_room
+        assert (self.ready | self.room) >> len(self._by_bit) == 0
+
+
+def bits_of(bits: int) -> Iterator[int]:
+    """The numbers of the bits that are set, the lowest first."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest

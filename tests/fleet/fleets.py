@@ -1,0 +1,86 @@
+"""Fleets and requests for tests, in a line each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from maitred.config import SchedulerConfig
+from maitred.fleet.actions import Action, Bind, Move, Refuse
+from maitred.fleet.config import FleetConfig
+from maitred.fleet.core import ClusterCore
+from maitred.fleet.fleet_request import FleetRequest, Usage
+from maitred.fleet.replicas import ReplicaFacts
+
+
+def make_request(request_id: str, arrived_at: float = 0.0, **fields: Any) -> FleetRequest:
+    return FleetRequest(
+        **{"request_id": request_id, "arrived_at": arrived_at, "num_bytes": 400, "max_tokens": 8} | fields
+    )
+
+
+def make_core(*replicas: str | ReplicaFacts, policy: str = "fcfs", **settings: Any) -> ClusterCore:
+    """Replicas by name are ready, serve `m` and have the slots of the settings, 2 unless given."""
+    config = FleetConfig(**{"slots": 2, "reserve": 0.0} | settings)
+    core = ClusterCore(config, SchedulerConfig(policy=policy, predictor="max_tokens"))
+    for replica in replicas:
+        facts = ReplicaFacts(name=replica, models=("m",)) if isinstance(replica, str) else replica
+        core.joined(facts, 0.0)
+    return core
+
+
+class Driver:
+    """Drives a core as a router would, and knows by its actions alone where each request is."""
+
+    def __init__(self, core: ClusterCore) -> None:
+        self.core, self.now = core, 0.0
+        self.bound: dict[str, str] = {}  # request -> replica
+        self.held: set[str] = set()
+        self.refused: dict[str, Refuse] = {}
+        self.log: list[Action] = []
+
+    def do(self, actions: list[Action]) -> list[Action]:
+        self.log += actions
+        for action in actions:
+            if isinstance(action, Bind):
+                self.held.remove(action.request_id)
+                assert action.request_id not in self.bound
+                self.bound[action.request_id] = action.choice.replica
+            elif isinstance(action, Move):
+                assert self.bound.pop(action.request_id) == action.replica
+                self.held.add(action.request_id)
+            elif isinstance(action, Refuse):
+                assert action.request_id not in self.refused
+                self.refused[action.request_id] = action
+                self.bound.pop(action.request_id, None)
+                self.held.discard(action.request_id)
+        return actions
+
+    def arrive(self, request_id: str, **fields: Any) -> str | None:
+        """Where it was bound, None while it is held."""
+        request = make_request(request_id, self.now, **fields)
+        self.held.add(request_id)
+        self.do(self.core.arrived(request, self.now))
+        return self.bound.get(request_id)
+
+    def end(self, request_id: str, usage: Usage | None = None) -> None:
+        del self.bound[request_id]
+        self.do(self.core.ended(request_id, usage, self.now))
+
+    def fail(self, request_id: str, failure: Any) -> None:
+        """The attempt is over; what the core makes of it follows."""
+        del self.bound[request_id]
+        self.held.add(request_id)
+        self.do(self.core.failed(request_id, failure, self.now))
+
+    def wait(self, seconds: float) -> None:
+        """Ticks whenever something falls due."""
+        until = self.now + seconds
+        while (at := self.core.next_tick()) is not None and at <= until:
+            self.now = max(self.now, at)
+            self.do(self.core.tick(self.now))
+        self.now = until
+
+
+def facts(name: str, **fields: Any) -> ReplicaFacts:
+    return replace(ReplicaFacts(name=name, models=("m",)), **fields)

@@ -1,0 +1,156 @@
+"""A router in a thread of this process, in front of whatever a test puts there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from maitred.api.http.auth import Authenticator, TenantSource
+from maitred.api.http.fleet_token import FleetToken
+from maitred.api.route.router import Router
+from maitred.api.route.serve import make_server
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
+from maitred.fleet.config import FleetConfig, SharedConfig
+from maitred.fleet.origins import parse_target
+from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, FakeUpstream, Script, Seen, chunk, fake_upstream, whole
+from tests.waiting import HANGS_S, joined, until_async
+
+MODEL = "mini"
+
+
+@dataclass(slots=True)
+class RunningRouter:
+    url: str
+    router: Router
+
+    @property
+    def states(self) -> list[str]:
+        return [replica.state for replica in self.router.fleet.core.view(self.router.clock.now()).replicas]
+
+    async def wait_for(self, *states: str) -> None:
+        await until_async(lambda: self.states == list(states))
+
+
+@contextmanager
+def running_router(
+    *urls: str,
+    token: FleetToken | None = None,
+    tenants: TenantSource | None = None,
+    policy: str = "fcfs",
+    redis: str | None = None,
+    admission: AdmissionConfig | None = None,
+    server: dict[str, Any] | None = None,
+    **fleet: Any,
+) -> Iterator[RunningRouter]:
+    """On a free loopback port; the block ends with a graceful stop. `fleet` and `server` are fields of configs."""
+    config = ServerConfig(**{"port": 0, "log_level": "warning", "drain_timeout_s": 1.0, **(server or {})})
+    router = Router(
+        config,
+        FleetConfig(**fleet),
+        SchedulerConfig(policy=policy),
+        tuple(parse_target(url) for url in urls),
+        admission=admission,
+        token=token,
+        authenticator=Authenticator(config.api_keys, tenants),
+        shared=SharedConfig(redis=redis),
+    )
+    listening = threading.Event()
+    where: list[int] = []
+
+    def on_open(host: str, port: int) -> None:
+        where.append(port)
+        listening.set()
+
+    running = make_server(router, on_open=on_open)
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    assert listening.wait(HANGS_S), "the router did not start"
+    try:
+        yield RunningRouter(f"http://127.0.0.1:{where[0]}", router)
+    finally:
+        running.should_exit = True
+        joined(thread)
+
+
+_OF_ROUTERS = ("/v1/models", "/health", "/version", "/ready", "/fleet/events")
+
+
+def a_server(answer: Script, *, models: tuple[str, ...] = (MODEL,)) -> Script:
+    """A foreign server that is well: `answer` is for what is not asked of its health and models."""
+    cards = [{"id": name, "object": "model", "owned_by": "somebody"} for name in models]
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if seen.path == "/v1/models":
+            writer.write(whole(json.dumps({"object": "list", "data": cards}).encode()))
+        elif seen.path == "/health":
+            writer.write(whole(b""))
+        elif seen.path == "/version":
+            writer.write(whole(b'{"version":"0.11.0"}'))
+        else:
+            await answer(seen, writer)
+
+    return script
+
+
+def one_of_ours(answer: Script) -> Script:
+    """As `maitred serve`, which tells nothing of its prefixes."""
+    foreign = a_server(answer)
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if seen.path == "/version":
+            writer.write(whole(json.dumps({"version": "1", "name": "maitred", "models": [MODEL], "slots": 4}).encode()))
+        elif seen.path == "/ready":
+            writer.write(whole(b""))
+        elif seen.path == "/fleet/events":
+            writer.write(whole(b"{}", "404 Not Found"))
+        else:
+            await foreign(seen, writer)
+
+    return script
+
+
+def asked(fake: FakeUpstream) -> list[Seen]:
+    """What clients sent there."""
+    return [seen for seen in fake.requests if seen.path not in _OF_ROUTERS]
+
+
+@asynccontextmanager
+async def routed(*answers: Script, **config: Any) -> AsyncIterator[tuple[RunningRouter, list[FakeUpstream]]]:
+    """A router in front of one fake for each of `answers`; all are ready."""
+    contexts = [fake_upstream(a_server(answer)) for answer in answers]
+    fakes = [await context.__aenter__() for context in contexts]
+    with running_router(*(fake.url for fake in fakes), **config) as running:
+        await running.wait_for(*["ready"] * len(fakes))
+        yield running, fakes
+        for context in contexts:
+            await context.__aexit__(None, None, None)
+
+
+def completion(text: str = "hi", num_prompt_tokens: int = 5) -> bytes:
+    usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": 2, "total_tokens": num_prompt_tokens + 2}
+    return json.dumps({"id": "x", "choices": [{"message": {"content": text}}], "usage": usage}).encode()
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+WHOLE_STREAM = STREAM_HEAD + chunk(event("one")) + chunk(event("two")) + chunk(DONE) + LAST_CHUNK
+
+
+def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+
+
+@asynccontextmanager
+async def client_of(running: RunningRouter) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=running.url, timeout=HANGS_S) as client:
+        yield client

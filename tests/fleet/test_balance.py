@@ -1,0 +1,215 @@
+"""Where each balance sends a request, and the bound on load that holds for all of them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from maitred.core.errors import ConfigError
+from maitred.fleet.actions import Bind
+from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached
+from maitred.fleet.config import FleetConfig
+from maitred.fleet.fleet_request import FleetRequest
+from maitred.fleet.replicas import Kind, Replica, Report
+from tests.fleet.fleets import Driver, facts, make_core
+
+KEYS = tuple(range(100, 110))
+
+
+def make_fleet(balance: str, *names: str, **settings: object) -> Driver:
+    return Driver(make_core(*(names or "abcd"), **{"balance": balance, "slots": 64} | settings))
+
+
+def send(fleet: Driver, count: int, **fields: object) -> Counter[str]:
+    """Where requests go that come one after the other while all before them are in flight."""
+    first = len(fleet.bound)
+    return Counter(fleet.arrive(f"r{first + i}", **fields) for i in range(count))
+
+
+def send_and_end(fleet: Driver, count: int, **fields: object) -> Counter[str]:
+    """As `send`, each after the end of the one before."""
+    where: Counter[str] = Counter()
+    for i in range(count):
+        where[fleet.arrive(f"s{i}", **fields)] += 1
+        fleet.end(f"s{i}")
+    return where
+
+
+@pytest.mark.parametrize("balance", sorted(BALANCES))
+def test_nobody_is_bound_over_the_bound_while_another_has_room(balance: str):
+    fleet = make_fleet(balance)
+    fleet.core.reported("a", Report(stored=KEYS), 0.0)
+    where = send(fleet, 100, keys=KEYS, hash_key=1)
+    assert max(where.values()) <= 1.25 * 25 + 2
+
+
+def test_round_robin_takes_turns():
+    fleet = make_fleet("round_robin")
+    assert [fleet.arrive(f"r{i}") for i in range(6)] == ["a", "b", "c", "d", "a", "b"]
+
+
+def test_round_robin_gives_no_arrears_to_one_that_was_away():
+    fleet = make_fleet("round_robin", "a", "b")
+    send_and_end(fleet, 20)
+    fleet.do(fleet.core.joined(facts("c"), 0.0))
+    assert send_and_end(fleet, 6) == {"a": 2, "b": 2, "c": 2}
+
+
+def test_least_load_goes_where_fewest_are_in_flight():
+    fleet = make_fleet("least_load", "a", "b")
+    send(fleet, 4)
+    for request_id in [r for r, at in fleet.bound.items() if at == "b"]:
+        fleet.end(request_id)
+    assert fleet.arrive("next") == "b"
+
+
+def test_two_choices_is_nearly_even_and_tells_of_two():
+    fleet = make_fleet("two_choices")
+    where = send(fleet, 100)
+    assert max(where.values()) <= 30
+    assert all(len(a.choice.candidates) == 2 for a in fleet.log[:50] if isinstance(a, Bind))
+
+
+def test_hash_sends_equal_keys_to_one_replica_and_unlike_ones_to_many():
+    fleet = make_fleet("hash")
+    assert len(send_and_end(fleet, 20, hash_key=77)) == 1
+    assert len({next(iter(send_and_end(fleet, 1, hash_key=key << 56))) for key in range(64)}) == 4
+
+
+def test_hash_without_a_key_goes_by_the_first_prefix_key():
+    fleet = make_fleet("hash")
+    assert len(send_and_end(fleet, 20, keys=KEYS)) == 1
+
+
+def test_a_session_stays_where_it_was_and_is_rebound_when_that_is_gone():
+    fleet = make_fleet("session")
+    (first,) = send_and_end(fleet, 20, hash_key=5)
+    fleet.do(fleet.core.left(first, 0.0))
+    (second,) = send_and_end(fleet, 20, hash_key=5)
+    fleet.do(fleet.core.joined(facts(first), 0.0))
+    assert send_and_end(fleet, 20, hash_key=5) == {second: 20}
+
+
+def test_prefix_goes_where_least_is_left_to_compute():
+    fleet = make_fleet("prefix")
+    fleet.core.reported("b", Report(stored=KEYS[:3]), 0.0)
+    fleet.core.reported("c", Report(stored=KEYS[:7]), 0.0)
+    assert fleet.arrive("r", keys=KEYS) == "c"
+
+
+def test_prefix_weighs_what_is_left_to_compute_with_who_is_there():
+    fleet = make_fleet("prefix", "a", "b")
+    fleet.core.reported("b", Report(stored=KEYS[:5]), 0.0)  # half: worth one in flight
+    assert [fleet.arrive(f"r{i}", keys=KEYS) for i in range(3)] == ["b", "a", "b"]
+
+
+def test_a_choice_tells_its_terms():
+    fleet = make_fleet("prefix", "a", "b")
+    fleet.core.reported("b", Report(stored=KEYS[:5]), 0.0)
+    fleet.arrive("r", keys=KEYS, num_bytes=4000)
+    bind = fleet.log[-1]
+    assert isinstance(bind, Bind)
+    assert bind.choice.terms == {
+        "b": {"score": 500.0, "load": 0.0, "cached_tokens": 500},
+        "a": {"score": 1000.0, "load": 0.0, "cached_tokens": 0},
+    }
+
+
+def test_what_a_broken_stream_of_events_told_is_forgotten():
+    fleet = make_fleet("prefix", "a", "b")
+    fleet.core.reported("b", Report(stored=KEYS), 0.0)
+    fleet.core.reported("b", Report(is_broken=True), 0.0)
+    assert fleet.arrive("r", keys=KEYS) == "a"
+
+
+def test_a_foreign_server_is_thought_to_have_what_was_sent_there():
+    foreign = [facts(name, kind=Kind.FOREIGN) for name in "ab"]
+    fleet = Driver(make_core(*foreign, slots=64))
+    fleet.arrive("other", keys=(7,))
+    fleet.arrive("first", keys=KEYS)
+    fleet.end("other")
+    fleet.end("first")
+    assert fleet.arrive("again", keys=(*KEYS, 1)) == "b"
+
+
+@pytest.mark.parametrize("balance", ["round_robin", "least_load", "two_choices", "prefix"])
+def test_a_device_of_three_times_the_speed_gets_three_times_the_load(balance: str):
+    fast, slow = facts("fast", tokens_per_s=3000.0), facts("slow", tokens_per_s=1000.0)
+    fleet = Driver(make_core(fast, slow, balance=balance, slots=1000))
+    where = send(fleet, 400)
+    assert where["fast"] / where["slow"] == pytest.approx(3.0, rel=0.35)
+
+
+def test_a_weight_of_the_user_goes_before_what_a_replica_tells():
+    told = facts("a", tokens_per_s=9000.0, weight=1.0), facts("b", tokens_per_s=9.0, weight=1.0)
+    where = send(Driver(make_core(*told, balance="least_load", slots=64)), 20)
+    assert where == {"a": 10, "b": 10}
+
+
+def test_a_balance_that_is_not_there_is_refused_with_the_choices():
+    with pytest.raises(ConfigError, match="balance is 'prefx' \\(did you mean prefix\\?\\); choose one of round_robin"):
+        FleetConfig(balance="prefx")
+
+
+@pytest.mark.parametrize(
+    ("tiers", "says"),
+    [
+        ({"edge": {"max_prompt_token": 5}}, "did you mean max_prompt_tokens"),
+        ({"edge": {"spill_after_s": "soon"}}, "spill_after_s is 'soon'; it must be a number"),
+        ({"edge": {"replicas": "http://a"}}, "it must be a list of URLs"),
+        ({"edge": 5}, "edge is 5; give it replicas"),
+    ],
+)
+def test_a_wrong_tier_is_refused(tiers: dict[str, object], says: str):
+    with pytest.raises(ConfigError, match=says):
+        FleetConfig(tiers=tiers)
+
+
+def test_what_another_router_sent_is_known_here_of_sessions_and_of_foreign_servers():
+    replicas = [facts(name, url=f"http://{name}:1", kind=Kind.FOREIGN) for name in "ab"]
+    fleet = Driver(make_core(*replicas, balance="session", slots=64))
+    for url in ("http://b:1", "http://nobody:1"):
+        fleet.core.bound_elsewhere(url, 7, KEYS, fleet.now)
+    assert [fleet.arrive("session", hash_key=7), fleet.arrive("prefix", keys=KEYS)] == ["b", "b"]
+
+
+@pytest.mark.parametrize("balance", ["prefix", "least_load"])
+def test_idle_replicas_that_are_left_unranked_change_no_choice(balance: str):
+    """Oracle: the same fleet, of which every replica is ranked."""
+    quick, slow = (make_fleet(balance, *(f"r{i}" for i in range(90)), slots=4) for _ in range(2))
+    slow.core._binder._balance = replace(slow.core._binder._balance, is_alike=False)
+    rng = random.Random(1)
+    for fleet in (quick, slow):
+        for i in range(0, 90, 3):
+            fleet.do(fleet.core.joined(facts(f"r{i}", tokens_per_s=3000.0, slots=4), 0.0))
+        for i in range(1, 90, 7):
+            fleet.do(fleet.core.joined(facts(f"r{i}", tokens_per_s=1000.0, slots=4), 0.0))
+            fleet.core.reported(f"r{i}", Report(stored=KEYS[: 1 + i % 9], num_in_flight=i % 3), 0.0)
+    for i in range(300):
+        asked = {"keys": KEYS if rng.random() < 0.5 else (), "num_samples": rng.choice([1, 1, 3])}
+        ended = rng.choice(sorted(quick.bound)) if quick.bound and rng.random() < 0.6 else None
+        for fleet in (quick, slow):
+            fleet.arrive(f"q{i}", **asked)
+            if ended is not None:
+                fleet.end(ended)
+    assert quick.log == slow.log
+    assert len(quick.log) >= 300
+    quick.core.check_invariants()
+
+
+def test_a_choice_looks_at_no_more_replicas_where_more_idle():
+    fleet = make_fleet("prefix", *(f"r{i}" for i in range(500)))
+    looked_at: list[int] = []
+    balance = fleet.core._binder._balance
+
+    def score(request: FleetRequest, candidates: Sequence[Replica], cached: Cached) -> list[float]:
+        looked_at.append(len(candidates))
+        return balance.score(request, candidates, cached)
+
+    fleet.core._binder._balance = replace(balance, score=score)
+    send(fleet, 20)
+    assert looked_at == [MAX_CANDIDATES + i for i in range(20)]

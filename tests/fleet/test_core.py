@@ -1,0 +1,587 @@
+"""What the core decides: who is held and bound, what becomes of those whose replica fails, drains or is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from maitred.config import SchedulerConfig
+from maitred.core.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLong,
+    QueueTimeout,
+    RequestTimeout,
+)
+from maitred.fleet.actions import Bind, Move, Probe, Refuse, Start, Stop
+from maitred.fleet.fleet_request import Failure, FailureKind, Usage
+from maitred.fleet.replicas import Kind, Report, State
+from maitred.policy.policies import POLICIES
+from tests.fleet.fleets import Driver, facts, make_core, make_request
+
+RESET, ERROR = Failure(FailureKind.RESET), Failure(FailureKind.ERROR)
+LONG = {"num_bytes": 4000}
+
+
+# -- late binding
+
+
+def test_a_request_is_held_until_a_replica_has_room():
+    fleet = Driver(make_core("a", "b", slots=1))
+    assert [fleet.arrive(f"r{i}") for i in range(3)] == ["a", "b", None]
+    fleet.end("r1")
+    assert fleet.bound["r2"] == "b"
+
+
+def test_a_replica_is_given_a_small_reserve_beyond_its_slots():
+    fleet = Driver(make_core("a", slots=8, reserve=0.125))
+    assert [fleet.arrive(f"r{i}") for i in range(10)].count("a") == 9
+
+
+def test_samples_take_a_slot_each():
+    fleet = Driver(make_core("a", slots=4))
+    fleet.arrive("four", num_samples=4)
+    assert fleet.arrive("one") is None
+
+
+def test_those_held_are_bound_in_the_order_of_the_policy():
+    fleet = Driver(make_core("a", slots=1, policy="priority"))
+    fleet.arrive("running", priority=0)
+    for request_id, priority in (("late", 2), ("urgent", 0), ("usual", 1)):
+        fleet.arrive(request_id, priority=priority)
+    assert [r.request_id for r in fleet.core.held()] == ["urgent", "usual", "late"]
+    fleet.end("running")
+    assert "urgent" in fleet.bound
+
+
+def test_another_policy_orders_those_held_anew():
+    fleet = Driver(make_core("a", slots=1))
+    fleet.arrive("running")
+    for request_id, priority in (("late", 2), ("urgent", 0), ("usual", 1)):
+        fleet.arrive(request_id, priority=priority)
+    fleet.do(fleet.core.configured(SchedulerConfig(policy="priority"), fleet.now))
+    assert [r.request_id for r in fleet.core.held()] == ["urgent", "usual", "late"]
+    with pytest.raises(ConfigError):
+        fleet.core.configured(SchedulerConfig(policy="none such"), fleet.now)
+    fleet.end("running")
+    assert "urgent" in fleet.bound
+    fleet.core.check_invariants()
+
+
+def test_the_backlog_of_one_model_does_not_hold_up_another():
+    fleet = Driver(make_core(facts("a", models=("m",)), facts("b", models=("n",)), slots=1))
+    assert [fleet.arrive(f"m{i}", model="m") for i in range(3)] == ["a", None, None]
+    assert fleet.arrive("n", model="n") == "b"
+
+
+def test_who_may_preempt_is_bound_at_once_and_takes_each_slot_once():
+    fleet = Driver(make_core("a", slots=2, policy="priority"))
+    for i in range(2):
+        fleet.arrive(f"batch{i}", priority=2)
+    assert [fleet.arrive(f"urgent{i}", priority=0) for i in range(3)] == ["a", "a", None]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lengths_are_foretold_where_the_policy_reads_them_and_no_place_hangs_on_them_elsewhere(policy: str):
+    core, request = make_core("a", policy=policy), make_request("r")
+    core.arrived(request, 0.0)
+    key, reads = core.policy.order(request), core.policy.reads_predictions
+    assert (request.expected_outputs is not None) == reads
+    request.expected_outputs = 1.0
+    assert (core.policy.order(request) != key) == reads
+
+
+def test_service_counts_for_all_replicas_together():
+    fleet = Driver(make_core(slots=1, policy="vtc"))
+    for i in range(3):
+        fleet.arrive(f"greedy{i}", tenant="greedy", **LONG)
+        fleet.arrive(f"modest{i}", tenant="modest")
+    for name in "ab":
+        fleet.do(fleet.core.joined(facts(name), 0.0))
+    assert fleet.bound == {"greedy0": "a", "modest0": "b"}
+    fleet.end("greedy0")
+    fleet.end("modest0")
+    assert fleet.bound == {"modest1": "a", "modest2": "b"}
+
+
+def test_a_full_replica_gets_nobody_until_its_retry_after_is_over():
+    fleet = Driver(make_core("a"))
+    fleet.arrive("r")
+    fleet.fail("r", Failure(FailureKind.FULL, retry_after_s=5.0))
+    assert fleet.core.fleet.by_name["a"].state is State.READY
+    fleet.wait(4.9)
+    assert "r" in fleet.held
+    fleet.wait(0.2)
+    assert fleet.bound["r"] == "a"
+
+
+def test_load_that_others_bring_takes_room_but_never_all_of_it():
+    fleet = Driver(make_core("a", slots=4))
+    fleet.core.reported("a", Report(num_in_flight=1000), 0.0)
+    assert [fleet.arrive(f"r{i}") for i in range(2)] == ["a", None]
+
+
+def test_an_id_in_use_is_refused():
+    core = make_core("a")
+    core.arrived(make_request("r"), 0.0)
+    with pytest.raises(InvalidRequest, match="'r' is in use"):
+        core.arrived(make_request("r"), 0.0)
+
+
+# -- time
+
+
+def test_who_has_no_slot_by_its_start_by_is_refused_as_by_an_engine():
+    fleet = Driver(make_core("a", slots=1))
+    fleet.arrive("running")
+    fleet.arrive("r", start_by=2.0)
+    fleet.wait(3.0)
+    assert isinstance(fleet.refused["r"].error, QueueTimeout)
+    assert "running" in fleet.bound
+
+
+def test_who_is_not_done_by_its_finish_by_is_ended_wherever_it_is():
+    fleet = Driver(make_core("a", slots=1))
+    fleet.arrive("running", finish_by=2.0)
+    fleet.wait(3.0)
+    assert isinstance(fleet.refused["running"].error, RequestTimeout)
+    assert fleet.core.num_requests == 0
+
+
+def test_with_nobody_there_a_request_is_held_and_then_refused():
+    fleet = Driver(make_core(hold_timeout_s=10.0))
+    fleet.arrive("r")
+    fleet.wait(9.0)
+    assert "r" in fleet.held
+    fleet.wait(2.0)
+    assert isinstance(fleet.refused["r"].error, QueueTimeout)
+
+
+def test_in_a_busy_fleet_the_hold_timeout_refuses_nobody():
+    fleet = Driver(make_core("a", slots=1, hold_timeout_s=10.0))
+    fleet.arrive("running")
+    fleet.arrive("r")
+    fleet.wait(100.0)
+    assert "r" in fleet.held
+
+
+# -- models and tiers
+
+
+def test_before_any_replica_has_told_its_models_every_name_is_held():
+    fleet = Driver(make_core(facts("a", models=None)))
+    assert fleet.arrive("mine", model="m") is None
+    assert fleet.arrive("other", model="x") is None
+    fleet.do(fleet.core.joined(facts("a"), 1.0))
+    assert fleet.bound == {"mine": "a"}
+    error = fleet.refused["other"].error
+    assert isinstance(error, ModelNotFound)
+    assert "there are: m" in str(error)
+
+
+def test_models_are_known_while_nobody_is_there():
+    fleet = Driver(make_core("a"))
+    fleet.do(fleet.core.left("a", 0.0))
+    fleet.arrive("known", model="m")
+    fleet.arrive("unknown", model="x")
+    assert fleet.held == {"known"}
+
+
+TIERS = {"edge": {"replicas": ["e"], "max_prompt_tokens": 500, "spill_after_s": 3.0}, "cloud": {}}
+
+
+def tiered() -> Driver:
+    return Driver(make_core(facts("e", url="e"), facts("c", url="c"), slots=1, tiers=TIERS))
+
+
+def test_a_tier_is_asked_before_the_next_which_gets_the_long_ones_at_once():
+    fleet = tiered()
+    assert fleet.arrive("short") == "e"
+    assert fleet.arrive("long", **LONG) == "c"
+
+
+def test_who_has_waited_past_its_tier_goes_to_the_next():
+    fleet = tiered()
+    fleet.arrive("first")
+    assert fleet.arrive("second") is None
+    fleet.wait(3.0)
+    assert fleet.bound["second"] == "c"
+
+
+def test_what_is_local_never_leaves_the_first_tier():
+    fleet = tiered()
+    fleet.arrive("first")
+    fleet.arrive("second", is_local=True)
+    fleet.wait(100.0)
+    assert "second" in fleet.held
+    fleet.arrive("long", is_local=True, num_counted=501)
+    error = fleet.refused["long"].error
+    assert isinstance(error, PromptTooLong)
+    assert "501 tokens; at most 500 in edge" in str(error)
+
+
+def test_an_estimate_of_a_prompts_length_refuses_nothing():
+    fleet = tiered()
+    assert fleet.core.counter(make_request("short", is_local=True)) is None
+    assert fleet.core.counter(make_request("long", **LONG)) is None, "for the cloud it is not"
+    assert fleet.core.counter(make_request("long", is_local=True, **LONG)) == "e"
+    assert fleet.arrive("counted", is_local=True, num_counted=500, **LONG) == "e"
+    fleet.end("counted")
+    assert fleet.arrive("estimated", is_local=True, **LONG) == "e"
+
+
+# -- faults
+
+
+def test_a_reset_takes_a_replica_out_and_one_good_probe_brings_it_back():
+    fleet = Driver(make_core("a", "b"))
+    assert fleet.arrive("r") == "a"
+    fleet.fail("r", RESET)
+    assert fleet.bound["r"] == "b"
+    assert fleet.core.fleet.by_name["a"].state is State.EJECTED
+    fleet.wait(0.3)
+    assert fleet.log[-1] == Probe("a")
+    fleet.do(fleet.core.probed("a", True, fleet.now))
+    assert fleet.core.fleet.by_name["a"].state is State.READY
+
+
+def test_probes_of_one_that_stays_away_go_on():
+    fleet = Driver(make_core("a", "b"))
+    fleet.arrive("r")
+    fleet.fail("r", RESET)
+    for _ in range(5):
+        fleet.wait(2.0)
+        assert fleet.log.pop() == Probe("a")
+        fleet.do(fleet.core.probed("a", False, fleet.now))
+
+
+def test_three_failures_in_a_row_take_a_replica_out_and_a_success_between_them_does_not():
+    fleet = Driver(make_core("a", "b", slots=8, balance="session"))
+    for i, outcome in enumerate(["bad", "bad", "good", "bad", "bad", "bad"]):
+        assert fleet.core.fleet.by_name["a"].state is State.READY
+        fleet.arrive(f"r{i}", hash_key=i)
+        if fleet.bound[f"r{i}"] != "a":
+            fleet.end(f"r{i}")
+            continue
+        if outcome == "bad":
+            fleet.fail(f"r{i}", ERROR)
+        fleet.end(f"r{i}")
+    assert fleet.core.fleet.by_name["a"].state is State.EJECTED
+
+
+def test_errors_never_take_out_more_than_half_and_resets_do():
+    fleet = Driver(make_core("a", "b", "c", "d", slots=64, max_failures=1))
+    for i in range(12):
+        fleet.arrive(f"e{i}")
+        fleet.fail(f"e{i}", ERROR)
+    states = [r.state for r in fleet.core.fleet]
+    assert states.count(State.EJECTED) == 2
+    for i in range(12):
+        if fleet.arrive(f"r{i}") is not None:
+            fleet.fail(f"r{i}", RESET)
+    assert all(r.state is State.EJECTED for r in fleet.core.fleet)
+
+
+def test_a_silent_replica_is_taken_out_and_what_it_had_goes_on_elsewhere():
+    fleet = Driver(make_core(facts("a", has_beats=True), facts("b", has_beats=False)))
+    assert fleet.arrive("r") == "a"
+    fleet.wait(2.2)
+    assert fleet.bound["r"] == "a"
+    fleet.wait(0.1)
+    assert fleet.bound["r"] == "b"
+    assert Move("r", "a", "silent") in fleet.log
+    fleet.do(fleet.core.reported("a", Report(), fleet.now))
+    assert fleet.core.fleet.by_name["a"].state is State.READY
+
+
+def test_what_an_ejected_replica_still_does_goes_on_elsewhere_once_it_is_silent():
+    fleet = Driver(make_core(facts("a", has_beats=True), facts("b", has_beats=False), slots=8, balance="session"))
+    on_a = next(f"r{i}" for i in range(64) if fleet.arrive(f"r{i}", hash_key=i) == "a")
+    lost = next(f"s{i}" for i in range(64) if fleet.arrive(f"s{i}", hash_key=i) == "a")
+    fleet.fail(lost, RESET)
+    assert fleet.core.fleet.by_name["a"].state is State.EJECTED
+    assert fleet.bound[on_a] == "a"
+    fleet.wait(2.3)
+    assert fleet.bound[on_a] == "b"
+
+
+def test_when_all_fall_silent_at_once_probes_are_asked_before_the_last_half_is_taken_out():
+    fleet = Driver(make_core(facts("a", has_beats=True), facts("b", has_beats=True)))
+    fleet.arrive("r0")
+    fleet.arrive("r1")
+    fleet.wait(2.25)
+    states = {r.name: r.state for r in fleet.core.fleet}
+    assert sorted(states.values()) == [State.EJECTED, State.READY]
+    left = next(name for name, state in states.items() if state is State.READY)
+    assert Probe(left) in fleet.log
+    fleet.do(fleet.core.probed(left, False, fleet.now))
+    assert not fleet.core.fleet.ready
+
+
+def test_a_request_is_tried_three_times_and_not_twice_at_one_replica():
+    fleet = Driver(make_core("a", "b", "c", "d"))
+    seen = [fleet.arrive("r")]
+    for _ in range(2):
+        fleet.fail("r", ERROR)
+        seen.append(fleet.bound["r"])
+    assert len(set(seen)) == 3
+    fleet.fail("r", ERROR)
+    assert fleet.refused["r"].failure is ERROR
+
+
+def test_who_saw_two_replicas_die_is_given_to_no_third():
+    fleet = Driver(make_core("a", "b", "c", max_retries=9))
+    fleet.arrive("poison")
+    fleet.fail("poison", RESET)
+    fleet.fail("poison", RESET)
+    assert isinstance(fleet.refused["poison"].error, EngineDead)
+    assert fleet.core.fleet.ready.bit_count() == 1
+
+
+def test_retries_are_a_tenth_of_requests_beyond_those_of_one_replica():
+    fleet = Driver(make_core("a", "b", slots=30, reserve=0.0, max_failures=1000))
+    num_tried_again = 0
+    for i in range(100):
+        fleet.arrive(f"r{i}")
+        fleet.fail(f"r{i}", ERROR)
+        if f"r{i}" in fleet.bound:
+            num_tried_again += 1
+            fleet.end(f"r{i}")
+    assert 30 <= num_tried_again <= 40
+
+
+def test_the_death_of_a_full_replica_can_be_paid_at_once():
+    fleet = Driver(make_core("a", "b", slots=40))
+    for i in range(40):
+        fleet.arrive(f"r{i}")
+    for request_id in [r for r, at in fleet.bound.items() if at == "a"]:
+        fleet.fail(request_id, RESET)
+    assert not fleet.refused
+
+
+# -- after the first byte
+
+
+def begin(fleet: Driver, request_id: str, **fields: object) -> None:
+    fleet.arrive(request_id, **fields)
+    fleet.core.progressed(request_id, 3, fleet.now)
+
+
+def test_who_has_tokens_goes_on_where_the_same_numbers_are_computed():
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="y"), facts("c", fingerprint="x")))
+    begin(fleet, "r", can_resume=True)
+    fleet.fail("r", RESET)
+    bind = next(action for action in reversed(fleet.log) if isinstance(action, Bind))
+    assert (bind.choice.replica, bind.attempt, bind.resumes) == ("c", 2, True)
+
+
+@pytest.mark.parametrize(("rule", "goes_on"), [("exact", False), ("always", True), ("never", False)])
+def test_where_numerics_differ_the_rule_decides(rule: str, goes_on: bool):
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="y"), resume=rule, hold_timeout_s=1.0))
+    begin(fleet, "r", can_resume=True)
+    fleet.fail("r", RESET)
+    fleet.wait(2.0)
+    assert ("r" in fleet.bound) == goes_on
+
+
+def test_a_part_of_an_answer_waits_for_nobody_who_will_not_come():
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="y")))
+    begin(fleet, "r", can_resume=True)
+    fleet.do(fleet.core.left("a", 0.0))
+    assert "no replica that is left computes the same numbers" in str(fleet.refused["r"].error)
+
+
+def test_a_foreign_stream_that_breaks_ends_with_an_error():
+    fleet = Driver(make_core(facts("a", kind=Kind.FOREIGN), facts("b", kind=Kind.FOREIGN)))
+    begin(fleet, "r", can_resume=False)
+    fleet.fail("r", RESET)
+    assert "in the middle of the answer" in str(fleet.refused["r"].error)
+
+
+def test_what_a_replica_has_whose_engine_hangs_goes_on_elsewhere_after_seconds_once_another_is_ready():
+    told = {"fingerprint": "x", "has_beats": False}
+    fleet = Driver(make_core(facts("a", **told), facts("b", state=State.STARTING, **told), slots=8))
+    begin(fleet, "stream", can_resume=True)
+    begin(fleet, "whole", can_resume=False)
+    fleet.arrive("new")
+    fleet.arrive("cause")
+    fleet.core.request("cause").has_fled = True
+    hung = facts("a", state=State.STARTING, error="the engine's process has been silent for 3 s", **told)
+    fleet.do(fleet.core.joined(hung, fleet.now))
+    fleet.wait(9.0)
+    assert set(fleet.bound.values()) == {"a"}, "there is no other"
+    fleet.do(fleet.core.joined(facts("b", **told), fleet.now))
+    fleet.wait(2.3)
+    assert fleet.bound == {"stream": "b", "whole": "a", "new": "b", "cause": "a"}
+    assert Move("stream", "a", "hung") in fleet.log
+    assert (fleet.core.request("stream").has_fled, fleet.core.request("stream").num_deaths) == (True, 0)
+
+
+def test_an_engine_that_is_back_within_seconds_keeps_what_it_had():
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x")))
+    begin(fleet, "r", can_resume=True)
+    for _ in range(2):
+        fleet.do(fleet.core.joined(facts("a", fingerprint="x", state=State.STARTING), fleet.now))
+        fleet.wait(1.5)
+        fleet.do(fleet.core.joined(facts("a", fingerprint="x"), fleet.now))
+    assert fleet.bound == {"r": "a"}
+
+
+def test_where_one_foreign_server_limits_a_client_another_is_asked_and_whoever_waits_gets_the_slot():
+    limited = Failure(FailureKind.LIMITED)
+    fleet = Driver(make_core("a", "b", slots=1))
+    assert (fleet.arrive("r"), fleet.arrive("s"), fleet.arrive("t")) == ("a", "b", None)
+    fleet.fail("r", limited)
+    assert (fleet.bound, fleet.held) == ({"s": "b", "t": "a"}, {"r"})
+    fleet.end("s")
+    assert fleet.bound["r"] == "b"
+    fleet.fail("r", limited)
+    assert fleet.refused["r"].failure == limited
+    assert all(r.state is State.READY for r in fleet.core.fleet)
+
+
+# -- drain, leave, size
+
+
+def test_a_drain_moves_who_has_no_token_lets_others_finish_and_moves_them_at_the_deadline():
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x"), replica_drain_s=5.0))
+    begin(fleet, "begun", can_resume=True)
+    fleet.arrive("elsewhere")
+    fleet.arrive("fresh")
+    assert fleet.bound == {"begun": "a", "elsewhere": "b", "fresh": "a"}
+    fleet.do(fleet.core.drained("a", 0.0))
+    assert fleet.bound == {"begun": "a", "elsewhere": "b", "fresh": "b"}
+    fleet.end("fresh")
+    fleet.wait(6.0)
+    assert fleet.bound["begun"] == "b"
+    assert fleet.core.request("begun").num_retries == 0
+
+
+def test_who_could_go_nowhere_else_stays_with_the_one_that_drains():
+    fleet = Driver(make_core("a"))
+    fleet.arrive("r")
+    fleet.do(fleet.core.drained("a", 0.0))
+    assert fleet.bound == {"r": "a"}
+    assert fleet.arrive("new") is None
+
+
+def test_one_that_drains_by_itself_is_left_shortly_before_it_ends_and_used_again_when_it_is_back():
+    fleet = Driver(make_core(*(facts(name, fingerprint="x", has_beats=True) for name in "ab"), silence_s=100.0))
+    begin(fleet, "begun", can_resume=True)
+    fleet.arrive("elsewhere")
+    fleet.arrive("fresh")
+    fleet.do(fleet.core.leaving("a", 5.0, 0.0))
+    told = facts("a", fingerprint="x", has_beats=True, state=State.STARTING)
+    fleet.do(fleet.core.joined(told, 0.0))
+    assert fleet.bound == {"begun": "a", "elsewhere": "b", "fresh": "b"}
+    fleet.end("fresh")
+    fleet.wait(3.9)
+    assert (fleet.bound["begun"], fleet.core.fleet.by_name["a"].state) == ("a", State.DRAINING)
+    fleet.wait(0.2)
+    assert fleet.bound["begun"] == "b"
+    fleet.do(fleet.core.joined(facts("a", fingerprint="x", state=State.STARTING), 5.0))
+    assert fleet.core.fleet.by_name["a"].state is State.STARTING, "its stream of events has ended"
+    fleet.do(fleet.core.joined(facts("a", fingerprint="x"), 6.0))
+    assert fleet.arrive("later") == "a"
+
+
+def test_one_that_was_drained_and_is_told_to_end_is_left_before_it_does():
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x"), replica_drain_s=50.0))
+    begin(fleet, "begun", can_resume=True)
+    fleet.do(fleet.core.drained("a", 0.0))
+    fleet.do(fleet.core.leaving("a", 1.0, 0.0))
+    fleet.wait(0.6)
+    assert fleet.bound["begun"] == "b"
+
+
+def ready(fleet: Driver, start: Start) -> None:
+    fleet.do(fleet.core.joined(facts(start.name, is_launched=True), fleet.now))
+
+
+def starts(fleet: Driver) -> list[Start]:
+    return [action for action in fleet.log if isinstance(action, Start)]
+
+
+def test_from_zero_one_start_serves_all_who_come():
+    fleet = Driver(make_core(slots=8))
+    fleet.do(fleet.core.scaled(0, 2, 0.0))
+    for i in range(5):
+        assert fleet.arrive(f"r{i}") is None
+    assert len(starts(fleet)) == 1
+    ready(fleet, starts(fleet)[0])
+    assert len(fleet.bound) == 5
+
+
+def test_a_launched_replica_that_is_gone_is_replaced():
+    fleet = Driver(make_core())
+    fleet.do(fleet.core.scaled(2, 2, 0.0))
+    for start in starts(fleet):
+        ready(fleet, start)
+    fleet.do(fleet.core.left("replica-1", 1.0))
+    assert [start.name for start in starts(fleet)] == ["replica-1", "replica-2", "replica-3"]
+
+
+def test_fewer_replicas_drain_before_they_stop():
+    fleet = Driver(make_core())
+    fleet.do(fleet.core.scaled(2, 2, 0.0))
+    for start in starts(fleet):
+        ready(fleet, start)
+    begin(fleet, "r0")
+    begin(fleet, "r1")
+    fleet.do(fleet.core.scaled(1, 1, 1.0))
+    (draining,) = [r for r in fleet.core.fleet if r.state is State.DRAINING]
+    assert Stop(draining.name) not in fleet.log
+    fleet.end(next(iter(draining.in_flight)))
+    assert Stop(draining.name) in fleet.log
+
+
+def test_a_restart_goes_one_by_one_the_new_one_first():
+    fleet = Driver(make_core())
+    fleet.do(fleet.core.scaled(2, 2, 0.0))
+    for start in starts(fleet):
+        ready(fleet, start)
+    fleet.log.clear()
+    fleet.do(fleet.core.restarted(["replica-1", "replica-2"], 0.0))
+    for old in ("replica-1", "replica-2"):
+        (start,) = starts(fleet)
+        assert Stop(old) not in fleet.log
+        fleet.log.clear()
+        ready(fleet, start)
+        assert Stop(old) in fleet.log
+        fleet.do(fleet.core.left(old, 1.0))
+    assert sorted(r.name for r in fleet.core.fleet) == ["replica-3", "replica-4"]
+
+
+# -- what is told
+
+
+def test_the_view_has_the_fields_of_the_admin_route():
+    fleet = Driver(make_core(facts("a", url="http://a", pid=7), slots=1))
+    fleet.core.reported("a", Report(stored=(1, 2)), 0.0)
+    fleet.arrive("r0")
+    fleet.arrive("r1")
+    view = fleet.core.view(3.0)
+    assert (view.target, view.held, view.oldest_held_s) == (0, 1, 3.0)
+    (replica,) = view.replicas
+    assert (replica.name, replica.url, replica.kind, replica.state) == ("a", "http://a", "maitred", "ready")
+    assert (replica.pid, replica.in_flight, replica.slots, replica.models) == (7, 1, 1, ("m",))
+    assert (replica.tier, replica.prefix_keys, replica.error) == ("", 2, None)
+
+
+def test_usage_teaches_how_many_bytes_a_token_has():
+    fleet = Driver(make_core("a"))
+    for i in range(300):
+        fleet.arrive(f"r{i}", num_bytes=800)
+        fleet.end(f"r{i}", Usage(num_prompt_tokens=100, num_output_tokens=5))
+    fleet.arrive("r", num_bytes=800)
+    assert fleet.core.request("r").num_inputs == pytest.approx(100, abs=5)
+
+
+def test_a_refused_request_is_told_once_and_forgotten():
+    fleet = Driver(make_core("a", max_retries=0))
+    fleet.arrive("r")
+    fleet.fail("r", ERROR)
+    assert [type(action) for action in fleet.log] == [Bind, Refuse]
+    assert fleet.core.aborted("r", 1.0) == []
+    assert fleet.core.num_requests == 0

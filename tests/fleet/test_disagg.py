@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maitred.fleet.disagg import Ask, Option, WorkerLoad, options
+from tests.fleet.workers import worker
+
+LONG = Ask(num_inputs=4000, num_outputs=200)
+loads = st.builds(
+    lambda role, queued, rows, free, share, cached, sent: {
+        "role": role,
+        "queued_tokens": float(queued),
+        "rows": rows,
+        "context_tokens": rows * 1000,
+        "free_blocks": free,
+        "prefill_share": share,
+        "num_cached": cached * 16,
+        "bytes_in_flight": sent,
+    },
+    st.sampled_from(["prefill", "decode", "mixed"]),
+    st.integers(0, 20_000),
+    st.integers(0, 100),
+    st.integers(0, 4096),
+    st.floats(0, 1),
+    st.integers(0, 200),
+    st.floats(0, 1e9),
+)
+asks = st.builds(
+    Ask,
+    st.integers(1, 8000),
+    st.floats(1, 2000),
+    st.none() | st.floats(0.05, 5),
+    st.none() | st.floats(0.005, 0.1),
+)
+
+
+def workers(described: list[dict[str, object]], bandwidth: float = 10e9) -> list[WorkerLoad]:
+    return [worker(f"w{i}", bandwidth=bandwidth, **load) for i, load in enumerate(described)]
+
+
+def best(ask: Ask, *there: WorkerLoad, handover: str = "auto") -> Option:
+    return options(ask, there, handover)[0]
+
+
+@given(asks, st.lists(loads, min_size=1, max_size=5), st.sampled_from(["auto", "always", "never"]))
+def test_whoever_is_chosen_has_room_for_the_prompt_at_both_ends(ask, described, handover):
+    there = {load.name: load for load in workers(described)}
+    needed = ask.num_inputs // 16 + 2
+    for way in options(ask, list(there.values()), handover):
+        assert way.prefill != way.replica
+        assert way.fetch_from not in (way.prefill or way.replica,)
+        for name in {way.replica, way.prefill or way.replica}:
+            assert there[name].free_blocks in (4096, max(needed, there[name].free_blocks))
+        assert all(value >= 0 for value in way.terms.values())
+
+
+@given(asks, st.lists(loads, min_size=2, max_size=4), st.floats(1e7, 1e11), st.floats(1, 1000))
+def test_a_slower_link_never_makes_a_hand_over_likelier(ask, described, bandwidth, times_slower):
+    """Where no prefix could be fetched in its place."""
+    for load in described:
+        load["num_cached"] = 0
+    quick, slow = workers(described, bandwidth), workers(described, bandwidth / times_slower)
+    ways, slower = options(ask, quick), options(ask, slow)
+    if ways and ways[0].prefill is None:
+        assert slower[0].prefill is None
+
+
+@given(asks, st.lists(loads, min_size=2, max_size=4), st.floats(1e7, 1e11), st.floats(1, 1000))
+def test_a_slower_link_moves_no_kv_where_a_quicker_one_moved_none(ask, described, bandwidth, times_slower):
+    ways = options(ask, workers(described, bandwidth))
+    slower = options(ask, workers(described, bandwidth / times_slower))
+    if ways and ways[0].prefill is None and ways[0].fetch_from is None:
+        assert slower[0].prefill is None
+        assert slower[0].fetch_from is None
+
+
+@given(asks, st.lists(loads, min_size=1, max_size=4))
+def test_without_a_link_nothing_is_handed_over_whatever_was_asked_for(ask, described):
+    for handover in ("auto", "always"):
+        for way in options(ask, workers(described, bandwidth=0.0), handover):
+            assert way.prefill is None
+            assert way.fetch_from is None
+
+
+def test_a_long_prompt_is_kept_from_those_who_decode():
+    busy = worker("d", "decode", rows=40, context_tokens=40_000)
+    assert best(LONG, worker("p", "prefill", prefill_share=0.7), busy).name == "p > d"
+
+
+def test_a_short_prompt_stays_where_it_is_answered_while_another_computes_long_ones():
+    busy = worker("p", "prefill", queued_tokens=16_000.0)
+    assert best(Ask(40, 200), busy, worker("d", "decode", rows=4, context_tokens=4000)).name == "d"
+
+
+def test_a_prompt_that_the_decode_worker_has_stays_there():
+    there = worker("d", "decode", rows=10, context_tokens=10_000, num_cached=3984)
+    assert best(LONG, worker("p", "prefill", prefill_share=0.5), there).name == "d"
+
+
+def test_a_worker_that_only_prefills_decodes_when_the_decode_side_is_full():
+    assert best(LONG, worker("p", "prefill"), worker("d", "decode", has_slot=False)).name == "p"
+
+
+def test_a_prefix_is_fetched_from_the_peer_that_has_it_when_that_is_quicker_than_computing_it():
+    has_it = worker("d1", "decode", num_cached=3200, has_slot=False)
+    way = best(LONG, worker("d2", "decode"), has_it)
+    assert (way.replica, way.prefill, way.fetch_from) == ("d2", None, "d1")
+    assert best(LONG, worker("d2", "decode", bandwidth=1e6), has_it).fetch_from is None
+
+
+def test_always_waits_for_room_rather_than_compute_where_it_is_answered():
+    full = worker("d", "decode", free_blocks=10)
+    assert options(LONG, [worker("p", "prefill"), full], "always") == []
+    assert best(LONG, worker("p", "prefill"), full, handover="auto").name == "p"
+
+
+def test_always_computes_what_no_block_could_be_moved_of_where_it_is_answered():
+    assert best(Ask(8, 20), worker("p", "prefill"), worker("d", "decode"), handover="always").prefill is None
+
+
+def test_a_tight_pace_is_worth_a_longer_wait_and_a_tight_first_token_is_not():
+    busy = {"queued_tokens": 12_000.0, "prefill_share": 0.6}
+    there = worker("p", "prefill", **busy), worker("d", "decode", rows=30, context_tokens=30_000)
+    assert best(replace_ask(ttft_s=5.0, tpot_s=0.012), *there).name == "p > d"
+    assert best(replace_ask(ttft_s=0.2, tpot_s=0.5), *there).name == "d"
+
+
+def replace_ask(ttft_s: float, tpot_s: float) -> Ask:
+    return LONG._replace(ttft_objective_s=ttft_s, tpot_objective_s=tpot_s)
+
+
+def test_terms_name_what_was_foretold():
+    way = best(LONG, worker("p", "prefill"), worker("d", "decode", rows=40, context_tokens=40_000))
+    assert set(way.terms) == {"cost", "ttft_s", "tpot_s", "fetch_s", "transfer_s", "harm_s"}
+    faster = worker("p", "prefill")
+    faster = faster._replace(facts=replace(faster.facts, costs=replace(faster.facts.costs, prefill_token_s=1e-5)))
+    assert best(LONG, faster, worker("d", "decode", rows=40)).ttft_s < way.ttft_s

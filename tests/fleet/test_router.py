@@ -1,0 +1,508 @@
+"""What clients and replicas see of a router, whatever the replicas do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from maitred.api.http.fleet_token import FleetToken
+from maitred.config import AdmissionConfig
+from maitred.storage.ledger import Ledger
+from tests.api.test_tenants import table_of
+from tests.conftest import free_port
+from tests.fakes_api import FakeTenants
+from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, Script, Seen, chunk, fake_upstream, says, whole
+from tests.fleet.routers import (
+    DONE,
+    WHOLE_STREAM,
+    a_server,
+    asked,
+    chat,
+    client_of,
+    completion,
+    event,
+    one_of_ours,
+    routed,
+    running_router,
+)
+from tests.waiting import until_async
+
+CHAT = "/v1/chat/completions"
+WELL = says(whole(completion()))
+FULL = says(whole(b'{"error":{"message":"busy"}}', "503 Service Unavailable", "retry-after: 1\r\n"))
+
+
+async def test_an_answer_comes_as_the_replica_gave_it():
+    given = whole(
+        completion(),
+        headers="content-type: application/json\r\nconnection: keep-alive, x-private\r\n"
+        "x-private: no\r\nx-kept: yes\r\nx-maitred-tenant: me\r\nx-maitred-ignored-fields: poems\r\n",
+    )
+    async with routed(says(given)) as (running, [fake]), client_of(running) as client:
+        told = await client.post(
+            CHAT,
+            json=chat(),
+            headers={"x-request-id": "mine", "x-maitred-tenant": "admin", "x-forwarded-for": "10.1.1.1", "te": "gzip"},
+        )
+        assert told.content == completion()
+        assert told.headers["x-maitred-replica"] == fake.url.removeprefix("http://")
+        assert told.headers["x-maitred-held-ms"].isdigit()
+        assert told.headers["x-request-id"] == "mine"
+        assert told.headers["x-kept"] == "yes"
+        assert told.headers["x-maitred-ignored-fields"] == "poems"
+        assert not {"x-private", "x-maitred-tenant"} & set(told.headers)
+        [seen] = asked(fake)
+        assert json.loads(seen.body) == chat()
+        assert seen.headers["x-request-id"] == "mine"
+        assert seen.headers["x-forwarded-for"] == "10.1.1.1, 127.0.0.1"
+        assert not {"x-maitred-tenant", "te", "accept-encoding"} & set(seen.headers)
+
+
+async def test_streams_come_piece_by_piece():
+    turn = asyncio.Event()
+
+    async def in_turns(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunk(event("one")[:10]))
+        await writer.drain()
+        writer.write(chunk(event("one")[10:]))
+        await turn.wait()
+        writer.write(chunk(event("two")) + chunk(DONE) + LAST_CHUNK)
+
+    async with (
+        routed(in_turns) as (running, _),
+        client_of(running) as client,
+        client.stream("POST", CHAT, json=chat(stream=True)) as told,
+    ):
+        pieces = told.aiter_bytes()
+        assert await anext(pieces) == event("one")
+        turn.set()
+        assert b"".join([piece async for piece in pieces]) == event("two") + DONE
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        says(then="reset"),
+        says(b"HTTP/1.1 200 OK\r\ncontent-le", then="close"),
+        says(whole(completion())[:-5], then="close"),
+        says(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"),
+        says(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200, then="wait"),
+        says(b"nonsense\r\n\r\n"),
+        says(whole(b'{"error":{"message":"engine died"}}')),
+        says(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + completion()[:-5], then="close"),
+        says(whole(b"{}", "500 Internal Server Error")),
+        FULL,
+    ],
+)
+async def test_before_the_first_byte_another_replica_is_asked(fault):
+    async with routed(fault, WELL, balance="round_robin") as (running, fakes), client_of(running) as client:
+        for _ in range(4):
+            told = await client.post(CHAT, json=chat())
+            assert told.content == completion()
+            assert told.headers["x-maitred-replica"] == fakes[1].url.removeprefix("http://")
+        assert asked(fakes[0])
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error_after_its_last_whole_event():
+    broken = says(STREAM_HEAD + chunk(event("one")) + chunk(event("two")[:9]), then="close")
+    async with routed(broken) as (running, _), client_of(running) as client:
+        told = await client.post(CHAT, json=chat(stream=True))
+        first, error, done = told.content.split(b"\n\n", 2)
+        assert first + b"\n\n" == event("one")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
+        assert done == DONE
+
+
+CUT = {
+    "ended": LAST_CHUNK,
+    "ended within an event": chunk(event("two")[:9]) + LAST_CHUNK,
+    "half an object": chunk(b'data: {"id": "x", "cho\n\n') + chunk(DONE) + LAST_CHUNK,
+    "no event end": chunk(b"data: " + b"x" * (5 * 1024 * 1024)),
+}
+
+
+@pytest.mark.parametrize("rest", CUT.values(), ids=CUT)
+async def test_a_foreign_stream_that_has_not_ended_does_not_look_complete(rest):
+    async with routed(says(STREAM_HEAD + chunk(event("one")) + rest)) as (running, _), client_of(running) as client:
+        told = await client.post(CHAT, json=chat(stream=True))
+        first, error, done = told.content.split(b"\n\n", 2)
+        assert first + b"\n\n" == event("one")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
+        assert done == DONE
+
+
+@pytest.mark.parametrize("nothing", [b"", b": ping\n\n", b'data: {"error":{"message":"engine died"}}\n\n'])
+async def test_a_stream_that_says_nothing_before_it_ends_is_asked_of_another_replica(nothing):
+    fault = says(STREAM_HEAD + (chunk(nothing) if nothing else b"") + LAST_CHUNK)
+    good = says(WHOLE_STREAM)
+    async with routed(fault, good, balance="round_robin") as (running, fakes), client_of(running) as client:
+        for _ in range(2):
+            told = await client.post(CHAT, json=chat(stream=True))
+            assert told.content.endswith(event("one") + event("two") + DONE)
+            assert b"error" not in told.content
+        assert asked(fakes[0])
+
+
+FINISHED = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\n'
+OWN_ERROR = b'data: {"error": {"message": "engine died"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    "end",
+    [FINISHED, FINISHED + DONE, FINISHED + b"data: [DONE]\n", DONE, OWN_ERROR, b": ping\r\n\r\n" + OWN_ERROR + DONE],
+)
+async def test_a_foreign_stream_that_ended_ends_once(end):
+    close_delimited = says(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event("one") + end, then="close"
+    )
+    async with routed(close_delimited) as (running, _), client_of(running) as client:
+        told = await client.post(CHAT, json=chat(stream=True))
+        assert told.content == (event("one") + end).removesuffix(b"data: [DONE]\n").removesuffix(DONE) + DONE
+
+
+LIMITED = says(whole(b'{"error":{"message":"slow"}}', "429 Too Many Requests", "retry-after: 7\r\nset-cookie: a=b\r\n"))
+
+
+async def test_a_429_of_a_foreign_server_is_tried_elsewhere_and_passed_on_where_all_say_so():
+    async with routed(LIMITED, WELL, balance="round_robin") as (running, fakes), client_of(running) as client:
+        answers = [await client.post(CHAT, json=chat()) for _ in range(4)]
+        assert [answer.content for answer in answers] == [completion()] * 4
+        assert asked(fakes[0])
+        assert running.states == ["ready", "ready"]
+    async with routed(LIMITED, LIMITED) as (running, fakes), client_of(running) as client:
+        told = await client.post(CHAT, json=chat())
+        assert (told.status_code, told.headers["retry-after"]) == (429, "7")
+        assert told.json()["error"]["message"] == "slow"
+        assert [len(asked(fake)) for fake in fakes] == [1, 1]
+
+
+async def test_a_replica_sets_no_cookie_and_sends_no_client_elsewhere():
+    cookie = says(whole(completion(), headers="content-type: application/json\r\nset-cookie: a=b\r\n"))
+    away = says(whole(b"", "307 Away", "location: http://elsewhere/v1/chat/completions\r\n"))
+    async with routed(cookie) as (running, [fake]), client_of(running) as client:
+        told = await client.post(CHAT, json=chat(), headers={"cookie": "session=1"})
+        assert told.content == completion()
+        assert "set-cookie" not in told.headers
+        assert "cookie" not in asked(fake)[0].headers
+    async with routed(away) as (running, _), client_of(running) as client:
+        for _ in range(4):
+            told = await client.post(CHAT, json=chat())
+            assert (told.status_code, "location" in told.headers) == (502, False)
+            assert "redirect" in told.json()["error"]["message"]
+        assert running.states == ["ready"], "a path that redirects is no fault of the replica"
+
+
+async def test_clients_are_not_told_where_replicas_are(caplog: pytest.LogCaptureFixture):
+    async with routed(says(then="reset")) as (running, [fake]), client_of(running) as client:
+        told = await client.post(CHAT, json=chat())
+        assert told.status_code == 503
+        assert str(fake.port) not in told.text
+        assert "the replica that had it failed" in told.text
+
+
+async def test_an_error_that_all_replicas_give_is_the_replicas_own():
+    async with routed(says(whole(b'{"error":"mine"}', "500 Oh"))) as (running, _), client_of(running) as client:
+        told = await client.post(CHAT, json=chat())
+        assert (told.status_code, told.content) == (500, b'{"error":"mine"}')
+
+
+async def test_who_finds_all_full_is_held_until_one_has_room():
+    num_refused = 0
+
+    async def full_at_first(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_refused
+        num_refused += 1
+        await (FULL if num_refused == 1 else WELL)(seen, writer)
+
+    async with routed(full_at_first) as (running, [fake]), client_of(running) as client:
+        told = await client.post(CHAT, json=chat())
+        assert told.content == completion()
+        assert int(told.headers["x-maitred-held-ms"]) >= 900
+        assert running.states == ["ready"]
+        assert len(asked(fake)) == 2
+
+
+async def test_with_nobody_there_requests_are_held_and_served_when_somebody_comes():
+    port = free_port()
+    with running_router(f"http://127.0.0.1:{port}") as running:
+        async with client_of(running) as client:
+            told = asyncio.create_task(client.post(CHAT, json=chat()))
+            await until_async(lambda: running.router.fleet.core.num_held == 1)
+            async with fake_upstream(a_server(WELL), port):
+                assert (await told).content == completion()
+                assert int((await told).headers["x-maitred-held-ms"]) > 0
+
+
+async def test_who_is_held_too_long_hears_so():
+    with running_router(f"http://127.0.0.1:{free_port()}", hold_timeout_s=0.1) as running:
+        async with client_of(running) as client:
+            told = await client.post(CHAT, json=chat())
+            assert told.status_code == 503
+            assert told.headers["retry-after"]
+            assert told.json()["error"]["code"] == "queue_timeout"
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.get("/health")).status_code == 200
+
+
+async def test_held_streams_are_kept_open():
+    port = free_port()
+    with running_router(f"http://127.0.0.1:{port}", server={"sse_keep_alive_s": 0.1}) as running:
+        async with client_of(running) as client, client.stream("POST", CHAT, json=chat(stream=True)) as told:
+            pieces = told.aiter_bytes()
+            assert await anext(pieces) == b": keep-alive\n\n"
+            async with fake_upstream(a_server(says(WHOLE_STREAM)), port):
+                rest = b"".join([piece async for piece in pieces])
+            assert rest.replace(b": keep-alive\n\n", b"") == event("one") + event("two") + DONE
+
+
+async def test_who_leaves_frees_the_slot_and_the_replica_hears():
+    async with routed(says(STREAM_HEAD + chunk(event("one")), then="wait"), slots=1, reserve=0.0) as (running, [fake]):
+        async with client_of(running) as client:
+            async with client.stream("POST", CHAT, json=chat(stream=True)) as told:
+                pieces = told.aiter_bytes()
+                assert await anext(pieces) == event("one")
+                held = asyncio.create_task(client.post(CHAT, json=chat()))
+                await until_async(lambda: running.router.fleet.core.num_held == 1)
+                fake.script = a_server(WELL)
+            assert (await held).content == completion()
+        await until_async(lambda: running.router.fleet.core.num_requests == 0)
+
+
+async def test_who_leaves_while_held_is_forgotten():
+    with running_router(f"http://127.0.0.1:{free_port()}") as running:
+        async with client_of(running) as client:
+            task = asyncio.create_task(client.post(CHAT, json=chat()))
+            await until_async(lambda: running.router.fleet.core.num_held == 1)
+            task.cancel()
+            await until_async(lambda: running.router.fleet.core.num_held == 0)
+            assert 'outcome="cancelled"' in (await client.get("/metrics")).text
+
+
+async def test_other_paths_go_to_a_replica_as_they_are():
+    async def echo(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(seen.start.encode() + b"|" + seen.body))
+
+    async with routed(echo) as (running, _), client_of(running) as client:
+        told = await client.put("/v1/some%2Fthing?a=b&c", content=b"\x00binary")
+        assert told.content == b"PUT /v1/some%2Fthing?a=b&c HTTP/1.1|\x00binary"
+        assert (await client.head("/anything")).status_code == 200
+        assert (await client.get("/admin/queue")).status_code == 404
+        assert (await client.delete("/fleet/events")).status_code == 404
+
+
+async def test_the_models_are_those_of_all():
+    async with (
+        fake_upstream(a_server(WELL, models=("a", "b"))) as one,
+        fake_upstream(a_server(WELL, models=("b",))) as two,
+    ):
+        with running_router(one.url, two.url) as running:
+            await running.wait_for("ready", "ready")
+            async with client_of(running) as client:
+                cards = (await client.get("/v1/models")).json()["data"]
+                assert sorted(card["id"] for card in cards) == ["a", "b"]
+                assert (await client.get("/v1/models/b")).json()["owned_by"] == "somebody"
+                told = await client.post(CHAT, json={**chat(), "model": "c"})
+                assert told.status_code == 404
+                assert "no replica serves the model 'c'" in told.json()["error"]["message"]
+                for _ in range(3):
+                    await client.post(CHAT, json={**chat(), "model": "a"})
+                assert len(asked(one)) == 3
+
+
+async def test_a_drained_replica_gets_no_more():
+    async with routed(WELL, WELL) as (running, fakes), client_of(running) as client:
+        name = fakes[0].url.removeprefix("http://")
+        told = await client.post("/admin/fleet/drain", json={"name": name})
+        assert told.status_code == 202
+        for _ in range(5):
+            assert (await client.post(CHAT, json=chat())).content == completion()
+        assert not asked(fakes[0])
+        assert "draining" in running.states
+        wrong = await client.post("/admin/fleet/drain", json={"name": "nobody"})
+        assert wrong.status_code == 400
+        assert name in wrong.json()["error"]["message"]
+        for path, body in (("restart", {}), ("scale", {"min": 1, "max": 2})):
+            assert "run elsewhere" in (await client.post(f"/admin/fleet/{path}", json=body)).json()["error"]["message"]
+
+
+async def test_the_limits_of_a_server_hold_here_too():
+    async with routed(WELL, server={"api_keys": ("key",), "max_body_bytes": 1000}) as (running, [fake]):
+        async with client_of(running) as client:
+            assert (await client.post(CHAT, json=chat())).status_code == 401
+            assert (await client.get("/admin/fleet")).status_code == 401
+            client.headers["authorization"] = "Bearer key"
+            assert (await client.post(CHAT, json=chat("x" * 1000))).status_code == 413
+            assert (await client.post(CHAT, json=chat())).status_code == 200
+            assert (await client.get(CHAT)).status_code == 405
+        assert "authorization" not in asked(fake)[0].headers
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(running.url).port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+async def test_a_clients_key_is_the_replicas_affair_where_the_router_asks_for_none():
+    async with routed(WELL) as (running, [fake]), client_of(running) as client:
+        await client.post(CHAT, json=chat(), headers={"authorization": "Bearer theirs"})
+        assert asked(fake)[0].headers["authorization"] == "Bearer theirs"
+
+
+async def test_what_fails_at_a_replica_is_seen_in_the_metrics():
+    async with routed(says(then="reset"), WELL, balance="round_robin") as (running, _), client_of(running) as client:
+        await client.post(CHAT, json=chat())
+        await client.post(CHAT, json=chat())
+        page = (await client.get("/metrics")).text
+        assert 'maitred_fleet_attempts_total{outcome="reset"} 1.0' in page
+        assert 'outcome="answered"' in page
+        assert "maitred_fleet_queue_wait_seconds_count 2.0" in page
+
+
+async def test_a_tenants_limits_hold_at_the_router_and_replicas_are_told_who_asks():
+    terms = {"small": {"weight": 3.0, "requests_per_minute": 2}, "poor": {"token_budget": 100}}
+    tenants, token = FakeTenants(table_of(terms)), FleetToken(b"0123456789abcdef")
+    async with fake_upstream(one_of_ours(WELL)) as fake:
+        with running_router(fake.url, tenants=tenants, token=token) as running:
+            await running.wait_for("ready")
+            async with client_of(running) as client:
+                keys = {name: {"authorization": f"Bearer {name}"} for name in terms}
+                told = [await client.post(CHAT, json=chat(max_tokens=20), headers=keys["small"]) for _ in range(3)]
+                assert [answer.status_code for answer in told] == [200, 200, 429]
+                assert told[0].headers["x-ratelimit-limit-requests"] == "2"
+                assert (await client.post(CHAT, json=chat(max_tokens=200), headers=keys["poor"])).status_code == 429
+                assert (await client.post(CHAT, json=chat(max_tokens=20), headers=keys["poor"])).status_code == 200
+                assert (await client.get("/admin/fleet", headers=keys["poor"])).status_code == 403
+        first, *_, last = asked(fake)
+        assert first.headers["x-maitred-fleet-token"] == "0123456789abcdef"
+        assert first.headers["x-maitred-tenant"] == "small"
+        assert first.headers["x-maitred-weight"] == "3"
+        assert first.headers["x-maitred-salt"] != last.headers["x-maitred-salt"]
+        assert "authorization" not in first.headers
+        quota = running.router.authenticator.quotas
+        assert quota.of(tenants.table.tenants["poor"]).spent_tokens == 7
+
+
+async def test_what_a_foreign_server_tells_of_tokens_is_bounded_and_the_next_requests_row_is_written(tmp_path: Path):
+    told = iter(
+        [
+            {"prompt_tokens": 2**63, "completion_tokens": 7},
+            {"prompt_tokens": 5, "completion_tokens": -100_000, "prompt_tokens_details": {"cached_tokens": 3}},
+            {"prompt_tokens": 5.0, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": -9}},
+            {"prompt_tokens": 5, "completion_tokens": "2", "prompt_tokens_details": {"cached_tokens": 99}},
+            {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": "none"},
+        ]
+    )
+
+    async def tells(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(json.dumps({"id": "x", "choices": [], "usage": next(told)}).encode()))
+
+    tenants, path = FakeTenants(table_of({"a": {"tokens_per_minute": 3_000}})), tmp_path / "ledger"
+    async with routed(tells, tenants=tenants, balance="prefix") as (running, _), client_of(running) as client:
+        client.headers["authorization"] = "Bearer a"
+        ledger = running.router.ledger = Ledger(path)
+        for _ in range(5):
+            answer = await client.post(CHAT, json=chat("a" * 2_000, max_tokens=9))
+            assert answer.status_code == 200
+        ledger.close()
+        assert running.router.authenticator.quotas.of(tenants.table.tenants["a"]).spent_tokens == 7 + 5 + 7 + 5 + 7
+    with closing(sqlite3.connect(path)) as db:
+        rows = db.execute("SELECT prompt_tokens, cached_tokens, generated_tokens FROM request ORDER BY opened_at")
+        assert rows.fetchall() == [(0, 0, 7), (5, 3, 0), (5, 0, 2), (5, 5, 0), (5, 0, 2)]
+
+
+def counts_words(num_told: list[str]) -> Script:
+    """A server for which each word is a token, and that notes which prompts it counted."""
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if seen.path == "/tokenize":
+            text = json.loads(seen.body)["messages"][0]["content"]
+            num_told.append(text)
+            writer.write(whole(json.dumps({"count": len(text.split())}).encode()))
+        else:
+            writer.write(whole(completion(num_prompt_tokens=len(seen.body) // 4)))
+
+    return script
+
+
+LONG_WORDS, MANY_WORDS = "incomprehensibilities " * 20, "a " * 200
+LOCAL = {"x-maitred-privacy": "local"}
+
+
+async def test_a_pinned_request_stays_in_its_tier_and_out_of_the_cache():
+    counted: list[str] = []
+    async with (
+        fake_upstream(a_server(counts_words(counted))) as edge,
+        fake_upstream(a_server(counts_words([]))) as cloud,
+    ):
+        tiers = {"edge": {"replicas": [edge.url], "max_prompt_tokens": 30}, "cloud": {}}
+        with running_router(edge.url, cloud.url, tiers=tiers, server={"result_cache_bytes": 100_000}) as running:
+            await running.wait_for("ready", "ready")
+            async with client_of(running) as client:
+
+                async def told(text: str, **headers: str) -> tuple[int, str | None]:
+                    answer = await client.post(CHAT, json=chat(text, temperature=0), headers=headers)
+                    return answer.status_code, answer.headers.get("x-maitred-cache")
+
+                assert await told(LONG_WORDS, **LOCAL) == (200, None)
+                assert await told(LONG_WORDS) == (200, "miss"), "what was pinned was kept"
+                assert await told(MANY_WORDS) == (200, "miss")
+                assert await told(MANY_WORDS) == (200, "hit")
+                assert await told(MANY_WORDS, **LOCAL) == (400, None)
+                assert await told("hello", **{"x-maitred-privacy": "locol"}) == (400, None)
+        assert counted == [LONG_WORDS, MANY_WORDS]
+        assert len(asked(cloud)) == 2
+
+
+async def test_a_tenants_limit_of_tokens_refuses_no_prompt_by_an_estimate():
+    tenants = FakeTenants(table_of({"a": {"tokens_per_minute": 60}}))
+    async with routed(counts_words([]), tenants=tenants) as (running, _), client_of(running) as client:
+        client.headers["authorization"] = "Bearer a"
+        assert (await client.post(CHAT, json=chat(MANY_WORDS, max_tokens=9))).status_code == 429
+        assert (await client.post(CHAT, json=chat(LONG_WORDS, max_tokens=9))).status_code == 200
+
+
+async def test_a_queue_has_its_limit_at_the_router_and_the_more_urgent_take_the_place_of_others():
+    release = asyncio.Event()
+
+    async def waits(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        writer.write(whole(completion()))
+
+    terms = AdmissionConfig(max_queued_requests=1)
+    async with routed(waits, slots=1, policy="priority", admission=terms) as (running, [fake]):
+        async with client_of(running) as client:
+
+            def send(**fields: Any) -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(client.post(CHAT, json=chat(**fields)))
+
+            runs = [send(), send()]  # a slot and the reserve
+            await until_async(lambda: len(asked(fake)) == 2)
+            held = send(priority=5)
+            await until_async(lambda: running.router.fleet.core.num_held == 1)
+            refused = await client.post(CHAT, json=chat(priority=5))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_overloaded")
+            assert "retry-after" in refused.headers
+            urgent = send(priority=0)
+            assert (await held).status_code == 503
+            assert "more urgent" in (await held).json()["error"]["message"]
+            release.set()
+            assert [(await task).status_code for task in (*runs, urgent)] == [200] * 3
+        assert running.router.admission.num_inside == 0
+
+
+async def test_while_no_replica_is_there_everybody_is_held_whatever_the_objective():
+    terms = AdmissionConfig(ttft_objective_s=0.001)
+    port = free_port()
+    with running_router(f"http://127.0.0.1:{port}", admission=terms) as running:
+        async with client_of(running) as client:
+            tasks = [asyncio.create_task(client.post(CHAT, json=chat())) for _ in range(5)]
+            await until_async(lambda: running.router.fleet.core.num_held == 5)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

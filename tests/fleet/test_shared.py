@@ -1,0 +1,106 @@
+"""Routers with a result cache, and several over one Redis, a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+
+from maitred.storage.redis import PREFIX
+from tests.api.test_tenants import table_of
+from tests.fakes_api import FakeTenants
+from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, chunk, says, whole
+from tests.fleet.routers import (
+    DONE,
+    WHOLE_STREAM,
+    RunningRouter,
+    asked,
+    chat,
+    client_of,
+    completion,
+    event,
+    routed,
+    running_router,
+)
+from tests.storage.redis_server import needs_redis, running_redis
+from tests.storage.test_redis import store_at
+
+CHAT = "/v1/chat/completions"
+WELL = says(whole(completion()))
+CACHE = {"result_cache_bytes": 1_000_000}
+EXACT = chat(temperature=0)
+
+
+async def ask(running: RunningRouter, key: str = "a", **fields: object) -> httpx.Response:
+    async with client_of(running) as client:
+        return await client.post(CHAT, json=EXACT | fields, headers={"authorization": f"Bearer {key}"})
+
+
+def told(*answers: httpx.Response) -> list[str | None]:
+    return [answer.headers.get("x-maitred-cache") for answer in answers]
+
+
+async def test_a_router_gives_an_exact_answer_again_and_asks_no_replica():
+    async with routed(WELL, server=CACHE) as (running, [fake]):
+        answers = [await ask(running), await ask(running), await ask(running, temperature=0.5)]
+        assert told(*answers) == ["miss", "hit", None]
+        assert [answer.content for answer in answers] == [completion()] * 3
+        assert len(asked(fake)) == 2
+
+
+async def test_a_stream_is_replayed_but_not_one_that_ended_with_an_error():
+    async with routed(says(WHOLE_STREAM), server=CACHE) as (running, _):
+        first, second = await ask(running, stream=True), await ask(running, stream=True)
+        assert told(first, second) == ["miss", "hit"]
+        assert second.content == first.content == event("one") + event("two") + DONE
+        assert second.headers["content-type"] == first.headers["content-type"]
+    failed = STREAM_HEAD + chunk(event("one")) + chunk(b'data: {"error":{}}\n\n') + chunk(DONE) + LAST_CHUNK
+    async with routed(says(failed), server=CACHE) as (running, _):
+        assert told(await ask(running, stream=True), await ask(running, stream=True)) == ["miss", "miss"]
+
+
+async def test_a_hit_takes_a_request_of_its_tenant_and_no_tokens():
+    tenants = FakeTenants(table_of({"a": {"requests_per_minute": 2}, "b": {}}))
+    async with routed(WELL, tenants=tenants, server=CACHE) as (running, _):
+        answers = [await ask(running, key) for key in ("a", "a", "a", "b")]
+        assert [answer.status_code for answer in answers] == [200, 200, 429, 200]
+        assert told(answers[0], answers[1], answers[3]) == ["miss", "hit", "miss"]
+        page = running.router.metrics.page("")[0].decode()
+        assert 'maitred_tenant_tokens_total{kind="generated",tenant="a"} 2.0' in page
+
+
+@needs_redis
+async def test_two_routers_share_answers_and_limits_and_go_on_without_redis(tmp_path: Path):
+    tenants = FakeTenants(table_of({"a": {"requests_per_minute": 8}, "free": {}}))
+    with running_redis(tmp_path) as server:
+        async with routed(WELL, tenants=tenants, redis=server.url, server=CACHE) as (one, [fake]):
+            with running_router(fake.url, tenants=tenants, redis=server.url, server=CACHE) as other:
+                await other.wait_for("ready")
+                assert told(await ask(one, "free")) == ["miss"]
+                await _an_answer_is_kept(server.url)
+                assert told(await ask(other, "free")) == ["hit"]
+
+                statuses = []
+                for running in (one, other) * 8:
+                    statuses.append((await ask(running, "a")).status_code)
+                    await asyncio.sleep(0.12)
+                assert 8 <= statuses.count(200) <= 10
+                server.kill()
+                for number in range(12):
+                    answer = await ask(other, "free", seed=number)
+                    assert (answer.status_code, told(answer)) == (200, ["miss"])
+                page = other.router.metrics.page("")[0].decode()
+                assert "maitred_redis_up 0.0" in page
+                assert told(await ask(other, "free", seed=1)) == ["hit"], "of its own memory"
+
+
+async def _an_answer_is_kept(url: str) -> None:
+    """Wait until one is in Redis."""
+    async with store_at(url) as store:
+        for _ in range(2000):
+            (keys,) = await store.ask([("KEYS", PREFIX + b"*")]) or [[]]
+            if any(len(key) == len(PREFIX) + 32 for key in keys):
+                return
+            await asyncio.sleep(0.005)
+    raise AssertionError("it was never written")

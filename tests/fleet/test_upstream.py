@@ -1,0 +1,250 @@
+"""What comes of a replica, right or wrong, through one connection or a kept one."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+
+from maitred.fleet import upstream as u
+from maitred.fleet.origins import Origin
+from maitred.fleet.upstream import Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
+from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, Seen, chunk, fake_upstream, says, whole
+from tests.waiting import until_async
+
+CERTIFICATES = Path(__file__).parent.parent / "api" / "certificates"
+
+
+def client(port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> Upstream:
+    return Upstream(Origin(host, port, is_tls=tls is not None), counts=ConnectionCounts(), tls=tls)
+
+
+def ask(upstream: Upstream, body: bytes = b"{}", method: str = "POST") -> Ask:
+    head = request_head(method, "/v1/completions", upstream.origin, [(b"x-request-id", b"7")], len(body))
+    return Ask(head, body, is_head=method == "HEAD")
+
+
+async def answered(upstream: Upstream, max_bytes: int = 1 << 20) -> bytes:
+    return await (await upstream.send(ask(upstream))).whole(max_bytes)
+
+
+async def failed(upstream: Upstream) -> Broken:
+    with pytest.raises(UpstreamFailed) as error:
+        await answered(upstream)
+    return error.value.broken
+
+
+async def test_one_connection_serves_one_after_another():
+    async with fake_upstream(says(whole(b"yes"))) as fake:
+        upstream = client(fake.port)
+        assert [await answered(upstream) for _ in range(5)] == [b"yes"] * 5
+        assert fake.num_connections == 1
+        assert upstream._counts.num_new == 1
+        assert upstream._counts.num_reused == 4
+        seen = fake.requests[0]
+        assert seen.start == "POST /v1/completions HTTP/1.1"
+        assert seen.body == b"{}"
+        assert seen.headers == {"host": f"127.0.0.1:{fake.port}", "content-length": "2", "x-request-id": "7"}
+        upstream.close()
+
+
+async def test_pieces_are_given_as_they_come():
+    turn = asyncio.Event()
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunk(b"one"))
+        await turn.wait()
+        writer.write(chunk(b"two") + chunk(b"three") + LAST_CHUNK)
+
+    async with fake_upstream(script) as fake:
+        answer = await (upstream := client(fake.port)).send(ask(upstream))
+        assert answer.status == 200
+        assert (b"content-type", b"text/event-stream") in answer.headers
+        assert await answer.piece() == b"one"
+        turn.set()
+        assert await answer.piece() == b"twothree"
+        assert await answer.piece() == b""
+        assert upstream.num_idle == 1
+
+
+async def test_a_kept_connection_that_died_costs_a_retry_and_no_failure():
+    async with fake_upstream(says(whole(b"yes"))) as fake:
+        upstream = client(fake.port)
+        await answered(upstream)
+
+        async def hang_up(seen: Seen, writer: asyncio.StreamWriter) -> None:
+            if seen.connection == 0:
+                writer.transport.abort()  # it came on the old one
+            else:
+                writer.write(whole(b"again"))
+
+        fake.script = hang_up
+        assert await answered(upstream) == b"again"
+        assert fake.num_connections == 2
+
+
+async def test_a_connection_that_the_replica_closed_is_not_used_again():
+    async with fake_upstream(says(whole(b"yes"), then="close")) as fake:
+        upstream = client(fake.port)
+        await answered(upstream)
+        await until_async(lambda: upstream.num_idle == 0)
+        assert await answered(upstream) == b"yes"
+        assert upstream._counts.num_reused == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "broken"),
+    [
+        (says(then="reset"), Broken.RESET),
+        (says(then="close"), Broken.RESET),
+        (says(b"HTTP/1.1 200 OK\r\ncontent-le", then="close"), Broken.RESET),
+        (says(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf", then="close"), Broken.RESET),
+        (says(STREAM_HEAD + chunk(b"one"), then="close"), Broken.RESET),
+        (says(b"SSH-2.0-OpenSSH\r\n"), Broken.WRONG),
+        (says(STREAM_HEAD + b"zz\r\nno\r\n"), Broken.WRONG),
+        (says(b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n"), Broken.WRONG),
+        (says(b"HTTP/1.1 777 What\r\ncontent-length: 0\r\n\r\n"), Broken.WRONG),
+        (says(b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n"), Broken.WRONG),
+        (says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nhi"), Broken.WRONG),
+        (says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\nhi"), Broken.WRONG),
+        (says(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 101 + b"\r\n"), Broken.WRONG),
+        (says(b"HTTP/1.1 200 OK\r\na: " + b"b" * 70_000, then="wait"), Broken.WRONG),
+        (says(b"HTTP/1.1 200 OK\r\n", *[b"a: " + b"b" * 100 + b"\r\n"] * 1000, then="wait"), Broken.WRONG),
+        (says(STREAM_HEAD + b"1;" + b"x" * 70_000, then="wait"), Broken.WRONG),
+        (says(STREAM_HEAD + chunk(b"one") + b"0\r\n" + b"a: b\r\n" * 20_000, then="wait"), Broken.WRONG),
+    ],
+)
+async def test_what_is_no_whole_answer_has_a_name(script, broken):
+    async with fake_upstream(script) as fake:
+        upstream = client(fake.port)
+        assert await failed(upstream) is broken
+        assert upstream.num_idle == 0
+
+
+async def test_half_a_head_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(u, "HEAD_TIMEOUT_S", 0.01)
+    async with fake_upstream(says(b"HTTP/1.1 200 OK\r\ncontent-", then="wait")) as fake:
+        assert await failed(client(fake.port)) is Broken.WRONG
+
+
+async def test_nobody_listening_is_told_with_the_url():
+    async with fake_upstream(says()) as fake:
+        port = fake.port
+    with pytest.raises(UpstreamFailed, match=f"cannot connect to http://127.0.0.1:{port}") as error:
+        await answered(client(port))
+    assert error.value.broken is Broken.REFUSED
+
+
+async def test_bodies_without_a_length_end_with_the_connection():
+    async with fake_upstream(says(b"HTTP/1.0 200 OK\r\n\r\nold", b" style", then="close")) as fake:
+        assert await answered(client(fake.port)) == b"old style"
+
+
+async def test_an_interim_answer_is_passed_over():
+    async with fake_upstream(says(b"HTTP/1.1 100 Continue\r\n\r\n" + whole(b"yes"))) as fake:
+        upstream = client(fake.port)
+        assert await answered(upstream) == b"yes"
+        assert upstream.num_idle == 1
+
+
+async def test_an_answer_to_head_has_no_body():
+    async with fake_upstream(says(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n")) as fake:
+        answer = await (upstream := client(fake.port)).send(ask(upstream, b"", "HEAD"))
+        assert (b"content-length", b"10") in answer.headers
+        assert await answer.piece() == b""
+
+
+async def test_what_nobody_asked_for_ends_the_connection():
+    async with fake_upstream(says(whole(b"yes") + whole(b"and more"))) as fake:
+        upstream = client(fake.port)
+        assert await answered(upstream) == b"yes"
+        await until_async(lambda: upstream.num_idle == 0 and fake.num_open == 0)
+
+
+async def test_an_answer_that_nobody_takes_stops_coming():
+    sent = 0
+
+    async def flood(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(STREAM_HEAD)
+        while not writer.is_closing():
+            writer.write(chunk(b"x" * 65_536))
+            sent += 65_536
+            await writer.drain()
+
+    async with fake_upstream(flood) as fake:
+        answer = await (upstream := client(fake.port)).send(ask(upstream))
+        before = -1
+        while before != sent:  # what the kernel holds is bounded too
+            before = sent
+            await asyncio.sleep(0.05)
+        assert answer._num_bytes <= u.MAX_UNREAD_BYTES + 262_144
+        for _ in range(100):
+            assert await answer.piece()
+        answer.abort()
+        await until_async(lambda: fake.num_open == 0)
+
+
+async def test_an_answer_over_the_bound_is_wrong():
+    async with fake_upstream(says(whole(b"x" * 1000))) as fake:
+        with pytest.raises(UpstreamFailed, match="over 999 bytes"):
+            await answered(client(fake.port), max_bytes=999)
+
+
+async def test_who_stops_waiting_hangs_up():
+    async with fake_upstream(says(then="wait")) as fake:
+        task = asyncio.create_task(answered(client(fake.port)))
+        await until_async(lambda: fake.requests)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+
+async def test_a_replica_behind_tls_is_verified():
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(CERTIFICATES / "first.pem", CERTIFICATES / "first.key")
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(whole(b"secret"))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=served)
+    port = server.sockets[0].getsockname()[1]
+    trusting = ssl.create_default_context(cafile=str(CERTIFICATES / "first.pem"))
+    trusting.check_hostname = False  # the certificate's name is the test's affair
+    assert await answered(client(port, tls=trusting)) == b"secret"
+    assert await failed(client(port, tls=ssl.create_default_context())) is Broken.REFUSED
+    server.close()
+
+
+async def test_ipv6():
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"{}")
+        writer.write(whole(b"host" if b"host: [::1]:" in head else head))
+
+    try:
+        server = await asyncio.start_server(serve, "::1", 0)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    assert await answered(client(server.sockets[0].getsockname()[1], host="::1")) == b"host"
+    server.close()
+
+
+async def test_ten_thousand_answers_to_32_clients_over_4_replicas_open_at_most_128_connections():
+    counts = ConnectionCounts()
+    fakes = [fake_upstream(says(whole(b"yes"))) for _ in range(4)]
+    replicas = [await fake.__aenter__() for fake in fakes]
+    upstreams = [Upstream(Origin("127.0.0.1", fake.port), counts=counts) for fake in replicas]
+
+    async def one_client(number: int) -> None:
+        for turn in range(number, 10_000, 32):
+            assert await answered(upstreams[turn % 7 % 4]) == b"yes"
+
+    await asyncio.gather(*(one_client(number) for number in range(32)))
+    assert counts.num_new <= 128
+    assert counts.num_new + counts.num_reused == 10_000
+    for upstream, fake in zip(upstreams, fakes, strict=True):
+        upstream.close()
+        await fake.__aexit__(None, None, None)
