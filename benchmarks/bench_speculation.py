@@ -48,9 +48,9 @@ from maitred.cli.profile.live import CpuClock
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.step import ScheduledRow
-from maitred.engine.core import EngineCore
 from maitred.engine.intake import make_requests
 from maitred.engine.step_meter import StepMeter
+from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.speculation import Speculation
 from maitred.sim.clients import Clients
 from maitred.sim.engine import EngineSetup, SimulatedEngine, chance

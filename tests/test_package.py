@@ -66,7 +66,9 @@ def test_the_offline_class_can_be_imported_without_torch():
     assert not {"torch", "transformers", "starlette"} & modules_after("from maitred import LLM")
 
 
-@pytest.mark.parametrize("module", ["maitred.scheduler.scheduler", "maitred.engine.core", "maitred.decisions.log"])
+@pytest.mark.parametrize(
+    "module", ["maitred.scheduler.scheduler", "maitred.scheduler.engine_core", "maitred.decisions.log"]
+)
 def test_deciding_code_needs_no_tensors(module: str):
     assert not {"torch", "numpy", "starlette", "asyncio"} & modules_after(f"import {module}")
 

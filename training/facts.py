@@ -275,7 +275,7 @@ DIRECT: tuple[Fact, ...] = (
             "What drives the simulator?",
             "Do the engine and the simulator share a scheduler?",
         ),
-        ("imports:maitred.sim.engine maitred.engine.core", "module:maitred.decisions.replay"),
+        ("imports:maitred.sim.engine maitred.scheduler.engine_core", "module:maitred.decisions.replay"),
     ),
     Fact(
         "It reads safetensors files in a folder of Hugging Face's layout.",

@@ -16,8 +16,8 @@ from maitred.core.clock import WallClock
 from maitred.core.request import FinishReason
 from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.engine.client import EngineClient
-from maitred.engine.core import EngineCore
 from maitred.gate.admission import AdmissionController
+from maitred.scheduler.engine_core import EngineCore
 from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, make_model, running_server

@@ -13,11 +13,11 @@ import pytest
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
 from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.engine.build import load_engine
-from maitred.engine.core import EngineCore
 from maitred.engine.engine_thread import in_thread
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.starting import Engine, StartingEngine
 from maitred.engine.supervisor import Start
+from maitred.scheduler.engine_core import EngineCore
 from tests.api.conftest import strict_client
 from tests.api.test_completions import complete, streamed
 from tests.api.test_disconnect import close, half_close, reset, send

@@ -25,7 +25,6 @@ from maitred.core.errors import ConfigError
 from maitred.core.request import SamplingParams
 from maitred.engine import restarts
 from maitred.engine.build import load_engine
-from maitred.engine.core import EngineCore
 from maitred.engine.engine_thread import in_thread
 from maitred.engine.intake import make_requests
 from maitred.engine.loop import LoadedEngine
@@ -38,6 +37,7 @@ from maitred.fleet.prefix_keys import prefix_keys
 from maitred.fleet.replica_events import Began, FleetEvent, KeysChanged, Load
 from maitred.fleet.routed_body import read_body
 from maitred.fleet.stored_keys import KeyBlock
+from maitred.scheduler.engine_core import EngineCore
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, running_server
 from tests.fleet.routers import running_router

@@ -17,9 +17,9 @@ from maitred.api.generate.time_limits import time_limits
 from maitred.config import AdmissionConfig
 from maitred.core.clock import ManualClock
 from maitred.core.errors import InvalidRequest
-from maitred.engine.core import EngineCore
 from maitred.gate.admission import AdmissionController
 from maitred.gate.terms import TimeLimits
+from maitred.scheduler.engine_core import EngineCore
 from tests.engine.worlds import client_of
 from tests.fakes import MODEL, GatedExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, make_model, running_server

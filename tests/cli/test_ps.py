@@ -10,8 +10,8 @@ import pytest
 from maitred.api.ops.live import LoadedModel
 from maitred.cli.ps import HEADINGS, ago, row, table
 from maitred.core.clock import ManualClock
-from maitred.engine.core import EngineCore
 from maitred.engine.intake import Footprint
+from maitred.scheduler.engine_core import EngineCore
 from tests.cli.running import maitred_process
 from tests.cli.top.test_top import with_lanes
 from tests.engine.worlds import client_of

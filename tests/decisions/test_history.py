@@ -13,7 +13,7 @@ from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.history import RequestHistory, history_of, ids_like, the_one
 from maitred.decisions.log import Recorder
-from maitred.engine.core import EngineCore
+from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.notes import Lack, PreemptionCause
 from tests.decisions.test_log import record_run
 from tests.fakes import FakeExecutor, make_samples, make_scheduler, make_spec

@@ -26,11 +26,11 @@ from maitred.core.request import RequestSpec
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.engine import sockets
 from maitred.engine.child import main
-from maitred.engine.core import EngineCore
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.sockets import REPORTS
 from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.scheduler.engine_core import EngineCore
 from maitred.text import Tokenizer
 from tests.engine.worlds import model_facts
 from tests.fakes import FakeExecutor, make_scheduler

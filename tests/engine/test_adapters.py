@@ -19,12 +19,12 @@ from maitred.core.errors import CheckpointError, ConfigError
 from maitred.core.request import FinishReason, RequestSpec, SamplingParams
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.adapters import AdapterCache
-from maitred.engine.core import EngineCore
 from maitred.engine.frames import KnowAdapters
 from maitred.engine.intake import make_requests
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.queries import AdapterFolder
+from maitred.scheduler.engine_core import EngineCore
 from tests.engine.worlds import BLOCK_SIZE, client_of, scripted_executor, served_model
 from tests.fakes import make_scheduler
 

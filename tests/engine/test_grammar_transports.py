@@ -19,9 +19,9 @@ from maitred.engine import restarts
 from maitred.engine.build import load_engine
 from maitred.engine.child_process import in_child_process
 from maitred.engine.client import EngineClient
-from maitred.engine.core import EngineCore
 from maitred.engine.engine_thread import in_thread
 from maitred.engine.supervisor import Start
+from maitred.scheduler.engine_core import EngineCore
 from tests.engine.clients import follow, tokens
 from tests.engine.grammar_worlds import BLOCK_SIZE, GRAMMARS, HOPELESS, ORDER, WORD, ask, engine, samples, serve
 from tests.engine.worlds import client_of

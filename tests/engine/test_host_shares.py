@@ -9,7 +9,7 @@ import pytest
 
 from maitred.core.request import FinishReason
 from maitred.core.step import RequestProgress, RequestTiming
-from maitred.engine.core import HostShares
+from maitred.scheduler.engine_core import HostShares
 
 TIMING = RequestTiming(queue_s=1.0, prefill_s=2.0, decode_s=3.0, ttft_s=3.0)
 

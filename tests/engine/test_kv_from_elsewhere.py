@@ -9,8 +9,8 @@ import pytest
 
 from maitred.core.clock import WallClock
 from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams
-from maitred.engine.core import EngineCore
 from maitred.engine.llm import LLM
+from maitred.scheduler.engine_core import EngineCore
 from tests.engine.clients import follow
 from tests.engine.worlds import BLOCK_SIZE, client_of
 from tests.fakes import FakeExecutor, make_scheduler, make_spec

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from maitred.core.clock import ManualClock
-from maitred.engine.core import EngineCore
 from maitred.engine.live_view import (
     CACHED,
     FIRST_OWNER,
@@ -22,6 +21,7 @@ from maitred.engine.live_view import (
     look_at,
     run_lengths,
 )
+from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.scheduler import Scheduler
 from tests.engine.clients import ask, follow, running_client
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler, token_at

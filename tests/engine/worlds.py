@@ -13,7 +13,6 @@ from maitred.core.request import RequestSpec, SamplingParams
 from maitred.engine import served_model as served
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.client import EngineClient
-from maitred.engine.core import EngineCore
 from maitred.engine.engine_thread import in_thread
 from maitred.engine.held import Prepare
 from maitred.engine.intake import ServedModel, make_requests
@@ -23,6 +22,7 @@ from maitred.engine.model_facts import ModelFacts
 from maitred.engine.planning import plan_engine
 from maitred.engine.supervisor import Start
 from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
+from maitred.scheduler.engine_core import EngineCore
 from maitred.text import Tokenizer
 from maitred.text.folder import read_chat_template
 from tests.fakes import MODEL, FakeExecutor, make_scheduler

@@ -10,9 +10,9 @@ from maitred.core.clock import ManualClock
 from maitred.core.errors import Overloaded
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
-from maitred.engine.core import EngineCore
 from maitred.gate.admission import admission_of
 from maitred.gate.gate import Ask, Gate, Lease
+from maitred.scheduler.engine_core import EngineCore
 from maitred.tenancy.caller import anybody
 from tests.fakes import FakeExecutor, make_scheduler, make_spec
 

@@ -13,9 +13,9 @@ from maitred.core.errors import Overloaded
 from maitred.core.request import FinishReason, RequestSpec
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.engine.client import EngineClient
-from maitred.engine.core import EngineCore
 from maitred.gate.admission import AdmissionController, admission_of
 from maitred.gate.gate import Ask, Gate
+from maitred.scheduler.engine_core import EngineCore
 from maitred.tenancy.caller import anybody
 from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler, make_spec

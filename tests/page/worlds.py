@@ -10,8 +10,8 @@ from typing import Any
 
 from maitred.core.clock import WallClock
 from maitred.core.step import ModelOutput, SchedulerOutput
-from maitred.engine.core import EngineCore
 from maitred.engine.intake import ServedModel
+from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.speculation import NumDrafts
 from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler

@@ -17,7 +17,6 @@ from maitred.core.request import FinishReason, RequestState
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder, StepRecord
 from maitred.decisions.replay import first_difference
-from maitred.engine.core import EngineCore
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.features import NUM_FEATURES, prompt_features
@@ -32,6 +31,7 @@ from maitred.policy.predictor import (
     bounded_prediction,
     predictor_named,
 )
+from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.scheduler import Scheduler
 from tests.fakes import MODEL, FakeExecutor, make_request, make_scheduler, make_spec
 from tests.scheduler.running import Run

@@ -26,8 +26,8 @@ from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 from maitred.core.clock import WallClock
 from maitred.core.request import FinishReason
 from maitred.engine.client import EngineClient
-from maitred.engine.core import EngineCore
 from maitred.engine.limits import SPARE_DESCRIPTORS
+from maitred.scheduler.engine_core import EngineCore
 from maitred.text import Tokenizer
 from tests.api.test_disconnect import close, half_close, reset, send
 from tests.conftest import ROOT, copied_model

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from maitred.core.clock import ManualClock
 from maitred.core.request import FinishReason, RequestState, RequestStatus
 from maitred.core.step import ModelOutput, SchedulerOutput
-from maitred.engine.core import EngineCore
 from maitred.scheduler.deadlines import MIN_DEAD_ENTRIES, Deadlines
+from maitred.scheduler.engine_core import EngineCore
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler, make_spec
 from tests.scheduler.running import Run
 

@@ -13,8 +13,8 @@ from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder, read_log
 from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
-from maitred.engine.core import EngineCore
 from maitred.policy.policies import POLICIES
+from maitred.scheduler.engine_core import EngineCore
 from maitred.sim.jitter import Jitter
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Objectives, Results

@@ -20,7 +20,7 @@ from maitred.core.errors import ConfigError
 from maitred.decisions.codec import Header
 from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference, replay
-from maitred.engine.core import EngineCore
+from maitred.scheduler.engine_core import EngineCore
 from maitred.storage.decision_files import DecisionLogFile, log_parts, read_frames
 from tests.fakes import FakeExecutor, make_scheduler, make_spec
 from tests.waiting import until

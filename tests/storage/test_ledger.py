@@ -18,7 +18,7 @@ import pytest
 from maitred.core.clock import ManualClock
 from maitred.core.errors import ConfigError, Unavailable
 from maitred.core.request import NO_CHARGES, Charges, FinishReason, RequestSpec
-from maitred.engine.core import EngineCore
+from maitred.scheduler.engine_core import EngineCore
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import UsageKey, UsageQuery, UsageSum, fill_buckets
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler

@@ -21,7 +21,6 @@ from maitred.decisions.codec import Header
 from maitred.decisions.log import Recorder
 from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
-from maitred.engine.core import EngineCore, MeasureSwaps
 from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
 from maitred.engine.held import Prepare
@@ -47,6 +46,7 @@ from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.spec import DecoderSpec, RopeSpec
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
+from maitred.scheduler.engine_core import EngineCore, MeasureSwaps
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.storage.decision_files import DecisionLogFile

@@ -30,7 +30,6 @@ from maitred.core.request import FinishReason, RequestSpec
 from maitred.core.step import RequestProgress
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
-from maitred.engine.speed_meter import SPEEDS
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -123,6 +122,7 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     kv_tiers: KVFigures = KVFigures()
 
 
+SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
 _OF_BLOCKS = ("num_blocks", "num_blocks_used", "num_blocks_cached")
 _GAUGES = frozenset({"adapter_bytes", "step_costs", "num_running", "num_waiting", *_OF_BLOCKS, *SPEEDS})
 _COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in {*_GAUGES, "kv_tiers"})

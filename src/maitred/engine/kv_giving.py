@@ -10,9 +10,9 @@ from typing import NamedTuple
 from maitred.core.clock import Clock
 from maitred.core.errors import RequestError
 from maitred.core.request import RequestSpec, RequestState, RequestStatus
-from maitred.engine.core import EngineCore
 from maitred.engine.kv_growth import GrowingLeases, IsOneRun
 from maitred.executor.layer_io import LayerIO
+from maitred.scheduler.engine_core import EngineCore
 from maitred.transfer.handshake import Identity
 from maitred.transfer.leases import Readable
 from maitred.transfer.nixl import Agent

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from maitred.core.request import RequestState
 from maitred.core.step import ScheduledRow, SchedulerOutput
-from maitred.engine.core import EngineCore
 from maitred.executor.layer_io import LayerIO, layers_of_next_run
+from maitred.scheduler.engine_core import EngineCore
 from maitred.transfer.leases import Readable
 from maitred.transfer.offers import Offers
 

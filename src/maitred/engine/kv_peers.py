@@ -15,13 +15,13 @@ from functools import partial
 from maitred.core.clock import Clock
 from maitred.core.replica import HandoverCounts, TierView
 from maitred.core.request import RequestState, RequestStatus
-from maitred.engine.core import EngineCore
 from maitred.engine.kv_giving import TIMEOUT_S, GivenKV, PeerConfig
 from maitred.engine.kv_growth import IsOneRun
 from maitred.engine.kv_threads import ThreadOfJobs
 from maitred.executor.layer_io import LayerIO
 from maitred.kvcache.prefix_cache import hash_blocks, known_tokens, root_hash
 from maitred.kvcache.tiers import FetchMeter, break_even_tokens, most_seconds
+from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.reservations import GivenUp
 from maitred.transfer.blocks import HeldBlocks
 from maitred.transfer.pieces import Offered, Refusal

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from maitred.core.clock import Clock
 from maitred.core.replica import TierFigures, TierView
 from maitred.core.request import RequestState, RequestStatus
-from maitred.engine.core import EngineCore
 from maitred.engine.kv_threads import BlockIO, Guard, ThreadOfJobs
 from maitred.kvcache.tiers import DropReason, FetchMeter, KVTier, break_even_tokens, most_seconds, worth_fetching
+from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.reservations import GivenUp
 
 FIRST_GUESS = (0.5e9, 0.002)  # bytes/s, s; until a fetch was measured

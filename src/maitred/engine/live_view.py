@@ -14,7 +14,7 @@ import msgspec
 
 from maitred.core.clock import Clock
 from maitred.core.request import FinishReason, RequestState, RequestStatus
-from maitred.engine.core import EngineCore
+from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.queue_view import LaneView, lane_views, reason_of
 from maitred.scheduler.scheduler import Scheduler
 

@@ -19,8 +19,8 @@ from maitred.core.replica import HandoverCounts, KVFigures
 from maitred.core.request import FinishReason, RequestSpec
 from maitred.core.step import ModelOutput, RequestProgress
 from maitred.engine.adapters import AdapterCache
-from maitred.engine.core import EngineCore
 from maitred.engine.frames import (
+    SPEEDS,
     Abort,
     Answer,
     Ask,
@@ -46,7 +46,7 @@ from maitred.engine.held import HeldRequests, Need, Prepare
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import INTRODUCE_ADAPTER, QUERIES, AdapterFolder, Later
-from maitred.engine.speed_meter import SPEEDS
+from maitred.scheduler.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
 ADAPTER_FIGURES = ("bytes", "loads", "evictions")

@@ -14,9 +14,9 @@ from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock
 from maitred.core.errors import ConfigError
 from maitred.core.replica import TierView
-from maitred.engine.core import EngineCore
 from maitred.engine.live_view import LiveView, look_at
 from maitred.engine.model_facts import AdapterFacts
+from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.queue_view import QueueView, queue_view
 
 A = TypeVar("A")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from maitred.core.cost_model import CostModel, Knot
 from maitred.core.step import ModelOutput, ScheduledRow, SchedulerOutput
-from maitred.engine.prefill_meter import PrefillMeter
+from maitred.scheduler.engine_core import PrefillMeter
 from maitred.scheduler.swap import SwapCosts
 
 NEWS = 1.25  # swapping: told again when a prompt's token takes this many times more or less than what was told

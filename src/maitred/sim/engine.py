@@ -12,11 +12,11 @@ from maitred.core.cost_model import CostModel, Slowness, StepShape, shape_of
 from maitred.core.errors import MaitredError
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
-from maitred.engine.core import EngineCore, StepObserver
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Foretold, predictor_named
+from maitred.scheduler.engine_core import EngineCore, StepObserver
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.sim.clients import SimulatedRequest

@@ -19,13 +19,13 @@ from xxhash import xxh3_64_intdigest as key_of
 
 from maitred.core.errors import MaitredError
 from maitred.core.request import FinishReason
-from maitred.engine.core import StepObserver
 from maitred.fleet.actions import Action, Bind, Move, Refuse, Start, Stop
 from maitred.fleet.core import ClusterCore
 from maitred.fleet.fleet_request import FleetRequest, Usage, request_of
 from maitred.fleet.replicas import ReplicaFacts, Report, State
 from maitred.gate.admission import AdmissionController
 from maitred.policy.predictor import Foretold, predictor_named
+from maitred.scheduler.engine_core import StepObserver
 from maitred.sim.clients import ENDED_BY_ITSELF, Clients, SimulatedRequest
 from maitred.sim.engine import SimulatedEngine
 from maitred.sim.fleet_figures import FleetResults

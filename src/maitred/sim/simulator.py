@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import MaitredError
 from maitred.core.step import RequestProgress
-from maitred.engine.core import StepObserver
 from maitred.gate.admission import AdmissionController
+from maitred.scheduler.engine_core import StepObserver
 from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.clients import Clients, SimulatedRequest
 from maitred.sim.engine import EngineSetup, SimulatedEngine, SlownessAt

@@ -16,9 +16,9 @@ from maitred.config import MachineShare, TensorConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import CheckpointError, ConfigError, MaitredError, RequestTooLarge
 from maitred.core.request import FinishReason
-from maitred.engine.core import EngineCore
 from maitred.engine.frames import OfTensors, Report, encode
 from maitred.fleet.result_cache import ResultCache
+from maitred.scheduler.engine_core import EngineCore
 from maitred.tensor.batch_run import BatchTimes
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.crossing import EngineMemory

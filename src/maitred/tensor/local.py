@@ -10,8 +10,8 @@ from pathlib import Path
 from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import MaitredError
-from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
 from maitred.fleet.result_cache import ResultCache
+from maitred.scheduler.engine_core import TensorLanes, TensorObserver
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.flows import add_flows

@@ -18,7 +18,7 @@ from maitred.core.errors import KernelError, MaitredError, QueueTimeout, Request
 from maitred.core.request import Charges, FinishReason
 from maitred.core.step import RequestProgress, RequestTiming
 from maitred.core.tensor_request import Batch, BatchOutcome, LaneKey, TensorSpec
-from maitred.engine.tensor_lanes import TensorLanes
+from maitred.scheduler.engine_core import TensorLanes
 from maitred.tensor.batch_run import BatchRun, BatchTimes, run_batch
 from maitred.tensor.batching import Batching, Rows, rules_of
 from maitred.tensor.served_models import LoadedVersion, ServedModels

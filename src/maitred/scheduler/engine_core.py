@@ -15,9 +15,7 @@ from maitred.core.cost_model import CostModel
 from maitred.core.replica import HandoverCounts, TierFigures, TierView
 from maitred.core.request import FinishReason, RequestSpec, RequestState
 from maitred.core.step import Executor, ModelOutput, NewRequest, RequestProgress, SchedulerOutput
-from maitred.engine.prefill_meter import PrefillMeter
-from maitred.engine.speed_meter import SpeedMeter
-from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
+from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, TensorRequest, TensorSpec
 from maitred.kvcache.tiers import FindableBlocks
 from maitred.scheduler.reservations import GivenUp, ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
@@ -28,12 +26,35 @@ from maitred.scheduler.swap import SwapCosts
 AGEING_SHARE = 1 / 128
 AGEING = "ageing_tokens_per_s"  # of the policies that have a use for it
 MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told again when so many times more or less
+MIN_PREFILL_TOKENS = 32  # fewer say little beside what every step costs
+SMOOTHING = 0.2
 
 
 ExecuteBeside = Callable[[Callable[[], ModelOutput]], ModelOutput]
 """Calls what executes a step, and does something else meanwhile."""
 MeasureSwaps = Callable[[SchedulerOutput, float], SwapCosts | None]
 MeasureSteps = Callable[[SchedulerOutput, ModelOutput, float, float], CostModel | None]
+
+
+class TensorObserver(Protocol):
+    """Told of everything that happens to lanes, in order; `decisions.log.Recorder` is one."""
+
+    def model_loaded(self, name: str, version: int, rules: BatchRules, now: float) -> None: ...
+
+    def model_unloaded(self, name: str, version: int, now: float) -> None: ...
+
+    def tensor_added(self, spec: TensorSpec, now: float) -> None: ...
+
+    def tensor_ended(self, request_id: str, reason: FinishReason, now: float) -> None: ...
+
+    def tensors_expired(self, now: float) -> None: ...
+
+    def dispatched(self, batches: tuple[Batch, ...], now: float) -> None: ...
+
+    def completed(self, batch: Batch, outcome: BatchOutcome, now: float) -> None: ...
+
+    def flush(self, now: float) -> None:
+        """Nothing more comes for now; not while a step is under way."""
 
 
 class StepObserver(TensorObserver, Protocol):
@@ -425,3 +446,121 @@ class HostShares:
         if progress.timing is None:
             return progress
         return progress._replace(timing=progress.timing.with_schedule(prefill_s, host_s - first_token))
+
+
+class PrefillMeter:
+    """A step's time beyond that of a step without prompts is shared by its prompt tokens, smoothed over steps."""
+
+    def __init__(self) -> None:
+        self._decode_s: float | None = None  # of a step without prompts
+        self.s_per_token: float | None = None  # of a prompt
+        self.num_steps = 0  # that it was learned from
+
+    def observe(self, plan: SchedulerOutput, execute_s: float) -> bool:
+        """Takes in a step; whether it said something of prompts."""
+        if not plan.rows or plan.swap_outs or plan.swap_ins or execute_s <= 0:
+            return False
+        num_prefill = sum(row.num_known for row in plan.rows if row.num_tokens > 1 and row.num_known > 1)
+        if num_prefill == 0:
+            self._decode_s = _smoothed(self._decode_s, execute_s)
+        if num_prefill < MIN_PREFILL_TOKENS:
+            return False
+        alone_s = execute_s - (self._decode_s or 0.0) * (len(plan.rows) > 1)
+        self.s_per_token = _smoothed(self.s_per_token, max(alone_s, 0.1 * execute_s) / num_prefill)
+        self.num_steps += 1
+        return True
+
+
+def _smoothed(before: float | None, new: float) -> float:
+    return new if before is None else before + SMOOTHING * (new - before)
+
+
+class SpeedMeter:
+    """Learns from steps; 0 is not measured yet. Decoding is at the batch sizes there were lately."""
+
+    def __init__(self) -> None:
+        self._prefill = PrefillMeter()
+        self.decode_tokens_per_s = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        s_per_token = self._prefill.s_per_token
+        return 1 / s_per_token if s_per_token else 0.0
+
+    def observe(self, plan: SchedulerOutput, execute_s: float) -> None:
+        """Takes in a step."""
+        self._prefill.observe(plan, execute_s)
+        if plan.rows and execute_s > 0 and all(row.num_known <= 1 for row in plan.rows):
+            rate = sum(row.num_tokens for row in plan.rows) / execute_s
+            before = self.decode_tokens_per_s or rate
+            self.decode_tokens_per_s = before + SMOOTHING * (rate - before)
+
+
+class TensorLanes:
+    """Tensor requests in, batches and last progress out. In the engine's thread, also while a step is under way."""
+
+    def __init__(self, scheduler: Scheduler, clock: Clock, observer: TensorObserver | None = None) -> None:
+        self._scheduler, self._clock, self._observer = scheduler, clock, observer
+
+    def load(self, name: str, version: int, rules: BatchRules) -> None:
+        self._scheduler.lanes.load(name, version, rules)
+        if self._observer is not None:
+            self._observer.model_loaded(name, version, rules, self._clock.now())
+
+    def unload(self, name: str, version: int) -> None:
+        self._scheduler.lanes.unload(name, version)
+        if self._observer is not None:
+            self._observer.model_unloaded(name, version, self._clock.now())
+
+    def has_model(self, name: str, version: int) -> bool:
+        """Loaded, or with requests that have not ended."""
+        return any(model.key == (name, version) for model in self._scheduler.lanes.models)
+
+    def add(self, spec: TensorSpec) -> None:
+        """Raises InvalidRequest, ModelNotFound or Overloaded."""
+        now = self._clock.now()
+        self._scheduler.add_tensor(TensorRequest(spec), now)
+        if self._observer is not None:
+            self._observer.tensor_added(spec, now)
+
+    def finish(self, request_id: str, reason: FinishReason) -> RequestProgress | None:
+        """None when it is not here, or when its batch runs, with which it ends."""
+        if request_id not in self._scheduler.lanes:
+            return None
+        now = self._clock.now()
+        progress = self._scheduler.finish(request_id, reason, now)
+        if self._observer is not None:
+            self._observer.tensor_ended(request_id, reason, now)
+        return progress
+
+    def expire(self) -> list[RequestProgress]:
+        now = self._clock.now()
+        told = self._scheduler.expire_tensors(now)
+        if told and self._observer is not None:
+            self._observer.tensors_expired(now)
+        return told
+
+    def dispatch(self) -> tuple[Batch, ...]:
+        now = self._clock.now()
+        batches = self._scheduler.dispatch(now)
+        if batches and self._observer is not None:
+            self._observer.dispatched(batches, now)
+        return batches
+
+    def completed(self, batch: Batch, outcome: BatchOutcome) -> list[RequestProgress]:
+        now = self._clock.now()
+        told = self._scheduler.completed(batch, outcome, now)
+        if self._observer is not None:
+            self._observer.completed(batch, outcome, now)
+        return told
+
+    def close(self) -> None:
+        if self._observer is not None:
+            self._observer.flush(self._clock.now())
+
+    @property
+    def wake_in_s(self) -> float | None:
+        """Seconds until `expire` or `dispatch` may have something to do; None until something happens."""
+        now = self._clock.now()
+        at = self._scheduler.next_wake(now)
+        return None if at is None else max(0.0, at - now)
