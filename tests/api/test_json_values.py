@@ -14,9 +14,9 @@ from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.tensor import json_values
 from maitred.api.tensor.json_values import Numbers, array_of_json, flat_of_json, json_of_array, loaded
 from maitred.core.errors import InvalidRequest
+from maitred.core.tensor_request import InferRequest
 from maitred.tensor.arrays import MOST_DIMS
 from maitred.tensor.config import TensorSpec
-from maitred.tensor.service import InferRequest
 
 
 def no_text(name, value):

@@ -21,13 +21,13 @@ from maitred.api.tensor.regions import SystemRegions
 from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest, Overloaded
 from maitred.core.request import FinishReason
+from maitred.core.tensor_request import InferRequest, InferResponse, Tensor
 from maitred.engine.frames import encode
 from maitred.tensor.arrays import array_of
 from maitred.tensor.client import client_with_tensors
 from maitred.tensor.crossing import EngineMemory, ServerMemory
 from maitred.tensor.frames import Ended, decode_news
 from maitred.tensor.served_models import OPENERS, open_onnx
-from maitred.tensor.service import InferRequest, InferResponse, Tensor
 from tests.tensor.models import add_model, write_model
 from tests.tensor.test_engine import IN_PROCESS, IN_THREAD, engine, start_of
 from tests.tensor.test_local import BATCHED, request

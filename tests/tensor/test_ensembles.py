@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from maitred.core.errors import CheckpointError, InvalidRequest, ModelNotFound, Overloaded, QueueTimeout
+from maitred.core.tensor_request import InferRequest
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
 from maitred.tensor.config import parse_config
 from maitred.tensor.control import ControlMode
 from maitred.tensor.ensembles import EnsembleRun, plan_of
-from maitred.tensor.service import InferRequest
 from tests.tensor.ensembles import DIAMOND, scale_model, write_diamond
 from tests.tensor.models import write_model
 from tests.tensor.test_local import served

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from maitred.core.errors import InvalidRequest, ModelNotFound, QueueTimeout
+from maitred.core.tensor_request import InferRequest, Tensor
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.control import ControlMode
 from maitred.tensor.local import LocalTensorService
-from maitred.tensor.service import InferRequest, Tensor
 from tests.tensor.models import add_model, write_model
 
 BATCHED = """

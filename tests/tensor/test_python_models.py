@@ -19,6 +19,7 @@ import pytest
 
 from maitred.core.clock import WallClock
 from maitred.core.errors import InstanceLost, InvalidRequest, KernelError
+from maitred.core.tensor_request import InferRequest, ModelState, SequenceControl
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
 from maitred.tensor.client import client_with_tensors
@@ -26,9 +27,7 @@ from maitred.tensor.config_fields import DATA_TYPES
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.local import LocalTensorService
 from maitred.tensor.python.instance import python_opener
-from maitred.tensor.repository import ModelState
 from maitred.tensor.served_models import OPENERS
-from maitred.tensor.service import InferRequest, SequenceControl
 from tests.tensor.test_engine import IN_PROCESS, start_of
 from tests.waiting import until, until_async
 

@@ -9,8 +9,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from maitred.core.tensor_request import InferRequest
 from maitred.tensor.arrays import array_of, tensor_of
-from maitred.tensor.service import InferRequest
 from tests.tensor.models import model_of, write_model
 from tests.tensor.test_local import served
 

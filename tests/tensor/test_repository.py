@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.core.errors import CheckpointError
+from maitred.core.tensor_request import ModelState
 from maitred.tensor.config import parse_config
 from maitred.tensor.repository import (
-    ModelState,
     RepositoryChanges,
     RepositoryIndex,
     labels_of,

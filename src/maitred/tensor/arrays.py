@@ -9,8 +9,8 @@ from math import prod
 import numpy as np
 
 from maitred.core.errors import InvalidRequest
+from maitred.core.tensor_request import Buffer, Tensor
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.service import Buffer, Tensor
 
 MOST_DIMS = 32  # numpy has no more
 MOST_ELEMENTS = 2**40

@@ -1,4 +1,4 @@
-"""Batches of a model: its rules as the config gives them, requests as rows of arrays, and outputs cut apart again."""
+"""Batches of a model: rules as the config gives them, requests as rows of arrays, one batch run and cut apart again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from time import perf_counter_ns
 
 import numpy as np
 
-from maitred.core.errors import InvalidRequest
-from maitred.core.tensor_request import BatchRules, Instance, QueueRules
+from maitred.core.errors import InstanceLost, InvalidRequest, MaitredError
+from maitred.core.tensor_request import BatchRules, InferRequest, Instance, QueueRules, Tensor
 from maitred.tensor.arrays import array_of, datatype_of, tensor_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of, parameters_of
 from maitred.tensor.config_fields import SCHEMA
-from maitred.tensor.instance import NUMPY_TYPES
+from maitred.tensor.instance import NUMPY_TYPES, ModelInstance
 from maitred.tensor.sequence_tensors import kept_specs
-from maitred.tensor.service import InferRequest, Tensor
 
 US = 1e-6
 _DELAY = SCHEMA.enums["ModelQueuePolicy.TimeoutAction"]["DELAY"]
@@ -271,3 +271,57 @@ class Batching:
         return array[
             (slice(None), *(slice(length if dim == WILDCARD and size == longest else size) for dim, size in pairs))
         ]
+
+
+# ---- one batch on one instance, in whatever thread: joined, run, split, and each of these timed
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """Result of a batch: of each request its outputs or what was wrong."""
+
+    answers: list[tuple[Tensor, ...] | MaitredError]
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+    lost: bool = False
+
+    @property
+    def compute_us(self) -> int:
+        return (self.input_ns + self.infer_ns + self.output_ns) // 1000
+
+
+def run_batch(instance: ModelInstance, batching: Batching, batch: Sequence[Rows]) -> BatchRun:
+    """Run a batch; where several requests fail together each is run alone, so that only faulty ones fail."""
+    run = _run(instance, batching, batch)
+    if len(batch) == 1 or run.lost or not isinstance(run.answers[0], MaitredError):
+        return run
+    alone = [_run(instance, batching, [rows]) for rows in batch]
+    return BatchRun(
+        [one.answers[0] for one in alone],
+        input_ns=run.input_ns + sum(one.input_ns for one in alone),
+        infer_ns=run.infer_ns + sum(one.infer_ns for one in alone),
+        output_ns=sum(one.output_ns for one in alone),
+        lost=any(one.lost for one in alone),
+    )
+
+
+def _run(instance: ModelInstance, batching: Batching, batch: Sequence[Rows]) -> BatchRun:
+    times: list[int] = []
+    answers: list[tuple[Tensor, ...] | MaitredError]
+    try:
+        instance.prepare()
+        times.append(perf_counter_ns())
+        inputs, wanted = batching.joined(batch)
+        times.append(perf_counter_ns())
+        outputs = instance.run(inputs, wanted)
+        times.append(perf_counter_ns())
+        answers = [*batching.split(outputs, batch)]
+    except MaitredError as error:
+        answers = [error] * len(batch)
+    except MemoryError:
+        answers = [InstanceLost("out of memory")] * len(batch)
+    times += [perf_counter_ns()] * (4 - len(times))
+    begun, joined, ran, ended = times
+    lost = isinstance(answers[0], InstanceLost)
+    return BatchRun(answers, joined - begun, ran - joined, ended - ran, lost=lost)

@@ -14,6 +14,7 @@ import msgspec
 from maitred.core.clock import Clock
 from maitred.core.errors import EngineDead, InvalidRequest, MaitredError, RequestTooLarge
 from maitred.core.request import NO_CHARGES, Charges, FinishReason
+from maitred.core.tensor_request import IndexEntry, InferRequest, InferResponse, ModelStatistics, unknown_model
 from maitred.engine.client import EngineClient
 from maitred.engine.crash_isolation import CrashIsolation
 from maitred.engine.frames import Command, ToTensors, encode, error_of
@@ -39,8 +40,6 @@ from maitred.tensor.frames import (
     decode_news,
 )
 from maitred.tensor.frames import Command as TensorCommand
-from maitred.tensor.repository import IndexEntry
-from maitred.tensor.service import InferRequest, InferResponse, ModelStatistics, unknown_model
 from maitred.tensor.statistics import Statistics
 
 

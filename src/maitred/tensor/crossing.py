@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
+from maitred.core.tensor_request import Buffer, InferRequest, Tensor
 from maitred.tensor.arena import ALIGNMENT, Arena
 from maitred.tensor.frames import Ended, Free, Infer, Keep, MemoryCommand
-from maitred.tensor.service import Buffer, InferRequest, Tensor
 from maitred.tensor.shared import Place, unnamed_memory
 
 LARGEST_IN_FRAMES = 4096  # bytes of a tensor, while there is room elsewhere

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from maitred.core.errors import InvalidRequest, KernelError
+from maitred.core.tensor_request import Tensor
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.encoder_config import IDS, MASK, Encoder
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.service import Tensor
 
 _LEAST_NORM = 1e-12  # as torch.nn.functional.normalize: a vector of zeros stays one
 

@@ -12,13 +12,13 @@ from maitred.core.clock import Clock
 from maitred.core.errors import InvalidRequest, MaitredError, Unavailable
 from maitred.core.request import Charges, FinishReason
 from maitred.core.step import RequestTiming
+from maitred.core.tensor_request import InferRequest, InferResponse, Tensor
 from maitred.tensor.batching import Batching
 from maitred.tensor.config import ANY_MESSAGE, inputs_of
 from maitred.tensor.ensembles import EnsembleRun, Step, StepInputs
 from maitred.tensor.instance import reshaped
 from maitred.tensor.runner import Answer, Done
 from maitred.tensor.served_models import LoadedVersion
-from maitred.tensor.service import InferRequest, InferResponse, Tensor
 
 
 @dataclass(slots=True, eq=False)

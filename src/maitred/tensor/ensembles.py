@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from maitred.core.errors import CheckpointError
+from maitred.core.tensor_request import Tensor
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
-from maitred.tensor.service import Tensor
 
 ConfigOf = Callable[
     [str, int], ANY_MESSAGE | None

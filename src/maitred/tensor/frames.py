@@ -10,9 +10,7 @@ import msgspec
 
 from maitred.core.request import Charges, FinishReason
 from maitred.core.step import RequestTiming
-from maitred.tensor.batch_run import BatchTimes
-from maitred.tensor.repository import IndexEntry
-from maitred.tensor.service import InferRequest, InferResponse
+from maitred.core.tensor_request import BatchTimes, IndexEntry, InferRequest, InferResponse
 from maitred.tensor.shared import Place
 
 # -- commands

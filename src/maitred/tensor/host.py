@@ -16,10 +16,11 @@ from maitred.config import MachineShare, TensorConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import CheckpointError, ConfigError, MaitredError, RequestTooLarge
 from maitred.core.request import FinishReason
+from maitred.core.tensor_request import BatchTimes, InferResponse
+from maitred.engine.core import EngineCore
 from maitred.engine.frames import OfTensors, Report, encode
 from maitred.fleet.result_cache import ResultCache
 from maitred.scheduler.engine_core import EngineCore
-from maitred.tensor.batch_run import BatchTimes
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.crossing import EngineMemory
 from maitred.tensor.flows import add_flows
@@ -45,7 +46,6 @@ from maitred.tensor.python.instance import all_openers
 from maitred.tensor.repository_files import model_of_file
 from maitred.tensor.runner import Answer, TensorRunner
 from maitred.tensor.served_models import ServedModels
-from maitred.tensor.service import InferResponse
 from maitred.tensor.shared import Place
 from maitred.tensor.tfs_config import open_repository
 

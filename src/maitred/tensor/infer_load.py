@@ -16,11 +16,11 @@ from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 from maitred.core.objectives import percentile
+from maitred.core.tensor_request import Tensor
 from maitred.tensor.arrays import data_type_of, tensor_of
 from maitred.tensor.config import WILDCARD
 from maitred.tensor.infer_servers import Asked, Caller, Server, connected, places
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.service import Tensor
 from maitred.tensor.warmup import made_array
 
 PERCENTS = (50, 90, 99)

@@ -15,10 +15,10 @@ from urllib.parse import quote, urlsplit
 import grpc
 
 from maitred.core.errors import ConfigError
+from maitred.core.tensor_request import Tensor
 from maitred.tensor.config import WILDCARD
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES
-from maitred.tensor.service import Tensor
 
 REGION = "maitred-bench"
 MAX_REASON = 300  # characters

@@ -18,6 +18,7 @@ import numpy as np
 from google.protobuf import json_format
 
 from maitred.core.errors import CheckpointError, MaitredError
+from maitred.core.tensor_request import InferRequest, Tensor
 from maitred.engine.limits import hand_over_quickly
 from maitred.tensor.arrays import tensor_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of
@@ -26,7 +27,6 @@ from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.local import LocalTensorService
 from maitred.tensor.sequence_tensors import kept_specs
 from maitred.tensor.served_models import OPENERS, Opener
-from maitred.tensor.service import InferRequest, Tensor
 from maitred.tensor.warmup import made_array
 
 KEEPER = (sys.executable, "-P", "-m", "maitred.tensor.due")

@@ -10,16 +10,16 @@ from pathlib import Path
 from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import MaitredError
+from maitred.core.tensor_request import IndexEntry, InferRequest, InferResponse, ModelStatistics
+from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
 from maitred.fleet.result_cache import ResultCache
 from maitred.scheduler.engine_core import TensorLanes, TensorObserver
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.flows import add_flows
 from maitred.tensor.lone import lone_scheduler
-from maitred.tensor.repository import IndexEntry
 from maitred.tensor.runner import Answer, TensorRunner
 from maitred.tensor.served_models import OPENERS, Opener, ServedModels
-from maitred.tensor.service import InferRequest, InferResponse, ModelStatistics
 from maitred.tensor.statistics import Statistics
 
 

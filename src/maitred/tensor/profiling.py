@@ -12,14 +12,13 @@ from statistics import median
 
 from maitred.core.errors import CheckpointError, ConfigError, MaitredError
 from maitred.core.objectives import percentile
+from maitred.core.tensor_request import InferRequest
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes, TensorProfile
-from maitred.tensor.batch_run import BatchRun, run_batch
-from maitred.tensor.batching import Batching, Rows, lengths_of
+from maitred.tensor.batching import Batching, BatchRun, Rows, lengths_of, run_batch
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, inputs_of
 from maitred.tensor.control import EVERY, ControlMode, ModelControl
 from maitred.tensor.live_load import LiveRun, Load, made_inputs, served
 from maitred.tensor.served_models import OPENERS, LoadedVersion, Opener, ServedModels
-from maitred.tensor.service import InferRequest
 
 POINT_S, LEAST_RUNS, MOST_RUNS = 0.15, 7, 400  # of each shape and number of rows
 WARM_RUNS = 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from maitred.tensor.service import Buffer
+from maitred.core.tensor_request import Buffer
 
 _VARINT, _BYTES = 0, 2
 _FIXED = {1: 8, 5: 4}

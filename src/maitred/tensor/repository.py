@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from maitred.core.errors import CheckpointError
+from maitred.core.tensor_request import IndexEntry, ModelState
 from maitred.tensor.config import ANY_MESSAGE, parameters_of
 
 LABEL = "label."  # parameters that begin so name a version: label.stable = "2"
@@ -73,25 +73,6 @@ def labels_of(config: ANY_MESSAGE, served: Sequence[int]) -> dict[str, int]:
 
 
 # ---- the index
-
-
-class ModelState(Enum):
-    """A version's state, by Triton's names."""
-
-    LOADING = "LOADING"
-    READY = "READY"
-    UNLOADING = "UNLOADING"
-    UNAVAILABLE = "UNAVAILABLE"
-
-
-@dataclass(slots=True)
-class IndexEntry:
-    """A line of the index. `reason` tells why a version is not served, or why one that is was not replaced."""
-
-    name: str
-    version: int | None = None  # None while nothing is known of a model but its folder
-    state: ModelState | None = None
-    reason: str = ""
 
 
 @dataclass(slots=True)

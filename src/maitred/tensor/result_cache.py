@@ -16,11 +16,11 @@ import msgspec
 from maitred.core.clock import Clock
 from maitred.core.request import Charges, FinishReason
 from maitred.core.step import RequestTiming
+from maitred.core.tensor_request import InferRequest, InferResponse, Tensor
 from maitred.fleet.result_cache import Answer as Kept
 from maitred.fleet.result_cache import ResultCache
 from maitred.tensor.runner import Answer, Done
 from maitred.tensor.served_models import LoadedVersion
-from maitred.tensor.service import InferRequest, InferResponse, Tensor
 
 OnLook = Callable[[str, int, bool, int], None]  # model, version, whether it was there, nanoseconds
 

@@ -17,12 +17,19 @@ from maitred.core.clock import Clock
 from maitred.core.errors import KernelError, MaitredError, QueueTimeout, RequestTimeout, Unavailable
 from maitred.core.request import Charges, FinishReason
 from maitred.core.step import RequestProgress, RequestTiming
-from maitred.core.tensor_request import Batch, BatchOutcome, LaneKey, TensorSpec
+from maitred.core.tensor_request import (
+    Batch,
+    BatchOutcome,
+    BatchTimes,
+    InferRequest,
+    InferResponse,
+    LaneKey,
+    TensorSpec,
+)
+from maitred.engine.tensor_lanes import TensorLanes
 from maitred.scheduler.engine_core import TensorLanes
-from maitred.tensor.batch_run import BatchRun, BatchTimes, run_batch
-from maitred.tensor.batching import Batching, Rows, rules_of
+from maitred.tensor.batching import Batching, BatchRun, Rows, rules_of, run_batch
 from maitred.tensor.served_models import LoadedVersion, ServedModels
-from maitred.tensor.service import InferRequest, InferResponse
 
 MOST_BATCHES = 1024  # that run at once; a thread each, made when it is needed
 MOST_LANES = 1024  # whose rows are measured

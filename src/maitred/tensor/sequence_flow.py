@@ -12,6 +12,7 @@ import msgspec
 from maitred.core.clock import Clock
 from maitred.core.errors import InvalidRequest, MaitredError
 from maitred.core.request import FinishReason
+from maitred.core.tensor_request import InferRequest, InferResponse, SequenceControl, Tensor
 from maitred.scheduler.deadlines import Deadlines
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.fill import kept_tensors
@@ -19,7 +20,6 @@ from maitred.tensor.runner import Answer, Done, why_ended
 from maitred.tensor.sequence_tensors import MOST_ID_BYTES, control_tensors
 from maitred.tensor.sequences import SequenceBook, SequenceTurn
 from maitred.tensor.served_models import LoadedVersion
-from maitred.tensor.service import InferRequest, InferResponse, SequenceControl, Tensor
 
 US = 1e-6
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from maitred.core.errors import InvalidRequest
+from maitred.core.tensor_request import Tensor
 from maitred.tensor.arrays import tensor_of
 from maitred.tensor.config import ANY_MESSAGE, TensorSpec, type_name
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.service import Tensor
 from maitred.tensor.warmup import array_from_file, check_size, control_type, made_array
 
 FOLDER = "initial_state"  # beside the versions; holds the files that a config names

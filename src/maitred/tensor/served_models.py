@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from maitred.core.errors import CheckpointError, MaitredError, ModelNotFound
+from maitred.core.tensor_request import IndexEntry, Tensor, unknown_model
 from maitred.tensor.config import ANY_MESSAGE, MOST_OF_REASON
 from maitred.tensor.config_checks import ENSEMBLE
 from maitred.tensor.config_fields import SCHEMA
@@ -19,10 +20,9 @@ from maitred.tensor.encoder_config import encoder_of, is_encoder
 from maitred.tensor.ensembles import EnsemblePlan, plan_of
 from maitred.tensor.instance import ModelInstance, SessionInstance
 from maitred.tensor.quantized import served_file
-from maitred.tensor.repository import IndexEntry, RepositoryIndex
+from maitred.tensor.repository import RepositoryIndex
 from maitred.tensor.repository_files import ModelFolder, ModelVersion, files_print
 from maitred.tensor.sequence_tensors import initial_states
-from maitred.tensor.service import Tensor, unknown_model
 from maitred.tensor.session import available_providers, open_session, settings_for
 from maitred.tensor.warmup import warmup_batches
 

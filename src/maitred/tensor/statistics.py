@@ -6,8 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from maitred.tensor.batch_run import BatchTimes
-from maitred.tensor.service import DURATIONS, ModelStatistics, unknown_model
+from maitred.core.tensor_request import DURATIONS, BatchTimes, ModelStatistics, unknown_model
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from math import prod
 import numpy as np
 
 from maitred.core.errors import InvalidRequest
+from maitred.core.tensor_request import Tensor
 from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, numbers_as_bytes, texts_as_bytes
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.service import Tensor
 from maitred.tensor.tfs_fields import MESSAGES
 
 TYPES: Mapping[str, tuple[int, str]] = {  # by datatype: the number of DataType, and the field that holds values

@@ -20,12 +20,12 @@ from maitred.api.tensor.parameters import (
 )
 from maitred.api.tensor.regions import RegionPart
 from maitred.core.errors import InvalidRequest
+from maitred.core.tensor_request import Buffer, InferRequest, InferResponse, Tensor
 from maitred.tensor.arrays import MOST_DIMS, data_type_of, numbers_as_bytes, texts_as_bytes
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.protocol_fields import MESSAGES, RAW_OUTPUT_CONTENTS
 from maitred.tensor.raw_contents import joined
-from maitred.tensor.service import Buffer, InferRequest, InferResponse, Tensor
 
 FINAL = "triton_final_response"
 

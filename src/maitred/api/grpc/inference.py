@@ -27,10 +27,10 @@ from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.api.tensor.parameters import CLASSIFICATION, check_unload, config_to_load, version_of
 from maitred.api.tensor.settings import LOGS, TRACES
 from maitred.core.errors import MaitredError, UnsupportedParameter
+from maitred.core.tensor_request import DURATIONS, Buffer, InferRequest, InferResponse, ModelStatistics, num_bytes_of
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, outputs_of
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
 from maitred.tensor.raw_contents import split
-from maitred.tensor.service import DURATIONS, Buffer, InferRequest, InferResponse, ModelStatistics, num_bytes_of
 
 MOST_IN_STREAM = 256  # requests of one stream that wait for their answers
 _MEMBERS = {bool: "bool_param", int: "uint32_param", str: "string_param"}  # of a log setting

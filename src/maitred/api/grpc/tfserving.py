@@ -16,8 +16,8 @@ from maitred.api.grpc.calls import Call, Method
 from maitred.api.http.app import App
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.core.errors import InvalidRequest, UnsupportedParameter
+from maitred.core.tensor_request import InferRequest, InferResponse, Tensor, num_bytes_of
 from maitred.tensor.config import ANY_MESSAGE
-from maitred.tensor.service import InferRequest, InferResponse, Tensor, num_bytes_of
 from maitred.tensor.tfs_fields import MESSAGES, PACKAGE
 from maitred.tensor.tfs_forms import tensor_from_proto, tensor_to_proto
 

@@ -36,7 +36,7 @@ from maitred.gate.gate import Gate
 from maitred.tenancy.caller import Caller
 
 if TYPE_CHECKING:
-    from maitred.tensor.service import TensorService  # which needs the extra
+    from maitred.core.tensor_request import TensorService  # which needs the extra
 
 
 class App:

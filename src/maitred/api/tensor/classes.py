@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from maitred.core.errors import InvalidRequest
+from maitred.core.tensor_request import Tensor, TensorService
 from maitred.tensor.arrays import array_of, texts_as_bytes
 from maitred.tensor.repository_files import leads_out
-from maitred.tensor.service import Tensor, TensorService
 
 MOST_LABEL_BYTES = 16 << 20
 

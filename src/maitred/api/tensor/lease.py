@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from maitred.api.generate.lease import counting_refusals, enter
 from maitred.api.http.app import App
 from maitred.core.errors import ModelNotFound
+from maitred.core.tensor_request import InferRequest, InferResponse, TensorService
 from maitred.gate.gate import Ask, Lease
 from maitred.gate.terms import NO_LIMITS, TimeLimits
 from maitred.tenancy.caller import Caller
-from maitred.tensor.service import InferRequest, InferResponse, TensorService
 
 
 def tensors_of(app: App) -> TensorService:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from maitred.api.tensor.regions import RegionPart
 from maitred.core.errors import InvalidRequest, UnsupportedParameter
-from maitred.tensor.service import SequenceControl, Tensor
+from maitred.core.tensor_request import SequenceControl, Tensor
 
 REGION, REGION_SIZE, REGION_OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 CLASSIFICATION = "classification"

@@ -17,7 +17,7 @@ from threading import Lock
 import numpy as np
 
 from maitred.core.errors import InvalidRequest, Overloaded, RegionNotFound
-from maitred.tensor.service import Buffer
+from maitred.core.tensor_request import Buffer
 
 FOLDER = "/dev/shm"  # where shm_open's names are, on Linux
 MOST_REGIONS = 1024

@@ -11,10 +11,10 @@ from maitred.api.generate.dialect import Prompt
 from maitred.api.http.errors import shortened
 from maitred.api.tensor.lease import TensorLease, new_id
 from maitred.core.errors import InvalidRequest, ModelNotFound, PromptTooLong, TooManyTokens
+from maitred.core.tensor_request import InferRequest, TensorService
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.encoder import check_dimensions, inputs_for, vector_of
 from maitred.tensor.encoder_config import Encoder, encoder_of, is_encoder
-from maitred.tensor.service import InferRequest, TensorService
 from maitred.text.tokenizer import Tokenizer
 
 

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from socket import socket
 
     from maitred.api.http.fleet_token import FleetToken
+    from maitred.core.tensor_request import IndexEntry
     from maitred.engine.live_requests import LiveRequest
     from maitred.engine.replica import Replica
     from maitred.engine.starting import Engine, StartingEngine
     from maitred.engine.supervisor import Start
-    from maitred.tensor.repository import IndexEntry
 
 MOST_NAMED = 6  # tensor models in the line that says what is served
 

@@ -36,8 +36,8 @@ from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.api.tensor.parameters import check_unload, config_to_load, integer, version_of
 from maitred.api.tensor.settings import LOGS, TRACES
 from maitred.core.errors import InvalidRequest, RequestTooLarge, RouteNotFound, UnsupportedParameter
+from maitred.core.tensor_request import InferRequest, InferResponse, num_bytes_of
 from maitred.tensor.config import complete, inputs_of
-from maitred.tensor.service import InferRequest, InferResponse, num_bytes_of
 
 _MODEL = re.compile(
     r"(?P<model>.+?)(?:/versions/(?P<version>[0-9]+))?"

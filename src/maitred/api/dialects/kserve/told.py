@@ -12,12 +12,11 @@ from maitred.api.http.app import App
 from maitred.api.tensor.extensions import NAMES
 from maitred.api.tensor.lease import tensors_of
 from maitred.core.errors import InvalidRequest, ModelNotFound
+from maitred.core.tensor_request import DURATIONS, IndexEntry, ModelState, ModelStatistics, ModelTable, TensorService
 from maitred.tenancy.caller import Caller
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
 from maitred.tensor.config_fields import DATA_TYPES, ModelConfig
-from maitred.tensor.repository import IndexEntry, ModelState
-from maitred.tensor.service import DURATIONS, ModelStatistics, ModelTable, TensorService
 
 _FIELDS = {TEXT_INPUT: "TYPE_STRING", STREAM: "TYPE_BOOL", SAMPLING: "TYPE_STRING", EXCLUDE: "TYPE_BOOL"}  # generate's
 

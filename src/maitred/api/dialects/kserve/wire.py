@@ -19,10 +19,10 @@ from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.tensor.json_values import Numbers, flat_of_json, json_of_array, loaded
 from maitred.api.tensor.parameters import CLASSIFICATION, Place, View, flag, integer, keep, place_of, terms_of
 from maitred.core.errors import InvalidRequest
+from maitred.core.tensor_request import Buffer, InferRequest, InferResponse, Tensor
 from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, datatype_of, tensor_of
 from maitred.tensor.config import WILDCARD, TensorSpec
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.service import Buffer, InferRequest, InferResponse, Tensor
 
 T = TypeVar("T")
 BINARY_SIZE, BINARY, ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"

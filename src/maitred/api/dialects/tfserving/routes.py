@@ -20,8 +20,8 @@ from maitred.api.http.routes import Route
 from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.core.errors import RouteNotFound
+from maitred.core.tensor_request import InferRequest, Tensor, num_bytes_of
 from maitred.tensor.config import TensorSpec, inputs_of
-from maitred.tensor.service import InferRequest, Tensor, num_bytes_of
 
 _PATH = re.compile(
     r"(?P<model>[^/:]+)(?:/versions/(?P<version>\d{1,18})|/labels/(?P<label>[^/:]+))?"

@@ -15,9 +15,9 @@ from maitred.api.dialects.tfserving.status import check_signature
 from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.tensor.json_values import Numbers, array_of_json, encoded, json_of_array, loaded
 from maitred.core.errors import InvalidRequest
+from maitred.core.tensor_request import Tensor
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.config import WILDCARD, TensorSpec
-from maitred.tensor.service import Tensor
 
 B64 = "b64"
 BINARY = "_bytes"  # outputs whose names end so are told in base64

@@ -8,10 +8,10 @@ from typing import Any
 from google.protobuf import json_format
 
 from maitred.core.errors import InvalidRequest, ModelNotFound
+from maitred.core.tensor_request import IndexEntry, ModelState, TensorService
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of, parameters_of
-from maitred.tensor.repository import LABEL, IndexEntry, ModelState
-from maitred.tensor.service import TensorService
+from maitred.tensor.repository import LABEL
 from maitred.tensor.tfs_fields import MESSAGES, PACKAGE
 from maitred.tensor.tfs_forms import TYPES
 
