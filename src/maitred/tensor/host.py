@@ -17,7 +17,6 @@ from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import CheckpointError, ConfigError, MaitredError, RequestTooLarge
 from maitred.core.request import FinishReason
 from maitred.core.tensor_request import BatchTimes, InferResponse
-from maitred.engine.core import EngineCore
 from maitred.engine.frames import OfTensors, Report, encode
 from maitred.fleet.result_cache import ResultCache
 from maitred.scheduler.engine_core import EngineCore

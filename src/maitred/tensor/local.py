@@ -11,7 +11,6 @@ from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import MaitredError
 from maitred.core.tensor_request import IndexEntry, InferRequest, InferResponse, ModelStatistics
-from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
 from maitred.fleet.result_cache import ResultCache
 from maitred.scheduler.engine_core import TensorLanes, TensorObserver
 from maitred.tensor.config import ANY_MESSAGE

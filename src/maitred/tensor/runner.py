@@ -26,7 +26,6 @@ from maitred.core.tensor_request import (
     LaneKey,
     TensorSpec,
 )
-from maitred.engine.tensor_lanes import TensorLanes
 from maitred.scheduler.engine_core import TensorLanes
 from maitred.tensor.batching import Batching, BatchRun, Rows, rules_of, run_batch
 from maitred.tensor.served_models import LoadedVersion, ServedModels
