@@ -18,8 +18,8 @@ from bench_scheduler import BLOCK_SIZE, CHURN, PROMPT_TOKENS, answer, fill, new_
 
 from maitred.core.request import FinishReason
 from maitred.decisions.codec import Header, LogEncoder
+from maitred.decisions.files import COMPRESSION_LEVEL
 from maitred.decisions.log import Recorder, StepRecord
-from maitred.storage.decision_files import COMPRESSION_LEVEL
 
 
 def measure(running: int, churn: bool, steps: int) -> str:

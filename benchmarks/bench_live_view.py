@@ -32,8 +32,8 @@ from maitred.core.step import ModelOutput, SampledRow
 from maitred.engine.client import EngineClient
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.live_view import LiveView, live_view
-from maitred.kvcache.manager import KVCacheManager
-from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
+from maitred.kv.manager import KVCacheManager
+from maitred.kv.prefix_cache import TokenHasher, hash_blocks, root_hash
 from maitred.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16

@@ -21,7 +21,7 @@ from maitred.config import SchedulerConfig
 from maitred.core.clock import ManualClock
 from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
-from maitred.kvcache.manager import KVCacheManager
+from maitred.kv.manager import KVCacheManager
 from maitred.policy.features import prompt_features
 from maitred.policy.predictor import PREDICTORS, Predictor, bounded_prediction, predictor_named
 from maitred.scheduler.engine_core import EngineCore

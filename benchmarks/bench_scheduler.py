@@ -38,8 +38,8 @@ from maitred.core.cost_model import CostModel
 from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.core.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
-from maitred.kvcache.manager import KVCacheManager
-from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
+from maitred.kv.manager import KVCacheManager
+from maitred.kv.prefix_cache import TokenHasher, hash_blocks, root_hash
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation

@@ -22,18 +22,18 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from maitred.executor.layer_io import NativeLayers
 from maitred.kernels.kv_pool import make_kv_pool
-from maitred.transfer.blocks import HeldBlocks
-from maitred.transfer.channel import Channel
-from maitred.transfer.compat import Agreed, Layout
-from maitred.transfer.handshake import Identity
-from maitred.transfer.leases import Readable
-from maitred.transfer.nixl import Agent
-from maitred.transfer.offers import Offers
-from maitred.transfer.puller import connect
-from maitred.transfer.source import KVSource
-from maitred.transfer.tcp import SLOT_BYTES
+from maitred.kv.blocks import HeldBlocks
+from maitred.kv.channel import Channel
+from maitred.kv.compat import Agreed, Layout
+from maitred.kv.handshake import Identity
+from maitred.kv.layer_io import NativeLayers
+from maitred.kv.leases import Readable
+from maitred.kv.nixl import Agent
+from maitred.kv.offers import Offers
+from maitred.kv.puller import connect
+from maitred.kv.source import KVSource
+from maitred.kv.tcp import SLOT_BYTES
 
 LAYOUT = Layout(
     agreed=Agreed(

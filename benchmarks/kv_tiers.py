@@ -32,7 +32,7 @@ from maitred import LLM, SamplingParams
 from maitred.config import CacheConfig, EngineConfig, MachineShare, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.engine.build import build_parts
 from maitred.engine.intake import make_requests
-from maitred.storage.kv_disk import open_kv_disk
+from maitred.kv.disk import open_kv_disk
 from tests.storage.redis_server import running_redis
 
 Prompt = list[int]

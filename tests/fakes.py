@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from maitred.config import SchedulerConfig
 from maitred.core.request import RequestSpec, RequestState, SamplingParams
 from maitred.core.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
-from maitred.kvcache.manager import KVCacheManager
-from maitred.kvcache.prefix_cache import BlockHasher, TokenHasher
+from maitred.kv.manager import KVCacheManager
+from maitred.kv.prefix_cache import BlockHasher, TokenHasher
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import NumDrafts, Speculation
 from maitred.scheduler.stop import StopRule, stop_at_token

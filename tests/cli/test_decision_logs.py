@@ -13,9 +13,9 @@ from maitred.cli.main import main
 from maitred.core.clock import ManualClock
 from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.decisions.codec import Header
+from maitred.decisions.files import DecisionLogFile, log_parts, read_frames
 from maitred.decisions.log import Recorder
 from maitred.scheduler.engine_core import EngineCore
-from maitred.storage.decision_files import DecisionLogFile, log_parts, read_frames
 from tests.cli.running import maitred_process
 from tests.fakes import FakeExecutor, make_scheduler, make_spec
 

@@ -33,7 +33,7 @@ from maitred.decisions.log import (
     StepsMeasured,
 )
 from maitred.decisions.replay import LoggedOutcomes, first_difference, fresh_scheduler, replay
-from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.kv.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.reservations import GivenUp

@@ -13,7 +13,7 @@ from maitred.core.clock import ManualClock
 from maitred.core.request import FinishReason, RequestSpec, SamplingParams
 from maitred.engine.build import EngineParts, build_parts
 from maitred.executor.grammar import Grammars
-from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.kv.prefix_cache import TokenHasher
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.text import Tokenizer
 from tests.engine.worlds import with_blocks

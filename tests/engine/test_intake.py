@@ -9,7 +9,7 @@ import pytest
 from maitred.core.errors import InvalidRequest, PromptTooLong
 from maitred.core.request import SamplingParams
 from maitred.engine.intake import make_requests
-from maitred.kvcache.prefix_cache import hash_blocks, root_hash
+from maitred.kv.prefix_cache import hash_blocks, root_hash
 from maitred.text import Tokenizer
 from tests.engine.worlds import BLOCK_SIZE, served_model
 from tests.fakes import MODEL

@@ -18,10 +18,10 @@ from maitred.engine.intake import make_requests
 from maitred.engine.kv_giving import PeerConfig
 from maitred.engine.kv_peers import KVPeers
 from maitred.engine.kv_tiers import KVTiers
-from maitred.kvcache.tiers import FetchMeter
-from maitred.storage.kv_host import KVHost
-from maitred.transfer.handshake import Identity
-from maitred.transfer.leases import Readable
+from maitred.kv.handshake import Identity
+from maitred.kv.host import KVHost
+from maitred.kv.leases import Readable
+from maitred.kv.tiers import FetchMeter
 from tests.engine.worlds import with_blocks
 from tests.waiting import until
 

@@ -16,9 +16,9 @@ from maitred.engine import kv_tiers
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.intake import make_requests
 from maitred.engine.kv_tiers import KVTiers
-from maitred.kvcache.changes import Changes
-from maitred.kvcache.tiers import FetchMeter, TierStats
-from maitred.storage.kv_host import KVHost
+from maitred.kv.changes import Changes
+from maitred.kv.host import KVHost
+from maitred.kv.tiers import FetchMeter, TierStats
 from tests.engine.worlds import with_blocks
 
 PROMPT = list(range(300, 300 + 200))

@@ -10,8 +10,8 @@ import torch
 
 from maitred.core.errors import OutOfMemory
 from maitred.core.request import SamplingParams
-from maitred.executor.kv_pool import PoolShape
 from maitred.executor.torch_kv import TorchKVPool
+from maitred.kv.pool import PoolShape
 from tests.executor.torch_worlds import (
     GREEDY,
     Hand,

@@ -10,8 +10,8 @@ import torch
 from maitred.config import ModelConfig
 from maitred.core.errors import ConfigError
 from maitred.executor import torch as executor_module
-from maitred.executor.kv_pool import kv_bytes_per_block, kv_bytes_per_token, pool_shape
 from maitred.executor.torch import plan_torch_executor, resolve_device, resolve_dtype, resolve_kv_dtype
+from maitred.kv.pool import kv_bytes_per_block, kv_bytes_per_token, pool_shape
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from tests.executor.torch_worlds import make_spec

@@ -17,8 +17,8 @@ from maitred.core.request import FinishReason, RequestState
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder, StepRecord
 from maitred.decisions.replay import first_difference
-from maitred.kvcache.manager import KVCacheManager
-from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.kv.manager import KVCacheManager
+from maitred.kv.prefix_cache import TokenHasher
 from maitred.policy.features import NUM_FEATURES, prompt_features
 from maitred.policy.predictor import (
     PREDICTORS,

@@ -1,4 +1,4 @@
-"""`maitred serve` whose engines pull KV over tcp through a relay (`tests/transfer/relay.py`), and soon notice silence.
+"""`maitred serve` whose engines pull KV over tcp through a relay (`tests/kv/relay.py`), and soon notice silence.
 
 `python -m tests.reliability.faulty_server RELAY_PORT PULL_TIMEOUT_S serve ...`; with `engine` for `serve`, an engine.
 """
@@ -10,7 +10,7 @@ import sys
 
 from maitred.cli.main import main as maitred
 from maitred.engine import child, child_process, kv_giving, kv_peers, restarts, supervisor
-from maitred.transfer import tcp
+from maitred.kv import tcp
 
 BEAT_S, SILENT_S = 0.05, 0.75
 

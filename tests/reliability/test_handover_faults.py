@@ -22,11 +22,11 @@ import httpx
 import psutil
 import pytest
 
-from maitred.transfer.pieces import MAGIC, MAX_FIRST_BYTES, PREFIX
+from maitred.kv.pieces import MAGIC, MAX_FIRST_BYTES, PREFIX
 from tests.conftest import ServerProcess, start_server
+from tests.kv.relay import RECEIVER, SOURCE, Relay, Strike, cut, flip
 from tests.reliability import faulty_server
 from tests.reliability.test_hosts import text_of
-from tests.transfer.relay import RECEIVER, SOURCE, Relay, Strike, cut, flip
 from tests.waiting import HANGS_S, is_gone, until
 
 MODEL = "maitred-mini"

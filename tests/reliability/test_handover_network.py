@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.conftest import ROOT, ServerProcess
+from tests.kv.relay import Strike
 from tests.reliability.test_handover_faults import MOMENTS, Apart, complete, workers_apart
 from tests.reliability.test_hosts_faults import Hosts, hosts_apart
-from tests.transfer.relay import Strike
 from tests.waiting import HANGS_S, until
 
 INSIDE = ("unshare", "-rn", "sh", "-c", 'ip link set lo up mtu 1500 && exec "$@"', "sh")

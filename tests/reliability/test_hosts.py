@@ -17,13 +17,13 @@ from maitred.api.route.outgoing import reached_by
 from maitred.cli.serve.command import kv_share
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.core.errors import ConfigError
-from maitred.transfer.handshake import Identity
-from maitred.transfer.pieces import Refusal
-from maitred.transfer.puller import connect
+from maitred.kv.handshake import Identity
+from maitred.kv.pieces import Refusal
+from maitred.kv.puller import connect
 from tests.conftest import ServerProcess, start_server
 from tests.fleet.test_end_to_end import RealFleet, real_fleet
+from tests.kv.worlds import make_layout
 from tests.reliability.test_workers import MODEL, STORY
-from tests.transfer.worlds import make_layout
 from tests.waiting import HANGS_S, until
 
 TOKEN = "0123456789abcdef0123456789abcdef"

@@ -22,9 +22,9 @@ import pytest
 
 from tests.conftest import ServerProcess, free_port, start_server
 from tests.fleet.test_end_to_end import RealFleet, real_fleet
+from tests.kv.relay import Relay, Strike, cut
 from tests.reliability import faulty_server
 from tests.reliability.test_handover_faults import MOMENTS, ROLES, STORY, Alone, Apart, by, complete, figure_of
-from tests.transfer.relay import Relay, Strike, cut
 from tests.waiting import HANGS_S, until
 
 KINDS: tuple[dict[str, Any], ...] = (

@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.soak_server import Tally, is_idle, load
 from tests.conftest import ServerProcess, start_server
+from tests.kv.relay import RECEIVER, SOURCE, Strike, cut, flip
 from tests.reliability.test_handover_faults import MOMENTS, ROLES, Apart, by, complete, workers_apart
-from tests.transfer.relay import RECEIVER, SOURCE, Strike, cut, flip
 from tests.waiting import HANGS_S, is_gone, until
 
 pytestmark = pytest.mark.soak

@@ -18,10 +18,10 @@ import httpx
 import psutil
 import pytest
 
+from maitred.decisions.files import log_runs
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
-from maitred.storage.decision_files import log_runs
 from tests.conftest import ServerProcess, start_server
 from tests.model.adapters import random_tensors, write_adapter
 from tests.waiting import HANGS_S, is_gone, joined, until

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from maitred.core.clock import ManualClock
-from maitred.storage.kv_redis import open_kv_redis
+from maitred.kv.redis import open_kv_redis
 from maitred.storage.redis_notices import Bound, Notices
 from maitred.storage.redis_quota import QuotaExchange
 from maitred.tenancy.shared import SharedQuotas
+from tests.kv.test_disk import BLOCK, found, keys_of, rows_of
 from tests.storage.redis_server import RunningRedis, free_port, needs_redis, running_redis
-from tests.storage.test_kv_disk import BLOCK, found, keys_of, rows_of
 from tests.storage.test_redis import store_at, written
 from tests.waiting import until, until_async
 

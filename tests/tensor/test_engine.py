@@ -25,6 +25,7 @@ from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest, ModelNotFound, QueueTimeout
 from maitred.core.request import SamplingParams
 from maitred.decisions.codec import read_log
+from maitred.decisions.files import log_runs, read_frames
 from maitred.decisions.log import Dispatched
 from maitred.decisions.replay import first_difference
 from maitred.engine.build import load_engine
@@ -33,7 +34,6 @@ from maitred.engine.engine_thread import in_thread
 from maitred.engine.intake import make_requests
 from maitred.engine.served_model import served_model
 from maitred.engine.supervisor import Start
-from maitred.storage.decision_files import log_runs, read_frames
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import UsageQuery
 from maitred.tensor.arrays import array_of

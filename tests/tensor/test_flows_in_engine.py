@@ -12,8 +12,8 @@ import pytest
 from maitred.config import MachineShare
 from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest
+from maitred.decisions.files import log_runs, read_frames
 from maitred.decisions.replay import first_difference
-from maitred.storage.decision_files import log_runs, read_frames
 from maitred.tensor.arrays import array_of
 from maitred.tensor.client import client_with_tensors
 from tests.tensor.ensembles import write_diamond

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from maitred.core.errors import ConfigError
-from maitred.storage.decision_files import SUFFIX
+from maitred.decisions.files import SUFFIX
 
 WHERE_LOGS_ARE = ("decisions", ".")
 

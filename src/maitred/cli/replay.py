@@ -37,8 +37,8 @@ def replay_logs(logs: Sequence[str]) -> int:
 
 def _replay_newest(log: Path) -> bool:
     """A file's run, or a folder's newest; tells of the others."""
+    from maitred.decisions.files import log_parts, log_runs
     from maitred.decisions.history import MAX_LISTED
-    from maitred.storage.decision_files import log_parts, log_runs
 
     if not log.is_dir():
         return _replay_run(log_parts(log))
@@ -53,10 +53,10 @@ def _replay_newest(log: Path) -> bool:
 
 
 def _replay_run(parts: Sequence[Path]) -> bool:
+    from maitred.decisions.files import read_frames
     from maitred.decisions.log import Arrived
     from maitred.decisions.replay import replay
     from maitred.engine.installed import installed_policies
-    from maitred.storage.decision_files import read_frames
 
     num_steps, num_requests, started = 0, 0, time.monotonic()
     difference = None

@@ -4,7 +4,7 @@ For each step it holds what the scheduler was told since the step before (arriva
 config, KV that comes from elsewhere or is held for others, tensor requests and their batches), `now`, the plan, what it
 was told during the step, and the outcome as far as scheduling depends on it (how many tokens, why a request ended,
 names of blocks that output filled). Shortened block hashes stand for tokens: no token, text or key is in it.
-`codec` makes bytes of it, `storage/decision_files` keeps them in files.
+`codec` makes bytes of it, `files` keeps them in files.
 """
 
 from __future__ import annotations

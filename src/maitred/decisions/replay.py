@@ -33,7 +33,7 @@ from maitred.decisions.log import (
     TensorsExpired,
     split_digests,
 )
-from maitred.kvcache.manager import KVCacheManager
+from maitred.kv.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.scheduler.scheduler import Scheduler

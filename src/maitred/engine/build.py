@@ -18,6 +18,7 @@ from maitred.core.cost_model import CostModel
 from maitred.core.request import RequestSpec, SamplingParams
 from maitred.core.step import Executor
 from maitred.decisions.codec import Header
+from maitred.decisions.files import DecisionLogFile
 from maitred.decisions.log import Recorder
 from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
@@ -39,9 +40,11 @@ from maitred.engine.planning import EnginePlan, OnEvent, plan_engine
 from maitred.engine.step_meter import StepMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
-from maitred.kvcache.manager import KVCacheManager
-from maitred.kvcache.prefix_cache import TokenHasher
-from maitred.kvcache.tiers import KVTier
+from maitred.kv.compat import Agreed, Layout
+from maitred.kv.handshake import Identity
+from maitred.kv.manager import KVCacheManager
+from maitred.kv.prefix_cache import TokenHasher
+from maitred.kv.tiers import KVTier
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.spec import DecoderSpec, RopeSpec
 from maitred.policy.policies import POLICIES, policy_for
@@ -49,9 +52,6 @@ from maitred.policy.policy import PolicyFactory
 from maitred.scheduler.engine_core import EngineCore, MeasureSwaps
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
-from maitred.storage.decision_files import DecisionLogFile
-from maitred.transfer.compat import Agreed, Layout
-from maitred.transfer.handshake import Identity
 
 if TYPE_CHECKING:
     from maitred.engine.intake import ServedModel

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from maitred.config import EngineConfig
 from maitred.core.errors import ConfigError, KernelError
 from maitred.core.step import ModelOutput, SchedulerOutput
-from maitred.engine.kv_threads import BlockIO
 from maitred.engine.memory import usable_cores
 from maitred.engine.timeline import OnPhase
 from maitred.executor.grammar import Grammars
-from maitred.executor.kv_layout import CellLayout
-from maitred.executor.layer_io import LayerIO
 from maitred.executor.state import SwapBandwidth
+from maitred.kv.layer_io import LayerIO
+from maitred.kv.layout import CellLayout
+from maitred.kv.threads import BlockIO
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.speculative.proposer import Proposer

@@ -12,7 +12,7 @@ from maitred.core.errors import InvalidRequest, PromptTooLong, TooManyTokens
 from maitred.core.request import MAX_SEED, RequestSpec, SamplingParams, ThinkingLimit
 from maitred.engine.model_facts import AdapterFacts, Footprint
 from maitred.executor.sampling_checks import check_sampling_tokens
-from maitred.kvcache.prefix_cache import hash_blocks, root_hash
+from maitred.kv.prefix_cache import hash_blocks, root_hash
 from maitred.policy.features import prompt_features
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from maitred.core.clock import Clock
 from maitred.core.errors import RequestError
 from maitred.core.request import RequestSpec, RequestState, RequestStatus
 from maitred.engine.kv_growth import GrowingLeases, IsOneRun
-from maitred.executor.layer_io import LayerIO
+from maitred.kv.handshake import Identity
+from maitred.kv.layer_io import LayerIO
+from maitred.kv.leases import Readable
+from maitred.kv.nixl import Agent
+from maitred.kv.offers import Offers
+from maitred.kv.pieces import Offered
+from maitred.kv.source import KVSource
 from maitred.scheduler.engine_core import EngineCore
-from maitred.transfer.handshake import Identity
-from maitred.transfer.leases import Readable
-from maitred.transfer.nixl import Agent
-from maitred.transfer.offers import Offers
-from maitred.transfer.pieces import Offered
-from maitred.transfer.source import KVSource
 
 ANSWER_S = 5.0  # within which a peer that asks for blocks is answered: the engine's thread looks between two steps
 TIMEOUT_S = 5.0  # without a word from a peer

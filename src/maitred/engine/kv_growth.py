@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from maitred.core.request import RequestState
 from maitred.core.step import ScheduledRow, SchedulerOutput
-from maitred.executor.layer_io import LayerIO, layers_of_next_run
+from maitred.kv.layer_io import LayerIO, layers_of_next_run
+from maitred.kv.leases import Readable
+from maitred.kv.offers import Offers
 from maitred.scheduler.engine_core import EngineCore
-from maitred.transfer.leases import Readable
-from maitred.transfer.offers import Offers
 
 IsOneRun = Callable[[SchedulerOutput], bool]
 

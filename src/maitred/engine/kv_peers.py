@@ -17,15 +17,15 @@ from maitred.core.replica import HandoverCounts, TierView
 from maitred.core.request import RequestState, RequestStatus
 from maitred.engine.kv_giving import TIMEOUT_S, GivenKV, PeerConfig
 from maitred.engine.kv_growth import IsOneRun
-from maitred.engine.kv_threads import ThreadOfJobs
-from maitred.executor.layer_io import LayerIO
-from maitred.kvcache.prefix_cache import hash_blocks, known_tokens, root_hash
-from maitred.kvcache.tiers import FetchMeter, break_even_tokens, most_seconds
+from maitred.kv.blocks import HeldBlocks
+from maitred.kv.layer_io import LayerIO
+from maitred.kv.pieces import Offered, Refusal
+from maitred.kv.prefix_cache import hash_blocks, known_tokens, root_hash
+from maitred.kv.puller import Pulled, Puller, connect_any
+from maitred.kv.threads import ThreadOfJobs
+from maitred.kv.tiers import FetchMeter, break_even_tokens, most_seconds
 from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.reservations import GivenUp
-from maitred.transfer.blocks import HeldBlocks
-from maitred.transfer.pieces import Offered, Refusal
-from maitred.transfer.puller import Pulled, Puller, connect_any
 
 logger = logging.getLogger(__name__)
 NUM_LANES = 8  # pulls at a time: one of a prompt that is being computed takes as long as that

@@ -13,7 +13,7 @@ from maitred.config import EngineConfig
 from maitred.core.errors import ConfigError
 from maitred.engine.executors import ExecutorPlan
 from maitred.engine.memory import format_bytes
-from maitred.kvcache.tiers import KVFingerprint, KVTier
+from maitred.kv.tiers import KVFingerprint, KVTier
 from maitred.model.rope import depends_on_context
 from maitred.model.spec import DecoderSpec
 
@@ -67,11 +67,11 @@ def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFing
         )
     found: list[KVTier] = []
     if tiers.kv_host_bytes:
-        from maitred.storage.kv_host import open_kv_host  # noqa: PLC0415  numpy
+        from maitred.kv.host import open_kv_host  # noqa: PLC0415  numpy
 
         found.append(open_kv_host(tiers.kv_host_bytes, num_bytes))
     if tiers.kv_disk is not None:
-        from maitred.storage.kv_disk import open_kv_disk  # noqa: PLC0415  numpy
+        from maitred.kv.disk import open_kv_disk  # noqa: PLC0415  numpy
 
         disk = open_kv_disk(
             tiers.kv_disk,
@@ -81,7 +81,7 @@ def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFing
         )
         found.append(disk)
     if tiers.kv_redis is not None:
-        from maitred.storage.kv_redis import open_kv_redis  # noqa: PLC0415  redis
+        from maitred.kv.redis import open_kv_redis  # noqa: PLC0415  redis
 
         most = tiers.kv_redis_max_block_bytes
         found.append(

@@ -15,8 +15,6 @@ from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput, TokenLog
 from maitred.executor.drafted import accepted, samplers_of, with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, num_checked, wait_for_masks
-from maitred.executor.kv_layout import CellLayout
-from maitred.executor.layer_io import NativeLayers
 from maitred.executor.native_lora import NativeAdapters, refuse
 from maitred.executor.native_swap import NativeHostPool
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
@@ -25,6 +23,8 @@ from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
 from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_plan
 from maitred.kernels import _native
+from maitred.kv.layer_io import NativeLayers
+from maitred.kv.layout import CellLayout
 from maitred.speculative.mtp import ComputedRows
 from maitred.speculative.proposer import Proposer
 

@@ -18,15 +18,15 @@ from maitred.executor.batch import Batch, build_batch, unwritten_slots
 from maitred.executor.drafted import with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, wait_for_masks
-from maitred.executor.kv_layout import CellLayout
-from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
-from maitred.executor.layer_io import HostLayers, LayerIO
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
 from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_plan
 from maitred.executor.torch_attention import GatherAttention
 from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
 from maitred.executor.torch_kv import TorchBlocks, TorchHostPool, TorchKVPool, TorchLayers
+from maitred.kv.layer_io import HostLayers, LayerIO
+from maitred.kv.layout import CellLayout
+from maitred.kv.pool import kv_bytes_per_block, pool_shape
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend, load_torch_decoder

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from maitred.core.errors import OutOfMemory
 from maitred.core.step import BlockCopy
-from maitred.executor.kv_layout import CellLayout
-from maitred.executor.kv_pool import PoolShape
-from maitred.executor.layer_io import check_part
 from maitred.executor.state import SwapBandwidth
+from maitred.kv.layer_io import check_part
+from maitred.kv.layout import CellLayout
+from maitred.kv.pool import PoolShape
 
 _MEASURED_BLOCKS = 64
 _REPEATS = 3

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from maitred.core.cost_model import CostModel, StepShape
-from maitred.kvcache.tiers import worth_fetching
+from maitred.kv.tiers import worth_fetching
 
 MAX_PAIRED = 8  # of each side, the cheapest so many are looked at in pairs
 MOST_SHARE = 0.95  # of a worker's time: no queue is foretold to be endless

@@ -16,7 +16,7 @@ from maitred.core.replica import HandoverCounts, TierFigures, TierView
 from maitred.core.request import FinishReason, RequestSpec, RequestState
 from maitred.core.step import Executor, ModelOutput, NewRequest, RequestProgress, SchedulerOutput
 from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, TensorRequest, TensorSpec
-from maitred.kvcache.tiers import FindableBlocks
+from maitred.kv.tiers import FindableBlocks
 from maitred.scheduler.reservations import GivenUp, ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats

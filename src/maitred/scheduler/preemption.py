@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maitred.core.request import RequestState
-from maitred.kvcache.manager import Allocation
+from maitred.kv.manager import Allocation
 from maitred.scheduler.notes import Preemption, PreemptionCause
 from maitred.scheduler.plan_builder import PlanBuilder, Removed
 from maitred.scheduler.reserving import give_up_one

@@ -18,7 +18,7 @@ from maitred.core.errors import InvalidRequest
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.core.tensor_request import Batch, BatchOutcome, TensorRequest
-from maitred.kvcache.manager import KVCacheManager
+from maitred.kv.manager import KVCacheManager
 from maitred.policy.order import ServiceOrder
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory

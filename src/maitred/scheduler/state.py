@@ -8,7 +8,7 @@ from itertools import chain
 
 from maitred.config import SchedulerConfig
 from maitred.core.request import RequestState, RequestStatus
-from maitred.kvcache.manager import KVCacheManager, PrefixHit
+from maitred.kv.manager import KVCacheManager, PrefixHit
 from maitred.policy.order import ServiceOrder
 from maitred.policy.predictor import Predictor
 from maitred.scheduler.reservations import Reservations

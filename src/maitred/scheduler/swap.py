@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from maitred.kvcache.tiers import worth_fetching
+from maitred.kv.tiers import worth_fetching
 
 
 class SwapCosts(NamedTuple):

@@ -12,7 +12,7 @@ from maitred.core.cost_model import CostModel, Slowness, StepShape, shape_of
 from maitred.core.errors import MaitredError
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
-from maitred.kvcache.manager import KVCacheManager
+from maitred.kv.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Foretold, predictor_named

@@ -17,7 +17,7 @@ from maitred.core.request import ResumePoint
 from maitred.core.step import RequestProgress
 from maitred.fleet.disagg import WorkerFacts
 from maitred.fleet.replicas import ReplicaFacts
-from maitred.kvcache.tiers import worth_fetching
+from maitred.kv.tiers import worth_fetching
 from maitred.scheduler.reservations import GivenUp
 from maitred.sim.clients import SimulatedRequest
 from maitred.sim.disk import SimulatedDisk

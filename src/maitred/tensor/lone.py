@@ -10,15 +10,15 @@ from maitred.config import EngineConfig, SchedulerConfig
 from maitred.core.clock import WallClock
 from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.decisions.codec import Header
+from maitred.decisions.files import DecisionLogFile
 from maitred.decisions.log import Recorder
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
-from maitred.kvcache.manager import KVCacheManager
-from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.kv.manager import KVCacheManager
+from maitred.kv.prefix_cache import TokenHasher
 from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.scheduler import Scheduler
-from maitred.storage.decision_files import DecisionLogFile
 
 
 def lone_scheduler(config: SchedulerConfig) -> Scheduler:

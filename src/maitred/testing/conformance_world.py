@@ -12,8 +12,8 @@ from msgspec import structs
 from maitred.config import SchedulerConfig
 from maitred.core.request import RequestSpec, RequestState, SamplingParams
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
-from maitred.kvcache.manager import KVCacheManager
-from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.kv.manager import KVCacheManager
+from maitred.kv.prefix_cache import TokenHasher
 from maitred.policy.policy import Policy, PolicyFactory
 from maitred.policy.rules.arrival import fcfs
 from maitred.scheduler.reservations import ReservedBlocks

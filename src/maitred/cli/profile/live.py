@@ -19,11 +19,11 @@ from maitred.config import EngineConfig
 from maitred.core.clock import Clock
 from maitred.core.request import RequestSpec, SamplingParams
 from maitred.decisions.codec import read_log
+from maitred.decisions.files import log_parts, read_frames
 from maitred.decisions.log import Step
 from maitred.engine.build import EngineParts, build_parts
-from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.kv.prefix_cache import TokenHasher
 from maitred.sim.workload import Arrival
-from maitred.storage.decision_files import log_parts, read_frames
 
 WARM_UP = "warm-up"
 Aside = Callable[[float], bool]

@@ -29,10 +29,10 @@ from maitred.cli.local import ENGINE_PARTS
 from maitred.config import EngineConfig
 from maitred.core.errors import ServerError
 from maitred.decisions.codec import read_log
+from maitred.decisions.files import log_parts, read_frames
 from maitred.decisions.log import Step
 from maitred.sim.edge import EdgeSample
 from maitred.sim.recorded import read_run
-from maitred.storage.decision_files import log_parts, read_frames
 
 WARM_UP_REQUESTS = 8
 LEAST_REQUESTS, MOST_REQUESTS = 24, 300  # that are alone; results keep tickets of no more than 400

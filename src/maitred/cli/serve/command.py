@@ -50,7 +50,7 @@ def _run(options: Options) -> int:
     from maitred.core.clock import WallClock
     from maitred.engine.limits import SPARE_DESCRIPTORS, check_addresses, claim_descriptors
     from maitred.engine.timeline import Timeline, process_age_s
-    from maitred.storage.kv_folder import salt_secret
+    from maitred.kv.folder import salt_secret
 
     timeline = Timeline(WallClock(), age_s=process_age_s())
     server = options[ServerConfig]
@@ -239,7 +239,7 @@ def kv_share(listen: str | None, cache: CacheConfig, token: FleetToken) -> Machi
         raise ConfigError("kv_transport is shm, which ends at this machine; leave it at auto, or kv_listen out")
     if not cache.enable_prefix_caching:
         raise ConfigError("kv_listen gives what the prefix cache finds; leave enable_prefix_caching on, or it out")
-    from maitred.transfer.tcp import listen as bound
+    from maitred.kv.tcp import listen as bound
 
     bound(*host_and_port("kv_listen", listen), has_token=True).close()  # a slip costs no loading time
     ((_, secret),) = token.shown()

@@ -46,7 +46,7 @@ def _run(options: Options) -> int:
 def explain(words: str, log: str | None) -> int:
     """Finds the request, and prints its history."""
     from maitred.cli.decision_logs import nearest_log
-    from maitred.storage.decision_files import log_parts, log_runs
+    from maitred.decisions.files import log_parts, log_runs
 
     path = Path(log or nearest_log())
     runs = log_runs(path) if path.is_dir() else [log_parts(path)]
@@ -61,10 +61,10 @@ def explain(words: str, log: str | None) -> int:
 def _told(parts: list[Path], request_id: str) -> str:
     from maitred.cli.why import tensor_words
     from maitred.cli.why.words import tell
+    from maitred.decisions.files import read_frames
     from maitred.decisions.history import history_of
     from maitred.decisions.tensor_history import is_tensor, tensor_history_of
     from maitred.engine.installed import installed_policies
-    from maitred.storage.decision_files import read_frames
 
     policies = installed_policies()
     if is_tensor(read_frames(parts), request_id):
@@ -76,9 +76,9 @@ def _find(runs: Sequence[list[Path]], words: str) -> tuple[list[Path], Sequence[
     """The newest run with such a request, and its id, or of an ensemble those of its steps. A run that cannot be read
     does not hide those before it.
     """
+    from maitred.decisions.files import read_frames
     from maitred.decisions.history import ids_like, the_one
     from maitred.decisions.tensor_history import steps_of_one
-    from maitred.storage.decision_files import read_frames
 
     unread: list[str] = []
     for parts in runs:

@@ -1,0 +1,1 @@
+"""KV blocks: their books, tiers that keep them (host, disk, Redis, peers), and what moves them."""

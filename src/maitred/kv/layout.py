@@ -1,0 +1,118 @@
+"""Layouts of KV blocks as bytes, and exact conversion between block sizes.
+
+No number is rounded: a conversion moves values and the scales of int8 from where one layout has them to where another
+does. `kernels/csrc/kv_pool.h` has the native layout, `kv/pool.py` the one of PyTorch's pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.core.errors import KernelError
+
+Bytes = NDArray[np.uint8]
+Places = NDArray[np.int64]
+
+NATIVE, TORCH = "native", "torch"
+_NUMBERS = {"float32": "<u4", "bfloat16": "<u2", "float16": "<u2", "int8": "u1"}  # as bits: they are only moved
+_TILE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CellLayout:
+    """Layout of one layer of a block in memory. Raises KernelError for one that no executor has."""
+
+    cells: str  # native or torch
+    kv_dtype: str
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        known = self.cells in (NATIVE, TORCH) and self.kv_dtype in _NUMBERS
+        if not known or (self.cells == TORCH and self.kv_dtype == "int8"):
+            raise KernelError(f"KV cells of {self.cells!r} in {self.kv_dtype!r}, which no executor has")
+        if min(self.block_size, self.num_kv_heads, self.head_dim) < 1:
+            raise KernelError("KV cells without slots, heads or values")
+
+    @property
+    def number(self) -> np.dtype[Any]:
+        return np.dtype(_NUMBERS[self.kv_dtype])
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one block in one layer."""
+        heads_and_slots, size = self.num_kv_heads * self.block_size, self.number.itemsize
+        if self.cells == TORCH:
+            return 2 * heads_and_slots * self.head_dim * size
+        if self.block_size % _TILE == 0:
+            return 2 * heads_and_slots * (self._padded * size + self._scale_bytes)
+        return _round_up(heads_and_slots * self._slot_bytes, 64)
+
+    @property
+    def _padded(self) -> int:
+        return _round_up(self.head_dim, _TILE)
+
+    @property
+    def _scale_bytes(self) -> int:
+        return 4 if self.kv_dtype == "int8" else 0
+
+    @property
+    def _slot_bytes(self) -> int:
+        """K and V of a head and slot, where there are no tiles."""
+        return _round_up(2 * self.head_dim * self.number.itemsize, 4) + 2 * self._scale_bytes
+
+
+def convert(rows: Bytes, source: CellLayout, target: CellLayout) -> Bytes:
+    """[layers, blocks, source.layer_bytes] to [layers, blocks, target.layer_bytes], of the same tokens; padding is 0.
+
+    Raises KernelError for other cells, another dtype or other heads, and for tokens that fill no
+    whole number of target blocks.
+    """
+    same = ("cells", "kv_dtype", "num_kv_heads", "head_dim")
+    num_layers, num_blocks = rows.shape[:2]
+    num_tokens = num_blocks * source.block_size
+    if any(getattr(source, name) != getattr(target, name) for name in same) or num_tokens % target.block_size:
+        raise KernelError(f"{num_tokens} tokens of {source} cannot become {target} exactly")
+    shape = num_layers, num_tokens // target.block_size, target.layer_bytes
+    converted = np.zeros(shape, np.uint8)
+    numbers, moved = rows.view(source.number), converted.view(source.number)
+    by_block = num_layers, shape[1], -1
+    moved[..., _places(target)] = numbers[..., _places(source)].reshape(by_block)
+    return converted
+
+
+@lru_cache(maxsize=16)
+def _places(layout: CellLayout) -> Places:
+    """Return the place of each of a layer's numbers: by slot, then K and V, head and value; likewise of scales."""
+    slot, part, head, value = np.ogrid[: layout.block_size, :2, : layout.num_kv_heads, : layout.head_dim]
+    if layout.cells == TORCH:
+        return _flat(((part * layout.block_size + slot) * layout.num_kv_heads + head) * layout.head_dim + value)
+    size, byte = layout.number.itemsize, np.arange(layout._scale_bytes)
+    if layout.block_size % _TILE:
+        cell = (head * layout.block_size + slot) * layout._slot_bytes
+        scales = cell[..., :1] + layout._slot_bytes - 8 + 4 * part + byte
+        return _flat((cell // size) + part * layout.head_dim + value, scales)
+    per_word, tile_bytes = 4 // size, _TILE * (layout._padded * size + layout._scale_bytes)
+    num_tiles, lane = layout.block_size // _TILE, slot % _TILE
+    cell = ((part * num_tiles + slot // _TILE) * layout.num_kv_heads + head) * tile_bytes
+    key = (value // per_word * _TILE + lane) * per_word + value % per_word
+    other = (lane // per_word * layout._padded + value) * per_word + lane % per_word
+    scales = cell + _TILE * layout._padded * size + lane * 4 + byte
+    return _flat(cell // size + np.where(part == 0, key, other), scales)
+
+
+def _flat(values: Places, scales: Places | None = None) -> Places:
+    by_slot = [values.reshape(len(values), -1)]
+    if scales is not None:
+        by_slot.append(scales.reshape(len(values), -1))
+    return np.concatenate(by_slot, axis=1).reshape(-1)
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to

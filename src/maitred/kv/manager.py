@@ -1,0 +1,342 @@
+"""KV cache manager: the blocks of each request, by prefix hits, growth, copy on write and release.
+
+Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, sections 4.3 and 4.4.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from maitred.core.errors import PromptTooLong
+from maitred.core.request import RequestState
+from maitred.core.step import BlockCopy
+from maitred.kv.block_pool import BlockPool, HostBlockPool
+from maitred.kv.changes import Changes
+from maitred.kv.prefix_cache import BlockHasher, PrefixCache
+
+
+class PrefixHit(NamedTuple):
+    """Blocks with contents that a request can use as they are."""
+
+    blocks: tuple[int, ...]
+    num_tokens: int  # 0 is a miss; a multiple of block_size, unless forked or swapped
+    forked: bool = False  # shared with a running sample of the same prompt
+    host_blocks: tuple[int, ...] = ()  # swapped: what follows `blocks` is copied from these
+
+
+class Allocation(NamedTuple):
+    """Blocks that a request's table gained, in the terms of `ScheduledRow`."""
+
+    new_block_ids: tuple[int, ...] = ()
+    replaced_blocks: tuple[tuple[int, int], ...] = ()  # (index in table, new block id)
+    copies: tuple[BlockCopy, ...] = ()
+    swap_ins: tuple[BlockCopy, ...] = ()
+
+
+NO_HIT = PrefixHit((), 0)
+
+
+class KVCacheManager:
+    """The bookkeeping of one KV cache of `num_blocks` blocks with `block_size` tokens each.
+
+    `hasher` extends `RequestState.block_hashes` when output fills a block.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        hasher: BlockHasher,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._hasher = hasher
+        self._host = HostBlockPool(num_host_blocks)
+        self._cache = PrefixCache()
+        self._pool = BlockPool(num_blocks, kept=self._cache.hashes)
+        self.ref_counts = self._pool.ref_counts  # for the decode path, which asks for each row; read only
+        self.evicted: dict[bytes, int] | None = None  # block by hash, still unchanged; while it is being cleared
+        self._filling: set[int] = set()  # findable blocks, to which this plan copies
+        self.on_cached: Callable[[bytes], None] | None = None  # told the hash of each block that becomes findable
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_used(self) -> int:
+        return self._pool.num_used
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks findable by prefix, in use or free."""
+        return len(self._cache)
+
+    @property
+    def findable(self) -> Container[int]:
+        """Findable blocks; they hold a full, computed prefix."""
+        return self._cache.hashes
+
+    @property
+    def changes(self) -> Changes[bytes] | None:
+        """Hashes of blocks that became findable, and that are no more; None while changes are not told."""
+        return self._cache.changes
+
+    def has_block(self, digest: bytes) -> bool:
+        """Return whether a block of this hash is findable."""
+        return digest in self._cache
+
+    def tell_changes(self, wanted: bool) -> None:
+        """Begin or end telling changes. The blocks that are findable now are told first."""
+        self._cache.changes = Changes(self._cache.hashes.values()) if wanted else None
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def check_fits(self, request: RequestState) -> None:
+        """Raises PromptTooLong when the request would not fit even alone."""
+        needed = self.num_blocks_for(request.num_prompt_tokens + request.max_tokens - 1)  # the last is never computed
+        if needed > self.num_blocks:
+            raise PromptTooLong(
+                f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens with max_tokens "
+                f"{request.max_tokens} needs {needed} KV blocks of {self.block_size} tokens, the cache has "
+                f"{self.num_blocks}; shorten it, or serve with a larger --kv-cache-memory-bytes"
+            )
+
+    def find_prefix(self, request: RequestState) -> PrefixHit:
+        """The longest cached prefix of the request's known tokens; takes about 0.1 us a block and holds nothing."""
+        if not self.enable_prefix_caching or request.spec.sampling.prompt_logprobs is not None:
+            return NO_HIT  # prompt_logprobs needs the logits of every prompt token
+        # Match at most num_tokens - 1: the last token is always computed, because sampling needs its logits.
+        usable = (request.num_tokens - 1) // self.block_size
+        blocks = self._cache.find(request.block_hashes[:usable])
+        return PrefixHit(tuple(blocks), len(blocks) * self.block_size)
+
+    def fork(self, source: RequestState, target: RequestState) -> PrefixHit:
+        """Return the blocks that `target`, a sample of the same prompt, can share of `source`, whose prompt is
+        computed.
+
+        The last prompt token is left out: `target` computes it for its logits. A partly used last block is shared too,
+        and copied on the first write, which is at once.
+        """
+        num_tokens = target.num_prompt_tokens - 1
+        return PrefixHit(tuple(source.block_table[: self.num_blocks_for(num_tokens)]), num_tokens, forked=True)
+
+    def swapped(self, request: RequestState, hit: PrefixHit) -> PrefixHit:
+        """`hit` and, from the host, what a preempted request has beyond it."""
+        if request.num_swapped_tokens <= hit.num_tokens:
+            return hit
+        return PrefixHit(
+            hit.blocks, request.num_swapped_tokens, host_blocks=tuple(request.host_block_table[len(hit.blocks) :])
+        )
+
+    def num_blocks_short(self, request: RequestState, hit: PrefixHit) -> int:
+        """Return how many more free blocks `admit` would need; 0 when it would succeed."""
+        return max(0, self.num_blocks_needed(request, hit) - self._pool.num_free)
+
+    def num_blocks_needed(self, request: RequestState, hit: PrefixHit) -> int:
+        """Free blocks that `admit` takes."""
+        copied_tail = hit.forked and hit.num_tokens % self.block_size != 0
+        return self.num_blocks_for(request.num_tokens) - len(hit.blocks) + copied_tail + self._num_free_in(hit)
+
+    def _num_free_in(self, hit: PrefixHit) -> int:
+        """A free block that is hit is free no more."""
+        ref_counts = self.ref_counts
+        return sum(1 for block in hit.blocks if ref_counts[block] == 0)
+
+    def admit(self, request: RequestState, hit: PrefixHit) -> Allocation | None:
+        """Gives a request that has no blocks the hit, and fresh blocks for the rest of its known tokens.
+
+        All or nothing: None, with nothing changed, when blocks are lacking. `new_block_ids` is the whole table. Sets
+        `num_computed_tokens` to the tokens of the hit.
+        """
+        assert not request.block_table, f"request {request.request_id} is admitted twice"
+        if self.num_blocks_short(request, hit):
+            return None
+        for block in hit.blocks:
+            self._pool.share(block)
+        request.block_table = list(hit.blocks)
+        request.num_computed_tokens = hit.num_tokens
+        swap_ins = self._swap_in(request, hit)
+        allocation = self.allocate(request, request.num_tokens - hit.num_tokens)
+        assert allocation is not None, "num_blocks_short and allocate disagree"
+        return Allocation(tuple(request.block_table), (), allocation.copies, swap_ins)
+
+    def allocate(self, request: RequestState, num_tokens: int) -> Allocation | None:
+        """Makes the next `num_tokens` positions writable: new blocks, and copies of shared ones.
+
+        None, with nothing changed, when blocks are lacking.
+        """
+        table, size, ref_counts = request.block_table, self.block_size, self.ref_counts
+        start = request.num_computed_tokens
+        end_block = -(-(start + num_tokens) // size)
+        shared = [i for i in range(start // size, min(end_block, len(table))) if ref_counts[table[i]] > 1]
+        num_new = max(0, end_block - len(table))
+        if num_new + len(shared) > self._pool.num_free:
+            return None
+        copies, replaced = self._copy_on_write(table, shared)
+        new = self._take(num_new)
+        table.extend(new)
+        return Allocation(tuple(new), replaced, copies)
+
+    def allocate_spare(self, request: RequestState, num_tokens: int) -> tuple[int, tuple[int, ...]]:
+        """Makes up to `num_tokens` positions more writable, as many as free blocks allow, and says how many and which
+        blocks it took. What comes next in its table is its own: the position before was made writable.
+        """
+        start, table = request.num_computed_tokens, request.block_table
+        num_tokens = min(num_tokens, (len(table) + self._pool.num_free) * self.block_size - start)
+        new = self._take(max(0, self.num_blocks_for(start + num_tokens) - len(table)))
+        table.extend(new)
+        return num_tokens, tuple(new)
+
+    def trim(self, request: RequestState) -> None:
+        """Gives back the blocks past its computed tokens: those that rejected drafts were written to."""
+        table, num_kept = request.block_table, self.num_blocks_for(request.num_computed_tokens)
+        for block in reversed(table[num_kept:]):
+            self._pool.release(block)
+        del table[num_kept:]
+
+    def commit(self, request: RequestState, start: int, end: int) -> None:
+        """Positions [start, end) have been computed: the blocks they filled can be found from now on."""
+        first, last = start // self.block_size, end // self.block_size
+        if first == last or not self.enable_prefix_caching:
+            return
+        self._hash(request, last)
+        for i in range(first, last):
+            self._register(request, i)
+
+    def hash_known(self, request: RequestState) -> None:
+        """Names the blocks that a resumed request's output fills, so that they are found if they are cached."""
+        if self.enable_prefix_caching:
+            self._hash(request, request.num_tokens // self.block_size)
+
+    def _hash(self, request: RequestState, num_blocks: int) -> None:
+        if len(request.block_hashes) < num_blocks:
+            request.block_hashes.extend(self._hasher(request, num_blocks))
+
+    def free(self, request: RequestState) -> None:
+        """Gives back all blocks."""
+        self.release(request.block_table)
+        request.block_table = []
+        request.num_computed_tokens = 0
+
+    def finds_again(self, request: RequestState) -> bool:
+        """Return whether the prefix cache serves this request at all."""
+        return self.enable_prefix_caching and request.spec.sampling.prompt_logprobs is None
+
+    def can_swap_out(self, num_tokens: int) -> bool:
+        return 0 < self.num_blocks_for(num_tokens) <= self._host.num_free
+
+    def swap_out(self, request: RequestState, num_tokens: int, copied_from: Mapping[int, int]) -> tuple[BlockCopy, ...]:
+        """Copies of the blocks of its first `num_tokens` tokens to the host; `free` comes next.
+
+        `copied_from` names, for blocks that a copy of this very plan was to fill, where the contents still are.
+        """
+        sources = request.block_table[: self.num_blocks_for(num_tokens)]
+        request.host_block_table = self._host.take(len(sources))
+        request.num_swapped_tokens = num_tokens
+        pairs = zip(sources, request.host_block_table, strict=True)
+        return tuple([BlockCopy(copied_from.get(source, source), target) for source, target in pairs])
+
+    def drop_swapped(self, request: RequestState) -> None:
+        """Drop the request's copy on the host, if it has one."""
+        self._host.give_back(request.host_block_table)
+        request.host_block_table = []
+        request.num_swapped_tokens = 0
+
+    def reserve(
+        self, request: RequestState, hit: PrefixHit, num_blocks: int, num_spared: int
+    ) -> tuple[int, ...] | None:
+        """Give a waiting request the hit, and fresh blocks up to so many in all, to be filled from elsewhere:
+        none of its tokens is computed yet. None, with nothing changed, unless `num_spared` free blocks would be left.
+        """
+        num_new = num_blocks - len(hit.blocks)
+        if num_new + self._num_free_in(hit) + num_spared > self._pool.num_free:
+            return None
+        for block in hit.blocks:
+            self._pool.share(block)
+        new = self._take(num_new)
+        request.block_table = [*hit.blocks, *new]
+        return tuple(new)
+
+    def hold(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """Blocks of the longest cached prefix of a chain, held once more until `release`."""
+        blocks = tuple(self._cache.find(block_hashes))
+        for block in blocks:
+            self._pool.share(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Release what `hold` gave, the last first, so that a chain is evicted from its end."""
+        for block in reversed(blocks):
+            self._pool.release(block)
+
+    def begin_step(self) -> None:
+        """Begin a step; call it before each plan."""
+        self._host.begin_step()
+        self._filling.clear()
+
+    def num_freed_by(self, victim: RequestState, hit: PrefixHit) -> int:
+        """Blocks that would become free if `victim` alone gave its own back, besides those of a hit."""
+        ref_counts, kept = self.ref_counts, set(hit.blocks)
+        return sum(1 for block in victim.block_table if ref_counts[block] == 1 and block not in kept)
+
+    def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[int] = ()) -> None:
+        """Assert that reference counts are what the block tables of `requests`, all holders, and `leased` say."""
+        requests = list(requests)
+        held = Counter(block for request in requests for block in request.block_table)
+        held.update(leased)
+        assert all(len(set(r.block_table)) == len(r.block_table) for r in requests), "a block twice in one table"
+        assert [held[block] for block in range(self.num_blocks)] == self.ref_counts
+        self._pool.check_invariants()
+        self._cache.check_invariants()
+
+    def check_host(self, requests: Iterable[RequestState]) -> None:
+        """Asserts that host blocks are held as `requests`, all that there are, say."""
+        self._host.check_invariants([block for request in requests for block in request.host_block_table])
+
+    def _register(self, request: RequestState, index: int) -> None:
+        digest = request.block_hashes[index]
+        self._cache.register(digest, request.block_table[index])
+        if self.on_cached is not None:
+            self.on_cached(digest)
+
+    def _swap_in(self, request: RequestState, hit: PrefixHit) -> tuple[BlockCopy, ...]:
+        """Blocks for what is on the host, findable from now on: the copies come before all that this plan computes."""
+        taken = self._take(len(hit.host_blocks))
+        self._filling.update(taken)
+        request.block_table += taken
+        self.drop_swapped(request)
+        if taken and self.enable_prefix_caching:
+            num_full = min(hit.num_tokens // self.block_size, len(request.block_hashes))
+            for i in range(len(hit.blocks), num_full):
+                self._register(request, i)
+        return tuple([BlockCopy(host, block) for host, block in zip(hit.host_blocks, taken, strict=True)])
+
+    def _copy_on_write(
+        self, table: list[int], shared: list[int]
+    ) -> tuple[tuple[BlockCopy, ...], tuple[tuple[int, int], ...]]:
+        copies, replaced = [], []
+        for index, block in zip(shared, self._take(len(shared)), strict=True):
+            copies.append(BlockCopy(table[index], block))
+            replaced.append((index, block))
+            self._pool.release(table[index])
+            table[index] = block
+        return tuple(copies), tuple(replaced)
+
+    def _take(self, count: int) -> list[int]:
+        taken = self._pool.take(count)
+        for block in taken:
+            digest = self._cache.forget(block)
+            if digest is not None and self.evicted is not None and block not in self._filling:
+                self.evicted[digest] = block
+        return taken

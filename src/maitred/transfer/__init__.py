@@ -1,1 +1,0 @@
-"""KV between processes: pieces that a receiver pulls under a lease, over shared memory or sockets."""

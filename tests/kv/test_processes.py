@@ -1,0 +1,254 @@
+"""Two real processes: one is killed or stopped before, amid and after a transfer, and the socket between them cut."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from maitred.kv.pieces import Refusal
+from maitred.kv.puller import Pulled, Puller, connect_any
+from tests.kv import source_process
+from tests.kv.worlds import LAYERS, STAGING, Pool, dial, hold, identity, make_layout
+from tests.waiting import joined, until
+
+ROOT = Path(__file__).resolve().parents[2]
+THERE = Pool(make_layout(), seed=source_process.SEED)
+ALL = source_process.COUNT
+
+
+class Peer:
+    """The process, and where it serves."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kv.source_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self.process.stdout is not None
+        tcp, shm = self.process.stdout.readline().split()
+        self.addresses = {"tcp": tcp, "shm": shm}
+
+    def tell_more(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    started = Peer()
+    yield started
+    started.kill()
+    for stream in (started.process.stdin, started.process.stdout):
+        assert stream is not None
+        stream.close()
+
+
+def start_pull(puller: Puller, pool: Pool) -> tuple[threading.Thread, list[Pulled]]:
+    results: list[Pulled] = []
+    thread = threading.Thread(target=lambda: results.append(puller.pull("prompt", LAYERS, range(ALL), hold(pool, ALL))))
+    thread.start()
+    return thread, results
+
+
+def check_verified(pool: Pool, count: int) -> None:
+    """So many blocks are what the other process has."""
+    assert np.array_equal(pool.rows(range(4, 4 + count)), THERE.rows(source_process.blocks()[:count]))
+
+
+def leftovers() -> set[str]:
+    """What is held of shared memory and sockets by this process, and named on the machine."""
+    ours = psutil.Process()
+    maps = {m.path for m in ours.memory_maps(grouped=False) if "maitred-kv" in m.path}
+    links = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the listing's own
+            continue
+    named = {name for name in os.listdir("/dev/shm") if "maitred" in name}
+    return maps | {link for link in links if "maitred-kv" in link} | named
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_source_that_is_killed_before_amid_and_after_leaves_what_was_verified(peer: Peer, transport: str) -> None:
+    pool, address = Pool(make_layout()), peer.addresses[transport]
+    puller = dial(address)
+    thread, results = start_pull(puller, pool)
+    until(lambda: pool.writes)
+    peer.tell_more()
+    until(lambda: len(pool.writes) > 1)
+    peer.kill()  # amid
+    joined(thread)
+    assert results[0].failure == "cut"
+    assert results[0].num_blocks == 4
+    check_verified(pool, 4)
+    with pytest.raises(Refusal) as refused:  # before
+        dial(address)
+    assert refused.value.reason == "cut"
+    check_verified(pool, 4)  # after
+    assert leftovers() == set()
+    assert address.partition(":")[2] not in Path("/proc/net/unix").read_text()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_source_that_stands_still_is_left_and_what_it_sends_later_reaches_nobody(peer: Peer, transport: str) -> None:
+    pool = Pool(make_layout())
+    puller = dial(peer.addresses[transport], timeout_s=0.3)
+    thread, results = start_pull(puller, pool)
+    until(lambda: pool.writes)
+    peer.process.send_signal(signal.SIGSTOP)
+    joined(thread)
+    assert results[0].failure == "silent"
+    assert results[0].num_blocks == source_process.FIRST
+    written = len(pool.writes)
+    peer.tell_more()
+    peer.process.send_signal(signal.SIGCONT)
+    other = Pool(make_layout())
+    again = dial(peer.addresses[transport])  # it lives, and serves others
+    for _ in range(5):
+        peer.tell_more()
+    assert again.pull("prompt", LAYERS, range(ALL), hold(other, ALL)).num_blocks == ALL
+    check_verified(other, ALL)
+    assert len(pool.writes) == written
+    again.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_receiver_that_is_killed_leaves_the_source_serving(peer: Peer, transport: str) -> None:
+    address = peer.addresses[transport]
+    code = (
+        "from tests.kv.worlds import *\n"
+        "pool = Pool(make_layout())\n"
+        "pool.before_write = lambda: print('written', flush=True)\n"
+        f"dial({address!r}).pull('prompt', LAYERS, range({ALL}), hold(pool, {ALL}))\n"
+    )
+    receiver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == b"written\n"
+    receiver.kill()
+    receiver.wait()
+    receiver.stdout.close()
+    for _ in range(5):
+        peer.tell_more()
+    pool = Pool(make_layout())
+    puller = dial(address)
+    assert puller.pull("prompt", LAYERS, range(ALL), hold(pool, ALL)).num_blocks == ALL
+    check_verified(pool, ALL)
+    puller.close()
+    until(lambda: not leftovers())
+
+
+def test_the_fastest_way_that_reaches_a_source_is_taken(peer: Peer) -> None:
+    nowhere = ["shm:maitred-kv-nobody", "tcp:127.0.0.1:1"]
+
+    def reached(addresses: list[str], transport: str) -> str:
+        puller = connect_any(addresses, identity(), transport=transport, staging_bytes=STAGING, timeout_s=5.0)
+        family = puller._channel.is_unix
+        puller.close()
+        return "shm" if family else "tcp"
+
+    tcp, shm = peer.addresses["tcp"], peer.addresses["shm"]
+    assert reached([tcp, shm], "auto") == "shm"
+    assert reached([tcp, shm], "tcp") == "tcp"
+    assert reached([nowhere[0], tcp], "auto") == "tcp"  # on another host
+    for addresses, transport in ((nowhere, "auto"), ([tcp], "shm"), ([], "auto"), ([tcp], "nixl")):
+        with pytest.raises(Refusal) as refused:
+            reached(addresses, transport)
+        assert refused.value.reason == "cut"
+
+
+# ---- what happens to bytes on their way
+
+
+@contextmanager
+def between(address: str, *, after: int, flip: bool = False) -> Iterator[str]:
+    """The address of a relay to a TCP source that after so many of its bytes flips a bit of the next, or else cuts."""
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        near, _ = listener.accept()
+        far = socket.create_connection((host, int(port)))
+        with near, far:
+            up = threading.Thread(target=pump, args=(near, far), daemon=True)
+            up.start()
+            left = after
+            with suppress(OSError):
+                while data := far.recv(min(65536, left) if left else 65536):
+                    if not left:
+                        if not flip:
+                            break
+                        data, left = bytes([data[0] ^ 1]) + data[1:], 2**62
+                    near.sendall(data)
+                    left -= len(data)
+            shut(near, far)
+            up.join()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+    joined(thread)
+    listener.close()
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    shut(target)
+
+
+def shut(*socks: socket.socket) -> None:
+    for sock in socks:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_socket_that_is_cut_in_the_middle_of_a_layer_is_found_out(peer: Peer) -> None:
+    pool = Pool(make_layout())
+    with between(peer.addresses["tcp"], after=9000) as address:
+        puller = dial(address)
+        pulled = puller.pull("prompt", LAYERS, range(ALL), hold(pool, ALL))
+    assert pulled.failure == "cut"
+    assert pulled.num_blocks == 0
+    assert not pool.writes
+
+
+def test_a_bit_that_flips_on_its_way_is_found_out_wherever_it_is(peer: Peer) -> None:
+    for _ in range(5):
+        peer.tell_more()
+    total = ALL * len(LAYERS) * THERE.layout.layer_bytes
+    seen = set()
+    for after in [*range(0, 900, 61), 1000, total // 2, total]:
+        pool = Pool(make_layout())
+        with between(peer.addresses["tcp"], after=after, flip=True) as address:
+            try:
+                puller = dial(address, timeout_s=0.2)
+            except Refusal as refusal:
+                seen.add(refusal.reason)
+                continue
+            pulled = puller.pull("prompt", LAYERS, range(ALL), hold(pool, ALL))
+            puller.close()
+        seen.add(pulled.failure)
+        check_verified(pool, pulled.num_blocks)
+    assert {"stranger", "damaged", "garbage"} <= seen
+    assert seen - {"stranger", "damaged", "garbage", "oversized", "silent", "cut", "old_epoch", "unlike", ""} == set()
