@@ -1,4 +1,8 @@
-"""Every family, served: the real scheduler and the torch executor against transformers on random float32 checkpoints.
+"""Every family, served: the real scheduler and either executor against transformers on random float32 checkpoints.
+
+The native executor serves every family, and the most unlike ones on every instruction set of this machine, on one
+thread (test_native_identity has the same bits from any number); the torch executor serves those too, and
+`test_torch_decoder` has the logits of its decoder for the others.
 
 Prompts of unlike lengths share each step, a small token budget cuts them into chunks, two begin alike (a prefix hit),
 and the pool is too small for all, so that some are preempted and computed again.
@@ -7,6 +11,7 @@ and the pool is too small for all, so that some are preempted and computed again
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +22,20 @@ from maitred.config import ModelConfig
 from maitred.core.request import RequestState, SamplingParams
 from maitred.executor.torch import TorchExecutor, plan_torch_executor
 from maitred.model.checkpoint import open_checkpoint
+from maitred.kernels import _native
 from maitred.model.families import spec_from_config
+from tests.executor.native_worlds import load_native
 from tests.executor.torch_worlds import assert_close
 from tests.fakes import make_request, make_scheduler
 from tests.model.checkpoints import FAMILIES, VOCAB_SIZE, load_reference, make_checkpoint
 
-NUM_GREEDY = 64
+NUM_GREEDY = 40
 NEAR_TIE = 1e-4
 BLOCK_SIZE = 4
 BUDGET = 24  # tokens in a step: prompts over it come in chunks
 SHARED = 24  # tokens with which two prompts begin
 LENGTHS = {"one": 1, "short": 7, "window": 23, "shares": 37, "long": 60}
-NUM_BLOCKS = 90  # all six at their longest need 138
+NUM_BLOCKS = 65  # all six at their longest need 102
 
 
 @dataclass
@@ -118,31 +125,57 @@ def check_greedy(request: RequestState, wanted_TV: torch.Tensor) -> None:
         assert token == int(wanted_TV[position - 1].argmax()), f"{request.request_id} at position {position}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_served_equals_transformers(family: str, tmp_path: Path, device: torch.device):
-    folder = make_checkpoint(family, tmp_path, seed=3)
-    served = serve(load_executor(folder, device=device.type))
-    check_against_reference(served, load_reference(folder).to(device))
+UNLIKE = ("llama_bias", "gemma2", "gemma3", "olmo2", "phi3_longrope", "granite", "qwen3")
+ISAS = _native.available_isas()
+CASES = [("torch", family) for family in UNLIKE] + [(ISAS[-1], family) for family in FAMILIES]
+CASES += [(ISAS[i % (len(ISAS) - 1)], family) for i, family in enumerate(UNLIKE) if len(ISAS) > 1]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory):
+    """Each family's checkpoint, and transformers' model of it, are made once."""
+
+    @cache
+    def make(family: str, **changes: int) -> tuple[Path, Any]:
+        folder = make_checkpoint(family, tmp_path_factory.mktemp(family), seed=3, **changes)
+        return folder, load_reference(folder)
+
+    return make
+
+
+@pytest.mark.parametrize(("executor", "family"), CASES)
+def test_a_family_served_equals_transformers(executor: str, family: str, made):
+    folder, reference = made(family)
+    if executor == "torch":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        served = serve(load_executor(folder, device=device))
+    else:
+        native = load_native(folder, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, isa=executor, num_threads=1)
+        served = serve(native)
+        native.close()
+    check_against_reference(served, reference)
     by_id = {request.request_id: request for request in served.requests}
     assert served.num_chunks_in_prompt(by_id["long"]) >= 2
     assert by_id["late"].num_cached_tokens == SHARED
     assert sum(request.num_preemptions for request in served.requests) >= 1
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("hidden_size", "num_heads", "num_kv_heads", "head_dim"), [(51, 3, 1, 6), (94, 2, 2, 130), (35, 5, 5, 2)]
 )
 def test_any_even_head_size_and_any_hidden_size(
-    hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, tmp_path: Path, device: torch.device
+    hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, isa: str, made
 ):
-    folder = make_checkpoint(
-        "llama",
-        tmp_path,
-        seed=4,
-        hidden_size=hidden_size,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-    )
-    served = serve(load_executor(folder, device=device.type))
-    check_against_reference(served, load_reference(folder).to(device))
+    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+    folder, reference = made("llama", hidden_size=hidden_size, **sizes)
+    served = serve(load_native(folder, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, isa=isa))
+    check_against_reference(served, reference)
+
+
+@pytest.mark.parametrize(("family", "block_size"), [("gemma2", 16), ("qwen3", 32), ("gemma2", 48)])
+def test_whole_tiles_of_slots_give_the_same(family: str, block_size: int, made):
+    """Blocks of 16 slots have a layout of their own in the pool."""
+    folder, reference = made(family)
+    executor = load_native(folder, num_blocks=40, block_size=block_size)
+    check_against_reference(serve(executor, block_size=block_size, num_blocks=40), reference)

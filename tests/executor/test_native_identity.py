@@ -2,7 +2,7 @@
 
 For each number format and instruction set. A world is a scheduler with random limits under random arrivals: prompts cut
 into chunks, shared prefixes, a pool so small that requests are preempted and computed again, other requests in the
-step, one to three threads of which each step uses another number, buffers that hold less than the step. Every
+step, up to three threads of which each step uses another number, buffers that hold less than the step. Every
 position's logits must equal, bit for bit, those of the request alone in an executor with room for everything and one
 thread.
 
@@ -11,6 +11,7 @@ Worlds are rehearsed without numbers first, and those that preempt nobody or sha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -46,6 +47,7 @@ BLOCKS = [  # of GGUF files, all in one model
     {"dtype": "auto", "kv_dtype": "int8", "blocks": "blocks of 32"},
 ]
 KINDS = ("narrow", "wide")
+MOST_THREADS = min(3, os.cpu_count() or 1)  # more than processors, and they spin for each other
 SEGMENT = 256  # tokens that attention sums at once
 LONGEST = 320
 
@@ -234,7 +236,7 @@ def check_bits(
         decoder,
         num_blocks=world.num_blocks,
         block_size=world.block_size,
-        num_threads=chooser.randint(1, 3),
+        num_threads=chooser.randint(1, MOST_THREADS),
         max_tokens=chooser.choice([5, 64, 600]),
         max_logits=chooser.choice([1, 3, 64]),
         on_logits=bits,

@@ -72,7 +72,7 @@ def assert_all_agree(logits_RV: LogitsRow, samplers: list[RequestSampler]) -> No
         assert_same(NATIVE[isa].sample_rows(logits_RV.copy(), samplers), expected)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(worlds(), st.none() | st.integers(0, 5))
 def test_every_parameter_gives_the_numpy_samplers_token(
     world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], logprobs: int | None
@@ -83,7 +83,7 @@ def test_every_parameter_gives_the_numpy_samplers_token(
     assert_all_agree(logits_V[None], [sampler])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(worlds(), st.data())
 def test_every_mask_gives_the_numpy_samplers_token(
     world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], data: st.DataObject
@@ -122,10 +122,9 @@ def test_a_mask_of_too_few_words_is_refused():
         NATIVE[ISAS[0]].sample_rows(rows_of(1, 100, 1.0), [sampler])
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("params", DRAWS, ids=str)
-def test_a_large_vocabulary_gives_the_numpy_samplers_tokens(params: dict[str, Any], scale: float):
-    for vocab_size in (1023, 20_000, 50_257):
+def test_a_large_vocabulary_gives_the_numpy_samplers_tokens(params: dict[str, Any]):
+    for vocab_size, scale in zip((1023, 20_000, 50_257, 1023, 20_000), SCALES, strict=True):
         assert_all_agree(rows_of(6, vocab_size, scale), samplers_for(6, vocab_size, **params))
 
 

@@ -58,8 +58,7 @@ def test_memory_that_is_not_there_is_an_error_with_a_remedy():
         TorchHostPool(make_pool(torch.device("cpu")), 10**13)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("caching", "temperature"), [(True, 0.9), (False, 0.0)])
 def test_tokens_are_those_of_a_cache_without_bounds(device: torch.device, caching: bool, temperature: float):
     decoder = make_decoder(make_spec(), device=device)
     outputs = []
