@@ -28,6 +28,10 @@ from tests.waiting import HANGS_S
 # What names no model, here or in a process that a test starts, takes the small one, also where others are installed.
 os.environ["MAITRED_MODEL"] = "maitred-mini"
 
+# Half of a server's start is compiling maitred, where the environment forbids to keep what was compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # BLAS's threads wait spinning, and beside another process of tests they do little else.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

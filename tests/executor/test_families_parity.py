@@ -21,8 +21,8 @@ import torch
 from maitred.config import ModelConfig
 from maitred.core.request import RequestState, SamplingParams
 from maitred.executor.torch import TorchExecutor, plan_torch_executor
-from maitred.model.checkpoint import open_checkpoint
 from maitred.kernels import _native
+from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from tests.executor.native_worlds import load_native
 from tests.executor.torch_worlds import assert_close
