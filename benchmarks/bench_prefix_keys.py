@@ -31,9 +31,8 @@ from maitred.fleet.prefix_index import PrefixIndex
 from maitred.fleet.prefix_keys import PrefixKeys, prefix_keys
 from maitred.fleet.routed_body import read_body
 from maitred.fleet.stored_keys import KeyBlock, StoredKeys
-from maitred.kv.changes import Changes
 from maitred.kv.manager import KVCacheManager
-from maitred.kv.prefix_cache import TokenHasher
+from maitred.kv.prefix_cache import Changes, TokenHasher
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.text import FolderText, TextParts, Tokenizer
 from maitred.text.folder import read_chat_template

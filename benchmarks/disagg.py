@@ -24,16 +24,12 @@ import numpy as np
 
 from maitred.kernels.kv_pool import make_kv_pool
 from maitred.kv.blocks import HeldBlocks
-from maitred.kv.channel import Channel
-from maitred.kv.compat import Agreed, Layout
-from maitred.kv.handshake import Identity
-from maitred.kv.layer_io import NativeLayers
+from maitred.kv.layout import NativeLayers
 from maitred.kv.leases import Readable
-from maitred.kv.nixl import Agent
-from maitred.kv.offers import Offers
 from maitred.kv.puller import connect
-from maitred.kv.source import KVSource
-from maitred.kv.tcp import SLOT_BYTES
+from maitred.kv.source import KVSource, Offers
+from maitred.kv.transports import SLOT_BYTES, Agent
+from maitred.kv.wire import Agreed, Channel, Identity, Layout
 
 LAYOUT = Layout(
     agreed=Agreed(

@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 
 from maitred.engine import kv_peers
-from maitred.kv.pieces import Piece
-from maitred.kv.shm import ShmOutbox
+from maitred.kv.transports import ShmOutbox
+from maitred.kv.wire import Piece
 from tests.engine.test_kv_peers import PROMPT, make
 
 __all__ = ["make"]  # a fixture

@@ -18,10 +18,10 @@ from maitred.engine.intake import make_requests
 from maitred.engine.kv_giving import PeerConfig
 from maitred.engine.kv_peers import KVPeers
 from maitred.engine.kv_tiers import KVTiers
-from maitred.kv.handshake import Identity
 from maitred.kv.host import KVHost
 from maitred.kv.leases import Readable
 from maitred.kv.tiers import FetchMeter
+from maitred.kv.wire import Identity
 from tests.engine.worlds import with_blocks
 from tests.waiting import until
 

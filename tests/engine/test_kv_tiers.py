@@ -16,19 +16,18 @@ from maitred.engine import kv_tiers
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.intake import make_requests
 from maitred.engine.kv_tiers import KVTiers
-from maitred.kv.changes import Changes
 from maitred.kv.host import KVHost
-from maitred.kv.tiers import FetchMeter, TierStats
+from maitred.kv.prefix_cache import Changes
+from maitred.kv.tiers import FetchMeter, KVTier, TierStats
 from tests.engine.worlds import with_blocks
 
 PROMPT = list(range(300, 300 + 200))
 
 
-class DictTier:
+class DictTier(KVTier):
     """Keeps blocks in a dict. `before_read`, `before_write` are called in the threads that do so."""
 
-    name, has_index, hindrance = "dict", True, None
-    changes: Changes[bytes] | None = None
+    name = "dict"
 
     def __init__(self, bytes_per_block: int) -> None:
         self.bytes_per_block, self.stats = bytes_per_block, TierStats()
@@ -41,9 +40,6 @@ class DictTier:
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
-
-    def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
-        tell(self.num_known(keys))
 
     def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         self.before_read()
@@ -63,16 +59,12 @@ class DictTier:
                 self.changes.stored(key)
         return len(keys)
 
-    def touch(self, keys: Sequence[bytes]) -> None: ...
-
     def clear(self) -> int:
         count = len(self.blocks)
         for key in self.blocks if self.changes is not None else ():
             self.changes.removed(key)
         self.blocks.clear()
         return count
-
-    def close(self) -> None: ...
 
 
 class Engine:

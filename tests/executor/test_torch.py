@@ -10,8 +10,7 @@ import torch
 
 from maitred.core.errors import OutOfMemory
 from maitred.core.request import SamplingParams
-from maitred.executor.torch_kv import TorchKVPool
-from maitred.kv.pool import PoolShape
+from maitred.executor.torch_kv import PoolShape, TorchKVPool
 from tests.executor.torch_worlds import (
     GREEDY,
     Hand,

@@ -11,7 +11,7 @@ from maitred.config import ModelConfig
 from maitred.core.errors import ConfigError
 from maitred.executor import torch as executor_module
 from maitred.executor.torch import plan_torch_executor, resolve_device, resolve_dtype, resolve_kv_dtype
-from maitred.kv.pool import kv_bytes_per_block, kv_bytes_per_token, pool_shape
+from maitred.executor.torch_kv import kv_bytes_per_block, pool_shape
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from tests.executor.torch_worlds import make_spec
@@ -22,7 +22,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_a_block_holds_keys_and_values_of_every_layer():
     spec = make_spec(windows=(None, 4, None), num_kv_heads=2, head_dim=8)
-    assert kv_bytes_per_token(spec, 4) == 3 * 2 * 2 * 8 * 4
     assert kv_bytes_per_block(spec, 16, 2) == 16 * 3 * 2 * 2 * 8 * 2
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from maitred.kv.pieces import PREFIX
+from maitred.kv.wire import PREFIX
 
 SOURCE, RECEIVER = "source", "receiver"
 WINDOW_BYTES = 2**16  # so that a source is not done with a transfer that is held here

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.kv.block_pool import BlockPool
+from maitred.kv.manager import BlockPool
 
 
 def test_blocks_are_handed_out_least_recently_freed_first():

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.kv.changes import Changes
+from maitred.kv.prefix_cache import Changes
 
 
 @given(st.sets(st.integers(0, 6)), st.lists(st.one_of(st.integers(0, 6), st.none())), st.integers(1, 4))

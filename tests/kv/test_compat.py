@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from maitred.kv.compat import agree, layout_of
-from maitred.kv.pieces import Refusal
+from maitred.kv.leases import Refusal
+from maitred.kv.wire import agree, layout_of
 from tests.conftest import ROOT
 from tests.kv.worlds import make_layout
 
 # another thread decodes a layout while msgspec, in the first, asks what Agreed is made of
 TWO_FIRST_CONTACTS = """
 import msgspec, sys, threading
-from maitred.kv.compat import Agreed, layout_of
+from maitred.kv.wire import Agreed, layout_of
 from tests.kv.worlds import make_layout
 
 def meanwhile(frame, event, arg):

@@ -22,9 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maitred.core.errors import ConfigError
-from maitred.kv import segments as kv_segments
-from maitred.kv.disk import KVDisk, open_kv_disk
-from maitred.kv.folder import salt_secret
+from maitred.kv import disk as kv_disk
+from maitred.kv.disk import KVDisk, open_kv_disk, salt_secret
 from maitred.kv.tiers import DropReason
 
 BLOCK = 256
@@ -236,7 +235,7 @@ def test_a_torn_file_keeps_what_is_whole(tmp_path_factory, suffix, part):
     file = the_file(folder, suffix)
     size = int(file.stat().st_size * part)
     os.truncate(file, size)
-    whole = size // BLOCK if suffix == ".kv" else max(0, size - kv_segments.HEADER_BYTES) // kv_segments.ENTRY_BYTES
+    whole = size // BLOCK if suffix == ".kv" else max(0, size - kv_disk.HEADER_BYTES) // kv_disk.ENTRY_BYTES
     with opened(folder) as disk:
         assert found(disk, keys) == disk.num_known(keys) == whole
         if suffix == ".kv":
@@ -289,7 +288,7 @@ def test_blocks_of_another_model_are_deleted(tmp_path):
 
 def test_files_of_an_older_layout_are_deleted(tmp_path, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(kv_segments, "FILE_VERSION", 0)
+        before.setattr(kv_disk, "FILE_VERSION", 0)
         stored(tmp_path, keys_of(5))
     with opened(tmp_path) as disk:
         assert (found(disk, keys_of(5)), dropped(disk)) == (0, {DropReason.OLDER: 5})
@@ -346,7 +345,7 @@ def test_a_folder_that_others_may_enter_is_refused_unless_it_is_empty(tmp_path):
 
 
 def test_a_bound_below_one_block_is_refused_with_the_number(tmp_path):
-    least = BLOCK + kv_segments.ENTRY_BYTES + kv_segments.HEADER_BYTES
+    least = BLOCK + kv_disk.ENTRY_BYTES + kv_disk.HEADER_BYTES
     with pytest.raises(ConfigError, match=f"one block takes {least}"), opened(tmp_path, max_bytes=least - 1):
         pass
     keys = keys_of(3)

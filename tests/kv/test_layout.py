@@ -10,11 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from maitred.core.errors import KernelError
-from maitred.executor.torch_kv import TorchBlocks, TorchKVPool, TorchLayers
+from maitred.executor.torch_kv import PoolShape, TorchBlocks, TorchKVPool, TorchLayers
 from maitred.kernels.kv_pool import make_kv_pool
-from maitred.kv.layer_io import HostLayers, LayerIO, NativeLayers
-from maitred.kv.layout import NATIVE, TORCH, CellLayout, convert
-from maitred.kv.pool import PoolShape
+from maitred.kv.layout import NATIVE, TORCH, CellLayout, HostLayers, LayerIO, NativeLayers, convert
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import Hand, make_decoder, make_executor, make_spec
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.kv.leases import Front, LeaseBook, Readable
-from maitred.kv.pieces import Refusal, Span
+from maitred.kv.leases import Front, LeaseBook, Readable, Refusal, Span
 
 
 def test_a_lease_is_over_when_nobody_has_renewed_it() -> None:

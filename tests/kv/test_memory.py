@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from maitred.kv.blocks import HeldBlocks
-from maitred.kv.leases import Readable
-from maitred.kv.pieces import Refusal
-from maitred.kv.slots import NUM_SLOTS
+from maitred.kv.leases import Readable, Refusal
 from maitred.kv.source import KVSource
-from maitred.kv.tcp import SLOT_BYTES
+from maitred.kv.transports import NUM_SLOTS, SLOT_BYTES
 from tests.kv.worlds import LAYERS, Pool, address_of, dial, identity, make_layout, make_source
 
 NUM_BLOCKS = 256  # 4,096 tokens

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from maitred.core.errors import ConfigError
-from maitred.kv.nixl import Agent
 from maitred.kv.puller import Pulled, Puller, connect
+from maitred.kv.transports import Agent
 from tests.kv import source_process
 from tests.kv.worlds import LAYERS, STAGING, Pool, hold, identity, make_layout
 from tests.waiting import joined, until

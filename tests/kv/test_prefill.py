@@ -7,12 +7,10 @@ import threading
 import pytest
 
 from maitred.kv.blocks import HeldBlocks
-from maitred.kv.compat import Layout
-from maitred.kv.layer_io import HostLayers, LayerIO, NativeLayers, layers_of_next_run
-from maitred.kv.layout import NATIVE, TORCH, CellLayout
+from maitred.kv.layout import NATIVE, TORCH, CellLayout, HostLayers, LayerIO, NativeLayers, layers_of_next_run
 from maitred.kv.leases import Readable
-from maitred.kv.offers import Offers
-from maitred.kv.source import KVSource
+from maitred.kv.source import KVSource, Offers
+from maitred.kv.wire import Layout
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import Hand, make_decoder, make_executor, make_spec
 from tests.kv.worlds import STAGING, dial, identity, make_layout

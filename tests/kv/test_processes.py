@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from maitred.kv.pieces import Refusal
+from maitred.kv.leases import Refusal
 from maitred.kv.puller import Pulled, Puller, connect_any
 from tests.kv import source_process
 from tests.kv.worlds import LAYERS, STAGING, Pool, dial, hold, identity, make_layout

@@ -16,29 +16,27 @@ import pytest
 
 from maitred.core.clock import ManualClock
 from maitred.core.errors import ConfigError
-from maitred.kv import tcp
-from maitred.kv.channel import Channel
-from maitred.kv.handshake import expect
 from maitred.kv.layout import convert
-from maitred.kv.leases import Readable
-from maitred.kv.pieces import (
+from maitred.kv.leases import Readable, Refusal, Span
+from maitred.kv.puller import Pulled, Puller
+from maitred.kv.source import KVSource
+from maitred.kv.transports import SLOT_BYTES
+from maitred.kv.wire import (
     MAGIC,
     MAX_FIRST_BYTES,
     PREFIX,
     VERSION,
     Challenge,
+    Channel,
     Hello,
     Offered,
     Progress,
     Pull,
-    Refusal,
     Refused,
     Renew,
-    Span,
+    expect,
     frame,
 )
-from maitred.kv.puller import Pulled, Puller
-from maitred.kv.source import KVSource
 from tests.kv.worlds import (
     EPOCH,
     LAYERS,
@@ -418,7 +416,7 @@ def test_an_unlike_peer_is_refused_at_first_contact_on_both_sides(world: World, 
 
 
 def test_a_source_gives_no_more_memory_than_it_was_told(transport: str) -> None:
-    source = make_source(Pool(make_layout()), staging_bytes=8 * tcp.SLOT_BYTES)
+    source = make_source(Pool(make_layout()), staging_bytes=8 * SLOT_BYTES)
     address = address_of(source, transport)
     room = 8 if transport == "tcp" else 1
     pullers = [dial(address) for _ in range(room)]
@@ -426,7 +424,7 @@ def test_a_source_gives_no_more_memory_than_it_was_told(transport: str) -> None:
         dial(address)
     assert refused.value.reason == "busy"
     pullers.pop().close()
-    until(lambda: source._num_staged < 8 * tcp.SLOT_BYTES)
+    until(lambda: source._num_staged < 8 * SLOT_BYTES)
     pullers.append(dial(address))
     for puller in pullers:
         puller.close()

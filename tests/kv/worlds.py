@@ -11,17 +11,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.kv import shm, tcp
+from maitred.kernels.kv_pool import checksum
 from maitred.kv.blocks import HeldBlocks
-from maitred.kv.channel import Channel
-from maitred.kv.compat import Agreed, Layout
-from maitred.kv.handshake import Identity, expect, greet
-from maitred.kv.layer_io import HostLayers
-from maitred.kv.leases import Readable
-from maitred.kv.offers import Offers
-from maitred.kv.pieces import VERSION, Piece, Pull, Refusal, Span, checksum
+from maitred.kv.layout import HostLayers
+from maitred.kv.leases import Readable, Refusal, Span
 from maitred.kv.puller import Puller, connect
-from maitred.kv.source import KVSource
+from maitred.kv.source import KVSource, Offers
+from maitred.kv.transports import SLOT_BYTES, ShmOutbox, TcpOutbox, listen_shm, listen_tcp, shm_address, tcp_address
+from maitred.kv.wire import VERSION, Agreed, Channel, Identity, Layout, Piece, Pull, expect, greet
 
 TOKEN = b"a token of 16 or more"
 NUM_LAYERS, NUM_BLOCKS, STAGING = 4, 24, 64 * 2**20
@@ -109,7 +106,7 @@ def scripted_source(
     transport: str, script: Script, *, before: Callable[[Channel], None] | None = None
 ) -> Iterator[str]:
     """A peer that knows the token and answers its first pull as `script` says, or does `before` and no more."""
-    listener = shm.listen() if transport == "shm" else tcp.listen("127.0.0.1", 0, has_token=True)
+    listener = listen_shm() if transport == "shm" else listen_tcp("127.0.0.1", 0, has_token=True)
 
     def run() -> None:
         sock, _ = listener.accept()
@@ -119,8 +116,8 @@ def scripted_source(
             if before is not None:
                 before(channel)
                 return
-            size = tcp.SLOT_BYTES
-            outbox = shm.ShmOutbox(channel, size) if transport == "shm" else tcp.TcpOutbox(channel, size)
+            size = SLOT_BYTES
+            outbox = ShmOutbox(channel, size) if transport == "shm" else TcpOutbox(channel, size)
             greet(channel, identity(), EPOCH, lambda terms: outbox.ring)
             script(channel, outbox, expect(channel.receive(), Pull))
             channel.has_input(None)
@@ -134,7 +131,7 @@ def scripted_source(
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield (shm if transport == "shm" else tcp).address_of(listener)
+        yield (shm_address if transport == "shm" else tcp_address)(listener)
     finally:
         thread.join()
         listener.close()

@@ -10,7 +10,7 @@ import sys
 
 from maitred.cli.main import main as maitred
 from maitred.engine import child, child_process, kv_giving, kv_peers, restarts, supervisor
-from maitred.kv import tcp
+from maitred.kv import puller
 
 BEAT_S, SILENT_S = 0.05, 0.75
 
@@ -29,14 +29,14 @@ def serve(words: list[str]) -> int:
 
 
 def engine(relay_port: str, pull_timeout_s: str, words: list[str]) -> int:
-    dial = tcp.dial
+    dial = puller.dial_tcp
 
     def through_the_relay(host: str, port: int, *, timeout_s: float) -> socket.socket:
         sock = dial("127.0.0.1", int(relay_port), timeout_s=timeout_s)
         sock.sendall(f"{host}:{port}\n".encode())
         return sock
 
-    tcp.dial = through_the_relay
+    puller.dial_tcp = through_the_relay
     child.BEAT_S = BEAT_S
     kv_peers.TIMEOUT_S = kv_giving.TIMEOUT_S = float(pull_timeout_s)
     return child.main(words, child.build_from_config, child.import_engine)

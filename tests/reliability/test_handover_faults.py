@@ -22,7 +22,7 @@ import httpx
 import psutil
 import pytest
 
-from maitred.kv.pieces import MAGIC, MAX_FIRST_BYTES, PREFIX
+from maitred.kv.wire import MAGIC, MAX_FIRST_BYTES, PREFIX
 from tests.conftest import ServerProcess, start_server
 from tests.kv.relay import RECEIVER, SOURCE, Relay, Strike, cut, flip
 from tests.reliability import faulty_server

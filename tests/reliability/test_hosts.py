@@ -17,9 +17,9 @@ from maitred.api.route.outgoing import reached_by
 from maitred.cli.serve.command import kv_share
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.core.errors import ConfigError
-from maitred.kv.handshake import Identity
-from maitred.kv.pieces import Refusal
+from maitred.kv.leases import Refusal
 from maitred.kv.puller import connect
+from maitred.kv.wire import Identity
 from tests.conftest import ServerProcess, start_server
 from tests.fleet.test_end_to_end import RealFleet, real_fleet
 from tests.kv.worlds import make_layout

@@ -22,7 +22,7 @@ from maitred.scheduler.reservations import GivenUp
 from maitred.scheduler.swap import SwapCosts
 from tests.fakes import FakeExecutor, make_samples, make_scheduler, make_spec, token_at
 
-BOOKS = ("block_pool", "changes", "leases", "manager", "prefix_cache", "tiers")  # of kv/
+BOOKS = ("leases", "manager", "prefix_cache", "tiers")  # of kv/
 
 
 class SlowExecutor(FakeExecutor):

@@ -40,11 +40,10 @@ from maitred.engine.planning import EnginePlan, OnEvent, plan_engine
 from maitred.engine.step_meter import StepMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
-from maitred.kv.compat import Agreed, Layout
-from maitred.kv.handshake import Identity
 from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import TokenHasher
 from maitred.kv.tiers import KVTier
+from maitred.kv.wire import Agreed, Identity, Layout
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.spec import DecoderSpec, RopeSpec
 from maitred.policy.policies import POLICIES, policy_for

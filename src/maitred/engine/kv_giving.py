@@ -11,13 +11,11 @@ from maitred.core.clock import Clock
 from maitred.core.errors import RequestError
 from maitred.core.request import RequestSpec, RequestState, RequestStatus
 from maitred.engine.kv_growth import GrowingLeases, IsOneRun
-from maitred.kv.handshake import Identity
-from maitred.kv.layer_io import LayerIO
+from maitred.kv.layout import LayerIO
 from maitred.kv.leases import Readable
-from maitred.kv.nixl import Agent
-from maitred.kv.offers import Offers
-from maitred.kv.pieces import Offered
-from maitred.kv.source import KVSource
+from maitred.kv.source import KVSource, Offers
+from maitred.kv.transports import Agent
+from maitred.kv.wire import Identity, Offered
 from maitred.scheduler.engine_core import EngineCore
 
 ANSWER_S = 5.0  # within which a peer that asks for blocks is answered: the engine's thread looks between two steps

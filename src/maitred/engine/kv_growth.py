@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from maitred.core.request import RequestState
 from maitred.core.step import ScheduledRow, SchedulerOutput
-from maitred.kv.layer_io import LayerIO, layers_of_next_run
+from maitred.kv.layout import LayerIO, layers_of_next_run
 from maitred.kv.leases import Readable
-from maitred.kv.offers import Offers
+from maitred.kv.source import Offers
 from maitred.scheduler.engine_core import EngineCore
 
 IsOneRun = Callable[[SchedulerOutput], bool]

@@ -18,12 +18,13 @@ from maitred.core.request import RequestState, RequestStatus
 from maitred.engine.kv_giving import TIMEOUT_S, GivenKV, PeerConfig
 from maitred.engine.kv_growth import IsOneRun
 from maitred.kv.blocks import HeldBlocks
-from maitred.kv.layer_io import LayerIO
-from maitred.kv.pieces import Offered, Refusal
+from maitred.kv.layout import LayerIO
+from maitred.kv.leases import Refusal
 from maitred.kv.prefix_cache import hash_blocks, known_tokens, root_hash
 from maitred.kv.puller import Pulled, Puller, connect_any
 from maitred.kv.threads import ThreadOfJobs
 from maitred.kv.tiers import FetchMeter, break_even_tokens, most_seconds
+from maitred.kv.wire import Offered
 from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.reservations import GivenUp
 

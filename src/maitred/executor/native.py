@@ -23,8 +23,7 @@ from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
 from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_plan
 from maitred.kernels import _native
-from maitred.kv.layer_io import NativeLayers
-from maitred.kv.layout import CellLayout
+from maitred.kv.layout import CellLayout, NativeLayers
 from maitred.speculative.mtp import ComputedRows
 from maitred.speculative.proposer import Proposer
 

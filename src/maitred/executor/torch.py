@@ -23,10 +23,15 @@ from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
 from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_plan
 from maitred.executor.torch_attention import GatherAttention
 from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
-from maitred.executor.torch_kv import TorchBlocks, TorchHostPool, TorchKVPool, TorchLayers
-from maitred.kv.layer_io import HostLayers, LayerIO
-from maitred.kv.layout import CellLayout
-from maitred.kv.pool import kv_bytes_per_block, pool_shape
+from maitred.executor.torch_kv import (
+    TorchBlocks,
+    TorchHostPool,
+    TorchKVPool,
+    TorchLayers,
+    kv_bytes_per_block,
+    pool_shape,
+)
+from maitred.kv.layout import CellLayout, HostLayers, LayerIO
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend, load_torch_decoder

@@ -5,25 +5,53 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maitred.core.errors import OutOfMemory
+from maitred.core.errors import ConfigError, OutOfMemory
 from maitred.core.step import BlockCopy
 from maitred.executor.state import SwapBandwidth
-from maitred.kv.layer_io import check_part
-from maitred.kv.layout import CellLayout
-from maitred.kv.pool import PoolShape
+from maitred.kv.layout import CellLayout, check_part
+from maitred.model.spec import DecoderSpec
 
 _MEASURED_BLOCKS = 64
 _REPEATS = 3
 
 
-class TorchKVPool:
-    """Keys and values of all layers, [layers, 2, blocks, slots, kv heads, head size]; layout in `kv_pool`.
+class PoolShape(NamedTuple):
+    """Axes of the pool, in order."""
 
+    num_layers: int
+    keys_and_values: int  # always 2
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def pool_shape(spec: DecoderSpec, *, num_blocks: int, block_size: int) -> PoolShape:
+    """Raises ConfigError when there is no block, or a block without a slot."""
+    if num_blocks < 1 or block_size < 1:
+        raise ConfigError(
+            f"the KV cache would have {num_blocks} blocks of {block_size} tokens; "
+            f"both must be at least 1, so give it more memory (--kv-cache-memory-bytes)"
+        )
+    return PoolShape(spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+
+
+def kv_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype_bytes: int) -> int:
+    """Bytes of one block over all layers; `num_blocks` of them is the whole pool."""
+    return block_size * spec.kv_values_per_token() * kv_dtype_bytes
+
+
+class TorchKVPool:
+    """Keys and values of all layers, [layers, 2 (keys first), blocks, slots, kv heads, head size].
+
+    One layer's keys are [blocks, slots, heads, head size], the layout that PyTorch's
+    `torch.nn.attention.varlen.varlen_attn` takes with a block table, and a slot of one layer is contiguous in memory.
     A slot number is block id * block_size + offset in the block.
     """
 
@@ -81,7 +109,7 @@ class TorchKVPool:
         self._pool.index_copy_(2, index, contents.permute(1, 2, 0, 3, 4, 5))
 
     def as_bytes(self) -> NDArray[np.uint8]:
-        """The memory itself, [layers, 2, blocks, bytes], for `layer_io.HostLayers`; of a pool on a CPU."""
+        """The memory itself, [layers, 2, blocks, bytes], for `layout.HostLayers`; of a pool on a CPU."""
         assert self._pool.device.type == "cpu"
         layers, both, blocks = self.shape[:3]
         array: NDArray[np.uint8] = self._pool.view(layers, both, blocks, -1).view(torch.uint8).numpy()
@@ -122,7 +150,7 @@ class _BesideSteps:
 
 
 class TorchLayers:
-    """`layer_io.LayerIO` of a pool on any device."""
+    """`layout.LayerIO` of a pool on any device."""
 
     def __init__(self, pool: TorchKVPool, layout: CellLayout) -> None:
         self._pool, self.layout, self.num_layers = pool, layout, pool.shape.num_layers

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maitred.kv.changes import Changes
+from maitred.kv.prefix_cache import Changes
 
 MAX_AWAITED = 16 * 1024  # keys whose block is not there: not yet, or no more
 MAX_PER_BLOCK = 8  # keys that end in one block; one text has many forms as JSON

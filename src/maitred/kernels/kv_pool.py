@@ -1,7 +1,8 @@
-"""The native KV pool for Python: allocation with clear errors, and copies of blocks in host memory."""
+"""The native KV pool for Python: allocation with clear errors, copies of blocks in host memory, checksums of blocks."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -76,3 +77,26 @@ class HostBlocks:
             self._pool.write_blocks(list(blocks), self._rows, list(rows), self._threads)
         except (IndexError, ValueError) as error:
             raise KernelError(str(error)) from None
+
+
+_alone = threading.local()
+
+
+def checksum(rows: bytes | memoryview) -> int:
+    """64 bits that change with any word of the bytes, by the calling thread alone."""
+    return int(_native.checksum(_one_thread(), np.frombuffer(rows, np.uint8)))
+
+
+def checksums(rows: memoryview, count: int) -> NDArray[np.uint64]:
+    """Checksum of each of `count` equal rows; the GIL is released once for all."""
+    sums = np.empty(count, np.uint64)
+    if count:
+        _native.checksum_rows(_one_thread(), np.frombuffer(rows, np.uint8).reshape(count, -1), sums)
+    return sums
+
+
+def _one_thread() -> _native.ThreadPool:
+    if not hasattr(_alone, "threads"):
+        _alone.threads = _native.ThreadPool(1)
+    threads: _native.ThreadPool = _alone.threads
+    return threads

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from maitred.kv.layer_io import LayerIO
-from maitred.kv.pieces import Refusal
+from maitred.kv.layout import LayerIO
+from maitred.kv.leases import Refusal
 
 
 class HeldBlocks:

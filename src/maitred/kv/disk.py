@@ -9,27 +9,371 @@ be written is still read.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import logging
 import os
+import re
+import secrets
+import stat
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from maitred.core.errors import ConfigError
-from maitred.kv import segments as kv_segments
-from maitred.kv.folder import OwnedFolder, own_folder, private_folder
-from maitred.kv.segments import ENTRY_BYTES, HEADER_BYTES, Segment, SegmentLayout, Unusable, checksums
-from maitred.kv.tiers import DropReason, TierStats
-from maitred.kv.told import MAX_HELD, SharedChanges
+from maitred.kernels.kv_pool import checksum, checksums
+from maitred.kv.prefix_cache import Changes
+from maitred.kv.tiers import MAX_HELD, DropReason, KVTier, TierStats
 
 logger = logging.getLogger(__name__)
+
+# -- the folder: private, of one server at a time, with the secret that salts its prefix hashes
+
+SALT_BYTES = 32
+_LOCK, _SALT = "lock", "salt"
+
+
+class OwnedFolder(NamedTuple):
+    """A folder that no other server uses while `fd` is open."""
+
+    fd: int
+    why_not: OSError | None
+    """Why nothing can be written in it."""
+
+
+def private_folder(path: str | Path) -> Path:
+    """Made where it is not there (0700). Raises ConfigError for one that others may enter, and that is not empty."""
+    folder = Path(path)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_mode & 0o077 and not os.listdir(folder):
+            folder.chmod(0o700)
+            status = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"--kv-disk {folder} cannot be used: {error.strerror}; name a folder of your own") from None
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077:
+        raise ConfigError(
+            f"--kv-disk {folder} is open to others (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}); "
+            f"name a new folder in it, as {folder / 'kv'}, or run: chmod 700 {folder}"
+        )
+    return folder
+
+
+def own_folder(folder: Path) -> OwnedFolder:
+    """Lock the folder; raises ConfigError naming the server that holds it. The lock dies with the process."""
+    fd, why_not = _open_lock(folder)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        who = _content(folder / _LOCK).decode(errors="replace").strip() or "another server"
+        os.close(fd)
+        raise ConfigError(f"--kv-disk {folder} is in use by {who}; give each server a folder of its own") from None
+    if why_not is None:
+        with suppress(OSError):  # full: the holder stays unnamed, and the folder is owned still
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+    return OwnedFolder(fd, why_not)
+
+
+def _open_lock(folder: Path) -> tuple[int, OSError | None]:
+    """Something to lock: the file, or the folder itself where the file cannot be made."""
+    try:
+        return os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), None
+    except OSError as error:
+        why_not = error
+    for path in (folder / _LOCK, folder):
+        with suppress(OSError):
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW), why_not
+    raise ConfigError(f"--kv-disk {folder} cannot be used: {why_not.strerror}; name a folder of your own")
+
+
+def salt_secret(path: str | Path) -> bytes:
+    """The 32 bytes that salt the hashes of what lies in the folder, drawn once. Raises ConfigError as `private_folder`.
+
+    Where they cannot be kept they are drawn for this start alone, and nothing of earlier starts is found.
+    """
+    file = private_folder(path) / _SALT
+    if len(kept := _content(file)) == SALT_BYTES:
+        return kept
+    secret = secrets.token_bytes(SALT_BYTES)
+    draft = file.with_name(f"{_SALT}.{secrets.token_hex(8)}")
+    try:
+        if kept:
+            logger.warning(
+                "%s holds %d bytes and not %d; it is drawn anew, as for an empty folder", file, len(kept), 32
+            )
+            file.unlink()
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(fd, secret)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        with suppress(FileExistsError):  # of two that start at once, the first one's stays
+            os.link(draft, file)
+        return _content(file)
+    except OSError as error:
+        logger.warning("%s cannot be kept (%s); what is in the folder will not be found", file, error.strerror)
+        return secret
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _content(file: Path) -> bytes:
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, 256)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
+# -- segments: rows of equal size in one file (`.kv`), and an entry for each in another (`.kvi`)
+#
+# Both are only ever appended to, rows before their entries, by the process that made them: after a restart a new
+# segment is begun. A row counts if its entry does: the entry holds the key and the row's checksum, and has one of its
+# own, over the segment's id and the row's number too. So a torn or flipped file, or half of another one, is never taken
+# for a row. An entry of zeros was deleted. Names are random.
+
+FILE_VERSION = 1
+ROWS, INDEX = ".kv", ".kvi"
+
+_NAME = re.compile(r"([0-9a-f]{32})\.kvi?")
+_MAGIC = b"maitreKV"
+_HEADER = struct.Struct("<8sIIQ16s16x32sQ")  # magic, version, 0, bytes of a row, id, zeros, fingerprint, checksum
+_ENTRY = np.dtype([("key", "V32"), ("row_sum", "<u8"), ("entry_sum", "<u8")])
+HEADER_BYTES, ENTRY_BYTES = _HEADER.size, _ENTRY.itemsize
+Sums = NDArray[np.uint64]
+
+
+class SegmentLayout(NamedTuple):
+    """Properties that the segments of a folder have in common; others are not ours to read."""
+
+    row_bytes: int
+    fingerprint: bytes  # 32
+
+
+class Unusable(Exception):
+    """Why a segment's blocks are none."""
+
+    def __init__(self, reason: DropReason, num_blocks: int) -> None:
+        super().__init__(reason)
+        self.reason, self.num_blocks = reason, num_blocks
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One segment that is there. `keys[row]` is None for a row that does not count."""
+
+    folder: Path
+    segment_id: bytes
+    row_bytes: int
+    base: int  # the place of row 0 among all places
+    keys: list[bytes | None]
+    sums: Sums  # of the rows; at least as many as keys
+    num_bytes: int  # of both files
+    used: int = 0  # when it was of use, in uses; the least goes first
+    fds: list[int] = field(default_factory=list)  # rows and index, while it is appended to
+
+    def path(self, suffix: str) -> Path:
+        return self.folder / (self.segment_id.hex() + suffix)
+
+    def read(self, first: int, into: memoryview) -> int:
+        """Rows from `first` on into `into`; how many whole ones there were. Raises OSError."""
+        fd = os.open(self.path(ROWS), os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return _read(fd, first * self.row_bytes, into) // self.row_bytes
+        finally:
+            os.close(fd)
+
+    def append(self, keys: Sequence[bytes], rows: memoryview) -> None:
+        """Raises OSError, with nothing appended that counts; then it must be sealed."""
+        first, (rows_fd, index_fd) = len(self.keys), self.fds
+        entries = np.zeros(len(keys), _ENTRY)
+        entries["key"] = np.frombuffer(b"".join(keys), "V32")
+        entries["row_sum"] = sums = checksums(rows, len(keys))
+        entries["entry_sum"] = _entry_sums(entries, self.segment_id, first)
+        try:
+            _write(rows_fd, first * self.row_bytes, rows)
+            _write(index_fd, HEADER_BYTES + first * ENTRY_BYTES, memoryview(entries.tobytes()))
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(index_fd, HEADER_BYTES + first * ENTRY_BYTES)
+                os.ftruncate(rows_fd, first * self.row_bytes)
+            raise
+        self.sums[first : first + len(keys)] = sums
+        self.num_bytes += len(rows) + entries.nbytes
+        self.keys += keys
+
+    def seal(self) -> None:
+        """No more rows; the files are closed."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+    def erase(self, rows: Sequence[int]) -> None:
+        """Write zeros over these rows' entries. Raises OSError."""
+        fd = os.open(self.path(INDEX), os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            for row in rows:
+                _write(fd, HEADER_BYTES + row * ENTRY_BYTES, memoryview(bytes(ENTRY_BYTES)))
+        finally:
+            os.close(fd)
+
+    def mark_used(self) -> None:
+        """Note a use, for the order after a restart."""
+        with suppress(OSError):
+            os.utime(self.path(INDEX))
+
+    def delete(self) -> None:
+        self.seal()
+        delete_files(self.folder, self.segment_id.hex())
+
+
+def delete_files(folder: Path, name: str) -> None:
+    """The index first: rows alone are nothing."""
+    for suffix in (INDEX, ROWS):
+        with suppress(OSError):
+            os.unlink(folder / (name + suffix))
+
+
+def create_segment(folder: Path, layout: SegmentLayout, base: int, most_rows: int) -> Segment:
+    """An empty segment to append to. Raises OSError, with no files left."""
+    segment_id = secrets.token_bytes(16)
+    segment = Segment(folder, segment_id, layout.row_bytes, base, [], np.zeros(most_rows, np.uint64), HEADER_BYTES)
+    try:
+        for suffix in (ROWS, INDEX):
+            segment.fds.append(os.open(segment.path(suffix), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        _write(segment.fds[1], 0, memoryview(_header(layout, segment_id)))
+    except OSError:
+        segment.delete()
+        raise
+    return segment
+
+
+def names_by_use(folder: Path) -> list[str]:
+    """Names of the segments that are there, those of use longest ago first."""
+    matches = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+    return sorted({match[1] for match in matches}, key=lambda name: _used_at(folder / (name + INDEX)))
+
+
+def _used_at(index: Path) -> float:
+    with suppress(OSError):
+        return os.stat(index).st_mtime
+    return 0.0
+
+
+def load_segment(folder: Path, name: str, layout: SegmentLayout, base: int) -> tuple[Segment, Counter[DropReason]]:
+    """The segment of that name (32 hex digits), and which of its blocks do not count any more.
+
+    Raises Unusable where none does.
+    """
+    index = _index_of(folder / (name + INDEX))
+    entries = np.frombuffer(index[HEADER_BYTES : len(index) - (len(index) - HEADER_BYTES) % ENTRY_BYTES], _ENTRY)
+    segment_id = _check_header(index, layout, len(entries))
+    if segment_id.hex() != name or not len(entries):  # killed before its first block
+        raise Unusable(DropReason.FOREIGN, len(entries))
+    try:
+        num_bytes = os.stat(folder / (name + ROWS)).st_size
+    except OSError:
+        raise Unusable(DropReason.TORN, len(entries)) from None
+    segment = Segment(folder, segment_id, layout.row_bytes, base, [], entries["row_sum"].copy(), num_bytes + len(index))
+    return segment, _take_entries(segment, entries, num_bytes // layout.row_bytes, index)
+
+
+def _take_entries(segment: Segment, entries: NDArray[Any], num_rows: int, index: bytes) -> Counter[DropReason]:
+    """Fills the keys of those that count; the others are erased, so that they are counted once."""
+    count = len(entries)
+    is_deleted = entries["entry_sum"] == 0
+    is_good = _entry_sums(entries, segment.segment_id, 0) == entries["entry_sum"]
+    is_whole = np.arange(count) < num_rows
+    segment.keys = entries["key"].tolist()
+    bad = np.flatnonzero(~(is_good & is_whole)).tolist()
+    for row in bad:
+        segment.keys[row] = None
+    part = (len(index) - HEADER_BYTES) % ENTRY_BYTES
+    drops = Counter({DropReason.DAMAGED: int((~is_good & ~is_deleted).sum())})
+    drops[DropReason.TORN] = int((is_good & ~is_whole).sum()) + (part > 0)
+    with suppress(OSError):  # read-only
+        if drops.total():
+            segment.erase(bad)
+        if part:
+            os.truncate(segment.path(INDEX), len(index) - part)
+        if num_rows > count:  # their writer was killed before it wrote the entries
+            os.truncate(segment.path(ROWS), count * segment.row_bytes)
+    return drops
+
+
+def _check_header(index: bytes, layout: SegmentLayout, num_blocks: int) -> bytes:
+    """The segment's id. Raises Unusable."""
+    segment_id: bytes
+    if len(index) < HEADER_BYTES:
+        raise Unusable(DropReason.TORN, 1)
+    magic, version, _, row_bytes, segment_id, fingerprint, total = _HEADER.unpack_from(index)
+    if magic != _MAGIC:
+        raise Unusable(DropReason.FOREIGN, num_blocks)
+    if version != FILE_VERSION:
+        raise Unusable(DropReason.OLDER, num_blocks)
+    if checksum(index[: HEADER_BYTES - 8]) != total:
+        raise Unusable(DropReason.DAMAGED, num_blocks)
+    if fingerprint != layout.fingerprint or row_bytes != layout.row_bytes:
+        raise Unusable(DropReason.FOREIGN, num_blocks)
+    return segment_id
+
+
+def _header(layout: SegmentLayout, segment_id: bytes) -> bytes:
+    fields = (_MAGIC, FILE_VERSION, 0, layout.row_bytes, segment_id, layout.fingerprint)
+    return _HEADER.pack(*fields, checksum(_HEADER.pack(*fields, 0)[:-8]))
+
+
+def _entry_sums(entries: NDArray[Any], segment_id: bytes, first_row: int) -> Sums:
+    """Sums, with the segment's id and row's number where the sum will stand. Never 0: that is a deleted one."""
+    bound = entries.copy()
+    numbers = np.arange(first_row, first_row + len(entries), dtype=np.uint64)
+    bound["entry_sum"] = numbers + np.frombuffer(segment_id, np.uint64)[0]
+    sums = checksums(memoryview(bound.tobytes()), len(bound))
+    return np.maximum(sums, np.uint64(1))
+
+
+def _index_of(path: Path) -> bytes:
+    """Raises Unusable where there is nothing to read."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            return file.read()
+    except FileNotFoundError:
+        raise Unusable(DropReason.TORN, 1) from None
+    except OSError:
+        raise Unusable(DropReason.FAILED, 1) from None
+
+
+def _read(fd: int, begin: int, into: memoryview) -> int:
+    done = 0
+    while done < len(into) and (count := os.preadv(fd, [into[done:]], begin + done)):
+        done += count
+    return done
+
+
+def _write(fd: int, begin: int, content: memoryview) -> None:
+    while content:
+        count = os.pwrite(fd, content, begin)
+        begin, content = begin + count, content[count:]
+
+
+# -- the tier
 
 SEGMENT_BYTES = 64 * 2**20
 RETRY_S = 10.0  # after a write failed
@@ -70,26 +414,24 @@ class _Span(NamedTuple):
     num_rows: int
 
 
-class KVDisk:
-    """A `KVTier`. Made by `open_kv_disk`."""
+class KVDisk(KVTier):
+    """Made by `open_kv_disk`."""
 
-    name, has_index, hindrance = "disk", True, None
+    name = "disk"
 
     def __init__(
         self, folder: Path, owned: OwnedFolder, layout: SegmentLayout, *, max_bytes: int, retry_s: float
     ) -> None:
-        self.bytes_per_block, self.max_bytes = layout.row_bytes, max_bytes
-        self.stats = TierStats()
+        self.bytes_per_block, self.max_bytes, self.stats = layout.row_bytes, max_bytes, TierStats()
         self._folder, self._owned, self._layout = folder, owned, layout
         self._retry_s, self._is_closed = retry_s, False
         per_segment = min(SEGMENT_BYTES, max_bytes // 8)  # eviction takes a small part
         self._rows_per_segment = max(1, per_segment // (layout.row_bytes + ENTRY_BYTES))
-        self._lock = threading.Lock()  # of the books, never held over I/O
+        self._lock = threading.Lock()  # of the books and changes, never held over I/O
         self._places: dict[bytes, int] = {}  # key -> segment's base + row
         self._segments: dict[int, Segment] = {}  # by base
         self._bases = itertools.count(0, _MOST_ROWS)
         self._num_uses = 1
-        self.changes: SharedChanges | None = None
         self._writing = threading.Lock()  # held by the thread that writes files
         self._active: Segment | None = None
         self._not_storing: DropReason | None = None  # why, and until when
@@ -99,8 +441,11 @@ class KVDisk:
 
     def tell_changes(self, wanted: bool) -> None:
         with self._lock:
-            newest = [*itertools.islice(reversed(self._places), MAX_HELD)]
-            self.changes = SharedChanges(newest) if wanted else None
+            self.changes = Changes(itertools.islice(reversed(self._places), MAX_HELD)) if wanted else None
+
+    def take_changes(self, most: int) -> tuple[list[bytes], list[bytes]]:
+        with self._lock:
+            return super().take_changes(most)
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         places = self._places
@@ -108,9 +453,6 @@ class KVDisk:
             if key not in places:
                 return i
         return len(keys)
-
-    def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
-        tell(self.num_known(keys))
 
     def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         into, num_read = into.cast("B"), 0
@@ -231,7 +573,8 @@ class KVDisk:
         with self._lock:
             self._places.update(zip(keys, range(segment.base + first, segment.base + first + count), strict=True))
             if self.changes is not None:
-                self.changes.all_stored(keys)
+                for key in keys:
+                    self.changes.stored(key)
             self.stats.num_written += count
             self._use(segment)
             self._sum_up()
@@ -242,7 +585,7 @@ class KVDisk:
             self._retire_active()
         if self._active is None:
             self._make_room(HEADER_BYTES + self._layout.row_bytes + ENTRY_BYTES)
-            self._active = kv_segments.create(self._folder, self._layout, next(self._bases), self._rows_per_segment)
+            self._active = create_segment(self._folder, self._layout, next(self._bases), self._rows_per_segment)
             with self._lock:
                 self._segments[self._active.base] = self._active
         return self._active
@@ -291,13 +634,13 @@ class KVDisk:
         """Load what earlier servers left."""
         if self._owned.why_not is not None:
             self._stop_storing(self._owned.why_not)
-        for name in kv_segments.names_by_use(self._folder):
+        for name in names_by_use(self._folder):
             try:
-                segment, drops = kv_segments.load(self._folder, name, self._layout, next(self._bases))
+                segment, drops = load_segment(self._folder, name, self._layout, next(self._bases))
             except Unusable as error:
                 self._count_drops({error.reason: error.num_blocks})
                 if error.reason is not DropReason.FAILED:
-                    kv_segments.delete_files(self._folder, name)
+                    delete_files(self._folder, name)
                 continue
             self._count_drops(drops)
             self._add(segment)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
 from maitred.core.errors import ConfigError, OutOfMemory
-from maitred.kv.tiers import TierStats
-from maitred.kv.told import SharedChanges
+from maitred.kv.prefix_cache import Changes
+from maitred.kv.tiers import MAX_HELD, KVTier, TierStats
 
 
 def open_kv_host(max_bytes: int, bytes_per_block: int) -> KVHost:
@@ -23,14 +24,13 @@ def open_kv_host(max_bytes: int, bytes_per_block: int) -> KVHost:
         raise OutOfMemory(f"--kv-host-bytes: {max_bytes} bytes of host memory could not be had; ask for less") from None
 
 
-class KVHost:
-    """A `KVTier`. What was used longest ago goes first. Keys are salted, so that tenants never meet."""
+class KVHost(KVTier):
+    """What was used longest ago goes first. Keys are salted, so that tenants never meet."""
 
-    name, has_index, hindrance = "host", True, None
+    name = "host"
 
     def __init__(self, num_rows: int, bytes_per_block: int) -> None:
         self.bytes_per_block, self.stats = bytes_per_block, TierStats()
-        self.changes: SharedChanges | None = None
         self._rows = np.zeros((num_rows, bytes_per_block), np.uint8)
         self._places: OrderedDict[bytes, int] = OrderedDict()  # the newest last
         self._free = list(range(num_rows - 1, -1, -1))
@@ -38,13 +38,14 @@ class KVHost:
 
     def tell_changes(self, wanted: bool) -> None:
         with self._lock:
-            self.changes = SharedChanges(reversed(self._places)) if wanted else None
+            self.changes = Changes(islice(reversed(self._places), MAX_HELD)) if wanted else None
+
+    def take_changes(self, most: int) -> tuple[list[bytes], list[bytes]]:
+        with self._lock:
+            return super().take_changes(most)
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self._places), len(keys))
-
-    def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
-        tell(self.num_known(keys))
 
     def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         size, num_read = self.bytes_per_block, 0

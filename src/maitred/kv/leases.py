@@ -6,7 +6,51 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maitred.kv.pieces import Refusal, Span
+
+class Refusal(Exception):
+    """A transfer that ends, and why: `reason` is a word of REASONS, for counting."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+REASONS = (
+    "unlike",  # another model, dtype, executor, instruction set, rope or context setting
+    "stranger",  # no proof of the fleet token, or another user of this machine
+    "garbage",  # what is no message, or not the one that belongs here
+    "oversized",
+    "old_epoch",  # of a life of the peer, or of a pull, that is over
+    "no_lease",  # unknown, expired or taken back
+    "given_up",  # the blocks, on either side
+    "damaged",  # another checksum
+    "silent",
+    "cut",
+    "aborted",
+    "busy",
+)
+
+
+class Span(NamedTuple):
+    """Some layers of some blocks, the end of each excluded."""
+
+    first_layer: int
+    end_layer: int
+    first_block: int
+    end_block: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.end_layer)
+
+    @property
+    def blocks(self) -> range:
+        return range(self.first_block, self.end_block)
+
+    @property
+    def num_cells(self) -> int:
+        """A layer of a block each."""
+        return len(self.layers) * len(self.blocks)
 
 
 class Readable(NamedTuple):

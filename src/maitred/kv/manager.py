@@ -1,20 +1,111 @@
 """KV cache manager: the blocks of each request, by prefix hits, growth, copy on write and release.
 
-Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, sections 4.3 and 4.4.
+Blocks are numbered 0 .. num_blocks - 1; the memory itself is the executor's.
+Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, sections 4.2 to 4.4.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from maitred.core.errors import PromptTooLong
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy
-from maitred.kv.block_pool import BlockPool, HostBlockPool
-from maitred.kv.changes import Changes
-from maitred.kv.prefix_cache import BlockHasher, PrefixCache
+from maitred.kv.prefix_cache import BlockHasher, Changes, PrefixCache
+
+
+class BlockPool:
+    """Reference counts of all blocks, and the free blocks as a queue: the first is handed out next.
+
+    `kept` names the blocks whose contents can still be found by prefix. Such a block, once free, goes to the end of the
+    queue (least recently used is evicted first); a block that can no longer be found goes to the front.
+    """
+
+    def __init__(self, num_blocks: int, kept: Container[int] = ()) -> None:
+        self.ref_counts = [0] * num_blocks  # read by the manager's hot paths; written here only
+        self._kept = kept
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.ref_counts)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks held by at least one request."""
+        return len(self.ref_counts) - len(self._free)
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """Free blocks in the order in which they will be handed out."""
+        return tuple(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free blocks, held once each. The caller has checked `num_free`."""
+        free, ref_counts = self._free, self.ref_counts
+        taken = [free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            ref_counts[block] = 1
+        return taken
+
+    def share(self, block: int) -> None:
+        """Add a holder of a block that is in use, or is free but still has its contents."""
+        if self.ref_counts[block] == 0:
+            del self._free[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """Remove one holder; the last one puts the block among the free."""
+        remaining = self.ref_counts[block] - 1
+        assert remaining >= 0, f"block {block} released more often than it was held"
+        self.ref_counts[block] = remaining
+        if remaining == 0:
+            self._free[block] = None
+            if block not in self._kept:
+                self._free.move_to_end(block, last=False)
+
+    def check_invariants(self) -> None:
+        """Assert that a block is free exactly when it has no holder."""
+        assert all(count >= 0 for count in self.ref_counts)
+        unheld = {block for block, count in enumerate(self.ref_counts) if count == 0}
+        assert unheld == set(self._free), f"lost or doubly owned blocks: {unheld ^ set(self._free)}"
+
+
+class HostBlockPool:
+    """Blocks on the host with the KV of preempted requests, each with one owner. A block given back in a step is handed
+    out from the next step on: within a step, all copies to the host come before those from it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # the last is handed out next
+        self._leaving: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks. The caller has checked `num_free`."""
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        self._leaving += blocks
+
+    def begin_step(self) -> None:
+        if self._leaving:
+            self._free += reversed(self._leaving)
+            self._leaving = []
+
+    def check_invariants(self, held: Sequence[int]) -> None:
+        """Asserts that `held`, by all owners, and what is free are all there is."""
+        assert sorted([*held, *self._free, *self._leaving]) == list(range(self.num_blocks))
 
 
 class PrefixHit(NamedTuple):
@@ -94,6 +185,10 @@ class KVCacheManager:
     def has_block(self, digest: bytes) -> bool:
         """Return whether a block of this hash is findable."""
         return digest in self._cache
+
+    def take_changes(self, most: int) -> tuple[list[bytes], list[bytes]]:
+        """Return the changes as `Changes.take` does."""
+        return self._cache.changes.take(most) if self._cache.changes is not None else ([], [])
 
     def tell_changes(self, wanted: bool) -> None:
         """Begin or end telling changes. The blocks that are findable now are told first."""

@@ -7,13 +7,15 @@ Source: vLLM's automatic prefix caching, after RadixAttention (SGLang, Zheng et 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from hashlib import sha256
+from itertools import islice
 from struct import Struct
+from typing import Generic, TypeVar
 
 from maitred.core.request import RequestState
-from maitred.kv.changes import Changes
 
+Item = TypeVar("Item", bound=Hashable)
 BlockHasher = Callable[[RequestState, int], Iterable[bytes]]
 """(request, num_blocks) -> hashes of its full blocks from len(request.block_hashes) up to num_blocks, in order."""
 
@@ -63,6 +65,39 @@ def known_tokens(request: RequestState, start: int, end: int) -> list[int]:
     tokens = list(request.spec.prompt_token_ids[start:end])
     tokens += request.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
     return tokens
+
+
+class Changes(Generic[Item]):
+    """Items that came and went since last told, net: an item that came and went again is no news.
+
+    Bounded by what is held and what was: nothing in it is an event, all is a difference.
+    """
+
+    def __init__(self, held: Iterable[Item] = ()) -> None:
+        """`held` is there already, and told first."""
+        self._is_stored: dict[Item, bool] = dict.fromkeys(held, True)
+
+    def __len__(self) -> int:
+        return len(self._is_stored)
+
+    def stored(self, item: Item) -> None:
+        """Note an item that was not there before."""
+        self._note(item, True)
+
+    def removed(self, item: Item) -> None:
+        """Note an item that was there."""
+        self._note(item, False)
+
+    def _note(self, item: Item, is_stored: bool) -> None:
+        if self._is_stored.pop(item, is_stored) is is_stored:
+            self._is_stored[item] = is_stored
+
+    def take(self, most: int) -> tuple[list[Item], list[Item]]:
+        """(stored, removed): up to `most` in all, those that wait for longest, told no more."""
+        taken = {item: self._is_stored.pop(item) for item in list(islice(self._is_stored, most))}
+        return [item for item, stored in taken.items() if stored], [
+            item for item, stored in taken.items() if not stored
+        ]
 
 
 class PrefixCache:

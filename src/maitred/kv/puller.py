@@ -5,30 +5,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from maitred.kv import nixl, shm, tcp
+from maitred.kernels.kv_pool import checksum
 from maitred.kv.blocks import HeldBlocks
-from maitred.kv.channel import Channel
-from maitred.kv.compat import Terms
-from maitred.kv.handshake import Identity, expect, introduce, refusal_of
 from maitred.kv.layout import convert
-from maitred.kv.leases import Front
-from maitred.kv.pieces import (
+from maitred.kv.leases import Front, Refusal, Span
+from maitred.kv.transports import Agent, Inbox, NixlInbox, ShmInbox, TcpInbox, check_user, dial_shm, dial_tcp
+from maitred.kv.wire import (
     VERSION,
     Ask,
+    Channel,
+    Identity,
     Offered,
     Piece,
     Progress,
     Pull,
-    Refusal,
     Refused,
     Release,
     Renew,
-    Span,
-    checksum,
+    Terms,
+    expect,
+    introduce,
+    refusal_of,
 )
 
 
@@ -37,18 +38,8 @@ class Pulled(NamedTuple):
 
     num_blocks: int
     num_bytes: int
-    failure: str = ""  # a word of pieces.REASONS; empty where nothing went wrong
+    failure: str = ""  # a word of leases.REASONS; empty where nothing went wrong
     text: str = ""
-
-
-class Inbox(Protocol):
-    """Memory that pieces arrive in."""
-
-    def rows_of(self, piece: Piece) -> memoryview: ...
-
-    def done_with(self, piece: Piece) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Puller:
@@ -178,7 +169,7 @@ class _PullRefused(Refusal):
 
 
 def connect(
-    address: str, identity: Identity, *, staging_bytes: int, timeout_s: float, agent: nixl.Agent | None = None
+    address: str, identity: Identity, *, staging_bytes: int, timeout_s: float, agent: Agent | None = None
 ) -> Puller:
     """Connect to a source at `shm:NAME`, `tcp:HOST:PORT`, or with an `agent` `nixl:HOST:PORT`, known to each other.
 
@@ -187,26 +178,26 @@ def connect(
     transport, _, place = address.partition(":")
     host, _, port = place.rpartition(":")
     if transport == "shm":
-        sock = shm.dial(place, timeout_s=timeout_s)
+        sock = dial_shm(place, timeout_s=timeout_s)
     elif port.isdecimal() and (transport == "tcp" or (transport == "nixl" and agent is not None)):
-        sock = tcp.dial(host, int(port), timeout_s=timeout_s)
+        sock = dial_tcp(host, int(port), timeout_s=timeout_s)
     else:
         raise Refusal("garbage", f"{address[:80]!r} is no address of KV transfers that this worker takes")
     channel = Channel(sock, timeout_s=timeout_s)
     try:
         if channel.is_unix:
-            shm.check_user(channel.peer_user())
+            check_user(channel.peer_user())
         terms, welcome = introduce(channel, identity)
         num_bytes = welcome.slot_bytes * max(1, welcome.num_slots)
         if welcome.slot_bytes < 1 or welcome.num_slots < 0 or num_bytes > staging_bytes:
             raise Refusal("oversized", f"the source's ring takes {num_bytes} bytes; --kv-staging-bytes {staging_bytes}")
         inbox: Inbox
         if channel.is_unix:
-            inbox = shm.ShmInbox(channel, welcome)
+            inbox = ShmInbox(channel, welcome)
         elif transport == "nixl" and agent is not None:
-            inbox = nixl.NixlInbox(channel, welcome, agent)
+            inbox = NixlInbox(channel, welcome, agent)
         else:
-            inbox = tcp.TcpInbox(channel, welcome)
+            inbox = TcpInbox(channel, welcome)
     except Refusal:
         channel.close()
         raise
@@ -220,7 +211,7 @@ def connect_any(
     transport: str = "auto",
     staging_bytes: int,
     timeout_s: float,
-    agent: nixl.Agent | None = None,
+    agent: Agent | None = None,
 ) -> Puller:
     """Connect to the first of a source's addresses that is reached: shared memory, then NIXL with an `agent`, then
     sockets; one of them alone unless `transport` is auto. Raises the last one's Refusal.

@@ -17,8 +17,8 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from maitred.core.errors import ConfigError
-from maitred.kv.segments import checksums
-from maitred.kv.tiers import DropReason, TierStats
+from maitred.kernels.kv_pool import checksums
+from maitred.kv.tiers import DropReason, KVTier, TierStats
 from maitred.storage.redis import LOOK_UP_S, PREFIX, Command, RedisStore
 
 TTL_S = 7 * 24 * 3600.0
@@ -40,11 +40,10 @@ def open_kv_redis(url: str, *, max_block_bytes: int, bytes_per_block: int, finge
     return KVRedis(url, bytes_per_block, fingerprint)
 
 
-class KVRedis:
-    """A `KVTier`. Made by `open_kv_redis`."""
+class KVRedis(KVTier):
+    """Made by `open_kv_redis`. Tells no changes: every engine finds what is there."""
 
     name, has_index = "redis", False
-    changes = None
 
     def __init__(self, url: str, bytes_per_block: int, fingerprint: str) -> None:
         self.bytes_per_block, self.stats = bytes_per_block, TierStats()
@@ -65,9 +64,6 @@ class KVRedis:
     def hindrance(self) -> str | None:
         self._wait_for(self._store.probe)
         return self._store.error
-
-    def tell_changes(self, wanted: bool) -> None:
-        """No changes to tell: every engine finds what is there."""
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         now, known = time.monotonic(), self._known
@@ -101,9 +97,6 @@ class KVRedis:
                 self._count_drops(DropReason.UNREACHABLE, len(fresh) - begin - len(piece))
                 break
         return self.num_known(keys)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Redis sees what is read; its own policy orders the rest."""
 
     def clear(self) -> int:
         """Drop all blocks of this fingerprint, whichever server wrote them."""

@@ -1,29 +1,162 @@
-"""Source of KV: listens for receivers and gives each a thread, which serves what is offered."""
+"""Source of KV: leases on blocks of its pool, and connections of receivers, each served by a thread.
+
+What a receiver asks for is answered, and what it pulls is sent piece by piece.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
+from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import ConfigError
-from maitred.kv import nixl, shm, tcp
-from maitred.kv.channel import Channel
-from maitred.kv.compat import Terms
-from maitred.kv.handshake import Identity, Ring, greet
-from maitred.kv.offers import Offers
-from maitred.kv.pieces import Refusal
-from maitred.kv.serving import Outbox, serve
+from maitred.kernels.kv_pool import checksum
+from maitred.kv.blocks import HeldBlocks
+from maitred.kv.layout import LayerIO
+from maitred.kv.leases import Front, Lease, LeaseBook, Readable, Refusal, Span
+from maitred.kv.transports import (
+    SLOT_BYTES,
+    Agent,
+    NixlOutbox,
+    Outbox,
+    ShmOutbox,
+    TcpOutbox,
+    check_user,
+    listen_shm,
+    listen_tcp,
+    shm_address,
+    tcp_address,
+)
+from maitred.kv.wire import (
+    VERSION,
+    Ask,
+    Channel,
+    Identity,
+    Offered,
+    Piece,
+    Progress,
+    Pull,
+    Refused,
+    Release,
+    Renew,
+    Ring,
+    Terms,
+    greet,
+)
 
 logger = logging.getLogger(__name__)
+LEASE_S = 30.0
+_WRITTEN_S = 0.001  # whether a step that is under way has written more
+_OF_A_PULL = ("no_lease", "old_epoch", "given_up")  # the connection goes on
 MAX_CONNECTIONS = 256
 TIMEOUT_S = 5.0
-_LOOK_S = 1.0  # for leases that are over
+_EXPIRED_S = 1.0  # for leases that are over
 
 MakeOutbox = Callable[[Channel, int], Outbox]
+
+
+class Offers:
+    """Offers; `offer`, `grow` and `revoke` are for the engine's thread: microseconds, but for one piece under copy.
+
+    `find` answers a chain of hashes with a lease that it has offered; `on_end(lease, why)` is told when no thread reads
+    one any more: released, expired. Both are called by threads of connections. A name is used once.
+    """
+
+    def __init__(
+        self,
+        io: LayerIO,
+        *,
+        lease_s: float = LEASE_S,
+        clock: Clock | None = None,
+        find: Callable[[Sequence[bytes]], Offered] = lambda hashes: Offered("", 0),
+        on_end: Callable[[str, str], None] = lambda lease, why: None,
+    ) -> None:
+        self.epoch = secrets.randbits(63)
+        """Of this life of the process; leases of another are refused."""
+        self.io, self.find = io, find
+        self.counts: Counter[str] = Counter()
+        """Refusals by reason, and `bytes` and `pieces` that were sent; any thread may read it."""
+        self._clock, self._on_end = clock or WallClock(), on_end
+        self._lock = threading.Lock()
+        self._book = LeaseBook(lease_s)
+        self._blocks: dict[str, HeldBlocks] = {}
+
+    def offer(self, lease: str, num_blocks: int, block_ids: Sequence[int], readable: Readable) -> None:
+        """The first of `num_blocks` that there will be, in the pool, where they stay until `revoke` or `on_end`."""
+        with self._lock:
+            self._blocks[lease] = HeldBlocks(self.io, block_ids)
+            self._book.offer(lease, num_blocks, readable, self._clock.now())
+
+    def grow(
+        self,
+        lease: str,
+        readable: Readable,
+        more_block_ids: Sequence[int] = (),
+        num_layers_written: Callable[[], int] | None = None,
+    ) -> None:
+        """No effect for one that is gone. Any thread asks `num_layers_written`, which while a step is under way tells
+        more than `readable.num_layers`.
+        """
+        with self._lock:
+            if (held := self._blocks.get(lease)) is not None:
+                held.extend(more_block_ids)
+                self._book.grow(lease, readable, self._clock.now(), num_layers_written)
+
+    def revoke(self, lease: str) -> bool:
+        """Revoke a lease, waiting for one piece at most; no thread reads its blocks then. Whether it was there."""
+        with self._lock:
+            self._book.end(lease)
+            held = self._blocks.pop(lease, None)
+        if held is not None:
+            held.give_up()
+        return held is not None
+
+    def end(self, lease: str, why: str) -> None:
+        """Revoke a lease and tell `on_end`; no effect for one that is gone."""
+        if self.revoke(lease):
+            self._on_end(lease, why)
+
+    def has(self, lease: str) -> bool:
+        """Whether the lease may be in force."""
+        return lease in self._blocks
+
+    def expire(self) -> None:
+        """End what is over."""
+        with self._lock:
+            names = self._book.expired(self._clock.now())
+        for name in names:
+            self.end(name, "expired")
+
+    def close(self) -> None:
+        """Revoke everything."""
+        for lease in list(self._blocks):
+            self.revoke(lease)
+
+    def renew(self, lease: str) -> Lease:
+        """Raises Refusal for one that is not in force."""
+        with self._lock:
+            return self._book.renew(lease, self._clock.now())
+
+    def in_force(self, lease: str) -> Lease:
+        """Raises Refusal for one that is not."""
+        with self._lock:
+            return self._book.in_force(lease, self._clock.now())
+
+    def held(self, lease: str) -> HeldBlocks:
+        """Raises Refusal for one that is not in force."""
+        with self._lock:
+            self._book.in_force(lease, self._clock.now())
+            return self._blocks[lease]
+
+    def count(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self.counts[name] += number
 
 
 class KVSource:
@@ -40,27 +173,27 @@ class KVSource:
         self._lock = threading.Lock()  # of what is staged, and of the open connections
         self._channels: set[Channel] = set()
         self._threads: list[threading.Thread] = []
-        self.agent: nixl.Agent | None = None  # once it listens for NIXL; all pulls in this process may share it
+        self.agent: Agent | None = None  # once it listens for NIXL; all pulls in this process may share it
         self._stopped, self._stop = os.pipe()
 
     def listen_tcp(self, host: str, port: int) -> str:
         """The address for `puller.connect`. Raises ConfigError."""
-        listener = tcp.listen(host, port, has_token=self._identity.token is not None)
-        self._listen(listener, tcp.TcpOutbox)
-        return tcp.address_of(listener)
+        listener = listen_tcp(host, port, has_token=self._identity.token is not None)
+        self._listen(listener, TcpOutbox)
+        return tcp_address(listener)
 
     def listen_shm(self) -> str:
         """The same, for processes of this host and user."""
-        listener = shm.listen()
-        self._listen(listener, shm.ShmOutbox)
-        return shm.address_of(listener)
+        listener = listen_shm()
+        self._listen(listener, ShmOutbox)
+        return shm_address(listener)
 
     def listen_nixl(self, host: str, port: int) -> str:
         """The same, for bytes over NIXL; its control is over TCP. Raises ConfigError."""
-        agent = self.agent = nixl.Agent()
-        listener = tcp.listen(host, port, has_token=self._identity.token is not None)
-        self._listen(listener, lambda channel, slot_bytes: nixl.NixlOutbox(channel, slot_bytes, agent))
-        return tcp.address_of(listener, "nixl")
+        agent = self.agent = Agent()
+        listener = listen_tcp(host, port, has_token=self._identity.token is not None)
+        self._listen(listener, lambda channel, slot_bytes: NixlOutbox(channel, slot_bytes, agent))
+        return tcp_address(listener, "nixl")
 
     def close(self) -> None:
         """End every connection and lease; idempotent."""
@@ -93,7 +226,7 @@ class KVSource:
             poll.register(fd, select.POLLIN)
         with listener:
             while True:
-                ready = [fd for fd, _ in poll.poll(_LOOK_S * 1000)]
+                ready = [fd for fd, _ in poll.poll(_EXPIRED_S * 1000)]
                 if self._stopped in ready:
                     return
                 self.offers.expire()
@@ -120,14 +253,14 @@ class KVSource:
         outboxes: list[Outbox] = []
 
         def ring_for(terms: Terms) -> Ring:
-            outbox = make_outbox(channel, max(tcp.SLOT_BYTES, terms.unit * terms.source.layer_bytes))
+            outbox = make_outbox(channel, max(SLOT_BYTES, terms.unit * terms.source.layer_bytes))
             outboxes.append(outbox)
             self._stage(outbox.num_bytes)
             return outbox.ring
 
         try:
             if channel.is_unix:
-                shm.check_user(channel.peer_user())
+                check_user(channel.peer_user())
             greet(channel, self._identity, self.offers.epoch, ring_for)
             serve(self.offers, channel, outboxes[0])
         except Refusal as refusal:
@@ -149,3 +282,85 @@ class KVSource:
             taken = self._num_staged
         if taken > self._staging_bytes:
             raise Refusal("busy", f"all of --kv-staging-bytes {self._staging_bytes} is in use by other receivers")
+
+
+def serve(offers: Offers, channel: Channel, outbox: Outbox) -> None:
+    """Serve until the connection ends, which is a Refusal; with it end the leases that were found for it."""
+    found: list[str] = []
+    try:
+        _serve(offers, channel, outbox, found)
+    finally:
+        for lease in found:
+            offers.end(lease, "cut")
+
+
+def _serve(offers: Offers, channel: Channel, outbox: Outbox, found: list[str]) -> None:
+    while True:
+        channel.has_input(None)
+        message = channel.receive()
+        match message:
+            case Pull():
+                _pull(offers, channel, outbox, message)
+            case Ask():
+                offered = offers.find(message.hashes)
+                found[:] = [lease for lease in found if offers.has(lease)] + [offered.lease]
+                channel.send(offered)
+            case Release():
+                if message.epoch == offers.epoch:
+                    offers.end(message.lease, "released")
+            case _:
+                outbox.take(message)
+
+
+def _pull(offers: Offers, channel: Channel, outbox: Outbox, pull: Pull) -> None:
+    """Send what was asked for, as it becomes readable; the receiver is told why if it cannot have it."""
+    try:
+        if pull.epoch != offers.epoch:
+            raise Refusal("old_epoch", "the lease is of an earlier life of this worker")
+        held, front = offers.held(pull.lease), _front(offers, pull, outbox)
+        while not front.is_done:
+            readable = offers.in_force(pull.lease).readable_now()
+            span = front.due(readable, outbox.slot_bytes // offers.io.layout.layer_bytes)
+            if span is not None:
+                _send(offers, outbox, pull, held, span)
+                front.take(span)
+            elif channel.has_input(_WRITTEN_S):
+                _hear(offers, channel, outbox, pull)
+    except Refusal as refusal:
+        if refusal.reason not in _OF_A_PULL:
+            raise
+        offers.count(refusal.reason)
+        channel.send(Refused(pull.number, refusal.reason, str(refusal)))
+
+
+def _front(offers: Offers, pull: Pull, outbox: Outbox) -> Front:
+    """Raises Refusal for layers and blocks that the lease has not, and for units that no slot takes."""
+    whole = Span(pull.first_layer, pull.end_layer, pull.first_block, pull.end_block)
+    inside = 0 <= whole.first_layer < whole.end_layer <= offers.io.num_layers and whole.first_block >= 0
+    num_blocks = offers.renew(pull.lease).num_blocks
+    if not inside or not whole.first_block < whole.end_block <= num_blocks:
+        raise Refusal("no_lease", f"a pull of {whole} from {offers.io.num_layers} layers of {num_blocks} blocks")
+    if not 0 < pull.unit <= outbox.slot_bytes // offers.io.layout.layer_bytes or len(whole.blocks) % pull.unit:
+        raise Refusal("no_lease", f"a pull of {len(whole.blocks)} blocks in units of {pull.unit}")
+    return Front(whole, pull.unit)
+
+
+def _send(offers: Offers, outbox: Outbox, pull: Pull, held: HeldBlocks, span: Span) -> None:
+    """Send one piece; taking its blocks back waits for the copy, and not for the receiver."""
+    num_bytes = span.num_cells * offers.io.layout.layer_bytes
+    number, rows = outbox.slot(num_bytes)
+    held.read(span.layers, span.blocks, rows)
+    piece = Piece(VERSION, pull.number, offers.epoch, *span, num_bytes, checksum(rows), number)
+    outbox.send(piece, rows)
+    offers.renew(pull.lease)
+    offers.count("pieces")
+    offers.count("bytes", num_bytes)
+
+
+def _hear(offers: Offers, channel: Channel, outbox: Outbox, pull: Pull) -> None:
+    """Hear a receiver that waits for its next piece; one that says nothing loses its lease."""
+    message = channel.receive()
+    if isinstance(message, Renew):
+        channel.send(Progress(pull.number, *offers.renew(pull.lease).readable_now()))
+    else:
+        outbox.take(message)

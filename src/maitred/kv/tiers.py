@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from itertools import chain
-from typing import Protocol
 
-from maitred.kv.changes import Changes
 from maitred.kv.manager import KVCacheManager
+from maitred.kv.prefix_cache import Changes
+
+MAX_HELD = 2**18  # blocks told of that were there before changes were wanted
 
 
 class DropReason(StrEnum):
@@ -64,7 +65,7 @@ class KVFingerprint:
         return sha256(repr(self).encode()).hexdigest()
 
 
-class KVTier(Protocol):
+class KVTier:
     """Storage of KV blocks. Keys are the 32-byte chain hashes; a row is one block's `bytes_per_block`.
 
     All methods may be called from any thread. `read`, `write` and `clear` do I/O in the caller's thread, which is not
@@ -74,37 +75,45 @@ class KVTier(Protocol):
     name: str
     bytes_per_block: int
     stats: TierStats
-    has_index: bool
+    has_index = True
     """`num_known` knows of all blocks; else only `read` tells, in one round trip."""
+    changes: Changes[bytes] | None = None
+    """Keys gained and lost, for the choice of an engine; None while changes are not told."""
 
     @property
     def hindrance(self) -> str | None:
         """Why nothing can be stored and found now; asks, which may take a second."""
-
-    @property
-    def changes(self) -> Changes[bytes] | None:
-        """Keys gained and lost, for the choice of an engine; None while changes are not told."""
+        return None
 
     def tell_changes(self, wanted: bool) -> None:
-        """Begin or end telling changes; the newest present keys first. A tier without an index tells nothing."""
+        """Begin or end telling changes; the newest present keys first, MAX_HELD at most. Without an index, none."""
+
+    def take_changes(self, most: int) -> tuple[list[bytes], list[bytes]]:
+        """Return the changes as `Changes.take` does."""
+        return self.changes.take(most) if self.changes is not None else ([], [])
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         """Return how many from the front are there, by an index in memory, without I/O. Reading may find fewer."""
+        raise NotImplementedError
 
     def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
         """`tell(num_known)`: before this returns where the index is in memory, else once, from a thread of the tier."""
+        tell(self.num_known(keys))
 
     def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         """Verified blocks into consecutive rows of `into`; how many from the front. Rows after those hold anything."""
+        raise NotImplementedError
 
     def write(self, keys: Sequence[bytes], rows: memoryview) -> int:
         """Stores consecutive rows that are not there yet; how many from the front are there now."""
+        raise NotImplementedError
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Keep blocks that were of use elsewhere (in the pool)."""
+        """Keep blocks that were of use elsewhere (in the pool), where the tier orders them itself."""
 
     def clear(self) -> int:
         """Deletes all blocks; how many there were."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Gives files and connections back. Everything after it finds and stores nothing."""
@@ -180,25 +189,18 @@ class FetchMeter:
         self._xy = self._xy * keep + num_bytes * seconds
 
 
-class _TellsChanges(Protocol):
-    @property
-    def changes(self) -> Changes[bytes] | None: ...
-
-    def tell_changes(self, wanted: bool) -> None: ...
-
-
 class FindableBlocks:
     """Changes of findable blocks, for the choice of an engine: a block in both places is told once. For one thread."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
         self._tiers: list[KVTier] = []
-        self._sources: list[_TellsChanges] = [kv_cache]
+        self._sources: list[KVCacheManager | KVTier] = [kv_cache]
         self._told: set[bytes] = set()
 
     def __len__(self) -> int:
         """Hashes that may be news."""
-        return sum(map(len, self._changes()))
+        return sum(len(source.changes or ()) for source in self._sources)
 
     def add(self, tier: KVTier) -> None:
         """Add a source before changes are told."""
@@ -214,17 +216,14 @@ class FindableBlocks:
     def take(self, most: int) -> tuple[list[bytes], list[bytes]]:
         """Return the changes as `Changes.take` does."""
         changed: list[bytes] = []
-        for changes in self._changes():
-            changed += chain(*changes.take(most - len(changed)))
+        for source in self._sources:
+            changed += chain(*source.take_changes(most - len(changed)))
         there = {digest: self._is_there(digest) for digest in changed}
         stored = [digest for digest, is_there in there.items() if is_there and digest not in self._told]
         removed = [digest for digest, is_there in there.items() if not is_there and digest in self._told]
         self._told.update(stored)
         self._told.difference_update(removed)
         return stored, removed
-
-    def _changes(self) -> list[Changes[bytes]]:
-        return [source.changes for source in self._sources if source.changes is not None]
 
     def _is_there(self, digest: bytes) -> bool:
         """Now, whatever was noted; what changes after this is noted anew. In a tier that would tell when it goes."""

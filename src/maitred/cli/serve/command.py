@@ -50,7 +50,6 @@ def _run(options: Options) -> int:
     from maitred.core.clock import WallClock
     from maitred.engine.limits import SPARE_DESCRIPTORS, check_addresses, claim_descriptors
     from maitred.engine.timeline import Timeline, process_age_s
-    from maitred.kv.folder import salt_secret
 
     timeline = Timeline(WallClock(), age_s=process_age_s())
     server = options[ServerConfig]
@@ -69,7 +68,7 @@ def _run(options: Options) -> int:
         if ending.came:
             return 0
         keeps = config.tiers.kv_disk if not share.exchanges_kv else None  # else tenants' salts are the fleet's
-        secret = salt_secret(keeps) if keeps is not None else None
+        secret = _salt_secret(keeps) if keeps is not None else None
         timeline.end("command")
         starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
@@ -239,11 +238,17 @@ def kv_share(listen: str | None, cache: CacheConfig, token: FleetToken) -> Machi
         raise ConfigError("kv_transport is shm, which ends at this machine; leave it at auto, or kv_listen out")
     if not cache.enable_prefix_caching:
         raise ConfigError("kv_listen gives what the prefix cache finds; leave enable_prefix_caching on, or it out")
-    from maitred.kv.tcp import listen as bound
+    from maitred.kv.transports import listen_tcp
 
-    bound(*host_and_port("kv_listen", listen), has_token=True).close()  # a slip costs no loading time
+    listen_tcp(*host_and_port("kv_listen", listen), has_token=True).close()  # a slip costs no loading time
     ((_, secret),) = token.shown()
     return MachineShare(exchanges_kv=True, kv_listen=listen, kv_token=secret)
+
+
+def _salt_secret(folder: str) -> bytes:
+    from maitred.kv.disk import salt_secret  # numpy
+
+    return salt_secret(folder)
 
 
 def spare_the_collector() -> None:
