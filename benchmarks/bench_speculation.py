@@ -44,7 +44,7 @@ from bench_start import make_checkpoint
 from quality import PROMPTS, prompt_ids
 
 from maitred import LLM, SamplingParams
-from maitred.cli.profile.live import CpuClock
+from maitred.cli.profiling import CpuClock
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.step import ScheduledRow

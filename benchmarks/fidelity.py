@@ -52,7 +52,7 @@ from fidelity_telling import (
 )
 from machine_speed import Probe, Quiet, Times, Trace, Watch, median_of, probe_engine
 
-from maitred.cli.profile.live import CLOCKS, live_engine, record
+from maitred.cli.profiling import CLOCKS, live_engine, record
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
 from maitred.core.cost_model import CostModel, Slowness
 from maitred.sim.engine import EngineSetup, SlownessAt

@@ -34,14 +34,10 @@ from document import write_section
 from fidelity import CLASSES, DOCUMENT, engine_config, figures, never_idle, spread, workload
 from fidelity_telling import FIGURES, Cell, Comparison
 
-from maitred.cli.bench.client import LoadClient, RequestForm
-from maitred.cli.bench.prompts import WORD_VOCABULARY, PlannedRequest
-from maitred.cli.bench.record import Record
-from maitred.cli.bench.runner import LoadRun
-from maitred.cli.bench.stats import summarise
+from maitred.cli.bench_session import summarise
 from maitred.cli.endpoint import HttpEndpoint, first_model
-from maitred.cli.profile.measure import describe, measured_profile
-from maitred.cli.profile.served import served
+from maitred.cli.load import WORD_VOCABULARY, LoadClient, LoadRun, PlannedRequest, Record, RequestForm
+from maitred.cli.profiling import describe, measured_profile, served
 from maitred.config import EngineConfig, SchedulerConfig
 from maitred.decisions.log import Step
 from maitred.sim.engine import EngineSetup

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from maitred.cli.profile.live import LiveClock, LiveEngine
+from maitred.cli.profiling import LiveClock, LiveEngine
 from maitred.config import EngineConfig
 from maitred.core.cost_model import Slowness
 from maitred.engine.build import build_parts

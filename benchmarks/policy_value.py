@@ -28,9 +28,9 @@ from document import write_section
 from fidelity import Capacity, engine_config, fitted, measure_capacity, never_idle
 from machine_speed import Probe, Quiet, SteadyClock, probe_engine
 
-from maitred.cli.profile.live import CpuClock, record
-from maitred.cli.simulate.sources import find_target
-from maitred.cli.simulate.table import seconds_text
+from maitred.cli.console import seconds_text
+from maitred.cli.profiling import CpuClock, record
+from maitred.cli.simulate_inputs import find_target
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.policy.policies import POLICIES

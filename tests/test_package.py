@@ -88,7 +88,7 @@ def test_the_names_of_the_package_are_listed_before_they_are_loaded():
 
 def test_the_servers_process_loads_no_arrays():
     """Its engine is another process; numpy would cost a tenth of a second, and extras may not be installed."""
-    loaded = modules_after("import maitred.cli.serve.command, maitred.engine.starting, maitred.api.serving")
+    loaded = modules_after("import maitred.cli.serve, maitred.engine.starting, maitred.api.serving")
     assert not {"torch", "numpy", "transformers", "google", "onnxruntime", "grpc"} & loaded
 
 

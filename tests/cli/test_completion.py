@@ -47,7 +47,7 @@ def test_bash_offers(words, offered):
 
 def test_the_names_offered_are_those_that_there_are():
     """They stand apart from what they name, so that help imports none of it."""
-    from maitred.cli.simulate.options import DEVICES as SHOWN
+    from maitred.cli.simulate import DEVICES as SHOWN
     from maitred.config import POLICY_NAMES, SIMULATED_PREDICTOR_NAMES
     from maitred.policy.policies import POLICIES
     from maitred.policy.predictor import PREDICTORS

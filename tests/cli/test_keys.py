@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from maitred.cli import serve
 from maitred.cli.main import main
-from maitred.cli.serve import command as serve
-from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
+from maitred.cli.serve import TenancyConfig, open_tenancy
 from maitred.config import ServerConfig
 from maitred.core.errors import ConfigError
 from maitred.storage.key_files import read_tenant_file

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from maitred.api.ops.live import LoadedModel
-from maitred.cli.ps import HEADINGS, ago, row, table
+from maitred.cli.console import table
+from maitred.cli.top import MODEL_HEADINGS, ago, model_row
 from maitred.core.clock import ManualClock
 from maitred.engine.intake import Footprint
 from maitred.scheduler.engine_core import EngineCore
@@ -47,7 +48,7 @@ def test_ages_have_two_units(seconds: float, words: str):
 
 def test_what_is_not_known_is_a_dash_and_names_are_inert():
     model = LoadedModel(id="a\x1b[31m", aliases=(), root="a", since=100, max_model_len=4096)
-    assert row(model, 160.0) == ("a[31m", "-", "-", "-", "-", "4,096", "-", "1 min ago")
+    assert model_row(model, 160.0) == ("a[31m", "-", "-", "-", "-", "4,096", "-", "1 min ago")
 
 
 def test_columns_line_up():
@@ -60,7 +61,7 @@ def test_the_table_of_a_server():
         done = maitred_process("ps", server.url, "--api-key", "secret")
         assert done.code == 0, done.err
         head, line = done.out.splitlines()
-        assert [word.strip() for word in head.split("   ") if word] == list(HEADINGS)
+        assert [word.strip() for word in head.split("   ") if word] == list(MODEL_HEADINGS)
         for part in (
             "tiny, tiny-alias",
             "3.8 M",

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.cli.sse import DONE, SSEParser
+from maitred.cli.endpoint import DONE, SSEParser
 
 STREAM = b': keep-alive\n\ndata: {"a": 1}\n\nevent: x\ndata: one\ndata: two\n\ndata:[DONE]\n\n'
 EVENTS = [b'{"a": 1}', b"one\ntwo", DONE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maitred.cli.why.tensor_words import tell
+from maitred.cli.why_words import tell_tensor
 from maitred.core.request import FinishReason
 from maitred.core.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.decisions.codec import read_log
@@ -57,7 +57,7 @@ def told_of_delay_and_instance() -> Told:
 
 def test_each_millisecond_of_a_wait_has_its_reason():
     history = tensor_history_of(told_of_delay_and_instance().frames(), "mine")
-    assert tell(history).splitlines() == [
+    assert tell_tensor(history).splitlines() == [
         "request mine",
         "  arrived    0.010 s on the log's clock: 2 rows for resnet version 1; priority 0; policy fcfs",
         "  waited     1.9 ms",
@@ -77,7 +77,7 @@ def test_a_lost_batch_is_told_and_the_wait_after_it():
     run.end(0.004, lost=True)
     run.end(0.006, compute_us=2000)
     run.end(0.009, compute_us=3000)
-    lost = tell(tensor_history_of(run.frames(), "mine")).splitlines()
+    lost = tell_tensor(tensor_history_of(run.frames(), "mine")).splitlines()
     assert [line.split()[0] for line in lost[1:]].count("waited") == 2
     assert any(line.endswith("the instance died or hung, and it ran again") for line in lost)
 
@@ -89,7 +89,7 @@ def test_whoever_waits_behind_many_batches_is_told_their_sum():
     run.add("mine", 1, 0.0001)
     for number in range(5):
         run.end(0.002 * (number + 1), compute_us=2000)
-    lines = tell(tensor_history_of(run.frames(), "mine")).splitlines()
+    lines = tell_tensor(tensor_history_of(run.frames(), "mine")).splitlines()
     assert lines[2:4] == [
         "  waited     7.9 ms with 3 other requests (6 rows) in its lane when it came",
         "             7.9 ms because instance 0 ran 8 rows of resnet in 4 batches",
@@ -104,8 +104,8 @@ def test_one_that_is_given_up_says_so_and_one_that_the_log_cuts_off():
     run.scheduler.finish("mine", FinishReason.ABORT, 0.003)
     run.recorder.tensor_ended("mine", FinishReason.ABORT, 0.003)
     frames = run.frames()
-    assert tell(tensor_history_of(frames, "mine")).endswith("finished   +2.0 ms: abort, the client went away")
-    assert tell(tensor_history_of(frames, "left")).endswith("the log ends here")
+    assert tell_tensor(tensor_history_of(frames, "mine")).endswith("finished   +2.0 ms: abort, the client went away")
+    assert tell_tensor(tensor_history_of(frames, "left")).endswith("the log ends here")
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "vtc"])

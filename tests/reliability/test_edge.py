@@ -537,8 +537,8 @@ WALL_CLOCK_USERS = {
     "api/dialects/openai/completions.py": "`created`",
     "api/dialects/openai/chat.py": "`created`",
     "text/sandbox.py": "strftime_now of templates",
-    "cli/bench/session.py": "the report's date",
-    "cli/ps.py": "since when",
+    "cli/bench_session.py": "the report's date",
+    "cli/top.py": "since when",
     "tensor/lone.py": "when an engine without a language model was made, as /v1/models tells",
     "tensor/statistics.py": "when a model was last asked, as Triton's statistics tell",
 }

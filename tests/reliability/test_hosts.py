@@ -14,7 +14,7 @@ import pytest
 
 from maitred.api.http.fleet_token import FleetToken
 from maitred.api.route.outgoing import reached_by
-from maitred.cli.serve.command import kv_share
+from maitred.cli.serve import kv_share
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.core.errors import ConfigError
 from maitred.kv.leases import Refusal

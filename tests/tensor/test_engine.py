@@ -18,7 +18,7 @@ from maitred.api.ops.metrics_compat import TRITON_NAMES
 from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
-from maitred.cli.why.command import explain
+from maitred.cli.why import explain
 from maitred.config import EngineConfig, ModelConfig, ProcessConfig, ServerConfig, TensorConfig
 from maitred.core import metrics as m
 from maitred.core.clock import WallClock

@@ -15,7 +15,7 @@ import pytest
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest
 from maitred.api.routes import make_routes
 from maitred.cli.main import COMMANDS, load
-from maitred.cli.route.command import LAUNCHERS
+from maitred.cli.route import LAUNCHERS
 from maitred.model.families import FAMILIES
 from maitred.policy.policies import POLICIES
 from training.facts import CONCEPTS, DIRECT, FACTS, Fact

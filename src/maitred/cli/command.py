@@ -9,10 +9,15 @@ import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from maitred.cli.flags import Flag, FlagKind, UsageError, flags_of, help_text, option
 from maitred.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import yaml
 
 T = TypeVar("T")
 
@@ -70,8 +75,6 @@ class Command:
         given = _parse_words(self, words)
         values: dict[str, object] = {}
         if "config" in given:
-            from maitred.cli.config_file import read_config_file
-
             values = read_config_file(str(given["config"]), list(self.flags()))
         for flag in self.flags():
             if flag.env and flag.env in environ and flag.field not in given:
@@ -88,6 +91,17 @@ class Command:
         return Options(
             {part: _build(part, values, self.positional) for part in (*self.parts, CommonOptions)}, values, after
         )
+
+
+def deferred(where: str) -> Callable[[Options], int]:
+    """What a command runs, as `module:function`, of a module that is too heavy for its help: imported when it runs."""
+    module, _, name = where.partition(":")
+
+    def run(options: Options) -> int:
+        code: int = getattr(import_module(module), name)(options)
+        return code
+
+    return run
 
 
 def _cut(words: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
@@ -196,7 +210,69 @@ def _unknown_word(command: Command, unknown: Sequence[str]) -> UsageError:
     word = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
     if not word.startswith("-"):
         return UsageError(f"unexpected argument {word!r}; see maitred {command.path} --help")
+
     from maitred.engine.foreign import what_was_meant
 
     own = ["-h", "--help", *(name for flag in command.flags() for name in flag.names)]
     return UsageError(f"no option {word}{what_was_meant(word, own)}; see maitred {command.path} --help")
+
+
+def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
+    """Field -> value. Raises UsageError with file, line and key."""
+    import yaml
+
+    from maitred.engine.foreign import what_was_meant
+
+    # lists may go by their plural: `api-keys` as well as `api-key`
+    by_key = {key: f for f in flags if f.field != "config" for key in (f.field.replace("_", "-"), f.key)}
+    values: dict[str, object] = {}
+    for key_node, value_node in _entries(path):
+        where, key = f"{path}:{key_node.start_mark.line + 1}", str(key_node.value).replace("_", "-")
+        if key not in by_key:
+            meant = what_was_meant(f"--{key}", [flag.name for flag in by_key.values()])
+            meant = meant.replace("did you mean --", "did you mean ")  # here a key
+            raise UsageError(f"{where}: no option {key_node.value!r}{meant}")
+        flag, value = by_key[key], None
+        if flag.field in values:
+            raise UsageError(f"{where}: {key_node.value!r} stands twice; keep one")
+        try:
+            value = yaml.constructor.SafeConstructor().construct_document(value_node)  # no objects, no code
+            if value is not None:  # null leaves the default
+                values[flag.field] = _typed(flag, value)
+        except (ValueError, UsageError, yaml.YAMLError) as error:
+            is_worded = flag.env is not None and isinstance(error, UsageError)  # of a key
+            told = str(error) if is_worded else f"{flag.key} is {value!r}; it must be {flag.kind.form}"
+            raise UsageError(f"{where}: {told}") from None
+    return values
+
+
+def _typed(flag: Flag, value: Any) -> object:
+    """The flag's value from what YAML read. Raises ValueError and UsageError."""
+    if flag.kind in (FlagKind.SWITCH, FlagKind.MAPPING):
+        return _require(value, bool if flag.kind is FlagKind.SWITCH else dict)
+    if flag.kind is FlagKind.LIST and isinstance(value, list):
+        return tuple(word for item in value for word in flag.parse(str(_require(item, str, int, float))))
+    return flag.join(flag.parse(str(_require(value, str, int, float))))
+
+
+def _require(value: object, *kinds: type) -> object:
+    if type(value) not in kinds:  # a bool is an int to Python, a slip to us
+        raise ValueError(value)
+    return value
+
+
+def _entries(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
+    import yaml
+
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}; give the path of a YAML file") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--config {path}: is not UTF-8 text; give a YAML file") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UsageError(f"{path}:{line}: is not valid YAML: {error.problem}") from None
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{path}: holds no keys; write lines such as `port: 8000`")
+    return root.value if root is not None else []

@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import unicodedata
+from collections.abc import Sequence
 
 from maitred.core.errors import ConfigError
 
@@ -24,6 +25,36 @@ def inert(text: str) -> str:
 def note(text: str) -> None:
     """One line for the person at the terminal; never part of a result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def seconds_text(seconds: float | None) -> str:
+    """0.0123 -> `12.3ms`."""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g}ms" if seconds < 0.1 else f"{seconds * 1e3:.0f}ms"
+    return f"{seconds:.2f}s" if seconds < 100 else f"{seconds:.0f}s"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "   ".join(cell.ljust(width) for cell, width in zip(model_row, widths, strict=True)).rstrip()
+        for model_row in rows
+    ]
 
 
 def dim(text: str) -> str:

@@ -18,7 +18,31 @@ from maitred.core.errors import ConfigError, ServerError
 from maitred.fleet.origins import parse_target
 from maitred.fleet.upstream import Answer, Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
 
+DONE = b"[DONE]"
+
+
+class SSEParser:
+    """Feed it bytes as they come; an event counts once its blank line is there."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of the events completed by `piece`; comments (keep-alive) and other fields are dropped."""
+        text = self._rest + piece
+        if b"\r" in text:
+            text = text.replace(b"\r\n", b"\n")
+        *events, self._rest = text.split(b"\n\n")
+        return [data for event in events if (data := _data(event)) is not None]
+
+
+def _data(event: bytes) -> bytes | None:
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
 MAX_ERROR_TEXT = 300  # characters of a foreign error message that are worth showing
+ADMIN_HINT = "; give an administrator's --api-key"
 
 
 class Unreachable(ServerError):
@@ -118,6 +142,15 @@ class HttpEndpoint:
 
     def get(self, path: str) -> AbstractAsyncContextManager[Reply]:
         return self._request("GET", path, b"")
+
+    async def whole(self, path: str, body: bytes | None = None, *, at_404: str = "") -> bytes:
+        """The whole answer to a GET, or to a POST of `body`, of an administrator. Raises Refused, Unreachable."""
+        async with self.get(path) if body is None else self.post(path, body) as reply:
+            answer = await reply.read()
+        if reply.status not in (200, 202):
+            hints = {401: ADMIN_HINT, 403: ADMIN_HINT, 404: at_404}
+            raise Refused(reply.status, error_text(reply.status, answer) + hints.get(reply.status, ""))
+        return answer
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, body: bytes) -> AsyncIterator[Reply]:

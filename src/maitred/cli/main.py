@@ -6,43 +6,81 @@ The table below is all that `maitred --help` needs, so it appears without import
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import maitred
 from maitred.cli.console import fill_closed_streams
-from maitred.cli.ending import ignore_signals, note_signals
 from maitred.core.errors import ConfigError, MaitredError, did_you_mean
 
 if TYPE_CHECKING:
     from maitred.cli.command import Command
 
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class EndSignal:
+    """Signal handler that notes whether a signal came."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
+def note_signals() -> None:
+    """Note signals from now on; ignore SIGHUP, for which there may be nothing to read again. For the main thread."""
+    ending = EndSignal()
+    for number in SIGNALS:
+        signal.signal(number, ending)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def noted() -> EndSignal:
+    """Signals noted so far, and from now on; none ever unless `note_signals` was called."""
+    handler = signal.getsignal(signal.SIGTERM)
+    return handler if isinstance(handler, EndSignal) else EndSignal()
+
+
+def ignore_signals() -> None:
+    """Ignore signals in the last lines of a process: Python's own end would put the system's handlers back."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 # path -> (module that holds COMMAND, or module:NAME, and one line for the list); a group's own command after the group
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("maitred.cli.serve.command", "serve a model over HTTP, as OpenAI's API"),
-    "route": ("maitred.cli.route.command", "one address for many servers: routing, failover, one queue"),
-    "top": ("maitred.cli.top.command", "watch a server's slots, queue and KV cache in the terminal"),
-    "ps": ("maitred.cli.ps", "list the models that a server holds"),
-    "chat": ("maitred.cli.chat.command", "talk to a model in the terminal, in process or at a URL"),
-    "run": ("maitred.cli.run.command", "answer a file of OpenAI batch lines; resumes after a kill"),
-    "fleet status": ("maitred.cli.fleet.status", "list the replicas behind a router, and who waits for one"),
-    "fleet drain": ("maitred.cli.fleet.drain", "send a replica nothing new, and let it finish"),
-    "fleet restart": ("maitred.cli.fleet.restart", "replace launched replicas one by one, the new one first"),
-    "fleet scale": ("maitred.cli.fleet.scale", "set how many replicas a router launches"),
-    "bench serve": ("maitred.cli.bench.command", "load any OpenAI server and measure it"),
-    "bench infer": ("maitred.cli.bench.infer", "load any KServe v2 server and measure a model"),
-    "simulate": ("maitred.cli.simulate.command", "compare scheduling policies on a workload, without a model"),
+    "serve": ("maitred.cli.serve", "serve a model over HTTP, as OpenAI's API"),
+    "route": ("maitred.cli.route", "one address for many servers: routing, failover, one queue"),
+    "top": ("maitred.cli.top", "watch a server's slots, queue and KV cache in the terminal"),
+    "ps": ("maitred.cli.top:PS", "list the models that a server holds"),
+    "chat": ("maitred.cli.chat", "talk to a model in the terminal, in process or at a URL"),
+    "run": ("maitred.cli.run", "answer a file of OpenAI batch lines; resumes after a kill"),
+    "fleet status": ("maitred.cli.fleet:STATUS", "list the replicas behind a router, and who waits for one"),
+    "fleet drain": ("maitred.cli.fleet:DRAIN", "send a replica nothing new, and let it finish"),
+    "fleet restart": ("maitred.cli.fleet:RESTART", "replace launched replicas one by one, the new one first"),
+    "fleet scale": ("maitred.cli.fleet:SCALE", "set how many replicas a router launches"),
+    "bench serve": ("maitred.cli.bench:SERVE", "load any OpenAI server and measure it"),
+    "bench infer": ("maitred.cli.bench:INFER", "load any KServe v2 server and measure a model"),
+    "simulate": ("maitred.cli.simulate", "compare scheduling policies on a workload, without a model"),
     "keys": ("maitred.cli.keys", "make, list, hash and revoke the API keys of tenants"),
-    "roofline": ("maitred.cli.roofline.command", "measure what this machine allows, and how far the engine is from it"),
-    "profile": ("maitred.cli.profile.command", "measure this machine for simulate"),
-    "explain": ("maitred.cli.explain", "tell how a model would be run: fusions, kernels, formats, buffers"),
-    "models check": ("maitred.cli.models", "tell whether a Triton repository's models would be served, and why not"),
+    "roofline": ("maitred.cli.roofline", "measure what this machine allows, and how far the engine is from it"),
+    "profile": ("maitred.cli.profile", "measure this machine for simulate"),
+    "explain": ("maitred.cli.models:EXPLAIN", "tell how a model would be run: fusions, kernels, formats, buffers"),
+    "models check": (
+        "maitred.cli.models:CHECK",
+        "tell whether a Triton repository's models would be served, and why not",
+    ),
     "models": ("maitred.cli.models:LIST", "list the models that come as packages, with their licences"),
     "tune": ("maitred.cli.tune", "find a tensor model's best batching, instances and threads"),
     "replay": ("maitred.cli.replay", "make the decisions of a log again, and name the first that differs"),
-    "why": ("maitred.cli.why.command", "tell what a request waited for, from the decision log"),
+    "why": ("maitred.cli.why", "tell what a request waited for, from the decision log"),
     "policies": ("maitred.cli.policies", "list the scheduling policies, and check that they keep their promises"),
     "completion": ("maitred.cli.completion", "print the completion script of bash, zsh or fish"),
 }

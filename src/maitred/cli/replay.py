@@ -11,6 +11,8 @@ from pathlib import Path
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
+from maitred.core.errors import ConfigError
+from maitred.decisions.files import SUFFIX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,6 @@ def _run(options: Options) -> int:
 
 def replay_logs(logs: Sequence[str]) -> int:
     """Replays each log; 1 when any decision differs."""
-    from maitred.cli.decision_logs import nearest_log
     from maitred.cli.main import EXIT_FAILURE
 
     found = [_replay_newest(Path(log)) for log in logs or [nearest_log()]]
@@ -103,3 +104,13 @@ COMMAND = Command(
         "maitred replay decisions/20260101T120000-000.00000.decisions",
     ),
 )
+
+
+WHERE_LOGS_ARE = ("decisions", ".")
+
+
+def nearest_log() -> str:
+    for folder in WHERE_LOGS_ARE:
+        if any(Path(folder).glob(f"*{SUFFIX}")):
+            return folder
+    raise ConfigError("no decision log here; say where it is with --log, the folder given to serve --decision-log")

@@ -96,7 +96,7 @@ def _run(options: Options) -> int:
 
 def table(tuned: Tuned) -> str:
     """The settings that ran live, the best first."""
-    from maitred.cli.simulate.table import aligned
+    from maitred.cli.console import aligned
 
     both = [f"{kind} {figure}" for kind in ("simulated", "live") for figure in FIGURES]
     rows = [["", *HEADINGS, *both], *(_row(each, chosen=each is tuned.chosen) for each in tuned.live)]
@@ -110,7 +110,7 @@ def _row(tried: Tried, *, chosen: bool) -> list[str]:
 
 
 def _cells(outcome: Outcome | None) -> list[str]:
-    from maitred.cli.simulate.table import seconds_text
+    from maitred.cli.console import seconds_text
 
     if outcome is None:
         return ["-"] * len(FIGURES)

@@ -14,15 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from maitred.cli.bench import report as plot
-from maitred.cli.bench.client import LoadClient, RequestForm
-from maitred.cli.bench.options import LoadOptions, PromptOptions, ReportOptions, TargetOptions
-from maitred.cli.bench.prompts import PlannedRequest
-from maitred.cli.bench.record import Record
-from maitred.cli.bench.report import live_table
-from maitred.cli.bench.runner import LoadProgress
-from maitred.cli.bench.session import make_bench
+from maitred.cli import bench_session as plot
+from maitred.cli.bench import LoadOptions, PromptOptions, ReportOptions, TargetOptions
+from maitred.cli.bench_session import live_table, make_bench
 from maitred.cli.endpoint import HttpEndpoint
+from maitred.cli.load import LoadClient, LoadProgress, PlannedRequest, Record, RequestForm
 from maitred.cli.main import main
 from maitred.core.errors import ConfigError
 from tests.cli.fake_server import FakeServer, serving

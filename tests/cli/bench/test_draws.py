@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from maitred.cli.bench.prompts import WORD_VOCABULARY, WORDS, Synthetic, Vocabulary, as_text
+from maitred.cli.load import WORD_VOCABULARY, WORDS, Synthetic, Vocabulary, as_text
 from maitred.core.errors import ConfigError
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.lengths import parse_length

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.cli.bench.record import Chunk, Failure, Record
-from maitred.cli.bench.stats import meets, percentile, spread, summarise
+from maitred.cli.bench_session import meets, percentile, spread, summarise
+from maitred.cli.load import Chunk, Failure, Record
 from maitred.core.errors import ConfigError
 from maitred.core.objectives import parse_slo
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from maitred.cli.bench.prompts import TraceReplay, Vocabulary, read_trace
-from maitred.cli.simulate.sources import read_workload
+from maitred.cli.load import TraceReplay, Vocabulary, read_trace
+from maitred.cli.simulate_inputs import read_workload
 from maitred.core.errors import ConfigError
 from maitred.sim.traces import BLOCK_TOKENS
 

@@ -14,10 +14,8 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from maitred.cli.chat.answer import Answer
-from maitred.cli.chat.conversation import Conversation
-from maitred.cli.chat.session import talk
-from maitred.cli.chat.terminal import PipeTerminal, ScreenTerminal, history_file
+from maitred.cli.chat import Conversation
+from maitred.cli.chat_session import Answer, PipeTerminal, ScreenTerminal, history_file, talk
 from maitred.cli.endpoint import HttpEndpoint
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import maitred_process

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from maitred.cli.chat.conversation import COMMANDS, Conversation, Next
+from maitred.cli.chat import COMMANDS, Conversation, Next
 
 
 def answered(*questions: str) -> Conversation:

@@ -6,10 +6,8 @@ import asyncio
 
 import pytest
 
-from maitred.cli.chat.conversation import Conversation
-from maitred.cli.chat.options import ChatOptions
-from maitred.cli.chat.session import shape_of, talk
-from maitred.cli.chat.terminal import ScreenTerminal
+from maitred.cli.chat import ChatOptions, Conversation
+from maitred.cli.chat_session import ScreenTerminal, shape_of, talk
 from maitred.cli.endpoint import HttpEndpoint
 from maitred.cli.flags import UsageError
 from tests.cli.chat.test_chat import piped

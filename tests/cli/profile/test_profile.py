@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from maitred.cli.main import main
-from maitred.cli.profile.live import CpuClock, SleepingClock, record
-from maitred.cli.profile.served import served
+from maitred.cli.profiling import CpuClock, SleepingClock, record, served
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
 from maitred.core.errors import ServerError
 from maitred.sim.edge import EdgeModel

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from maitred.cli.main import main
-from maitred.cli.roofline import report
-from maitred.cli.roofline.report import TimedEngine
+from maitred.cli.roofline import TimedEngine
 from maitred.config import CacheConfig, EngineConfig, SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.engine.build import build_parts
+from maitred.model import machine
 from maitred.model.machine import Measured
 from maitred.model.roofline import Machine
 
@@ -22,7 +22,7 @@ HOST = Measured(Machine(80e9, PEAKS), {name: 1.1 * ops for name, ops in PEAKS.it
 
 @pytest.fixture
 def known_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "measure", lambda num_threads, model_bytes: HOST)
+    monkeypatch.setattr(machine, "measure", lambda num_threads, model_bytes: HOST)
 
 
 @pytest.mark.usefixtures("known_host")
@@ -42,7 +42,7 @@ def test_what_lies_in_the_cache_is_held_against_the_caches_stream_and_a_busy_mac
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     near, asked = replace(HOST, cache_bytes_per_s=800e9, unsteady=("memory", "int8 product")), []
-    monkeypatch.setattr(report, "measure", lambda num_threads, model_bytes: asked.append(model_bytes) or near)
+    monkeypatch.setattr(machine, "measure", lambda num_threads, model_bytes: asked.append(model_bytes) or near)
     words = ("--dtype", "int8")
     assert main(["roofline", "--no-engine", *words]) == 0
     out = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_what_lies_in_the_cache_is_held_against_the_caches_stream_and_a_busy_mac
     far = replace(near, cache_bytes_per_s=None)
     floors = []
     for host in (near, far):
-        monkeypatch.setattr(report, "measure", lambda num_threads, model_bytes, host=host: host)
+        monkeypatch.setattr(machine, "measure", lambda num_threads, model_bytes, host=host: host)
         floors.append(floors_of(capsys, *words)["decode, 1 x context 512"])
     assert floors[0] < 0.5 * floors[1]
 

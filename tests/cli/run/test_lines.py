@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from maitred.cli.run.lines import LINE_START, BadLine, answer_line, error_line, read_request, scan
+from maitred.cli.batch import LINE_START, BadLine, answer_line, error_line, read_request, scan
 from maitred.core.errors import ConfigError
 
 BODY = {"model": "m", "messages": []}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from maitred.cli.run.output import OutputFile
+from maitred.cli.batch import OutputFile
 from maitred.core.errors import ConfigError
 
 

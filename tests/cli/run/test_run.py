@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from maitred.cli.run.answer import _wait_s
+from maitred.cli.batch import _wait_s
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import environment, maitred_process, maitred_thread
 from tests.waiting import HANGS_S, until

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from maitred.cli.main import main
-from maitred.cli.serve.command import _welcome, bind, served_words, url_of
+from maitred.cli.serve import _welcome, bind, served_words, url_of
 from maitred.config import ServerConfig
 from maitred.core.errors import ConfigError
 from maitred.engine.limits import claim_descriptors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maitred.cli.main import main
-from maitred.cli.simulate.sources import find_target, profile_path, read_workload
+from maitred.cli.simulate_inputs import find_target, profile_path, read_workload
 from maitred.config import CacheConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError

@@ -18,7 +18,7 @@ import pytest
 
 from maitred.api.ops.latencies import Percentiles
 from maitred.api.ops.live_feed import LiveFrame
-from maitred.cli.top.screen import Rates, as_text, fit, in_ascii, seconds, view
+from maitred.cli.top import Rates, as_text, fit, in_ascii, seconds, view
 from maitred.core.errors import EngineDead
 from maitred.core.replica import ReplicaState
 from maitred.core.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec

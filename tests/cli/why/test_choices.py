@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from maitred.cli.why.command import choice_lines
+from maitred.cli.why import choice_lines
 from maitred.fleet.actions import Bind
 from maitred.fleet.balance import Choice
 from maitred.fleet.choices import Choices

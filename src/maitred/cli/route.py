@@ -1,0 +1,225 @@
+"""`maitred route URL ...`: one address for many replicas."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from maitred.cli.command import Command, Options
+from maitred.cli.flags import UsageError, option
+from maitred.cli.main import noted
+from maitred.cli.serve import TenancyConfig, bind, listen, open_tenancy, spare_the_collector, teller, url_of
+from maitred.config import HANDOVERS, AdmissionConfig, SchedulerConfig, ServerConfig
+from maitred.config.bounds import Bounds
+from maitred.core.errors import ConfigError
+from maitred.core.objectives import promised
+from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler
+from maitred.fleet.config import PLACEMENTS, FleetConfig, SharedConfig
+from maitred.fleet.disagg import HandoverConfig
+from maitred.fleet.origins import Target, parse_target
+
+if TYPE_CHECKING:
+    from maitred.api.http.fleet_token import FleetToken
+    from maitred.api.route.launching import MakeLauncher
+    from maitred.api.route.router import Router
+    from maitred.storage.key_files import TenantFile
+    from maitred.storage.ledger import Ledger
+
+
+_OF_REPLICAS = (
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "served_model_names",
+    "default_max_n",
+    "strict_fields",
+    "decode_timeout_s",
+    "start_budget_s",
+)
+_OF_LAUNCHED = ("launch", "placement", "idle_s", "warm", "asleep")
+
+
+def _local(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
+    """Replicas on this machine, as processes."""
+    from maitred.fleet.launch import LocalLauncher
+
+    return lambda on_event: LocalLauncher(words, token=token, on_event=on_event)
+
+
+def _ray(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
+    """Replicas on the nodes of a Ray cluster, as actors. Raises ConfigError without the extra `ray`."""
+    from maitred.fleet.ray_backend import RayLauncher
+
+    num_shared = max(1, Bounds.parse(given.replicas or "1").low)  # those that are always there are placed together
+    return lambda on_event: RayLauncher(
+        words, token=token, on_event=on_event, placement=given.placement, num_shared=num_shared
+    )
+
+
+LAUNCHERS: dict[str, Callable[[tuple[str, ...], str, RouteOptions], MakeLauncher]] = {"local": _local, "ray": _ray}
+"""Given the words of `maitred serve` and the fleet's secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteOptions:
+    """Where the replicas are."""
+
+    urls: tuple[str, ...] = option((), name="--url", metavar="URL[=WEIGHT]")
+    """A replica: http://HOST:PORT or https://HOST:PORT, any server that speaks OpenAI's API; or dns://NAME:PORT, all
+    addresses of a name, looked up every few seconds. =WEIGHT is its speed beside the others', where it tells none."""
+    replicas: str | None = option(None, metavar="N|MIN:MAX")
+    """So many replicas of the router's own, or from MIN to MAX as there is need: `maitred serve` with what follows
+    `--`, its default model where nothing does. MIN 0 lets the last one stop."""
+    launch: str = option("local", choices=tuple(LAUNCHERS))
+    """Where they are started: local is this machine, ray the nodes of a Ray cluster."""
+    placement: str = option("pack", choices=PLACEMENTS)
+    """With ray: pack puts the first MIN replicas on as few nodes as hold them, spread on as many as there are."""
+    idle_s: float = 300.0
+    """With MIN 0: the last replica stops after so long (s) without a request."""
+    handover: str = option("auto", choices=HANDOVERS)
+    """Among replicas that give their KV (serve --kv-listen): whether a prompt is computed by another one than its
+    answer. auto does as foretold from queues, free blocks and what steps and transfers take; always; never."""
+    reuse_port: bool = False
+    """Listen beside other routers on the same port; a new one takes over when the old one ends."""
+
+    def __post_init__(self) -> None:
+        choices = {"launch": LAUNCHERS, "placement": PLACEMENTS, "handover": HANDOVERS}
+        for name, names in choices.items():
+            if (value := getattr(self, name)) not in names:
+                raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(names)}")
+        if self.replicas is not None and (self.urls or self.reuse_port):
+            raise ConfigError(
+                "replicas end with the router that launched them, so it has neither URLs nor reuse_port beside them"
+            )
+        if self.replicas is not None:
+            Bounds.parse(self.replicas)
+
+
+def _run(options: Options) -> int:
+    from maitred.api.http.fleet_token import FleetToken, read_fleet_token
+    from maitred.engine.limits import claim_descriptors
+
+    given, server = options[RouteOptions], options[ServerConfig]
+    _check(options)
+    targets = targets_of(given.urls) if given.replicas is None else ()
+    token = read_fleet_token(server.fleet_token_file)
+    if given.replicas is not None and not token.is_set:
+        token = FleetToken(secrets.token_hex(32).encode())
+    launch = _launcher(options, token)
+    claim_descriptors()
+    listener = bind(server.host, server.port, reuse_port=given.reuse_port)
+    tell = teller(server)
+    with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
+        ending = noted()
+        if ending.came:
+            return 0
+        from maitred.api.route.serve import route
+
+        router = _router(options, targets, token, launch, tenants, ledger)
+
+        def on_open(host: str, port: int) -> None:
+            spare_the_collector()
+            tell(f"maitred routes to {_listed(given)} on {url_of(server, host, port)}")
+
+        listen(listener, server.host, server.port)
+        route(router, listener, is_ending=lambda: ending.came, on_open=on_open)
+    return 0
+
+
+def _launcher(options: Options, token: FleetToken) -> MakeLauncher | None:
+    """Launcher of the router's own replicas, None without any. Raises ConfigError where there can be none."""
+    given = options[RouteOptions]
+    if given.replicas is None:
+        return None
+    ((_, secret),) = token.shown()
+    return LAUNCHERS[given.launch](options.after_dashes, secret.decode(), given)
+
+
+def _router(
+    options: Options,
+    targets: tuple[Target, ...],
+    token: FleetToken,
+    launch: MakeLauncher | None,
+    tenants: TenantFile | None,
+    ledger: Ledger | None,
+) -> Router:
+    from maitred.api.http.auth import Authenticator
+    from maitred.api.route.router import Router
+
+    given, server = options[RouteOptions], options[ServerConfig]
+    objective_s = options[AdmissionConfig].ttft_objective_s
+    spent = ledger.spent_tokens() if ledger is not None else None
+    return Router(
+        server,
+        options[FleetConfig],
+        options[SchedulerConfig],
+        targets,
+        admission=options[AdmissionConfig],
+        token=token,
+        authenticator=Authenticator(server.api_keys, tenants, spent),
+        shared=options[SharedConfig],
+        autoscale=Autoscaler(AutoscaleConfig(idle_s=given.idle_s, ttft_objective_s=objective_s)),
+        launch=launch,
+        handover=HandoverConfig(handover=given.handover, **promised(server.slo)),
+        bounds=Bounds.parse(given.replicas) if given.replicas is not None else None,
+        ledger=ledger,
+    )
+
+
+def _check(options: Options) -> None:
+    """Raises UsageError for flags that mean nothing here."""
+    launches = options[RouteOptions].replicas is not None
+    for field in _OF_REPLICAS:
+        if options.was_given(field):
+            where = "put it behind --" if launches else "give it to `maitred serve`"
+            raise UsageError(f"{field.replace('_', '-')} is a setting of replicas; {where}")
+    given = ["what follows --"] if options.after_dashes else []
+    given += [f"--{field.replace('_', '-')}" for field in _OF_LAUNCHED if options.was_given(field)]
+    if given and not launches:
+        raise UsageError(f"{given[0]} is for replicas that the router launches; add --replicas N")
+
+
+def targets_of(urls: tuple[str, ...]) -> tuple[Target, ...]:
+    """Raises ConfigError for none, for a wrong one, and for one that is there twice."""
+    if not urls:
+        raise UsageError("a router needs a replica: maitred route http://HOST:PORT ..., or --replicas N to launch some")
+    targets = tuple(parse_target(url) for url in urls)
+    for at, target in enumerate(targets):
+        if any(target.origin == before.origin for before in targets[:at]):
+            raise ConfigError(f"{target.origin.url} is given twice; give it a weight instead: {target.origin.url}=2")
+    return targets
+
+
+def _listed(given: RouteOptions) -> str:
+    if given.replicas is not None:
+        return f"{given.replicas} replica{'' if given.replicas == '1' else 's'} of its own"
+    return given.urls[0] if len(given.urls) == 1 else f"{len(given.urls)} addresses"
+
+
+COMMAND = Command(
+    path="route",
+    summary="One address for many servers: holds requests until one has room, and sends each where its prefix is.",
+    run=_run,
+    parts=(RouteOptions, FleetConfig, ServerConfig, SchedulerConfig, AdmissionConfig, TenancyConfig, SharedConfig),
+    positional="urls",
+    after_dashes="WORD OF maitred serve ...",
+    first=(
+        "urls",
+        "replicas",
+        "host",
+        "port",
+        "balance",
+        "policy",
+        "tenants",
+        "ledger",
+        "fleet_token_file",
+        "api_keys",
+    ),
+    examples=(
+        "maitred route http://10.0.0.1:8000 http://10.0.0.2:8000",
+        "maitred route http://fast:8000=2 http://slow:8000 --balance least_load",
+        "maitred route --replicas 0:4 -- ./Llama-3.2-1B --max-num-seqs 32",
+        "maitred route dns://replicas.default.svc:8000 --tenants tenants.yaml --fleet-token-file token",
+    ),
+)
