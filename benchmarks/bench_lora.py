@@ -4,8 +4,7 @@ Steps of the native executor with every request under an adapter of its own, all
 a few steps each, for what else the machine does changes within seconds. Each turn is held against the turn of none
 beside it; medians of the ratios are printed, with what the bytes that a step reads would allow. With one thread,
 processor time is counted, so that a busy machine does not spoil the figures. Without MODEL, random weights of
-Qwen3-0.6B's shape. Caches hold zeros: nothing is prefilled. With `--registered 1000 --room 50` it is traffic that is
-measured, over more adapters than there is room for: `lora_traffic`.
+Qwen3-0.6B's shape. Caches hold zeros: nothing is prefilled.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import lora_traffic
 import numpy as np
 from bench_start import make_checkpoint
 
@@ -140,16 +138,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=9, help="in a turn")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--registered", type=int, help="adapters of the built-in model, under traffic")
-    parser.add_argument("--room", type=int, default=50, help="of them, that memory is for")
-    parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law, by which requests name them")
-    parser.add_argument("--per-turn", type=int, default=400, help="requests")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of each of them")
-    parser.add_argument("--output", type=int, default=64, help="tokens of each of them")
     options = parser.parse_args()
-    if options.registered is not None:
-        lora_traffic.measure(options)
-        return
     none, many = Load("none", 0), options.requests
     loads = [
         Load("one, rank 16", 1, 16),

@@ -86,7 +86,6 @@ def run_cell(bench: Bench, cell: str, chosen: Sequence[Entry], rounds: int, resu
                 outcome["rounds"].append(measure(bench, entry, cell, seed=number))
             except (RuntimeError, OSError) as error:
                 outcome["failed"] = str(error)
-                bench.workers.close(entry.name)
             results.save()
     print(cell, flush=True)
     for entry in able:
@@ -159,11 +158,8 @@ def main() -> None:
     bench = Bench(
         args.work, args.model, Probe(usable_cores()), dict(peaks), workers, args.waves, offline=not args.no_offline
     )
-    try:
-        for cell in cells:
-            run_cell(bench, cell, chosen, args.rounds, results)
-    finally:
-        workers.close()
+    for cell in cells:
+        run_cell(bench, cell, chosen, args.rounds, results)
     print_tables(results, [args.model])
 
 

@@ -8,19 +8,8 @@ a batch, Triton batches equal shapes alone. Triton is nvidia-pytriton's, with it
 same files on the same ONNX Runtime with a thread for each core.
 
 Each server has its own environment in CACHE, made when it is not there, and its own process; all are up at once and
-measured in turn, ROUNDS times, by wrk (HTTP) and h2load (gRPC), which Debian has. Those that speak KServe v2 get its
-JSON (mlp and encoder: binary data), LitServe and Ray JSON of their own. Numbers are medians over rounds; the ratio of a
-row is maitred's number over its own.
-
-Predicted before the first run (two cores, one of them the client's for a part of the time): add with 16 clients over
-HTTP 0.3 to 0.4 of Triton (its server is C++, ours is Python twice: HTTP and engine), 2 of MLServer, 4 of LitServe, 10
-of Ray; over gRPC 0.25 of Triton and 2 of MLServer, both sides bounded by grpc.aio. mlp with 32 clients: 5 times what
-max_batch_size 1 gives.
-
-Predicted before Triton's first run of mlp and encoder: mlp 0.9 of Triton at the same p99 (aim: 1, no higher p99), for
-the runtime bounds both and our edge takes more of the cores it wants. Encoder 1.5 times Triton (aim 1.3) with 13%
-padding (aim 15%): a batch of 16 clients' is about 5 rows of one bucket where Triton's is mostly one, worth about
-twice, less what the edge takes.
+measured in turn, ROUNDS times, by wrk (HTTP) and h2load (gRPC), which Debian has. All speak KServe v2, mlp and encoder
+in binary data. Numbers are medians over rounds; the ratio of a row is maitred's number over its own.
 """
 
 from __future__ import annotations
@@ -66,7 +55,6 @@ class Peer:
     name: str
     command: Sequence[str]
     packages: Sequence[str] = ()
-    speaks_v2: bool = True
     grpc: bool = False
     models: Sequence[str] = ("add",)
     ready: str = "/v2/health/ready"
@@ -102,20 +90,6 @@ PEERS = (
         ("PYTHON", "-c", "from mlserver.cli import main; main()", "start", "FOLDER/mlserver"),
         ("mlserver==1.7.1", "numpy<2", "uvloop<0.22"),
         grpc=True,
-    ),
-    Peer(
-        "litserve 0.2.19",
-        ("PYTHON", str(HERE / "serve_litserve.py"), "PORT"),
-        ("litserve==0.2.19", "numpy"),
-        speaks_v2=False,
-        ready="/health",
-    ),
-    Peer(
-        "ray 2.60.0",
-        ("PYTHON", str(HERE / "serve_ray.py"), "PORT"),
-        ("ray[serve]==2.60.0", "numpy"),
-        speaks_v2=False,
-        ready="/-/healthz",
     ),
 )
 
@@ -246,8 +220,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 def http_figures(port: int, peer: Peer, model: str, clients: int, folder: Path, seconds: int) -> tuple[float, float]:
     """(requests/s, p99 in ms) of wrk."""
-    dialect, path = ("v2", f"v2/models/{model}/infer") if peer.speaks_v2 else ("json", "predict")
-    script = str(folder / f"{model}.{dialect}.lua")
+    path, script = f"v2/models/{model}/infer", str(folder / f"{model}.lua")
     command = [
         "wrk",
         "-t1",

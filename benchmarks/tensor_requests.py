@@ -25,16 +25,14 @@ function request() at = at % #ready + 1 return ready[at] end
 
 
 def write_requests(folder: Path) -> None:
-    """For wrk a script for each model and dialect, for h2load a message."""
+    """For wrk a script for each model, for h2load a message."""
     vector = np.arange(16, dtype="f4")[None]
     add = {"INPUT0": vector, "INPUT1": vector}
-    _write_script(folder / "add.v2.lua", [_json_request(add)])  # which all that speak v2 take
-    plain = json.dumps({name: array[0].tolist() for name, array in add.items()}).encode()
-    _write_script(folder / "add.json.lua", [(plain, JSON)])
+    _write_script(folder / "add.lua", [_json_request(add)])
     (folder / "add.grpc").write_bytes(_message("add", add))
     row = {"INPUT": np.arange(MLP_SIZES[0], dtype="f4")[None]}
-    _write_script(folder / "mlp.v2.lua", [_binary_request(row)])
-    _write_script(folder / "encoder.v2.lua", [_binary_request(each) for each in texts()])
+    _write_script(folder / "mlp.lua", [_binary_request(row)])
+    _write_script(folder / "encoder.lua", [_binary_request(each) for each in texts()])
 
 
 def texts() -> list[Inputs]:

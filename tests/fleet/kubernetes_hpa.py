@@ -18,7 +18,7 @@ import yaml
 
 from maitred.fleet.autoscale import FleetFigures
 
-MANIFEST = Path(__file__).parents[1] / "deploy/kubernetes/fleet/autoscaler.yaml"
+MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes/fleet/autoscaler.yaml"
 PERIOD_S, TOLERANCE = 15.0, 0.1  # of kube-controller-manager
 UP = {
     "stabilizationWindowSeconds": 0,
