@@ -56,13 +56,12 @@ soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors a
 	MAITRED_OTHER_CLIENTS=$$($(BIN)/python benchmarks/other_clients.py $(VENV)/other-clients) $(BIN)/python -m pytest -m soak # what is given here replaces pyproject.toml's `not soak`
 	for isa in $$($(BIN)/python -c 'from maitred.kernels import _native; print(*({"plain", "avx2"} & set(_native.available_isas())))'); do \
 	echo "== the whole suite with $$isa alone:"; MAITRED_ISA=$$isa PYTEST_ADDOPTS=--timeout=1200 scripts/test $(BIN)/python || exit 1; done
-	$(BIN)/python benchmarks/soak_simulator.py
+	$(BIN)/python benchmarks/bench_simulator.py soak
 	$(BIN)/python benchmarks/soak_edge.py
 	$(BIN)/python benchmarks/soak_tenants.py
-	$(BIN)/python benchmarks/soak_tensors.py
-	$(BIN)/python benchmarks/soak_tensor_edge.py
 	$(BIN)/python benchmarks/soak_openapi.py
-	$(BIN)/python benchmarks/soak_server.py
+	$(BIN)/python benchmarks/soak_server.py tensors --minutes 5
+	$(BIN)/python benchmarks/soak_server.py chats
 
 # Threads that spin for each other cost more than they bring as soon as anything else runs.
 TRAIN = OMP_WAIT_POLICY=passive $(BIN)/python -m training.train --seed 0 --threads $$(nproc)

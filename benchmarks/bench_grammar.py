@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import tokenizers
-from bench_start import QWEN3_06B, make_checkpoint
+from harness import QWEN3_06B, make_checkpoint
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig

@@ -1,62 +1,88 @@
-"""How fast the simulator is: request-steps per second of CPU time at 64 running, for each policy.
+"""How fast the simulator is, how large a fleet it takes, and whether its memory stays flat.
 
-    python benchmarks/bench_simulator.py [--requests 3000] [--policies fcfs,srpt]
+    python benchmarks/bench_simulator.py [speed] [tensors] [fleet] [soak] [--requests N] [--policies fcfs,srpt]
 
-Requests of 64 prompt and 128 output tokens, always more of them than slots. The goal is 100,000 request-steps/s, which
-is 50,000 requests of 128 output tokens in a minute.
-
-Tensor requests, of one to four rows for four models, 600 a simulated second: the goal is to simulate 10,000 in a
-second.
+`speed`: request-steps per second of CPU time at 64 running, for each policy; requests of 64 prompt and 128 output
+tokens, always more of them than slots; aim 100,000, which is 50,000 requests a minute. `tensors`: requests of one to
+four rows for four models, 600 a simulated second; aim 10,000 simulated in a second. `fleet`: 1,000 replicas and 100,000
+requests of 128 tokens on one core; aim 5 minutes, and memory that does not grow once simulated caches are full. `soak`:
+a million requests of three tenants with shared prefixes and conversations of one to three turns; fails when requests
+are lost, or when resident memory grows by 5% after the first twentieth.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from random import Random
 
+from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.tensor_request import BatchRules
 from maitred.policy.policies import POLICIES
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.engine import EngineSetup
+from maitred.sim.fleet import FleetSimulation
+from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
-from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
+from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec
 from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes
 from maitred.sim.tensors import SimulatedModel, TensorSimulation
+from maitred.sim.workload import Arrival
 from maitred.tensor.lone import lone_scheduler
 
-SLOTS, OUTPUT = 64, 128
+SLOTS, PROMPT, OUTPUT = 64, 64, 128
+REPLICAS, RATE_OF_ONE = 1000, 12.0  # requests/s of a replica: some 20 in flight
 TENSOR_MODELS, TENSOR_RATE = ("a", "b", "c", "d"), 600.0
-COSTS = CostModel(fixed_s=3e-3, prefill_token_s=5e-5, decode_token_s=8e-5)
+MAX_GROWTH = 1.05
 
 
-def measure(policy: str, num_requests: int) -> tuple[float, float]:
-    """(request-steps per CPU second, mean rows of a step)."""
-    classes = {"all": ClassSpec(input="64", output=str(OUTPUT), max_tokens=OUTPUT)}
-    spec = WorkloadSpec(rate=60.0, num_requests=num_requests, classes=classes)
-    setup = EngineSetup(scheduler=SchedulerConfig(max_num_seqs=SLOTS, policy=policy), num_blocks=4096)
-    simulation = Simulation(setup, COSTS, Results())
-    began = time.process_time()
-    results = simulation.run(SyntheticWorkload(spec).arrivals())
-    return results.num_row_steps / (time.process_time() - began), results.num_row_steps / results.num_steps
+def alike(rate: float, num_requests: int) -> Iterator[Arrival]:
+    classes = {"all": ClassSpec(input=str(PROMPT), output=str(OUTPUT), max_tokens=OUTPUT)}
+    return SyntheticWorkload(WorkloadSpec(rate=rate, num_requests=num_requests, classes=classes)).arrivals()
 
 
-def measure_tensors(num_requests: int) -> tuple[float, float]:
-    """(requests per CPU second, mean rows of a batch)."""
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+def watched(arrivals: Iterator[Arrival], every: int, marks: list[float]) -> Iterator[Arrival]:
+    """The same; notes and tells memory after each so many."""
+    for number, arrival in enumerate(arrivals):
+        if number and number % every == 0:
+            marks.append(resident_mib())
+            print(f"{number:>10,} came, {time.process_time():7.1f} s, {marks[-1]:7.1f} MiB", flush=True)
+        yield arrival
+
+
+def speed(options: argparse.Namespace) -> None:
+    costs = CostModel(fixed_s=3e-3, prefill_token_s=5e-5, decode_token_s=8e-5)
+    print(f"{'policy':12} {'request-steps/s':>16} {'rows a step':>12} {'requests/min':>13}")
+    for policy in options.policies.split(","):
+        setup = EngineSetup(scheduler=SchedulerConfig(max_num_seqs=SLOTS, policy=policy), num_blocks=4096)
+        simulation, began = Simulation(setup, costs, Results()), time.process_time()
+        results = simulation.run(alike(60.0, options.requests or 3000))
+        rate = results.num_row_steps / (time.process_time() - began)
+        rows = results.num_row_steps / results.num_steps
+        print(f"{policy:12} {rate:16,.0f} {rows:12.1f} {rate / (OUTPUT + 1) * 60:13,.0f}", flush=True)
+
+
+def tensors(options: argparse.Namespace) -> None:
     rows, batch_s = (1, 2, 4, 8, 16, 32), (0.004, 0.0042, 0.0046, 0.0054, 0.007, 0.01)
+    rules = BatchRules(max_batch_size=32, dynamic=True, delay_s=0.002, machine_share=0.5)
+    shapes = (ShapeTimes(length=0, rows=rows, seconds=batch_s),)
     models = [
-        SimulatedModel(
-            name=name, version=1, rules=BatchRules(max_batch_size=32, dynamic=True, delay_s=0.002, machine_share=0.5),
-            times=ModelTimes(model=name, version=1, shapes=(ShapeTimes(length=0, rows=rows, seconds=batch_s),)),
-        )
-        for name in TENSOR_MODELS
-    ]  # fmt: skip
-    rng = Random(0)
+        SimulatedModel(name=n, version=1, rules=rules, times=ModelTimes(model=n, version=1, shapes=shapes))
+        for n in TENSOR_MODELS
+    ]
+    rng, num_requests = Random(0), options.requests or 60_000
     simulation = TensorSimulation(lone_scheduler(SchedulerConfig()), models, HostTimes(), rng)
     simulation.begin(
         TensorArrival(at=at, request_id=str(i), model=rng.choice(TENSOR_MODELS), num_rows=rng.randint(1, 4))
@@ -64,22 +90,60 @@ def measure_tensors(num_requests: int) -> tuple[float, float]:
     )
     began = time.process_time()
     told = simulation.run().values()
-    took_s = time.process_time() - began
-    assert sum(each.num_rows for each in told) >= num_requests
-    return num_requests / took_s, sum(each.num_rows for each in told) / sum(each.num_batches for each in told)
+    rate = num_requests / (time.process_time() - began)
+    mean = sum(each.num_rows for each in told) / sum(each.num_batches for each in told)
+    print(f"tensor requests/s {rate:,.0f}, in batches of {mean:.1f} rows", flush=True)
+
+
+def fleet(options: argparse.Namespace) -> None:
+    num_requests, scheduler, marks = options.requests or 100_000, SchedulerConfig(max_num_seqs=64), list[float]()
+    costs = CostModel(fixed_s=10e-3, prefill_token_s=5e-5, decode_token_s=1e-4)
+    one = ReplicaSetup(engine=EngineSetup(scheduler=scheduler, num_blocks=512), cost_model=costs)
+    setup = FleetSetup(config=FleetConfig(balance="prefix"), scheduler=scheduler, replicas=[one] * REPLICAS)
+    simulation, began = FleetSimulation(setup, Results()), time.process_time()
+    simulation.run(watched(alike(RATE_OF_ONE * REPLICAS, num_requests), max(1, num_requests // 10), marks))
+    results, took_s = simulation.results, time.process_time() - began
+    print(
+        f"{results.total.num_finished:,} requests, {results.num_row_steps:,} request-steps, {results.duration_s:,.1f} s"
+        f" simulated in {took_s:.1f} s of processor time; {resident_mib():.0f} MiB, "
+        f"{resident_mib() / marks[len(marks) // 2]:.2f} of that after half, with full caches"
+    )
+
+
+def soak(options: argparse.Namespace) -> None:
+    num_requests = options.requests or 1_000_000
+    chat = ClassSpec(
+        prefix_tokens=64,
+        num_prefixes=8,
+        input="uniform:8,64",
+        output="uniform:2,12",
+        turns="uniform:1,3",
+        think_s=2.0,
+        max_tokens=64,
+    )
+    tenants = {"a": TenantSpec(share=2), "b": TenantSpec(weight=2), "c": TenantSpec()}
+    spec = WorkloadSpec(rate=600.0, num_requests=num_requests, classes={"chat": chat}, tenants=tenants)
+    setup = EngineSetup(scheduler=SchedulerConfig(max_num_seqs=64), num_blocks=4096)
+    costs, marks = CostModel(fixed_s=1e-3, prefill_token_s=1e-6, decode_token_s=1e-5), list[float]()
+    arrivals = watched(SyntheticWorkload(spec).arrivals(), num_requests // 20, marks)
+    results = Simulation(setup, costs, Results()).run(arrivals)
+    total, growth = results.total, resident_mib() / marks[0]
+    print(f"{total.num_finished:,} finished, {total.num_failed:,} failed; memory is {growth:.3f} of the first mark's")
+    if total.num_finished + total.num_failed != num_requests or growth > MAX_GROWTH:
+        sys.exit("soak failed: requests were lost, or memory grew")
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {part.__name__: part for part in (speed, tensors, fleet, soak)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=3000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--requests", type=int, help="of each part")
     parser.add_argument("--policies", default=",".join(POLICIES))
     options = parser.parse_args()
-    print(f"{'policy':12} {'request-steps/s':>16} {'rows a step':>12} {'requests/min':>13}")
-    for policy in options.policies.split(","):
-        speed, rows = measure(policy, options.requests)
-        print(f"{policy:12} {speed:16,.0f} {rows:12.1f} {speed / (OUTPUT + 1) * 60:13,.0f}", flush=True)
-    speed, rows = measure_tensors(20 * options.requests)
-    print(f"\ntensor requests/s {speed:,.0f}, in batches of {rows:.1f} rows")
+    for name in options.parts or ("speed", "tensors"):
+        PARTS[name](options)
 
 
 if __name__ == "__main__":

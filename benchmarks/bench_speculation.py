@@ -40,7 +40,7 @@ from random import Random
 from textwrap import dedent
 from typing import Any, NamedTuple
 
-from bench_start import make_checkpoint
+from harness import make_checkpoint
 from quality import PROMPTS, prompt_ids
 
 from maitred import LLM, SamplingParams

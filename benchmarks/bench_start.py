@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -24,31 +25,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from harness import make_checkpoint, tensor_shapes
 
-from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
-from maitred.model.families import spec_from_config
-from maitred.model.weight_map import weight_map
-
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "rope_theta": 1_000_000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 0,
-}
+from maitred.model.checkpoint import open_checkpoint
 
 
 class Start(NamedTuple):
@@ -139,43 +118,7 @@ def config_of_size(gguf: Path) -> dict[str, Any]:
 
 
 def _num_bytes(config: dict[str, Any]) -> int:
-    sources = weight_map(spec_from_config(config | {"layer_types": None}), AnyName())
-    return sum(2 * int(np.prod(source.shape)) for source in sources)
-
-
-def make_checkpoint(folder: Path, config: dict[str, Any] = QWEN3_06B) -> Path:
-    """Random bfloat16 weights of that shape, with the built-in model's tokenizer."""
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUILTIN_FOLDER / name, folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    header, offset = {}, 0
-    shapes = {source.tensor: source.shape for source in weight_map(spec_from_config(config), AnyName())}
-    for name, shape in shapes.items():
-        size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    encoded = json.dumps(header).encode()
-    rng = np.random.default_rng(0)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for shape in shapes.values():
-            values = rng.standard_normal(int(np.prod(shape)), dtype=np.float32) * np.float32(0.02)
-            file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
-    return folder
-
-
-class AnyName:
-    """As if the checkpoint had every tensor that is asked for."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
+    return sum(2 * math.prod(shape) for shape in tensor_shapes(config | {"layer_types": None}).values())
 
 
 if __name__ == "__main__":

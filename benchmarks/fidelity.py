@@ -36,7 +36,6 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from document import write_section
 from fidelity_models import Known, LiveRun, at_usual_speed, fit_on_others, fitted, step_error, total_slowness
 from fidelity_telling import (
     FIGURES,
@@ -50,6 +49,7 @@ from fidelity_telling import (
     summary,
     table,
 )
+from harness import write_section
 from machine_speed import Probe, Quiet, Times, Trace, Watch, median_of, probe_engine
 
 from maitred.cli.profiling import CLOCKS, live_engine, record

@@ -30,9 +30,9 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
-from document import write_section
 from fidelity import CLASSES, DOCUMENT, engine_config, figures, never_idle, spread, workload
 from fidelity_telling import FIGURES, Cell, Comparison
+from harness import write_section
 
 from maitred.cli.bench_session import summarise
 from maitred.cli.endpoint import HttpEndpoint, first_model

@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from document import write_section
 from fidelity import Capacity, engine_config, fitted, measure_capacity, never_idle
+from harness import write_section
 from machine_speed import Probe, Quiet, SteadyClock, probe_engine
 
 from maitred.cli.console import seconds_text

@@ -14,18 +14,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 MLP_SIZES = (512, 4096, 4096, 256)  # 70 MB
 LIGHT_SIZES = (512, 2048, 2048, 256)  # 22 MB
-CHANNELS, PIXELS = 64, 28
 ENCODER_LAYERS, HIDDEN, HEADS, FEED_FORWARD, VOCABULARY = 6, 384, 12, 1536, 8000  # all-MiniLM-L6's, but for words
 
 
 def write_mlp(repository: Path, name: str, sizes: Sequence[int], max_batch_size: int = 32) -> Path:
     """A model's folder: matrices with ReLU between them, weights of a fixed seed."""
     return write_model(repository, name, mlp(sizes), max_batch_size)
-
-
-def write_convolutions(repository: Path, name: str, num_layers: int = 4, max_batch_size: int = 32) -> Path:
-    """A model's folder whose rows are as dear in a batch as alone."""
-    return write_model(repository, name, convolutions(num_layers), max_batch_size)
 
 
 def write_model(repository: Path, name: str, model: onnx.ModelProto, max_batch_size: int = 32, more: str = "") -> Path:
@@ -86,24 +80,6 @@ def mlp(sizes: Sequence[int]) -> onnx.ModelProto:
         at = graph.add("MatMul", at, graph.weight(before, after), output="OUTPUT" if is_last else "")
         at = at if is_last else graph.add("Relu", at)
     return graph.made({"INPUT": (TensorProto.FLOAT, [sizes[0]])}, {"OUTPUT": [sizes[-1]]})
-
-
-def convolutions(num_layers: int) -> onnx.ModelProto:
-    """INPUT [batch, CHANNELS, PIXELS, PIXELS] -> OUTPUT of the same shape: kernels of 3 x 3."""
-    graph, at = _Graph(), "INPUT"
-    for i in range(num_layers):
-        kernel = graph.weight(CHANNELS, CHANNELS, 3, 3, scale=0.06)
-        at = graph.add("Conv", at, kernel, output="OUTPUT" if i == num_layers - 1 else "", pads=[1, 1, 1, 1])
-    shape = [CHANNELS, PIXELS, PIXELS]
-    return graph.made({"INPUT": (TensorProto.FLOAT, shape)}, {"OUTPUT": shape})
-
-
-def mean_of_vectors(num_words: int = 50_000, width: int = 128) -> onnx.ModelProto:
-    """input_ids [batch, length] -> OUTPUT [batch, width]: vectors of words, averaged."""
-    graph = _Graph()
-    vectors = graph.add("Gather", graph.weight(num_words, width, scale=1.0), "input_ids")
-    graph.add("ReduceMean", vectors, output="OUTPUT", axes=[1], keepdims=0)
-    return graph.made({"input_ids": (TensorProto.INT64, ["length"])}, {"OUTPUT": [width]})
 
 
 def encoder(num_layers: int = ENCODER_LAYERS) -> onnx.ModelProto:
