@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
+from maitred.fleet.config import FleetConfig
+from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation

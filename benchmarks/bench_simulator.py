@@ -20,10 +20,10 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.tensor_request import BatchRules
+from maitred.fleet.config import FleetConfig
 from maitred.policy.policies import POLICIES
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.engine import EngineSetup

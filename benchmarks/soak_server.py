@@ -1,11 +1,11 @@
-"""A served model under load for as long as you like: clients that leave, reloads, a killed engine; nothing leaks.
+"""A served model under load for as long as you like: clients that leave, reloads, kills; nothing leaks or is lost.
 
     python benchmarks/soak_server.py [chats] [tensors] [--minutes 20] [--clients 12] [--kill-every-s 60]
 
-`chats`: whole answers and streams, one sample and three, short and long prompts, a quarter of the clients gone before the end,
-and the engine's process killed now and then. Every answer that was waited for must be whole. At the end, when nobody
-asks any more: no block in use, no request in flight, as many files and tasks of the event loop as before, and memory
-that did not grow after the first third.
+`chats`: whole answers and streams, one sample and three, short and long prompts, a quarter of the clients gone before
+the end, and the engine's process killed now and then. Every answer that was waited for must be whole. At the end, when
+nothing is asked any more: no block in use, no request in flight, as many files and tasks of the event loop as before,
+and memory that did not grow after the first third.
 
 `tensors`: sixteen clients of an MLP of 70 MB; calm, then while it is loaded again and again, then while the engine's
 process is killed now and then, an equal part of the minutes each. No request may fail, p99 while it is reloaded may be
@@ -274,8 +274,8 @@ def soak_tensors(chosen: argparse.Namespace) -> bool:
     ratio = loaded["p99_ms"] / calm["p99_ms"]
     failed = sum(each["num_failed"] for each in (calm, loaded, again, killed))
     sys.stdout.write(
-        f"{loaded['changes'] + again['changes']} reloads, p99 {ratio:.2f} times the calm's (at most {MAX_P99:g}), memory "
-        f"{growth:.3f} times (at most {MAX_GROWTH:g}); {killed['changes']} kills; {failed} requests failed\n"
+        f"{loaded['changes'] + again['changes']} reloads: p99 {ratio:.2f} times the calm's (at most {MAX_P99:g}),"
+        f" memory {growth:.3f} times (at most {MAX_GROWTH:g}); {killed['changes']} kills; {failed} requests failed\n"
     )
     return failed == 0 and ratio <= MAX_P99 and growth <= MAX_GROWTH
 
@@ -287,7 +287,8 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--kill-every-s", type=float, default=60)
     chosen = parser.parse_args()
-    return 0 if all([KINDS[kind](chosen) for kind in chosen.kinds or KINDS]) else 1
+    good = [KINDS[kind](chosen) for kind in chosen.kinds or KINDS]
+    return 0 if all(good) else 1
 
 
 def soak_chats(chosen: argparse.Namespace) -> bool:
