@@ -28,7 +28,7 @@ test: $(VENV)/.installed-dev ## the whole suite, on every processor
 	@scripts/debian-packages
 	@scripts/test $(BIN)/python
 
-PURE := policy kv scheduler gate decisions testing tenancy sim
+PURE := policy kv/test_manager.py kv/test_tiers.py scheduler gate decisions testing tenancy sim
 quick: $(VENV)/.installed-dev ## under a minute, for between two edits: the packages that decide, and one server from HTTP to its engine
 	@scripts/test $(BIN)/python tests/test_request.py tests/test_structure.py $(addprefix tests/,$(PURE)) tests/api/test_end_to_end.py
 

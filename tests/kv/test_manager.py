@@ -1,15 +1,183 @@
+"""Changes are differences: whoever applies all that was taken has what there is, and no event is kept twice."""
+
 from __future__ import annotations
 
+from hashlib import sha256
+from itertools import combinations
 from random import Random
+from struct import pack
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maitred.core.request import RequestState, SamplingParams
 from maitred.core.step import BlockCopy
-from maitred.kv.manager import KVCacheManager, PrefixHit
-from maitred.kv.prefix_cache import TokenHasher
+from maitred.kv.manager import BlockPool, KVCacheManager, PrefixHit
+from maitred.kv.prefix_cache import Changes, PrefixCache, TokenHasher, hash_blocks, root_hash
 from tests.fakes import MODEL, make_request, make_samples
+
+# -- block pool
+
+
+def test_blocks_are_handed_out_least_recently_freed_first():
+    pool = BlockPool(3, kept={0, 1, 2})
+    a, b, c = pool.take(3)
+    for block in (b, c, a):
+        pool.release(block)
+    assert pool.take(3) == [b, c, a]
+
+
+def test_a_block_that_nobody_can_find_again_is_handed_out_before_those_that_can_be_hit():
+    pool = BlockPool(4, kept={0, 1})
+    pool.take(4)
+    for block in (0, 2, 1, 3):
+        pool.release(block)
+    assert pool.free_blocks == (3, 2, 0, 1)
+
+
+def test_a_shared_block_is_free_only_when_its_last_holder_lets_go():
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    pool.share(block)
+    pool.release(block)
+    assert (pool.num_used, pool.num_free) == (1, 1)
+    pool.release(block)
+    assert (pool.num_used, pool.num_free) == (0, 2)
+
+
+def test_a_free_block_that_is_hit_leaves_the_free_queue():
+    pool = BlockPool(2, kept={0, 1})
+    pool.share(1)
+    assert pool.free_blocks == (0,)
+    pool.check_invariants()
+
+
+def test_a_block_released_too_often_is_our_bug():
+    with pytest.raises(AssertionError, match="block 0 released"):
+        BlockPool(1).release(0)
+
+
+@settings(deadline=None)
+@given(chooser=st.randoms(use_true_random=False), num_acts=st.integers(1, 100))
+def test_the_pool_agrees_with_a_list_of_free_blocks(chooser: Random, num_acts: int):
+    """Oracle: a plain list in hand-out order, and a list with one entry for each holding."""
+    num_blocks = chooser.randint(1, 8)
+    kept = {block for block in range(num_blocks) if chooser.random() < 0.5}
+    pool, free, held = BlockPool(num_blocks, kept), list(range(num_blocks)), list[int]()
+    for _ in range(num_acts):
+        act = chooser.choice(["take", "share", "release"])
+        if act == "take" and free:
+            count = chooser.randint(1, len(free))
+            taken, free = free[:count], free[count:]
+            assert pool.take(count) == taken
+            held += taken
+        elif act == "share":
+            block = chooser.randrange(num_blocks)
+            pool.share(block)
+            held.append(block)
+            free = [b for b in free if b != block]
+        elif act == "release" and held:
+            block = held.pop(chooser.randrange(len(held)))
+            pool.release(block)
+            if block not in held:
+                free = [*free, block] if block in kept else [block, *free]
+        assert pool.free_blocks == tuple(free)
+        assert pool.ref_counts == [held.count(block) for block in range(num_blocks)]
+        pool.check_invariants()
+
+
+# -- changes
+
+
+@given(st.sets(st.integers(0, 6)), st.lists(st.one_of(st.integers(0, 6), st.none())), st.integers(1, 4))
+def test_what_was_told_and_what_is_left_make_what_there_is(held, flips, most):
+    """A number comes or goes; None takes some of the changes."""
+    changes, told = Changes(held), set()
+    held = set(held)
+    for flip in [*flips, *[None] * 20]:
+        if flip is None:
+            stored, removed = changes.take(most)
+            assert len(stored) + len(removed) <= most
+            assert told.isdisjoint(stored)
+            assert told.issuperset(removed)
+            told = (told - set(removed)) | set(stored)
+        elif flip in held:
+            held.discard(flip)
+            changes.removed(flip)
+        else:
+            held.add(flip)
+            changes.stored(flip)
+        assert len(changes) == len(held ^ told)
+    assert told == held
+
+
+# -- prefix cache
+
+
+ROOT = root_hash("model")
+
+
+def test_only_full_blocks_have_hashes():
+    assert [len(hash_blocks(range(n), 4, ROOT)) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+
+
+def test_the_chain_is_sha256_of_the_parent_and_little_endian_tokens():
+    first = sha256(ROOT + pack("<2I", 5, 70_000)).digest()
+    second = sha256(first + pack("<2I", 7, 8)).digest()
+    assert hash_blocks([5, 70_000, 7, 8], 2, ROOT) == [first, second]
+
+
+def test_roots_differ_by_model_and_by_salt_and_do_not_run_together():
+    roots = [root_hash("model"), root_hash("model", "salt"), root_hash("other", "salt"), root_hash("models", "alt")]
+    assert all(a != b for a, b in combinations(roots, 2))
+
+
+@given(a=st.lists(st.integers(0, 2), max_size=12), b=st.lists(st.integers(0, 2), max_size=12), size=st.integers(1, 4))
+def test_hashes_are_equal_exactly_as_far_as_prefixes_are(a: list[int], b: list[int], size: int):
+    pairs = zip(hash_blocks(a, size, ROOT), hash_blocks(b, size, ROOT), strict=False)
+    for i, (of_a, of_b) in enumerate(pairs, 1):
+        assert (of_a == of_b) == (a[: i * size] == b[: i * size])
+
+
+@given(num_prompt=st.integers(1, 10), num_output=st.integers(0, 10), size=st.integers(1, 4), known=st.integers(0, 10))
+def test_hashes_extended_step_by_step_are_those_of_the_whole(num_prompt: int, num_output: int, size: int, known: int):
+    request = make_request(prompt=num_prompt, block_size=size, cache_salt="salt")
+    request.output_token_ids = list(range(num_output))
+    whole = hash_blocks([*request.spec.prompt_token_ids, *range(num_output)], size, root_hash("m", "salt"))
+    request.block_hashes = whole[:known]
+    request.block_hashes.extend(TokenHasher(size, "m")(request, len(whole)))
+    assert request.block_hashes[: len(whole)] == whole
+
+
+def test_the_longest_cached_prefix_is_found():
+    cache, hashes = PrefixCache(), hash_blocks(range(12), 4, ROOT)
+    cache.register(hashes[0], 7)
+    cache.register(hashes[2], 9)
+    assert cache.find(hashes) == [7]
+    cache.register(hashes[1], 8)
+    assert cache.find(hashes) == [7, 8, 9]
+    cache.forget(8)
+    assert cache.find(hashes) == [7]
+    cache.check_invariants()
+
+
+def test_of_two_blocks_with_equal_contents_the_first_keeps_the_name():
+    cache = PrefixCache()
+    cache.register(b"x", 1)
+    cache.register(b"x", 2)
+    cache.forget(2)
+    assert cache.find([b"x"]) == [1]
+
+
+def test_a_findable_block_that_is_rewritten_is_our_bug():
+    cache = PrefixCache()
+    cache.register(b"x", 1)
+    with pytest.raises(AssertionError, match="rewritten"):
+        cache.register(b"y", 1)
+
+
+# -- manager
 
 
 def make_manager(num_blocks: int = 8, block_size: int = 4, **fields: bool) -> KVCacheManager:

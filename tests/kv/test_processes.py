@@ -9,15 +9,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from maitred.core.errors import ConfigError
 from maitred.kv.leases import Refusal
-from maitred.kv.puller import Pulled, Puller, connect_any
+from maitred.kv.puller import Pulled, Puller, connect, connect_any
+from maitred.kv.transports import Agent
 from tests.kv import source_process
 from tests.kv.worlds import LAYERS, STAGING, Pool, dial, hold, identity, make_layout
 from tests.waiting import joined, until
@@ -30,17 +32,16 @@ ALL = source_process.COUNT
 class Peer:
     """The process, and where it serves."""
 
-    def __init__(self) -> None:
+    def __init__(self, *transports: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv.source_process"],
+            [sys.executable, "-m", "tests.kv.source_process", *transports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
         assert self.process.stdout is not None
-        tcp, shm = self.process.stdout.readline().split()
-        self.addresses = {"tcp": tcp, "shm": shm}
+        self.addresses = {each.partition(":")[0]: each for each in self.process.stdout.readline().split()}
 
     def tell_more(self) -> None:
         assert self.process.stdin is not None
@@ -51,15 +52,17 @@ class Peer:
         self.process.kill()
         self.process.wait()
 
+    def close(self) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    started = Peer()
-    yield started
-    started.kill()
-    for stream in (started.process.stdin, started.process.stdout):
-        assert stream is not None
-        stream.close()
+    with closing(Peer()) as started:
+        yield started
 
 
 def start_pull(puller: Puller, pool: Pool) -> tuple[threading.Thread, list[Pulled]]:
@@ -252,3 +255,48 @@ def test_a_bit_that_flips_on_its_way_is_found_out_wherever_it_is(peer: Peer) -> 
         check_verified(pool, pulled.num_blocks)
     assert {"stranger", "damaged", "garbage"} <= seen
     assert seen - {"stranger", "damaged", "garbage", "oversized", "silent", "cut", "old_epoch", "unlike", ""} == set()
+
+
+# ---- NIXL, where it is installed: `pip install --no-deps nixl-cu12==1.5.1`
+
+
+def test_without_nixl_one_line_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
+    with pytest.raises(ConfigError, match="pip install --no-deps nixl-cu12"):
+        Agent()
+
+
+@pytest.fixture
+def nixl_peer() -> Iterator[Peer]:
+    pytest.importorskip("nixl_cu12", reason="nixl-cu12 is not installed")
+    with closing(Peer("nixl")) as started:
+        yield started
+
+
+def meet(peer: Peer, *, timeout_s: float = 5.0) -> Puller:
+    return connect(peer.addresses["nixl"], identity(), staging_bytes=STAGING, timeout_s=timeout_s, agent=Agent())
+
+
+def test_blocks_arrive_over_nixl_as_they_were_and_torch_stays_out(nixl_peer: Peer) -> None:
+    pool, puller = Pool(make_layout()), meet(nixl_peer)
+    thread, results = start_pull(puller, pool)
+    for _ in range(5):
+        nixl_peer.tell_more()
+    joined(thread)
+    assert results[0].num_blocks == ALL
+    check_verified(pool, ALL)
+    puller.close()
+    nixl_peer.tell_more()
+    assert nixl_peer.process.stdout is not None
+    assert nixl_peer.process.stdout.readline() == "torch: False\n"
+
+
+def test_a_nixl_source_that_is_killed_leaves_what_was_verified(nixl_peer: Peer) -> None:
+    pool, puller = Pool(make_layout()), meet(nixl_peer, timeout_s=1.0)
+    thread, results = start_pull(puller, pool)
+    until(lambda: pool.writes)
+    nixl_peer.kill()
+    joined(thread)
+    assert results[0].failure in ("cut", "silent")
+    assert results[0].num_blocks == source_process.FIRST
+    check_verified(pool, source_process.FIRST)
