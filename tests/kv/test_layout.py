@@ -13,8 +13,17 @@ from numpy.typing import NDArray
 from maitred.core.errors import KernelError
 from maitred.executor.torch_kv import PoolShape, TorchBlocks, TorchKVPool, TorchLayers
 from maitred.kernels.kv_pool import make_kv_pool
-from maitred.kv.blocks import HeldBlocks
-from maitred.kv.layout import NATIVE, TORCH, CellLayout, HostLayers, LayerIO, NativeLayers, convert, layers_of_next_run
+from maitred.kv.layout import (
+    NATIVE,
+    TORCH,
+    CellLayout,
+    HeldBlocks,
+    HostLayers,
+    LayerIO,
+    NativeLayers,
+    convert,
+    layers_of_next_run,
+)
 from maitred.kv.leases import Readable
 from maitred.kv.source import KVSource, Offers
 from maitred.kv.wire import Layout

@@ -19,8 +19,7 @@ import pytest
 
 from maitred.core.clock import ManualClock
 from maitred.core.errors import ConfigError
-from maitred.kv.blocks import HeldBlocks
-from maitred.kv.layout import convert
+from maitred.kv.layout import HeldBlocks, convert
 from maitred.kv.leases import Readable, Refusal, Span
 from maitred.kv.puller import Pulled, Puller
 from maitred.kv.source import KVSource

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maitred.kernels.kv_pool import checksum
-from maitred.kv.blocks import HeldBlocks
-from maitred.kv.layout import HostLayers
+from maitred.kv.layout import HeldBlocks, HostLayers
 from maitred.kv.leases import Readable, Refusal, Span
 from maitred.kv.puller import Puller, connect
 from maitred.kv.source import KVSource, Offers

@@ -14,8 +14,7 @@ from maitred.engine.memory import usable_cores
 from maitred.engine.timeline import OnPhase
 from maitred.executor.grammar import Grammars
 from maitred.executor.state import SwapBandwidth
-from maitred.kv.layout import CellLayout, LayerIO
-from maitred.kv.threads import BlockIO
+from maitred.kv.layout import BlockIO, CellLayout, LayerIO
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.speculative.proposer import Proposer

@@ -17,8 +17,7 @@ from maitred.core.replica import HandoverCounts, TierView
 from maitred.core.request import RequestState, RequestStatus
 from maitred.engine.kv_giving import TIMEOUT_S, GivenKV, PeerConfig
 from maitred.engine.kv_growth import IsOneRun
-from maitred.kv.blocks import HeldBlocks
-from maitred.kv.layout import LayerIO
+from maitred.kv.layout import HeldBlocks, LayerIO
 from maitred.kv.leases import Refusal
 from maitred.kv.prefix_cache import hash_blocks, known_tokens, root_hash
 from maitred.kv.puller import Pulled, Puller, connect_any

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from maitred.core.clock import Clock
 from maitred.core.replica import TierFigures, TierView
 from maitred.core.request import RequestState, RequestStatus
-from maitred.kv.threads import BlockIO, Guard, ThreadOfJobs
+from maitred.kv.layout import BlockIO
+from maitred.kv.threads import Guard, ThreadOfJobs
 from maitred.kv.tiers import DropReason, FetchMeter, KVTier, break_even_tokens, most_seconds, worth_fetching
 from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.reservations import GivenUp

@@ -6,6 +6,7 @@ does. `kernels/csrc/kv_pool.h` has the native layout, `executor/torch_kv.py` the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maitred.core.errors import KernelError
+from maitred.kv.leases import Refusal
 
 Bytes = NDArray[np.uint8]
 Places = NDArray[np.int64]
@@ -143,6 +145,16 @@ class LayerIO(Protocol):
         """Runs of the model that have begun, and the layers with KV that the last has written; without heads' runs."""
 
 
+class BlockIO(Protocol):
+    """Whole blocks of the pool, from a thread beside a step that leaves them alone."""
+
+    bytes_per_block: int
+
+    def read(self, blocks: Sequence[int], into: memoryview) -> None: ...
+
+    def write(self, blocks: Sequence[int], rows: memoryview) -> None: ...
+
+
 class NativeLayers:
     """Layers of a `_native.KVPool` with blocks as in `layout`; copies with the GIL released, in the calling thread."""
 
@@ -224,3 +236,61 @@ def layers_of_next_run(io: LayerIO) -> Callable[[], int]:
         return num_layers if current == run else 0
 
     return num_layers_written
+
+
+class Guard:
+    """Whether a thread may still touch some blocks, which are copied beside the engine's steps and can be taken back at
+    any moment. Whoever copies enters it for one piece.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """Waits for the piece under copy; from then on entering raises Refusal. By the engine's thread."""
+        with self._lock:
+            self._is_given_up = True
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._is_given_up:
+            self._lock.release()
+            raise Refusal("given_up", "the blocks were taken back while they were copied")
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+class HeldBlocks(Guard):
+    """Blocks [first, first + len(block_ids)) of a sequence in an executor's pool, read and written by layers until they
+    are given up.
+    """
+
+    def __init__(self, io: LayerIO, block_ids: Sequence[int], *, first: int = 0) -> None:
+        super().__init__()
+        self.io, self._block_ids, self._first = io, list(block_ids), first
+
+    def extend(self, block_ids: Sequence[int]) -> None:
+        """The next ones of the sequence, by the engine's thread."""
+        self._block_ids += block_ids
+
+    def read(self, layers: range, blocks: range, into: memoryview) -> None:
+        """[layers][blocks][bytes of a layer]; `blocks` are numbers in the sequence, all of them held."""
+        with self:
+            self.io.read(layers, self._block_ids[blocks.start - self._first : blocks.stop - self._first], into)
+
+    def write(self, layers: range, blocks: range, rows: memoryview) -> None:
+        """The same the other way; blocks of the sequence that are not held are passed over."""
+        kept = range(max(blocks.start, self._first), min(blocks.stop, self._first + len(self._block_ids)))
+        if not kept:
+            return
+        cell, skipped = self.io.layout.layer_bytes, kept.start - blocks.start
+        block_ids = self._block_ids[kept.start - self._first : kept.stop - self._first]
+        with self:
+            if len(kept) == len(blocks):
+                self.io.write(layers, block_ids, rows)
+                return
+            for index, layer in enumerate(layers):
+                begin = (index * len(blocks) + skipped) * cell
+                self.io.write(range(layer, layer + 1), block_ids, rows[begin : begin + len(kept) * cell])

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maitred.kernels.kv_pool import checksum
-from maitred.kv.blocks import HeldBlocks
-from maitred.kv.layout import convert
+from maitred.kv.layout import HeldBlocks, convert
 from maitred.kv.leases import Front, Refusal, Span
 from maitred.kv.transports import Agent, Inbox, NixlInbox, ShmInbox, TcpInbox, check_user, dial_shm, dial_tcp
 from maitred.kv.wire import (

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import ConfigError
 from maitred.kernels.kv_pool import checksum
-from maitred.kv.blocks import HeldBlocks
-from maitred.kv.layout import LayerIO
+from maitred.kv.layout import HeldBlocks, LayerIO
 from maitred.kv.leases import Front, Lease, LeaseBook, Readable, Refusal, Span
 from maitred.kv.transports import (
     SLOT_BYTES,

@@ -5,22 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
 
 logger = logging.getLogger(__name__)
-
-
-class BlockIO(Protocol):
-    """Whole blocks of the pool, from a thread beside a step that leaves them alone."""
-
-    bytes_per_block: int
-
-    def read(self, blocks: Sequence[int], into: memoryview) -> None: ...
-
-    def write(self, blocks: Sequence[int], rows: memoryview) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
