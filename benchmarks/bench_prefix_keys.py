@@ -26,11 +26,9 @@ from functools import cache
 from pathlib import Path
 
 from maitred.core.request import RequestSpec, RequestState, SamplingParams
-from maitred.fleet.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.fleet.prefix_index import PrefixIndex
-from maitred.fleet.prefix_keys import PrefixKeys, prefix_keys
-from maitred.fleet.routed_body import read_body
-from maitred.fleet.stored_keys import KeyBlock, StoredKeys
+from maitred.fleet.prefix_keys import PrefixKeys, prefix_keys, read_body
+from maitred.fleet.stored_keys import KeyBlock, StoredKeys, TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import Changes, TokenHasher
 from maitred.model.checkpoint import BUILTIN_FOLDER

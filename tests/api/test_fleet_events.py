@@ -30,13 +30,11 @@ from maitred.engine.intake import make_requests
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.starting import Engine, StartingEngine
 from maitred.engine.supervisor import Start
-from maitred.fleet.announcement import TOKEN_VARIABLE
-from maitred.fleet.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
+from maitred.fleet.launch import TOKEN_VARIABLE
 from maitred.fleet.prefix_index import Hit, PrefixIndex
-from maitred.fleet.prefix_keys import prefix_keys
-from maitred.fleet.replica_events import Began, FleetEvent, KeysChanged, Load
-from maitred.fleet.routed_body import read_body
-from maitred.fleet.stored_keys import KeyBlock
+from maitred.fleet.prefix_keys import prefix_keys, read_body
+from maitred.fleet.stored_keys import KeyBlock, TokenLengths, ends_of_tokens, tokens_of_keys
+from maitred.fleet.told import Began, FleetEvent, KeysChanged, Load
 from maitred.scheduler.engine_core import EngineCore
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, running_server

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.fleet.told_tokens import FRAME, SEED, TELL, ToldTokens
+from maitred.fleet.told import FRAME, SEED, TELL, ToldTokens
 from tests.api.read_stream import client_has
 from tests.conftest import ServerProcess, start_server
 from tests.waiting import HANGS_S

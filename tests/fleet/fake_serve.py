@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from maitred.executor.parent import end_with_parent
-from maitred.fleet.announcement import Listening, Loaded, announce
+from maitred.fleet.launch import Listening, Loaded, announce
 
 
 def main(words: list[str]) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from maitred.fleet.autoscale import FleetFigures
+from maitred.fleet.sizing import FleetFigures
 
 MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes/fleet/autoscaler.yaml"
 PERIOD_S, TOLERANCE = 15.0, 0.1  # of kube-controller-manager

@@ -15,10 +15,9 @@ import httpx
 from maitred.api.http.auth import Authenticator, TenantSource
 from maitred.api.http.fleet_token import FleetToken
 from maitred.api.route.router import Router
-from maitred.api.route.serve import make_server
+from maitred.api.route.routes import make_server
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
-from maitred.fleet.config import FleetConfig, SharedConfig
-from maitred.fleet.origins import parse_target
+from maitred.fleet.config import FleetConfig, SharedConfig, parse_target
 from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, FakeUpstream, Script, Seen, chunk, fake_upstream, whole
 from tests.waiting import HANGS_S, joined, until_async
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from maitred.fleet.autoscale import FleetFigures
+from maitred.fleet.sizing import FleetFigures
 
 TICK_S = 0.5
 Arrivals = Callable[[float], float]  # per second, at that time

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from maitred.fleet.announcement import MAX_LINE_BYTES, AnnouncementReader, Listening, Loaded, announce
+from maitred.fleet.launch import MAX_LINE_BYTES, AnnouncementReader, Listening, Loaded, announce
 
 
 def test_announcements_come_whole_out_of_any_pieces():

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.core.errors import ConfigError
-from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler, FleetFigures, Target
-from maitred.fleet.sizing import as_asked
+from maitred.fleet.sizing import AutoscaleConfig, Autoscaler, FleetFigures, Target, as_asked
 from tests.fleet.kubernetes_hpa import HpaRule, Metric
 from tests.fleet.scaling import Arrivals, Run, World
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import httpx
 
-from maitred.fleet.actions import Bind
+from maitred.fleet.actions import MAX_REQUESTS, Bind, Choices
 from maitred.fleet.balance import Choice
-from maitred.fleet.choices import MAX_REQUESTS, Choices
 from tests.cli.running import maitred_thread
 from tests.fleet.routers import chat, client_of, routed
 from tests.fleet.test_promises import answers

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.fleet.lessons import ForeignHistory
-from maitred.fleet.prefix_index import Hit, PrefixIndex
+from maitred.fleet.prefix_index import ForeignHistory, Hit, PrefixIndex
 
 
 def make_history(max_keys=100):

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from maitred.api.http.fleet_token import FleetToken
-from maitred.fleet.told_tokens import SEED, TELL, StreamHead, ToldSample, frame, head_line
+from maitred.fleet.told import SEED, TELL, StreamHead, ToldSample, frame, head_line
 from tests.fleet.fake_upstream import (
     LAST_CHUNK,
     STREAM_HEAD,

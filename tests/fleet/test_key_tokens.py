@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.fleet.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
-from maitred.fleet.prefix_keys import prefix_keys
-from maitred.fleet.routed_body import read_body
+from maitred.fleet.prefix_keys import prefix_keys, read_body
+from maitred.fleet.stored_keys import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.text import ChatTemplate, FolderText, TextParts
 from maitred.text.folder import read_chat_template

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from maitred.engine import restarts
-from maitred.fleet import launch, supervised
-from maitred.fleet.launch import Ended, IsReady, Listens, prefixed
+from maitred.fleet import launch
+from maitred.fleet.launch import Exited, IsReady, Listens, prefixed
 from tests.conftest import ROOT
 from tests.fleet.launching import launching
 from tests.waiting import HANGS_S, is_gone, until, until_async
@@ -43,7 +43,7 @@ async def test_a_launched_server_tells_its_address_answers_and_comes_back_when_i
             assert (await client.get("/ready")).status_code == 200
         children = psutil.Process(listens.pid).children(recursive=True)
         os.kill(listens.pid, signal.SIGKILL)
-        ended = await told.wait_for(Ended)
+        ended = await told.wait_for(Exited)
         assert "SIGKILL" in ended.cause
         assert not ended.as_told
         assert ended.again_in_s == 0.0
@@ -52,7 +52,7 @@ async def test_a_launched_server_tells_its_address_answers_and_comes_back_when_i
         await told.wait_for(IsReady, count=2)
         assert again.pid != listens.pid
         launcher.stop("a")
-        last = await told.wait_for(Ended, count=2)
+        last = await told.wait_for(Exited, count=2)
         assert last.as_told
         assert "exit code 0" in last.cause
         assert launcher.pid("a") is None
@@ -84,23 +84,23 @@ async def test_one_that_dies_while_it_starts_is_started_again(tmp_path: Path):
         launcher._any_was_ready = True
         launcher.start("a")
         await told.wait_for(IsReady)
-        assert [event.again_in_s for event in told.of(Ended, "a")] == [0.0]
+        assert [event.again_in_s for event in told.of(Exited, "a")] == [0.0]
 
 
 async def test_one_that_keeps_dying_is_never_given_up_and_comes_within_ten_seconds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(supervised, "MAX_RESTART_DELAY_S", 0.04)
+    monkeypatch.setattr(launch, "MAX_RESTART_DELAY_S", 0.04)
     async with faking("dies") as (launcher, told):
         launcher.start("a")
-        await told.wait_for(Ended, count=8)
-        assert [event.again_in_s for event in told.of(Ended, "a")][:6] == [0.0, 0.01, 0.02, 0.04, 0.04, 0.04]
-    assert supervised.MAX_RESTART_DELAY_S < 10
+        await told.wait_for(Exited, count=8)
+        assert [event.again_in_s for event in told.of(Exited, "a")][:6] == [0.0, 0.01, 0.02, 0.04, 0.04, 0.04]
+    assert launch.MAX_RESTART_DELAY_S < 10
 
 
 @pytest.mark.parametrize(("word", "tries"), [("--bogus", 1), ("/no/such/model", 2)])
 async def test_what_cannot_start_is_not_tried_for_ever_and_its_last_line_says_why(word: str, tries: int):
     async with launching((word,)) as (launcher, told):
         launcher.start("a")
-        ended = await told.wait_for(Ended, count=tries)
+        ended = await told.wait_for(Exited, count=tries)
         assert ended.again_in_s is None
         assert not ended.as_told
         assert "error: " in ended.cause
@@ -110,11 +110,11 @@ async def test_what_cannot_start_is_not_tried_for_ever_and_its_last_line_says_wh
 async def test_what_a_server_said_last_is_a_cause_of_death_where_it_ended_by_itself_and_was_no_news():
     async with faking("chatty", "dies") as (launcher, told):
         launcher.start("a")
-        assert (await told.wait_for(Ended)).cause.endswith("ended with exit code 1: error: the disk is full")
+        assert (await told.wait_for(Exited)).cause.endswith("ended with exit code 1: error: the disk is full")
     async with faking("chatty", "lives") as (launcher, told):
         launcher.start("a")
         os.kill((await told.wait_for(Listens)).pid, signal.SIGKILL)
-        assert (await told.wait_for(Ended)).cause.endswith("was killed by SIGKILL (by hand, or for want of memory)")
+        assert (await told.wait_for(Exited)).cause.endswith("was killed by SIGKILL (by hand, or for want of memory)")
 
 
 @pytest.mark.parametrize("way", ["garbage", "silent"])
@@ -122,7 +122,7 @@ async def test_one_that_says_something_else_or_nothing_is_killed(way: str, monke
     monkeypatch.setattr(launch, "SILENT_START_S", 0.5)
     async with faking(way) as (launcher, told):
         launcher.start("a")
-        ended = await told.wait_for(Ended)
+        ended = await told.wait_for(Exited)
         assert ("did not say" if way == "silent" else "what it announced is no announcement") in ended.cause
 
 
@@ -131,7 +131,7 @@ async def test_one_that_does_not_hear_is_killed_in_the_end():
         launcher.start("a")
         await told.wait_for(IsReady)
         launcher.stop("a")
-        ended = await told.wait_for(Ended)
+        ended = await told.wait_for(Exited)
         assert ended.as_told
         assert "had not ended after 0.1 s" in ended.cause
 

@@ -6,7 +6,7 @@ import pytest
 
 from maitred.api.route.router import resolve
 from maitred.core.errors import ConfigError
-from maitred.fleet.origins import Origin, Target, parse_target
+from maitred.fleet.config import Origin, Target, parse_target
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.fleet.prefix_keys import MAX_KEYS, NO_KEYS, PIECE_BYTES, prefix_keys
-from maitred.fleet.routed_body import read_body
+from maitred.fleet.prefix_keys import MAX_KEYS, NO_KEYS, PIECE_BYTES, prefix_keys, read_body
 
 
 def keys_of(messages, salt="", **fields):

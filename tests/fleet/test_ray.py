@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.fleet.launch import Ended, IsReady, Listens
+from maitred.fleet.launch import Exited, IsReady, Listens
 from tests.fleet.launching import Told
 from tests.fleet.test_end_to_end import RealFleet, start_router
 from tests.fleet.test_failover import ASKED, num_resumed, streams_while, undisturbed
@@ -91,7 +91,7 @@ async def test_a_lost_node_is_told_and_its_replica_comes_back_on_another(cluster
                 cluster.remove_node(lost, allow_graceful=False)
                 with pytest.raises(httpx.TransportError):
                     await asyncio.wait_for(until_end(pieces), HANGS_S)
-        ended = await told.wait_for(Ended, "a")
+        ended = await told.wait_for(Exited, "a")
         assert not ended.as_told
         assert ended.again_in_s is not None
         async with httpx.AsyncClient(base_url=first["b"].url, timeout=HANGS_S) as client:
@@ -102,8 +102,8 @@ async def test_a_lost_node_is_told_and_its_replica_comes_back_on_another(cluster
         assert again.pid != first["a"].pid
         async with httpx.AsyncClient(base_url=again.url, timeout=HANGS_S) as client:
             assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
-        assert not told.of(Ended, "b")
-    assert [event.as_told for event in told.of(Ended, "b")] == [True]
+        assert not told.of(Exited, "b")
+    assert [event.as_told for event in told.of(Exited, "b")] == [True]
 
 
 async def test_one_beyond_those_shared_has_a_place_of_its_own_and_gives_it_back(cluster: Any):
@@ -113,10 +113,10 @@ async def test_one_beyond_those_shared_has_a_place_of_its_own_and_gives_it_back(
         await told.wait_for(Listens, "a")
         launcher.start("b")  # no room
         launcher.stop("a")
-        assert (await told.wait_for(Ended, "a")).as_told
+        assert (await told.wait_for(Exited, "a")).as_told
         await told.wait_for(Listens, "b")
         launcher.restart("b")
-        assert (await told.wait_for(Ended, "b")).again_in_s == 0.0
+        assert (await told.wait_for(Exited, "b")).again_in_s == 0.0
         await told.wait_for(Listens, "b", count=2)
 
 
@@ -127,7 +127,7 @@ async def test_a_wrong_flag_is_told_and_not_tried_again(cluster: Any):
     told = Told()
     launcher = RayLauncher(("--bogus",), token=TOKEN, on_event=told.events.append, write_line=told.lines.append)
     launcher.start("a")
-    ended = await told.wait_for(Ended, "a")
+    ended = await told.wait_for(Exited, "a")
     assert ended.again_in_s is None
     assert "--bogus" in ended.cause
     await launcher.close()
@@ -156,7 +156,7 @@ async def test_no_request_is_lost_with_a_node_before_its_first_byte(cluster: Any
                 assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 1
         finally:
             router.stop()
-        assert not (await told.wait_for(Ended, "a")).as_told
+        assert not (await told.wait_for(Exited, "a")).as_told
 
 
 def test_streams_of_a_lost_node_go_on_as_undisturbed_and_its_replica_comes_back(cluster: Any):

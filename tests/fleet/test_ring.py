@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.fleet.ring import HashRing, hash_of
+from maitred.fleet.balance import HashRing, hash_of
 
 KEYS = [hash_of(f"key {i}") for i in range(2000)]
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.fleet.prefix_keys import prefix_keys
-from maitred.fleet.routed_body import RoutedBody, read_asked, read_body
+from maitred.fleet.prefix_keys import RoutedBody, prefix_keys, read_asked, read_body
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

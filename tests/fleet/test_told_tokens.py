@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.fleet.told_tokens import (
+from maitred.fleet.told import (
     MAX_LINE_BYTES,
     USAGE,
     BrokenFrame,

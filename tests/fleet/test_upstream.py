@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maitred.fleet import upstream as u
-from maitred.fleet.origins import Origin
+from maitred.fleet.config import Origin
 from maitred.fleet.upstream import Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
 from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, Seen, chunk, fake_upstream, says, whole
 from tests.waiting import until_async

@@ -5,7 +5,7 @@ from __future__ import annotations
 from maitred.core.replica import DraftCounts, ReplicaState
 from maitred.core.request import FinishReason
 from maitred.engine.live_view import FIRST_OWNER, MAX_CELLS, MAX_RUNNING, OTHER, LiveView, live_view
-from maitred.fleet.worker_views import live_view_of_all, queue_of_all, state_of_all
+from maitred.fleet.workers import live_view_of_all, queue_of_all, state_of_all
 from maitred.scheduler.queue_view import queue_view
 from maitred.scheduler.scheduler import Scheduler
 from tests.fakes import FakeExecutor, make_request, make_scheduler

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from maitred.api.http.fleet_token import FleetToken
-from maitred.api.route.outgoing import reached_by
+from maitred.api.route.messages import reached_by
 from maitred.cli.serve import kv_share
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.core.errors import ConfigError

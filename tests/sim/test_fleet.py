@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler
 from maitred.fleet.config import BALANCES, FleetConfig
+from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.results import Results

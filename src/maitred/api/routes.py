@@ -21,7 +21,7 @@ from maitred.api.ops import admin, health, live
 from maitred.api.ops.fleet import fleet_routes
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
-from maitred.fleet.routed_body import KSERVE_MODELS
+from maitred.fleet.prefix_keys import KSERVE_MODELS
 from maitred.scheduler.queue_view import QueueView
 from maitred.storage.ledger import Ledger
 

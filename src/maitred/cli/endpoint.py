@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from maitred.core.errors import ConfigError, ServerError
-from maitred.fleet.origins import parse_target
+from maitred.fleet.config import parse_target
 from maitred.fleet.upstream import Answer, Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
 
 DONE = b"[DONE]"

@@ -11,7 +11,7 @@ from maitred.config.bounds import Bounds
 from maitred.core.errors import ServerError
 
 if TYPE_CHECKING:
-    from maitred.fleet.view import FleetView, ReplicaView
+    from maitred.fleet.core import FleetView, ReplicaView
 
 HEADINGS = ("NAME", "STATE", "IN FLIGHT", "KEYS", "TIER", "MODELS", "PID", "URL")
 
@@ -105,7 +105,7 @@ def read_fleet(answer: bytes) -> FleetView:
     """Parse an answer of GET /admin/fleet. Raises ServerError."""
     import msgspec
 
-    from maitred.fleet.view import FleetView
+    from maitred.fleet.core import FleetView
 
     try:
         return msgspec.json.decode(answer, type=FleetView)

@@ -15,14 +15,13 @@ from maitred.config import HANDOVERS, AdmissionConfig, SchedulerConfig, ServerCo
 from maitred.config.bounds import Bounds
 from maitred.core.errors import ConfigError
 from maitred.core.objectives import promised
-from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler
-from maitred.fleet.config import PLACEMENTS, FleetConfig, SharedConfig
+from maitred.fleet.config import PLACEMENTS, FleetConfig, SharedConfig, Target, parse_target
 from maitred.fleet.disagg import HandoverConfig
-from maitred.fleet.origins import Target, parse_target
+from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
 
 if TYPE_CHECKING:
     from maitred.api.http.fleet_token import FleetToken
-    from maitred.api.route.launching import MakeLauncher
+    from maitred.api.route.follow import MakeLauncher
     from maitred.api.route.router import Router
     from maitred.storage.key_files import TenantFile
     from maitred.storage.ledger import Ledger
@@ -114,7 +113,7 @@ def _run(options: Options) -> int:
         ending = noted()
         if ending.came:
             return 0
-        from maitred.api.route.serve import route
+        from maitred.api.route.routes import route
 
         router = _router(options, targets, token, launch, tenants, ledger)
 

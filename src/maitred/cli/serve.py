@@ -413,13 +413,13 @@ class Announcer:
 
     def listening(self, url: str) -> None:
         if self._fd is not None:
-            from maitred.fleet.announcement import Listening, announce
+            from maitred.fleet.launch import Listening, announce
 
             announce(self._fd, Listening(url, os.getpid()))
 
     def loaded(self, start_phases: Mapping[str, float]) -> None:
         if self._fd is not None:
-            from maitred.fleet.announcement import Loaded, announce
+            from maitred.fleet.launch import Loaded, announce
 
             announce(self._fd, Loaded(start_phases))
 

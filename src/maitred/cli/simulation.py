@@ -29,9 +29,9 @@ from maitred.config.bounds import Bounds
 from maitred.core.errors import CheckpointError, ConfigError, did_you_mean
 from maitred.core.objectives import parse_slo
 from maitred.engine.installed import installed_policies
-from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler
 from maitred.fleet.config import BALANCES, FleetConfig
 from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
+from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
 from maitred.gate.admission import AdmissionController, admission_of
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS

@@ -13,7 +13,7 @@ from maitred.core.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from maitred.cli.fleet import RouterOptions
-    from maitred.fleet.choices import ChoiceMade, ChoicesMade
+    from maitred.fleet.actions import ChoiceMade, ChoicesMade
 
 
 HEADINGS = ("", "CANDIDATE", "SCORE", "LOAD", "CACHED TOKENS")
@@ -105,7 +105,7 @@ def explain_choices(request_id: str, router: RouterOptions) -> int:
     import msgspec
 
     from maitred.cli.fleet import ask_router
-    from maitred.fleet.choices import ChoicesMade
+    from maitred.fleet.actions import ChoicesMade
 
     answer = ask_router(router, f"/admin/fleet/choices/{quote(request_id, safe='')}")
     try:

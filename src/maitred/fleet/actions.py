@@ -1,8 +1,12 @@
-"""Actions that the core returns, for its driver to carry out."""
+"""Actions that the core returns for its driver, and the choices remembered for people asking why."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from maitred.core.errors import MaitredError
 from maitred.fleet.balance import Choice
@@ -71,3 +75,73 @@ class Probe:
 
 
 Action = Bind | Move | Refuse | Start | Sleep | Stop | Probe
+
+
+MAX_REQUESTS = 1000  # that are remembered
+
+
+class Term(msgspec.Struct, frozen=True):
+    """A candidate as the choice saw it: smaller scores are better; `load` is in flight over its speed."""
+
+    replica: str
+    score: float | None  # null is never picked
+    load: float
+    cached_tokens: int
+
+
+class Way(msgspec.Struct, frozen=True):
+    """A way to serve a request among workers that hand KV over, as it was foretold; see `fleet.disagg.Option`."""
+
+    name: str  # `worker`, or `prefill > worker`; with `< peer` where a prefix is fetched
+    terms: dict[str, float]
+
+
+class ChoiceMade(msgspec.Struct, frozen=True):
+    """One attempt: the replica chosen, after how long a wait, and the other candidates, the best first."""
+
+    attempt: int
+    replica: str
+    held_s: float
+    resumes: bool
+    candidates: tuple[Term, ...]
+    ways: tuple[Way, ...] = ()  # the first was chosen
+
+
+class ChoicesMade(msgspec.Struct, frozen=True):
+    """Choices of one request, in order."""
+
+    request_id: str
+    choices: tuple[ChoiceMade, ...]
+
+
+class Choices:
+    """Remembers those of the last MAX_REQUESTS requests that were bound."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, list[tuple[Bind, float]]] = OrderedDict()  # the newest is last
+        self.on_bound: Callable[[Bind, float], None] = lambda bind, held_s: None
+
+    def bound(self, bind: Bind, held_s: float) -> None:
+        """A request goes to a replica, for the first time or again."""
+        if bind.attempt == 1:  # an id that was used before begins anew, and is the newest
+            self._of.pop(bind.request_id, None)
+            if len(self._of) >= MAX_REQUESTS:
+                self._of.popitem(last=False)
+        self._of.setdefault(bind.request_id, []).append((bind, held_s))
+        self.on_bound(bind, held_s)
+
+    def of(self, words: str) -> ChoicesMade | None:
+        """Choices of the newest request of that id, else of one whose id is a part of `words`, or they of it: an
+        answer's id has a prefix that a router's lacks, and a worker's goes on with the number of the prompt.
+        """
+        alike = (name for name in reversed(self._of) if name in words or words in name)
+        found = words if words in self._of else next(alike, None)
+        if found is None:
+            return None
+        return ChoicesMade(found, tuple(_made(bind, held_s) for bind, held_s in self._of[found]))
+
+
+def _made(bind: Bind, held_s: float) -> ChoiceMade:
+    terms = (Term(c.replica, c.score, c.load, c.num_cached) for c in bind.choice.candidates)
+    ways = tuple(Way(option.name, option.terms) for option in bind.choice.foretold)
+    return ChoiceMade(bind.attempt, bind.choice.replica, held_s, bind.resumes, tuple(terms), ways)

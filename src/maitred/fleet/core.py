@@ -6,28 +6,75 @@ What happens goes in by the methods of `ClusterCore`, what must be done comes ou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.core.errors import InvalidRequest
 from maitred.fleet.actions import Action, Probe
-from maitred.fleet.autoscale import FleetFigures
-from maitred.fleet.binding import Binder
+from maitred.fleet.binding import Binder, Waiting
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage
-from maitred.fleet.health import Health
-from maitred.fleet.lessons import Lessons
-from maitred.fleet.prefix_index import PrefixIndex
+from maitred.fleet.prefix_index import Lessons, PrefixIndex
 from maitred.fleet.record import Recorder, core_input
-from maitred.fleet.replicas import Due, Replica, ReplicaDue, ReplicaFacts, Replicas, Report, State, Use
-from maitred.fleet.requests import Requests
-from maitred.fleet.sizing import EVERY_S, Autoscale, Sizing, as_asked
-from maitred.fleet.timers import Timers
-from maitred.fleet.view import FleetView, view_of
+from maitred.fleet.replicas import Due, Health, Replica, ReplicaDue, ReplicaFacts, Replicas, Report, State, Use
+from maitred.fleet.requests import Requests, Timers
+from maitred.fleet.sizing import EVERY_S, Autoscale, FleetFigures, Sizing, as_asked
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, predictor_named
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica; names of fields are those of the JSON."""
+
+    name: str
+    url: str
+    kind: str
+    state: str
+    pid: int | None
+    in_flight: int
+    slots: int
+    models: tuple[str, ...]
+    tier: str
+    prefix_keys: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The whole fleet."""
+
+    target: int
+    held: int
+    oldest_held_s: float
+    replicas: tuple[ReplicaView, ...]
+
+
+def view_of(fleet: Replicas, index: PrefixIndex, waiting: Waiting, target: int, now: float) -> FleetView:
+    oldest = min((r.arrived_at for r in waiting), default=now)
+    views = tuple(_replica_view(fleet, index, replica) for replica in fleet)
+    return FleetView(target, waiting.num_held, max(0.0, now - oldest), views)
+
+
+def _replica_view(fleet: Replicas, index: PrefixIndex, replica: Replica) -> ReplicaView:
+    facts = replica.facts
+    return ReplicaView(
+        name=facts.name,
+        url=facts.url,
+        kind=facts.kind.value,
+        state=replica.state.value,
+        pid=facts.pid,
+        in_flight=len(replica.in_flight),
+        slots=replica.slots,
+        models=facts.models or (),
+        tier=fleet.tiers[replica.tier].name,
+        prefix_keys=index.num_keys_of(replica.bit),
+        error=replica.error,
+    )
+
 
 SILENT = Failure(FailureKind.SILENT, message="nothing was heard of it")
 

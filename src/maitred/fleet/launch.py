@@ -15,17 +15,93 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from maitred.core.clock import Clock, WallClock
-from maitred.engine.restarts import cause_of_death, is_own_fault
-from maitred.fleet.announcement import TOKEN_VARIABLE, Announcement, AnnouncementReader, Listening, Loaded
-from maitred.fleet.supervised import Supervised
+from maitred.engine.restarts import BackOff, cause_of_death, is_own_fault
+
+MAX_LINE_BYTES = 64 * 1024
+TOKEN_VARIABLE = "MAITRED_FLEET_TOKEN"  # gives it the fleet's token; no other process sees its environment
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """Clients may come; until the engine has loaded they are told so."""
+
+    url: str
+    pid: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """Requests are welcome; what the start took, in seconds by phase."""
+
+    start_phases: Mapping[str, float]
+
+
+Announcement = Listening | Loaded
+_decode = msgspec.json.Decoder(Announcement).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def announce(fd: int, news: Announcement) -> None:
+    """A launcher that is gone needs no news."""
+    with suppress(OSError):
+        os.write(fd, _encode(news) + b"\n")
+
+
+class AnnouncementReader:
+    """Announcements out of pieces of a stream."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[Announcement]:
+        """Announcements that are whole now. Raises ValueError for what is none."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes")
+        try:
+            return [_decode(line) for line in lines]
+        except msgspec.DecodeError as error:
+            raise ValueError(f"no announcement: {error}") from None
+
+
+MAX_RESTART_DELAY_S = 8.0  # so that one that can start is there within ten seconds
+
+
+@dataclass(slots=True, eq=False)
+class Supervised:
+    """Supervision state of one replica, on the launcher's event loop."""
+
+    clock: Clock
+    backoff: BackOff = field(default_factory=lambda: BackOff(sys.maxsize, max_delay_s=MAX_RESTART_DELAY_S))
+    ready_at: float | None = None  # s; None while it starts
+    is_stopping: bool = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Schedule an action in place of the one scheduled before."""
+        self.cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, action)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def died(self, begin: Callable[[], None], *, own_fault: bool) -> float:
+        """The process ended of itself: call `begin` after the delay returned (s), longer with each death in a row."""
+        lived_s = self.clock.now() - self.ready_at if self.ready_at is not None else 0.0
+        delay_s = self.backoff.died(lived_s, own_fault=own_fault)
+        assert delay_s is not None, "replicas are not given up"
+        self.later(delay_s, begin)
+        return delay_s
+
 
 SERVE = (sys.executable, "-P", "-m", "maitred", "serve")
 NOT_HANDED_ON = ("MAITRED_API_KEY",)  # clients' keys are the router's affair: replicas believe its token
 SILENT_START_S = 60.0  # without a word about where it listens, a server is killed
 STOP_S = 45.0  # after SIGTERM; `serve` drains for 30 s unless told otherwise
 LAST_LINE_S = 0.5  # a grandchild could hold the output open for ever
-MAX_LINE_BYTES = 64 * 1024
 _NEWS = re.compile(r'\d\d:\d\d:\d\d\.\d+ (INFO|DEBUG) |\{"time":"[^"]*","level":"(info|debug)"')  # as `logs` writes it
 FAILURE, USAGE = 1, 2  # exit codes of the command line for what another try will not mend
 
@@ -49,7 +125,7 @@ class IsReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Exited:
     """The replica's process is gone. `again_in_s` tells when the next one starts; None is never: it was told to `stop`
     (`as_told`), or it cannot start with these flags.
     """
@@ -60,7 +136,7 @@ class Ended:
     again_in_s: float | None
 
 
-LaunchEvent = Listens | IsReady | Ended
+LaunchEvent = Listens | IsReady | Exited
 
 
 class Launcher(Protocol):
@@ -302,15 +378,15 @@ class LocalLauncher:
         """Start a replica again that died of itself, unless it would end alike."""
         if is_hopeless:
             del self._replicas[replica.name]
-            self._told(Ended(replica.name, cause, as_told=False, again_in_s=None))
+            self._told(Exited(replica.name, cause, as_told=False, again_in_s=None))
             return
         delay_s = replica.life.died(lambda: self._begin(replica), own_fault=own_fault)
-        self._told(Ended(replica.name, cause, as_told=False, again_in_s=delay_s))
+        self._told(Exited(replica.name, cause, as_told=False, again_in_s=delay_s))
 
     def _forget(self, replica: _Replica, cause: str) -> None:
         replica.life.cancel()
         del self._replicas[replica.name]
-        self._told(Ended(replica.name, cause, as_told=True, again_in_s=None))
+        self._told(Exited(replica.name, cause, as_told=True, again_in_s=None))
 
     def _told(self, event: LaunchEvent) -> None:
         self._gone.set()

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,11 +20,64 @@ from maitred.config import AdmissionConfig, ProcessConfig, SchedulerConfig, Serv
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import ConfigError, did_you_mean
 from maitred.fleet.config import PLACEMENTS, FleetConfig
-from maitred.fleet.hosted_replica import HostedReplica
-from maitred.fleet.launch import STOP_S, Ended, IsReady, LaunchEvent, Listens, prefixed, write_to_stderr
+from maitred.fleet.launch import (
+    STOP_S,
+    Exited,
+    IsReady,
+    LaunchEvent,
+    Listens,
+    LocalLauncher,
+    Supervised,
+    prefixed,
+    write_to_stderr,
+)
 from maitred.fleet.serve_choice import Seen, ServeChoice, key_of
 from maitred.fleet.serve_engine import ServedEngine, ServeOptions, read_options, start_engine
-from maitred.fleet.supervised import Supervised
+
+MAX_LINES = 10_000  # of its log that wait to be fetched; the oldest are dropped
+
+
+class HostedReplica:
+    """One `maitred serve`, started again when it dies; what becomes of it is asked for. Its calls share an event loop,
+    whose thread lives as long as its process.
+    """
+
+    def __init__(
+        self, name: str, words: Sequence[str], token: str, stop_s: float, find_host: Callable[[], str]
+    ) -> None:
+        """`find_host` is called here, and tells by which address routers reach this node; else see LocalLauncher."""
+        self._name = name
+        self._news: list[LaunchEvent] = []
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._something = asyncio.Event()
+        self._launcher = LocalLauncher(
+            words, token=token, on_event=self._tell, write_line=self._write, host=find_host(), stop_s=stop_s
+        )
+
+    async def begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._launcher.start(self._name)
+
+    async def heard(self) -> tuple[list[LaunchEvent], list[str]]:
+        """Events since the last call, and the log's new lines; waits until there is something."""
+        await self._something.wait()
+        self._something.clear()
+        news, self._news = self._news, []
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        return news, lines
+
+    async def stop(self) -> None:
+        self._launcher.stop(self._name)
+
+    def _tell(self, event: LaunchEvent) -> None:
+        self._news.append(event)
+        self._something.set()
+
+    def _write(self, line: str) -> None:
+        """Keep a log line; called from a thread of the launcher's."""
+        self._lines.append(line)
+        self._loop.call_soon_threadsafe(self._something.set)
+
 
 try:
     import ray
@@ -219,10 +273,10 @@ class RayLauncher:
                 replica.pid = pid
             case IsReady():
                 replica.life.ready_at = self._clock.now()
-            case Ended(_, cause, as_told, None):
+            case Exited(_, cause, as_told, None):
                 self._forget(replica, cause, as_told=as_told)
                 return
-            case Ended():
+            case Exited():
                 replica.pid = replica.life.ready_at = None
         self._on_event(event)
 
@@ -237,7 +291,7 @@ class RayLauncher:
             return
         self._write_line(prefixed(replica.name, cause))
         delay_s = replica.life.died(lambda: self._begin(replica), own_fault=False)
-        self._on_event(Ended(replica.name, cause, as_told=False, again_in_s=delay_s))
+        self._on_event(Exited(replica.name, cause, as_told=False, again_in_s=delay_s))
 
     def _forget(self, replica: _Replica, cause: str, *, as_told: bool = True) -> None:
         replica.life.cancel()
@@ -245,7 +299,7 @@ class RayLauncher:
         del self._replicas[replica.name]
         self._places.give_back(replica.place)
         self._gone.set()
-        self._on_event(Ended(replica.name, cause, as_told=as_told, again_in_s=None))
+        self._on_event(Exited(replica.name, cause, as_told=as_told, again_in_s=None))
 
     def _end_actor(self, replica: _Replica) -> None:
         """End the actor; its process goes with it."""

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple, Protocol
 
-from maitred.fleet.autoscale import AutoscaleConfig, Autoscaler, FleetFigures
-from maitred.fleet.balance import BALANCES, choose, least_load
+from maitred.fleet.balance import BALANCES, choose, hash_of, least_load
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.prefix_index import PrefixIndex
 from maitred.fleet.replicas import Replica, ReplicaFacts, Replicas, State
-from maitred.fleet.ring import hash_of
+from maitred.fleet.sizing import AutoscaleConfig, Autoscaler, FleetFigures
 
 FIRST_START_S = 10.0  # until a replica has told how long its start took
 ARRIVED, ENDED, SERVED_S, START_S = "arrived", "ended", "served_s", "start_s"

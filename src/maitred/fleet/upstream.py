@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 import httptools
 
-from maitred.fleet.origins import Origin
+from maitred.fleet.config import Origin
 
 Header = tuple[bytes, bytes]
 CONNECT_TIMEOUT_S = 1.0

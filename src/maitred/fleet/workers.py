@@ -8,28 +8,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
-from typing import TypeVar
+from dataclasses import dataclass, field, fields, replace
+from functools import partial, reduce
+from heapq import nsmallest
+from operator import add
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import msgspec
 
 from maitred.config import MachineShare, SchedulerConfig
 from maitred.core.clock import Clock
-from maitred.core.errors import EngineDead
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
 from maitred.core.objectives import promised
 from maitred.core.replica import ReplicaState, TierView, WorkerView
 from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges, Command, Ready
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_storage import with_own_tiers
 from maitred.engine.live_requests import LiveRequest
-from maitred.engine.live_view import LiveView
+from maitred.engine.live_view import (
+    FIRST_OWNER,
+    MAX_CELLS,
+    MAX_RUNNING,
+    MAX_TENANTS,
+    MAX_WAITING,
+    OTHER,
+    BlockMap,
+    LiveView,
+    QueuedRequest,
+    TenantShare,
+    run_lengths,
+    short_id,
+)
 from maitred.engine.memory import available_memory_bytes
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.engine.progress_streams import ProgressStream
@@ -37,16 +55,492 @@ from maitred.engine.queries import AdapterFolder
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.sleep import SleepPhase
 from maitred.engine.supervisor import Start
-from maitred.fleet.choices import ChoicesMade
+from maitred.fleet.actions import Action, Bind, Choices, ChoicesMade, Move, Refuse
+from maitred.fleet.balance import Choice
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.core import ClusterCore
-from maitred.fleet.disagg import HandoverConfig
+from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
+from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage, request_of
 from maitred.fleet.prefix_index import PrefixIndex
-from maitred.fleet.replicas import Report
-from maitred.fleet.worker import Worker, key_of
-from maitred.fleet.worker_requests import WorkerRequests
-from maitred.fleet.worker_views import live_view_of_all, queue_of_all, queued_request, state_of_all, waiting_request
-from maitred.scheduler.queue_view import MAX_PAGE, QueueView
+from maitred.fleet.replicas import ReplicaFacts, Report, State
+from maitred.scheduler.queue_view import MAX_PAGE, QueueView, WaitingRequest
+
+KEY_BYTES = 8  # of a block's hash
+LINK_BYTES_PER_S, LINK_S = 1e9, 0.01  # between workers of a machine, until it was measured
+READ_BYTES_PER_S, TOKENS_PER_READ = 10e9, 8  # a processor's guess: weights are read once for up to so many tokens
+
+
+def guessed_costs(weights_bytes: int) -> CostModel:
+    """A cost model until a worker has measured its own."""
+    weights_s = weights_bytes / READ_BYTES_PER_S
+    token_s = weights_s / TOKENS_PER_READ
+    return CostModel(fixed_s=2e-4, weights_s=weights_s, prefill_token_s=token_s, decode_token_s=token_s)
+
+
+def facts_of(client: EngineClient, role: str, *, is_beside: bool) -> WorkerFacts | None:
+    """Facts that foretelling its times takes; None where its KV cannot be pulled, or there is no engine now.
+
+    `is_beside` others of its server: they share the memory's bandwidth.
+    """
+    ready = client.loaded
+    if ready is None or not ready.kv_addresses:
+        return None
+    memory = ready.memory_plan
+    return WorkerFacts(
+        role=Role(role),
+        costs=client.counters.step_costs or ready.step_costs or guessed_costs(memory.weights_bytes),
+        token_budget=ready.token_budget,
+        num_blocks=memory.num_blocks,
+        block_size=memory.block_size,
+        bytes_per_token=memory.bytes_per_block / memory.block_size,
+        num_layers=ready.num_kv_layers,
+        bandwidth=client.counters.pull_bytes_per_s or LINK_BYTES_PER_S,
+        latency_s=LINK_S,
+        shares_link=is_beside,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine of several."""
+
+    number: int
+    client: EngineClient
+    role: str = "mixed"  # what it is sent: prompts, answers, or both
+    told: WorkerFacts | None = None  # to the core
+    is_up: bool = False  # as the core knows it
+    num_queued: int = 0  # requests that have no place in its engine
+
+    @property
+    def name(self) -> str:
+        """The core's."""
+        return str(self.number)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the worker has an engine, silent or not."""
+        return self.client.supervisor.ready
+
+    @property
+    def seems_up(self) -> bool:
+        """Whether the worker has an engine that is heard of."""
+        return self.is_there and self.client.supervisor.why_not_alive is None
+
+    @property
+    def view(self) -> WorkerView:
+        """The worker's view for people."""
+        return WorkerView.of(self.number, self.client.supervisor.pid, self.client.state(), self.role)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the worker was given up."""
+        return self.client.supervisor.over
+
+    @property
+    def facts(self) -> ReplicaFacts:
+        """Facts as the core is told of them next."""
+        self.told = self.own
+        state = State.READY if self.is_up else State.STARTING
+        is_silent = self.is_there and not self.is_up
+        return ReplicaFacts(name=self.name, state=state, worker=self.told, is_silent=is_silent)
+
+    @property
+    def own(self) -> WorkerFacts | None:
+        """Facts that foretelling its times takes; None where workers hand nothing over."""
+        return facts_of(self.client, self.role, is_beside=True) or self.told
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """The samples of one prompt, which go to one worker, where they share its blocks."""
+
+    request: FleetRequest
+    spec: RequestSpec  # its first sample's
+    samples: dict[str, LiveRequest] = field(default_factory=dict)  # that have not ended, in order
+    worker: Worker | None = None  # None while it is held
+    held_s: float = 0.0  # in all
+    goes_to: Worker | None = None  # once its first tokens are there, which `worker` computes
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether each sample has a token."""
+        return all(live.output_token_ids for live in self.samples.values())
+
+
+def prompt_of(prompt_id: str, live: LiveRequest) -> Prompt:
+    """A prompt with its first sample."""
+    return Prompt(_request_of(prompt_id, live.spec), live.spec, {live.request_id: live})
+
+
+def key_of(block: bytes) -> int:
+    """Prefix key of a KV block, by its hash, which all blocks before it are part of."""
+    return int.from_bytes(block[:KEY_BYTES], "little")
+
+
+def _request_of(prompt_id: str, spec: RequestSpec) -> FleetRequest:
+    request = request_of(spec, tuple(map(key_of, spec.block_hashes)))
+    request.request_id, request.num_samples = prompt_id, spec.sampling.n if spec.parent_id is not None else 1
+    request.features = spec.features
+    return request
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+_LARGEST = frozenset({"last_step_age_s", "heartbeat_age_s", "wake_s"})
+_BY_ITSELF = frozenset({"alive", "error", "loading", "lacking", "asleep", "num_finished"})
+
+
+def state_of_all(states: Sequence[ReplicaState], num_held: int, ended: Mapping[FinishReason, int]) -> ReplicaState:
+    """Alive while one of them is. `num_held` wait for a worker, and of those that did so many have `ended`."""
+    told: dict[str, Any] = {}
+    for name in (each.name for each in fields(ReplicaState) if each.name not in _BY_ITSELF):
+        values = [getattr(state, name) for state in states]
+        told[name] = max(values) if name in _LARGEST else reduce(add, values)
+    told["num_waiting"] += num_held
+    living = [state for state in states if state.alive]
+    errors = [f"worker {number}: {state.error}" for number, state in enumerate(states)]
+    return ReplicaState(
+        alive=bool(living),
+        error=None if living else "; ".join(errors),
+        loading=not living and any(state.loading for state in states),
+        asleep=bool(living) and all(state.asleep for state in living),
+        num_finished={r: ended.get(r, 0) + sum(s.num_finished.get(r, 0) for s in states) for r in FinishReason},
+        **told,
+    )
+
+
+def queue_of_all(views: Sequence[QueueView], held: Sequence[WaitingRequest], offset: int, limit: int) -> QueueView:
+    """Requests that wait in a worker, and then those that wait for one."""
+    waiting = [request for view in views for request in view.waiting]
+    waiting += held
+    waiting = [msgspec.structs.replace(request, position=place) for place, request in enumerate(waiting)]
+    return QueueView(
+        policy=views[0].policy,
+        num_running=sum(view.num_running for view in views),
+        max_num_seqs=sum(view.max_num_seqs for view in views),
+        num_waiting=sum(view.num_waiting for view in views) + len(held),
+        offset=offset,
+        waiting=tuple(waiting[offset : offset + limit]),
+    )
+
+
+def live_view_of_all(views: Sequence[LiveView], held: Sequence[QueuedRequest]) -> LiveView:
+    """One batch and one map of blocks, as small as an engine's own."""
+    running = [request for view in views for request in view.running]
+    waiting = [request for view in views for request in view.waiting]
+    return msgspec.structs.replace(
+        views[0],
+        now=max(view.now for view in views),
+        max_num_seqs=sum(view.max_num_seqs for view in views),
+        num_running=sum(view.num_running for view in views),
+        num_waiting=sum(view.num_waiting for view in views) + len(held),
+        running=tuple(running[:MAX_RUNNING]),
+        waiting=(*waiting, *held)[:MAX_WAITING],
+        blocks=_blocks_of_all(views),
+        tenants=_shares_of_all(views),
+        counters=_summed([view.counters for view in views]),
+        execute_s=sum(view.execute_s for view in views),
+        host_s=sum(view.host_s for view in views),
+        cost_s=max(view.cost_s for view in views),
+    )
+
+
+def waiting_request(
+    live: LiveRequest, now: float, reason: str, predicted: float | None, terms: Mapping[str, float]
+) -> WaitingRequest:
+    """A request that waits for a worker; its position is written by `queue_of_all`."""
+    spec, num_output = live.spec, len(live.output_token_ids)
+    to_come = max(1.0, (predicted if predicted is not None else spec.max_tokens) - num_output)
+    return WaitingRequest(
+        position=0,
+        request_id=spec.request_id,
+        priority=spec.priority,
+        tenant=spec.tenant,
+        age_s=now - spec.arrived_at,
+        num_prompt_tokens=spec.num_prompt_tokens,
+        num_output_tokens=num_output,
+        predicted_output_tokens=predicted,
+        predicted_cost_tokens=spec.num_prompt_tokens + num_output + to_come,
+        num_preemptions=live.charges.num_preemptions,
+        reason=reason,
+        terms=dict(terms),
+    )
+
+
+def queued_request(live: LiveRequest, reason: str) -> QueuedRequest:
+    """The same for the live view."""
+    spec = live.spec
+    return QueuedRequest(
+        id=short_id(spec.request_id),
+        tenant=spec.tenant,
+        priority=spec.priority,
+        state="waiting",
+        num_prompt_tokens=spec.num_prompt_tokens,
+        num_output_tokens=len(live.output_token_ids),
+        num_preemptions=live.charges.num_preemptions,
+        arrived_at=round(spec.arrived_at, 4),
+        reason=reason,
+    )
+
+
+def _blocks_of_all(views: Sequence[LiveView]) -> BlockMap:
+    codes: list[int] = []
+    num_named = 0
+    for view in views:
+        codes += (_renumbered(code, num_named) for code in _codes(view.blocks.runs))
+        num_named += len(view.running)
+    stride = max(1, -(-len(codes) // MAX_CELLS))
+    blocks = views[0].blocks
+    return msgspec.structs.replace(
+        blocks,
+        num_blocks=sum(view.blocks.num_blocks for view in views),
+        num_used=sum(view.blocks.num_used for view in views),
+        num_cached=sum(view.blocks.num_cached for view in views),
+        blocks_per_cell=stride * blocks.blocks_per_cell,
+        runs=run_lengths(codes[::stride]),
+    )
+
+
+def _codes(runs: Sequence[int]) -> Iterator[int]:
+    for code, length in zip(runs[::2], runs[1::2], strict=True):
+        yield from [code] * length
+
+
+def _renumbered(code: int, num_before: int) -> int:
+    """The code of a request that stands behind so many others now; past the named ones it becomes OTHER."""
+    if code < FIRST_OWNER:
+        return code
+    return code + num_before if code - FIRST_OWNER + num_before < MAX_RUNNING else OTHER
+
+
+def _shares_of_all(views: Sequence[LiveView]) -> tuple[TenantShare, ...]:
+    shares: dict[str, TenantShare] = {}
+    for share in (share for view in views for share in view.tenants):
+        last = shares.get(share.name, TenantShare(share.name, share.weight, 0, 0))
+        num_running, num_blocks = last.num_running + share.num_running, last.num_blocks + share.num_blocks
+        shares[share.name] = msgspec.structs.replace(share, num_running=num_running, num_blocks=num_blocks)
+    return tuple(nsmallest(MAX_TENANTS, shares.values(), key=lambda share: (-share.num_running, share.name)))
+
+
+def _summed(counters: Sequence[S]) -> S:
+    names = counters[0].__struct_fields__
+    return msgspec.structs.replace(
+        counters[0], **{name: sum(getattr(each, name) for each in counters) for name in names}
+    )
+
+
+NOBODYS_FAULT = Failure(FailureKind.FULL, retry_after_s=0.0)  # it is bound again as if it had come now
+REASONS = {QueueTimeout: FinishReason.QUEUE_TIMEOUT, RequestTimeout: FinishReason.TIMEOUT}
+
+
+class WorkerRequests:
+    """Requests from their arrival to their end: held by the core, or with a worker. On one event loop."""
+
+    def __init__(
+        self,
+        core: ClusterCore,
+        workers: Sequence[Worker],
+        clock: Clock,
+        on_held: Callable[[], None],
+    ) -> None:
+        """`on_held` is told that a request waits for a worker."""
+        self._core, self._workers, self._clock, self._on_held = core, workers, clock, on_held
+        self.choices = Choices()
+        self.on_progress: OnProgress = lambda progress, num_queued, now: None
+        self.prompts: dict[str, Prompt] = {}  # by the id of each sample, in order of arrival
+        self._by_id: dict[str, Prompt] = {}  # by the core's
+        self.ended: Counter[FinishReason] = Counter()  # of those that no worker had
+        self.is_closed = False  # no request is bound any more
+
+    @property
+    def num_held(self) -> int:
+        """Samples that wait for a worker."""
+        return sum(len(prompt.samples) for prompt in self._by_id.values() if prompt.worker is None)
+
+    def held(self) -> Iterator[tuple[FleetRequest, LiveRequest]]:
+        """Samples that wait for a worker, with their requests, the next first; sorts."""
+        for request in self._core.held():
+            for live in self._by_id[request.request_id].samples.values():
+                yield request, live
+
+    def living(self) -> Iterator[LiveRequest]:
+        """All living samples, in order of arrival."""
+        return (prompt.samples[request_id] for request_id, prompt in self.prompts.items())
+
+    def enter(self, live: LiveRequest) -> None:
+        """Send a sample to the worker that has those before it; the first is the core's to place."""
+        prompt_id = live.spec.parent_id or live.request_id
+        prompt = self._by_id.get(prompt_id)
+        if prompt is not None:
+            self.prompts[live.request_id], prompt.samples[live.request_id] = prompt, live
+            if prompt.worker is not None:
+                prompt.worker.client.enter(live)
+            return
+        prompt = prompt_of(prompt_id, live)
+        self.prompts[live.request_id] = self._by_id[prompt_id] = prompt
+        self.do(self._core.arrived(prompt.request, self._clock.now()))
+
+    def abort(self, request_id: str, reason: FinishReason) -> None:
+        """Abort a request as `Replica.abort`."""
+        prompt = self.prompts.get(request_id)
+        if prompt is None:
+            return
+        live = prompt.samples[request_id]
+        if prompt.worker is not None:
+            prompt.worker.client.abort(request_id, reason)
+        elif reason is not FinishReason.SHED or live.charges.first_scheduled_at is None:
+            self._end_here(live, reason)
+
+    def put_back(self, worker: Worker) -> None:
+        """Put back requests of a worker whose engine is gone; those that may, go on with another when there is room."""
+        movable, now = worker.client.movable(), self._clock.now()
+        for prompt in dict.fromkeys(self.prompts[request_id] for request_id in movable):
+            if prompt.samples.keys() <= movable.keys():
+                for live in prompt.samples.values():
+                    worker.client.let_go(live.request_id)
+                    if live.charges.first_scheduled_at is not None:
+                        prompt.request.start_by = None  # it was in a step in time
+                prompt.worker = None
+                self.do(self._core.failed(prompt.request.request_id, NOBODYS_FAULT, now))
+
+    # -- what the core decides
+
+    def do(self, actions: Sequence[Action]) -> None:
+        if self.is_closed:
+            return
+        for action in actions:
+            match action:
+                case Bind(request_id, choice):
+                    self._note(self._by_id[request_id], action)
+                    self._bind(self._by_id[request_id], choice)
+                case Move(request_id):
+                    self._take_back(self._by_id[request_id])
+                case Refuse(request_id, error):
+                    self._refuse(self._by_id[request_id], error)
+        if self._core.num_held:
+            self._on_held()
+
+    def _note(self, prompt: Prompt, bind: Bind) -> None:
+        """Remember the choice for people who ask later."""
+        request = prompt.request
+        assert request.bound_at is not None, "the core has just bound it"
+        prompt.held_s += request.bound_at - request.held_at
+        self.choices.bound(bind, prompt.held_s)
+
+    def _bind(self, prompt: Prompt, choice: Choice) -> None:
+        worker = self._named(choice.replica)
+        computes = worker if choice.prefill is None else self._named(choice.prefill)
+        if not computes.is_up:
+            computes = worker
+        self._expect_no_kv(prompt)
+        prompt.worker, prompt.goes_to = computes, worker if computes is not worker else None
+        finds = () if choice.fetch_from is None else self._named(choice.fetch_from).client.kv_addresses
+        for live in list(prompt.samples.values()):
+            live.kv_from = finds
+            computes.client.enter(live)
+        if prompt.goes_to is not None:
+            prompt.goes_to.client.expect_kv(prompt.spec, computes.client.kv_addresses)
+
+    def _named(self, name: str) -> Worker:
+        return self._workers[int(name)]
+
+    def _take_back(self, prompt: Prompt) -> None:
+        """Take a prompt from a worker that is to end: it goes on with the next that it is bound to."""
+        self._expect_no_kv(prompt)
+        worker, prompt.worker = prompt.worker, None
+        if worker is not None:
+            _taken_from(worker, prompt)
+
+    def _expect_no_kv(self, prompt: Prompt) -> None:
+        """Tell the receiver that the KV will not come: the request ends, or is placed anew, before the hand-over."""
+        if prompt.goes_to is not None:
+            prompt.goes_to.client.expect_no_kv(prompt.spec)
+            prompt.goes_to = None
+
+    def _hand_over(self, prompt: Prompt) -> None:
+        """Hand over a request whose prompt is computed: the worker that is to answer goes on, with the KV it pulls. A
+        request stays where that worker is not up; so do samples that are being aborted.
+        """
+        sender, receiver, prompt.goes_to = prompt.worker, prompt.goes_to, None
+        if sender is None or receiver is None or not prompt.samples:
+            return  # it was done already, or has ended
+        if receiver.is_up:
+            prompt.worker = receiver
+            for live in _taken_from(sender, prompt):
+                live.kv_from = sender.client.kv_addresses
+                receiver.client.enter(live)
+        else:
+            receiver.client.expect_no_kv(prompt.spec)
+        self.do(self._core.handed_over(prompt.request.request_id, self._clock.now()))
+
+    def _refuse(self, prompt: Prompt, error: MaitredError) -> None:
+        """End a prompt whose time is up. A worker that has it ends it, with what it had come to."""
+        for live in list(prompt.samples.values()):
+            reason = REASONS.get(type(error), FinishReason.ERROR)
+            if prompt.worker is not None:
+                prompt.worker.client.abort(live.request_id, reason)
+            else:
+                self._end_here(live, reason, error if reason is FinishReason.ERROR else None)
+
+    # -- what the workers tell
+
+    def hear(self, worker: Worker, progress: list[RequestProgress], num_queued: int, now: float) -> None:
+        worker.num_queued = num_queued
+        self._account(progress, now)
+        for item in progress:
+            prompt = self.prompts.get(item.request_id)
+            if prompt is not None and prompt.goes_to is not None and prompt.has_begun:
+                asyncio.get_running_loop().call_soon(self._hand_over, prompt)  # once its stream has what came
+
+    def _account(self, progress: list[RequestProgress], now: float) -> None:
+        """Report progress to the core, and to the listener of all of it; ended prompts make room for others."""
+        done: list[tuple[Prompt, FinishReason]] = []
+        for item in progress:
+            prompt = self.prompts.get(item.request_id)
+            if prompt is None:
+                continue
+            if item.new_token_ids:
+                self._core.progressed(prompt.request.request_id, len(item.new_token_ids), now)
+            if item.finish_reason is not None:
+                del self.prompts[item.request_id], prompt.samples[item.request_id]
+                if not prompt.samples:
+                    done.append((prompt, item.finish_reason))
+        self.on_progress(progress, self._core.num_held + sum(worker.num_queued for worker in self._workers), now)
+        for prompt, reason in done:
+            self._let_go(prompt, reason, now)
+
+    def _let_go(self, prompt: Prompt, reason: FinishReason, now: float) -> None:
+        prompt_id = prompt.request.request_id
+        self._expect_no_kv(prompt)
+        del self._by_id[prompt_id]
+        is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if prompt.worker is None:
+            self.do(self._core.aborted(prompt_id, now))
+        else:
+            self.do(self._core.ended(prompt_id, Usage(complete=is_complete), now))
+
+    def _end_here(self, live: LiveRequest, reason: FinishReason, error: MaitredError | None = None) -> None:
+        """No worker has it."""
+        now = self._clock.now()
+        ended = live.ended(reason, now, None if error is None else str(error))
+        self.ended[reason] += 1
+        self._account([ended], now)
+        if error is None:
+            live.stream.put(ended)
+        else:
+            live.stream.fail(error)
+
+    def end_held(self, error: EngineDead) -> None:
+        """No worker will come."""
+        for name, prompt in list(self.prompts.items()):
+            if prompt.worker is None:
+                self._end_here(prompt.samples[name], FinishReason.ERROR, error)
+
+
+def _taken_from(worker: Worker, prompt: Prompt) -> list[LiveRequest]:
+    """Take a prompt's samples to go on elsewhere; those that are being aborted end where they are."""
+    going_on = [request_id for request_id, live in prompt.samples.items() if live.ending is None]
+    return [worker.client.hand_over(request_id) for request_id in going_on]
+
 
 NOTHING_KNOWN = Report(is_broken=True)
 

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 from maitred.cli.why import choice_lines
-from maitred.fleet.actions import Bind
+from maitred.fleet.actions import Bind, Choices
 from maitred.fleet.balance import Choice
-from maitred.fleet.choices import Choices
 from maitred.fleet.disagg import Ask, options
 from tests.fleet.workers import worker
 

@@ -25,7 +25,7 @@ from maitred.api.ops.fleet_feed import NoteTokens
 from maitred.core.errors import InvalidRequest, RequestError
 from maitred.core.request import MAX_SEED, RequestSpec
 from maitred.engine.intake import make_requests, random_seed
-from maitred.fleet.told_tokens import SEED, TELL, StreamHead, ToldUsage, usage_header
+from maitred.fleet.told import SEED, TELL, StreamHead, ToldUsage, usage_header
 from maitred.gate.terms import TimeLimits, cap_max_tokens
 
 # in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s

@@ -14,7 +14,7 @@ from maitred.core.request import Charges, RequestSpec, ResumePoint
 from maitred.core.step import RequestProgress, TokenLogprobs
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import SampleText
-from maitred.fleet.told_tokens import ResumeRequest, ToldSample
+from maitred.fleet.told import ResumeRequest, ToldSample
 
 
 class Resumption:

@@ -9,7 +9,7 @@ from maitred.api.ops.fleet_feed import identity
 from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import TextDelta
-from maitred.fleet.told_tokens import StreamHead, ToldSample, ToldUsage, frame, head_line
+from maitred.fleet.told import StreamHead, ToldSample, ToldUsage, frame, head_line
 
 
 def fingerprint_of(model: ServedModel, adapter: AdapterFacts | None = None) -> str:

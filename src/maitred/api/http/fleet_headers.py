@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import Charges, RequestSpec, ResumePoint
-from maitred.fleet.told_tokens import SEED, TELL
+from maitred.fleet.told import SEED, TELL
 from maitred.gate.terms import NO_LIMITS, TimeLimits
 from maitred.tenancy.caller import ANYBODY, Caller
 from maitred.tenancy.quota import QuotaBook

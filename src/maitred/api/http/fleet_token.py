@@ -8,7 +8,7 @@ from hmac import compare_digest
 from pathlib import Path
 
 from maitred.core.errors import ConfigError
-from maitred.fleet.announcement import TOKEN_VARIABLE
+from maitred.fleet.launch import TOKEN_VARIABLE
 
 HEADER = b"x-maitred-fleet-token"
 MIN_CHARS = 16

@@ -21,7 +21,7 @@ from maitred.core.replica import TierView, WorkerView
 from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.installed import policy_of
 from maitred.engine.queries import AdapterFolder
-from maitred.fleet.choices import MAX_REQUESTS
+from maitred.fleet.actions import MAX_REQUESTS
 from maitred.scheduler.queue_view import MAX_PAGE
 
 LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})  # memory was planned for them

@@ -20,8 +20,7 @@ from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import identity
 from maitred.core.errors import CannotResume, InvalidRequest, PermissionDenied
 from maitred.engine.model_facts import AdapterFacts
-from maitred.fleet.replica_events import FleetEvent, VersionResponse
-from maitred.fleet.told_tokens import ResumeRequest
+from maitred.fleet.told import FleetEvent, ResumeRequest, VersionResponse
 
 LISTENING = "listen to the fleet's events"  # what it takes an administrator or the fleet's token for
 MAX_TOLD_BYTES = 32 * 1024 * 1024  # of tokens, beside as much body as any request may have

@@ -23,11 +23,12 @@ from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges
 from maitred.engine.intake import ServedModel
 from maitred.engine.replica import Replica
-from maitred.fleet.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
-from maitred.fleet.prefix_keys import prefix_keys
-from maitred.fleet.replica_events import (
+from maitred.fleet.prefix_keys import prefix_keys, read_asked
+from maitred.fleet.stored_keys import KeyBlock, StoredKeys, TokenLengths, ends_of_tokens, tokens_of_keys
+from maitred.fleet.told import (
     BEAT_S,
     MAX_KEYS_AN_EVENT,
+    NOTHING,
     Began,
     Computed,
     Ended,
@@ -37,12 +38,10 @@ from maitred.fleet.replica_events import (
     KVWorker,
     Load,
     Phase,
+    ToldUsage,
     VersionResponse,
 )
-from maitred.fleet.routed_body import read_asked
-from maitred.fleet.stored_keys import KeyBlock, StoredKeys
-from maitred.fleet.told_tokens import NOTHING, ToldUsage
-from maitred.fleet.worker import facts_of
+from maitred.fleet.workers import facts_of
 
 MAX_LISTENERS = 16
 MAX_UNTOLD_ENDS = 4096  # to a router that is slow

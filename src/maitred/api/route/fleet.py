@@ -8,23 +8,194 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from maitred.api.http.exchange import Exchange
 from maitred.api.http.logs import log_fields
-from maitred.api.route.bills import Bills
 from maitred.api.route.metrics import RouteMetrics
-from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.core.clock import Clock
-from maitred.fleet.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop
-from maitred.fleet.choices import Choices
+from maitred.fleet.actions import Action, Bind, Choices, Move, Probe, Refuse, Sleep, Start, Stop
+from maitred.fleet.config import Origin
 from maitred.fleet.core import ClusterCore
 from maitred.fleet.disagg import WorkerFacts
 from maitred.fleet.fleet_request import Failure, FleetRequest, Usage
-from maitred.fleet.origins import Origin
-from maitred.fleet.replica_events import KVWorker
 from maitred.fleet.replicas import Kind, ReplicaFacts, Report
+from maitred.fleet.told import NOTHING, KVWorker, ToldUsage
 from maitred.fleet.upstream import ConnectionCounts, Upstream
 from maitred.storage.redis_notices import Bound
+
+if TYPE_CHECKING:
+    from maitred.fleet.actions import Bind
+
+WAIT_S = 2.0  # for a report that comes a step after the request was let go; a dead replica sends none
+
+
+class Bill:
+    """One request's late usage: what each replica that did not finish it had told, and what it says it computed."""
+
+    __slots__ = ("_computed", "_on_settled", "_told")
+
+    def __init__(self) -> None:
+        self._told: dict[str, ToldUsage] = {}
+        self._computed: dict[str, ToldUsage] = {}
+        self._on_settled: Callable[[], None] | None = None
+
+    def left(self, replica: str, told: ToldUsage) -> None:
+        """The request leaves `replica`; `told` is all that any replica told of it so far."""
+        self._told[replica] = told
+
+    def computed(self, replica: str, usage: ToldUsage) -> None:
+        self._computed[replica] = usage
+        if self._on_settled is not None and self.is_settled:
+            settled, self._on_settled = self._on_settled, None
+            settled()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._told.keys() <= self._computed.keys()
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        self._on_settled = call
+
+    def with_untold(self, usage: Usage) -> Usage:
+        """Usage with what was computed beyond what was told."""
+        untold = NOTHING
+        for replica, told in list(self._told.items()):  # the ledger's thread asks too
+            computed = self._computed.get(replica, told)
+            untold = ToldUsage(
+                *(sum_ + max(0, all_ - part) for sum_, all_, part in zip(untold, computed, told, strict=True))
+            )
+        if not any(untold):
+            return usage
+        return Usage(
+            (usage.num_prompt_tokens or 0) + untold.num_prompt_tokens,
+            (usage.num_output_tokens or 0) + untold.num_output_tokens,
+            (usage.num_cached_tokens or 0) + untold.num_cached_tokens,
+            usage.complete,
+            usage.compute_us + untold.compute_us,
+        )
+
+
+class Bills:
+    """Open bills, by the id under which replicas know the request. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Bill] = {}
+
+    def computed(self, replica: str, request_id: str, usage: ToldUsage) -> None:
+        """Usage reported by a replica; ignored for closed requests and for other routers'."""
+        bill = self._open.get(request_id)
+        if bill is not None:
+            bill.computed(replica, usage)
+
+    def opened(self, request_id: str) -> Bill:
+        """Open a bill until `closed`; of two in flight with the same id, only the first hears of usage."""
+        bill = Bill()
+        self._open.setdefault(request_id, bill)
+        return bill
+
+    def close(self, request_id: str, bill: Bill, then: Callable[[], None]) -> None:
+        """Close a bill and call `then`, once it is settled or no more is to come."""
+        if bill.is_settled:
+            self._closed(request_id, bill, then)
+            return
+        giving_up = asyncio.get_running_loop().call_later(WAIT_S, self._closed, request_id, bill, then)
+
+        def settled() -> None:
+            giving_up.cancel()
+            self._closed(request_id, bill, then)
+
+        bill.when_settled(settled)
+
+    def _closed(self, request_id: str, bill: Bill, then: Callable[[], None]) -> None:
+        if self._open.get(request_id) is bill:
+            del self._open[request_id]
+        then()
+
+
+class Moved(Exception):
+    """The request is taken from its replica; it will be bound again, or refused."""
+
+
+class RoutedRequest:
+    """A request whose task waits here for the core's decisions; interruptions, a client that left say, come from
+    outside.
+    """
+
+    __slots__ = (
+        *("_bind", "_decision", "_error", "_reason", "_task"),
+        *("began", "exchange", "held_at", "held_s", "lost_by", "request"),
+    )
+
+    def __init__(self, request: FleetRequest, exchange: Exchange) -> None:
+        """Called by the task that answers the request."""
+        task = asyncio.current_task()
+        assert task is not None, "a request has a task"
+        self.request, self.exchange = request, exchange
+        self.began = False  # a byte of a replica's answer came, and no other replica may begin anew
+        self.held_at: float | None = request.arrived_at  # since when it is waiting for a replica
+        self.held_s = 0.0  # before that
+        self.lost_by: str | None = None  # the replica that died or hung with it, until it goes on
+        self._task = task
+        self._bind: Bind | None = None
+        self._error: Exception | None = None
+        self._decision: asyncio.Future[None] | None = None  # while the task waits for one
+        self._reason: Exception | None = None  # why the task was cancelled
+
+    # the task's side
+
+    def bound(self) -> Bind | None:
+        """Where the request goes next; None while it is held. Raises why it goes nowhere."""
+        if self._error is not None:
+            raise self._error
+        bind, self._bind = self._bind, None
+        return bind
+
+    async def decision(self) -> None:
+        """Returns when `bound` may have something else to say."""
+        self._decision = asyncio.get_running_loop().create_future()
+        try:
+            await self._decision
+        finally:
+            self._decision = None
+
+    @property
+    def is_decided(self) -> bool:
+        return self._bind is not None or self._error is not None
+
+    def interruption(self) -> Exception | None:
+        """Why we cancelled the task; None if we did not. Ends the cancellation."""
+        reason, self._reason = self._reason, None
+        if reason is not None:
+            self._task.uncancel()
+        return reason
+
+    # from outside
+
+    def decided(self, bind: Bind, now: float) -> None:
+        if self.held_at is not None:
+            self.held_s, self.held_at = self.held_s + now - self.held_at, None
+        self._bind = bind
+        self._wake()
+
+    def refused(self, error: Exception) -> None:
+        self._error = error
+        self._wake()
+
+    def held_again(self, now: float) -> None:
+        if self.held_at is None:
+            self.held_at = now
+
+    def interrupt(self, reason: Exception) -> None:
+        """End what the task is doing; the first reason counts."""
+        if self._reason is None and not self.exchange.complete:
+            self._reason = reason
+            self._task.cancel()
+
+    def _wake(self) -> None:
+        if self._decision is not None and not self._decision.done():
+            self._decision.set_result(None)
+
 
 logger = logging.getLogger("maitred.fleet")
 TICK_S = 0.05  # how late what falls due may be noticed

@@ -11,17 +11,27 @@ from typing import TypeVar
 from maitred.api.http.errors import ClientGone, ReplicaFailed
 from maitred.api.http.exchange import CONNECTION, Exchange
 from maitred.api.http.sse import EventStream
-from maitred.api.route import answers
-from maitred.api.route.bills import Bill
-from maitred.api.route.fleet import Fleet, LiveReplica
-from maitred.api.route.headers import towards_client
-from maitred.api.route.outgoing import MAX_ERROR_BYTES, Outgoing, Stop, stops_of, tell_expected
-from maitred.api.route.routed import Moved, RoutedRequest
+from maitred.api.route.fleet import Bill, Fleet, LiveReplica, Moved, RoutedRequest
+from maitred.api.route.messages import (
+    MAX_ERROR_BYTES,
+    ForeignStream,
+    Outgoing,
+    Stop,
+    as_usage,
+    cost_told,
+    failure_told,
+    is_stream,
+    message_of,
+    read_whole,
+    stops_of,
+    tell_expected,
+    towards_client,
+)
 from maitred.core.errors import MaitredError
 from maitred.core.request import Charges, FinishReason
 from maitred.fleet.actions import Bind
 from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage
-from maitred.fleet.told_tokens import NOTHING, BrokenFrame, ToldTokens
+from maitred.fleet.told import NOTHING, BrokenFrame, ToldTokens
 from maitred.fleet.upstream import Answer, Ask, Broken, UpstreamFailed
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
@@ -83,7 +93,7 @@ class Relay:
             return self.usage
         if self._told is None:
             return Usage(num_output_tokens=self._num_tokens, complete=False)
-        return answers.as_usage(self._told.usage_so_far(), complete=False)
+        return as_usage(self._told.usage_so_far(), complete=False)
 
     @property
     def spec(self) -> FleetRequest:
@@ -218,7 +228,7 @@ class Relay:
         live = stop.live
         if 300 <= answer.status < 400 and answer.status != 304:  # would send the client, key and prompt, elsewhere
             raise ReplicaFailed(f"the replica answers {answer.status}, a redirect, which a router does not pass on")
-        failure = answers.failure(answer, is_ours=live.is_ours)
+        failure = failure_told(answer, is_ours=live.is_ours)
         if failure is not None:
             body = await answer.whole(MAX_ERROR_BYTES)
             self._is_billed = failure.kind is FailureKind.FULL
@@ -226,14 +236,14 @@ class Relay:
                 self._refusal = answer, body
             self._fleet.failed(self._routed, failure, live)
             return False
-        if self._routed.began and not (answer.status == 200 and answers.is_stream(answer)):
-            why = answers.message_of(await answer.whole(MAX_ERROR_BYTES))
+        if self._routed.began and not (answer.status == 200 and is_stream(answer)):
+            why = message_of(await answer.whole(MAX_ERROR_BYTES))
             raise ReplicaFailed(f"{BROKE_OFF}: {why}")
-        if self._events is not None and answers.is_stream(answer):
+        if self._events is not None and is_stream(answer):
             await self._stream(answer, stop)
         elif answer.status == 200 and not stop.is_last:
             await answer.begin(MAX_KEPT_BYTES)
-            self._prompt = answers.cost_told(answer, is_ours=live.is_ours)
+            self._prompt = cost_told(answer, is_ours=live.is_ours)
             self._is_computed = self._is_billed = True
         else:
             await self._whole(answer, live)
@@ -258,7 +268,7 @@ class Relay:
         while body:
             await self._send_piece(body)
             body = await answer.piece()
-        self.usage = answers.cost_told(answer, is_ours=live.is_ours) or Usage()
+        self.usage = cost_told(answer, is_ours=live.is_ours) or Usage()
         self._is_billed = True
         self._ends()
         await self._send_end()
@@ -266,7 +276,7 @@ class Relay:
     async def _send_whole(self, answer: Answer, live: LiveReplica, body: bytes) -> None:
         usage = Usage(num_output_tokens=0)
         if self._outgoing.has_usage and answer.status == 200:
-            usage = answers.cost_told(answer, is_ours=live.is_ours) or _read(partial(answers.read_whole, answer), body)
+            usage = cost_told(answer, is_ours=live.is_ours) or _read(partial(read_whole, answer), body)
         self._begin()
         self._ends()
         self._is_billed, self.usage = True, usage
@@ -288,7 +298,7 @@ class Relay:
         """Whole events only, so that an error or another replica's can follow wherever it breaks off."""
         live = stop.live
         told = self._told if live.is_ours else None
-        foreign = answers.ForeignStream()  # where nothing is told
+        foreign = ForeignStream()  # where nothing is told
         feed = foreign.feed if told is None else told.feed
         await self._send_events(answer, live, self._unsent)
         while piece := await answer.piece():
@@ -310,10 +320,10 @@ class Relay:
         if end and not foreign.has_ended(self._num_each):
             raise UpstreamFailed(Broken.WRONG, "its stream ended without a finish reason or [DONE]")
         self._tell_tokens()
-        self.usage = answers.cost_told(answer, is_ours=live.is_ours)
+        self.usage = cost_told(answer, is_ours=live.is_ours)
         self._is_billed = self.usage is not None or told is None or told.usage is not None
         if self.usage is None and told is not None:
-            self.usage = answers.as_usage(told.usage_so_far())
+            self.usage = as_usage(told.usage_so_far())
         self.usage = self.usage or foreign.usage(self._num_tokens)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens

@@ -14,8 +14,7 @@ from maitred.api.http.fleet_token import FleetToken
 from maitred.api.http.results import Results
 from maitred.api.ops.promises import Promises
 from maitred.api.route.fleet import Fleet
-from maitred.api.route.follow import Follower, ModelNames
-from maitred.api.route.launching import LaunchedReplicas, MakeLauncher
+from maitred.api.route.follow import Follower, LaunchedReplicas, MakeLauncher, ModelNames
 from maitred.api.route.metrics import RouteMetrics, RouteObserver
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.config.bounds import Bounds
@@ -23,11 +22,10 @@ from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import Overloaded, Unavailable
 from maitred.core.replica import ReplicaState
 from maitred.fleet.actions import Bind
-from maitred.fleet.config import FleetConfig, SharedConfig
+from maitred.fleet.config import FleetConfig, Origin, SharedConfig, Target
 from maitred.fleet.core import ClusterCore
 from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.fleet.fleet_request import FleetRequest
-from maitred.fleet.origins import Origin, Target
 from maitred.fleet.replicas import Kind, ReplicaFacts, State
 from maitred.fleet.sizing import Autoscale, as_asked
 from maitred.gate.admission import UNKNOWN_SHARE, admission_of

@@ -1,20 +1,143 @@
-"""Every route of the router. What is not listed goes to a replica."""
+"""Every route of the router, its administrators' too, and its server. What is not listed goes to a replica."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from socket import socket
+
+import msgspec
 
 import maitred
 from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_route, usage_route
 from maitred.api.dialects.openai.format import OPENAI
+from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.exchange import Exchange
+from maitred.api.http.logs import configure_logging
 from maitred.api.http.routes import Route, RouteTable
-from maitred.api.route import admin
+from maitred.api.http.server import HttpServer
 from maitred.api.route.generate import embed, generate, pass_through, post_kserve
 from maitred.api.route.router import Router
 from maitred.api.tensor.error_text import TEXT_ERRORS
-from maitred.core.errors import Unavailable
-from maitred.fleet.routed_body import GENERATE_ENDS
+from maitred.core.errors import (
+    ConfigError,
+    InvalidRequest,
+    RouteNotFound,
+    Unavailable,
+    UnsupportedParameter,
+    did_you_mean,
+)
+from maitred.fleet.actions import MAX_REQUESTS
+from maitred.fleet.disagg import Role
+from maitred.fleet.prefix_keys import GENERATE_ENDS
+
+
+class Named(msgspec.Struct, forbid_unknown_fields=True):
+    """One replica."""
+
+    name: str
+
+
+class MaybeNamed(msgspec.Struct, forbid_unknown_fields=True):
+    """One replica, or all of them, one by one."""
+
+    name: str | None = None
+
+
+class ReplicaBounds(msgspec.Struct, forbid_unknown_fields=True):
+    """How many replicas there are to be."""
+
+    min: int
+    max: int
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """It begins; GET /admin/fleet shows how far it is."""
+
+    status: str = "accepted"
+
+
+class RoutedWorker(msgspec.Struct, frozen=True):
+    """A replica whose KV others pull."""
+
+    worker: str  # the replica's name
+    role: Role
+    state: str
+    kv_addresses: tuple[str, ...]
+    num_running: int  # as it told
+
+
+class FleetRoles(msgspec.Struct, frozen=True):
+    """The replicas and their roles."""
+
+    workers: tuple[RoutedWorker, ...]
+
+
+_decode_named = msgspec.json.Decoder(Named)
+_decode_maybe_named = msgspec.json.Decoder(MaybeNamed)
+_decode_bounds = msgspec.json.Decoder(ReplicaBounds)
+
+
+async def show_fleet(router: Router, exchange: Exchange) -> None:
+    await exchange.answer_json(router.fleet.core.view(router.clock.now()))
+
+
+async def show_choices(router: Router, exchange: Exchange) -> None:
+    """Where one of the last requests went, and why."""
+    made = router.fleet.choices.of(exchange.parameter)
+    if made is None:
+        raise RouteNotFound(f"{exchange.parameter!r} is none of the last {MAX_REQUESTS:,} requests that were sent")
+    await exchange.answer_json(made)
+
+
+async def show_roles(router: Router, exchange: Exchange) -> None:
+    """The replicas that hand KV over, and what each is sent first."""
+    core = router.fleet.core.fleet
+    found = [
+        RoutedWorker(name, replica.facts.worker.role, replica.state.value, live.kv_addresses, replica.load)
+        for name, live in sorted(router.fleet.replicas.items())
+        if (replica := core.by_name.get(name)) is not None and replica.facts.worker is not None
+    ]
+    await exchange.answer_json(FleetRoles(tuple(found)))
+
+
+async def drain(router: Router, exchange: Exchange) -> None:
+    body = await exchange.json(_decode_named)
+    router.fleet.drain(_known(router, body.name))
+    await exchange.answer_json(Accepted(), 202)
+
+
+async def restart(router: Router, exchange: Exchange) -> None:
+    body = await exchange.json(_decode_maybe_named)
+    _require_launched(router)
+    router.fleet.restart(_known(router, body.name) if body.name is not None else None)
+    await exchange.answer_json(Accepted(), 202)
+
+
+async def scale(router: Router, exchange: Exchange) -> None:
+    body = await exchange.json(_decode_bounds)
+    _require_launched(router)
+    if not 0 <= body.min <= body.max or not body.max:
+        raise InvalidRequest(f"min is {body.min} and max {body.max}; 0 <= min <= max, and max is at least 1")
+    router.fleet.scale(body.min, body.max)
+    await exchange.answer_json(Accepted(), 202)
+
+
+def _require_launched(router: Router) -> None:
+    if router.fleet.launching is None:
+        text = "the replicas of this router run elsewhere; it starts and stops only those of --replicas"
+        raise UnsupportedParameter(text)
+
+
+def _known(router: Router, name: str) -> str:
+    names = router.fleet.core.fleet.by_name
+    if name not in names:
+        raise InvalidRequest(
+            f"there is no replica {name!r}{did_you_mean(name, names)}; there are: {', '.join(sorted(names)) or 'none'}",
+            param="name",
+        )
+    return name
+
 
 _ERRORS = (400, 401, 403, 404, 413, 429, 500, 502, 503, 504)
 
@@ -59,7 +182,7 @@ FALLBACK = Route(
 
 _passed_on = partial(Route, handler=pass_through, errors=_ERRORS)
 _generation = partial(Route, method="POST", handler=generate, errors=_ERRORS)
-_order = partial(Route, method="POST", answer=admin.Accepted, errors=(400, 401, 403, 413, 415))
+_order = partial(Route, method="POST", answer=Accepted, errors=(400, 401, 403, 413, 415))
 
 ROUTES = RouteTable(
     (
@@ -90,7 +213,7 @@ ROUTES = RouteTable(
         Route(
             method="GET",
             path="/admin/fleet",
-            handler=admin.show_fleet,
+            handler=show_fleet,
             summary="Who is held, and which replicas there are.",
             admin="see the fleet",
             errors=(401, 403),
@@ -98,34 +221,71 @@ ROUTES = RouteTable(
         Route(
             method="GET",
             path="/admin/fleet/choices/{id:path}",
-            handler=admin.show_choices,
+            handler=show_choices,
             summary="Where one of the last requests went, and each term of the choice.",
             admin="see choices",
             errors=(401, 403, 404),
         ),
-        role_route(admin.show_roles, answer=admin.FleetRoles),
+        role_route(show_roles, answer=FleetRoles),
         _order(
             path="/admin/fleet/drain",
-            handler=admin.drain,
+            handler=drain,
             summary="Let a replica finish what it has, and give it no more.",
             admin="drain a replica",
-            body=admin.Named,
+            body=Named,
         ),
         _order(
             path="/admin/fleet/restart",
-            handler=admin.restart,
+            handler=restart,
             summary="Start one replica anew, or all one by one; no request is lost.",
             admin="restart replicas",
-            body=admin.MaybeNamed,
+            body=MaybeNamed,
         ),
         _order(
             path="/admin/fleet/scale",
-            handler=admin.scale,
+            handler=scale,
             summary="Change how many replicas there may be.",
             admin="scale the fleet",
-            body=admin.ReplicaBounds,
+            body=ReplicaBounds,
         ),
     ),
     OPENAI,
     fallback=FALLBACK,
 )
+
+
+def make_server(
+    router: Router,
+    *,
+    is_ending: Callable[[], bool] = lambda: False,
+    on_open: Callable[[str, int], None] = lambda host, port: None,
+) -> HttpServer:
+    """`on_open` is told host and port once requests are welcome; the search for replicas begins then."""
+
+    def opened(host: str, port: int) -> None:
+        router.start()
+        on_open(host, port)
+
+    def give_up(cause: str) -> None:
+        server.failure, server.should_exit = ConfigError(cause), True
+
+    server = HttpServer(AsgiApp(router, ROUTES), router.config, is_ending=is_ending, on_open=opened)
+    router.give_up = give_up
+    return server
+
+
+def route(
+    router: Router,
+    listener: socket | None = None,
+    *,
+    is_ending: Callable[[], bool] = lambda: False,
+    on_open: Callable[[str, int], None] = lambda host, port: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; then finish what is in flight and return. `listener` is a bound socket. Raises why
+    no replica can be started.
+    """
+    router.metrics.num_log_lines_dropped = configure_logging(router.config)
+    server = make_server(router, is_ending=is_ending, on_open=on_open)
+    server.run([listener] if listener is not None else None)
+    if server.failure is not None:
+        raise server.failure

@@ -27,7 +27,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.core.errors import InvalidRequest, ModelNotFound, RouteNotFound, did_you_mean
 from maitred.engine.output import TextDelta
-from maitred.fleet.routed_body import GENERATE, GENERATE_ENDS, GENERATE_PATH, GENERATE_STREAM
+from maitred.fleet.prefix_keys import GENERATE, GENERATE_ENDS, GENERATE_PATH, GENERATE_STREAM
 
 MODEL_VERSION = 1  # of the language model, the only one
 TEXT_INPUT, STREAM, SAMPLING, EXCLUDE = "text_input", "stream", "sampling_parameters", "exclude_input_in_output"

@@ -33,7 +33,7 @@ from maitred.api.http.routes import Route
 from maitred.api.tensor.lease import leased, tensors_of
 from maitred.api.tensor.texts import Tokenizers, encoder_named, encoders_of, tokens_of, vectors_of
 from maitred.core.errors import ModelNotFound
-from maitred.fleet.told_tokens import ToldUsage
+from maitred.fleet.told import ToldUsage
 from maitred.tensor.encoder import check_dimensions
 from maitred.tensor.encoder_config import encoder_of
 

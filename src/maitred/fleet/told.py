@@ -1,4 +1,4 @@
-"""Tokens that a replica tells a router beside a stream's text, and what the router keeps to resume elsewhere. Pure.
+"""What a replica tells a router: its identity, keys and load, and the tokens beside a stream's text. Pure.
 
 Each write of such a stream is a frame: a comment with the tokens that made it and how many bytes follow that are
 theirs, then these bytes. A frame counts as a whole or not at all, so wherever a stream breaks off, the client has
@@ -10,9 +10,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+
+from maitred.fleet.disagg import WorkerFacts
 
 TELL = b"x-maitred-tell-tokens"  # asks for it; heeded with the fleet's token
 SEED = b"x-maitred-seed"  # of a request that brings none, so that the same request asked again has the same answer
@@ -266,3 +268,86 @@ def _event(data: bytes, start: int, out: list[bytes]) -> int | None:
         return None
     out.append(data[start : end + 2])
     return end + 2
+
+
+BEAT_S = 0.25  # between two of `Load`
+Phase = Literal["ready", "asleep", "loading", "draining", "dead"]
+MAX_KEYS_AN_EVENT = 2048  # 40 KB
+Speed = Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)]
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """All that tokens depend on besides the request: two replicas with equal ones give equal answers."""
+
+    revision: str
+    executor: str
+    dtype: str
+    kv_dtype: str
+    isa: str  # the instruction set; empty where the executor has none to choose
+
+    def __str__(self) -> str:
+        return " ".join(msgspec.structs.astuple(self))
+
+
+class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is. What only the engine knows is null while it loads."""
+
+    version: str
+    name: Literal["maitred"] = "maitred"
+    models: tuple[str, ...] | None = None
+    tensor_models: tuple[str, ...] = ()  # of the model repository, those that answer
+    slots: Count | None = None  # requests in one step
+    max_model_len: Count | None = None  # tokens
+    block_size: Count | None = None  # tokens
+    fingerprint: Fingerprint | None = None
+
+
+class Began(msgspec.Struct, frozen=True, tag="began"):
+    """The first event; what earlier streams told is void."""
+
+    replica: VersionResponse
+
+
+class KeysChanged(msgspec.Struct, frozen=True, tag="keys"):
+    """Prefix keys that are found here from now on, and that are not any more. After `Began` those there are."""
+
+    stored: list[int]
+    removed: list[int]
+
+
+class KVWorker(msgspec.Struct, frozen=True):
+    """A replica whose KV others may pull: where, and what foretelling its times takes."""
+
+    facts: WorkerFacts
+    addresses: tuple[str, ...]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """A beat. The first one says that all keys there were have been told."""
+
+    state: Phase
+    error: str | None = None  # why it is not ready
+    drain_s: Speed | None = None  # while it drains: so long what it has may take
+    num_running: Count
+    num_waiting: Count
+    num_blocks: Count
+    num_free_blocks: Count  # held by no request
+    prefill_tokens_per_s: Speed  # as measured; 0 is not yet
+    decode_tokens_per_s: Speed
+    worker: KVWorker | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A router's request came to no end here (it left, or there was an error), and this is all that was computed."""
+
+    request_id: str  # as the router named it
+    usage: ToldUsage  # prompt tokens as they were counted here; of output also those that it began with
+
+
+class Computed(msgspec.Struct, frozen=True, tag="computed"):
+    """Sent with a beat: machine time by tenant of requests ended since the last one, whichever server admitted them."""
+
+    us_by_tenant: dict[str, Micros]
+
+
+FleetEvent = Began | KeysChanged | Load | Ended | Computed

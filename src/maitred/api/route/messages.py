@@ -1,0 +1,346 @@
+"""Requests as replicas get them and answers as clients do: headers, stops on a request's way, facts of an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Any, NamedTuple
+
+import msgspec
+
+from maitred.api.http.exchange import Exchange, Header
+from maitred.api.http.fleet_headers import KV_EXPECTED, NUM_CACHED, PROMPT_ONLY, kv_from_headers, time_left_headers
+from maitred.api.http.ignored_fields import TOLD_OF_BODIES
+from maitred.api.http.results import HEADER as CACHE
+from maitred.api.route.fleet import LiveReplica
+from maitred.fleet.balance import Choice
+from maitred.fleet.fleet_request import Failure, FailureKind, Usage
+from maitred.fleet.told import MAX_COUNT, BrokenFrame, ToldUsage, usage_in
+from maitred.fleet.upstream import Answer, Ask, UpstreamFailed, request_head
+from maitred.gate.terms import NO_LIMITS, TimeLimits
+
+# of one connection, RFC 9110, 7.6.1, and what is written anew for each
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+_NOT_FORWARDED = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",  # the whole body is here already
+    b"accept-encoding",  # usage is read from answers
+    b"authorization",  # see `credentials`
+    b"x-forwarded-for",
+    b"x-request-id",
+    b"cookie",  # of the router's origin
+}
+_NOT_RETURNED = HOP_BY_HOP | {
+    *(b"date", b"server", b"x-request-id"),  # they have ours
+    # what a browser would keep, or follow, of the router's origin
+    *(b"set-cookie", b"set-cookie2", b"location", b"refresh", b"clear-site-data", b"strict-transport-security"),
+    *(b"alt-svc", b"service-worker-allowed"),
+}
+OWN = b"x-maitred-"  # not believed from clients
+REPLICA, HELD_MS = b"x-maitred-replica", b"x-maitred-held-ms"
+
+
+def towards_replica(exchange: Exchange) -> list[Header]:
+    """Headers of a request for any replica; `x-forwarded-for` names the client."""
+    sent = exchange.scope["headers"]
+    named = _named_by_connection(sent)
+    dropped = _NOT_FORWARDED | named if named else _NOT_FORWARDED
+    kept = [header for header in sent if header[0] not in dropped and not header[0].startswith(OWN)]
+    kept.append((b"x-request-id", exchange.request_id.encode()))
+    client = exchange.scope.get("client")
+    before = exchange.headers.get(b"x-forwarded-for")
+    if client is not None:
+        address = client[0].encode("latin-1", "replace")
+        kept.append((b"x-forwarded-for", b"%b, %b" % (before, address) if before else address))
+    return kept
+
+
+def towards_client(sent: Sequence[Header], replica: bytes, held_ms: int, *, is_traced: bool = False) -> list[Header]:
+    """An answer's headers for the client, with its replica; the span is the router's where it `is_traced`."""
+    named = _named_by_connection(sent)
+    dropped = _NOT_RETURNED | named if named else _NOT_RETURNED
+    if is_traced:
+        dropped |= {b"traceparent"}
+    kept = [
+        header
+        for header in sent
+        if header[0] in TOLD_OF_BODIES or not (header[0] in dropped or header[0].startswith(OWN))
+    ]
+    kept.append((REPLICA, replica))
+    kept.append((HELD_MS, b"%d" % held_ms))
+    return kept
+
+
+def _named_by_connection(headers: Iterable[Header]) -> frozenset[bytes]:
+    """Names that a Connection header says are of this connection only."""
+    for name, value in headers:
+        if name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
+            return frozenset(word.strip().lower() for word in value.split(b","))
+    return frozenset()
+
+
+MAX_ERROR_BYTES = 64 * 1024
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A request as every replica gets it."""
+
+    method: str
+    target: str  # path and query
+    headers: list[Header]
+    body: bytes
+    secret: list[Header] = field(default_factory=list)  # only for replicas that hold the fleet's token
+    is_generation: bool = False  # its answer has tokens
+    has_usage: bool = False  # and says how many it took
+    is_stream: bool = False
+    limits: TimeLimits = NO_LIMITS  # from its arrival
+
+    @property
+    def tells(self) -> bool:
+        """Whether our own replicas are asked to tell the tokens of the answer."""
+        return self.is_stream and bool(self.secret)
+
+    def ask(self, live: LiveReplica, age_s: float, told: Sequence[Header] = ()) -> Ask:
+        """`age_s` ago it arrived; `told` is for a replica that hands KV over."""
+        headers = [*self._secretly(age_s), *told] if live.is_ours and self.secret else self.headers
+        head = request_head(self.method, self.target, live.origin, headers, len(self.body))
+        return Ask(head, self.body, is_head=self.method == "HEAD")
+
+    def resume(self, live: LiveReplica, body: bytes, age_s: float, told: Sequence[Header] = ()) -> Ask:
+        """The ask to go on where another replica left off."""
+        headers = [*self._secretly(age_s), *told]
+        return Ask(request_head("POST", "/fleet/resume", live.origin, headers, len(body)), body)
+
+    def _secretly(self, age_s: float) -> list[Header]:
+        left = time_left_headers(self.limits, age_s) if self.limits != NO_LIMITS else ()
+        return [*self.headers, *self.secret, *left]
+
+    def may_hand_over(self) -> bool:
+        """Whether one replica may compute the prompt and another answer."""
+        return self.is_generation and bool(self.secret)
+
+
+class Stop(NamedTuple):
+    """A replica on a request's way."""
+
+    live: LiveReplica
+    kv_from: Sequence[str] = ()  # addresses where it finds KV of the prompt
+    is_last: bool = True  # else it computes the prompt, and the next one answers
+
+    def headers(self, *, is_stream: bool, prompt: Usage | None) -> list[Header]:
+        """Headers of KV. The router sees no first token of a whole answer, so the second replica begins anew with the
+        KV, and counts what the `prompt` has cost.
+        """
+        told = kv_from_headers(self.kv_from)
+        if prompt is not None:
+            told.append((NUM_CACHED, b"%d" % (prompt.num_cached_tokens or 0)))
+        return told if self.is_last or is_stream else [*told, (PROMPT_ONLY, b"1")]
+
+    @property
+    def expects(self) -> list[Header]:
+        """Headers sent while the prompt is computed elsewhere: this replica pulls what there is of its KV."""
+        return [*kv_from_headers(self.kv_from), (KV_EXPECTED, b"1")]
+
+
+async def tell_expected(outgoing: Outgoing, stop: Stop, age_s: float) -> None:
+    """Have KV leave while it is computed. Without this it leaves later, so a failure is not reported."""
+    with suppress(UpstreamFailed):
+        answer = await stop.live.upstream.send(outgoing.ask(stop.live, age_s, stop.expects))
+        try:
+            await answer.whole(MAX_ERROR_BYTES)
+        finally:
+            answer.abort()
+
+
+def stops_of(choice: Choice, replicas: Mapping[str, LiveReplica], *, may_hand_over: bool) -> list[Stop]:
+    """The stops, in order. Without a hand-over (the request has begun, say) the last one finds what KV there is."""
+    answers, computes = replicas[choice.replica], replicas.get(choice.prefill or "")
+    peer = replicas.get(choice.fetch_from or "")
+    finds = peer.kv_addresses if peer is not None else ()
+    if computes is None:
+        return [Stop(answers, finds)]
+    last = Stop(answers, computes.kv_addresses)
+    return [Stop(computes, finds, is_last=False), last] if may_hand_over else [last]
+
+
+def reached_by(addresses: Sequence[str], host: str) -> tuple[str, ...]:
+    """Addresses as others reach them: one of every interface gets the `host` that its server is reached by."""
+    return tuple(_reached_by(address, host) for address in addresses)
+
+
+def _reached_by(address: str, host: str) -> str:
+    transport, _, place = address.partition(":")
+    own, _, port = place.rpartition(":")
+    try:
+        return f"{transport}:{host}:{port}" if ip_address(own).is_unspecified else address
+    except ValueError:
+        return address
+
+
+RETRIED = (500, 502, 503)  # others are the request's own doing: 501 never works, 504 was its time limit
+MAX_RETRY_AFTER_S = 60.0
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+_DONE = b"[DONE]"
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+
+
+class _Foreign(msgspec.Struct):
+    """Fields read of a foreign server's answer or event, whatever they hold."""
+
+    usage: Any = None
+    choices: Any = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Foreign).decode
+
+
+def failure_told(answer: Answer, *, is_ours: bool) -> Failure | None:
+    """Why another replica should be asked; None is an answer for the client. 503 with Retry-After is full; 429 of one
+    of ours is the tenant's own limit.
+    """
+    if answer.status == 429 and not is_ours:
+        return Failure(FailureKind.LIMITED, message="status 429")
+    if answer.status not in RETRIED:
+        return None
+    if answer.status == 503:
+        after = next((value for name, value in answer.headers if name == b"retry-after"), None)
+        if after is not None:
+            return Failure(FailureKind.FULL, retry_after_s=_seconds(after))
+    return Failure(FailureKind.ERROR, message=f"status {answer.status}")
+
+
+def _seconds(value: bytes) -> float:
+    """Seconds of a Retry-After; a date, or nonsense, is taken for one second."""
+    text = value.strip()
+    return min(float(text), MAX_RETRY_AFTER_S) if text.isdigit() and len(text) < 8 else 1.0
+
+
+def is_stream(answer: Answer) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
+
+
+class ForeignStream:
+    """Cuts a stream of a server that tells no tokens into whole events, and reads its end and its usage in them."""
+
+    __slots__ = ("_num_finished", "_rest", "_usage", "has_answer", "is_done", "is_error")
+
+    def __init__(self) -> None:
+        self.has_answer = self.is_done = self.is_error = False  # by its events so far
+        self._rest = b""  # begins an event
+        self._num_finished = 0  # choices
+        self._usage: Any = None
+
+    def feed(self, piece: bytes) -> bytes:
+        """The events that are whole now. Raises BrokenFrame when the first is no JSON, or too long to wait for."""
+        data, start = self._rest + piece, 0
+        for end in _EVENT_END.finditer(data):
+            try:
+                self._read(data[start : end.start()])
+            except BrokenFrame:
+                if start == 0:
+                    raise
+                break  # what came before is the client's; the next call raises it again
+            start = end.end()
+        self._rest = data[start:]
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise BrokenFrame(f"an event has over {MAX_EVENT_BYTES} bytes")
+        return data[:start]
+
+    def has_ended(self, num_choices: int) -> bool:
+        """Whether the client has all of the answer, were this the end."""
+        is_done = self.is_done or self._rest.strip() == b"data: " + _DONE
+        return is_done or self.is_error or self._num_finished >= num_choices
+
+    def usage(self, num_tokens: int) -> Usage:
+        """Usage as the stream told it, else as many tokens as events were counted."""
+        return _told(self._usage, num_tokens)
+
+    def _read(self, event: bytes) -> None:
+        data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:")).strip()
+        if not data or data == _DONE:  # or a comment
+            self.is_done |= bool(data)
+            return
+        try:
+            told = _decode(data)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise BrokenFrame(f"an event is no JSON: {error}") from None
+        self.is_error |= told.error is not None
+        self.has_answer |= told.error is None
+        self._usage = told.usage or self._usage
+        for choice in told.choices if isinstance(told.choices, list) else ():
+            self._num_finished += isinstance(choice, Mapping) and choice.get("finish_reason") is not None
+
+
+def message_of(body: bytes) -> str:
+    """The message of an error body, at most a line of it."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return body[:200].decode("utf-8", "replace").strip()
+    for key in ("error", "message", "detail"):
+        if isinstance(found, Mapping) and key in found:
+            found = found[key]
+    return str(found)[:200]
+
+
+def read_whole(answer: Answer, body: bytes) -> Usage:
+    """Usage of a foreign server's answer as one JSON object. Raises BrokenFrame where it is cut, or is an error for all
+    that its status says.
+    """
+    if not any(name == b"content-type" and value.startswith(b"application/json") for name, value in answer.headers):
+        return Usage()
+    try:
+        told = _decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BrokenFrame(f"no JSON: {error}") from None
+    if told.error is not None and told.choices is None:
+        raise BrokenFrame(f"an error with status 200: {message_of(body)}")
+    return _told(told.usage, None)
+
+
+def _told(usage: Any, num_tokens: int | None) -> Usage:
+    """Fields that are no number of tokens count as not told; without output tokens there are `num_tokens`."""
+    if not isinstance(usage, Mapping):
+        return Usage(num_output_tokens=num_tokens)
+    details = usage.get("prompt_tokens_details")
+    prompt, output = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    cached = _count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+    if cached is not None:
+        cached = min(cached, prompt or 0)
+    return Usage(prompt, num_tokens if output is None else output, cached)
+
+
+def _count(told: object) -> int | None:
+    return int(told) if type(told) in (int, float) and 0 <= told <= MAX_COUNT else None  # type: ignore[call-overload,operator]
+
+
+def as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
+    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete, told.compute_us)
+
+
+def cost_told(answer: Answer, *, is_ours: bool) -> Usage | None:
+    """Cost by the head of our own replica's answer: nothing, where its result cache had it."""
+    if not is_ours:
+        return None
+    if (CACHE, b"hit") in answer.headers:
+        return Usage(0, 0, 0)
+    told = usage_in(answer.headers)
+    return None if told is None else as_usage(told)
