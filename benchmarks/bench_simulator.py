@@ -25,6 +25,7 @@ from maitred.core.cost_model import CostModel
 from maitred.core.tensor_request import BatchRules
 from maitred.fleet.config import FleetConfig
 from maitred.policy.policies import POLICIES
+from maitred.scheduler.scheduler import lone_scheduler
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
@@ -36,7 +37,6 @@ from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes
 from maitred.sim.tensors import SimulatedModel, TensorSimulation
 from maitred.sim.workload import Arrival
-from maitred.tensor.lone import lone_scheduler
 
 SLOTS, PROMPT, OUTPUT = 64, 64, 128
 REPLICAS, RATE_OF_ONE = 1000, 12.0  # requests/s of a replica: some 20 in flight

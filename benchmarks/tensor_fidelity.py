@@ -33,13 +33,13 @@ from tensor_models import LIGHT_SIZES, MLP_SIZES, write_mlp
 
 from maitred.config import SchedulerConfig
 from maitred.core.objectives import percentile
+from maitred.scheduler.scheduler import lone_scheduler
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import TensorProfile
 from maitred.sim.tensors import SimulatedModel, TensorSimulation
 from maitred.tensor.batching import rules_of
 from maitred.tensor.live_load import Load, served
-from maitred.tensor.lone import lone_scheduler
 from maitred.tensor.profiling import measured_profile
 from maitred.tensor.repository_files import read_model
 from maitred.tensor.tune import Setting, write_setting

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.tensor.arena import ALIGNMENT, Arena
+from maitred.engine.tensor_memory import ALIGNMENT, Arena
 
 START, LINES = 4 * ALIGNMENT, 24
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["allocate", "free"]), st.integers(0, 6 * ALIGNMENT)), max_size=60)

@@ -22,11 +22,10 @@ from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest, Overloaded
 from maitred.core.request import FinishReason
 from maitred.core.tensor_request import InferRequest, InferResponse, Tensor
-from maitred.engine.frames import encode
+from maitred.engine.client import EngineClient
+from maitred.engine.frames import Ended, TensorsTold, decode_report, encode
+from maitred.engine.tensor_memory import EngineMemory, ServerMemory
 from maitred.tensor.arrays import array_of
-from maitred.tensor.client import client_with_tensors
-from maitred.tensor.crossing import EngineMemory, ServerMemory
-from maitred.tensor.frames import Ended, decode_news
 from maitred.tensor.served_models import OPENERS, open_onnx
 from tests.tensor.models import add_model, write_model
 from tests.tensor.test_engine import IN_PROCESS, IN_THREAD, engine, start_of
@@ -66,12 +65,13 @@ class Crossing(RuleBasedStateMachine):
         number = sorted(self.running)[at % len(self.running)]
         asked, sent = self.running.pop(number)
         if (freed := self.server.freed()) is not None:
-            self.engine.obey(freed)
+            self.engine.free(freed.offsets)
         seen = self.engine.opened(sent).inputs
         assert bytes(seen[0].data) == asked.inputs[0].data
         outputs, places = self.engine.written(seen)
         result = InferResponse(model="m", version=1, outputs=outputs)
-        (ended,) = decode_news(encode([Ended(str(number), result, FinishReason.STOP, places=places)]))
+        told = TensorsTold([Ended(str(number), result, FinishReason.STOP, places=places)])
+        (ended,) = decode_report(encode(told)).news
         self.held[number] = self.server.answered(ended).result.outputs[0]
         self.server.end(sent)
 
@@ -94,7 +94,7 @@ class Crossing(RuleBasedStateMachine):
         self.engine.written((Tensor("x", "UINT8", (9000,), b"\xff" * 9000),))
         self.engine = EngineMemory(self.server.file)
         if (kept := self.server.kept()) is not None:
-            self.engine.obey(kept)
+            self.engine.keep(kept.blocks)
 
     @invariant()
     def nothing_is_written_over_what_somebody_reads(self):
@@ -114,7 +114,7 @@ class Crossing(RuleBasedStateMachine):
         self.held.clear()
         assert self.server.num_used == 0
         if (freed := self.server.freed()) is not None:
-            self.engine.obey(freed)
+            self.engine.free(freed.offsets)
         assert len(self.engine._outputs) == 0
 
 
@@ -141,15 +141,15 @@ def test_large_tensors_cross_in_memory_that_both_have_and_leave_nothing_there(tm
         async with engine(tmp_path) as client:
             asked = [client.tensors.infer(request(f"r{at}", row(at), row(10 * at))) for at in range(4)]
             answers = await asyncio.gather(*asked)
-            assert client.tensors.memory.num_used == 4
+            assert client._memory.num_used == 4
             for at, answer in enumerate(answers):
                 assert np.array_equal(array_of(answer.outputs[0]), row(11 * at))
             gone = asyncio.ensure_future(client.tensors.infer(request("gone", row(1), row(1))))
             await asyncio.sleep(0)
             gone.cancel()
-            await until_async(lambda: not client.tensors.busy)
+            await until_async(lambda: not client.tensors.num_unanswered())
             del answers, answer
-            assert client.tensors.memory.num_used == 0
+            assert client._memory.num_used == 0
 
     asyncio.run(ask())
 
@@ -172,11 +172,11 @@ def test_after_a_kill_requests_run_again_and_answers_that_are_held_stay_as_they_
             assert [float(array_of(one.outputs[0])[0, -1]) for one in again] == [5, 6, 7, 8]
             for at, answer in enumerate(held):
                 assert np.array_equal(array_of(answer.outputs[0]), row(2 * at))
-            assert tensors.memory.num_used == 8
+            assert client._memory.num_used == 8
             del held, again, answer, last
             three.clear()
             await asyncio.sleep(0)  # the loop's last step had them too
-            assert tensors.memory.num_used == 0
+            assert client._memory.num_used == 0
 
     asyncio.run(ask())
 
@@ -196,7 +196,7 @@ def test_an_engine_that_is_killed_between_its_batches_loses_no_answer_and_no_blo
             asked.clear()
             del one
             await asyncio.sleep(0)
-            assert tensors.memory.num_used == 0
+            assert client._memory.num_used == 0
 
     asyncio.run(ask())
 
@@ -207,13 +207,13 @@ def test_where_there_is_no_room_tensors_are_copied_into_frames(tmp_path):
     async def ask():
         start = start_of(tmp_path, IN_PROCESS)
         tensors = replace(start.config.tensors, tensor_arena_bytes=4 * WIDTH)
-        client = client_with_tensors(replace(start, config=replace(start.config, tensors=tensors)), WallClock())
+        client = EngineClient(replace(start, config=replace(start.config, tensors=tensors)), WallClock())
         client.begin()
         await asyncio.to_thread(client.wait)
         client.attach(asyncio.get_running_loop())
         answer = await client.tensors.infer(request("r", row(1), row(2)))
         assert np.array_equal(array_of(answer.outputs[0]), row(3))
-        assert client.tensors.memory.num_used == 0
+        assert client._memory.num_used == 0
         await client.close()
 
     asyncio.run(ask())

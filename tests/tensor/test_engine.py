@@ -19,7 +19,8 @@ from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
 from maitred.cli.why import explain
-from maitred.config import EngineConfig, ModelConfig, ProcessConfig, ServerConfig, TensorConfig
+from maitred.config import EngineConfig, ProcessConfig, ServerConfig, TensorConfig
+from maitred.config import ModelConfig as LanguageModelConfig
 from maitred.core import metrics as m
 from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest, ModelNotFound, QueueTimeout
@@ -30,15 +31,17 @@ from maitred.decisions.log import Dispatched
 from maitred.decisions.replay import first_difference
 from maitred.engine.build import load_engine
 from maitred.engine.child_process import in_child_process
+from maitred.engine.client import EngineClient
 from maitred.engine.engine_thread import in_thread
 from maitred.engine.intake import make_requests
 from maitred.engine.served_model import served_model
 from maitred.engine.supervisor import Start
+from maitred.engine.tensors import TensorCounts
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import UsageQuery
 from maitred.tensor.arrays import array_of
-from maitred.tensor.child import COMMAND, with_tensors
-from maitred.tensor.client import client_with_tensors
+from maitred.tensor.config_fields import ModelConfig
+from maitred.tensor.host import COMMAND, with_tensors
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeTenants, make_model
 from tests.tensor.models import add_model, write_model
@@ -49,15 +52,26 @@ IN_PROCESS = in_child_process(COMMAND)
 IN_THREAD = in_thread(with_tensors(lambda *_: pytest.fail("no language model is to be loaded")))
 
 
+class Batches(TensorCounts):
+    """Counts that keep the times of every batch."""
+
+    def __init__(self, took):
+        super().__init__()
+        self.took = took
+
+    def ran(self, times):
+        self.took.append(times)
+
+
 def start_of(repository, transport, *, mode="none", decision_log=None):
     tensors = TensorConfig(model_repository=str(repository), model_control_mode=mode)
-    config = EngineConfig(model=ModelConfig(model="none"), tensors=tensors, decision_log=decision_log)
-    return Start(config=config, process=ProcessConfig(), open=transport)
+    config = EngineConfig(model=LanguageModelConfig(model="none"), tensors=tensors, decision_log=decision_log)
+    return Start(config=config, process=ProcessConfig(), open=transport, read_config=ModelConfig.FromString)
 
 
 @asynccontextmanager
 async def engine(repository, transport=IN_PROCESS, on_admitted=None, **kwargs):
-    client = client_with_tensors(start_of(repository, transport, **kwargs), WallClock(), on_admitted=on_admitted)
+    client = EngineClient(start_of(repository, transport, **kwargs), WallClock(), on_admitted=on_admitted)
     client.begin()
     await asyncio.to_thread(client.wait)
     client.attach(asyncio.get_running_loop())
@@ -165,7 +179,7 @@ def test_who_leaves_or_is_late_gives_up_its_place_in_the_engine(tmp_path):
                 await client.tensors.infer(request("late", rows(1), rows(1), start_by=WallClock().now() + 0.05))
             four = [client.tensors.infer(request(f"r{at}", rows(at), rows(at))) for at in range(4)]
             assert [array_of(one.outputs[0])[0, 0] for one in await asyncio.gather(*four)] == [0, 2, 4, 6]
-            assert not client.tensors.busy
+            assert not client.tensors.num_unanswered()
 
     asyncio.run(ask())
 
@@ -222,8 +236,8 @@ def test_a_batch_runs_while_a_step_of_the_language_model_is_under_way(tmp_path):
 
     async def ask():
         start = start_of(tmp_path, in_thread(with_tensors(build)))
-        start = replace(start, config=replace(start.config, model=ModelConfig()))
-        client = client_with_tensors(start, WallClock())
+        start = replace(start, config=replace(start.config, model=LanguageModelConfig()))
+        client = EngineClient(start, WallClock())
         client.begin()
         facts = (await asyncio.to_thread(client.wait)).facts
         client.attach(asyncio.get_running_loop())
@@ -249,7 +263,7 @@ def test_the_ledger_holds_all_that_batches_took_also_of_who_left(tmp_path):
     async def ask():
         async with engine(tmp_path / "models", on_admitted=ledger.opened) as client:
             tensors = client.tensors
-            tensors.on_batch = lambda ran: took.append(ran.times)
+            tensors.counts = Batches(took)
             names = ("a", "b", "a", "b")
             asked = [
                 asyncio.ensure_future(tensors.infer(request(f"r{at}", rows(at), rows(at), tenant=name)))
@@ -259,7 +273,7 @@ def test_the_ledger_holds_all_that_batches_took_also_of_who_left(tmp_path):
             asked[0].cancel()
             asked += [asyncio.ensure_future(tensors.infer(request("last", rows(1), rows(1), tenant="a")))]
             await asyncio.gather(*asked[1:])
-            await until_async(lambda: not tensors.busy)
+            await until_async(lambda: not tensors.num_unanswered())
 
     asyncio.run(ask())
     ledger.close()

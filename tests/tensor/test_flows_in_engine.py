@@ -14,8 +14,8 @@ from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest
 from maitred.decisions.files import log_runs, read_frames
 from maitred.decisions.replay import first_difference
+from maitred.engine.client import EngineClient
 from maitred.tensor.arrays import array_of
-from maitred.tensor.client import client_with_tensors
 from tests.tensor.ensembles import write_diamond
 from tests.tensor.test_engine import IN_PROCESS, start_of
 from tests.tensor.test_ensembles import ask as ask_diamond
@@ -26,7 +26,7 @@ from tests.waiting import until_async
 async def opened(repository, **kwargs):
     start = start_of(repository, IN_PROCESS, **kwargs)
     share = MachineShare(result_cache_bytes=1 << 20, result_cache_ttl_s=60.0)
-    client = client_with_tensors(replace(start, config=replace(start.config, share=share)), WallClock())
+    client = EngineClient(replace(start, config=replace(start.config, share=share)), WallClock())
     client.begin()
     await asyncio.to_thread(client.wait)
     client.attach(asyncio.get_running_loop())

@@ -20,9 +20,9 @@ import pytest
 from maitred.core.clock import WallClock
 from maitred.core.errors import InstanceLost, InvalidRequest, KernelError
 from maitred.core.tensor_request import InferRequest, ModelState, SequenceControl
+from maitred.engine.client import EngineClient
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
-from maitred.tensor.client import client_with_tensors
 from maitred.tensor.config_fields import DATA_TYPES
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.local import LocalTensorService
@@ -371,7 +371,7 @@ def test_an_engine_killed_under_a_python_model_leaves_no_process_and_its_batch_r
     async def story():
         start = start_of(tmp_path / "models", IN_PROCESS)
         tensors = replace(start.config.tensors, allow_repository_code=True)
-        client = client_with_tensors(replace(start, config=replace(start.config, tensors=tensors)), WallClock())
+        client = EngineClient(replace(start, config=replace(start.config, tensors=tensors)), WallClock())
         client.begin()
         await asyncio.to_thread(client.wait)
         client.attach(asyncio.get_running_loop())

@@ -16,8 +16,7 @@ from maitred.core.errors import InvalidRequest, ModelNotFound, QueueTimeout
 from maitred.core.tensor_request import InferRequest, SequenceControl
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.control import ControlMode
-from maitred.tensor.sequence_flow import SequenceFlow
-from maitred.tensor.sequences import SequenceBook
+from maitred.tensor.sequences import SequenceBook, SequenceFlow
 from tests.tensor.models import model_of, wheel_file
 from tests.tensor.test_local import served
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from maitred.engine.live_requests import LiveRequest
     from maitred.engine.replica import Replica
     from maitred.engine.starting import Engine, StartingEngine
-    from maitred.engine.supervisor import Start
     from maitred.storage.key_files import TenantFile
     from maitred.storage.ledger import Ledger
     from maitred.tenancy.tenant import TenantTable
@@ -187,7 +186,9 @@ def _start(
 
         start = replace(start, open=in_thread(load_engine))
     if config.tensors.serves:
-        start = _with_tensors(start)
+        from maitred.tensor.host import serving_tensors
+
+        start = serving_tensors(start)
     return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=_replica_of(options))
 
 
@@ -199,17 +200,6 @@ def _share_results(server: ServerConfig, config: EngineConfig) -> tuple[ServerCo
     theirs, ttl_s = server.result_cache_bytes - mine, server.result_cache_ttl_s
     share = replace(config.share, result_cache_bytes=theirs, result_cache_ttl_s=ttl_s)
     return replace(server, result_cache_bytes=mine), replace(config, share=share)
-
-
-def _with_tensors(start: Start) -> Start:
-    from maitred.engine.build import load_engine
-    from maitred.engine.child_process import in_child_process
-    from maitred.engine.engine_thread import in_thread
-    from maitred.tensor.child import COMMAND as CHILD
-    from maitred.tensor.child import with_tensors
-
-    alone = in_thread(with_tensors(load_engine))
-    return replace(start, open=alone if start.process.in_process else in_child_process(CHILD))
 
 
 def _tensor_protocols(options: Options) -> dict[str, Any]:
@@ -239,10 +229,7 @@ def _replica_of(options: Options) -> Callable[..., Replica]:
     if _tensors(options).serves:
         if len(options[ProcessConfig].roles) > 1:
             raise ConfigError("a model_repository is served by one engine; leave out workers, or the repository")
-        from maitred.tensor.client import client_with_tensors
-
-        return client_with_tensors
-    if options[ModelConfig].model == NO_MODEL:
+    elif options[ModelConfig].model == NO_MODEL:
         raise UsageError("none is no model; give --model-repository too, or leave out none for the built-in model")
     if len(options[ProcessConfig].roles) == 1:
         from maitred.engine.client import EngineClient

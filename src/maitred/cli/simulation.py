@@ -495,7 +495,7 @@ def run_simulations(given: Options) -> int:
 
 def _run_tensors_alone(asked: Simulated, policies: list[str], tensors: TensorWork) -> int:
     """Simulate tensor models without a language model."""
-    from maitred.tensor.lone import lone_scheduler
+    from maitred.scheduler.scheduler import lone_scheduler
 
     if tensors.trace.chats:
         raise UsageError(f"{asked.source} has requests for a language model too, and --model is none; give one")

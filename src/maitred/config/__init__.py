@@ -15,6 +15,7 @@ from maitred.config.server import AdmissionConfig, ServerConfig
 from maitred.config.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from maitred.core.errors import ConfigError
 from maitred.core.step import DEFAULT_TOKEN_BUDGET
+from maitred.core.tensor_request import ModelChange
 
 __all__ = (
     "DEFAULT_TOKEN_BUDGET",
@@ -337,6 +338,8 @@ class MachineShare:
     """They are given again for this long."""
     tensor_memory: int | None = None
     """Descriptor of the memory that it shares with its server; None is none."""
+    models: tuple[ModelChange, ...] = ()
+    """Loads and unloads of tensor models that an engine before it was asked for, and that it begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

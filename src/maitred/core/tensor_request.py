@@ -274,6 +274,15 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     start_by: float | None = None  # s, Clock.now()
     finish_by: float | None = None  # s, Clock.now()
 
+    @property
+    def adapter(self) -> str:
+        """The model, as the ledger names it."""
+        return self.model
+
+    @property
+    def sample_index(self) -> int:
+        return 0
+
 
 class InferResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Answer of a model."""
@@ -346,6 +355,14 @@ class IndexEntry:
     version: int | None = None  # None while nothing is known of a model but its folder
     state: ModelState | None = None
     reason: str = ""
+
+
+class ModelChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A load or an unload of a tensor model, as an administrator asks for it."""
+
+    model: str
+    loads: bool
+    config: str | None = None  # in place of the folder's
 
 
 class ModelTable(Protocol):

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace as changed
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -16,33 +17,36 @@ from msgspec.structs import replace
 from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock
 from maitred.core.cost_model import CostModel
-from maitred.core.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
+from maitred.core.errors import EngineDead, InvalidRequest, MaitredError, RequestTooLarge, UnsupportedParameter
 from maitred.core.replica import ReplicaState, TierView, WorkerView
 from maitred.core.request import Charges, FinishReason, RequestSpec
 from maitred.core.step import RequestProgress
+from maitred.core.tensor_request import InferRequest, InferResponse, ModelChange
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.frames import (
     Abort,
     Answer,
     Ask,
+    Ended,
     Figures,
-    OfTensors,
+    Infer,
     Ready,
     Refused,
     Report,
     Stepped,
     Submit,
+    TensorsTold,
     counted,
     encode,
     error_of,
 )
-from maitred.engine.live_requests import LiveRequest
+from maitred.engine.live_requests import Live, LiveRequest, LiveTensor
 from maitred.engine.live_view import LiveView
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
-from maitred.engine.owner import Loss
 from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import (
+    CHANGE_MODEL,
     CLEAR_KV,
     CONFIGURE,
     INTRODUCE_ADAPTER,
@@ -59,15 +63,18 @@ from maitred.engine.queries import (
     Wanted,
 )
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
-from maitred.engine.supervisor import Start, Supervisor
-from maitred.engine.tensor_counts import TensorCounts
+from maitred.engine.supervisor import Loss, Owner, Start, Supervisor
 from maitred.scheduler.queue_view import QueueView
+
+if TYPE_CHECKING:
+    from maitred.engine.tensor_memory import ServerMemory
+    from maitred.engine.tensors import TensorModels
 
 A = TypeVar("A")
 R = TypeVar("R")
 
 
-class EngineClient(Replica):
+class EngineClient(Replica, Owner):
     """Requests, queries and counters of an engine; `supervisor` starts it, over the transport that `start` names.
 
     Everything runs on one event loop, but for `start` before there is one, and `stop` after.
@@ -78,11 +85,15 @@ class EngineClient(Replica):
         start: Start,
         clock: Clock,
         *,
-        on_admitted: Callable[[LiveRequest], None] | None = None,  # told on the event loop, so it must not wait
+        on_admitted: Callable[[Live], None] | None = None,  # told on the event loop, so it must not wait
         on_event: Callable[[str], None] = lambda line: None,
         adapters: AdapterBook | None = None,  # that engines share; None is its own
         on_change: Callable[[], None] = lambda: None,  # told, on the event loop, when an engine has come or gone
     ) -> None:
+        self.tensors: TensorModels | None = None
+        self._memory: ServerMemory | None = None  # where there are tensor models
+        if start.config.tensors.serves:
+            start = self._serve_tensors(start)
         self.supervisor = Supervisor(start, clock, self, on_event=on_event)
         self.role = start.process.role  # of a server that is one worker of several hosts
         self._rule, self._in_process = start.process.resume, start.process.in_process
@@ -91,7 +102,7 @@ class EngineClient(Replica):
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
         self.on_computed: OnComputed = lambda tenant, compute_us: None
         self._streams: WeakSet[ProgressStream] = WeakSet()
-        self._live: dict[str, LiveRequest] = {}  # in order of arrival
+        self._live: dict[str, Live] = {}  # in order of arrival
         self._leaving: set[str] = set()  # handed over, whose last progress has not come
         self._questions = Questions(self._send_question, self.supervisor.death)
         self._on_change = on_change
@@ -102,11 +113,20 @@ class EngineClient(Replica):
             self.introduce_adapter,
             start.config.lora.lora_dir,
             wake_up=self.supervisor.sleep.wake_up,
-            at_work=lambda: adapters_at_work(self._live.values()),
+            at_work=lambda: adapters_at_work(live for live in self._live.values() if isinstance(live, LiveRequest)),
         )
         self._news_at = self._busy_at = clock.now()
         self._on_blocks: OnBlocks | None = None
-        self.tensors: TensorsOfEngine | None = None
+
+    def _serve_tensors(self, start: Start) -> Start:
+        """What the engine begins with: memory for tensors is shared with it."""
+        from maitred.engine.tensor_memory import ServerMemory  # noqa: PLC0415  numpy, of no use to a language model
+        from maitred.engine.tensors import TensorModels  # noqa: PLC0415
+
+        self.tensors = TensorModels(self.infer, self.change_model, self._unanswered, start.read_config)
+        self._memory = ServerMemory(start.config.tensors.tensor_arena_bytes)
+        share = changed(start.config.share, tensor_memory=self._memory.file)
+        return changed(start, config=changed(start.config, share=share))
 
     def start(self) -> Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
@@ -138,21 +158,39 @@ class EngineClient(Replica):
 
         The first item raises EngineDead when there will be no engine any more. Raises ValueError for an id in use.
         """
-        loop = asyncio.get_running_loop()
-        self.attach(loop)
-        stream = ProgressStream(self, request.request_id, loop, self._streams)
-        if self.supervisor.over or self.supervisor.stopping:
-            stream.fail(self.supervisor.death())
-            return stream
+        stream = self._stream(request.request_id)
+        self._admit(LiveRequest(request, stream))
+        return stream
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Answer of a tensor model, whatever engines die meanwhile. Cancelling gives up the request's place at once."""
         if request.request_id in self._live:
-            raise ValueError(f"request id {request.request_id!r} is already running")
-        live = LiveRequest(request, stream)
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        live = LiveTensor(request, self._stream(request.request_id))
+        self._admit(live)
+        try:
+            await anext(live.stream)
+        except asyncio.CancelledError:
+            await live.stream.aclose()
+            raise
+        assert live.result is not None
+        return live.result
+
+    def _stream(self, request_id: str) -> ProgressStream:
+        return ProgressStream(self, request_id, asyncio.get_running_loop(), self._streams)
+
+    def _admit(self, live: Live) -> None:
+        self.attach(asyncio.get_running_loop())
+        if self.supervisor.over or self.supervisor.stopping:
+            live.stream.fail(self.supervisor.death())
+            return
+        if live.request_id in self._live:
+            raise ValueError(f"request id {live.request_id!r} is already running")
         if self._on_admitted is not None:
             self._on_admitted(live)
         self.enter(live)
-        return stream
 
-    def enter(self, live: LiveRequest) -> None:
+    def enter(self, live: Live) -> None:
         """A request, new or from another engine; if there is no engine here now, the next one gets it."""
         self._live[live.request_id] = live
         self._busy_at = self._clock.now()
@@ -163,6 +201,7 @@ class EngineClient(Replica):
     def hand_over(self, request_id: str) -> LiveRequest:
         """Take a request for another engine, to resume from its tokens so far; later ones are dropped."""
         live = self._live.pop(request_id)
+        assert isinstance(live, LiveRequest)
         if live.sent and self.supervisor.send(Abort(request_id, FinishReason.ABORT)):
             self._leaving.add(request_id)
         live.moved(self._clock.now())
@@ -191,7 +230,11 @@ class EngineClient(Replica):
     def movable(self) -> dict[str, LiveRequest]:
         """Requests that may move while there is no engine here. Suspects are tried here, if one will come."""
         is_suspect = (lambda live: False) if self.supervisor.over else self._isolation.is_suspect
-        return {request_id: live for request_id, live in self._live.items() if not is_suspect(live)}
+        return {
+            request_id: live
+            for request_id, live in self._live.items()
+            if isinstance(live, LiveRequest) and not is_suspect(live)
+        }
 
     def let_go(self, request_id: str) -> None:
         """Forget a request that moved; only while there is no engine here, or its tokens would still come."""
@@ -204,7 +247,7 @@ class EngineClient(Replica):
         if reason is not FinishReason.SHED:  # which may find it in a step, and then it goes on
             live.ending = reason
         if not (live.sent and self.supervisor.send(Abort(request_id, reason))):
-            self._deliver([live.ended(reason, self._clock.now())])
+            self._end(live, reason, self._clock.now())
 
     def why_not_resumed(self, *, same_numbers: bool) -> str | None:
         """None where a stream may go on that another server began; `same_numbers` is whether their fingerprints are."""
@@ -277,6 +320,11 @@ class EngineClient(Replica):
         await self._questions.ask(CONFIGURE, config)
         self.supervisor.scheduler = config
 
+    async def change_model(self, change: ModelChange) -> None:
+        """Load or unload a tensor model, in later engines too. Raises ModelNotFound, InvalidRequest, EngineDead."""
+        await self._questions.ask(CHANGE_MODEL, change)
+        self.supervisor.models[change.model] = change
+
     def tell_router(self, on_blocks: OnBlocks | None) -> None:
         """Measure speed, and tell which blocks can be found by prefix, all that are there first; None tells no more."""
         self._on_blocks = on_blocks
@@ -312,8 +360,8 @@ class EngineClient(Replica):
                 self._questions.answered(number, result)
             case Refused(number, kind, message):
                 self._questions.settle(number, error_of(kind, message))
-            case OfTensors(message) if self.tensors is not None:
-                self.tensors.heard(message)
+            case TensorsTold():
+                self._tensors_told(report)
 
     def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
         """Keep the dead engine's requests that may run again, and end the others."""
@@ -322,7 +370,7 @@ class EngineClient(Replica):
         culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
         for live in list(self._live.values()):
             if live.ending is not None:
-                self._deliver([live.ended(live.ending, now)])
+                self._end(live, live.ending, now)
                 continue
             why = refusal(live, self._rule, deterministic=deterministic, is_cause=live is culprit)
             if why is None:
@@ -330,25 +378,22 @@ class EngineClient(Replica):
             else:
                 self._end_with_error(live, EngineDead(f"{cause}, and {why}"), now)
         found_cause = culprit is not None and self._isolation.others_live()
-        loss = Loss(len(self._live), before - len(self._live), found_cause)
-        if self.tensors is not None:
-            loss = self.tensors.lost(cause, own_fault=own_fault).beside(loss)
         self._on_change()
-        return loss
+        return Loss(len(self._live), before - len(self._live), found_cause)
 
     def regained(self) -> int:
         self._news_at = self._clock.now()
         if self._on_blocks is not None:
             self._ask_for_blocks()
         self.adapters.tell()
+        if self._memory is not None and (kept := self._memory.kept()) is not None:
+            self.supervisor.send(kept)
         self._isolation.begin(list(self._live.values()))
-        num_tensors = self.tensors.regained() if self.tensors is not None else 0
         self._on_change()
-        return len(self._live) + num_tensors
+        return len(self._live)
 
     def idle_s(self) -> float:
-        busy = self._live or self._questions or (self.tensors is not None and self.tensors.busy)
-        return 0.0 if busy else self._clock.now() - self._busy_at
+        return 0.0 if self._live or self._questions else self._clock.now() - self._busy_at
 
     def slept(self) -> None:
         self._engine_is_gone()
@@ -371,13 +416,21 @@ class EngineClient(Replica):
         self._questions.end_all()
         for live in list(self._live.values()):
             self._end_with_error(live, error, now)
-        if self.tensors is not None:
-            self.tensors.ended(error)
 
-    def _end_with_error(self, live: LiveRequest, error: MaitredError, now: float) -> None:
+    def _end(self, live: Live, reason: FinishReason, now: float) -> None:
+        """End a request that no engine ends."""
+        ended = live.ended(reason, now)
+        if isinstance(live, LiveRequest):
+            self._deliver([ended])
+        else:
+            live.stream.put(ended)
+            self._ended(live, ended)
+
+    def _end_with_error(self, live: Live, error: MaitredError, now: float) -> None:
         live.stream.fail(error)
         ended = live.ended(FinishReason.ERROR, now, str(error))
-        self._account([ended], self.counters.figures.num_waiting)
+        if isinstance(live, LiveRequest):
+            self._account([ended], self.counters.figures.num_waiting)
         self._ended(live, ended)
 
     def _stepped(self, report: Stepped) -> None:
@@ -394,7 +447,7 @@ class EngineClient(Replica):
                 if item.request_id in self._leaving:  # until its end here; it may have come back since
                     if item.finish_reason is not None:
                         self._leaving.discard(item.request_id)
-                elif live is not None:
+                elif isinstance(live, LiveRequest):
                     self.counters.totals.charge(live.charges, item.charges)
                     news.append(live.take(item, now))
             self._deliver(news, report.num_queued)
@@ -409,8 +462,45 @@ class EngineClient(Replica):
             if item.finish_reason is not None:
                 self._ended(live, item)
 
-    def _ended(self, live: LiveRequest, last: RequestProgress) -> None:
+    def _tensors_told(self, report: TensorsTold) -> None:
+        assert self.tensors is not None
+        self._news_at = self._busy_at = self._clock.now()
+        for news in report.news:
+            if isinstance(news, Ended):
+                self._answered(news)
+            else:
+                self.tensors.hear(news)
+        self._send_freed()
+
+    def _answered(self, ended: Ended) -> None:
+        assert self._memory is not None
+        live = self._live.get(ended.request_id)
+        if not isinstance(live, LiveTensor):
+            self._memory.answered(replace(ended, result=None))
+            return
+        ended = self._memory.answered(ended)
+        live.charges, live.result = ended.charges, ended.result
+        if self.tensors is not None:
+            self.tensors.ended(live.spec, ended)
+        last = live.ended(ended.finish_reason, self._clock.now(), ended.message or None)
+        if ended.result is None:
+            live.stream.fail(error_of(ended.kind, ended.message))
+        else:
+            live.stream.put(last)
+        self._ended(live, last)
+        self._isolation.stepped([live.request_id])
+
+    def _unanswered(self) -> list[InferRequest]:
+        return [live.spec for live in self._live.values() if isinstance(live, LiveTensor)]
+
+    def _send_freed(self) -> None:
+        if self._memory is not None and (freed := self._memory.freed()) is not None:
+            self.supervisor.send(freed)
+
+    def _ended(self, live: Live, last: RequestProgress) -> None:
         del self._live[live.request_id]
+        if self._memory is not None and isinstance(live, LiveTensor) and live.frame is not None:
+            self._memory.end(live.frame)
         if last.charges is not None:
             self.on_computed(live.spec.tenant, last.charges.compute_us)
 
@@ -419,14 +509,24 @@ class EngineClient(Replica):
         self.counters.totals.count(progress)
         self.on_progress(progress, num_queued, self._clock.now())
 
-    def _send(self, live: LiveRequest) -> None:
+    def _send(self, live: Live) -> None:
         now = self._clock.now()
         try:
-            live.sent = self.supervisor.send(Submit(live.resume(now)))
-        except RequestTooLarge as error:  # limits were set so high that what they let in cannot cross
-            self._end_with_error(live, error, now)
+            live.sent = self.supervisor.send(
+                Submit(live.resume(now)) if isinstance(live, LiveRequest) else self._frame_of(live)
+            )
+        except (RequestTooLarge, OverflowError) as error:  # limits were set so high that what they let in cannot cross
+            told = error if isinstance(error, MaitredError) else InvalidRequest("a number is too large")
+            self._end_with_error(live, told, now)
             return
-        self.counters.totals.num_resumed += live.sent and live.num_resumes > 0
+        if isinstance(live, LiveRequest):
+            self.counters.totals.num_resumed += live.sent and live.num_resumes > 0
+
+    def _frame_of(self, live: LiveTensor) -> Infer:
+        assert self._memory is not None
+        live.frame = live.frame or self._memory.sent(live.spec)
+        self._send_freed()
+        return live.frame
 
 
 def expecting_id(request: RequestSpec) -> str:
@@ -501,28 +601,6 @@ class Questions:
         """End all questions: no engine can answer them any more."""
         for number in list(self._open):
             self.settle(number, self._death())
-
-
-class TensorsOfEngine(Protocol):
-    """`tensor.client.TensorClient` is one. Told everything on the event loop, once there is one."""
-
-    counts: TensorCounts
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request waits for an answer."""
-
-    def heard(self, message: msgspec.Raw) -> None:
-        """Take the message of an `OfTensors` report."""
-
-    def lost(self, cause: str, *, own_fault: bool) -> Loss:
-        """The engine died."""
-
-    def regained(self) -> int:
-        """Send the requests to a new engine; how many run again."""
-
-    def ended(self, error: EngineDead) -> None:
-        """End the requests: no engine will come any more."""
 
 
 @dataclass(slots=True)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
 
-from maitred.core.request import FinishReason
-from maitred.engine.live_requests import LiveRequest
+from maitred.engine.live_requests import Live
 
 SUSPECT_AFTER = 2  # engines that died by their own fault, after which those that had been there come back one by one
 TRIAL_TOKENS = 16  # after so many more it was not this one, and the next may come
 
 
-def refusal(live: LiveRequest, rule: str, *, deterministic: bool, is_cause: bool) -> str | None:
+def refusal(live: Live, rule: str, *, deterministic: bool, is_cause: bool) -> str | None:
     """Why a request whose engine died cannot go on with the next one; None when it can."""
     if rule == "never":
         return "requests are not resumed here (--resume never)"
@@ -35,24 +33,7 @@ def refusal_of_foreign(rule: str, *, deterministic: bool, same_numbers: bool) ->
     return None
 
 
-class Suspect(Protocol):
-    """A request as far as it may be the cause."""
-
-    sent: bool
-    num_deaths: int
-    finish_reason: FinishReason | None
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
-
-
-S = TypeVar("S", bound=Suspect)
-
-
-class CrashIsolation(Generic[S]):
+class CrashIsolation:
     """Finds the request that kills engines, and no other.
 
     Only a death by the engine's own fault is evidence (`restarts.is_own_fault`): a SIGKILL from outside blames no
@@ -62,17 +43,17 @@ class CrashIsolation(Generic[S]):
     Then it is the cause. So no request is ended for what another did, in its batch or later.
     """
 
-    def __init__(self, send: Callable[[S], None]) -> None:
+    def __init__(self, send: Callable[[Live], None]) -> None:
         self._send = send
-        self._waiting: deque[S] = deque()  # for their own trials
-        self._held: list[S] = []  # until the one that is tried alone has passed
-        self._on_trial: S | None = None
-        self._alone: S | None = None  # to be tried alone, or just now
-        self._beside: list[S] = []  # requests that were there too when it came to that
+        self._waiting: deque[Live] = deque()  # for their own trials
+        self._held: list[Live] = []  # until the one that is tried alone has passed
+        self._on_trial: Live | None = None
+        self._alone: Live | None = None  # to be tried alone, or just now
+        self._beside: list[Live] = []  # requests that were there too when it came to that
         self._passes_at = 0  # output tokens
         self._others_progress = False  # since the last cause was found, or the beginning
 
-    def enter(self, live: S) -> None:
+    def enter(self, live: Live) -> None:
         """A new request, or another engine's: to the engine, unless one is tried alone; a suspect in its turn."""
         if self._alone is not None:
             self._held.append(live)
@@ -83,11 +64,11 @@ class CrashIsolation(Generic[S]):
             if self._on_trial is None:
                 self._try_next()
 
-    def is_suspect(self, live: S) -> bool:
+    def is_suspect(self, live: Live) -> bool:
         """Whether the request is to be tried, beside the others or alone."""
         return live.num_deaths >= SUSPECT_AFTER or live is self._alone
 
-    def begin(self, living: Iterable[S]) -> None:
+    def begin(self, living: Iterable[Live]) -> None:
         """Send the living requests to a new engine, as far as trials allow."""
         self._waiting.clear()
         self._held.clear()
@@ -117,7 +98,7 @@ class CrashIsolation(Generic[S]):
         else:
             self._try_next()
 
-    def died(self, living: Iterable[S], *, own_fault: bool) -> S | None:
+    def died(self, living: Iterable[Live], *, own_fault: bool) -> Live | None:
         """The engine did; the request that was the cause, if that is certain now."""
         if not own_fault:
             return None
@@ -140,9 +121,11 @@ class CrashIsolation(Generic[S]):
         lived, self._others_progress = self._others_progress, False
         return lived
 
-    def _send_all(self, living: Iterable[S]) -> None:
-        """Send the requests above suspicion, and the first of the others."""
+    def _send_all(self, living: Iterable[Live]) -> None:
+        """Send the requests above suspicion that have not ended meanwhile, and the first of the others."""
         for live in living:
+            if live.finish_reason is not None:
+                continue
             if live.num_deaths < SUSPECT_AFTER:
                 self._send(live)
             else:
@@ -156,9 +139,9 @@ class CrashIsolation(Generic[S]):
             if live.finish_reason is None:
                 self._try(live)
 
-    def _try(self, live: S) -> None:
+    def _try(self, live: Live) -> None:
         self._on_trial, self._passes_at = live, live.num_output_tokens + TRIAL_TOKENS
         self._send(live)
 
-    def _passed(self, live: S) -> bool:
+    def _passed(self, live: Live) -> bool:
         return live.finish_reason is not None or live.num_output_tokens >= self._passes_at

@@ -26,8 +26,9 @@ from maitred.core.errors import (
     Unavailable,
 )
 from maitred.core.replica import DraftCounts, HandoverCounts, KVFigures
-from maitred.core.request import FinishReason, RequestSpec
-from maitred.core.step import RequestProgress
+from maitred.core.request import Charges, FinishReason, RequestSpec
+from maitred.core.step import RequestProgress, RequestTiming
+from maitred.core.tensor_request import BatchTimes, IndexEntry, InferRequest, InferResponse
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
 
@@ -53,8 +54,22 @@ class Submit(Frame, frozen=True, tag=True):
     spec: RequestSpec
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of the memory that server and engine share."""
+
+    offset: int
+    num_bytes: int
+
+
+class Infer(Frame, frozen=True, tag=True):
+    """A request to a tensor model."""
+
+    request: InferRequest  # without the data of inputs that have a place
+    places: tuple[Place | None, ...] = ()  # of its inputs
+
+
 class Abort(Frame, frozen=True, tag=True):
-    """End it; one that is to be shed only if it is in no step yet."""
+    """End a request of either kind; one that is to be shed only if it is in no step yet."""
 
     request_id: str
     reason: FinishReason
@@ -80,17 +95,23 @@ class ForgetAdapter(Frame, frozen=True, tag=True):
     key: str
 
 
-class ToTensors(Frame, frozen=True, tag=True):
-    """A command of `tensor.frames`, for the tensor models beside the language model."""
+class Free(Frame, frozen=True, tag=True):
+    """Outputs in shared memory that were read."""
 
-    message: msgspec.Raw
+    offsets: tuple[int, ...]
+
+
+class Keep(Frame, frozen=True, tag=True):
+    """Outputs of an earlier engine that are being read: offsets and bytes."""
+
+    blocks: tuple[tuple[int, int], ...]
 
 
 class Stop(Frame, frozen=True, tag=True):
     """End after the current step."""
 
 
-Command = Begin | Submit | Abort | Ask | KnowAdapters | ForgetAdapter | ToTensors | Stop
+Command = Begin | Submit | Infer | Abort | Ask | KnowAdapters | ForgetAdapter | Free | Keep | Stop
 
 # -- reports
 
@@ -193,10 +214,65 @@ class Refused(Frame, frozen=True, tag=True):
     message: str
 
 
-class OfTensors(Frame, frozen=True, tag=True):
-    """A list of news of `tensor.frames`, from the tensor models."""
+class Ended(Frame, frozen=True, tag=True):
+    """A tensor request's answer, or the kind and the message of its error."""
 
-    message: msgspec.Raw
+    request_id: str
+    result: InferResponse | None
+    finish_reason: FinishReason
+    kind: str = ""
+    message: str = ""
+    charges: Charges = Charges()
+    timing: RequestTiming | None = None
+    places: tuple[Place | None, ...] = ()  # of the result's outputs, whose data is there
+
+
+class Ran(Frame, frozen=True, tag=True):
+    """A batch ran."""
+
+    times: BatchTimes
+
+
+class Looked(Frame, frozen=True, tag=True):
+    """A tensor request was looked for in the response cache."""
+
+    model: str
+    version: int
+    hit: bool
+    ns: int
+
+
+class StepEnded(Frame, frozen=True, tag=True):
+    """A request ended that an ensemble made of a model, or of another ensemble."""
+
+    model: str
+    version: int  # 0 is the highest
+    succeeded: bool
+    total_ns: int
+    queue_ns: int
+
+
+class ServedVersion(msgspec.Struct, frozen=True, array_like=True):
+    model: str
+    number: int
+    config: bytes  # a ModelConfig in protobuf's wire format
+    labels: tuple[str, ...] = ()
+
+
+class Models(Frame, frozen=True, tag=True):
+    """All tensor models that are known, and those that answer now."""
+
+    index: tuple[IndexEntry, ...]
+    served: tuple[ServedVersion, ...]
+
+
+News = Ended | Ran | Looked | StepEnded | Models
+
+
+class TensorsTold(Frame, frozen=True, tag=True):
+    """What happened to tensor models and their requests, in order."""
+
+    news: list[News]
 
 
 class Died(Frame, frozen=True, tag=True):
@@ -214,7 +290,7 @@ class Beat(Frame, frozen=True, tag=True):
     num_wrong_frames: int
 
 
-Report = Hello | Told | Ready | Failed | Stepped | Answer | Refused | OfTensors | Died | Beat
+Report = Hello | Told | Ready | Failed | Stepped | Answer | Refused | TensorsTold | Died | Beat
 
 encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -15,6 +16,8 @@ from maitred.core.request import (
     ResumePoint,
 )
 from maitred.core.step import RequestProgress
+from maitred.core.tensor_request import InferRequest, InferResponse
+from maitred.engine.frames import Infer
 from maitred.engine.progress_streams import ProgressStream
 from maitred.scheduler.timing import timing_of
 
@@ -118,3 +121,37 @@ class LiveRequest:
         news = told[max(0, self.num_prompt_logprobs - first) :]
         self.num_prompt_logprobs += len(news)
         return progress._replace(prompt_logprobs=news or None)
+
+
+@dataclass(slots=True, eq=False)
+class LiveTensor:
+    """One request to a tensor model between its submission and its answer. It outlives engines, and has no tokens."""
+
+    spec: InferRequest
+    stream: ProgressStream  # its one progress is its end
+    charges: Charges = NO_CHARGES
+    finish_reason: FinishReason | None = None  # written last
+    result: InferResponse | None = None
+    frame: Infer | None = None  # as it crosses, once it was sent to any engine
+    ending: FinishReason | None = None  # an abort is on its way; its end comes with what its batch took
+    sent: bool = False  # to the present engine
+    num_deaths: int = 0  # of engines that had it, and may have died of it
+
+    output_token_ids: ClassVar[tuple[int, ...]] = ()
+    num_output_tokens: ClassVar[int] = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    def left(self, now: float) -> None:
+        """The engine that had it died; the next one begins it anew."""
+        self.sent = False
+
+    def ended(self, reason: FinishReason, now: float, error: str | None = None) -> RequestProgress:
+        """Last progress of the request."""
+        self.finish_reason = reason
+        return RequestProgress(self.request_id, finish_reason=reason, error=error, charges=self.charges)
+
+
+Live = LiveRequest | LiveTensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -31,6 +31,9 @@ from maitred.engine.frames import (
     Failed,
     Figures,
     ForgetAdapter,
+    Free,
+    Infer,
+    Keep,
     KnowAdapters,
     Ready,
     Refused,
@@ -39,7 +42,6 @@ from maitred.engine.frames import (
     Stop,
     Submit,
     Told,
-    ToTensors,
     encode,
 )
 from maitred.engine.held import HeldRequests, Need, Prepare
@@ -70,7 +72,7 @@ class LoadedEngine:
     start_phases: Mapping[str, float] = field(default_factory=dict)
     kv_addresses: tuple[str, ...] = ()
     num_kv_layers: int = 1  # that leave one by one while a prompt is computed
-    beside: BesideEngine | None = None
+    tensors: TensorSide | None = None  # None where no tensor models are served
 
 
 Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]
@@ -86,19 +88,19 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
     try:
         phases = dict(loaded.start_phases)
         budget = loaded.core.scheduler.config.token_budget
-        if loaded.beside is not None:
-            loaded.beside.begin(loaded.core, link.send, link.wake)
+        if loaded.tensors is not None:
+            loaded.tensors.begin(loaded.core, link.send, link.wake)
         told = (loaded.kv_addresses, budget, loaded.num_kv_layers, loaded.core.told_step_costs)
         link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, *told))
-        EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters, loaded.beside).run()
+        EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters, loaded.tensors).run()
     except Exception as error:
         logger.debug("where the engine stopped", exc_info=error)
         link.send(Died(f"{type(error).__name__}: {error}"))
         return 1
     finally:
         link.rest()
-        if loaded.beside is not None:
-            loaded.beside.close()
+        if loaded.tensors is not None:
+            loaded.tensors.close()
         loaded.close()
     return 0
 
@@ -127,15 +129,17 @@ class EngineLoop:
         clock: Clock,
         prepare: Prepare | None = None,
         adapters: AdapterCache | None = None,
-        beside: BesideEngine | None = None,
+        tensors: TensorSide | None = None,
     ) -> None:
         self._core, self._link, self._clock = core, link, clock
-        self._prepare, self._adapters, self._beside = prepare, adapters, beside
+        self._prepare, self._adapters, self._tensors = prepare, adapters, tensors
         self._held = HeldRequests(link.wake)
         self._introduced: deque[Report] = deque()  # answers from the thread that reads adapters
         core.wake = link.wake
-        self._during_step = DuringStep(link, beside) if beside is not None else None
-        core.execute_beside = self._during_step.execute if self._during_step is not None else None
+        self._kept: deque[Command] = deque()  # came during a step, and are taken after it
+        if tensors is not None:
+            self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="maitred-step")
+            core.execute_beside = partial(self._execute_beside, tensors)
         if adapters is not None:
             adapters.wake = link.wake
         self._ended: list[RequestProgress] = []  # between two steps
@@ -151,13 +155,14 @@ class EngineLoop:
             wait = not core.can_step and not core.is_called
             if wait and self._has_changed:
                 self._tell([])  # the figures of an idle engine, before it falls silent
-                self._has_changed = self._beside is None
+                self._has_changed = self._tensors is None
             for command in self._commands(wait):
-                self._obey(command)
-                self._has_changed |= not isinstance(command, ToTensors)
+                if self._tensors is None or not self._tensors.obey(command):
+                    self._obey(command)
+                    self._has_changed = True
             self._has_changed |= core.run_called()
-            if self._beside is not None:
-                self._beside.turn()
+            if self._tensors is not None:
+                self._tensors.turn()
             self._add_held()
             progress, self._ended = self._ended, []
             if core.has_work and not self._stopping:
@@ -169,16 +174,29 @@ class EngineLoop:
             link.round_number += 1
 
     def _commands(self, wait: bool) -> Iterator[Command]:
-        if self._during_step is not None:
-            wait = yield from self._during_step.kept(wait)
+        wait = wait and not self._kept
+        while self._kept:
+            yield self._kept.popleft()
         yield from self._link.commands(wait=wait, at_most_s=self._until_deadline_s() if wait else None)
 
     def _until_deadline_s(self) -> float | None:
         deadline = self._core.next_deadline
         times = [] if deadline is None else [max(0.0, deadline - self._clock.now())]
-        if self._beside is not None and (wake_in_s := self._beside.wake_in_s) is not None:
+        if self._tensors is not None and (wake_in_s := self._tensors.wake_in_s) is not None:
             times.append(wake_in_s)
         return min(*times, MAX_WAIT_S) if times else None
+
+    def _execute_beside(self, tensors: TensorSide, execute: Callable[[], ModelOutput]) -> ModelOutput:
+        """Execute a step in a thread of its own; meanwhile batches of tensor models begin and end in this one, and the
+        language model's commands are kept for when the step is over.
+        """
+        step = self._step_thread.submit(execute)
+        step.add_done_callback(lambda step: self._link.wake())
+        while not step.done():
+            commands = self._link.commands(wait=True, at_most_s=tensors.wake_in_s, beside=True)
+            self._kept += [command for command in commands if not tensors.obey(command)]
+            tensors.turn()
+        return step.result()
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -200,11 +218,9 @@ class EngineLoop:
                 self._adapters.know(adapters)
             case ForgetAdapter(key) if self._adapters is not None:
                 self._adapters.forget(key)
-            case ToTensors(message) if self._beside is not None:
-                self._beside.obey(message)
             case Stop():
                 self._stopping = True
-            case Begin() | ToTensors() | KnowAdapters() | ForgetAdapter():
+            case Begin() | Infer() | Free() | Keep() | KnowAdapters() | ForgetAdapter():
                 logger.warning("dropped a command that is not for this engine: %s", type(command).__name__)
 
     def _add(self, spec: RequestSpec) -> None:
@@ -332,54 +348,22 @@ class Link(Protocol):
         """No step is under way any more."""
 
 
-class BesideEngine(Protocol):
-    """Models that an engine serves beside its language model, also while a step is under way; `tensor.host` is one."""
+class TensorSide:
+    """Tensor models that an engine serves beside its language model, also while a step is under way; none here."""
 
     def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
         """Called before the engine says that it is ready."""
 
-    def obey(self, message: msgspec.Raw) -> None: ...
+    def obey(self, command: Command) -> bool:
+        """Take a command; False for one that is not for tensor models."""
+        return False
 
     def turn(self) -> None:
         """Called after whatever happened, and when `wake_in_s` is over."""
 
     @property
-    def wake_in_s(self) -> float | None: ...
-
-    def close(self) -> None: ...
-
-
-class DuringStep:
-    """Steps are executed in a thread of their own; the engine's thread takes commands meanwhile, and keeps those of the
-    language model for when the step is over.
-    """
-
-    def __init__(self, link: Link, beside: BesideEngine) -> None:
-        self._link, self._beside = link, beside
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="maitred-step")
-        self._kept: deque[Command] = deque()
-
-    def execute(self, execute: Callable[[], ModelOutput]) -> ModelOutput:
-        step = self._thread.submit(execute)
-        step.add_done_callback(self._wake)
-        while not step.done():
-            for command in self._link.commands(wait=True, at_most_s=self._beside.wake_in_s, beside=True):
-                if isinstance(command, ToTensors):
-                    self._beside.obey(command.message)
-                else:
-                    self._kept.append(command)
-            self._beside.turn()
-        return step.result()
-
-    def kept(self, wait: bool) -> Generator[Command, None, bool]:
-        """Commands that came during the last step; whether to wait for others."""
-        wait = wait and not self._kept
-        while self._kept:
-            yield self._kept.popleft()
-        return wait
+    def wake_in_s(self) -> float | None:
+        return None
 
     def close(self) -> None:
-        self._thread.shutdown()
-
-    def _wake(self, step: Future[ModelOutput]) -> None:
-        self._link.wake()
+        """Give everything back."""

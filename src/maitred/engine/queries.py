@@ -14,6 +14,7 @@ from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock
 from maitred.core.errors import ConfigError
 from maitred.core.replica import TierView
+from maitred.core.tensor_request import ModelChange
 from maitred.engine.live_view import LiveView, look_at
 from maitred.engine.model_facts import AdapterFacts
 from maitred.scheduler.engine_core import EngineCore
@@ -82,6 +83,10 @@ def _clear_kv(core: EngineCore, clock: Clock, nothing: Nothing) -> int | Later[i
     return Later(core.kv_tiers.clear) if core.kv_tiers is not None else 0
 
 
+def _no_models(core: EngineCore, clock: Clock, change: ModelChange) -> Nothing:
+    raise ConfigError("this engine has no tensor models")
+
+
 def _no_adapters(core: EngineCore, clock: Clock, folder: AdapterFolder) -> AdapterFacts:
     raise ConfigError("this engine has no adapters; they need the native executor")
 
@@ -90,6 +95,8 @@ INTRODUCE_ADAPTER: Query[AdapterFolder, AdapterFacts] = Query(
     "introduce_adapter", AdapterFolder, AdapterFacts, _no_adapters
 )
 """Where there are adapters the loop itself answers, when the folder was read."""
+CHANGE_MODEL: Query[ModelChange, Nothing] = Query("change_model", ModelChange, Nothing, _no_models)
+"""Where there are tensor models `engine.loop.TensorSide` answers, when the model was loaded or unloaded."""
 QUEUE_VIEW: Query[QueuePage, QueueView] = Query("queue_view", QueuePage, QueueView, _queue_view)
 LIVE_VIEW: Query[Nothing, LiveView] = Query(
     "live_view", Nothing, LiveView, lambda core, clock, nothing: look_at(core, clock)
@@ -117,5 +124,6 @@ QUERIES: Mapping[str, Query[Any, Any]] = {
         KV_TIERS,
         CLEAR_KV,
         INTRODUCE_ADAPTER,
+        CHANGE_MODEL,
     )
 }

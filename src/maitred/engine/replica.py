@@ -35,7 +35,7 @@ class Replica:
 
     adapters: AdapterBook | None = None
     tensors: Any = None
-    """TensorClient of a server of tensor models."""
+    """The service of tensor models (`engine.tensors.TensorModels`); None where none are served."""
     on_progress: OnProgress
     """Called with all progress that comes at once, before the streams' readers are woken; an attribute to be set."""
     on_computed: OnComputed

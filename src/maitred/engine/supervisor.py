@@ -8,15 +8,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
 from maitred.core.clock import Clock
 from maitred.core.errors import EngineDead, MaitredError
+from maitred.core.tensor_request import ModelChange
 from maitred.engine.child_process import in_child_process
 from maitred.engine.frames import Beat, Begin, Command, Died, Failed, Ready, Report, Stepped, Stop, Told, error_of
 from maitred.engine.memory import give_memory_back
 from maitred.engine.model_facts import ModelFacts
-from maitred.engine.owner import Loss, Owner
 from maitred.engine.restarts import BackOff, Watchdog, is_own_fault
 from maitred.engine.sleep import SleepPhase, SleepState
 from maitred.engine.transport import OpenTransport, Transport
@@ -38,6 +39,40 @@ class Start:
     served_model_names: tuple[str, ...] = ()
     log_level: int = logging.INFO
     open: OpenTransport = field(default_factory=in_child_process)
+    read_config: Callable[[bytes], Any] = bytes  # makes a tensor model's ModelConfig of protobuf's wire format
+
+
+class Loss(NamedTuple):
+    """Outcome for the requests of an engine that died."""
+
+    num_kept: int  # wait for the next one
+    num_ended: int
+    found_cause: bool = False  # one of those that ended had killed the engines; the others may hope
+
+
+class Owner:
+    """Owner of a supervised engine without any requests; told everything on the event loop, once there is one."""
+
+    def heard(self, report: Report) -> None:
+        """Take a report that is not about the process itself."""
+
+    def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
+        """The engine died, by its own fault or not; if there will be none any more, `bereft` comes next."""
+        return Loss(0, 0)
+
+    def regained(self) -> int:
+        """Send the requests to a new engine; how many go on."""
+        return 0
+
+    def bereft(self, cause: str) -> None:
+        """The engine died, and none will come."""
+
+    def idle_s(self) -> float:
+        """Time without any request (s); 0 while there is one."""
+        return 0.0
+
+    def slept(self) -> None:
+        """The engine was ended on purpose, without a request; `regained` follows when there is one again."""
 
 
 class Supervisor:
@@ -48,6 +83,7 @@ class Supervisor:
     ) -> None:
         self._start, self._clock, self._owner, self._on_event = start, clock, owner, on_event
         self.scheduler: SchedulerConfig = start.config.scheduler  # what the next engine begins with
+        self.models: dict[str, ModelChange] = {}  # by name; and with these loads and unloads
         self.error: str | None = None  # why there is no engine now
         self.over = False  # and will be none any more
         self.stopping = False
@@ -203,7 +239,8 @@ class Supervisor:
     # -- a child's life
 
     def _spawn(self) -> None:
-        config = replace(self._start.config, scheduler=self.scheduler)
+        share = replace(self._start.config.share, models=tuple(self.models.values()))
+        config = replace(self._start.config, scheduler=self.scheduler, share=share)
         if self._facts is not None:  # what the edge promises of the context must hold for this one too
             config = replace(
                 config,

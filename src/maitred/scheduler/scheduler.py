@@ -19,6 +19,7 @@ from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.core.tensor_request import Batch, BatchOutcome, TensorRequest
 from maitred.kv.manager import KVCacheManager
+from maitred.kv.prefix_cache import TokenHasher
 from maitred.policy.order import ServiceOrder
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
@@ -386,3 +387,9 @@ class Scheduler:
 def _rules_of(config: SchedulerConfig) -> SchedulerConfig:
     """Return the parts that make a policy: all but the limits and the predictor."""
     return replace(config, max_num_seqs=1, max_num_batched_tokens=1, predictor="max_tokens", tensor_share=1.0)
+
+
+def lone_scheduler(config: SchedulerConfig) -> Scheduler:
+    """Scheduler without a language model: it has lanes alone, and no prompt fits it."""
+    kv = KVCacheManager(num_blocks=1, block_size=1, hasher=TokenHasher(1, ""), enable_prefix_caching=False)
+    return Scheduler(config, kv)

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from maitred.core.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
+from maitred.core.tensor_request import ModelChange
 from maitred.tensor.config import ANY_MESSAGE, config_from_json
 from maitred.tensor.ensembles import steps_of
 from maitred.tensor.repository import RepositoryChanges, Scan, settled_changes
@@ -75,6 +76,12 @@ class ModelControl:
                 self._take(name, now)
         self.models.found(now)
         return changes
+
+    def change(self, change: ModelChange) -> None:
+        if change.loads:
+            self.load(change.model, change.config)
+        else:
+            self.unload(change.model)
 
     def load(self, name: str, config: str | None = None) -> None:
         """Load a model as its folder is now; `config`, a ModelConfig as JSON, stands in for its own."""

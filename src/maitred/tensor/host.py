@@ -1,79 +1,106 @@
-"""Tensor models in an engine: what the server asks of them, their lanes, and loads in a thread of their own."""
+"""Tensor models in an engine: their lanes, loads in a thread of their own, and the engine's process with or without a
+language model, `python -m maitred.tensor.host FOLDER`.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from maitred.config import MachineShare, TensorConfig
+from maitred.config import NO_MODEL, EngineConfig, MachineShare, TensorConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import CheckpointError, ConfigError, MaitredError, RequestTooLarge
 from maitred.core.request import FinishReason
-from maitred.core.tensor_request import BatchTimes, InferResponse
-from maitred.engine.frames import OfTensors, Report, encode
-from maitred.fleet.result_cache import ResultCache
-from maitred.scheduler.engine_core import EngineCore
-from maitred.tensor.control import ControlMode, ModelControl
-from maitred.tensor.crossing import EngineMemory
-from maitred.tensor.flows import add_flows
-from maitred.tensor.frames import (
-    Cancel,
-    Changed,
+from maitred.core.step import ModelOutput, SchedulerOutput
+from maitred.core.tensor_request import InferResponse, ModelChange
+from maitred.decisions.codec import Header
+from maitred.decisions.files import DecisionLogFile
+from maitred.decisions.log import Recorder
+from maitred.engine.build import load_engine
+from maitred.engine.child import build_from_config, main
+from maitred.engine.child_process import in_child_process
+from maitred.engine.engine_thread import in_thread
+from maitred.engine.frames import (
+    Abort,
+    Ask,
+    Command,
     Ended,
     Free,
     Infer,
     Keep,
-    Load,
-    Looked,
     Models,
     News,
-    Ran,
-    StepEnded,
-    Unload,
-    decode_command,
-    problem_of,
+    Refused,
+    Report,
+    ServedVersion,
+    TensorsTold,
+    encode,
 )
-from maitred.tensor.frames import ServedVersion as Told
+from maitred.engine.frames import Answer as Answered
+from maitred.engine.loop import Builder, LoadedEngine, TensorSide
+from maitred.engine.memory import MemoryPlan
+from maitred.engine.model_facts import ModelFacts
+from maitred.engine.queries import CHANGE_MODEL, Nothing
+from maitred.engine.supervisor import Start
+from maitred.engine.tensor_memory import EngineMemory
+from maitred.fleet.result_cache import ResultCache
+from maitred.scheduler.engine_core import EngineCore
+from maitred.scheduler.scheduler import lone_scheduler
+from maitred.tensor.config_fields import ModelConfig
+from maitred.tensor.control import ControlMode, ModelControl
+from maitred.tensor.flows import add_flows
 from maitred.tensor.python.instance import all_openers
 from maitred.tensor.repository_files import model_of_file
 from maitred.tensor.runner import Answer, TensorRunner
 from maitred.tensor.served_models import ServedModels
-from maitred.tensor.shared import Place
 from maitred.tensor.tfs_config import open_repository
 
+COMMAND = (sys.executable, "-P", "-m", "maitred.tensor.host")
 
-class TensorHost:
+
+def serving_tensors(start: Start) -> Start:
+    """`start` with engines that serve `start.config.tensors` beside the language model, or alone."""
+    alone = in_thread(with_tensors(load_engine))
+    opened = alone if start.process.in_process else in_child_process(COMMAND)
+    return replace(start, open=opened, read_config=ModelConfig.FromString)
+
+
+class TensorHost(TensorSide):
     """Tensor models of an EngineLoop beside its language model; all but the loads is in the engine's thread."""
 
     def __init__(self, config: TensorConfig, share: MachineShare, clock: Clock | None = None) -> None:
-        """Loads what is to be served at the start. Raises CheckpointError where the repository cannot be read."""
+        """Loads what is to be served at the start, and what an engine before this one was asked for. Raises
+        CheckpointError where the repository cannot be read.
+        """
         self._config, self._clock = config, clock or WallClock()
         self.models = ServedModels(all_openers(allow_code=config.allow_repository_code))
         self._repository = open_repository(config)
-        self._control = ModelControl(
-            self._repository.folder,
-            ControlMode(config.model_control_mode),
-            self.models,
-            rewrite=self._repository.rewrite,
-        )
-        self._start(self._repository.folder)
+        mode = ControlMode(config.model_control_mode)
+        self._control = ModelControl(self._repository.folder, mode, self.models, rewrite=self._repository.rewrite)
+        self._start(self._repository.folder, share.models)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="maitred-models")
-        self._done: deque[Changed | None] = deque()  # changes of models, from the thread that loads
+        self._done: deque[Answered | Refused | None] = deque()  # changes of models, from the thread that loads
         self._news: list[News] = []
         self._closing = threading.Event()
         self._cache = ResultCache(share.result_cache_bytes, share.result_cache_ttl_s)
         self._memory = EngineMemory(share.tensor_memory)
 
-    def _start(self, repository: Path) -> None:
+    def _start(self, repository: Path, changes: Sequence[ModelChange]) -> None:
         if not repository.is_file():
             self._control.start(self._config.load_model)
+            for change in changes:
+                with suppress(MaitredError):  # a model that cannot be loaded any more has its reason in the index
+                    self._control.change(change)
         elif self._control.mode is not ControlMode.NONE:
             raise ConfigError(f"{repository} is a file; model_control_mode {self._control.mode.value} is of a folder")
         elif not self.models.take(model_of_file(repository)):
@@ -81,16 +108,16 @@ class TensorHost:
 
     def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
         """Begin before the engine says that it is ready; the server hears first which models there are."""
-        self._send_frame, self._wake, self._lanes = send, wake, core.tensor_lanes
+        self._send, self._wake, self._lanes = send, wake, core.tensor_lanes
         self.runner = TensorRunner(
             core.tensor_lanes,
             self.models,
             self._clock,
             wake=wake,
-            on_batch=self._ran,
+            tell=self._news.append,
             s_per_token=lambda: core.prefill_s_per_token,
         )
-        add_flows(self.runner, self._clock, self._cache, self._looked, self._step_ended)
+        add_flows(self.runner, self._clock, self._cache, self._news.append)
         self._models_changed()
         self._send_news()
         if self._control.mode is ControlMode.POLL:
@@ -98,37 +125,35 @@ class TensorHost:
 
     # -- what the loop asks
 
-    def obey(self, message: msgspec.Raw) -> None:
-        """Raises msgspec.DecodeError for what is no command."""
-        match decode_command(message):
-            case Infer() as sent:
-                self._infer(sent)
-            case Cancel(request_id, reason):
-                self.runner.cancel(request_id, reason)
-            case Load(number, model, config):
-                self._loader.submit(self._change, number, partial(self._control.load, model, config))
-            case Unload(number, model):
-                self._loader.submit(self._change, number, partial(self._control.unload, model))
-            case Free() | Keep() as command:
-                self._memory.obey(command)
+    def obey(self, command: Command) -> bool:
+        match command:
+            case Infer():
+                self._infer(command)
+            case Abort(request_id, reason):
+                return self.runner.cancel(request_id, reason)
+            case Ask(_, query, _) if query == CHANGE_MODEL.name:
+                self._loader.submit(self._change, command)
+            case Free(offsets):
+                self._memory.free(offsets)
+            case Keep(blocks):
+                self._memory.keep(blocks)
+            case _:
+                return False
+        return True
 
     def turn(self) -> None:
-        """Take a turn, after every event and when `wake_in_s` is over."""
-        if self._done:
+        done = [self._done.popleft() for _ in range(len(self._done))]
+        if done:
             self._models_changed()
-            while self._done:
-                changed = self._done.popleft()
-                self._news += [changed] if changed is not None else []
         self.runner.turn()
         self._send_news()
+        for answer in done:
+            if answer is not None:
+                self._send(answer)
 
     @property
     def wake_in_s(self) -> float | None:
         return self.runner.wake_in_s
-
-    @property
-    def busy(self) -> bool:
-        return len(self.runner) > 0
 
     def close(self) -> None:
         self._closing.set()
@@ -144,40 +169,28 @@ class TensorHost:
         try:
             self.runner.begin(self._memory.opened(sent), partial(self._ended, request_id))
         except MaitredError as error:
-            self._news.append(Ended(request_id, None, FinishReason.ERROR, problem_of(error)))
+            self._news.append(Ended(request_id, None, FinishReason.ERROR, type(error).__name__, str(error)))
 
     def _ended(self, request_id: str, answer: Answer) -> None:
-        result = answer.result if isinstance(answer.result, InferResponse) else None
-        problem = problem_of(answer.result) if isinstance(answer.result, MaitredError) else None
-        places: tuple[Place | None, ...] = ()
-        if result is not None:
+        result, reason = answer.result, answer.finish_reason
+        if isinstance(result, InferResponse):
             outputs, places = self._memory.written(result.outputs)
-            result = msgspec.structs.replace(result, outputs=outputs)
-        told = (request_id, result, answer.finish_reason, problem, answer.charges, answer.timing, places)
-        self._news.append(Ended(*told))
-
-    def _ran(self, times: BatchTimes) -> None:
-        self._news.append(Ran(times))
-
-    def _looked(self, model: str, version: int, hit: bool, ns: int) -> None:
-        self._news.append(Looked(model, version, hit, ns))
-
-    def _step_ended(self, model: str, version: int, answer: Answer) -> None:
-        if (timing := answer.timing) is not None:
-            total_ns, queue_ns = round(timing.total_s * 1e9), round(timing.queue_s * 1e9)
-            succeeded = not isinstance(answer.result, MaitredError)
-            self._news.append(StepEnded(model, version, succeeded, total_ns, queue_ns))
+            told = msgspec.structs.replace(result, outputs=outputs)
+            ended = Ended(request_id, told, reason, charges=answer.charges, timing=answer.timing, places=places)
+        else:
+            error = (type(result).__name__, str(result))
+            ended = Ended(request_id, None, reason, *error, charges=answer.charges, timing=answer.timing)
+        self._news.append(ended)
 
     # -- models
 
-    def _change(self, number: int, change: Callable[[], object]) -> None:
+    def _change(self, ask: Ask) -> None:
         """Change models, in the thread that loads."""
         try:
-            change()
-            changed = Changed(number)
+            self._control.change(msgspec.msgpack.decode(ask.argument, type=ModelChange))
+            self._done.append(Answered(ask.number, msgspec.Raw(encode(Nothing()))))
         except Exception as error:
-            changed = Changed(number, problem_of(error))
-        self._done.append(changed)
+            self._done.append(Refused(ask.number, type(error).__name__, str(error)))
         self._wake()
 
     def _poll(self) -> None:
@@ -197,30 +210,106 @@ class TensorHost:
         served = tuple(self._told(entry.name, entry.version or 0) for entry in ready)
         self._news.append(Models(tuple(self.models.index()), served))
 
-    def _told(self, name: str, number: int) -> Told:
+    def _told(self, name: str, number: int) -> ServedVersion:
         with self.models.lease(name, number) as loaded:
             labels = self.models.labels(name).items()
             mine = tuple(label for label, version in labels if version == number)
-            return Told(name, number, loaded.config.SerializeToString(), mine)
+            return ServedVersion(name, number, loaded.config.SerializeToString(), mine)
 
     # -- news
 
     def _send_news(self) -> None:
-        news, self._news = self._news, []
-        if not news:
+        if not self._news:
             return
+        news = self._news.copy()
+        self._news.clear()  # the very list: runner and flows append to it
         try:
-            self._send(news)
+            self._send(TensorsTold(news))
         except RequestTooLarge:
             for each in news:
                 self._send_alone(each)
 
     def _send_alone(self, news: News) -> None:
         try:
-            self._send([news])
+            self._send(TensorsTold([news]))
         except RequestTooLarge as error:
             if isinstance(news, Ended):
-                self._send([msgspec.structs.replace(news, result=None, problem=problem_of(error))])
+                told = (type(error).__name__, str(error))
+                self._send(TensorsTold([msgspec.structs.replace(news, result=None, kind=told[0], message=told[1])]))
 
-    def _send(self, news: list[News]) -> None:
-        self._send_frame(OfTensors(msgspec.Raw(encode(news))))
+
+# ---- engines that serve a repository
+
+
+def with_tensors(build: Builder) -> Builder:
+    """A builder of engines that serve a repository too; `build` makes those with a language model."""
+
+    def load(config: EngineConfig, names: tuple[str, ...], tell: Callable[[str], None]) -> LoadedEngine:
+        host = TensorHost(config.tensors, config.share)
+        index = host.models.index()
+        ready = host.models.index(ready_only=True)
+        source = config.tensors.model_repository or config.tensors.tfs_model_config
+        tell(f"models  {len(ready)} of {len(index)} versions in {source}")
+        for entry in index:
+            if entry.reason:
+                tell(f"        {entry.name}: {entry.reason}")
+        loaded = lone_engine(config, tell) if config.model.model == NO_MODEL else build(config, names, tell)
+        return replace(loaded, tensors=host)
+
+    return load
+
+
+class _NoExecutor:
+    """Executor without plans."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        raise AssertionError("an engine without a language model has no steps")
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to give back."""
+
+
+def lone_engine(config: EngineConfig, tell: Callable[[str], None]) -> LoadedEngine:
+    log = _decision_log(config)
+    scheduler = lone_scheduler(config.scheduler)
+    core = EngineCore(scheduler, _NoExecutor(), WallClock(), Recorder(log.write) if log is not None else None)
+    plan = MemoryPlan(
+        available_bytes=0,
+        weights_bytes=0,
+        bytes_per_block=0,
+        block_size=1,
+        num_blocks=1,
+        max_model_len=2,
+        model_context=1,
+        longest_context=1,
+    )
+    return LoadedEngine(core, _facts(), plan, deterministic=True, close=log.close if log is not None else core.close)
+
+
+def _facts() -> ModelFacts:
+    return ModelFacts(
+        tokenizer_folder="",
+        chat_template=None,
+        names=(),
+        max_model_len=2,
+        vocab_size=0,
+        eos_token_ids=(),
+        generation_defaults={},
+        created=int(time.time()),
+        root="",
+        revision="",
+        block_size=1,
+        footprint=None,
+    )
+
+
+def _decision_log(config: EngineConfig) -> DecisionLogFile | None:
+    if config.decision_log is None:
+        return None
+    header = Header(config=config.scheduler, num_blocks=1, block_size=1, enable_prefix_caching=False)
+    sizes = {"max_bytes": config.decision_log_max_bytes, "max_files": config.decision_log_max_files}
+    return DecisionLogFile(Path(config.decision_log), header, **sizes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], with_tensors(build_from_config)))

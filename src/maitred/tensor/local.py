@@ -11,15 +11,16 @@ from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import MaitredError
 from maitred.core.tensor_request import IndexEntry, InferRequest, InferResponse, ModelStatistics
+from maitred.engine.frames import Looked, News, Ran, StepEnded
+from maitred.engine.tensors import Statistics
 from maitred.fleet.result_cache import ResultCache
 from maitred.scheduler.engine_core import TensorLanes, TensorObserver
+from maitred.scheduler.scheduler import lone_scheduler
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.flows import add_flows
-from maitred.tensor.lone import lone_scheduler
 from maitred.tensor.runner import Answer, TensorRunner
 from maitred.tensor.served_models import OPENERS, Opener, ServedModels
-from maitred.tensor.statistics import Statistics
 
 
 class LocalTensorService:
@@ -49,10 +50,8 @@ class LocalTensorService:
         """Raises CheckpointError for a repository that cannot be read."""
         loop = self._loop = asyncio.get_running_loop()
         lanes = TensorLanes(self._scheduler, self._clock, self._observer)
-        self.runner = TensorRunner(
-            lanes, self.models, self._clock, wake=self._wake(loop), on_batch=self._statistics.ran
-        )
-        add_flows(self.runner, self._clock, self._cache, self._looked, self._count)
+        self.runner = TensorRunner(lanes, self.models, self._clock, wake=self._wake(loop), tell=self._told)
+        add_flows(self.runner, self._clock, self._cache, self._told)
         await asyncio.to_thread(self._control.start, load)
         self._models_changed()
 
@@ -85,7 +84,10 @@ class LocalTensorService:
             self.runner.cancel(request.request_id)
             self._turn()
             raise
-        self._count(request.model, request.version, answer.result())
+        if (timing := answer.result().timing) is not None:
+            version = result.version if isinstance(result, InferResponse) else request.version
+            succeeded = isinstance(result, InferResponse)
+            self._statistics.ended(request.model, version, timing, succeeded=succeeded)
         if isinstance(result, MaitredError):
             raise result
         return result
@@ -115,6 +117,10 @@ class LocalTensorService:
 
     # -- small things
 
+    def _told(self, news: News) -> None:
+        if isinstance(news, Ran | Looked | StepEnded):
+            self._statistics.hear(news)
+
     async def _changed(self, change: Callable[..., object], *arguments: object) -> None:
         async with self._loading:
             try:
@@ -127,17 +133,6 @@ class LocalTensorService:
         ready = self.models.index(ready_only=True)
         self._statistics.serve([(entry.name, entry.version or 0) for entry in ready])
         self._turn()
-
-    def _count(self, model: str, version: int, answer: Answer) -> None:
-        """Count a request, or a step of an ensemble."""
-        version = answer.result.version if isinstance(answer.result, InferResponse) else version
-        if (timing := answer.timing) is not None:
-            queue_ns, total_ns = round(timing.queue_s * 1e9), round(timing.total_s * 1e9)
-            succeeded = isinstance(answer.result, InferResponse)
-            self._statistics.ended(model, version, succeeded=succeeded, total_ns=total_ns, queue_ns=queue_ns)
-
-    def _looked(self, model: str, version: int, hit: bool, ns: int) -> None:
-        self._statistics.cached(model, version, hit=hit, ns=ns)
 
     def _turn(self) -> None:
         """Run a turn, and again when something may be due."""

@@ -26,6 +26,7 @@ from maitred.core.tensor_request import (
     LaneKey,
     TensorSpec,
 )
+from maitred.engine.frames import News, Ran
 from maitred.scheduler.engine_core import TensorLanes
 from maitred.tensor.batching import Batching, BatchRun, Rows, rules_of, run_batch
 from maitred.tensor.served_models import LoadedVersion, ServedModels
@@ -101,11 +102,11 @@ class TensorRunner:
         clock: Clock,
         *,
         wake: Callable[[], None],
-        on_batch: Callable[[BatchTimes], None] = lambda times: None,
+        tell: Callable[[News], None],
         s_per_token: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._lanes, self._models, self._clock = lanes, models, clock
-        self._wake, self._on_batch, self._s_per_token = wake, on_batch, s_per_token
+        self._wake, self._tell_news, self._s_per_token = wake, tell, s_per_token
         self.flows: list[Flow] = []
         self._held: dict[tuple[str, int], _Held] = {}  # as the lanes have them
         self._waiting: dict[str, _Waiting] = {}
@@ -197,12 +198,14 @@ class TensorRunner:
             num_tokens=request.num_tokens,
         )
 
-    def cancel(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Cancel a request at once; one with a running batch ends with it."""
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """Cancel a request at once; one with a running batch ends with it. False for one that is not here."""
         if any(flow.cancel(request_id, reason) for flow in self.flows):
-            return
+            return True
+        is_here = request_id in self._waiting
         if (progress := self._lanes.finish(request_id, reason)) is not None:
             self._tell(progress)
+        return is_here
 
     # -- batches
 
@@ -266,7 +269,7 @@ class TensorRunner:
         self._row_s[batch.lane] = before + NEWS * (row_s - before)
         times = (run.input_ns, run.infer_ns, run.output_ns)
         lane, padding = batch.lane, held.batching.num_padded(rows)
-        self._on_batch(BatchTimes(lane.model, lane.version, len(rows), batch.num_rows, *times, *padding))
+        self._tell_news(Ran(BatchTimes(lane.model, lane.version, len(rows), batch.num_rows, *times, *padding)))
 
     def _tell(self, progress: RequestProgress) -> None:
         """Tell a request's end to its caller."""

@@ -21,6 +21,7 @@ from google.protobuf import text_format
 from maitred.config import SchedulerConfig
 from maitred.core.errors import CheckpointError, ConfigError
 from maitred.core.objectives import percentile
+from maitred.scheduler.scheduler import lone_scheduler
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes
@@ -30,7 +31,6 @@ from maitred.tensor.config import ANY_MESSAGE, parameters_of
 from maitred.tensor.config_checks import PYTHON, is_ensemble
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.live_load import Load, served
-from maitred.tensor.lone import lone_scheduler
 from maitred.tensor.profiling import lengths_to_try, measured_host, measured_times, rows_to_try, set_batching
 from maitred.tensor.repository_files import CONFIG, ModelFolder, read_config, read_model
 from maitred.tensor.served_models import OPENERS, Opener, ServedModels

@@ -67,7 +67,7 @@ def _us(ns: int) -> float:
 
 
 def triton_families(tensors: Any) -> Iterator[Family]:
-    """Triton's metrics of a `tensor.client.TensorClient`, by model and version."""
+    """Triton's metrics of an `engine.tensors.TensorModels`, by model and version."""
     told = tensors.statistics()
     for name, (help_, figure) in TRITON_NAMES.items():
         family = Family(name, help_, "unknown")

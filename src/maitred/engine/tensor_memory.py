@@ -1,4 +1,4 @@
-"""Tensors between a server and its engine: small ones in frames, others in memory that both have mapped.
+"""Memory for tensors that a server and its engine share: small ones go in frames, others where both have mapped it.
 
 The server writes inputs into the first half of its arena, the engine outputs into the second, and each allocates in its
 own. An input's block is free once its request has ended, which no batch that reads it outlives; an output's once its
@@ -7,9 +7,11 @@ answer was read, also where another engine has come meanwhile. Where a half is f
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import weakref
+from bisect import bisect, insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -17,15 +19,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from maitred.core.tensor_request import Buffer, InferRequest, Tensor
-from maitred.tensor.arena import ALIGNMENT, Arena
-from maitred.tensor.frames import Ended, Free, Infer, Keep, MemoryCommand
-from maitred.tensor.shared import Place, unnamed_memory
+from maitred.engine.frames import Ended, Free, Infer, Keep, Place
 
+ALIGNMENT = 64  # bytes: a line of the processor's cache
 LARGEST_IN_FRAMES = 4096  # bytes of a tensor, while there is room elsewhere
-
-
-def _half(num_bytes: int) -> int:
-    return num_bytes // 2 // ALIGNMENT * ALIGNMENT
 
 
 class ServerMemory:
@@ -114,14 +111,15 @@ class EngineMemory:
             self._memory = memoryview(mmap.mmap(file, num_bytes))
         self._outputs = Arena(_half(num_bytes), num_bytes)
 
-    def obey(self, command: MemoryCommand) -> None:
-        match command:
-            case Free(offsets):
-                for offset in offsets:
-                    self._outputs.free(offset)
-            case Keep(blocks):
-                for offset, num_bytes in blocks:
-                    self._outputs.take(offset, num_bytes)
+    def free(self, offsets: Sequence[int]) -> None:
+        """Outputs that were read."""
+        for offset in offsets:
+            self._outputs.free(offset)
+
+    def keep(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Outputs of an earlier engine that are being read: offsets and bytes."""
+        for offset, num_bytes in blocks:
+            self._outputs.take(offset, num_bytes)
 
     def opened(self, sent: Infer) -> InferRequest:
         """Inputs are looked at where they lie."""
@@ -155,3 +153,93 @@ def _rest(tensors: Sequence[Tensor], places: Sequence[Place | None]) -> tuple[Te
     return tuple(
         each if place is None else replace(each, data=b"") for each, place in zip(tensors, places, strict=True)
     )
+
+
+class Arena:
+    """Allocator of one stretch of memory, which it does not touch. First fit, so that few pages are ever touched."""
+
+    def __init__(self, start: int, end: int) -> None:
+        """Bytes from `start`, which is aligned, to `end`."""
+        self._start, self._end = start, start + _down(end - start)
+        self._holes = [(start, self._end)] if self._end > start else []  # ascending, and no two touch
+        self._blocks: dict[int, int] = {}  # the end of each, by its start
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return len(self._blocks)
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Take a block and return its start; None where no hole is large enough."""
+        size = _up(num_bytes)
+        start = next((start for start, end in self._holes if end - start >= size), None)
+        if start is not None:
+            self.take(start, num_bytes)
+        return start
+
+    def take(self, start: int, num_bytes: int) -> None:
+        """A block at a place that is known, which must be free."""
+        end = start + _up(num_bytes)
+        at = bisect(self._holes, (start, self._end)) - 1
+        hole_start, hole_end = self._holes[at] if at >= 0 else (end, end)
+        assert hole_start <= start < end <= hole_end, "two blocks would share memory"
+        left = [(hole_start, start), (end, hole_end)]
+        self._holes[at : at + 1] = [hole for hole in left if hole[0] < hole[1]]
+        self._blocks[start] = end
+
+    def free(self, start: int) -> None:
+        """The block that starts there is a hole, one with those that it touches."""
+        end = self._blocks.pop(start)
+        at = bisect(self._holes, (start, end))
+        if at < len(self._holes) and self._holes[at][0] == end:
+            end = self._holes.pop(at)[1]
+        if at and self._holes[at - 1][1] == start:
+            start = self._holes.pop(at - 1)[0]
+        insort(self._holes, (start, end))
+
+    def check_invariants(self) -> None:
+        """Blocks and holes cover all of it, once."""
+        assert all(end < start for (_, end), (start, _) in zip(self._holes, self._holes[1:], strict=False))
+        at = self._start
+        for start, end in sorted([*self._holes, *self._blocks.items()]):
+            assert start == at < end
+            at = end
+        assert at == self._end
+
+
+class SharedMap(mmap.mmap):
+    """A file in memory. It goes with the last view of it, and its descriptor with it: a batch ends in peace."""
+
+    file: int
+
+
+def unnamed_memory(num_bytes: int) -> SharedMap | None:
+    """Return memory of that size, taken as it is touched; None where the system gives none.
+
+    No path leads to it, so no client can register it (CVE-2025-23319) or make it shorter.
+    """
+    try:
+        file = os.memfd_create("maitred-tensors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):
+        return None
+    try:
+        os.ftruncate(file, num_bytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        made = SharedMap(file, num_bytes)
+    except (OSError, ValueError):
+        os.close(file)
+        return None
+    made.file = file
+    weakref.finalize(made, os.close, file).atexit = False
+    return made
+
+
+def _half(num_bytes: int) -> int:
+    return num_bytes // 2 // ALIGNMENT * ALIGNMENT
+
+
+def _up(num_bytes: int) -> int:
+    return _down(max(1, num_bytes) + ALIGNMENT - 1)
+
+
+def _down(num_bytes: int) -> int:
+    return num_bytes // ALIGNMENT * ALIGNMENT
