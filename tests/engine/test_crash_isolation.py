@@ -7,9 +7,17 @@ from typing import Any, cast
 import pytest
 
 from maitred.core.request import FinishReason
+from maitred.core.tensor_request import InferRequest
 from maitred.engine.crash_isolation import SUSPECT_AFTER, TRIAL_TOKENS, CrashIsolation
-from maitred.engine.live_requests import LiveRequest
+from maitred.engine.live_requests import Live, LiveRequest, LiveTensor
 from tests.fakes import make_spec
+
+
+def live(name: str) -> Live:
+    """A chat, or a request to a tensor model for a capital letter."""
+    if name.isupper():
+        return LiveTensor(InferRequest(request_id=name, model="m"), cast(Any, None))
+    return LiveRequest(make_spec(name, prompt=[1]), cast(Any, None))
 
 
 class Engines:
@@ -18,18 +26,18 @@ class Engines:
     def __init__(self, names: str, poison: str = "") -> None:
         self.sent: list[str] = []  # to the present engine
         self.trials = CrashIsolation(self._send)
-        self.live = {name: LiveRequest(make_spec(name, prompt=[1]), cast(Any, None)) for name in names}
+        self.live = {name: live(name) for name in names}
         self.poison = set(poison)
         self.num_deaths = 0
-        for live in list(self.live.values()):
-            self.trials.enter(live)
+        for each in list(self.live.values()):
+            self.trials.enter(each)
 
-    def _send(self, live: LiveRequest) -> None:
-        live.sent = True
-        self.sent.append(live.request_id)
+    def _send(self, each: Live) -> None:
+        each.sent = True
+        self.sent.append(each.request_id)
 
     def enter(self, name: str, *, poison: bool = False) -> None:
-        self.live[name] = LiveRequest(make_spec(name, prompt=[1]), cast(Any, None))
+        self.live[name] = live(name)
         self.poison |= {name} if poison else set()
         self.trials.enter(self.live[name])
 
@@ -39,21 +47,23 @@ class Engines:
         cause = self.trials.died(self.live.values(), own_fault=own_fault)
         if cause is not None:
             self.end(cause.request_id)
-        for live in self.live.values():
-            live.left(0.0)
+        for each in self.live.values():
+            each.left(0.0)
         self.sent.clear()
         self.trials.begin(list(self.live.values()))
         return cause.request_id if cause is not None else None
 
     def end(self, name: str) -> None:
-        live = self.live.pop(name)
-        live.ended(FinishReason.LENGTH, 0.0)
+        self.live.pop(name).ended(FinishReason.LENGTH, 0.0)
 
     def step(self) -> None:
-        """One token for everybody that is there, but those that kill."""
+        """One token, or the answer, for each request that is there, but those that kill."""
         names = [name for name in self.sent if name in self.live and name not in self.poison]
         for name in names:
-            self.live[name].output_token_ids.append(1)
+            if isinstance(each := self.live[name], LiveRequest):
+                each.output_token_ids.append(1)
+            else:
+                self.end(name)
         self.trials.stepped(names)
 
     def run(self, most_deaths: int = 50) -> list[str]:
@@ -75,6 +85,14 @@ def test_who_kills_is_found_and_nobody_else_is_blamed():
     assert engines.run() == ["c"]
     assert engines.num_deaths == SUSPECT_AFTER + 2
     assert sorted(engines.sent) == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize("poison", ["b", "C"])
+def test_a_chat_and_a_tensor_request_are_found_among_both_kinds(poison):
+    engines = Engines("abCD", poison=poison)
+    assert engines.run() == [poison]
+    assert not {"C", "D"} & set(engines.live)  # answered, or blamed
+    assert {"a", "b"} - {poison} == set(engines.live)
 
 
 def test_several_are_found_one_after_the_other():
