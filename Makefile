@@ -51,15 +51,14 @@ bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, tensor models reloaded under load, tensor calls left in every way and large bodies beside /health, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (eighty in all)
 	@scripts/debian-packages aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64=qemu-user # for the kernels of Arm
 	$(PIP) install -c constraints.txt "$$(sed -n 's/^ray = \["\(.*\)"\].*/\1/p' pyproject.toml)"
-	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates) \
-	MAITRED_LLAMA_VOCABS=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates --vocabularies) \
-	MAITRED_OTHER_CLIENTS=$$($(BIN)/python benchmarks/other_clients.py $(VENV)/other-clients) $(BIN)/python -m pytest -m soak # what is given here replaces pyproject.toml's `not soak`
+	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/fetch_inputs.py templates $(VENV)/chat-templates) \
+	MAITRED_LLAMA_VOCABS=$$($(BIN)/python benchmarks/fetch_inputs.py vocabularies $(VENV)/chat-templates) \
+	MAITRED_OTHER_CLIENTS=$$($(BIN)/python benchmarks/fetch_inputs.py clients $(VENV)/other-clients) $(BIN)/python -m pytest -m soak # what is given here replaces pyproject.toml's `not soak`
 	for isa in $$($(BIN)/python -c 'from maitred.kernels import _native; print(*({"plain", "avx2"} & set(_native.available_isas())))'); do \
 	echo "== the whole suite with $$isa alone:"; MAITRED_ISA=$$isa PYTEST_ADDOPTS=--timeout=1200 scripts/test $(BIN)/python || exit 1; done
 	$(BIN)/python benchmarks/bench_simulator.py soak
 	$(BIN)/python benchmarks/soak_edge.py
 	$(BIN)/python benchmarks/soak_tenants.py
-	$(BIN)/python benchmarks/soak_openapi.py
 	$(BIN)/python benchmarks/soak_server.py tensors --minutes 5
 	$(BIN)/python benchmarks/soak_server.py chats
 

@@ -6,9 +6,7 @@
 Runs the engine loop as the engine's process does: with a decision log, and with what it tells encoded. Prints a row for
 each count of requests: steps, ms a step in the native call, in the rest of the executor (batch, sampling, reports) and
 between two calls of the executor (commands, scheduler, log, progress encoded), the share of the last two and of the
-last alone, which is what making a plan while the plan before is computed could hide, and tokens a second. `--beside`
-tries how much of that would be hidden: beside every second native call another thread works for as long as the last
-calls were apart, and the last column is what share of this work the step did not get longer by. Greedy,
+last alone, which is what making a plan while the plan before is computed could hide, and tokens a second. Greedy,
 end-of-sequence ignored. Times are medians over steps, since a neighbour's time slice would spoil a mean; on a machine
 that is busy all the time `--quantile 0.1` comes nearer to what a quiet one shows.
 """
@@ -18,10 +16,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from random import Random
 from typing import Any
 
@@ -36,8 +32,7 @@ class Meter:
     """Times each call of the runner and of the executor of an engine, and what is between two calls."""
 
     def __init__(self, core: Any) -> None:
-        self.native, self.executor, self.outside, self.beside = [], [], [], []  # s
-        self.worker: Worker | None = None  # for every second call of the runner
+        self.native, self.executor, self.outside = [], [], []  # s
         self._in_native, self._ended_at = 0.0, None
         executor = core._executor
         self._execute = executor.execute
@@ -47,18 +42,12 @@ class Meter:
             executor.runner.run = self._timed_run
 
     def clear(self) -> None:
-        self.native.clear(), self.executor.clear(), self.outside.clear(), self.beside.clear()
+        self.native.clear(), self.executor.clear(), self.outside.clear()
         self._ended_at = None
 
     def _timed_run(self, *args: Any) -> Any:
-        work_s = statistics.median(self.outside[-20:]) if len(self.outside) % 2 else 0.0
         began_at = time.perf_counter()
-        if self.worker is not None and work_s:
-            with self.worker.working(work_s):
-                result = self._run(*args)
-            self.beside.append((work_s, time.perf_counter() - began_at))
-        else:
-            result = self._run(*args)
+        result = self._run(*args)
         self._in_native += time.perf_counter() - began_at
         return result
 
@@ -70,32 +59,9 @@ class Meter:
             self.outside.append(began_at - self._ended_at)
         self._ended_at = time.perf_counter()
         took_s = self._ended_at - began_at
-        if self.worker is None or not len(self.outside) % 2:
-            self.native.append(self._in_native or took_s)
+        self.native.append(self._in_native or took_s)
         self.executor.append(took_s - (self._in_native or took_s))
         return result
-
-
-class Worker:
-    """A thread that works, as Python does, for a given time of its processor."""
-
-    def __init__(self) -> None:
-        self._asked, self._done, self._seconds = threading.Semaphore(0), threading.Semaphore(0), 0.0
-        threading.Thread(target=self._work, daemon=True).start()
-
-    @contextmanager
-    def working(self, seconds: float) -> Iterator[None]:
-        self._seconds = seconds
-        self._asked.release()
-        yield
-        self._done.acquire()
-
-    def _work(self) -> None:
-        while self._asked.acquire():
-            until = time.thread_time() + self._seconds
-            while time.thread_time() < until:
-                pass
-            self._done.release()
 
 
 class EncodingLink:
@@ -126,7 +92,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of each request")
     parser.add_argument("--running", type=int, nargs="*", default=[1, 16, 64], help="requests running at once")
     parser.add_argument("--quantile", type=float, default=0.5, help="of the steps' times")
-    parser.add_argument("--beside", action="store_true", help="work beside every second native call")
     options = parser.parse_args()
 
     def typical(times: list[float]) -> float:
@@ -134,7 +99,7 @@ def main() -> None:
 
     print(
         f"{'running':>8} {'native ms':>10} {'executor ms':>12} {'between ms':>11} {'host share':>11} "
-        f"{'to hide':>8} {'tokens/s':>9} {'hidden':>7}"
+        f"{'to hide':>8} {'tokens/s':>9}"
     )
     random = Random(0)
     with (
@@ -152,7 +117,6 @@ def main() -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
         parts = llm._open()
         meter, clock = Meter(parts.core), WallClock()
-        meter.worker = Worker() if options.beside else None
         for running in options.running:
             prompts = [[random.randrange(3, 250) for _ in range(options.context)] for _ in range(running)]
             specs = [
@@ -169,13 +133,9 @@ def main() -> None:
                 typical(times[decode]) for times in (meter.native, meter.executor, meter.outside)
             )
             step = native + executor + between
-            hidden = ""
-            if meter.beside:
-                works, walls = zip(*meter.beside[decode.start // 2 :], strict=True)
-                hidden = f"{1 - (typical(list(walls)) - native) / statistics.median(works):>7.0%}"
             print(
                 f"{running:>8} {native * 1e3:>10.3f} {executor * 1e3:>12.3f} {between * 1e3:>11.3f} "
-                f"{(executor + between) / step:>11.1%} {between / step:>8.1%} {running / step:>9,.0f} {hidden}",
+                f"{(executor + between) / step:>11.1%} {between / step:>8.1%} {running / step:>9,.0f}",
                 flush=True,
             )
 

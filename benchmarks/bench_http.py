@@ -3,19 +3,17 @@
 The server runs in a process of its own, with a replica that has the next token of every request ready at each turn of
 the event loop; the client (aiohttp) runs in another. Prints requests/s for whole answers and tokens/s for streams at
 1, 8 and 64 connections, and the processor time that each took of the server, which other work on the machine changes
-less. `--profile FILE` writes a cProfile of the server.
+less.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import multiprocessing
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -104,7 +102,7 @@ class InstantReplica(Replica):
             asyncio.get_running_loop().call_soon(self._step)
 
 
-def run_server(ports: multiprocessing.Queue[int], profile: str | None) -> None:
+def run_server(ports: multiprocessing.Queue[int]) -> None:
     tokenizer = Tokenizer.from_folder(BUILTIN)
     model = ServedModel(
         names=("bench",),
@@ -115,10 +113,7 @@ def run_server(ports: multiprocessing.Queue[int], profile: str | None) -> None:
     )
     replica = InstantReplica(tokenizer.encode("Welcome! What may I bring you? Our soup of the day is onion."))
     config = ServerConfig(port=0, log_level="warning")
-    with cProfile.Profile() if profile else nullcontext() as profiler:
-        HttpServer(create_app(replica, model, config), config, on_open=lambda host, port: ports.put(port)).run()
-    if profiler is not None:
-        profiler.dump_stats(profile)
+    HttpServer(create_app(replica, model, config), config, on_open=lambda host, port: ports.put(port)).run()
 
 
 async def ask(session: aiohttp.ClientSession, url: str, num_tokens: int, stream: bool) -> int:
@@ -177,11 +172,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
     parser.add_argument("--connections", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--profile", help="write a profile of the server to this file")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ports = context.Queue()
-    server = context.Process(target=run_server, args=(ports, options.profile), daemon=True)
+    server = context.Process(target=run_server, args=(ports,), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{ports.get(timeout=60)}"
     names = (("requests/s", 11), ("tokens/s", 10), ("CPU us/request", 15), ("CPU us/token", 13))

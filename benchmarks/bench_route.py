@@ -3,8 +3,7 @@
 In front of replicas that cost nothing: they answer every completion with the same 1 KB, or 64 chunks at once. Clients,
 replicas and router are processes of their own; the router's processor time is read from the system, which other work on
 the machine changes less than a rate. Peers take turns where they are there: `--setup` installs them into the folder
-`--work`, HAProxy is taken from the path. `--profile FILE` writes a cProfile of maitred's router instead, and
-`--streams N` tells what N streams at once through it take of its memory, each silent but for a chunk every 10 s.
+`--work`, HAProxy is taken from the path.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import json
 import multiprocessing
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -28,13 +26,11 @@ from typing import NamedTuple
 import httptools
 import psutil
 import uvloop
-from peers.routers import PEERS, Peer, free_port, maitred, set_up
+from peers.routers import PEERS, Peer, free_port, set_up
 
 MODEL = "m"
 NUM_CHUNKS = 64
 PACE_S = 0.004  # between two chunks of a stream, so that each is an event of its own on its way
-IDLE_S, NUM_OPENING = 10.0, 128  # of `--streams`: between two chunks, and how many are opened at once
-IDLE = b'"user": "idle"'  # in the body of such a stream
 TEXT = "The old captain looked at the sea and said nothing for a while. " * 12  # 1 KB of body
 WHOLE = json.dumps(
     {
@@ -67,7 +63,7 @@ class Replica(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
-        self._path, self._streams, self._idles = b"", False, False
+        self._path, self._streams = b"", False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -80,7 +76,6 @@ class Replica(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._streams = self._streams or b'"stream": true' in body or b'"stream":true' in body
-        self._idles = IDLE in body
 
     def on_message_complete(self) -> None:
         write = self._transport.write  # type: ignore[attr-defined]
@@ -88,19 +83,11 @@ class Replica(asyncio.Protocol):
             write(whole(CARDS))
         elif not self._path.startswith((b"/v1/chat", b"/health")):
             write(whole(b'{"error":"none"}', "404 Not Found"))
-        elif self._idles:
-            write(SSE_HEAD)
-            self._idle()
         elif self._streams:
             write(SSE_HEAD)
             self._next(0)
         else:
             write(whole(WHOLE))
-
-    def _idle(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(chunk(EVENT))  # type: ignore[attr-defined]
-            asyncio.get_running_loop().call_later(IDLE_S, self._idle)
 
     def _next(self, number: int) -> None:
         if self._transport.is_closing():
@@ -149,9 +136,9 @@ class Client(asyncio.Protocol):
         assert not self._transport.get_extra_info("socket") or exc is None, exc
 
 
-def request_of(port: int, number: int, *, stream: bool, user: str | None = None) -> bytes:
+def request_of(port: int, number: int, *, stream: bool) -> bytes:
     fields = {"model": MODEL, "messages": [{"role": "user", "content": f"{number} {TEXT}"}], "stream": stream}
-    body = json.dumps(fields if user is None else fields | {"user": user}).encode()
+    body = json.dumps(fields).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nuser-agent: bench\r\naccept: */*\r\n"
     return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
@@ -257,78 +244,13 @@ def measure(process: psutil.Process, port: int, num_answers: int) -> Figures:
     return Figures(whole_us, (stream_us - whole_us) / NUM_CHUNKS, median(firsts) * 1e3, cut[98] * 1e3, rss / 1e6)
 
 
-class Idler(asyncio.Protocol):
-    """A client of one stream that goes on; `began` is done with its first byte, with an error where it has none."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request, self.chunks = request, 0
-        self.began: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.write(self._request)  # type: ignore[attr-defined]
-
-    def data_received(self, data: bytes) -> None:
-        self.chunks += data.count(b"data: ")
-        if not self.began.done():
-            self.began.set_result(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.began.done():
-            self.began.set_result(b"")
-
-
-async def idle_streams(process: psutil.Process, port: int, num_streams: int) -> None:
-    """Open them, wait for two more chunks of each, and tell what they took."""
-    loop, before = asyncio.get_running_loop(), process.memory_info().rss
-    room, idlers = asyncio.Semaphore(NUM_OPENING), list[Idler]()
-
-    async def open_one(number: int) -> None:
-        async with room:
-            request = request_of(port, number, stream=True, user="idle")
-            _, idler = await loop.create_connection(lambda: Idler(request), "127.0.0.1", port)
-            assert (await idler.began).startswith(b"HTTP/1.1 200"), await idler.began
-            idlers.append(idler)
-
-    began = time.perf_counter()
-    await asyncio.gather(*(open_one(number) for number in range(num_streams)))
-    opened_s, cpu = time.perf_counter() - began, cpu_s(process)
-    await asyncio.sleep(2 * IDLE_S + 2)
-    took = process.memory_info().rss - before
-    print(f"{num_streams} streams opened in {opened_s:.1f} s, {min(i.chunks for i in idlers)} chunks or more of each;")
-    print(f"{took / num_streams / 1024:.1f} KiB a stream, RSS {before / 1e6:.1f} to {(before + took) / 1e6:.1f} MB,")
-    print(f"{(cpu_s(process) - cpu) / (2 * IDLE_S + 2):.2f} of a core with a chunk of each every {IDLE_S:g} s")
-
-
-def hold_streams(work: Path, replicas: list[int], num_streams: int) -> None:
-    """Through maitred's router, whose replicas have places enough."""
-    port = free_port()
-    peer = maitred(work, port, replicas)
-    with running(Peer([*peer.command, "--slots", str(num_streams)]), port) as process:
-        print(f"idle: RSS {process.memory_info().rss / 1e6:.1f} MB")
-        uvloop.run(load(port, 32, 2000, stream=False))
-        uvloop.run(idle_streams(process, port, num_streams))
-
-
-def profiled(port: int, replicas: list[int], num_answers: int, path: str) -> None:
-    """A cProfile of maitred's router in a process of its own."""
-    words = ["route", *(f"http://127.0.0.1:{p}" for p in replicas), "--port", str(port), "--log-level", "warning"]
-    process = subprocess.Popen([sys.executable, "-m", "cProfile", "-o", path, "-m", "maitred", *words])
-    _wait_until_well(port)
-    uvloop.run(load(port, 32, num_answers, stream=False))
-    uvloop.run(load(port, 32, num_answers // 16, stream=True))
-    process.terminate()
-    process.wait(20)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench_route")
     parser.add_argument("--setup", action="store_true")
-    parser.add_argument("--peers", default="maitred,sglang-router,envoy,haproxy")
+    parser.add_argument("--peers", default="maitred,sglang-router,haproxy")
     parser.add_argument("--answers", type=int, default=6000)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--profile")
-    parser.add_argument("--streams", type=int)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     if options.setup:
@@ -338,12 +260,6 @@ def main() -> None:
     serving.start()
     for port in replicas:
         _wait_until_well(port)
-    if options.profile:
-        profiled(free_port(), replicas, options.answers, options.profile)
-        return
-    if options.streams:
-        hold_streams(options.work, replicas, options.streams)
-        return
     direct = uvloop.run(load(replicas[0], 16, options.answers, stream=False, rate=1000.0))
     print(f"straight to a replica, 1,000 a second: first byte after {median(direct) * 1e3:.2f} ms (median)")
     titles = ("whole us", "chunk us", "p50 ms", "p99 ms", "RSS MB")

@@ -1,13 +1,13 @@
 """Which JSON schemas are accepted, and whether what they bind to is what jsonschema says: MaskBench's data.
 
-    python benchmarks/bench_schemas.py FOLDER [--count 600] [--seed 0] [--vocabulary TEKKEN] [--show 10]
+    python benchmarks/bench_schemas.py FOLDER [--count 600] [--seed 0] [--show 10]
 
 FOLDER is `maskbench/data` of github.com/guidance-ai/jsonschemabench: a file a schema, with valid and invalid instances.
 Schemas drawn by the seed go the way of a request: read, compiled by the checker under its limits, composed into the
-grammar of an answer, matched over a vocabulary (that of a tekken*.json of the package mistral-common; without one,
-bytes). An instance is written as json.dumps does, with keys in the schema's order, since that is what the grammar binds
-an answer to; jsonschema with its format checker judges which are valid. Where jsonschema and the data disagree nobody
-is right, and the instance is counted apart; so are schemas of which keywords were left out (a request is told which).
+grammar of an answer, matched over bytes. An instance is written as json.dumps does, with keys in the schema's order,
+since that is what the grammar binds an answer to; jsonschema with its format checker judges which are valid. Instances
+on which jsonschema and the data disagree are counted apart; so are schemas of which keywords were left out (a request
+is told which).
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 
 import jsonschema
 import llguidance
-import llguidance.hf
-from bench_grammar import tokenizer_of
 
 from maitred.core.errors import InvalidRequest
 from maitred.engine.grammar_check import GrammarChecker
@@ -163,9 +161,9 @@ def _listed(value: Any) -> list[Any]:
 class Way:
     """The way of a request: checker, composition, matcher."""
 
-    def __init__(self, vocabulary: Path | None) -> None:
+    def __init__(self) -> None:
         self.checker = GrammarChecker()
-        self.tokenizer = llguidance.LLTokenizer("byte") if vocabulary is None else _real(vocabulary)
+        self.tokenizer = llguidance.LLTokenizer("byte")
 
     def compiled(self, schema: Any) -> tuple[llguidance.LLMatcher, tuple[str, ...]]:
         """The matcher of an answer, and what was left out. Raises InvalidRequest."""
@@ -181,12 +179,6 @@ class Way:
         matcher.reset()
         tokens = self.tokenizer.tokenize_bytes(text.encode())
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-
-def _real(tekken: Path) -> llguidance.LLTokenizer:
-    tokenizer = tokenizer_of(json.loads(tekken.read_text()))
-    made: llguidance.LLTokenizer = llguidance.hf.LLTokenizer(tokenizer.to_str(), eos_token=2)
-    return made
 
 
 def judge(path: Way, name: str, case: Mapping[str, Any], found: Found) -> None:
@@ -253,14 +245,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="maskbench/data of github.com/guidance-ai/jsonschemabench")
     parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vocabulary", type=Path, metavar="TEKKEN")
     parser.add_argument("--show", type=int, default=10, help="examples of each kind")
     chosen = parser.parse_args()
     files = sorted(chosen.folder.glob("*.json")) if chosen.folder else []
     if not files:
         print("no schemas: FOLDER is maskbench/data of github.com/guidance-ai/jsonschemabench")
         return
-    path, found = Way(chosen.vocabulary), Found()
+    path, found = Way(), Found()
     for file in random.Random(chosen.seed).sample(files, min(chosen.count, len(files))):
         judge(path, file.stem, json.loads(file.read_text()), found)
     path.checker.close()

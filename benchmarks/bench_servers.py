@@ -9,7 +9,9 @@
     threads    1 and 2 threads as asked for, and the default, which chooses; of 160 M parameters in int8
     busy       the same while a process takes nine tenths of a core
     ranks      two threads, and two ranks of a thread; Qwen3-0.6B's shape in int8
+    returning  prompts of 2,048 tokens that return and whose KV left the pool: computed, and from disk and Redis
     disk       without and with KV on disk that no prompt finds again; the same model
+    grammar    answers that are free, and answers bound by a grammar that forces no token
     handover   two mixed workers, and one for prompts and one for answers, by `always` and by `auto`; the same model
     flood      tenant's chats under `vtc`: alone, and while another keeps 64 requests in a tensor model's lane
     queue      eight chats and eight clients of a tensor model: one server for both, and two servers
@@ -29,6 +31,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -52,12 +55,21 @@ from harness import (
 )
 from tensor_models import MLP_SIZES, write_mlp
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.storage.redis_server import running_redis
+
 KEYS = {"chats": "sk-chats-of-the-benchmark", "floods": "sk-floods-of-the-benchmark"}
 SMALL = QWEN3_06B | {"num_hidden_layers": 8, "vocab_size": 32_000}  # 160 M parameters
 Beside = Callable[[str, Path], AbstractContextManager[object]]
 LOAD = ("--concurrency", "16", "--input-len", "64", "--output-len", "64")
 FEW = ("--concurrency", "1", "--input-len", "64", "--output-len", "64")
 SLOW = ("--rate", "0.7", "--input-len", "512", "--output-len", "32", "--prompt-form", "tokens")
+ONE = (
+    *["--dtype", "int8", "--speculative", "off", "--max-num-seqs", "1", "--max-model-len", "2112"],
+    "--kv-cache-memory-bytes",
+    "255MB",
+)
+RETURNING = ("--shared-prefix-len", "2048", "--num-prefixes", "2", "--input-len", "16")
 POOL = ("--dtype", "int8", "--max-model-len", "2048", "--kv-cache-memory-bytes", "640MiB")
 
 
@@ -120,8 +132,10 @@ class Workload:
     load: tuple[str, ...] = LOAD
     shape: Mapping[str, object] | None = None  # of random weights; None is the built-in model
     beside: Mapping[str, Beside] = field(default_factory=dict)  # what goes on meanwhile, by server
+    more: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # words of the load, by server
 
 
+BOUND = json.dumps({"regex": "[^\\x00]{4000,8000}"})
 THREADS = {"1 thread": ("--num-threads", "1"), "2 threads": ("--num-threads", "2"), "default": ()}
 APART = ("--prefill-workers", "1", "--decode-workers", "1", "--num-threads", "1", *POOL)
 TENANTS = ("--model-repository", "FOLDER/models", "--policy", "vtc", "--tenants", "FOLDER/tenants.yaml")
@@ -138,6 +152,12 @@ WORKLOADS = {
         QWEN3_06B,
     ),
     "disk": Workload({"none": POOL, "disk": ("--kv-disk", "FOLDER/kv", *POOL)}, LOAD, QWEN3_06B),
+    "grammar": Workload({"free": (), "bound": ()}, more={"bound": ("--extra-body", f"structured_outputs={BOUND}")}),
+    "returning": Workload(
+        {"computed": ONE, "disk": ("--kv-disk", "FOLDER/kv", *ONE), "redis": ("--kv-redis", "REDIS", *ONE)},
+        (*RETURNING, "--output-len", "1", "--concurrency", "1", "--prompt-form", "tokens"),
+        QWEN3_06B,
+    ),
     "handover": Workload(
         {
             "two mixed": ("--mixed-workers", "2", "--num-threads", "1", *POOL),
@@ -174,9 +194,17 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> Found:
     workload = WORKLOADS[name]
     model = "maitred-mini" if workload.shape is None else str(make_checkpoint(folder / "model", workload.shape))
     with ExitStack() as stack:
+        fill = {"FOLDER": str(folder)}
+        if any("REDIS" in words for words in workload.servers.values()):
+            fill["REDIS"] = stack.enter_context(running_redis(folder)).url
+
+        def filled(word: str) -> str:
+            for blank, value in fill.items():
+                word = word.replace(blank, value)
+            return word
+
         servers = {
-            way: stack.enter_context(served(model, *(word.replace("FOLDER", str(folder)) for word in words)))
-            for way, words in workload.servers.items()
+            way: stack.enter_context(served(model, *map(filled, words))) for way, words in workload.servers.items()
         }
         shown = (
             () if workload.shape is None else ("--extra-body", "logprobs=1")
@@ -186,7 +214,7 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> Found:
         def run(way: str) -> Figures:
             beside = workload.beside.get(way, lambda url, folder: nullcontext())
             with beside(servers[way].url, folder):
-                return figures_of(servers[way], load)
+                return figures_of(servers[way], (*load, *workload.more.get(way, ())))
 
         for server in servers.values():  # warm
             figures_of(server, load)

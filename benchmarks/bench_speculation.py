@@ -7,19 +7,14 @@ copying     ngram, an answer that repeats its prompt, 1 and 8 requests
 real        SmolLM2 on questions, documentation to go on with, and code to change, 1 and 8 requests; the last also with
             the code as prediction (`--loads`)
 scripted    Qwen3-0.6B's shape (random weights, int8, context 512), a proposer whose acceptance is given: 0.8 and 0
-simulated   chosen against the best fixed length of 0 to 8 under step costs measured here; a ramp by windows of 5 s
-live        the same in four cells, live, on the model of `scripted`
-ramp        1 to 32 clients and back, and bursts of 32, live on the built-in model
 
 Engines, or rules of one engine, take turns within one process, the order changes with each turn, and a turn is held
 against the one of "off" beside it: printed are medians of these ratios of tokens a second. The core's loop is timed:
 scheduler, executor and what they tell, without HTTP and detokenisation. Greedy; end-of-sequence is ignored. With one
 thread, processor time is counted, by the engine too, so that a busy machine does not spoil the figures.
 
-Foretold, at 1 / 8 / 32 requests (in brackets what must be): built-in with its draft 2.0 / 1.05 / 0.98 (1.5 / 1.0 /
-0.97), ngram there 0.99 each (0.97); copying 1.5 (1.25); real, 1 / 8: questions 1.05 / 1.0, documentation 1.1 / 1.0,
-code 1.6 / 1.15, predicted 1.9 / 1.25 (1.0 each); scripted 0.8 2.4 / 1.4 / 1.05 (2.2 / 1.35 / 1.05), 0 0.98 each
-(0.97); simulated 93% at worst, 98% in the mean (95%); live 95% (93%); ramp 1.1, bursts 1.0 (0.95); windows 0.97 (0.97).
+Aims at 1 / 8 / 32 requests: built-in with its draft 1.5 / 1.0 / 0.97, ngram there 0.97; copying 1.25; real 1.0 each;
+scripted at 0.8 2.2 / 1.35 / 1.05, at 0 0.97.
 """
 
 from __future__ import annotations
@@ -45,23 +40,13 @@ from quality import PROMPTS, prompt_ids
 
 from maitred import LLM, SamplingParams
 from maitred.cli.profiling import CpuClock
-from maitred.config import SchedulerConfig
-from maitred.core.cost_model import CostModel
-from maitred.core.step import ScheduledRow
 from maitred.engine.intake import make_requests
 from maitred.engine.step_meter import StepMeter
 from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.speculation import Speculation
-from maitred.sim.clients import Clients
-from maitred.sim.engine import EngineSetup, SimulatedEngine, chance
-from maitred.sim.results import Results
-from maitred.sim.simulator import Simulation
-from maitred.sim.workload import Arrival
+from maitred.sim.engine import chance
 from maitred.speculative.proposer import DraftAsk
 
-ACCEPTANCES, REQUESTS, CONTEXTS = (0.0, 0.3, 0.6, 0.9), (1, 4, 8, 16, 32), (64, 512, 2048)
-LENGTHS = range(9)
-RAMP, RAMP_STEP_S, WINDOW_S = (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1), 10.0, 5.0
 WARM_UP_S = 1.0
 AT_ONCE: dict[int, Callable[[int], int] | None] = {1: lambda ended: 1, 8: None}  # of 8 prompts
 CODE = (
@@ -70,20 +55,6 @@ CODE = (
     *(ArgumentParser.format_help, json.JSONEncoder.encode),
 )
 ids = count()
-
-
-class Fixed:
-    """As many drafts for everybody, whatever comes of them, in steps without prompts; in a `Speculation`'s place."""
-
-    def __init__(self, length: int) -> None:
-        self.length, self.costs = length, None
-
-    def lengths(self, rows: Sequence[ScheduledRow], requests: object) -> Sequence[int]:
-        return [self.length] * len(rows) if all(row.num_tokens == 1 for row in rows) else ()
-
-    def learn(self, row: object, result: object) -> None: ...
-    def ended(self, request_id: str) -> None: ...
-    def forgotten(self, request_ids: object) -> None: ...
 
 
 class Scripted:
@@ -269,7 +240,7 @@ class Stage:
     def __init__(self, options: argparse.Namespace, folder: str) -> None:
         self.context, self.tokens = (128, 64) if options.quick else (512, 64)
         model = "maitred-mini" if options.quick else str(make_checkpoint(Path(folder) / "model"))
-        settings = {"dtype": "int8", "weight_cache": "off", "num_speculative_tokens": max(LENGTHS)}
+        settings = {"dtype": "int8", "weight_cache": "off", "num_speculative_tokens": 8}
         self.llm = make_llm(options, "ngram", model, max_model_len=2 * self.context, **settings)
         random = Random(0)
         self.prompts = [[random.randrange(3, 250) for _ in range(self.context)] for _ in range(32)]
@@ -282,19 +253,6 @@ class Stage:
 
     def engine(self, rule: Any) -> Engine:
         return Engine(self.llm, rule, StepMeter().step_costs if isinstance(rule, Speculation) else None)
-
-    def costs(self) -> CostModel:
-        """What a meter makes of steps of all sizes."""
-        meter, told = StepMeter(), list[CostModel]()
-
-        def measure(*step: Any) -> None:
-            costs = meter.step_costs(*step)
-            told.extend([costs] if costs is not None else [])
-
-        for length in (0, 1, 3, 7, 0, 1, 3, 7):
-            for number in (1, 2, 4, 8, 16, 32):
-                Engine(self.llm, Fixed(length), measure).serve(self.prompts[:number], self.tokens)
-        return told[-1]
 
 
 @contextmanager
@@ -315,98 +273,7 @@ def scripted(options: argparse.Namespace) -> None:
                 report(f"{number} at {stage.context}", engines, options.turns, turn)
 
 
-def live(options: argparse.Namespace) -> None:
-    with stage_of(options) as stage:
-        for number, acceptance in ((1, 0.6), (4, 0.9), (8, 0.6), (32, 0.3)):
-            stage.proposer.acceptance = acceptance
-            engines = {
-                f"length {k}": stage.engine(Fixed(k)) for k in ((0, 2, 5) if options.quick else (0, 1, 2, 3, 5, 8))
-            }
-            engines["chosen"] = stage.engine(Speculation(max(LENGTHS)))
-            turn = partial(Engine.serve, prompts=stage.prompts[:number], tokens=stage.tokens)
-            ratios = report(f"{number}, accepts {acceptance}", engines, options.turns, turn)
-            chosen = ratios.pop("chosen")
-            print(f"{number}, accepts {acceptance}: chosen is {chosen / max(ratios.values()):.1%} of the best")
-
-
-def simulate(costs: CostModel, number: int, context: int, acceptance: float, length: int | None) -> float:
-    """Tokens a second; the rule decides where no length is given."""
-    simulation, output = Simulation(setup_of(acceptance), costs, Results()), 192
-    if length is not None:
-        simulation.scheduler._speculation = Fixed(length)  # type: ignore[assignment]
-    return number * output / simulation.run(iter([arrival(i, context, output) for i in range(number)])).busy_s
-
-
-def setup_of(acceptance: float) -> EngineSetup:
-    scheduler = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192)
-    return EngineSetup(
-        scheduler=scheduler, num_blocks=20_000, acceptance=acceptance, num_speculative_tokens=max(LENGTHS)
-    )
-
-
-def arrival(number: int, prompt: int, output: int) -> Arrival:
-    name = f"r{number}"  # which of its drafts are right is a function of it
-    return Arrival(
-        at=0.0,
-        request_id=name,
-        prompt_tokens=prompt,
-        output_tokens=output,
-        max_tokens=output,
-        own=name.encode(),
-    )
-
-
-def simulated(options: argparse.Namespace) -> None:
-    with stage_of(options) as stage:
-        costs = stage.costs()
-    print("step costs (tokens: ms) " + ", ".join(f"{size:.0f}: {s * 1e3:.2f}" for size, s in costs.steps))
-    shares = []
-    for acceptance, number, context in product(ACCEPTANCES, REQUESTS, CONTEXTS[1:2] if options.quick else CONTEXTS):
-        best, length = max((simulate(costs, number, context, acceptance, k), k) for k in LENGTHS)
-        chosen = simulate(costs, number, context, acceptance, None)
-        shares.append((chosen / best, f"acceptance {acceptance}, {number} at {context}, whose best length is {length}"))
-    for share, cell in sorted(shares)[:8]:
-        print(f"{share:.1%} of the best fixed length: {cell}")
-    print(f"mean of {len(shares)} cells {statistics.mean(share for share, _ in shares):.1%}")
-    for acceptance in (0.3,) if options.quick else (0.0, 0.3, 0.6):
-        pairs = list(
-            zip(windows(costs, acceptance, drafts=True), windows(costs, acceptance, drafts=False), strict=True)
-        )
-        least, at = min((on / off, i) for i, (on, off) in enumerate(pairs) if off)
-        whole = sum(on for on, _ in pairs) / sum(off for _, off in pairs)
-        print(
-            f"ramp at acceptance {acceptance}: {whole:.3f}x of off; least of {WINDOW_S:.0f} s {least:.3f} (number {at})"
-        )
-
-
-def windows(costs: CostModel, acceptance: float, *, drafts: bool) -> list[int]:
-    """Tokens in each while clients, who ask again as soon as they are answered, come and go."""
-    results = Results()
-    engine, clients = SimulatedEngine(setup_of(acceptance), costs, results), Clients(results, 16)
-    if not drafts:
-        engine.scheduler._speculation = None
-    numbers, found = count(), [0] * round(RAMP_STEP_S * len(RAMP) / WINDOW_S)
-    while (now := engine.clock.now()) < RAMP_STEP_S * len(RAMP):
-        while len(engine.live) < RAMP[int(now / RAMP_STEP_S)]:
-            clients.begin(iter([arrival(next(numbers), 64, 192)]))
-            engine.add(clients.take())
-        for progress in engine.step():
-            found[min(int(engine.clock.now() / WINDOW_S), len(found) - 1)] += len(progress.new_token_ids)
-            if progress.finish_reason is not None:
-                del engine.live[progress.request_id]
-        engine.rest()
-    return found
-
-
-def ramp(options: argparse.Namespace) -> None:
-    engines = {name: own_engine(options, name) for name in ("off", *options.proposers)}
-    levels = [level for level in RAMP for _ in range((1 if options.quick else 3) * level)]
-    report("ramp", engines, options.turns, lambda e: e.serve(counting(len(levels)), 112, lambda ended: levels[ended]))
-    burst = [level for _ in range(2 if options.quick else 5) for level in (1,) * 4 + (32,) * 64]
-    report("bursts", engines, options.turns, lambda e: e.serve(counting(len(burst)), 112, lambda ended: burst[ended]))
-
-
-SECTIONS = {section.__name__: section for section in (builtin, copying, real, scripted, simulated, live, ramp)}
+SECTIONS = {section.__name__: section for section in (builtin, copying, real, scripted)}
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.cells import CELLS, Bench, Probe, measure, unable
+from peers.cells import CELLS, Bench, Probe, measure
 from peers.contact import Workers
 from peers.entries import Entry, entries, missing
 from peers.setup import set_up
@@ -73,12 +73,11 @@ class Results:
 
 def run_cell(bench: Bench, cell: str, chosen: Sequence[Entry], rounds: int, results: Results) -> None:
     """The rounds of a cell that are not there yet, contenders in turn; one that fails is left out of the rest."""
-    able = [entry for entry in chosen if not unable(entry, cell)]
-    outcomes = {entry.name: results.outcome(bench.model, cell, entry) for entry in able}
+    outcomes = {entry.name: results.outcome(bench.model, cell, entry) for entry in chosen}
     for outcome in outcomes.values():
         outcome.pop("failed", None)  # of an earlier run: try again
     for number in range(rounds):
-        for entry in able if number % 2 == 0 else able[::-1]:
+        for entry in chosen if number % 2 == 0 else chosen[::-1]:
             outcome = outcomes[entry.name]
             if len(outcome["rounds"]) > number or "failed" in outcome:
                 continue
@@ -88,7 +87,7 @@ def run_cell(bench: Bench, cell: str, chosen: Sequence[Entry], rounds: int, resu
                 outcome["failed"] = str(error)
             results.save()
     print(cell, flush=True)
-    for entry in able:
+    for entry in chosen:
         print(described(cell, entry.name, outcomes[entry.name]), flush=True)
     for ratio in ratios(cell, results.models[bench.model][cell]):
         print(f"  {ratio}", flush=True)

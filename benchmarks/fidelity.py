@@ -1,337 +1,416 @@
-"""How well the simulator foretells the live engine: three loads, four policies, the same arrivals, unseen cost models.
+"""How well the simulator foretells live runs: of the engine alone, and of a server over HTTP.
 
-    python benchmarks/fidelity.py [--seconds 5] [--rounds 3] [--write] [--json FILE]
+    python benchmarks/fidelity.py [engine] [http] [--executor torch|native] [--rounds 3] [--write]
 
-Each live run serves bimodal Poisson arrivals with the built-in model (one thread) and its decision log on;
-rounds go over loads and policies in rotated order. Its simulation gets the arrivals from that log and a cost model,
-with its jitter, fitted on the steps of runs of *other* loads and policies. Printed is the error of simulated over live
-p50, p90 and p99 of TTFT, ITL and E2E, each the mean over rounds (and seeds). Of the requests 15% are documents: at 10%
-p90 of TTFT would lie on the edge between chats and documents, and one request more or less would move it by half.
+All simulate the very arrivals of a live run with costs that were never fitted to it. Printed are live p50, p90 and p99
+of TTFT, ITL and E2E (means over rounds), the error of simulated over live, and `rounds`, how far the live rounds are
+from their own mean: what no simulation can be nearer than.
 
-- `probe`: the machine's slowness over time comes from a probe (machine_speed.py) that ran between the engine's steps.
-  The cost model is fitted on steps at the probe's usual speed, and a run is simulated at the speed that its probe
-  found. How much the probe's word counts, as a power of its slowness, is fitted on the other runs too. Nothing else of
-  the run is known but its arrivals.
-- `unseen`: the machine is taken to be as it was in the other runs.
-- `speed`, a diagnosis: one number is from the run itself, its steps' total time over the modelled one.
-- `live`: how far the rounds are from their own mean, live against live: what no simulation can be nearer than.
-- `seeds`: the same of simulations that differ in the jitter's seed alone.
-- `rank`: by how much the live figure changes when its rank moves by one request: what one request in the tail decides.
+`engine`: bimodal Poisson arrivals at 0.5, 0.8 and 1.1 of capacity under four policies, with the built-in model (one
+thread) and a decision log; costs are fitted on the runs of *other* loads and policies. 15% of the requests are
+documents: at 10% p90 of TTFT would lie on the edge between chats and documents. `error` takes the machine's slowness
+over time from a probe: a second, small engine that serves the same long prompt and the same few short answers between
+the measured engine's steps, on a clock that does not count it, for a shared machine serves the same step in other times
+from one second to the next. `unseen` takes the machine to be as it was in the other runs. Time is the engine thread's
+CPU time by default; on a quiet machine use `--clock wall`.
 
-A run is thrown away and served again, a few times in all, when the probe before it and after it differ by more than
---unsteady or others took more than --others of a core. Time is the engine thread's CPU time by default, since other
-processes share the cores; on a quiet machine use `--clock wall`. `--write` puts the tables into docs/simulator.md.
+`http`: `maitred profile` as a user would have it, then the same load as text over loopback at 0.5 and 0.8 of capacity
+under two policies; the aim is 15% for p50 and p90. `without` is the error if the profile had no edge, `engine` that of
+the simulation without the edge against the server's own decision log. All is wall time, so the machine must be quiet.
+
+Torch's steps of the built-in model take milliseconds, as a real model's do; native ones are shorter than what surrounds
+them. `--write` puts tables of engine and http into docs/simulator.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
+import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fidelity_models import Known, LiveRun, at_usual_speed, fit_on_others, fitted, step_error, total_slowness
-from fidelity_telling import (
-    FIGURES,
-    KINDS,
-    MEASURES,
-    QUANTILES,
-    SHARES,
-    Cell,
-    explained,
-    print_comparison,
-    summary,
-    table,
-)
 from harness import write_section
-from machine_speed import Probe, Quiet, Times, Trace, Watch, median_of, probe_engine
 
-from maitred.cli.profiling import CLOCKS, live_engine, record
+from maitred.cli.bench_session import summarise
+from maitred.cli.endpoint import HttpEndpoint, first_model
+from maitred.cli.load import WORD_VOCABULARY, LoadClient, LoadRun, PlannedRequest, Record, RequestForm
+from maitred.cli.profiling import CLOCKS, LiveEngine, describe, live_engine, measured_profile, record, served
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
 from maitred.core.cost_model import CostModel, Slowness
+from maitred.engine.build import build_parts
 from maitred.sim.engine import EngineSetup, SlownessAt
+from maitred.sim.fit import fit_steps
 from maitred.sim.jitter import Jitter
-from maitred.sim.recorded import measured_steps, read_run
+from maitred.sim.profile import Profile
+from maitred.sim.recorded import MeasuredStep, RecordedRun, measured_steps, read_run
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 from maitred.sim.workload import Arrival
 
-LOADS = (0.5, 0.8, 1.1)
-POLICIES = ("fcfs", "priority", "srpt", "mlfq")
+LOADS, HTTP_LOADS = (0.5, 0.8, 1.1), (0.5, 0.8)
+POLICIES, HTTP_POLICIES = ("fcfs", "priority", "srpt", "mlfq"), ("fcfs", "srpt")
 CLASSES = {
     "chat": ClassSpec(share=0.85, input="lognormal:60,0.6", output="lognormal:40,0.6", max_tokens=512),
     "document": ClassSpec(
         share=0.15, input="lognormal:700,0.3", output="lognormal:120,0.4", max_tokens=512, priority=1
     ),
 }
-NUM_SEEDS = 4
+FIGURES = tuple(f"{measure}.{part}" for measure in ("ttft_s", "itl_s", "e2e_s") for part in ("p50", "p90", "p99"))
+SLOTS, NUM_SEEDS, MAX_FITTED_STEPS, FAR_OFF = 16, 4, 3000, {"engine": 0.10, "http": 0.15}
 DOCUMENT = Path(__file__).parents[1] / "docs" / "simulator.md"
+Cell = dict[str, float]  # by figure
+Compared = dict[tuple[float, str], dict[str, Cell]]  # of load and policy: by row
 
 
-def workload(
-    rate: float, num_requests: int, seed: int = 1, classes: Mapping[str, ClassSpec] = CLASSES
-) -> SyntheticWorkload:
-    return SyntheticWorkload(WorkloadSpec(rate=rate, num_requests=num_requests, seed=seed, classes=classes))
+# ---- what every kind has
 
 
-def engine_config(policy: str, max_num_seqs: int, executor: str = "auto") -> EngineConfig:
+def workload(rate: float, num_requests: int, classes: Mapping[str, ClassSpec] = CLASSES) -> SyntheticWorkload:
+    return SyntheticWorkload(WorkloadSpec(rate=rate, num_requests=num_requests, seed=1, classes=classes))
+
+
+def engine_config(policy: str, executor: str = "auto") -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model="maitred-mini", num_threads=1, executor=executor),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, policy=policy, predictor="max_tokens"),
+        scheduler=SchedulerConfig(max_num_seqs=SLOTS, policy=policy, predictor="max_tokens"),
     )
 
 
-# ---- live
+def engine_setup(policy: str) -> EngineSetup:
+    scheduler = engine_config(policy).scheduler
+    return EngineSetup(scheduler=scheduler, num_blocks=SLOTS * 128, predictor="max_tokens")
 
 
-class Capacity(NamedTuple):
-    rate: float  # requests per second
-    usual: Times
-    prompt_share: float  # of the engine's time
+def fitted(steps: Sequence[MeasuredStep]) -> CostModel:
+    chosen = Random(0).sample(steps, min(MAX_FITTED_STEPS, len(steps)))
+    return fit_steps(chosen, chosen).cost_model
 
 
-def measure_capacity(
-    classes: Mapping[str, ClassSpec],
-    max_num_seqs: int,
-    clock: str,
-    probe: Probe,
-    seconds: float,
-    executor: str = "auto",
-) -> Capacity:
-    """Of FCFS when it is never idle, and what the probe took meanwhile.
-
-    Counting those that end in a few seconds would be 10% off by the luck of their lengths. So the steps of these
-    seconds make a cost model, and the rate is that of a long simulation.
-    """
-    watch = Watch(probe)
-    with live_engine(engine_config("fcfs", max_num_seqs, executor), CLOCKS[clock](), lambda line: None) as live:
-        endless = workload(1.0, 1_000_000, classes=classes).arrivals()
-        live.serve_closed(endless, max_num_seqs, live.clock.now() + seconds, watch)
-        steps = list(measured_steps(live.close()))
-    usual = median_of([reading.took for reading in watch.readings])
-    trace = Trace(watch.readings, usual)
-    costs = fitted([at_usual_speed(step, trace) for step in steps])
-    whole_s = sum(costs.step_s(step.shape) for step in steps)
-    prompts_s = sum(costs.slowed_s(step.shape, Slowness(prompts=1.0, rest=0.0)) for step in steps)
-    return Capacity(never_idle(costs, classes, max_num_seqs), usual, prompts_s / whole_s)
-
-
-def never_idle(costs: CostModel, classes: Mapping[str, ClassSpec], max_num_seqs: int) -> float:
+def never_idle(costs: CostModel, classes: Mapping[str, ClassSpec] = CLASSES) -> float:
     """Requests per second of FCFS when all have come."""
-    arrivals = workload(1e6, 1500, classes=classes).arrivals()
-    results = Simulation(engine_setup("fcfs", max_num_seqs), costs, Results()).run(arrivals)
+    results = Simulation(engine_setup("fcfs"), costs, Results()).run(workload(1e6, 1500, classes).arrivals())
     return results.total.num_finished / results.duration_s
-
-
-def engine_setup(policy: str, max_num_seqs: int) -> EngineSetup:
-    config = engine_config(policy, max_num_seqs)
-    return EngineSetup(scheduler=config.scheduler, num_blocks=max_num_seqs * 128, predictor="max_tokens")
-
-
-def offered(rate: float, num_requests: int) -> list[Arrival]:
-    """The same for every policy and round. The oracle's max_tokens: what a request is going to say."""
-    return [replace(a, max_tokens=a.output_tokens) for a in workload(rate, num_requests).arrivals()]
-
-
-def run_all(capacity: float, probe: Probe, usual: Times, options: argparse.Namespace) -> tuple[list[LiveRun], int]:
-    """(runs, how many were thrown away)."""
-    combinations = [(load, policy) for load in LOADS for policy in options.policies.split(",")]
-    runs: list[LiveRun] = []
-    num_redone, began = 0, time.monotonic()
-    for number in range(options.rounds):
-        turn = number * len(combinations) // max(1, options.rounds)
-        for load, policy in [*combinations[turn:], *combinations[:turn]]:
-            if number and time.monotonic() - began > options.minutes * 60:
-                break
-            arrivals = offered(load * capacity, max(40, round(capacity * options.seconds)))
-            run = run_live(load, policy, number, arrivals, probe, usual, options)
-            while num_redone < options.redo and spoilt(run, options):
-                num_redone += 1
-                run = run_live(load, policy, number, arrivals, probe, usual, options)
-            runs.append(run)
-    return runs, num_redone
-
-
-def spoilt(run: LiveRun, options: argparse.Namespace) -> bool:
-    return run.unsteady > options.unsteady or run.others > options.others
-
-
-def run_live(
-    load: float,
-    policy: str,
-    number: int,
-    arrivals: list[Arrival],
-    probe: Probe,
-    usual: Times,
-    options: argparse.Namespace,
-) -> LiveRun:
-    before, quiet, watch = median_of(probe.readings()), Quiet(), Watch(probe)
-    config = engine_config(policy, options.max_num_seqs, options.executor)
-    steps = record(config, CLOCKS[options.clock](), arrivals, watch)
-    others, after = quiet.others(), median_of(probe.readings())
-    run = LiveRun(
-        load=load,
-        policy=policy,
-        round=number,
-        run=read_run(steps),
-        steps=list(measured_steps(steps)),
-        trace=Trace(watch.readings, usual),
-        before=before,
-        after=after,
-        others=others,
-    )
-    mean = run.trace.mean
-    print(
-        f"  live: load {load}, {policy}, round {number + 1}: {len(run.steps)} steps, slowness {mean.prompts:.2f} of "
-        f"prompts, {mean.rest:.2f} of the rest (spread {run.trace.spread:.0%}), unsteady {run.unsteady:.1%}, "
-        f"others {others:.2f} of a core",
-        file=sys.stderr,
-        flush=True,
-    )
-    return run
-
-
-# ---- simulated
-
-
-def simulated(
-    run: LiveRun, model: CostModel, slowness: SlownessAt | None, max_num_seqs: int, num_seeds: int
-) -> list[Cell]:
-    """The figures, for each seed of the jitter."""
-    setup = engine_setup(run.policy, max_num_seqs)
-    return [
-        figures(
-            Simulation(setup, model, Results(), jitter=Jitter(model, Random(seed)), slowness=slowness).run(
-                iter(run.run.arrivals)
-            )
-        )
-        for seed in range(num_seeds)
-    ]
 
 
 def figures(results: Results) -> Cell:
     whole = results.to_json()
-    return {f"{m}.{q}": whole[m][q] for m in MEASURES for q in QUANTILES}
+    return {name: whole[measure][part] for name in FIGURES for measure, part in [name.split(".")]}
 
 
-def compare(repeats: Sequence[LiveRun], known: Known, max_num_seqs: int) -> dict[str, Cell]:
-    """Of the rounds of one load and policy, with what is known from the others."""
-    guesses: dict[str, list[list[Cell]]] = {kind: [] for kind in KINDS}
-    for run in repeats:
-        own = total_slowness(run.steps, known.plain)
-        guesses["probe"].append(simulated(run, known.usual, run.slowness(known.worth), max_num_seqs, NUM_SEEDS))
-        guesses["unseen"].append(simulated(run, known.plain, None, max_num_seqs, NUM_SEEDS // 2))
-        guesses["speed"].append(
-            simulated(run, known.plain, lambda at, own=own: Slowness(own, own), max_num_seqs, NUM_SEEDS // 2)
-        )
-    lives = [figures(run.run.results) for run in repeats]
-    cells: dict[str, Cell] = {}
-    for name in FIGURES:
-        live_s = statistics.fmean(live[name] for live in lives)
-        cell = {"live_s": live_s, "live": spread([live[name] for live in lives])}
-        cell["rank"] = statistics.fmean(rank_step(run.run.results, name) for run in repeats)
-        cell["seeds"] = statistics.fmean(spread([seed[name] for seed in seeds]) for seeds in guesses["probe"])
-        for kind, by_run in guesses.items():
-            cell[kind] = statistics.fmean(seed[name] for seeds in by_run for seed in seeds) / live_s - 1
-        cells[name] = cell
-    return cells
+def simulated(
+    arrivals: Sequence[Arrival],
+    setup: EngineSetup,
+    costs: CostModel,
+    edge: Any = None,
+    slowness: SlownessAt | None = None,
+) -> Cell:
+    """Means over seeds of the jitter."""
+    seeds = []
+    for seed in range(NUM_SEEDS):
+        jitter, results = Jitter(costs, Random(seed)), Results(edge=edge)
+        seeds.append(figures(Simulation(setup, costs, results, jitter=jitter, slowness=slowness).run(iter(arrivals))))
+    return mean_of(seeds)
 
 
-def rank_step(results: Results, name: str) -> float:
-    """How far the figure is from those one request above and below in rank: the mean, as a share of it."""
-    measure, quantile = name.split(".")
-    total = results.total
-    sketch, share, one = getattr(total, measure), SHARES[quantile], 1 / total.num_finished
-    here, below, above = (sketch.quantile(min(1.0, share + step)) for step in (0.0, -one, one))
-    return float((above - below) / 2 / here)
+def mean_of(cells: Sequence[Cell]) -> Cell:
+    return {name: statistics.fmean(cell[name] for cell in cells) for name in cells[0]}
 
 
-def spread(values: Sequence[float]) -> float:
+def error(guess: Cell, live: Cell) -> Cell:
+    """Half of the gaps are 0 where a client that comes too seldom reads many tokens at once: no error is told there."""
+    return {name: guess[name] / live[name] - 1 if live[name] else 0.0 for name in live}
+
+
+def spread(cells: Sequence[Cell]) -> Cell:
     """Mean distance from the mean, as a share of it."""
-    mean = statistics.fmean(values)
-    return statistics.fmean(abs(value - mean) for value in values) / mean
+    means = mean_of(cells)
+    return {
+        name: statistics.fmean(abs(cell[name] - mean) for cell in cells) / mean if mean else 0.0
+        for name, mean in means.items()
+    }
 
 
-# ---- what is told
+def summary(compared: Compared) -> str:
+    lines = ["| | within 5% | within 10% | within 15% | median | mean |", "|---|--:|--:|--:|--:|--:|"]
+    for row in next(iter(compared.values())):
+        if row == "live":
+            continue
+        errors = [abs(off) for rows in compared.values() for off in rows[row].values()]
+        shares = " | ".join(f"{sum(off <= b for off in errors) / len(errors):.0%}" for b in (0.05, 0.10, 0.15))
+        lines.append(f"| `{row}` | {shares} | {statistics.median(errors):.1%} | {statistics.fmean(errors):.1%} |")
+    return "\n".join(lines)
 
 
-def machine(runs: Sequence[LiveRun], num_redone: int, options: argparse.Namespace) -> str:
-    means = [run.trace.mean for run in runs]
-    prompts, rest = [mean.prompts for mean in means], [mean.rest for mean in means]
-    within = statistics.fmean(run.trace.spread for run in runs)
-    num_spoilt = sum(spoilt(run, options) for run in runs)
-    return (
-        f"The probe's means over a run were {min(prompts):.2f} to {max(prompts):.2f} of its usual time for prompts, "
-        f"{min(rest):.2f} to {max(rest):.2f} for the rest, and ranged by {within:.0%} within a run (mean); others used "
-        f"{statistics.fmean(run.others for run in runs):.2f} of a core. "
-        f"{num_redone} runs were thrown away and served again; {num_spoilt} of the {len(runs)} kept are no better."
+def table(compared: Compared, far_off: float) -> str:
+    """Markdown; errors beyond `far_off` stand in bold."""
+    heads = " | ".join(name.replace("_s.", " ").upper().replace("P", "p") for name in FIGURES)
+    lines = [f"| load | policy | | {heads} |", "|--:|---|---|" + "--:|" * len(FIGURES)]
+    for (load, policy), rows in compared.items():
+        for row, cell in rows.items():
+            where = f"{load} | {policy}" if row == "live" else " | "
+            lines.append(f"| {where} | {row} | {' | '.join(_shown(row, value, far_off) for value in cell.values())} |")
+    return "\n".join(lines)
+
+
+def _shown(row: str, value: float, far_off: float) -> str:
+    if row == "live":
+        return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+    return f"{value:.1%}" if row == "rounds" else f"**{value:+.0%}**" if abs(value) > far_off else f"{value:+.1%}"
+
+
+# ---- the engine, and how fast the machine is right now
+
+PROMPT = [Arrival(at=0.0, request_id="probe", prompt_tokens=256, output_tokens=1, max_tokens=1)]
+ANSWERS = [Arrival(at=0.0, request_id="probe", prompt_tokens=8, output_tokens=12, max_tokens=12)] * 4
+EVERY_S, SMOOTHED = 0.2, 5  # of the measured engine's time; readings, about one second
+
+
+class Reading(NamedTuple):
+    """What the probe took (s), for a long prompt and for a few short answers: interference slows them unlike."""
+
+    at: float
+    prompt_s: float
+    answers_s: float
+
+
+@dataclass(slots=True)
+class Watch:
+    """The `aside` of a live run: a reading of the probe now and then, and the machine's slowness over time by them."""
+
+    probe: LiveEngine
+    readings: list[Reading] = field(default_factory=list)
+
+    def __call__(self, now: float) -> bool:
+        if self.readings and now < self.readings[-1].at + EVERY_S:
+            return False
+        self.readings.append(Reading(now, self._serve(PROMPT), self._serve(ANSWERS)))
+        return True
+
+    def _serve(self, work: Sequence[Arrival]) -> float:
+        began = self.probe.clock.now()
+        self.probe.serve(work)
+        return self.probe.clock.now() - began
+
+    def usual(self) -> Reading:
+        return self._median(self.readings)
+
+    def slowness(self, now: float, usual: Reading) -> Slowness:
+        """By a running median, since a reading that met a time slice tells of a moment, not of a second."""
+        at = bisect_left([reading.at for reading in self.readings], now)
+        near = self._median(self.readings[max(0, at - SMOOTHED // 2) : at + SMOOTHED // 2 + 1] or self.readings[-1:])
+        return Slowness(prompts=near.prompt_s / usual.prompt_s, rest=near.answers_s / usual.answers_s)
+
+    def _median(self, readings: Sequence[Reading]) -> Reading:
+        return Reading(*(statistics.median(values) for values in zip(*readings, strict=True)))
+
+
+@contextmanager
+def probe_of(config: EngineConfig, clock: str) -> Iterator[LiveEngine]:
+    """An engine of its own, without prefix cache, so that the same prompts are computed each time."""
+    cache = replace(config.cache, enable_prefix_caching=False)
+    scheduler = replace(config.scheduler, policy="fcfs", max_num_seqs=len(ANSWERS))
+    own = CLOCKS[clock]()
+    parts = build_parts(replace(config, cache=cache, scheduler=scheduler, decision_log=None), clock=own)
+    try:
+        yield LiveEngine(parts, own, Path())
+    finally:
+        parts.close()
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    run: RecordedRun
+    steps: list[MeasuredStep]
+    watch: Watch
+
+    def slowness(self, usual: Reading) -> SlownessAt:
+        """By the time since the first arrival."""
+        began_at = self.run.results.began_at
+        assert began_at is not None
+        return lambda at: self.watch.slowness(began_at + at, usual)
+
+    def at_usual_speed(self, usual: Reading) -> list[MeasuredStep]:
+        """As if all but prompts were as fast as usual; prompts count by how much slower they were than the rest."""
+        found = []
+        for step in self.steps:
+            slowness, shape = self.watch.slowness(step.at, usual), step.shape
+            more = slowness.prompts / slowness.rest
+            tokens, attention = shape.prefill_tokens * more, shape.prefill_attention * more
+            gap_s = None if step.gap_s is None else step.gap_s / slowness.rest
+            shape = shape._replace(prefill_tokens=tokens, prefill_attention=attention)
+            found.append(step._replace(shape=shape, step_s=step.step_s / slowness.rest, gap_s=gap_s))
+        return found
+
+
+def capacity_of(
+    probe: LiveEngine | None,
+    clock: str,
+    executor: str,
+    classes: Mapping[str, ClassSpec] = CLASSES,
+    seconds: float = 5.0,
+) -> tuple[float, Watch | None]:
+    """Requests/s of FCFS when it is never idle, and the probe's readings meanwhile.
+
+    Counting those that end in a few seconds would be 10% off by the luck of their lengths. So the steps of these
+    seconds make a cost model, and the rate is that of a long simulation.
+    """
+    watch = Watch(probe) if probe is not None else None
+    with live_engine(engine_config("fcfs", executor), CLOCKS[clock](), lambda line: None) as live:
+        endless, until = workload(1.0, 1_000_000, classes).arrivals(), live.clock.now() + seconds
+        live.serve_closed(endless, SLOTS, until, watch or (lambda now: False))
+        steps = list(measured_steps(live.close()))
+    return never_idle(fitted(steps), classes), watch
+
+
+def engine(options: argparse.Namespace) -> None:
+    runs: dict[tuple[float, str], list[LiveRun]] = {(load, policy): [] for load in LOADS for policy in POLICIES}
+    with probe_of(engine_config("fcfs", options.executor), options.clock) as probe:
+        Watch(probe)(0.0)  # warm
+        capacity, watch = capacity_of(probe, options.clock, options.executor)
+        assert watch is not None
+        usual = watch.usual()
+        print(f"capacity {capacity:.2f} requests/s at {SLOTS} slots, {options.clock} time", flush=True)
+        for number in range(options.rounds):
+            for load, policy in list(runs)[:: -1 if number % 2 else 1]:
+                asked = workload(load * capacity, max(40, round(capacity * options.seconds))).arrivals()
+                arrivals = [replace(each, max_tokens=each.output_tokens) for each in asked]  # the oracle's
+                watch = Watch(probe)
+                steps = record(engine_config(policy, options.executor), CLOCKS[options.clock](), arrivals, watch)
+                runs[load, policy].append(LiveRun(read_run(steps), list(measured_steps(steps)), watch))
+                seen = watch.usual()
+                slow = seen.prompt_s / usual.prompt_s, seen.answers_s / usual.answers_s
+                told = f"slowness {slow[0]:.2f} of prompts, {slow[1]:.2f} of the rest"
+                print(f"  live: {load} {policy}, round {number + 1}: {told}", file=sys.stderr, flush=True)
+    compared: Compared = {}
+    for where, rounds in runs.items():
+        others = [run for other, listed in runs.items() if other != where for run in listed]
+        usual_costs = fitted([step for run in others for step in run.at_usual_speed(usual)])
+        plain = fitted([step for run in others for step in run.steps])
+        lives, setup = [figures(run.run.results) for run in rounds], engine_setup(where[1])
+        told = [simulated(r.run.arrivals, setup, usual_costs, slowness=r.slowness(usual)) for r in rounds]
+        unseen, live = [simulated(run.run.arrivals, setup, plain) for run in rounds], mean_of(lives)
+        rows = {"error": error(mean_of(told), live), "unseen": error(mean_of(unseen), live), "rounds": spread(lives)}
+        compared[where] = {"live": live, **rows}
+    head = f"Executor {options.executor}, capacity {capacity:.1f}/s, {options.rounds} rounds, {options.clock} time."
+    publish("engine", "fidelity", head, compared, options)
+
+
+# ---- a server over HTTP
+
+WARM_UP, WORDS_OF_TOKEN = 5, 0.73  # with the built-in tokenizer, about; how many there were is the server's to say
+
+
+def planned(rate: float, num_requests: int) -> Iterator[PlannedRequest]:
+    rng = Random(1)
+    for index, asked in enumerate(workload(rate, num_requests).arrivals()):
+        words = max(1, round(asked.prompt_tokens * WORDS_OF_TOKEN))
+        yield PlannedRequest(index, asked.at, WORD_VOCABULARY.sentence(words, rng), asked.output_tokens)
+
+
+async def load_of(url: str, rate: float, num_requests: int) -> list[Record]:
+    async with HttpEndpoint(url, timeout_s=600) as endpoint:
+        form = RequestForm(model=await first_model(endpoint), as_tokens=False)
+        for request in planned(1.0, WARM_UP):
+            await LoadClient(endpoint, form).send(request, form.encode(request))
+        run = LoadRun(LoadClient(endpoint, form), planned(rate, num_requests))
+        await run.open_loop()
+    if failed := [record.failure.message for record in run.progress.records if record.failure is not None]:
+        raise SystemExit(f"a request failed: {failed[0]}")
+    return sorted(run.progress.records, key=lambda record: record.sent_s)
+
+
+def http_run(config: EngineConfig, rate: float, num_requests: int) -> tuple[list[Record], Cell, Cell]:
+    """Records, their figures, and the engine's by its decision log from when the last of the warm-up had ended."""
+    with served(config) as server:
+        records = asyncio.run(load_of(server.url, rate, num_requests))
+    told = summarise(records, {}, peak_in_flight=0)
+    live = {name: getattr(getattr(told, measure), part) for name in FIGURES for measure, part in [name.split(".")]}
+    warm_at = read_run(server.steps).results.tickets.kept[WARM_UP - 1].finished_at
+    return records, live, figures(read_run(step for step in server.steps if step.scheduled_at > warm_at).results)
+
+
+def arrivals_of(records: Sequence[Record]) -> list[Arrival]:
+    return [
+        Arrival(
+            at=record.sent_s,
+            request_id=str(record.index),
+            prompt_tokens=record.input_tokens,
+            output_tokens=record.output_tokens,
+            max_tokens=record.output_tokens,
+            own=str(record.index).encode(),
+        )
+        for record in records
+    ]
+
+
+def http_setup(scheduler: SchedulerConfig, profile: Profile) -> EngineSetup:
+    config, size = scheduler.settled(profile.token_budget), profile.block_size
+    blocks = profile.kv_memory_bytes // (profile.kv_bytes_per_token * size)
+    longest = config.max_num_seqs * -(-profile.max_model_len // size)
+    return EngineSetup(scheduler=config, num_blocks=min(blocks, longest), block_size=size, predictor="max_tokens")
+
+
+def http(options: argparse.Namespace) -> None:
+    executor, before = "torch" if options.executor == "auto" else options.executor, os.getloadavg()[0]
+    configs = {policy: engine_config(policy, executor) for policy in HTTP_POLICIES}
+    profile = measured_profile(configs["fcfs"], 6 * options.seconds, "wall", lambda line: None)
+    print(describe(profile), flush=True)
+    capacity = never_idle(profile.cost_model)
+    num_requests = max(60, round(2.4 * capacity * options.seconds))
+    keys = [(load, policy) for load in HTTP_LOADS for policy in HTTP_POLICIES]
+    runs: dict[tuple[float, str], list[tuple[list[Record], Cell, Cell]]] = {key: [] for key in keys}
+    for number in range(options.rounds):
+        for load, policy in keys[:: -1 if number % 2 else 1]:
+            runs[load, policy].append(http_run(configs[policy], load * capacity, num_requests))
+    compared: Compared = {}
+    for where, rounds in runs.items():
+        setup, costs = http_setup(configs[where[1]].scheduler, profile), profile.cost_model
+        live, own = mean_of([each for _, each, _ in rounds]), mean_of([each for _, _, each in rounds])
+        asked = [arrivals_of(records) for records, _, _ in rounds]
+        guess = mean_of([simulated(each, setup, costs, edge=profile.edge) for each in asked])
+        without = mean_of([simulated(each, setup, costs) for each in asked])
+        rows = {"error": error(guess, live), "without": error(without, live), "engine": error(without, own)}
+        compared[where] = {"live": live, **rows, "rounds": spread([each for _, each, _ in rounds])}
+    edge = profile.edge
+    head = (
+        f"Executor {executor}, capacity {capacity:.1f} requests/s, {num_requests} requests a run, {options.rounds} "
+        f"rounds; load average {before:.1f} before, {os.getloadavg()[0]:.1f} after. The profile's steps are "
+        f"{profile.mape:.0%} off on steps not fitted to, its edge {profile.edge_error:.0%}: {edge.fixed_s * 1e3:.2f} "
+        f"ms a request, {edge.prompt_token_s * 1e6:.2f} us a prompt token, {edge.output_token_s * 1e6:.1f} a later one."
     )
+    publish("http", f"fidelity-http-{executor}", head, compared, options)
+
+
+def publish(kind: str, section: str, head: str, compared: Compared, options: argparse.Namespace) -> None:
+    text = "\n\n".join((head, summary(compared), table(compared, FAR_OFF[kind])))
+    print(text, flush=True)
+    if options.write:
+        write_section(DOCUMENT, section, text)
+
+
+KINDS = {kind.__name__: kind for kind in (engine, http)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--seconds", type=float, default=5.0, help="of work in each run: so many times capacity requests"
-    )
-    parser.add_argument(
-        "--executor",
-        choices=("auto", "native", "torch"),
-        default="torch",
-        help="of the live runs; torch's steps of the built-in model take milliseconds, as a real model's do",
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--executor", choices=("auto", "native", "torch"), default="torch", help="of the live runs")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of work in each run: so many times capacity")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=4.0, help="begin no live run after so long")
-    parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--clock", choices=sorted(CLOCKS), default="cpu")
-    parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--redo", type=int, default=4, help="most runs to throw away, in all")
-    parser.add_argument("--unsteady", type=float, default=0.08, help="probe after over probe before, less 1")
-    parser.add_argument("--others", type=float, default=0.25, help="cores that others may use")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="cpu", help="of `engine`")
     parser.add_argument("--write", action="store_true", help="into docs/simulator.md")
-    parser.add_argument("--json", help="write all figures here")
     options = parser.parse_args()
-    config = engine_config("fcfs", options.max_num_seqs, options.executor)
-    with probe_engine(config, CLOCKS[options.clock]()) as probe:
-        capacity, usual, _ = measure_capacity(
-            CLASSES, options.max_num_seqs, options.clock, probe, 5.0, options.executor
-        )
-        print(f"capacity {capacity:.2f} requests/s at {options.max_num_seqs} slots, {options.clock} time", flush=True)
-        runs, num_redone = run_all(capacity, probe, usual, options)
-    combinations = list(dict.fromkeys((run.load, run.policy) for run in runs))
-    known = {c: fit_on_others(*c, runs) for c in sorted(combinations, key=_listed(options))}
-    repeats = {c: [run for run in runs if (run.load, run.policy) == c] for c in known}
-    compared = {c: compare(repeats[c], known[c], options.max_num_seqs) for c in known}
-    off = statistics.fmean(step_error(run, known[c]) for c in known for run in repeats[c])
-    worth = statistics.fmean(known[c].worth for c in known)
-    print_comparison(compared)
-    parts = [
-        f"Executor {options.executor}, capacity {capacity:.1f} requests/s, {len(runs)} runs of "
-        f"{runs[0].run.results.total.num_finished} requests, "
-        f"{options.clock} time. {machine(runs, num_redone, options)} A single "
-        f"step is {off:.0%} off its modelled time on average, at the speed that the probe found; its slowness counts "
-        f"with a power of {worth:.2f}.",
-        summary(compared),
-        table(compared),
-        "Over 10%:\n\n" + explained(compared),
-    ]
-    print("", parts[0], parts[1], parts[3], sep="\n")
-    if options.write:
-        write_section(DOCUMENT, "fidelity", "\n\n".join(parts))
-    if options.json:
-        told = {f"{load} {policy}": cells for (load, policy), cells in compared.items()}
-        Path(options.json).write_text(json.dumps(told, indent=1), encoding="utf-8")
-
-
-def _listed(options: argparse.Namespace) -> Callable[[tuple[float, str]], tuple[float, int]]:
-    policies = options.policies.split(",")
-    return lambda combination: (combination[0], policies.index(combination[1]))
+    for kind in options.kinds or ["engine"]:
+        KINDS[kind](options)
 
 
 if __name__ == "__main__":

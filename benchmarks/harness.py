@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,17 +125,6 @@ def write_section(page: Path, section: str, text: str) -> None:
     page.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
-def best_s(call: Callable[[], object], clock: Callable[[], float], tries: int = 50, number: int = 1) -> float:
-    """Seconds of one call, the least of many tries: other work on the machine only ever slows them down."""
-    times = []
-    for _ in range(tries):
-        began = clock()
-        for _ in range(number):
-            call()
-        times.append((clock() - began) / number)
-    return min(times)
-
-
 # ---- random weights
 
 
@@ -146,7 +135,8 @@ def make_checkpoint(folder: Path, config: Mapping[str, Any] = QWEN3_06B) -> Path
         shutil.copy(BUILTIN_FOLDER / name, folder)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     header, offset = {}, 0
-    shapes = tensor_shapes(config)
+    sources = weight_map(spec_from_config(dict(config)), AnyName())
+    shapes = {source.tensor: source.shape for source in sources}
     for name, shape in shapes.items():
         size = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
@@ -159,11 +149,6 @@ def make_checkpoint(folder: Path, config: Mapping[str, Any] = QWEN3_06B) -> Path
             values = rng.standard_normal(int(np.prod(shape)), dtype=np.float32) * np.float32(0.02)
             file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
     return folder
-
-
-def tensor_shapes(config: Mapping[str, Any]) -> dict[str, Sequence[int]]:
-    """Every tensor that a checkpoint of this config holds."""
-    return {source.tensor: source.shape for source in weight_map(spec_from_config(dict(config)), AnyName())}
 
 
 class AnyName:

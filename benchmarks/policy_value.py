@@ -6,11 +6,10 @@ The baseline is FCFS with chunked prefill and continuous batching. rho is the ra
 idle, finishes this mixture. Mean, p99 and the longest wait stand beside each other: a mean alone can be had by letting
 the long ones wait.
 
-Live runs serve the mixture with the built-in model. Policies take turns within a round and every round has arrivals of
-its own; time is the engine thread's CPU time at the machine's usual speed, which a probe between the steps tells
-(machine_speed.py), so that policies are compared on one machine although it does not stay the same. Simulated runs use
-a cost model fitted on the steps of the live ones, or that of FILE, and are the mean of several seeds. `--write` puts
-the tables between the marks of docs/policies.md, one section for each of the two, and the plots into docs/plots/.
+Live runs serve the mixture with the built-in model. Policies take turns within a round, every round has arrivals of its
+own, and ratios are to FCFS of the same round; time is the engine thread's CPU time. Simulated runs use a cost model
+fitted on the steps of the live ones, or that of FILE, and are the mean of several seeds. `--write` puts the tables
+between the marks of docs/policies.md, one section for each of the two, and the plots into docs/plots/.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fidelity import Capacity, engine_config, fitted, measure_capacity, never_idle
+from fidelity import SLOTS, capacity_of, engine_config, fitted, never_idle
 from harness import write_section
-from machine_speed import Probe, Quiet, SteadyClock, probe_engine
 
 from maitred.cli.console import seconds_text
 from maitred.cli.profiling import CpuClock, record
@@ -44,7 +42,6 @@ from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, Work
 from maitred.sim.workload import Arrival
 
 RHOS = (0.7, 0.9, 1.2)
-SLOTS = 16
 CLASSES = {
     "chat": ClassSpec(share=0.9, input="lognormal:60,0.6", output="lognormal:40,0.6", max_tokens=512),
     "document": ClassSpec(share=0.1, input="lognormal:700,0.3", output="lognormal:120,0.4", max_tokens=512, priority=1),
@@ -151,17 +148,12 @@ def wait_plot(runs: Mapping[str, Results], heading: str) -> str:
 class LiveRun:
     results: Results
     steps: list[MeasuredStep]
-    slowness: tuple[float, float, float]  # least, mean, most
-    others: float  # cores
 
 
-def serve(policy: str, arrivals: Sequence[Arrival], probe: Probe, capacity: Capacity) -> LiveRun:
-    clock, quiet = SteadyClock(CpuClock(), probe, capacity.usual, capacity.prompt_share), Quiet()
-    steps = record(engine_config(policy, SLOTS), clock, arrivals, clock)
-    history = clock.history
-    slowness = (min(history), statistics.fmean(history), max(history))
-    print(f"  live: {policy}, {len(arrivals)} requests, slowness {slowness[1]:.2f}", file=sys.stderr, flush=True)
-    return LiveRun(read_run(steps).results, list(measured_steps(steps)), slowness, quiet.others())
+def serve(policy: str, arrivals: Sequence[Arrival]) -> LiveRun:
+    steps = record(engine_config(policy), CpuClock(), arrivals, lambda now: False)
+    print(f"  live: {policy}, {len(arrivals)} requests", file=sys.stderr, flush=True)
+    return LiveRun(read_run(steps).results, list(measured_steps(steps)))
 
 
 def asked(rate: float, seconds: float, seed: int) -> list[Arrival]:
@@ -173,20 +165,20 @@ def asked(rate: float, seconds: float, seed: int) -> list[Arrival]:
 Lives = dict[float, dict[str, list[LiveRun]]]  # by rho and policy, a run a round
 
 
-def serve_all(probe: Probe, options: argparse.Namespace) -> tuple[float, Lives]:
+def serve_all(options: argparse.Namespace) -> tuple[float, Lives]:
     """(capacity, runs); stops after a whole round when the time is up."""
     policies = options.live.split(",")
-    capacity = measure_capacity(CLASSES, SLOTS, "cpu", probe, 5.0)
+    capacity, _ = capacity_of(None, "cpu", "auto", CLASSES)
     lives: Lives = {rho: {policy: [] for policy in policies} for rho in RHOS}
     began = time.monotonic()
     for number in range(options.rounds):
         if number and (time.monotonic() - began) * (number + 1) / number > options.minutes * 60:
             break
         for rho in RHOS:
-            arrivals = asked(rho * capacity.rate, options.seconds, number)
+            arrivals = asked(rho * capacity, options.seconds, number)
             for policy in [*policies[number % len(policies) :], *policies[: number % len(policies)]]:
-                lives[rho][policy].append(serve(policy, arrivals, probe, capacity))
-    return capacity.rate, lives
+                lives[rho][policy].append(serve(policy, arrivals))
+    return capacity, lives
 
 
 def over_rounds(runs: Mapping[str, Sequence[LiveRun]]) -> Rows:
@@ -206,17 +198,12 @@ def over_rounds(runs: Mapping[str, Sequence[LiveRun]]) -> Rows:
 
 
 def live_part(capacity: float, lives: Lives, options: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    runs = [run for of_rho in lives.values() for of_policy in of_rho.values() for run in of_policy]
     num_rounds = max(len(of_policy) for of_rho in lives.values() for of_policy in of_rho.values())
     rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
     tables = {rho: over_rounds(of_rho) for rho, of_rho in lives.items()}
-    slowness = [run.slowness for run in runs]
-    means = [mean for _, mean, _ in slowness]
     text = [
         f"Live, built-in model: capacity {capacity:.1f} requests/s, {rounds} of {options.seconds:g} s of "
-        f"arrivals, CPU time at the machine's usual speed. The probe found it {min(s[0] for s in slowness):.2f} "
-        f"to {max(s[2] for s in slowness):.2f} times as slow as that, runs on average {min(means):.2f} to "
-        f"{max(means):.2f}; others used {statistics.fmean(run.others for run in runs):.2f} of a core."
+        f"arrivals, CPU time."
         f"{' After ±: one standard deviation of the ratio over rounds.' if num_rounds > 1 else ''}\n",
         in_words(tables, [policy for policy in tables[RHOS[0]] if policy != "fcfs"]),
     ]
@@ -244,7 +231,7 @@ def merged(runs: Sequence[Results]) -> Results:
 
 
 def simulated_part(costs: CostModel, label: str, options: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    capacity = never_idle(costs, CLASSES, SLOTS)
+    capacity = never_idle(costs, CLASSES)
     plots, tables = {}, {}
     for rho in RHOS:
         runs = {
@@ -279,8 +266,7 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, str
     """(section, text, plots), each when it is there."""
     lives: Lives = {}
     if options.live:
-        with probe_engine(engine_config("fcfs", SLOTS), CpuClock()) as probe:
-            capacity, lives = serve_all(probe, options)
+        capacity, lives = serve_all(options)
         yield "live", *live_part(capacity, lives, options)
     if options.policies:
         if lives and options.device is None:

@@ -1,7 +1,7 @@
 """What a number format costs on real models and real text: perplexity of prompts against float32 of the same weights.
 
     .venv/bin/python benchmarks/quality.py [--model smollm2 --model gemma3-270m] [--tokens 20000] [--weights int8 int4]
-        [--kv bfloat16] [--exact FILE] [--peer runs/peers]
+        [--kv bfloat16] [--peer runs/peers]
 
 Texts are those of this Python and this repository (documentation, code, licences) and articles of the Universal
 Declaration of Human Rights in other scripts, so nothing is fetched; they are cut into windows of 512 tokens. Models are
@@ -94,9 +94,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000, help="0 leaves perplexity out")
     parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--kv", nargs="*", choices=KV_FORMATS, default=list(KV_FORMATS))
-    parser.add_argument(
-        "--exact", type=Path, metavar="FILE", help="keeps float32's score for further runs of the model"
-    )
     parser.add_argument("--peer", type=Path, metavar="WORK", help="compare greedy answers with llama.cpp's")
     options = parser.parse_args()
     for model in options.model or ["smollm2", "gemma3-270m"]:
@@ -107,12 +104,7 @@ def main() -> None:
 
 
 def print_perplexities(model: str, options: argparse.Namespace) -> None:
-    if options.exact is not None and options.exact.exists():
-        exact = Score(*json.loads(options.exact.read_text()))
-    else:
-        exact = score(model, "float32", "float32", options.tokens)
-    if options.exact is not None:
-        options.exact.write_text(json.dumps(exact))
+    exact = score(model, "float32", "float32", options.tokens)
     print(f"\n{model}, {len(exact.likeliest):,} tokens, float32: {exact.perplexity:.3f}")
     print("| weights |" + "".join(f" KV {kv} |" for kv in options.kv) + "\n|---|" + "--:|" * len(options.kv))
     for weights in options.weights:

@@ -4,7 +4,7 @@
 
 Each prints one line with its figures; the exit code is 1 when one is out of bounds. `--share 0.05` makes a small one
 in seconds. The server is a process of its own: without a model (`tests.reliability.edge_server`), with the built-in
-model for tokenising, grammars and readers of its streams, or with tensor models. What good clients wait is told without
+model for grammars, or with tensor models. What good clients wait is told without
 the time in which the server, or the measuring thread, was ready to run and other work had the processors, so that the
 bounds are the same on a busy machine and on a quiet one.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import random
 import socket
@@ -23,14 +22,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import grpc
 import httpx
@@ -46,7 +43,7 @@ from maitred.api.tensor.extensions import Extensions
 from maitred.config import ServerConfig
 from maitred.tenancy.keys import Key, KeyRing, digest_of
 from maitred.tensor.protocol_fields import MESSAGES
-from tests.conftest import copied_model, free_port, start_server
+from tests.conftest import free_port, start_server
 from tests.reliability import test_edge as attacks
 from tests.reliability.edge_server import Attacked, attacked
 from tests.reliability.grammar_bombs import BOMBS as GRAMMARS
@@ -133,20 +130,6 @@ def visits(url: str, pid: int, seconds: float) -> Visitor:
     return visitor
 
 
-@contextmanager
-def client(*words: str) -> Iterator[Callable[[], str]]:
-    """Clients in a process of their own, so that they do not slow down the measuring one; what they say, by lines."""
-    asking = [sys.executable, sys.argv[0], *words]
-    with subprocess.Popen(asking, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            heard = process.stdout
-            assert heard.readline(), "the clients ended"
-            yield lambda: heard.readline().strip()
-        finally:
-            process.kill()
-
-
 # ---- connections
 
 
@@ -211,30 +194,6 @@ def slow_clients_of(kind: str, count: int) -> Line:
     return Line(f"{count} of kind {kind}", figures, is_quick and is_bounded and visitor.failed == 0)
 
 
-def engine_readers(share: float, seconds: float = 60.0) -> Iterator[Line]:
-    """Streams with twenty log-probabilities a token, none of which is read; then all clients leave."""
-    count = int(2000 * share)
-    with served("maitred-mini") as running, httpx.Client(base_url=running.url, timeout=60) as web:
-        server = Attacked(cast(Any, SimpleNamespace(pid=running.process.pid)), int(running.url.rsplit(":", 1)[1]))
-        fields = {"model": "maitred-mini", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        body = json.dumps({**fields, "logprobs": 20}).encode()
-        before, most, visitor = server.rss_bytes(), 0, Visitor(running.url, running.process.pid)
-        with attacks.opened([attacks.unread(server, body) for _ in range(count)]), visitor.visiting():
-            ends_at = time.perf_counter() + seconds
-            while time.perf_counter() < ends_at:
-                most = max(most, server.rss_bytes())
-                time.sleep(0.2)
-        until = time.perf_counter() + 30
-        while not (is_free := "maitred_kv_blocks_used 0.0" in web.get("/metrics").text) and time.perf_counter() < until:
-            time.sleep(0.1)
-    figures = (
-        f"{(most - before) / count / KIB:.0f} KiB each, {'every block came back' if is_free else 'blocks are lost'}; "
-        f"others' p99 {visitor.p99_ms():.1f} ms, {visitor.failed} failed"
-    )
-    good = is_free and visitor.failed == 0 and most - before < count * 512 * KIB
-    yield Line(f"{count} readers of an engine's streams", figures, good)
-
-
 # ---- large bodies
 
 
@@ -295,8 +254,10 @@ def bodies(kind: str, url: str, pid: int) -> Iterator[Line]:
     """How long each holds the event loop is how long it keeps another client waiting."""
     for name in TEXT_BODIES if kind == "text" else TENSOR_BODIES:
         visitor = Visitor(url, pid)
-        with client("--send", url, name) as sender, visitor.visiting():
-            status = sender()
+        asking = [sys.executable, sys.argv[0], "--send", url, name]  # so that it does not slow down the measuring one
+        with subprocess.Popen(asking, stdout=subprocess.PIPE, text=True) as sender, visitor.visiting():
+            assert sender.stdout is not None
+            status = sender.stdout.read().split()[-1]
         longest_ms = max(visitor.seconds) * 1000
         good = not status.startswith("5") and visitor.failed == 0 and longest_ms < LONGEST_MS[kind]
         yield Line(f"{LIMIT // MIB} MiB of {name}", f"{status}, others wait {longest_ms:.0f} ms at most", good)
@@ -375,62 +336,6 @@ async def leave(address: str, path: str, content: bytes, way: str) -> None:
         if way == "channel":
             await channel.close()
         call.cancel()
-
-
-# ---- tokenising
-
-LOOP_STALL_MS, NUM_TOKENISING, LONG_CONTEXT = 20.0, 20, 1_000_000
-NUM_TRIES = 5  # a thread that has Python's lock may be in line too, which no figure of the loop's thread tells
-TEXTS = {"a": "a", "an emoji": "\U0001f468", "letters": "qwfpgjluyarstdhneiozxcvbkm", "words": "the cat sat on a mat. "}
-
-
-def tokenising(share: float) -> Iterator[Line]:
-    """Twenty clients send long texts without pause: such as are tokenised and told, and such as are too long; then to a
-    model with so much context that all of them are tokenised.
-    """
-    with served("maitred-mini") as server:
-        yield from tokenising_at(server.url, server.process.pid, "", (30_000, 500_000))
-    with tempfile.TemporaryDirectory() as folder:
-        copied_model(Path(folder), max_position_embeddings=LONG_CONTEXT)
-        with served(folder, "--kv-cache-memory-bytes", "3GB") as server:
-            yield from tokenising_at(server.url, server.process.pid, f", context {LONG_CONTEXT}", (500_000,))
-
-
-def tokenising_at(url: str, pid: int, where: str, sizes: tuple[int, ...]) -> Iterator[Line]:
-    calm_ms = visits(url, pid, 3).p99_ms()  # the machine's own noise
-    for name in TEXTS:
-        for num_chars in sizes:
-            for _ in range(NUM_TRIES):
-                visitor = Visitor(url, pid)
-                with client("--ask", url, name, str(num_chars)) as clients, visitor.visiting():
-                    statuses = clients()
-                good = visitor.failed == 0 and visitor.p99_ms() < LOOP_STALL_MS + calm_ms
-                if good:
-                    break
-            figures = f"others' p99 {visitor.p99_ms():.1f} ms (calm {calm_ms:.1f}); {statuses}"
-            yield Line(f"{NUM_TOKENISING} x {num_chars} of {name}{where}", figures, good)
-
-
-def ask_for_tokens(url: str, name: str, num_chars: str, seconds: float = 3.0) -> None:
-    body = json.dumps({"prompt": (TEXTS[name] * int(num_chars))[: int(num_chars)]}, ensure_ascii=False).encode()
-    statuses: Counter[int] = Counter()
-    ends_at = time.perf_counter() + seconds
-
-    def ask() -> None:
-        web = HTTPConnection(url.removeprefix("http://"), timeout=600)  # a busy machine takes its time for so many
-        while time.perf_counter() < ends_at:
-            web.request("POST", "/tokenize", body, {"content-type": "application/json"})
-            answer = web.getresponse()
-            answer.read()
-            statuses[answer.status] += 1
-
-    asking = [threading.Thread(target=ask) for _ in range(NUM_TOKENISING)]
-    for thread in asking:
-        thread.start()
-    say("begun")
-    for thread in asking:
-        thread.join()
-    say(", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())))
 
 
 # ---- grammars
@@ -530,18 +435,15 @@ def trend_of_time(find: Callable[[bytes], object], secret: bytes, num_samples: i
     return slope, math.sqrt(rest / (statistics.pvariance(x) * len(points)))
 
 
-CLIENTS: dict[str, Callable[..., None]] = {"--send": send_body, "--ask": ask_for_tokens}
 ATTACKS: dict[str, Callable[[float], Iterator[Line]]] = {
     attack.__name__: attack
-    for attack in (
-        *(many_connections, slow_clients, engine_readers, text_bodies, tensors, tokenising, grammars, key_timing),
-    )
+    for attack in (*(many_connections, slow_clients, text_bodies, tensors, grammars, key_timing),)
 }
 
 
 def main() -> int:
-    if sys.argv[1:] and sys.argv[1] in CLIENTS:
-        CLIENTS[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1:2] == ["--send"]:
+        send_body(*sys.argv[2:])
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="of the full numbers")

@@ -126,10 +126,6 @@ def measure(bench: Bench, entry: Entry, cell: str, seed: int) -> Figures:
     return {**figures, "streams": [round(stream / 1e9, 2) for stream in bench.streams]}
 
 
-def unable(entry: Entry, cell: str) -> bool:
-    return cell.startswith("http") and entry.static
-
-
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
     rng = Random(f"{length}/{seed}")
     return [rng.choices(range(300, 8000), k=length) for _ in range(count)]

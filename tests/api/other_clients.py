@@ -2,7 +2,7 @@
 
     python tests/api/other_clients.py CLIENT URL
 
-Run in the environment of benchmarks/other_clients.py, which has nothing of ours; what fails raises.
+Run in the environment of benchmarks/fetch_inputs.py, which has nothing of ours; what fails raises.
 """
 
 from __future__ import annotations

@@ -10,10 +10,19 @@ from tests.reliability.openapi import NUM_OPERATIONS, documented_server, num_res
 
 
 @pytest.mark.slow
-def test_the_server_does_what_its_openapi_document_says(tmp_path: Path):
-    """The same examples every time; `make soak` takes new ones, and a thousand for each operation."""
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--generation-deterministic", "--max-examples", "5", "--request-timeout", "200"),  # the same every time
+        pytest.param(
+            ("--max-examples", "1000", "--request-timeout", "10"),
+            marks=(pytest.mark.soak, pytest.mark.timeout(7200)),
+        ),
+    ],
+    ids=["few", "many"],
+)
+def test_the_server_does_what_its_openapi_document_says(tmp_path: Path, flags: tuple[str, ...]):
     with documented_server(tmp_path) as server:
-        flags = ("--generation-deterministic", "--max-examples", "5", "--request-timeout", "200")
         ran = run_schemathesis(server.url, tmp_path, *flags)
         assert ran.returncode == 0, ran.stdout
         assert f"Tested: {NUM_OPERATIONS}" in ran.stdout
