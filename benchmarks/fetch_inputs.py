@@ -3,7 +3,7 @@
     python benchmarks/fetch_inputs.py templates|vocabularies|clients WORK
 
 `templates` and `vocabularies` lie in llama.cpp's sources: chat templates, and vocabularies with recorded texts and
-their token ids. `clients` is the interpreter of an environment of client libraries that speak OpenAI's dialect, and want
+their token ids. `clients` is the interpreter of an environment of client libraries that speak OpenAI's dialect and want
 versions of `openai` and `pydantic` of their own. Where something cannot be fetched, this says why and prints nothing.
 """
 
