@@ -9,14 +9,14 @@ load_max_over_mean 1.6; knowing speeds, 0.85 of the p99 TTFT of not knowing them
 
 `goodput`: a prefill and a decode worker (`always`), two mixed ones (`never`) and `auto` under objectives tight in TTFT,
 tight in TPOT and balanced, the best of several rates; aim of auto: 0.95 of the better. `links`: mean E2E over shm, tcp
-and 100 MB/s; aim: 1.05 of the better of always and never. `--setting cpu` takes a core with Qwen3-0.6B for an H100.
+and 100 MB/s; aim: 1.05 of the better of always and never.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from random import Random
 
 from maitred.config import SchedulerConfig
@@ -27,7 +27,7 @@ from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofli
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
-from maitred.sim.links import SimulatedLink, link_named
+from maitred.sim.links import link_named
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.traces import BLOCK_TOKENS, TraceLine, TraceWorkload
@@ -156,30 +156,11 @@ def unlike(options: argparse.Namespace) -> None:
 # ---- hand-overs
 
 P, D, M = "prefill", "decode", "mixed"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model on devices, and loads that are about what two of them can do."""
-
-    device: str
-    model: str
-    link: str
-    rates: Sequence[float]  # of `goodput`
-    prompt: float
-    output: float
-    objectives: dict[str, tuple[float, float]]  # TTFT and TPOT, s
-
-
-SETTINGS = {
-    "h100": Setting(
-        *("h100", "llama-3.1-8b", "100gbe", (6.0, 9.0, 12.0, 15.0), 1800, 170),
-        {"TTFT": (0.2, 0.06), "TPOT": (2.0, 0.012), "balanced": (0.5, 0.025)},
-    ),
-    "cpu": Setting(
-        *("cpu", "qwen3-0.6b", "shm", (0.1, 0.15, 0.2, 0.25), 400, 60),
-        {"TTFT": (12.0, 5.0), "TPOT": (60.0, 0.35), "balanced": (25.0, 1.0)},
-    ),
+LINK, RATES, PROMPT, OUTPUT = "100gbe", (6.0, 9.0, 12.0, 15.0), 1800, 170  # about what two H100 can do
+OBJECTIVES = {  # TTFT and TPOT, s
+    "TTFT": Objectives(ttft_s=0.2, tpot_s=0.06),
+    "TPOT": Objectives(ttft_s=2.0, tpot_s=0.012),
+    "balanced": Objectives(ttft_s=0.5, tpot_s=0.025),
 }
 SYSTEMS = {
     "1P+1D": ((P, D), "always"),
@@ -189,92 +170,65 @@ SYSTEMS = {
 }
 
 
-def arrivals(rate: float, setting: Setting, num_requests: int) -> Iterator[Arrival]:
+def arrivals(rate: float, num_requests: int) -> Iterator[Arrival]:
     """Poisson arrivals, lengths lognormal about their means."""
     rng, at = Random(1), 0.0
     for number in range(1, num_requests + 1):
         at += rng.expovariate(rate)
-        num_prompt, num_output = (
-            max(2, round(mean * rng.lognormvariate(-SPREAD * SPREAD / 2, SPREAD)))
-            for mean in (setting.prompt, setting.output)
+        prompt, output = (
+            max(2, round(mean * rng.lognormvariate(-SPREAD * SPREAD / 2, SPREAD))) for mean in (PROMPT, OUTPUT)
         )
         own = number.to_bytes(4, "little")
         yield Arrival(
-            at=at, request_id=f"r{number}", prompt_tokens=num_prompt, output_tokens=num_output, max_tokens=4096, own=own
+            at=at, request_id=f"r{number}", prompt_tokens=prompt, output_tokens=output, max_tokens=4096, own=own
         )
 
 
-@dataclass
-class Run:
-    """One fleet of two and its workload."""
-
-    setting: Setting
-    system: str
-    objectives: Objectives = field(default_factory=Objectives)
-    link: str = ""
-
-    def __call__(self, asked: Iterator[Arrival]) -> FleetSimulation:
-        (roles, handover), link = SYSTEMS[self.system], link_named(self.link or self.setting.link)
-        assert link is not None
-        replicas = [self._replica(role, link) for role in roles]
-        setup = FleetSetup(
-            config=FleetConfig(),
-            handover=HandoverConfig(handover=handover),
-            scheduler=replicas[0].engine.scheduler,
-            replicas=replicas,
-            link=link,
-        )
-        simulation = FleetSimulation(setup, Results(self.objectives))
-        simulation.run(asked)
-        return simulation
-
-    def _replica(self, role: str, link: SimulatedLink) -> ReplicaSetup:
-        device, model = device_named(self.setting.device), model_named(self.setting.model)
-        costs = roofline(device, model)
-        engine = EngineSetup(
-            scheduler=SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=max(128, device.token_budget)),
-            num_blocks=min(num_kv_blocks(device, model, BLOCK_SIZE), 40_000),
-            block_size=BLOCK_SIZE,
-        )
-        facts = WorkerFacts(
-            role=Role(role),
-            costs=costs,
-            token_budget=engine.scheduler.token_budget,
-            num_blocks=engine.num_blocks,
-            block_size=BLOCK_SIZE,
-            bytes_per_token=model.kv_bytes_per_token,
-            num_layers=model.num_layers,
-            bandwidth=link.bandwidth,
-            latency_s=link.latency_s,
-            shares_link=link.is_shared,
-        )
-        return ReplicaSetup(engine=engine, cost_model=costs, worker=facts)
+def run(system: str, rate: float, num_requests: int, objectives: Objectives, link_name: str = LINK) -> FleetSimulation:
+    (roles, handover), link = SYSTEMS[system], link_named(link_name)
+    assert link is not None
+    device = device_named("h100")
+    scheduler = SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=max(128, device.token_budget))
+    blocks, costs = min(num_kv_blocks(device, MODEL, BLOCK_SIZE), 40_000), roofline(device, MODEL)
+    engine = EngineSetup(scheduler=scheduler, num_blocks=blocks, block_size=BLOCK_SIZE)
+    facts = WorkerFacts(
+        role=Role(M),
+        costs=costs,
+        token_budget=scheduler.token_budget,
+        num_blocks=blocks,
+        block_size=BLOCK_SIZE,
+        bytes_per_token=MODEL.kv_bytes_per_token,
+        num_layers=MODEL.num_layers,
+        bandwidth=link.bandwidth,
+        latency_s=link.latency_s,
+        shares_link=link.is_shared,
+    )
+    replicas = [ReplicaSetup(engine=engine, cost_model=costs, worker=replace(facts, role=Role(role))) for role in roles]
+    config = {"config": FleetConfig(), "handover": HandoverConfig(handover=handover)}
+    setup = FleetSetup(**config, scheduler=scheduler, replicas=replicas, link=link)
+    simulation = FleetSimulation(setup, Results(objectives))
+    simulation.run(arrivals(rate, num_requests))
+    return simulation
 
 
 def goodput(options: argparse.Namespace) -> None:
-    setting = SETTINGS[options.setting]
     print(f"{'goodput/s':16} " + " ".join(f"{name:>8}" for name in SYSTEMS) + "   auto, auto PD over the better")
-    for name, (ttft_s, tpot_s) in setting.objectives.items():
-        objectives = Objectives(ttft_s=ttft_s, tpot_s=tpot_s)
+    for name, objectives in OBJECTIVES.items():
         best = {
-            system: max(
-                Run(setting, system, objectives)(arrivals(rate, setting, options.requests)).to_json()["goodput_rps"]
-                for rate in setting.rates
-            )
+            system: max(run(system, rate, options.requests, objectives).to_json()["goodput_rps"] for rate in RATES)
             for system in SYSTEMS
         }
         print_systems(name, best, max(best["1P+1D"], best["2 mixed"]))
 
 
 def links(options: argparse.Namespace) -> None:
-    setting = SETTINGS[options.setting]
     print(f"{'E2E (s)':16} " + " ".join(f"{name:>8}" for name in SYSTEMS) + "   auto, auto PD over the better")
     for link in ("shm", "tcp", "100MB/s"):
-        for rate in setting.rates[::2]:
-            runs = {
-                system: Run(setting, system, link=link)(arrivals(rate, setting, options.requests)) for system in SYSTEMS
-            }
-            means = {system: run.results.total.e2e_s.mean or 0.0 for system, run in runs.items()}
+        for rate in RATES[::2]:
+            means = {}
+            for system in SYSTEMS:
+                told = run(system, rate, options.requests, Objectives(), link)
+                means[system] = told.results.total.e2e_s.mean or 0.0
             print_systems(f"{link:8} {rate:5g}/s", means, min(means["1P+1D"], means["2 mixed"]))
 
 
@@ -292,7 +246,6 @@ def main() -> None:
     parser.add_argument("--balances", default=BALANCES)
     parser.add_argument("--duration-s", type=float, default=300.0, help="of the conversation trace")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--setting", choices=tuple(SETTINGS), default="h100")
     parser.add_argument("--requests", type=int, default=300, help="of hand-overs")
     options = parser.parse_args()
     for name in options.parts or PARTS:

@@ -16,7 +16,6 @@ Every step is timed alone; "churn" replaces a share of the running requests in e
 allocation and prefix lookup are in the time. Block hashes are computed before the clock starts, as they are at intake.
 Python's cyclic garbage collector: `gc.freeze()` is called once after setup, as a server does after loading, so that a
 full collection does not walk what will live anyway; the collector stays on, and what it costs is in the p99.
-The `no freeze` line repeats the largest case without that call.
 
 Wall time has the other processes of the machine in it (a time slice taken away shows as a p99 of about 4 ms); the CPU
 time of this thread has not.
@@ -128,13 +127,6 @@ def fill(
     return scheduler
 
 
-def replace_some(scheduler: Scheduler, oldest_first: list[str], num: int) -> None:
-    """Ends `num` running requests and adds as many to the queue."""
-    for request_id in oldest_first[:num]:
-        scheduler.finish(request_id, FinishReason.STOP, 1.0)
-        scheduler.add(new_request(), 1.0)
-
-
 def timed(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
@@ -162,7 +154,6 @@ def measure(
     *,
     steps: int,
     policy: str,
-    freeze: bool = True,
     busy: bool = False,
     speculation: Speculation | None = None,
 ) -> Times:
@@ -172,16 +163,13 @@ def measure(
     budget += running * speculation.most if speculation is not None else 0
     scheduler = fill(running, waiting, policy, budget, 16 if busy else 128, speculation)
     gc.collect()
-    if freeze:
-        gc.freeze()
+    gc.freeze()
     times = Times()
     for _ in range(steps):
-        oldest = [r.request_id for r in scheduler.running[:num_replaced]]
-        if busy:
-            for _ in range(num_replaced):
-                scheduler.add(new_request(favoured=True), 1.0)
-        else:
-            replace_some(scheduler, oldest, num_replaced)
+        for oldest in [r.request_id for r in scheduler.running[:num_replaced]]:
+            if not busy:
+                scheduler.finish(oldest, FinishReason.STOP, 1.0)
+            scheduler.add(new_request(favoured=busy), 1.0)
         now = new_request().arrived_at
         wall, cpu = time.perf_counter(), time.thread_time()
         plan = scheduler.schedule(now)
@@ -209,8 +197,6 @@ def print_steps(steps: int, policy: str) -> None:
             for churn in (False, True):
                 times = measure(running, waiting, churn, steps=steps, policy=policy)
                 print(f"{running:8} {waiting:8} {'churn' if churn else 'steady':>9} {times.row()}")
-    times = measure(256, 10_000, True, steps=steps, policy=policy, freeze=False)
-    print(f"{256:8} {10_000:8} {'no freeze':>9} {times.row()}")
 
 
 def print_drafts(steps: int) -> None:

@@ -40,7 +40,7 @@ from peers.contact import Workers
 from peers.entries import Entry, entries, missing
 from peers.setup import set_up
 from peers.shapes import GGUF_SHAPES, SHAPES, make_checkpoint, make_gguf
-from peers.tables import described, http_table, ratios, table
+from peers.tables import described, ratios, table
 
 from maitred.engine.memory import usable_cores
 from maitred.model.machine import measure as measure_host
@@ -96,7 +96,7 @@ def run_cell(bench: Bench, cell: str, chosen: Sequence[Entry], rounds: int, resu
 def print_tables(results: Results, models: Sequence[str]) -> None:
     for model in models:
         if cells := results.models.get(model):
-            print(f"\n{table(model, cells)}\n\n{http_table(model, cells)}")
+            print(f"\n{table(model, cells)}")
 
 
 def arguments() -> argparse.Namespace:
@@ -108,11 +108,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cells", default=",".join(CELLS), help=f"by comma, in this order; default {','.join(CELLS)}")
     parser.add_argument("--only", help="contenders, by comma; all if not given")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--waves", type=int, help="HTTP: requests for each client (default 8, 5, 3 at 1, 8, 32 clients)"
-    )
-    parser.add_argument("--budget", type=int, help="tokens in maitred's steps, instead of its default; in its name too")
-    parser.add_argument("--no-offline", action="store_true", help="HTTP: leave out maitred's loop in process")
     parser.add_argument("--again", action="store_true", help="forget what the file holds of the chosen cells")
     parser.add_argument("--json", type=Path, default=RUNS / "cpu_peers.json", help="file of results")
     args = parser.parse_args()
@@ -122,7 +117,7 @@ def arguments() -> argparse.Namespace:
 
 def choose(args: argparse.Namespace) -> list[Entry]:
     """Contenders that are asked for and able; others by name and reason on standard error."""
-    everyone = {entry.name.partition("@")[0]: entry for entry in entries(args.work, args.model, args.budget)}
+    everyone = {entry.name: entry for entry in entries(args.work, args.model)}
     wanted = args.only.split(",") if args.only else list(everyone)
     if unknown := set(wanted) - set(everyone):
         sys.exit(f"no contender is called {', '.join(unknown)}; there are {', '.join(everyone)}")
@@ -154,9 +149,7 @@ def main() -> None:
     workers = Workers(args.work / "logs")
     peaks = measure_host(usable_cores()).machine.peak_ops_per_s
     print("peaks in T/s: " + ", ".join(f"{name} {ops / 1e12:.2f}" for name, ops in peaks.items()), flush=True)
-    bench = Bench(
-        args.work, args.model, Probe(usable_cores()), dict(peaks), workers, args.waves, offline=not args.no_offline
-    )
+    bench = Bench(args.work, args.model, Probe(usable_cores()), dict(peaks), workers)
     for cell in cells:
         run_cell(bench, cell, chosen, args.rounds, results)
     print_tables(results, [args.model])

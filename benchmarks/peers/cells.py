@@ -90,8 +90,6 @@ class Bench:
     probe: Probe
     peaks: dict[str, float]
     workers: Workers
-    waves: int | None = None  # instead of WAVES
-    offline: bool = True
     streams: list[float] = field(default_factory=list)  # probes of the round that runs
 
     def look(self) -> None:
@@ -161,7 +159,7 @@ def _decode(bench: Bench, entry: Entry, count: int, seed: int) -> Figures:
 
 def _http(bench: Bench, entry: Entry, clients: int, seed: int) -> Figures:
     """The same load over HTTP and, for maitred, in process too: `offline` is the second's rate."""
-    count = clients * (bench.waves or WAVES.get(clients, 3))
+    count = clients * WAVES.get(clients, 3)
     asked, context = prompts(count, LOOP_INPUT, seed), _rounded(LOOP_INPUT + LOOP_OUTPUT)
     if entry.server is None:
         return _in_process(bench, entry, asked, clients)
@@ -170,7 +168,7 @@ def _http(bench: Bench, entry: Entry, clients: int, seed: int) -> Figures:
         run_http_loop(port, "bench", prompts(1, 32, seed), 1, 4, dialect)
         loop = run_http_loop(port, "bench", asked, clients, LOOP_OUTPUT, dialect)
     figures = {"value": loop["steady"], **loop}
-    if entry.ours and entry.module and bench.offline:
+    if entry.ours and entry.module:
         bench.look()
         figures["offline"] = _in_process(bench, entry, asked, clients)["value"]
     return figures

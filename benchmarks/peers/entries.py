@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,9 @@ class Entry:
         return self.peer is None
 
 
-def entries(work: Path, model: str, budget: int | None = None) -> list[Entry]:
-    """All, whether set up or not; with a `budget` maitred's steps hold so many tokens, and its names say so."""
+def entries(work: Path, model: str) -> list[Entry]:
+    """All, whether set up or not."""
     ours = _maitred(work, model) if model in SHAPES else []
-    if budget is not None:
-        ours = [_with_budget(entry, budget) for entry in ours]
     return [*ours, *_openvino(work, model)] if ours else _served_gguf(work, model)
 
 
@@ -97,13 +95,6 @@ def _our_entry(name: str, model: str, dtype: str, kv: str) -> Entry:
         sizes=("chunk",),
         floor=(dtype, kv),
     )
-
-
-def _with_budget(entry: Entry, budget: int) -> Entry:
-    assert entry.server is not None
-    command = (*entry.server.command, "--max-num-batched-tokens", str(budget))
-    server, options = replace(entry.server, command=command), entry.options | {"chunk": budget}
-    return replace(entry, name=f"{entry.name}@{budget}", options=options, server=server)
 
 
 def _openvino(work: Path, model: str) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""What `cpu_peers.py` measured, as Markdown: one table for each model, and the details of its HTTP cells."""
+"""What `cpu_peers.py` measured: a line for each contender, and a table in Markdown for each model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ Rounds = list[dict[str, Any]]
 Cell = Mapping[str, Mapping[str, Any]]  # by contender: {"weights", "ours", "rounds", maybe "failed"}
 LOWER_IS_BETTER = ("start", "memory")
 BY_WEIGHTS = ("decode-1",)  # cells in which contenders of the same kind of weights are compared
-HTTP_COLUMNS = (
-    ("value", "steady", 1.0, 1),
-    ("whole", "whole run", 1.0, 1),
-    ("offline", "offline", 1.0, 1),
-    ("ttft_p50", "TTFT p50 (ms)", 1000.0, 0),
-    ("ttft_p99", "p99", 1000.0, 0),
-    ("itl_p50", "gap p50 (ms)", 1000.0, 1),
-    ("itl_p99", "p99", 1000.0, 1),
-    ("client_cpu", "client (cores)", 1.0, 3),
-)
+HTTP_FIGURES = ("whole", "offline", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "client_cpu")
 
 
 def middle(rounds: Rounds, key: str = "value") -> float | None:
@@ -52,7 +43,7 @@ def described(cell: str, name: str, outcome: Mapping[str, Any]) -> str:
     streams = [stream for r in rounds for stream in r["streams"]]
     text += f"  (memory {min(streams):.0f}-{max(streams):.0f} GB/s)"
     if cell.startswith("http"):
-        text += "".join(f"  {key} {value:.3f}" for key, *_ in HTTP_COLUMNS[1:] if (value := middle(rounds, key)))
+        text += "".join(f"  {key} {value:.3f}" for key in HTTP_FIGURES if (value := middle(rounds, key)))
     return text
 
 
@@ -82,24 +73,6 @@ def table(model: str, cells: Mapping[str, Cell]) -> str:
         shown = [_shown(name, cell[contender]) if contender in cell else "-" for contender in names]
         lines.append(f"| {name} | " + " | ".join(shown) + " | " + "; ".join(ratios(name, cell)) + " |")
     return "\n".join(lines)
-
-
-def http_table(model: str, cells: Mapping[str, Cell]) -> str:
-    """Rates and latencies of the closed loops, empty if none ran."""
-    lines = [
-        f"| {model} | contender | " + " | ".join(title for _, title, *_ in HTTP_COLUMNS) + " |",
-        "|---|---|" + "--:|" * len(HTTP_COLUMNS),
-    ]
-    for name, cell in cells.items():
-        for contender, outcome in cell.items() if name.startswith("http") else ():
-            if outcome["rounds"]:
-                shown = (_number(middle(outcome["rounds"], key), *style) for key, _, *style in HTTP_COLUMNS)
-                lines.append(f"| {name} | {contender} | " + " | ".join(shown) + " |")
-    return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def _number(value: float | None, scale: float, digits: int) -> str:
-    return "-" if value is None else f"{value * scale:,.{digits}f}"
 
 
 def _shown(name: str, outcome: Mapping[str, Any]) -> str:
