@@ -5,7 +5,7 @@
 
 The profile prints, for a prefill and for decode steps of so many requests around a context, the median step, the time
 in the native call and outside of it (batch, sampling, reports), and the share of each kind of operation, of linears
-with the bytes of packed weights a second. Prompts are random and no prefix is shared.
+and attention with the bytes of packed weights and of KV a second. Prompts are random and no prefix is shared.
 
 `--adapters` decodes with every request under an adapter of its own, all under one, and under none, in turns of a few
 steps each, since what else the machine does changes within seconds; each turn is held against the turns of none beside
@@ -145,11 +145,11 @@ def profile(bench: Bench, options: argparse.Namespace) -> None:
             f"{number / step:,.0f} tokens/s; native {native * 1e3:.2f} ms, outside {outside * 1e3:.3f} ms "
             f"({outside / step:.1%})"
         )
-        print_operations(bench)
+        print_operations(bench, number * (options.context + options.steps))
 
 
-def print_operations(bench: Bench) -> None:
-    """Of the last native call."""
+def print_operations(bench: Bench, num_cached: int = 0) -> None:
+    """Of the last native call; `num_cached` tokens' keys and values were read by attention."""
     linear_bytes = {op.weight.name: packed_bytes(op.weight) for op in bench.plan.program.ops if isinstance(op, Linear)}
     linear_bytes["output"] = linear_bytes[next(reversed(linear_bytes))]
     times, sizes = defaultdict(float), defaultdict(int)
@@ -159,6 +159,8 @@ def print_operations(bench: Bench) -> None:
         sizes[kind] += linear_bytes.get(name, 0)
     total = max(sum(times.values()), 1)
     for kind, nanoseconds in sorted(times.items(), key=lambda item: -item[1]):
+        if kind == "attention":
+            sizes[kind] = int(bench.plan.bytes_per_block / BLOCK_SIZE * num_cached)
         rate = f"{sizes[kind] / nanoseconds:7.1f} GB/s" if sizes[kind] else ""
         print(f"    {kind:18} {nanoseconds / 1e6:8.3f} ms {nanoseconds / total:6.1%} {rate}")
 
