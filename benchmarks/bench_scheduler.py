@@ -34,7 +34,7 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
-from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams
+from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams, Terms
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.core.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.kv.manager import KVCacheManager
@@ -62,10 +62,12 @@ def new_request(num_shared_tokens: int = 64, favoured: bool = False) -> RequestS
         request_id=f"cmpl-{number:032x}",
         arrived_at=number * 1e-3,
         max_tokens=8 if favoured else 2000,
-        priority=0 if favoured else 1 + number % 2,
-        tenant=f"tenant-{number}" if favoured else f"tenant-{number * 7919 % 100}",
-        weight=1.0 + number % 3,
-        ttft_slo_s=0.0 if favoured else None,
+        terms=Terms(
+            priority=0 if favoured else 1 + number % 2,
+            tenant=f"tenant-{number}" if favoured else f"tenant-{number * 7919 % 100}",
+            weight=1.0 + number % 3,
+            ttft_slo_s=0.0 if favoured else None,
+        ),
         predicted_output_tokens=1.0 if favoured else float(100 + number * 7919 % 1900),
     )
 
@@ -220,9 +222,7 @@ def new_tensor(lane: LaneKey) -> TensorRequest:
             arrived_at=number * 1e-3,
             lane=lane,
             work=float(1 + number % 50),
-            priority=number % 3,
-            tenant=f"tenant-{number % 100}",
-            weight=1.0 + number % 3,
+            terms=Terms(priority=number % 3, tenant=f"tenant-{number % 100}", weight=1.0 + number % 3),
         )
     )
 

@@ -11,7 +11,7 @@ from zlib import crc32
 from msgspec.structs import replace
 
 from maitred.config import SchedulerConfig
-from maitred.core.request import RequestSpec, RequestState, SamplingParams
+from maitred.core.request import RequestSpec, RequestState, SamplingParams, Terms
 from maitred.core.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
 from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import BlockHasher, TokenHasher
@@ -55,10 +55,16 @@ def make_request(
         arrived_at=arrived_at,
         num_prompt_tokens=len(tokens),
         max_tokens=max_tokens,
-        **fields,
+        **with_terms(fields),
     )
     hashes = TokenHasher(block_size, MODEL).hash_prompt(tokens, spec.cache_salt)
     return RequestState(replace(spec, block_hashes=hashes))
+
+
+def with_terms(fields: dict[str, Any]) -> dict[str, Any]:
+    """A request's fields, of which those of its `Terms` are put together."""
+    of_terms = {name: fields[name] for name in Terms.__struct_fields__ if name in fields}
+    return {name: value for name, value in fields.items() if name not in of_terms} | {"terms": Terms(**of_terms)}
 
 
 def make_spec(request_id: str | None = None, **fields: Any) -> RequestSpec:

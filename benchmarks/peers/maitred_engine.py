@@ -37,7 +37,6 @@ class Engine:
             sampling,
             request_id=f"r{self._next_id}",
             now=self._clock.now(),
-            priority=0,
             add_special_tokens=False,
         )
         self._parts.core.add(request)

@@ -201,7 +201,7 @@ def test_every_sampling_field_arrives(http, served):
         got = getattr(request.sampling, name)
         assert (list(got) if isinstance(value, list) else got) == expected, name
     assert tuple(request.sampling.stop) == ("Z",)
-    assert (request.priority, request.cache_salt, request.max_tokens) == (3, "pepper", 4)
+    assert (request.terms.priority, request.cache_salt, request.max_tokens) == (3, "pepper", 4)
 
 
 def test_harmless_fields_change_nothing(http):

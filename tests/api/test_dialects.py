@@ -116,7 +116,7 @@ def test_its_words_reach_the_engine_and_the_engine_s_come_back_in_its_own(http: 
     assert answer.json() == {"reply": "A table", "spent": 7}
     request = replica.submitted[-1]
     assert bytes(request.prompt_token_ids) == b"A table?"
-    assert (request.max_tokens, request.priority) == (7, 2)
+    assert (request.max_tokens, request.terms.priority) == (7, 2)
     assert http.post("/ask", json={"words": "A table?"}).json()["spent"] == 4  # its own default
 
 

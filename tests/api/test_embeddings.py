@@ -252,7 +252,10 @@ async def test_a_client_that_leaves_frees_all_its_places(tmp_path):
         asking = asyncio.create_task(client.embeddings.create(model="texts", input=["w1", "w2 w3"], timeout=None))
         held = asgi.app.tensors
         await held.has_two.wait()
-        assert [(each.tenant, each.weight, each.num_tokens) for each in held.asked] == [("a", 2.0, 3), ("a", 2.0, 4)]
+        assert [(each.terms.tenant, each.terms.weight, each.num_tokens) for each in held.asked] == [
+            ("a", 2.0, 3),
+            ("a", 2.0, 4),
+        ]
         assert asgi.app.gate.num_in_flight == 2
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)

@@ -156,7 +156,7 @@ def test_keys_and_their_limits_hold():
         answers = [httpx.post(path, json=body, headers=key) for key in ({}, *[{"authorization": "Bearer one"}] * 2)]
         assert [answer.status_code for answer in answers] == [401, 200, 429]
         assert all(list(answer.json()) == ["error"] for answer in (answers[0], answers[2]))
-        assert server.replica.submitted[-1].tenant == "one"
+        assert server.replica.submitted[-1].terms.tenant == "one"
         assert "maitred_tenant_" in httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer boss"}).text
 
 

@@ -394,8 +394,8 @@ async def test_a_tenants_terms_go_with_its_requests_and_its_limits_end_them(tmp_
         app.tensors.infer = lambda request: seen.append(request) or infer(request)
         asking = asyncio.ensure_future(triton.infer("add", inputs(1), headers=key, client_timeout=60))
         await until_async(lambda: seen)
-        assert (seen[0].tenant, seen[0].weight, seen[0].key_id) == ("narrow", 2.5, "key_narrow")
-        assert 0 < seen[0].finish_by - seen[0].arrived_at < 60 + HANGS_S
+        assert (seen[0].terms.tenant, seen[0].terms.weight, seen[0].terms.key_id) == ("narrow", 2.5, "key_narrow")
+        assert 0 < seen[0].terms.finish_by - seen[0].arrived_at < 60 + HANGS_S
         with pytest.raises(InferenceServerException, match="concurrency") as raised:
             await triton.infer("add", inputs(1), headers=key)
         assert raised.value.status() == "StatusCode.RESOURCE_EXHAUSTED"

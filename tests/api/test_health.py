@@ -66,7 +66,7 @@ def test_one_token_through_the_scheduler_as_the_least_urgent_request():
         assert answer.json()["status"] == "ok"
         assert answer.json()["seconds"] >= 0
         (request,) = server.replica.submitted
-        assert (request.priority, request.max_tokens, request.num_prompt_tokens) == (LEAST_URGENT, 1, 1)
+        assert (request.terms.priority, request.max_tokens, request.num_prompt_tokens) == (LEAST_URGENT, 1, 1)
         assert not server.replica.live, "nothing stays behind"
 
 

@@ -183,9 +183,9 @@ def test_limits_reach_the_engine():
     with running_server(replica) as server:
         complete(server.url, {"x-slo-ttft-ms": "400"}, timeout_ms=5000, queue_timeout_ms=1000)
     (request,) = replica.submitted
-    assert request.ttft_slo_s == 0.4
-    assert request.start_by == pytest.approx(request.arrived_at + 1.0)
-    assert request.finish_by == pytest.approx(request.arrived_at + 5.0)
+    assert request.terms.ttft_slo_s == 0.4
+    assert request.terms.start_by == pytest.approx(request.arrived_at + 1.0)
+    assert request.terms.finish_by == pytest.approx(request.arrived_at + 5.0)
 
 
 @pytest.mark.parametrize("fields", [{"timeout_ms": 0}, {"ttft_slo_ms": -5}, {"queue_timeout_ms": 1e12}])

@@ -88,10 +88,10 @@ def limits_of(response: httpx.Response) -> dict[str, str]:
 def test_a_request_carries_its_tenants_name_and_terms(house):
     ask(house, "terms", max_tokens=None)
     request = house.replica.submitted[-1]
-    assert (request.tenant, request.key_id, request.weight) == ("terms", "key_terms", 3.0)
-    assert (request.priority, request.max_tokens, request.ttft_slo_s) == (1, 7, 0.5)
-    assert request.start_by == pytest.approx(request.arrived_at + 5)
-    assert request.finish_by == pytest.approx(request.arrived_at + 9)
+    assert (request.terms.tenant, request.terms.key_id, request.terms.weight) == ("terms", "key_terms", 3.0)
+    assert (request.terms.priority, request.max_tokens, request.terms.ttft_slo_s) == (1, 7, 0.5)
+    assert request.terms.start_by == pytest.approx(request.arrived_at + 5)
+    assert request.terms.finish_by == pytest.approx(request.arrived_at + 9)
 
 
 def test_only_keys_of_the_table_open(house):
@@ -143,7 +143,7 @@ def test_another_table_is_in_force_at_the_next_request():
 def test_a_service_tier_is_a_priority_within_bounds_and_the_answer_tells_which(house, tenant, fields, priority, tier):
     answer = post(house, tenant, **fields)
     assert answer.json()["service_tier"] == tier
-    assert house.replica.submitted[-1].priority == priority
+    assert house.replica.submitted[-1].terms.priority == priority
     stream = post(house, tenant, stream=True, **fields)
     assert f'"service_tier":"{tier}"' in stream.text
 

@@ -52,7 +52,7 @@ def test_a_routers_tenant_reaches_policy_and_metrics_and_is_asked_for_no_key(rep
     status, spec = asked(replica, told("small", weight=2.5), service_tier="priority")
     assert status == 200
     assert spec is not None
-    assert (spec.tenant, spec.weight, spec.priority, spec.key_id) == ("small", 2.5, 3, "kéy\n1")
+    assert (spec.terms.tenant, spec.terms.weight, spec.terms.priority, spec.terms.key_id) == ("small", 2.5, 3, "kéy\n1")
     assert spec.max_tokens == 9
     page = httpx.get(replica.url + "/metrics", headers={"authorization": "Bearer boss"}).text
     assert "maitred_tenant_requests_total{" in page
@@ -71,7 +71,7 @@ def test_without_the_token_its_headers_say_nothing(replica):
     status, spec = asked(replica, forged | {"authorization": "Bearer free", "x-maitred-time-left-ms": "1"})
     assert status == 200
     assert spec is not None
-    assert (spec.tenant, spec.weight, spec.priority, spec.finish_by) == ("free", 1.0, 1, None)
+    assert (spec.terms.tenant, spec.terms.weight, spec.terms.priority, spec.terms.finish_by) == ("free", 1.0, 1, None)
 
 
 def test_a_router_that_asks_for_no_key_vouches_for_nobody(replica):
@@ -95,9 +95,9 @@ def test_a_replica_waits_no_longer_than_what_is_left_whatever_the_body_says(repl
     left = {name.decode(): value.decode() for name, value in time_left_headers(limits, 1.5)}
     spec = asked(replica, told("small") | left, timeout_ms=90_000, queue_timeout_ms=90_000)[1]
     assert spec is not None
-    assert spec.ttft_slo_s == 0.5
-    assert spec.finish_by == pytest.approx(spec.arrived_at + 58.5)
-    assert spec.start_by == pytest.approx(spec.arrived_at + 90.0)
+    assert spec.terms.ttft_slo_s == 0.5
+    assert spec.terms.finish_by == pytest.approx(spec.arrived_at + 58.5)
+    assert spec.terms.start_by == pytest.approx(spec.arrived_at + 90.0)
     assert time_left(dict(time_left_headers(limits, 1.0))) == TimeLimits(1.0, None, 59.0)
     assert min(time_left(dict(time_left_headers(limits, 3.0)))[::2]) > 0  # type: ignore[type-var]
 

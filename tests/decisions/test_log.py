@@ -15,7 +15,7 @@ from msgspec import structs
 from maitred.core.clock import ManualClock
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError
-from maitred.core.request import FinishReason, RequestState, ResumePoint, SamplingParams
+from maitred.core.request import NO_TERMS, FinishReason, RequestState, ResumePoint, SamplingParams
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder, read_log
 from maitred.decisions.log import (
@@ -308,7 +308,7 @@ def test_requests_that_another_engine_began_are_replayed_with_the_output_they_br
     records: list[StepRecord] = []
     core = EngineCore(scheduler, TimedExecutor(clock), clock, Recorder(records.append))
     for request in random_workload(chooser)[:12]:
-        spec = structs.replace(request.spec, start_by=None, finish_by=None)
+        spec = structs.replace(request.spec, terms=NO_TERMS)
         known = list(spec.prompt_token_ids)
         if spec.max_tokens > 1 and spec.sample_index != 1:
             output = [loud_token(spec.request_id, i) for i in range(1, spec.max_tokens)]
@@ -458,8 +458,8 @@ def test_a_file_that_is_no_log_and_a_log_of_another_version_are_refused():
         read_log([b"hello\n"])
     with pytest.raises(ConfigError, match="is this a decision log"):
         read_log([])
-    header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=9)
-    with pytest.raises(ConfigError, match="version 9, this maitred reads version 10; read it with"):
+    header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=10)
+    with pytest.raises(ConfigError, match="version 10, this maitred reads version 11; read it with"):
         read_log([msgspec.msgpack.encode(header)])
 
 

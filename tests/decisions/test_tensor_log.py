@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from maitred.core.request import FinishReason
+from maitred.core.request import FinishReason, Terms
 from maitred.core.step import RequestProgress
 from maitred.core.tensor_request import (
     Batch,
@@ -86,11 +86,13 @@ class TensorRun:
                 arrived_at=self.now,
                 lane=LaneKey(model, 1, self.dice.choose(["", "x"])),
                 work=float(self.dice.between(1, 30)),
-                tenant=f"t{self.dice.between(0, 2)}",
-                priority=self.dice.between(0, 2),
+                terms=Terms(
+                    tenant=f"t{self.dice.between(0, 2)}",
+                    priority=self.dice.between(0, 2),
+                    finish_by=self.dice.choose([None, None, self.now + 0.1]),
+                    key_id="secret-key-id",
+                ),
                 level=self.dice.between(0, 2),
-                finish_by=self.dice.choose([None, None, self.now + 0.1]),
-                key_id="secret-key-id",
             )
             self.num_tensors += 1
             self.scheduler.add_tensor(TensorRequest(spec), self.now)

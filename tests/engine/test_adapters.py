@@ -16,7 +16,7 @@ import pytest
 
 from maitred.core.clock import WallClock
 from maitred.core.errors import CheckpointError, ConfigError
-from maitred.core.request import FinishReason, RequestSpec, SamplingParams
+from maitred.core.request import FinishReason, RequestSpec, SamplingParams, Terms
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.frames import KnowAdapters
@@ -364,7 +364,7 @@ async def test_who_waits_for_an_adapter_too_long_is_given_up(tmp_path: Path):
     try:
         facts = await client.adapters.load(AdapterFolder("a", str(write(tmp_path / "a")), None))
         may_read.clear()
-        late = msgspec.structs.replace(request("late", facts), start_by=0.0)
+        late = msgspec.structs.replace(request("late", facts), terms=Terms(start_by=0.0))
         assert await ends(client, late) == (FinishReason.QUEUE_TIMEOUT, None)
     finally:
         may_read.set()

@@ -11,7 +11,7 @@ import pytest
 
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.core.clock import ManualClock
-from maitred.core.request import SamplingParams
+from maitred.core.request import SamplingParams, Terms
 from maitred.engine import kv_tiers
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.intake import make_requests
@@ -275,7 +275,12 @@ def test_a_deadline_ends_a_request_that_waits_for_kv(make):
     again, reading, let_go = make(first.tier), threading.Event(), threading.Event()
     again.tier.before_read = lambda: (reading.set(), let_go.wait(20))[0]
     (spec,) = make_requests(
-        again.parts.model, PROMPT, SamplingParams(), request_id="b", now=0.0, finish_by=again.core._clock.now()
+        again.parts.model,
+        PROMPT,
+        SamplingParams(),
+        request_id="b",
+        now=0.0,
+        terms=Terms(finish_by=again.core._clock.now()),
     )
     again.tokens["b"] = []
     again.core.add(spec)

@@ -11,11 +11,12 @@ from maitred.fleet.config import FleetConfig
 from maitred.fleet.core import ClusterCore
 from maitred.fleet.fleet_request import FleetRequest, Usage
 from maitred.fleet.replicas import ReplicaFacts
+from tests.fakes import with_terms
 
 
 def make_request(request_id: str, arrived_at: float = 0.0, **fields: Any) -> FleetRequest:
     return FleetRequest(
-        **{"request_id": request_id, "arrived_at": arrived_at, "num_bytes": 400, "max_tokens": 8} | fields
+        **{"request_id": request_id, "arrived_at": arrived_at, "num_bytes": 400, "max_tokens": 8} | with_terms(fields)
     )
 
 

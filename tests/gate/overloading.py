@@ -102,7 +102,7 @@ class OverloadedServer:
             },
         )
         try:
-            lease = self.gate.enter(self._caller, Ask(priority=spec.priority), at)
+            lease = self.gate.enter(self._caller, Ask(priority=spec.terms.priority), at)
             (spec,), shed = self.gate.admit(lease, [spec], at)
         except Overloaded as error:
             outcome.num_refused += 1

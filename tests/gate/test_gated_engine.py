@@ -48,7 +48,7 @@ class GatedEngine:
 
     async def all_of(self, spec: RequestSpec) -> list[RequestProgress]:
         now = WallClock().now()
-        lease = self.gate.enter(anybody(), Ask(priority=spec.priority), now)
+        lease = self.gate.enter(anybody(), Ask(priority=spec.terms.priority), now)
         admitted = self.gate.admit(lease, [spec], now)
         for request_id in admitted.shed:
             self.client.abort(request_id, FinishReason.SHED)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-
-import msgspec
+from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.core.errors import InvalidRequest, ModelNotFound, Overloaded
@@ -27,6 +26,7 @@ from maitred.policy.policies import POLICIES
 from maitred.policy.policy import Policy, Rank, arrival_term, by_arrival
 from maitred.policy.queued import Queued
 from maitred.scheduler.lanes import Lanes
+from tests.fakes import with_terms
 from tests.scheduler.slow_lanes import SlowLanes
 
 CONFIG = SchedulerConfig(ageing_s=5.0, ageing_tokens_per_s=4.0, default_ttft_slo_s=3.0, prefill_tokens_per_s=8.0)
@@ -69,10 +69,9 @@ def fewest_running(config: SchedulerConfig) -> Policy:
 MAKERS = {**POLICIES, "fewest_running": fewest_running}
 
 
-def make_tensor(request_id: str = "t0", model: str = "m", *, bucket: str = "", **fields: object) -> TensorRequest:
+def make_tensor(request_id: str = "t0", model: str = "m", *, bucket: str = "", **fields: Any) -> TensorRequest:
     lane = LaneKey(model, 1, bucket)
-    spec = {"arrived_at": 0.0, **fields, "request_id": request_id, "lane": lane}
-    return TensorRequest(msgspec.convert(spec, TensorSpec))
+    return TensorRequest(TensorSpec(request_id=request_id, lane=lane, **with_terms({"arrived_at": 0.0, **fields})))
 
 
 def policy_named(name: str) -> Policy:

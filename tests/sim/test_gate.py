@@ -71,7 +71,7 @@ def test_without_a_file_the_workloads_own_tenants_stay_as_they_are():
     Simulation(setup(num_blocks=1024), COSTS, Results(), tenants=described.tenants, observer=seen).run(
         described.arrivals()
     )
-    assert [(spec.tenant, spec.priority, spec.weight) for spec in seen.specs] == [("a", 0, 2)]
+    assert [(spec.terms.tenant, spec.terms.priority, spec.terms.weight) for spec in seen.specs] == [("a", 0, 2)]
 
 
 def refused(config: AdmissionConfig, arrivals: list[Arrival], policy: str = "fcfs") -> dict[str, int]:

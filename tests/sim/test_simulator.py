@@ -159,7 +159,7 @@ def live_request(asked: Arrival) -> RequestState:
         prompt=asked.prompt_tokens,
         max_tokens=asked.output_tokens,
         arrived_at=asked.at,
-        priority=asked.urgency,
+        priority=asked.terms.priority,
         predicted_output_tokens=float(asked.output_tokens),
     )
 

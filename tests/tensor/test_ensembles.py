@@ -14,6 +14,7 @@ from maitred.tensor.check import check
 from maitred.tensor.config import parse_config
 from maitred.tensor.control import ControlMode
 from maitred.tensor.ensembles import EnsembleRun, plan_of
+from tests.fakes import with_terms
 from tests.tensor.ensembles import DIAMOND, scale_model, write_diamond
 from tests.tensor.models import write_model
 from tests.tensor.test_local import served
@@ -107,7 +108,9 @@ def test_models_check_looks_for_the_steps_beside_an_ensemble(tmp_path):
 
 def ask(request_id, *values, model="diamond", name="IN", **fields):
     array = np.repeat(np.array(values, np.float32)[:, None], 4, 1)
-    return InferRequest(request_id=request_id, model=model, inputs=(tensor_of(name, array, "TYPE_FP32"),), **fields)
+    return InferRequest(
+        request_id=request_id, model=model, inputs=(tensor_of(name, array, "TYPE_FP32"),), **with_terms(fields)
+    )
 
 
 def test_an_ensemble_is_loaded_with_its_steps_and_answers_as_they_do(tmp_path):

@@ -13,6 +13,7 @@ from maitred.core.tensor_request import InferRequest, Tensor
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.control import ControlMode
 from maitred.tensor.local import LocalTensorService
+from tests.fakes import with_terms
 from tests.tensor.models import add_model, write_model
 
 BATCHED = """
@@ -40,7 +41,7 @@ async def served(repository, mode=ControlMode.NONE, load=()):
 
 def request(request_id, *arrays, **fields):
     inputs = tuple(tensor_of(f"INPUT{at}", array, "TYPE_FP32") for at, array in enumerate(arrays))
-    return InferRequest(request_id=request_id, model="add", inputs=inputs, **fields)
+    return InferRequest(request_id=request_id, model="add", inputs=inputs, **with_terms(fields))
 
 
 def rows(*values, width=16):

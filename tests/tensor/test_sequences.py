@@ -17,6 +17,7 @@ from maitred.core.tensor_request import InferRequest, SequenceControl
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.control import ControlMode
 from maitred.tensor.sequences import SequenceBook, SequenceFlow
+from tests.fakes import with_terms
 from tests.tensor.models import model_of, wheel_file
 from tests.tensor.test_local import served
 
@@ -154,7 +155,7 @@ def sums(repository, *, strategy="oldest { max_candidate_sequences: 4 }", initia
 def ask(request_id, value, sequence, *, start=False, end=False, **fields):
     tensor = tensor_of("IN", np.array([[value]], np.float32), "TYPE_FP32")
     control = None if sequence is None else SequenceControl(correlation_id=sequence, start=start, end=end)
-    return InferRequest(request_id=request_id, model="sums", inputs=(tensor,), sequence=control, **fields)
+    return InferRequest(request_id=request_id, model="sums", inputs=(tensor,), sequence=control, **with_terms(fields))
 
 
 def value(answer, name="OUT"):

@@ -191,6 +191,54 @@ class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
     opened: bool = False  # the prompt ends with the first
 
 
+class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Terms of a request: its tenant, and by when it is to be served. Clients ask for some; the gate grants the rest,
+    and every record of the request holds what it granted.
+    """
+
+    tenant: str = ""
+    key_id: str = ""  # of the API key that asked; for the ledger alone
+    weight: float = 1.0  # of the tenant: twice the weight, twice the fair share
+    priority: int = 0  # 0 is most urgent
+    ttft_slo_s: float | None = None  # objective (s) from arrival to the first output; None has none
+    start_by: float | None = None  # s, Clock.now(): given up if it is in no step by then; None waits for ever
+    finish_by: float | None = None  # s, Clock.now(): given up if it is not done by then; None takes its time
+
+
+NO_TERMS = Terms()
+
+
+class UnderTerms:
+    """A request's terms as a policy asks for them (`policy.queued.Queued`)."""
+
+    __slots__ = ()
+    terms: Terms
+
+    @property
+    def tenant(self) -> str:
+        return self.terms.tenant
+
+    @property
+    def weight(self) -> float:
+        return self.terms.weight
+
+    @property
+    def priority(self) -> int:
+        return self.terms.priority
+
+    @property
+    def ttft_slo_s(self) -> float | None:
+        return self.terms.ttft_slo_s
+
+    @property
+    def start_by(self) -> float | None:
+        return self.terms.start_by
+
+    @property
+    def finish_by(self) -> float | None:
+        return self.terms.finish_by
+
+
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Specification of one sample of one prompt. It never changes; `msgspec.structs.replace` makes another.
 
@@ -210,16 +258,10 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     seed: int = 0  # resolved: always set, in [0, 2**63)
     sample_index: int = 0  # 0..n-1
     parent_id: str | None = None  # None when n == 1
-    priority: int = 0  # 0 is most urgent
-    tenant: str = ""
-    weight: float = 1.0  # of its tenant: twice the weight, twice the fair share
-    ttft_slo_s: float | None = None  # objective (s) from arrival to the first token; None has none
-    start_by: float | None = None  # s, Clock.now(): given up if it is in no step by then; None waits for ever
-    finish_by: float | None = None  # s, Clock.now(): given up if it is not done by then; None takes its time
+    terms: Terms = NO_TERMS
     features: tuple[float, ...] = ()  # of the prompt's text, for a predictor; made at intake
     predicted_output_tokens: float | None = None  # None asks the scheduler's predictor
     cache_salt: str = ""  # requests of unlike salt never share cached blocks
-    key_id: str = ""  # of the API key that asked; for the ledger alone
     eos_token_ids: tuple[int, ...] = ()  # the model's, before ignore_eos
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # sampling.bad_words, tokenised
     grammar: str = ""  # what the output is bound to, as llguidance takes it: JSON or Lark; empty binds nothing
@@ -264,7 +306,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 @dataclass(slots=True, eq=False)
-class RequestState:
+class RequestState(UnderTerms):
     """A request in its scheduler, which alone writes here; `spec` is what was asked.
 
     Most properties are those that a policy may ask of a queued request (`policy.queued.Queued`).
@@ -272,6 +314,7 @@ class RequestState:
 
     spec: RequestSpec
     request_id: str = field(init=False)
+    terms: Terms = field(init=False)
     # hashes of full blocks of known tokens, prompt first; extended by KVCacheManager
     block_hashes: list[bytes] = field(init=False)
     output_token_ids: list[int] = field(default_factory=list)
@@ -302,7 +345,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         spec, point = self.spec, self.spec.resumed
-        self.request_id = spec.request_id
+        self.request_id, self.terms = spec.request_id, spec.terms
         self.block_hashes = list(spec.block_hashes)
         self.predicted_output_tokens = spec.predicted_output_tokens
         if point is None:
@@ -329,32 +372,8 @@ class RequestState:
         return self.spec.max_tokens
 
     @property
-    def priority(self) -> int:
-        return self.spec.priority
-
-    @property
-    def tenant(self) -> str:
-        return self.spec.tenant
-
-    @property
-    def weight(self) -> float:
-        return self.spec.weight
-
-    @property
     def features(self) -> tuple[float, ...]:
         return self.spec.features
-
-    @property
-    def ttft_slo_s(self) -> float | None:
-        return self.spec.ttft_slo_s
-
-    @property
-    def start_by(self) -> float | None:
-        return self.spec.start_by
-
-    @property
-    def finish_by(self) -> float | None:
-        return self.spec.finish_by
 
     @property
     def num_tokens(self) -> int:

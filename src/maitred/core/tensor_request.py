@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from maitred.core.errors import ModelNotFound
-from maitred.core.request import Charges, FinishReason, RequestStatus
+from maitred.core.request import NO_TERMS, Charges, FinishReason, RequestStatus, Terms, UnderTerms
 from maitred.core.step import RequestTiming
 
 if TYPE_CHECKING:
@@ -43,24 +43,19 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     work: float = 1.0  # predicted seconds of computing, as input tokens at the measured prefill rate
     level: int = 0  # Triton's priority, 1 is most urgent; 0 is the model's default level
     timeout_s: float | None = None  # for the queue, where the model lets a request have its own
-    priority: int = 0  # for the policy, as a chat's: 0 is most urgent
-    tenant: str = ""
-    weight: float = 1.0  # of its tenant
-    ttft_slo_s: float | None = None  # objective (s) from arrival to the answer
-    start_by: float | None = None  # s, Clock.now(): given up if it is in no batch by then
-    finish_by: float | None = None  # s, Clock.now(): given up if it is not done by then
-    key_id: str = ""  # of the API key that asked; for the ledger alone
+    terms: Terms = NO_TERMS  # for the policy, as a chat's
     num_tokens: int = 0  # of the text that its inputs are; for the ledger alone
 
 
 @dataclass(slots=True, eq=False)
-class TensorRequest:
+class TensorRequest(UnderTerms):
     """A tensor request in its scheduler, which alone writes here. To a policy (`policy.queued.Queued`) its inputs are
     its work in tokens, and its answer is one output.
     """
 
     spec: TensorSpec
     request_id: str = field(init=False)
+    terms: Terms = field(init=False)
     arrived_at: float = field(init=False)
     num_inputs: int = field(init=False)
     start_by: float | None = field(init=False)  # the spec's, or the model's timeout if that is earlier
@@ -80,32 +75,12 @@ class TensorRequest:
     finished_at: float | None = None  # s
 
     def __post_init__(self) -> None:
-        self.request_id, self.arrived_at = self.spec.request_id, self.spec.arrived_at
-        self.num_inputs, self.start_by = max(1, round(self.spec.work)), self.spec.start_by
+        self.request_id, self.arrived_at, self.terms = self.spec.request_id, self.spec.arrived_at, self.spec.terms
+        self.num_inputs, self.start_by = max(1, round(self.spec.work)), self.terms.start_by
 
     @property
     def num_rows(self) -> int:
         return self.spec.num_rows
-
-    @property
-    def tenant(self) -> str:
-        return self.spec.tenant
-
-    @property
-    def weight(self) -> float:
-        return self.spec.weight
-
-    @property
-    def priority(self) -> int:
-        return self.spec.priority
-
-    @property
-    def ttft_slo_s(self) -> float | None:
-        return self.spec.ttft_slo_s
-
-    @property
-    def finish_by(self) -> float | None:
-        return self.spec.finish_by
 
     @property
     def max_outputs(self) -> int:
@@ -253,7 +228,7 @@ class SequenceControl(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Inference request; it has its caller, as a chat's RequestSpec has."""
+    """Inference request."""
 
     request_id: str  # ours, unique
     model: str
@@ -266,13 +241,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     timeout_s: float | None = None  # for the queue, where the model lets a request have its own
     sequence: SequenceControl | None = None
     num_tokens: int = 0  # of the text that its inputs are; for the ledger
-    priority: int = 0  # of the policy, as a chat's
-    tenant: str = ""
-    weight: float = 1.0
-    key_id: str = ""
+    terms: Terms = NO_TERMS
     arrived_at: float = 0.0  # s, Clock.now()
-    start_by: float | None = None  # s, Clock.now()
-    finish_by: float | None = None  # s, Clock.now()
 
     @property
     def adapter(self) -> str:

@@ -25,7 +25,7 @@ from maitred.decisions.log import (
     arrived_of,
 )
 
-VERSION = 10
+VERSION = 11
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -243,7 +243,7 @@ class Recorder:
         self._events.append(ModelUnloaded(now, name, version))
 
     def tensor_added(self, spec: TensorSpec, now: float) -> None:
-        self._events.append(TensorArrived(now, replace(spec, key_id="")))
+        self._events.append(TensorArrived(now, replace(spec, terms=replace(spec.terms, key_id=""))))
 
     def tensor_ended(self, request_id: str, reason: FinishReason, now: float) -> None:
         """Note the end of a tensor request, also of one whose batch still runs."""
@@ -302,7 +302,7 @@ def arrived_of(arrival: Arrival) -> Arrived:
             features=(),
             predicted_output_tokens=request.predicted_output_tokens,
             cache_salt="",
-            key_id="",
+            terms=replace(spec.terms, key_id=""),
             eos_token_ids=(),
             bad_word_token_ids=(),
             grammar="",

@@ -502,7 +502,7 @@ class EngineClient(Replica, Owner):
         if self._memory is not None and isinstance(live, LiveTensor) and live.frame is not None:
             self._memory.end(live.frame)
         if last.charges is not None:
-            self.on_computed(live.spec.tenant, last.charges.compute_us)
+            self.on_computed(live.spec.terms.tenant, last.charges.compute_us)
 
     def _account(self, progress: list[RequestProgress], num_queued: int) -> None:
         """Count progress, and pass it to the listener of all requests."""

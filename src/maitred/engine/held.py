@@ -81,8 +81,9 @@ class HeldRequests:
 
 
 def _over(spec: RequestSpec, now: float) -> FinishReason | None:
-    if spec.finish_by is not None and now >= spec.finish_by:
+    terms = spec.terms
+    if terms.finish_by is not None and now >= terms.finish_by:
         return FinishReason.TIMEOUT
-    if spec.start_by is not None and spec.resumed is None and now >= spec.start_by:
+    if terms.start_by is not None and spec.resumed is None and now >= terms.start_by:
         return FinishReason.QUEUE_TIMEOUT
     return None

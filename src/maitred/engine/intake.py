@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from maitred.config import NO_MODEL
 from maitred.core.errors import InvalidRequest, PromptTooLong, TooManyTokens
-from maitred.core.request import MAX_SEED, RequestSpec, SamplingParams, ThinkingLimit
+from maitred.core.request import MAX_SEED, NO_TERMS, RequestSpec, SamplingParams, Terms, ThinkingLimit
 from maitred.engine.model_facts import AdapterFacts, Footprint
 from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kv.prefix_cache import hash_blocks, root_hash
@@ -67,12 +67,8 @@ def make_requests(
     *,
     request_id: str,
     now: float,
-    priority: int = 0,
+    terms: Terms = NO_TERMS,
     cache_salt: str = "",
-    tenant: str = "",
-    ttft_slo_s: float | None = None,
-    start_by: float | None = None,
-    finish_by: float | None = None,
     add_special_tokens: bool = True,
     new_seed: Callable[[], int] = random_seed,
     grammar: str = "",
@@ -111,11 +107,7 @@ def make_requests(
             arrived_at=now,
             max_tokens=max_tokens,
             seed=seed,
-            priority=priority,
-            tenant=tenant,
-            ttft_slo_s=ttft_slo_s,
-            start_by=start_by,
-            finish_by=finish_by,
+            terms=terms,
             cache_salt=cache_salt,
             eos_token_ids=model.eos_token_ids,
             bad_word_token_ids=bad_words,

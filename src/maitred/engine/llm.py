@@ -24,7 +24,7 @@ from maitred.config import (
 )
 from maitred.core.clock import WallClock
 from maitred.core.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest, did_you_mean
-from maitred.core.request import FinishReason, SamplingParams
+from maitred.core.request import FinishReason, SamplingParams, Terms
 from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.grammar_check import GrammarChecker
@@ -175,7 +175,7 @@ class LLM:
                 params,
                 request_id=f"llm-{next(self._ids)}",
                 now=now,
-                priority=urgency,
+                terms=Terms(priority=urgency),
                 add_special_tokens=add_special_tokens,
                 grammar=grammar,
                 adapter=adapter,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from maitred.core.request import RequestSpec
+from maitred.core.request import NO_TERMS, RequestSpec, Terms, UnderTerms
 
 BYTES_PER_TOKEN = 4  # of a prompt that has no text; as a core takes it until usage tells
 
@@ -18,7 +18,7 @@ class Place(Enum):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class FleetRequest:
+class FleetRequest(UnderTerms):
     """Implements `policy.queued.Queued`, `policy.predictor.Foretold` and `storage.ledger.Owned`. Read from the body
     once; no token is in it.
     """
@@ -28,13 +28,7 @@ class FleetRequest:
     num_bytes: int  # of the prompt; tokens are estimated from them
     max_tokens: int  # most output tokens, of one sample
     model: str | None = None  # None takes any
-    tenant: str = ""
-    key_id: str = ""  # of the tenant's, for its ledger
-    weight: float = 1.0
-    priority: int = 0
-    ttft_slo_s: float | None = None
-    start_by: float | None = None
-    finish_by: float | None = None
+    terms: Terms = NO_TERMS
     num_samples: int = 1  # n: as many slots are taken
     keys: tuple[int, ...] = ()  # of its prefixes, see prefix_keys
     hash_key: int | None = None  # of its session, cache key or user
@@ -96,12 +90,7 @@ def request_of(spec: RequestSpec, keys: tuple[int, ...], hash_key: int | None = 
         num_bytes=BYTES_PER_TOKEN * spec.num_prompt_tokens,
         num_counted=spec.num_prompt_tokens,
         max_tokens=spec.max_tokens,
-        tenant=spec.tenant,
-        weight=spec.weight,
-        priority=spec.priority,
-        ttft_slo_s=spec.ttft_slo_s,
-        start_by=spec.start_by,
-        finish_by=spec.finish_by,
+        terms=spec.terms,
         keys=keys,
         hash_key=hash_key,
     )

@@ -253,8 +253,8 @@ def waiting_request(
     return WaitingRequest(
         position=0,
         request_id=spec.request_id,
-        priority=spec.priority,
-        tenant=spec.tenant,
+        priority=spec.terms.priority,
+        tenant=spec.terms.tenant,
         age_s=now - spec.arrived_at,
         num_prompt_tokens=spec.num_prompt_tokens,
         num_output_tokens=num_output,
@@ -271,8 +271,8 @@ def queued_request(live: LiveRequest, reason: str) -> QueuedRequest:
     spec = live.spec
     return QueuedRequest(
         id=short_id(spec.request_id),
-        tenant=spec.tenant,
-        priority=spec.priority,
+        tenant=spec.terms.tenant,
+        priority=spec.terms.priority,
         state="waiting",
         num_prompt_tokens=spec.num_prompt_tokens,
         num_output_tokens=len(live.output_token_ids),
@@ -398,7 +398,9 @@ class WorkerRequests:
                 for live in prompt.samples.values():
                     worker.client.let_go(live.request_id)
                     if live.charges.first_scheduled_at is not None:
-                        prompt.request.start_by = None  # it was in a step in time
+                        prompt.request.terms = msgspec.structs.replace(
+                            prompt.request.terms, start_by=None
+                        )  # it was in a step in time
                 prompt.worker = None
                 self.do(self._core.failed(prompt.request.request_id, NOBODYS_FAULT, now))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from maitred.config import AdmissionConfig, SchedulerConfig
 from maitred.core.errors import Overloaded
-from maitred.core.request import FinishReason
+from maitred.core.request import FinishReason, Terms
 
 PROMPT_WEIGHT = 0.25
 UNKNOWN_OUTPUT = 128  # tokens, until answers were seen
@@ -70,10 +70,7 @@ class Queueable(Protocol):
     def max_tokens(self) -> int: ...
 
     @property
-    def priority(self) -> int: ...
-
-    @property
-    def ttft_slo_s(self) -> float | None: ...
+    def terms(self) -> Terms: ...
 
     @property
     def arrived_at(self) -> float: ...
@@ -141,14 +138,15 @@ class AdmissionController:
         Raises Overloaded. Further samples of a prompt go with the first, which was admitted just before.
         """
         work = PROMPT_WEIGHT * request.num_prompt_tokens + self._mean_output.expected(request.max_tokens)
-        caller = _Caller(request.priority, request.ttft_slo_s, request.num_prompt_tokens, request.arrived_at)
+        terms = request.terms
+        caller = _Caller(terms.priority, terms.ttft_slo_s, request.num_prompt_tokens, request.arrived_at)
         verdict = self._judge(caller, now) if request.sample_index == 0 else _LET_IN
         if verdict.reason is not None:
             raise self._turned_away(verdict.reason, work, now)
         for request_id in verdict.shed:
             self._stop_waiting(request_id)
         entry = _Admitted(
-            priority=request.priority,
+            priority=terms.priority,
             num_prompt_tokens=request.num_prompt_tokens,
             work=work,
             admitted_at=now,

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from maitred.config import AdmissionConfig, SchedulerConfig
 from maitred.core.errors import InvalidRequest, MaitredError, Overloaded
-from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.request import FinishReason, RequestSpec, Terms
 from maitred.core.step import RequestProgress
 from maitred.gate.admission import MIN_RETRY_S, AdmissionController, Queueable
 from maitred.gate.terms import (
     NO_LIMITS,
     TimeLimits,
     cap_max_tokens,
+    granted,
     granted_priority,
     num_prompt_tokens,
-    within,
 )
 from maitred.tenancy.caller import Caller
 from maitred.tenancy.quota import QuotaLease
@@ -58,6 +60,10 @@ class Lease:
     request_ids: tuple[str, ...] = ()  # once admitted
     waiting: set[str] = field(default_factory=set)  # of them, without a first token
     ended: bool = False
+
+    def terms(self, asked: Terms, arrived_at: float) -> Terms:
+        """Terms of a request under this lease that asked for these."""
+        return granted(asked, self.caller, self.priority, self.limits, arrived_at)
 
     def tokens_came(self, request_id: str, num_tokens: int, now: float) -> None:
         """Count tokens of one of its samples; with the first its wait is over, for quota and queue alike."""
@@ -184,9 +190,7 @@ class Gate:
 
     def _under_terms(self, lease: Lease, specs: Sequence[RequestSpec], now: float) -> list[RequestSpec]:
         caller, tenant = lease.caller, lease.caller.tenant
-        terms: dict[str, Any] = {"priority": lease.priority}
         if not caller.is_anybody:
             silent = caller.quota.silent_max_tokens(num_prompt_tokens(specs), len(specs), now)
             specs = cap_max_tokens(cap_max_tokens(specs, tenant.default_max_tokens), silent)
-            terms |= {"tenant": tenant.name, "weight": tenant.weight, "key_id": caller.key_id}
-        return [within(spec, lease.limits, **terms) for spec in specs]
+        return [replace(spec, terms=lease.terms(spec.terms, spec.arrived_at)) for spec in specs]

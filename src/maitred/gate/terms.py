@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from maitred.core.errors import PermissionDenied
-from maitred.core.request import RequestSpec
+from maitred.core.request import RequestSpec, Terms
+from maitred.tenancy.caller import Caller
 from maitred.tenancy.tenant import Tenant
 
 
@@ -24,6 +25,14 @@ class TimeLimits(NamedTuple):
         if other == NO_LIMITS:
             return self
         return other if self == NO_LIMITS else TimeLimits(*map(_stricter, self, other))
+
+    def asked(self, now: float) -> Terms:
+        """Terms of a request that came now, with these limits alone."""
+        return Terms(
+            ttft_slo_s=self.ttft_slo_s,
+            start_by=_after(now, self.queue_timeout_s),
+            finish_by=_after(now, self.timeout_s),
+        )
 
 
 NO_LIMITS = TimeLimits()
@@ -41,14 +50,17 @@ def granted_priority(tenant: Tenant, asked: int | None) -> int:
     return asked
 
 
-def within(spec: RequestSpec, limits: TimeLimits, **terms: Any) -> RequestSpec:
-    """`spec` with the stricter of its own time limits and these, and other fields as `terms` say."""
-    return replace(
-        spec,
-        **terms,
-        ttft_slo_s=_stricter(spec.ttft_slo_s, limits.ttft_slo_s),
-        start_by=_stricter(spec.start_by, _after(spec.arrived_at, limits.queue_timeout_s)),
-        finish_by=_stricter(spec.finish_by, _after(spec.arrived_at, limits.timeout_s)),
+def granted(asked: Terms, caller: Caller, priority: int, limits: TimeLimits, arrived_at: float) -> Terms:
+    """The terms asked for, within the caller's and the server's: the stricter time limits, the tenant's weight."""
+    known = None if caller.is_anybody else caller.tenant
+    return Terms(
+        tenant=asked.tenant if known is None else known.name,
+        key_id=asked.key_id if known is None else caller.key_id,
+        weight=asked.weight if known is None else known.weight,
+        priority=priority,
+        ttft_slo_s=_stricter(asked.ttft_slo_s, limits.ttft_slo_s),
+        start_by=_stricter(asked.start_by, _after(arrived_at, limits.queue_timeout_s)),
+        finish_by=_stricter(asked.finish_by, _after(arrived_at, limits.timeout_s)),
     )
 
 

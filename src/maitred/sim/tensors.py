@@ -14,7 +14,7 @@ from math import ceil
 from random import Random
 
 from maitred.core.errors import MaitredError, ModelNotFound, Overloaded
-from maitred.core.request import FinishReason
+from maitred.core.request import FinishReason, Terms
 from maitred.core.step import RequestProgress
 from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.scheduler.scheduler import Scheduler
@@ -298,10 +298,12 @@ class TensorSimulation:
             lane=LaneKey(arrival.model, version, model.bucket(arrival.length)),
             num_rows=arrival.num_rows,
             work=seconds * TOKENS_PER_S,
-            priority=arrival.priority,
-            tenant=arrival.tenant,
-            weight=arrival.weight,
-            finish_by=None if arrival.deadline_s is None else arrival.at + arrival.deadline_s,
+            terms=Terms(
+                tenant=arrival.tenant,
+                weight=arrival.weight,
+                priority=arrival.priority,
+                finish_by=None if arrival.deadline_s is None else arrival.at + arrival.deadline_s,
+            ),
         )
 
     def _take_in(self, at: float, number: int) -> None:

@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import NamedTuple, Protocol
 
 from maitred.core.errors import ConfigError
-from maitred.core.request import RequestSpec, SamplingParams
+from maitred.core.request import RequestSpec, SamplingParams, Terms
 from maitred.gate.gate import Ask
 from maitred.gate.terms import TimeLimits
 from maitred.tenancy.tenant import Tenant
@@ -56,9 +56,16 @@ class Arrival:
     turns: tuple[Turn, ...] = ()  # still to come
 
     @property
-    def urgency(self) -> int:
-        """Return the priority, 0 without one."""
-        return self.priority or 0
+    def terms(self) -> Terms:
+        """Terms that the request asks for, before any gate."""
+        return Terms(
+            tenant=self.tenant,
+            weight=self.weight,
+            priority=self.priority or 0,
+            ttft_slo_s=self.ttft_slo_s,
+            start_by=None if self.start_within_s is None else self.at + self.start_within_s,
+            finish_by=None if self.deadline_s is None else self.at + self.deadline_s,
+        )
 
 
 class Workload(Protocol):
@@ -107,12 +114,7 @@ def request_of(arrival: Arrival, block_size: int) -> RequestSpec:
         arrived_at=at,
         num_prompt_tokens=arrival.prompt_tokens,
         max_tokens=arrival.max_tokens,
-        priority=arrival.urgency,
-        tenant=arrival.tenant,
-        weight=arrival.weight,
-        ttft_slo_s=arrival.ttft_slo_s,
-        start_by=None if arrival.start_within_s is None else at + arrival.start_within_s,
-        finish_by=None if arrival.deadline_s is None else at + arrival.deadline_s,
+        terms=arrival.terms,
         block_hashes=block_hashes(arrival, 0, arrival.prompt_tokens // block_size, block_size),
     )
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from maitred.core.errors import Unavailable
-from maitred.core.request import NO_CHARGES, Charges, FinishReason
+from maitred.core.request import NO_CHARGES, Charges, FinishReason, Terms
 from maitred.storage.ledger_file import (
     CACHED,
     INTERRUPTED,
@@ -64,13 +64,7 @@ class Owned(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def tenant(self) -> str: ...
-
-    @property
-    def key_id(self) -> str: ...
-
-    @property
-    def priority(self) -> int: ...
+    def terms(self) -> Terms: ...
 
     @property
     def sample_index(self) -> int: ...
@@ -307,14 +301,15 @@ class Ledger:
             except _UNWRITABLE as error:
                 spec, ended = request.spec, True
                 text = "the ledger %s has no row of request %r of tenant %r, %s with %s: %s"
-                logger.error(text, self.path, spec.request_id, spec.tenant, status, tuple(counts), error)
+                logger.error(text, self.path, spec.request_id, spec.terms.tenant, status, tuple(counts), error)
             written.append((entry, counts, ended or last))
         return written
 
     def _owner(self, entry: _OpenRow, now: float) -> tuple[str, str, str, str, float, float]:
         request = entry.request.spec
         model = entry.model if entry.model is not None else request.adapter.partition("@")[0] or self.model
-        return request.tenant, request.key_id, model, tier_of_priority(request.priority), entry.opened_at, now
+        terms = request.terms
+        return terms.tenant, terms.key_id, model, tier_of_priority(terms.priority), entry.opened_at, now
 
     def _row_id(self, file: LedgerFile, entry: _OpenRow) -> str:
         """The row's request id, if no other request of this run had it."""

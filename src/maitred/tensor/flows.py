@@ -45,7 +45,7 @@ _decode = msgspec.msgpack.Decoder(tuple[Tensor, ...]).decode
 def cache_key(request: InferRequest, files_print: bytes) -> bytes:
     """The print of the model's files, and sha256 over it, the tenant, the wanted outputs and the inputs."""
     digest = sha256(files_print)
-    parts: list[bytes | memoryview] = [request.tenant.encode("utf-8", "surrogatepass"), _encode(request.outputs)]
+    parts: list[bytes | memoryview] = [request.terms.tenant.encode("utf-8", "surrogatepass"), _encode(request.outputs)]
     for tensor in sorted(request.inputs, key=lambda each: each.name):
         data = memoryview(tensor.data).cast("B")
         parts += [_encode((tensor.name, tensor.datatype, tensor.shape)), data]
@@ -242,6 +242,9 @@ class EnsembleFlow:
 def _step_request(whole: _Whole, ready: StepInputs, request_id: str) -> InferRequest:
     """Return a step's request. The whole waits to start: once one of its steps has run, no other is late to start."""
     step: Step = ready.step
+    terms = whole.request.terms
+    if whole.first_scheduled_at is not None:
+        terms = msgspec.structs.replace(terms, start_by=None)
     return msgspec.structs.replace(
         whole.request,
         request_id=request_id,
@@ -250,7 +253,7 @@ def _step_request(whole: _Whole, ready: StepInputs, request_id: str) -> InferReq
         label="",
         inputs=ready.inputs,
         outputs=tuple(step.outputs),
-        start_by=whole.request.start_by if whole.first_scheduled_at is None else None,
+        terms=terms,
     )
 
 

@@ -189,12 +189,7 @@ class TensorRunner:
             work=seconds / (self._s_per_token() or PREFILL_S_PER_TOKEN),
             level=request.level,
             timeout_s=request.timeout_s,
-            priority=request.priority,
-            tenant=request.tenant,
-            weight=request.weight,
-            start_by=request.start_by,
-            finish_by=request.finish_by,
-            key_id=request.key_id,
+            terms=request.terms,
             num_tokens=request.num_tokens,
         )
 

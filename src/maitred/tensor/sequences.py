@@ -216,11 +216,11 @@ class _Held:
 
     @property
     def start_by(self) -> float | None:
-        return self.request.start_by
+        return self.request.terms.start_by
 
     @property
     def finish_by(self) -> float | None:
-        return self.request.finish_by
+        return self.request.terms.finish_by
 
     @property
     def first_scheduled_at(self) -> float | None:
@@ -245,7 +245,7 @@ class SequenceFlow:
             return done
         model = self._model(loaded)
         control = _checked(request, loaded.config)
-        key = (request.tenant, control.correlation_id)
+        key = (request.terms.tenant, control.correlation_id)
         turns = model.book.add(request.request_id, key, start=control.start, end=control.end)
         held = self._held[request.request_id] = _Held(request, control, model, done)
         self._deadlines.add(held)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isfinite
 
-from maitred.core.request import RequestState
+from maitred.core.request import RequestState, Terms
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
 from maitred.testing.conformance_lanes import TensorWorld, lane_fair_share_fault, lane_starvation_fault
@@ -134,7 +134,7 @@ def check_endless_load(make: PolicyFactory, scenario: Scenario, execute: Execute
         world = World(make, roomy, execute)
         for _ in range(2 * roomy.max_num_seqs):
             world.add(_rival(world, kind))
-        victim = world.make_request(prompt=8, max_tokens=3, priority=2, tenant="victim")
+        victim = world.make_request(prompt=8, max_tokens=3, terms=Terms(priority=2, tenant="victim"))
         world.add(victim)
         until = world.policy.overtaken_until(victim)
         if not isfinite(until):
@@ -183,7 +183,7 @@ def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute =
                 tenant, priority = f"t{number}", number % 3
                 world.add(
                     world.make_request(
-                        prompt=prompt, max_tokens=output, tenant=tenant, weight=weight, priority=priority
+                        prompt=prompt, max_tokens=output, terms=Terms(tenant=tenant, weight=weight, priority=priority)
                     )
                 )
         moment = world.step()

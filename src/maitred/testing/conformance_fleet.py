@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isfinite
 
-from maitred.core.request import RequestSpec, RequestState
+from maitred.core.request import RequestSpec, RequestState, Terms
 from maitred.core.step import SchedulerOutput
 from maitred.fleet.actions import Action, Bind, Move, Refuse
 from maitred.fleet.binding import use_of
@@ -198,7 +198,7 @@ def check_fleet_endless_load(make: PolicyFactory, scenario: Scenario, balance: s
 
         for _ in range(2 * places):
             world.add(rival(world))
-        victim = world.source.make_request(prompt=8, max_tokens=3, priority=2, tenant="victim")
+        victim = world.source.make_request(prompt=8, max_tokens=3, terms=Terms(priority=2, tenant="victim"))
         world.add(victim)
         asked = world.core.request(victim.request_id)
         assert asked is not None
@@ -235,7 +235,7 @@ def check_fleet_fair_share(make: PolicyFactory, scenario: Scenario, balance: str
                 tenant, priority = f"t{number}", number % 3
                 world.add(
                     world.source.make_request(
-                        prompt=prompt, max_tokens=output, tenant=tenant, weight=weight, priority=priority
+                        prompt=prompt, max_tokens=output, terms=Terms(tenant=tenant, weight=weight, priority=priority)
                     )
                 )
         world.step()

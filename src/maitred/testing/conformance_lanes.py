@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import Any
 
-from maitred.core.request import FinishReason, RequestStatus
+from maitred.core.request import FinishReason, RequestStatus, Terms
 from maitred.core.step import RequestProgress
 from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, Instance, LaneKey, TensorRequest, TensorSpec
 from maitred.policy.parameters import make_policy
@@ -65,9 +65,11 @@ class TensorWorld:
             model=f"m{dice.between(0, self._num_models - 1)}",
             bucket=dice.choose(["", "", "long"]),
             work=float(dice.between(1, LONGEST_WORK)),
-            tenant=f"t{dice.between(0, scenario.num_tenants - 1)}",
-            priority=dice.between(0, scenario.num_priorities - 1),
-            ttft_slo_s=dice.choose([None, None, 0.0, 2.0, 9.0]),
+            terms=Terms(
+                tenant=f"t{dice.between(0, scenario.num_tenants - 1)}",
+                priority=dice.between(0, scenario.num_priorities - 1),
+                ttft_slo_s=dice.choose([None, None, 0.0, 2.0, 9.0]),
+            ),
         )
 
     def make_request(self, now: float, *, model: str = "m0", bucket: str = "", **fields: Any) -> TensorRequest:
@@ -166,7 +168,7 @@ def lane_starvation_fault(make: PolicyFactory, scenario: Scenario, rivals: Itera
     for rival in rivals:
         tensors, now = busy_lane(make, scenario), 0.0
         _add_rivals(tensors, rival, now)
-        victim = tensors.make_request(now, work=float(LONGEST_WORK), priority=2, tenant="victim")
+        victim = tensors.make_request(now, work=float(LONGEST_WORK), terms=Terms(priority=2, tenant="victim"))
         tensors.add(victim, now)
         until = tensors.world.policy.overtaken_until(victim)
         if not isfinite(until):
@@ -208,7 +210,8 @@ def lane_fair_share_fault(
     for _ in range(100):
         for number, (work, _, weight) in enumerate(shapes):
             while sum(one.tenant == f"t{number}" for one in tensors._waiting()) <= scenario.max_num_seqs:
-                tensors.add(tensors.make_request(now, work=float(work), tenant=f"t{number}", weight=weight), now)
+                terms = Terms(tenant=f"t{number}", weight=weight)
+                tensors.add(tensors.make_request(now, work=float(work), terms=terms), now)
         tensors.dispatch(now)
         now += 1.0
         for batch in tensors.lanes.batches:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from maitred.config import SchedulerConfig
-from maitred.core.request import RequestSpec, RequestState, SamplingParams
+from maitred.core.request import RequestSpec, RequestState, SamplingParams, Terms
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import TokenHasher
@@ -237,10 +237,12 @@ class World:
             prompt=dice.between(1, scenario.longest_prompt),
             max_tokens=max_tokens,
             family=dice.between(0, 2) if dice.chance(60) else None,
-            priority=dice.between(0, scenario.num_priorities - 1),
-            tenant=f"t{tenant}",
-            weight=1.0 + tenant % 2,
-            ttft_slo_s=dice.choose([None, None, 0.0, 2.0, 9.0]),
+            terms=Terms(
+                priority=dice.between(0, scenario.num_priorities - 1),
+                tenant=f"t{tenant}",
+                weight=1.0 + tenant % 2,
+                ttft_slo_s=dice.choose([None, None, 0.0, 2.0, 9.0]),
+            ),
             predicted_output_tokens=self._draw_prediction(max_tokens),
         )
 

@@ -23,7 +23,7 @@ from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import NoteTokens
 from maitred.core.errors import InvalidRequest, RequestError
-from maitred.core.request import MAX_SEED, RequestSpec
+from maitred.core.request import MAX_SEED, RequestSpec, Terms
 from maitred.engine.intake import make_requests, random_seed
 from maitred.fleet.told import SEED, TELL, StreamHead, ToldUsage, usage_header
 from maitred.gate.terms import TimeLimits, cap_max_tokens
@@ -157,9 +157,7 @@ def _replayed(app: App, exchange: Exchange, ask: GenerationAsk, lease: HttpLease
         arrived_at=app.clock.now(),
         num_prompt_tokens=0,
         max_tokens=0,
-        priority=lease.priority,
-        tenant=caller.tenant.name,
-        key_id=caller.key_id,
+        terms=Terms(tenant=caller.tenant.name, key_id=caller.key_id, priority=lease.priority),
         adapter=ask.adapter.key if ask.adapter is not None else "",
     )
     app.on_replayed(spec)
@@ -273,6 +271,7 @@ def _batches(
     new_seed: Callable[[], int],
 ) -> list[list[RequestSpec]]:
     now, num_tokens, prediction = app.clock.now(), 0, ask.prediction()
+    terms = limits.asked(now)
     batches: list[list[RequestSpec]] = []
     for position, prompt in enumerate(prompts):
         try:
@@ -283,9 +282,7 @@ def _batches(
                 request_id=f"{next(app.request_numbers):x}.{ask.id}",
                 now=now,
                 cache_salt=cache_salt,
-                ttft_slo_s=limits.ttft_slo_s,
-                start_by=_after(now, limits.queue_timeout_s),
-                finish_by=_after(now, limits.timeout_s),
+                terms=terms,
                 add_special_tokens=ask.add_special_tokens,
                 new_seed=new_seed,
                 grammar=ask.shape_found.grammar,
@@ -312,7 +309,3 @@ def _check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
             "or send fewer tokens at a time",
             param="prompt_logprobs",
         )
-
-
-def _after(now: float, seconds: float | None) -> float | None:
-    return now + seconds if seconds is not None else None

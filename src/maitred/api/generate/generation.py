@@ -104,7 +104,7 @@ class Generation:
         new, outcome, observer = len(delta.token_ids), self.outcome, self._app.observer
         if new:
             gap_s = sample.pace.came(time.monotonic(), new)
-            observer.tokens_came(sample.request.tenant, new, gap_s)
+            observer.tokens_came(sample.request.terms.tenant, new, gap_s)
             outcome.num_tokens_seen[sample.index] += new
             if not self._score_only:
                 sample.num_tokens += new

@@ -11,7 +11,7 @@ from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.core.clock import Clock
 from maitred.core.errors import EngineDead, GenerationFailed, Unavailable
-from maitred.core.request import FinishReason, SamplingParams
+from maitred.core.request import FinishReason, SamplingParams, Terms
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.replica import Replica
 from maitred.gate.gate import Ask, Gate
@@ -101,7 +101,7 @@ class DecodeProbe:
             sampling,
             request_id=f"health-decode-{next(self._numbers)}",
             now=began_at,
-            priority=LEAST_URGENT,
+            terms=Terms(priority=LEAST_URGENT),
         )
         lease = self._gate.enter(anybody(), Ask(num_samples=0, priority=LEAST_URGENT), began_at)
         self._gate.admit(lease, [request], began_at)  # its terms are not used: the request has a limit of its own

@@ -20,7 +20,7 @@ from maitred.api.route.messages import Outgoing, towards_replica
 from maitred.api.route.relay import Relay
 from maitred.api.route.router import Router
 from maitred.core.errors import InvalidRequest, RateLimited, RouteNotFound, Unavailable
-from maitred.core.request import FinishReason
+from maitred.core.request import FinishReason, Terms
 from maitred.fleet.balance import hash_of
 from maitred.fleet.fleet_request import FleetRequest, Usage
 from maitred.fleet.prefix_keys import NO_KEYS, RoutedBody, generate_asked, prefix_keys, read_asked, read_body
@@ -47,11 +47,9 @@ class RouteLease:
     usage: Usage | None = None
     default_max_tokens: int | None = None  # of each sample, where the request names none
 
-    def start_by(self, now: float) -> float | None:
-        return None if self.limits.queue_timeout_s is None else now + self.limits.queue_timeout_s
-
-    def finish_by(self, now: float) -> float | None:
-        return None if self.limits.timeout_s is None else now + self.limits.timeout_s
+    def terms(self, now: float) -> Terms:
+        """Terms of the request, which came now."""
+        return self.lease.terms(self.limits.asked(now), now)
 
     def take(self, request: FleetRequest, *, is_silent: bool) -> tuple[str, ...]:
         """A place in the queue, and of the tenant's quota the prompt and most tokens of all samples; gives the ids of
@@ -274,7 +272,7 @@ def _request(
     keys: tuple[int, ...],
     granted: RouteLease,
 ) -> FleetRequest:
-    tenant, now = exchange.caller.tenant, router.clock.now()
+    now = router.clock.now()
     num_bytes = _num_prompt_bytes(body, read)
     return FleetRequest(
         request_id=router.fleet.free_id(exchange.request_id),
@@ -283,13 +281,7 @@ def _request(
         num_inputs=max(1, num_bytes // BYTES_A_TOKEN),
         max_tokens=read.max_completion_tokens or read.max_tokens or MAX_TOKENS,
         model=read.model,
-        tenant=tenant.name,
-        key_id=exchange.caller.key_id,
-        weight=tenant.weight,
-        priority=granted.lease.priority,
-        ttft_slo_s=granted.limits.ttft_slo_s,
-        start_by=granted.start_by(now),
-        finish_by=granted.finish_by(now),
+        terms=granted.terms(now),
         num_samples=max(1, read.n or 1),
         keys=keys,
         hash_key=_hash_key(exchange, read, keys),

@@ -93,14 +93,4 @@ async def infer(
 
 
 def _under_terms(lease: Lease, request: InferRequest, now: float, limits: TimeLimits) -> InferRequest:
-    caller, limits = lease.caller, lease.limits.and_also(limits)
-    known = {} if caller.is_anybody else {"tenant": caller.tenant.name, "weight": caller.tenant.weight}
-    return replace(
-        request,
-        **known,
-        key_id=caller.key_id,
-        priority=lease.priority,
-        arrived_at=now,
-        start_by=None if limits.queue_timeout_s is None else now + limits.queue_timeout_s,
-        finish_by=None if limits.timeout_s is None else now + limits.timeout_s,
-    )
+    return replace(request, terms=lease.terms(limits.asked(now), now), arrived_at=now)

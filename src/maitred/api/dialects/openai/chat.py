@@ -249,4 +249,4 @@ def _whole_calls(events: Sequence[CallBegun | ArgumentsText]) -> list[ToolCall]:
 
 def _tier_of(request: RequestSpec) -> str:
     """The service tier granted; without tenants there are no tiers."""
-    return tier_of_priority(request.priority) if request.tenant else "default"
+    return tier_of_priority(request.terms.priority) if request.terms.tenant else "default"
