@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from maitred.core.request import FinishReason, RequestState, RequestStatus, SamplingParams
+from maitred.core.request import FinishReason, RequestState, RequestStatus, SamplingParams, Terms
 from maitred.policy.policies import POLICIES
 from tests.fakes import make_request, make_samples, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
@@ -145,7 +145,7 @@ def test_a_follower_starts_before_one_that_came_later_though_its_leader_leaves_r
 
 def test_the_first_of_a_family_in_the_policys_order_leads_whichever_sample_it_is():
     first, second = make_samples("p", 2, prompt=20)
-    second = RequestState(structs.replace(second.spec, ttft_slo_s=0.1))
+    second = RequestState(structs.replace(second.spec, terms=Terms(ttft_slo_s=0.1)))
     run = Run(make_scheduler(policy="edf", max_num_batched_tokens=16), first, second)
     assert tokens_by_request(run.step()) == {"p-1": 16}
     assert run.scheduler.awaits_leader(first)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isfinite
 
+from msgspec import structs
+
 from maitred.core.request import RequestState, Terms
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
@@ -117,13 +119,20 @@ def _bounds(world: World) -> dict[str, float]:
 
 # -- endless load
 
-RIVALS: dict[str, dict[str, object]] = {
-    "as urgent as can be": {"priority": 0, "ttft_slo_s": 0.0},
-    "of the same tenant": {"priority": 0, "tenant": "victim", "ttft_slo_s": 0.0},
-    "each of a new tenant": {"priority": 0, "ttft_slo_s": 0.0},
-    "with a cached prefix": {"priority": 0, "family": 1},
-    "of great weight": {"priority": 0, "weight": 8.0, "tenant": "great"},
+CACHED = "with a cached prefix"
+RIVALS = {
+    "as urgent as can be": Terms(ttft_slo_s=0.0),
+    "of the same tenant": Terms(tenant="victim", ttft_slo_s=0.0),
+    "each of a new tenant": Terms(ttft_slo_s=0.0),
+    CACHED: Terms(),
+    "of great weight": Terms(weight=8.0, tenant="great"),
 }
+
+
+def rival_terms(kind: str, number: int) -> Terms:
+    """Terms of rival `number` of a kind."""
+    terms = RIVALS[kind]
+    return terms if terms.tenant else structs.replace(terms, tenant=f"a{number:05d}" if "new" in kind else "rivals")
 
 
 def check_endless_load(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
@@ -151,9 +160,9 @@ def check_endless_load(make: PolicyFactory, scenario: Scenario, execute: Execute
 
 def _rival(world: World, kind: str) -> RequestState:
     number = len(world.requests)
-    fields = {"family": None, "tenant": f"a{number:05d}" if "new" in kind else "rivals", **RIVALS[kind]}
-    prompt = 5 if fields["family"] is not None else 1 + number % 2
-    return world.make_request(prompt=prompt, max_tokens=2, predicted_output_tokens=1.0, **fields)  # type: ignore[arg-type]
+    family, prompt = (1, 5) if kind is CACHED else (None, 1 + number % 2)
+    terms = rival_terms(kind, number)
+    return world.make_request(prompt=prompt, max_tokens=2, family=family, predicted_output_tokens=1.0, terms=terms)
 
 
 # -- fair shares
@@ -243,8 +252,7 @@ def _fault_of_lane_swap(world: World, tensors: TensorWorld) -> str | None:
 
 def check_busy_lane(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
     """Check that no request starves in a lane that is never empty, and no tenant gets more than the policy says."""
-    rivals = [{name: value for name, value in rival.items() if name != "family"} for rival in RIVALS.values()]
-    fault = lane_starvation_fault(make, scenario, rivals)
+    fault = lane_starvation_fault(make, scenario, RIVALS)
     if fault is not None:
         raise PolicyFault("starvation bound", scenario, 0, fault)
     fault = lane_fair_share_fault(make, scenario, tenant_shape)

@@ -22,7 +22,7 @@ from maitred.fleet.fleet_request import Usage, request_of
 from maitred.fleet.replicas import ReplicaFacts
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
-from maitred.testing.conformance import RIVALS, PolicyFault, tenant_shape
+from maitred.testing.conformance import CACHED, RIVALS, PolicyFault, rival_terms, tenant_shape
 from maitred.testing.conformance_world import CHECKED, Scenario, ServiceMeter, World, answer, scenario_of
 
 
@@ -185,16 +185,16 @@ def check_fleet_determinism(make: PolicyFactory, scenario: Scenario, balance: st
 
 def check_fleet_endless_load(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> None:
     """The least favoured request there can be finishes, whatever comes in for ever."""
-    for kind, fields in RIVALS.items():
+    for kind in RIVALS:
         roomy = replace(scenario, num_blocks=200, block_size=2, max_num_seqs=1 + scenario.seed % 2)
         roomy = replace(roomy, max_num_batched_tokens=16, enable_prefix_caching=True)
         world = FleetWorld(make, roomy, balance, num_replicas=2)
         places = 2 * (roomy.max_num_seqs + 1)
 
-        def rival(world: FleetWorld, fields: dict[str, object] = fields, kind: str = kind) -> RequestState:
-            number = len(world.specs)
-            base = {"tenant": f"a{number:05d}" if "new" in kind else "rivals", **fields}
-            return world.source.make_request(prompt=1 + number % 2, max_tokens=2, **base)  # type: ignore[arg-type]
+        def rival(world: FleetWorld, kind: str = kind) -> RequestState:
+            number, family = len(world.specs), 1 if kind is CACHED else None
+            terms = rival_terms(kind, number)
+            return world.source.make_request(prompt=1 + number % 2, max_tokens=2, family=family, terms=terms)
 
         for _ in range(2 * places):
             world.add(rival(world))

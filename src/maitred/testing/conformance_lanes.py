@@ -6,9 +6,11 @@ between its steps and during them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
+
+from msgspec.structs import replace
 
 from maitred.core.request import FinishReason, RequestStatus, Terms
 from maitred.core.step import RequestProgress
@@ -163,9 +165,9 @@ def busy_lane(make: PolicyFactory, scenario: Scenario, execute: Execute = answer
     return tensors
 
 
-def lane_starvation_fault(make: PolicyFactory, scenario: Scenario, rivals: Iterable[dict[str, Any]]) -> str | None:
+def lane_starvation_fault(make: PolicyFactory, scenario: Scenario, rivals: Mapping[str, Terms]) -> str | None:
     """The least favoured request of a lane runs, whatever comes in for ever, at twice what can be served."""
-    for rival in rivals:
+    for kind, rival in rivals.items():
         tensors, now = busy_lane(make, scenario), 0.0
         _add_rivals(tensors, rival, now)
         victim = tensors.make_request(now, work=float(LONGEST_WORK), terms=Terms(priority=2, tenant="victim"))
@@ -175,7 +177,7 @@ def lane_starvation_fault(make: PolicyFactory, scenario: Scenario, rivals: Itera
             return f"overtaken_until is {until}; state a finite time"
         while not victim.finished:
             if now > 300 + 8 * until:
-                return f"after {now} s one has not run that was overtaken until {until}; rivals: {rival}"
+                return f"after {now} s one has not run that was overtaken until {until}; rivals: {kind}"
             fault = tensors.dispatch(now)
             if fault is not None:
                 return fault
@@ -186,10 +188,10 @@ def lane_starvation_fault(make: PolicyFactory, scenario: Scenario, rivals: Itera
     return None
 
 
-def _add_rivals(tensors: TensorWorld, rival: dict[str, Any], now: float) -> None:
+def _add_rivals(tensors: TensorWorld, rival: Terms, now: float) -> None:
     for _ in range(2 * tensors.world.scenario.max_num_seqs):
-        fields = {"tenant": f"a{len(tensors.requests):05d}", **rival}
-        tensors.add(tensors.make_request(now, work=1.0, **fields), now)
+        terms = replace(rival, tenant=rival.tenant or f"a{len(tensors.requests):05d}")
+        tensors.add(tensors.make_request(now, work=1.0, terms=terms), now)
 
 
 def lane_fair_share_fault(
