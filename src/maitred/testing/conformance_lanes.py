@@ -6,7 +6,7 @@ between its steps and during them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from typing import Any
 
