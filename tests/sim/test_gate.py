@@ -43,7 +43,8 @@ class SpecKeeper(PlanKeeper):
 
 def test_what_a_trace_leaves_open_is_its_tenants():
     gold = {"tier": "priority", "weight": 4, "ttft_slo_s": 2, "queue_timeout_s": 3, "timeout_s": 9}
-    plain, own = asked(gold), asked(gold, priority=7, ttft_slo_s=0.5, deadline_s=20)
+    plain = asked(gold).terms
+    own = asked(gold, priority=7, ttft_slo_s=0.5, deadline_s=20).terms
     assert (plain.priority, plain.weight, plain.ttft_slo_s) == (0, 4, 2)
     assert (plain.start_by, plain.finish_by) == (3, 9)
     assert (own.priority, own.ttft_slo_s, own.finish_by) == (7, 0.5, 9)
@@ -51,7 +52,7 @@ def test_what_a_trace_leaves_open_is_its_tenants():
 
 def test_a_priority_that_a_server_would_refuse_is_the_nearest_that_is_granted():
     cheap = {"tier": "flex", "priorities": [2, 5]}
-    assert [asked(cheap, priority=priority).priority for priority in (None, 0, 9)] == [2, 2, 5]
+    assert [asked(cheap, priority=priority).terms.priority for priority in (None, 0, 9)] == [2, 2, 5]
 
 
 def test_what_a_trace_allows_is_no_tenants_default():

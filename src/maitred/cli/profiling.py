@@ -118,10 +118,7 @@ class LiveEngine:
             arrived_at=arrival.at,
             num_prompt_tokens=arrival.prompt_tokens,
             max_tokens=arrival.output_tokens,
-            priority=arrival.urgency,
-            tenant=arrival.tenant,
-            weight=arrival.weight,
-            ttft_slo_s=arrival.ttft_slo_s,
+            terms=arrival.terms,
             block_hashes=self._hasher.hash_prompt(tokens),
         )
 
