@@ -48,7 +48,7 @@ bench soak: export MAITRED_MODEL := maitred-mini
 bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, tensor models reloaded under load, tensor calls left in every way and large bodies beside /health, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (eighty in all)
+soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, attacks on the edge, what times tell tenants of each other, tensor models reloaded under load, then 20 minutes of load with kills (eighty in all)
 	@scripts/debian-packages aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64=qemu-user # for the kernels of Arm
 	$(PIP) install -c constraints.txt "$$(sed -n 's/^ray = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/fetch_inputs.py templates $(VENV)/chat-templates) \

@@ -1,15 +1,11 @@
-"""What a balance and a hand-over of KV are worth to a fleet, simulated.
+"""What a balance is worth to a fleet, simulated: hits, waits and evenness on a conversation trace.
 
-    python benchmarks/bench_fleet.py [alike] [unlike] [goodput] [links] [--balances prefix,round_robin] [--requests 300]
+    python benchmarks/bench_fleet.py [alike] [unlike] [--balances prefix,round_robin]
 
 `alike`: 8 H100 with llama-3.1-8b on a conversation trace; the hits that a balance finds stand beside those of one cache
 as large as all together (one engine eight times as fast). `unlike`: 4 H100 with 4 A100; `prefix` with and without the
 devices' speeds. Aims of `prefix`: 0.95 of the one cache's hits, twice those of round robin, 0.7 of its mean TTFT,
 load_max_over_mean 1.6; knowing speeds, 0.85 of the p99 TTFT of not knowing them, and no worse a mean.
-
-`goodput`: a prefill and a decode worker (`always`), two mixed ones (`never`) and `auto` under objectives tight in TTFT,
-tight in TPOT and balanced, the best of several rates; aim of auto: 0.95 of the better. `links`: mean E2E over shm, tcp
-and 100 MB/s; aim: 1.05 of the better of always and never.
 """
 
 from __future__ import annotations
@@ -22,13 +18,11 @@ from random import Random
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.fleet.config import FleetConfig
-from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
-from maitred.sim.links import link_named
-from maitred.sim.results import Objectives, Results
+from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.traces import BLOCK_TOKENS, TraceLine, TraceWorkload
 from maitred.sim.workload import Arrival
@@ -153,91 +147,7 @@ def unlike(options: argparse.Namespace) -> None:
         told(f"prefix, {'speeds' if tells else 'blind'}", fleet(replicas, "prefix"), workload)
 
 
-# ---- hand-overs
-
-P, D, M = "prefill", "decode", "mixed"
-LINK, RATES, PROMPT, OUTPUT = "100gbe", (6.0, 9.0, 12.0, 15.0), 1800, 170  # about what two H100 can do
-OBJECTIVES = {  # TTFT and TPOT, s
-    "TTFT": Objectives(ttft_s=0.2, tpot_s=0.06),
-    "TPOT": Objectives(ttft_s=2.0, tpot_s=0.012),
-    "balanced": Objectives(ttft_s=0.5, tpot_s=0.025),
-}
-SYSTEMS = {
-    "1P+1D": ((P, D), "always"),
-    "2 mixed": ((M, M), "never"),
-    "auto": ((M, M), "auto"),
-    "auto PD": ((P, D), "auto"),
-}
-
-
-def arrivals(rate: float, num_requests: int) -> Iterator[Arrival]:
-    """Poisson arrivals, lengths lognormal about their means."""
-    rng, at = Random(1), 0.0
-    for number in range(1, num_requests + 1):
-        at += rng.expovariate(rate)
-        prompt, output = (
-            max(2, round(mean * rng.lognormvariate(-SPREAD * SPREAD / 2, SPREAD))) for mean in (PROMPT, OUTPUT)
-        )
-        own = number.to_bytes(4, "little")
-        yield Arrival(
-            at=at, request_id=f"r{number}", prompt_tokens=prompt, output_tokens=output, max_tokens=4096, own=own
-        )
-
-
-def run(system: str, rate: float, num_requests: int, objectives: Objectives, link_name: str = LINK) -> FleetSimulation:
-    (roles, handover), link = SYSTEMS[system], link_named(link_name)
-    assert link is not None
-    device = device_named("h100")
-    scheduler = SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=max(128, device.token_budget))
-    blocks, costs = min(num_kv_blocks(device, MODEL, BLOCK_SIZE), 40_000), roofline(device, MODEL)
-    engine = EngineSetup(scheduler=scheduler, num_blocks=blocks, block_size=BLOCK_SIZE)
-    facts = WorkerFacts(
-        role=Role(M),
-        costs=costs,
-        token_budget=scheduler.token_budget,
-        num_blocks=blocks,
-        block_size=BLOCK_SIZE,
-        bytes_per_token=MODEL.kv_bytes_per_token,
-        num_layers=MODEL.num_layers,
-        bandwidth=link.bandwidth,
-        latency_s=link.latency_s,
-        shares_link=link.is_shared,
-    )
-    replicas = [ReplicaSetup(engine=engine, cost_model=costs, worker=replace(facts, role=Role(role))) for role in roles]
-    config = {"config": FleetConfig(), "handover": HandoverConfig(handover=handover)}
-    setup = FleetSetup(**config, scheduler=scheduler, replicas=replicas, link=link)
-    simulation = FleetSimulation(setup, Results(objectives))
-    simulation.run(arrivals(rate, num_requests))
-    return simulation
-
-
-def goodput(options: argparse.Namespace) -> None:
-    print(f"{'goodput/s':16} " + " ".join(f"{name:>8}" for name in SYSTEMS) + "   auto, auto PD over the better")
-    for name, objectives in OBJECTIVES.items():
-        best = {
-            system: max(run(system, rate, options.requests, objectives).to_json()["goodput_rps"] for rate in RATES)
-            for system in SYSTEMS
-        }
-        print_systems(name, best, max(best["1P+1D"], best["2 mixed"]))
-
-
-def links(options: argparse.Namespace) -> None:
-    print(f"{'E2E (s)':16} " + " ".join(f"{name:>8}" for name in SYSTEMS) + "   auto, auto PD over the better")
-    for link in ("shm", "tcp", "100MB/s"):
-        for rate in RATES[::2]:
-            means = {}
-            for system in SYSTEMS:
-                told = run(system, rate, options.requests, Objectives(), link)
-                means[system] = told.results.total.e2e_s.mean or 0.0
-            print_systems(f"{link:8} {rate:5g}/s", means, min(means["1P+1D"], means["2 mixed"]))
-
-
-def print_systems(name: str, figures: dict[str, float], better: float) -> None:
-    cells = " ".join(f"{value:8.4g}" for value in figures.values())
-    print(f"{name:16} {cells}   {figures['auto'] / better:.3f} {figures['auto PD'] / better:.3f}", flush=True)
-
-
-PARTS = {part.__name__: part for part in (alike, unlike, goodput, links)}
+PARTS = {part.__name__: part for part in (alike, unlike)}
 
 
 def main() -> None:
@@ -246,7 +156,6 @@ def main() -> None:
     parser.add_argument("--balances", default=BALANCES)
     parser.add_argument("--duration-s", type=float, default=300.0, help="of the conversation trace")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--requests", type=int, default=300, help="of hand-overs")
     options = parser.parse_args()
     for name in options.parts or PARTS:
         print(f"-- {name}")

@@ -71,15 +71,15 @@ class EncodingLink:
         self.round_number = 0
         self._commands = commands
 
-    def commands(self, *, wait: bool) -> Iterator[Command]:
+    def commands(self, *, wait: bool, at_most_s: float | None = None, beside: bool = False) -> Iterator[Command]:
         taken, self._commands = self._commands, []
         return iter(taken or ([Stop()] if wait else []))
 
     def send(self, report: Report) -> None:
         encode(report)
 
-    def rest(self) -> None:
-        """Nobody watches."""
+    def wake(self) -> None: ...
+    def rest(self) -> None: ...
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import inspect
 import json
 import json.decoder
 import math
+import re
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -54,26 +55,13 @@ doivent agir les uns envers les autres dans un esprit de fraternité.
 Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt und sollen
 einander im Geist der Brüderlichkeit begegnen.
 """  # articles 1, 3 and 4
-PROMPTS = """What is gravity?
-Name three primary colors.
-Write a short poem about rain.
-What is the capital of Italy?
-Explain how a bicycle works.
-Why is the sky blue?
-Give me a recipe for pancakes.
-Who wrote Hamlet?
-What does a compiler do?
-List the planets of the solar system.
-How do plants make food?
-What is 12 + 7?
-Write a Python function that adds two numbers.
-Describe a cat.
-What is a prime number?
-Define democracy.
-Tell me a story about a fox.
-How can I sleep better?
-What is the Internet?
-Translate 'good day' to French.""".splitlines()
+QUESTIONS = """
+What is gravity? Name three primary colors. Write a short poem about rain. What is the capital of Italy? Explain how a
+bicycle works. Why is the sky blue? Give me a recipe for pancakes. Who wrote Hamlet? What does a compiler do? List the
+planets of the solar system. How do plants make food? What is 12 + 7? Write a Python function that adds two numbers.
+Describe a cat. What is a prime number? Define democracy. Tell me a story about a fox. How can I sleep better? What is
+the Internet? Translate 'good day' to French."""
+PROMPTS = [text.strip() for text in re.findall(r"[^.?]+[.?]", QUESTIONS.replace("\n", " "))]
 ANSWER = 64  # tokens of llama.cpp's answer
 
 

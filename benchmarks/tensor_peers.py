@@ -20,6 +20,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import urllib.request
@@ -34,7 +35,7 @@ from harness import Figures, begin_load, end_load, in_turn, print_table, served
 from onnx import TensorProto
 from tensor_models import MLP_SIZES, add, encoder, mlp, write_mlp, write_model
 
-HERE = Path(__file__).parent / "tensor"
+HERE = Path(__file__).parent / "peers"
 TRITON = ("nvidia-pytriton==0.7.0", "numpy<2", f"onnxruntime=={onnxruntime.__version__}", "setuptools<81")
 START_S = 180.0
 MODELS = {"add": add, "mlp": lambda: mlp(MLP_SIZES), "encoder": encoder}
@@ -99,6 +100,18 @@ def installed(home: Path) -> Path:
     return home / "bin/python"
 
 
+def triton_command(python: Path, ports: Ports, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The server that the wheel holds runs models in this Python, which must have libpython as a shared library."""
+    (home,) = python.parents[1].glob("lib/python3.*/site-packages/pytriton/tritonserver")
+    stub, version = "triton_python_backend_stub", f"{sys.version_info.major}.{sys.version_info.minor}"
+    shutil.copy(home / "python_backend_stubs" / version / stub, home / "backends/python" / stub)
+    command = [str(home / "bin/tritonserver"), f"--model-repository={folder / 'triton'}"]
+    command += [f"--backend-directory={home / 'backends'}", "--http-address=127.0.0.1", "--grpc-address=127.0.0.1"]
+    command += [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", "--allow-metrics=false"]
+    paths = {"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR")), "PYTHONHOME": sys.base_prefix}
+    return command, os.environ | paths | {"PYTHONPATH": str(home.parents[1])}
+
+
 def free_ports() -> Ports:
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
@@ -109,8 +122,7 @@ def free_ports() -> Ports:
 @contextmanager
 def triton(python: Path, folder: Path) -> Iterator[Ports]:
     ports, log = free_ports(), folder / "triton.log"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(python), str(HERE / "serve_triton.py"), *ports, str(folder / "triton")]
+    command, environment = triton_command(python, ports, folder)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
