@@ -48,7 +48,7 @@ bench soak: export MAITRED_MODEL := maitred-mini
 bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, attacks on the edge, what times tell tenants of each other, tensor models reloaded under load, then 20 minutes of load with kills (eighty in all)
+soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, attacks on the edge, what times tell tenants of each other, then 20 minutes of load with kills (eighty in all)
 	@scripts/debian-packages aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64=qemu-user # for the kernels of Arm
 	$(PIP) install -c constraints.txt "$$(sed -n 's/^ray = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/fetch_inputs.py templates $(VENV)/chat-templates) \
@@ -59,8 +59,7 @@ soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors a
 	$(BIN)/python benchmarks/bench_simulator.py soak
 	$(BIN)/python benchmarks/soak_edge.py
 	$(BIN)/python benchmarks/soak_tenants.py
-	$(BIN)/python benchmarks/soak_server.py tensors --minutes 5
-	$(BIN)/python benchmarks/soak_server.py chats
+	$(BIN)/python benchmarks/soak_server.py
 
 # Threads that spin for each other cost more than they bring as soon as anything else runs.
 TRAIN = OMP_WAIT_POLICY=passive $(BIN)/python -m training.train --seed 0 --threads $$(nproc)

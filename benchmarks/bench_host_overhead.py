@@ -1,14 +1,12 @@
 """Host overhead: the share of a step that is not spent in the native call (for PyTorch: not in the executor).
 
-    python benchmarks/bench_host_overhead.py                                            # built-in model
-    python benchmarks/bench_host_overhead.py --model ./Qwen3-0.6B --dtype int8 --context 512 --tokens 64
+    python benchmarks/bench_host_overhead.py [--model ./Qwen3-0.6B --dtype int8 --context 512 --tokens 64]
 
-Runs the engine loop as the engine's process does: with a decision log, and with what it tells encoded. Prints a row for
-each count of requests: steps, ms a step in the native call, in the rest of the executor (batch, sampling, reports) and
-between two calls of the executor (commands, scheduler, log, progress encoded), the share of the last two and of the
-last alone, which is what making a plan while the plan before is computed could hide, and tokens a second. Greedy,
-end-of-sequence ignored. Times are medians over steps, since a neighbour's time slice would spoil a mean; on a machine
-that is busy all the time `--quantile 0.1` comes nearer to what a quiet one shows.
+Runs the engine loop as the engine's process does: with a decision log, and with what it tells encoded. Prints, for each
+count of requests, ms a step in the native call, in the rest of the executor (batch, sampling, reports) and between two
+calls of the executor (commands, scheduler, log, progress encoded), the share of the last two and of the last alone,
+which is what a plan made during the step before could hide, and tokens a second. Times are medians over steps; on a
+machine that is busy all the time `--quantile 0.1` comes nearer to what a quiet one shows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The HTTP edge alone: how many requests and streamed tokens a second it carries when the model costs nothing.
 
 The server runs in a process of its own, with a replica that has the next token of every request ready at each turn of
-the event loop; the client (aiohttp) runs in another. Prints requests/s for whole answers and tokens/s for streams at
+the event loop; the client runs in another. Prints requests/s for whole answers and tokens/s for streams at
 1, 8 and 64 connections, and the processor time that each took of the server, which other work on the machine changes
 less.
 """
@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-import aiohttp
 import psutil
+import uvloop
+from bench_route import cpu_s, load
 
 from maitred.api.http.server import HttpServer
 from maitred.api.serving import create_app
@@ -116,60 +116,9 @@ def run_server(ports: multiprocessing.Queue[int]) -> None:
     HttpServer(create_app(replica, model, config), config, on_open=lambda host, port: ports.put(port)).run()
 
 
-async def ask(session: aiohttp.ClientSession, url: str, num_tokens: int, stream: bool) -> int:
-    """Send one chat request; how many tokens came."""
-    body = {"model": "bench", "messages": MESSAGES, "max_tokens": num_tokens, "stream": stream}
-    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-        assert response.status == 200, await response.text()
-        if not stream:
-            return int((await response.json())["usage"]["completion_tokens"])
-        events = 0
-        async for piece in response.content.iter_any():
-            events += piece.count(b"data: ")
-        return events - 3  # the role, the reason, [DONE]
-
-
-class Rate(NamedTuple):
-    """What one row measured."""
-
-    requests: int
-    tokens: int
-    seconds: float
-    cpu_s: float  # of the server
-
-    def __str__(self) -> str:
-        return (
-            f"{self.requests / self.seconds:>11,.0f} {self.tokens / self.seconds:>10,.0f} "
-            f"{self.cpu_s / self.requests * 1e6:>15,.0f} {self.cpu_s / self.tokens * 1e6:>13,.1f}"
-        )
-
-
-async def load(url: str, pid: int, *, connections: int, num_tokens: int, stream: bool, seconds: float) -> Rate:
-    """So many connections, each asking again as soon as it is answered."""
-    deadline = time.perf_counter() + seconds
-    counts: list[int] = []
-
-    async def ask_again_and_again() -> None:
-        while time.perf_counter() < deadline:
-            counts.append(await ask(session, url, num_tokens, stream))
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await ask(session, url, num_tokens, stream)
-        started_at, cpu_before = time.perf_counter(), cpu_seconds(pid)
-        await asyncio.gather(*(ask_again_and_again() for _ in range(connections)))
-        elapsed = time.perf_counter() - started_at
-        cpu_s = cpu_seconds(pid) - cpu_before
-    return Rate(len(counts), sum(counts), elapsed, cpu_s)
-
-
-def cpu_seconds(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
+    parser.add_argument("--answers", type=int, default=4000, help="whole ones of each row; of streams a sixteenth")
     parser.add_argument("--connections", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     options = parser.parse_args()
@@ -177,16 +126,22 @@ def main() -> None:
     ports = context.Queue()
     server = context.Process(target=run_server, args=(ports,), daemon=True)
     server.start()
-    url = f"http://127.0.0.1:{ports.get(timeout=60)}"
+    port, process = ports.get(timeout=60), psutil.Process(server.pid)
     names = (("requests/s", 11), ("tokens/s", 10), ("CPU us/request", 15), ("CPU us/token", 13))
     print(f"{'answers':<14} {'connections':>11}", *(f"{name:>{width}}" for name, width in names))
     try:
         for stream, num_tokens in ((False, 1), (False, 16), (True, options.tokens)):
+            fields = {"model": "bench", "messages": MESSAGES, "max_tokens": num_tokens, "stream": stream}
             for connections in options.connections:
+                num = max(connections, options.answers // (16 if stream else 1))
+                uvloop.run(load(port, connections, connections, lambda number, f=fields: f))  # warm
+                began, cpu = time.perf_counter(), cpu_s(process)
+                uvloop.run(load(port, connections, num, lambda number, f=fields: f))
+                took_s, spent_s = time.perf_counter() - began, cpu_s(process) - cpu
+                rates = f"{num / took_s:>11,.0f} {num * num_tokens / took_s:>10,.0f}"
+                costs = f"{spent_s / num * 1e6:>15,.0f} {spent_s / num / num_tokens * 1e6:>13,.1f}"
                 kind = f"{'stream' if stream else 'whole'}, {num_tokens} tok"
-                shape = {"connections": connections, "num_tokens": num_tokens, "stream": stream}
-                rate = asyncio.run(load(url, server.pid, seconds=options.seconds, **shape))
-                print(f"{kind:<14} {connections:>11} {rate}", flush=True)
+                print(f"{kind:<14} {connections:>11} {rates} {costs}", flush=True)
     finally:
         server.terminate()
         server.join(15)

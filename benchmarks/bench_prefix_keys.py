@@ -2,13 +2,11 @@
 
     python benchmarks/bench_prefix_keys.py [--conversations 200] [--replicas 8] [--blocks 2500] [--seed 0]
 
-First table: time to read a body and make its keys, by size; the aim is 15 us for 1 KB. Second: a look-up in an index
-of 100,000 keys over 16 replicas (aims: 10 us for 64 keys, 60 us for 4,096), and bytes a key. Third: beside tokenising,
-what a replica takes to find the block that each key ends in. Last: conversations in the words of this project's
-documents, with shared system prompts and several turns, over simulated replicas whose caches evict. Each turn goes
-where most of its prefix is thought to be; once by the hashes of its tokens, which no router has, once by keys, as
-replicas tell them.
-The aim is that keys lose at most 3% of the hits. `foretold` is what the keys promised of what was then found there.
+Time to read a body and make its keys (aim: 15 us for 1 KB); a look-up in an index of 100,000 keys over 16 replicas
+(10 us for 64 keys, 60 us for 4,096), and bytes a key; beside tokenising, what a replica takes to find the block that
+each key ends in. Then conversations in the words of docs/ over simulated replicas whose caches evict: each turn goes
+where most of its prefix is thought to be, once by the hashes of its tokens, which no router has, once by keys. Keys are
+to lose at most 3% of the hits; `foretold` is what they promised of what was then found there.
 """
 
 from __future__ import annotations

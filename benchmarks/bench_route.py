@@ -20,11 +20,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httptools
 import psutil
@@ -138,17 +138,25 @@ class Client(asyncio.Protocol):
         assert not self._transport.get_extra_info("socket") or exc is None, exc
 
 
-def request_of(port: int, number: int, *, stream: bool) -> bytes:
-    fields = {"model": MODEL, "messages": [{"role": "user", "content": f"{number} {TEXT}"}], "stream": stream}
+def request_of(port: int, fields: Mapping[str, Any]) -> bytes:
     body = json.dumps(fields).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nuser-agent: bench\r\naccept: */*\r\n"
     return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
+def whole_of(number: int, *, stream: bool = False) -> dict[str, Any]:
+    """What a client asks for."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": f"{number} {TEXT}"}], "stream": stream}
+
+
+def stream_of(number: int) -> dict[str, Any]:
+    return whole_of(number, stream=True)
+
+
 async def load(
-    port: int, num_clients: int, num_answers: int, *, stream: bool, rate: float | None = None
+    port: int, num_clients: int, num_answers: int, asks: Callable[[int], Mapping[str, Any]], rate: float | None = None
 ) -> list[float]:
-    """Seconds to the first byte of each. With a `rate`, answers are asked for at fixed times (an open loop)."""
+    """Seconds to the first byte of each; `asks` has the fields by the client's number, a `rate` is an open loop's."""
     loop = asyncio.get_running_loop()
     seconds: list[float] = []
     left = num_answers - num_clients
@@ -168,7 +176,7 @@ async def load(
 
     clients = []
     for number in range(num_clients):
-        request = request_of(port, number, stream=stream)
+        request = request_of(port, asks(number))
         _, client = await loop.create_connection(lambda r=request: Client(r, done), "127.0.0.1", port)
         clients.append(client)
     if rate is None:
@@ -287,15 +295,15 @@ class Figures(NamedTuple):
 
 
 def measure(process: psutil.Process, port: int, num_answers: int) -> Figures:
-    uvloop.run(load(port, 32, num_answers // 4, stream=False))  # warm
+    uvloop.run(load(port, 32, num_answers // 4, whole_of))  # warm
     began, cpu = time.perf_counter(), cpu_s(process)
-    uvloop.run(load(port, 32, num_answers, stream=False))
+    uvloop.run(load(port, 32, num_answers, whole_of))
     whole_s, rate = cpu_s(process) - cpu, num_answers / (time.perf_counter() - began)
     cpu, num_streams = cpu_s(process), max(32, num_answers // 16)
-    uvloop.run(load(port, 32, num_streams, stream=True))
+    uvloop.run(load(port, 32, num_streams, stream_of))
     stream_us = (cpu_s(process) - cpu) / num_streams * 1e6
     whole_us = whole_s / num_answers * 1e6
-    firsts = uvloop.run(load(port, 64, num_answers, stream=False, rate=rate / 2))
+    firsts = uvloop.run(load(port, 64, num_answers, whole_of, rate / 2))
     cut = quantiles(firsts, n=100)
     rss = sum(p.memory_info().rss for p in [process, *process.children(recursive=True)])
     return Figures(whole_us, (stream_us - whole_us) / NUM_CHUNKS, median(firsts) * 1e3, cut[98] * 1e3, rss / 1e6)
@@ -317,7 +325,7 @@ def main() -> None:
     serving.start()
     for port in replicas:
         _wait_until_well(port)
-    direct = uvloop.run(load(replicas[0], 16, options.answers, stream=False, rate=1000.0))
+    direct = uvloop.run(load(replicas[0], 16, options.answers, whole_of, 1000.0))
     print(f"straight to a replica, 1,000 a second: first byte after {median(direct) * 1e3:.2f} ms (median)")
     titles = ("whole us", "chunk us", "p50 ms", "p99 ms", "RSS MB")
     print(" " * 16 + "".join(f"{title:>10}" for title in titles) + f"   load {os.getloadavg()[0]:.1f}")

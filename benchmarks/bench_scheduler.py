@@ -1,24 +1,15 @@
-"""What a scheduling decision costs: schedule() and update() against running and waiting requests, and prefix hits.
+"""What a scheduling decision costs: schedule() and update() against running and waiting requests.
 
-    python benchmarks/bench_scheduler.py [--steps 1000] [--policy priority | --policy all | --policy a,b | --drafts
-                                          | --lanes]
+    python benchmarks/bench_scheduler.py [--steps 1000] [--policy priority | --policy all | --drafts | --lanes]
 
-`--policy all`, or several names, measures each at 256 running and 10,000 waiting, where the aim is a median of 1.5 ms
-and a p99 of 4 ms: steady, under churn, and "busy", in which short newcomers that every policy favours (urgent,
-pressing, of new tenants, with prefixes that enter the cache) come to full slots, with quanta of 16 tokens, so that it
-preempts, cuts and scores again.
+`--policy all`, or several names, measures each at 256 running and 10,000 waiting (aims: median 1.5 ms, p99 4 ms):
+steady, under churn, which replaces a share of the running requests in each step, and "busy", in which short newcomers
+that every policy favours come to full slots, with quanta of 16 tokens, so that it preempts, cuts and scores again.
+`--lanes` measures tensor requests alone: 10,000 waiting in 200 lanes, batches of 16 (aim: 15 us of dispatch() a
+request); a model for each lane, one model with an instance for all, or beside the language model's rows.
 
-`--lanes` measures tensor requests alone: 10,000 waiting in 200 lanes, batches of 16; the aim is 15 us of dispatch()
-for each request. "models" has a model for each lane; "buckets" has one model with an instance, for which all lanes
-wait; "beside" has the language model's rows, so that the share of the machine decides. Who is served comes anew.
-
-Every step is timed alone; "churn" replaces a share of the running requests in each step, so that admission, block
-allocation and prefix lookup are in the time. Block hashes are computed before the clock starts, as they are at intake.
-Python's cyclic garbage collector: `gc.freeze()` is called once after setup, as a server does after loading, so that a
-full collection does not walk what will live anyway; the collector stays on, and what it costs is in the p99.
-
-Wall time has the other processes of the machine in it (a time slice taken away shows as a p99 of about 4 ms); the CPU
-time of this thread has not.
+Every step is timed alone. Block hashes are made before, as at intake; `gc.freeze()` is called once after setup, as a
+server does. Wall time has the other processes of the machine in it, the CPU time of this thread has not.
 """
 
 from __future__ import annotations
@@ -27,7 +18,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -38,7 +29,7 @@ from maitred.core.request import FinishReason, RequestSpec, RequestState, Sampli
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.core.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.kv.manager import KVCacheManager
-from maitred.kv.prefix_cache import TokenHasher, hash_blocks, root_hash
+from maitred.kv.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
@@ -127,12 +118,6 @@ def fill(
     for _ in range(waiting):
         scheduler.add(new_request(), 0.0)
     return scheduler
-
-
-def timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 @dataclass
@@ -294,28 +279,6 @@ def print_policies(steps: int, policies: Iterable[str]) -> None:
             print(f"{policy:>12} {load:>7} {times.row()} | {times.num_preemptions:6}", flush=True)
 
 
-def print_prefix_cost(num_blocks: int, repeats: int) -> None:
-    tokens = list(range(num_blocks * BLOCK_SIZE + 1))
-    hashed = statistics.median(
-        timed(lambda: hash_blocks(tokens, BLOCK_SIZE, root_hash("bench"))) for _ in range(repeats)
-    )
-    kv_cache = KVCacheManager(num_blocks=2 * num_blocks, block_size=BLOCK_SIZE, hasher=HASHER)
-    request = state_of(tokens, request_id="prefix", arrived_at=0.0, max_tokens=2000)
-    kv_cache.admit(request, kv_cache.find_prefix(request))
-    kv_cache.commit(request, 0, num_blocks * BLOCK_SIZE)
-    kv_cache.free(request)
-    find_s, admit_s, free_s = [], [], []
-    for _ in range(repeats):
-        find_s.append(timed(lambda: kv_cache.find_prefix(request)))
-        hit = kv_cache.find_prefix(request)
-        assert len(hit.blocks) == num_blocks
-        admit_s.append(timed(lambda: kv_cache.admit(request, hit)))  # noqa: B023
-        free_s.append(timed(lambda: kv_cache.free(request)))
-    parts = {"hash (at intake)": [hashed], "find": find_s, "take": admit_s, "give back": free_s}
-    costs = ", ".join(f"{name} {statistics.median(s) * 1e3:.3f}" for name, s in parts.items())
-    print(f"prefix hit of {num_blocks} blocks of {BLOCK_SIZE}, median ms: {costs}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
@@ -331,7 +294,6 @@ def main() -> None:
         print_policies(args.steps, POLICIES if args.policy == "all" else args.policy.split(","))
     else:
         print_steps(args.steps, args.policy)
-        print_prefix_cost(1000, 200)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@
 
 FOLDER is `maskbench/data` of github.com/guidance-ai/jsonschemabench: a file a schema, with valid and invalid instances.
 Schemas drawn by the seed go the way of a request: read, compiled by the checker under its limits, composed into the
-grammar of an answer, matched over bytes. An instance is written as json.dumps does, with keys in the schema's order,
-since that is what the grammar binds an answer to; jsonschema with its format checker judges which are valid. Instances
-on which jsonschema and the data disagree are counted apart; so are schemas of which keywords were left out (a request
-is told which).
+grammar of an answer, matched over bytes. An instance is written as json.dumps does, with keys in the schema's order, as
+the grammar binds an answer; jsonschema with its format checker judges which are valid. Instances on which jsonschema
+and the data disagree are counted apart; so are schemas of which keywords were left out, which a request is told.
 """
 
 from __future__ import annotations

@@ -185,6 +185,7 @@ def figures_of(server: Server, load: tuple[object, ...]) -> Figures:
         f"{name.upper()} {part} ms": told[f"{name}_s"][part] * 1e3
         for name in ("ttft", "itl")
         for part in ("p50", "p99")
+        if told[f"{name}_s"]
     }
     means = {"TTFT mean ms": told["ttft_s"]["mean"] * 1e3, "E2E mean ms": told["e2e_s"]["mean"] * 1e3}
     return {"tokens/s": told["output_tokens_per_s"], "processor us/token": cpu_us, **latencies, **means}

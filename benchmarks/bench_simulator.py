@@ -1,13 +1,12 @@
 """How fast the simulator is, how large a fleet it takes, and whether its memory stays flat.
 
-    python benchmarks/bench_simulator.py [speed] [tensors] [fleet] [soak] [--requests N] [--policies fcfs,srpt]
+    python benchmarks/bench_simulator.py [speed] [fleet] [soak] [--requests N] [--policies fcfs,srpt]
 
 `speed`: request-steps per second of CPU time at 64 running, for each policy; requests of 64 prompt and 128 output
-tokens, always more of them than slots; aim 100,000, which is 50,000 requests a minute. `tensors`: requests of one to
-four rows for four models, 600 a simulated second; aim 10,000 simulated in a second. `fleet`: 1,000 replicas and 100,000
-requests of 128 tokens on one core; aim 5 minutes, and memory that does not grow once simulated caches are full. `soak`:
-a million requests of three tenants with shared prefixes and conversations of one to three turns; fails when requests
-are lost, or when resident memory grows by 5% after the first twentieth.
+tokens, always more of them than slots; aim 100,000, which is 50,000 requests a minute. `fleet`: 1,000 replicas and
+100,000 requests of 128 tokens on one core; aim 5 minutes, and memory that does not grow once simulated caches are full.
+`soak`: a million requests of three tenants with shared prefixes and conversations of one to three turns; fails when
+requests are lost, or when resident memory grows by 5% after the first twentieth.
 """
 
 from __future__ import annotations
@@ -16,31 +15,22 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
-from random import Random
 
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
-from maitred.core.tensor_request import BatchRules
 from maitred.fleet.config import FleetConfig
 from maitred.policy.policies import POLICIES
-from maitred.scheduler.scheduler import lone_scheduler
-from maitred.sim.arrivals import arrival_times
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec
-from maitred.sim.tensor_arrival import TensorArrival
-from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes
-from maitred.sim.tensors import SimulatedModel, TensorSimulation
 from maitred.sim.workload import Arrival
 
 SLOTS, PROMPT, OUTPUT = 64, 64, 128
 REPLICAS, RATE_OF_ONE = 1000, 12.0  # requests/s of a replica: some 20 in flight
-TENSOR_MODELS, TENSOR_RATE = ("a", "b", "c", "d"), 600.0
 MAX_GROWTH = 1.05
 
 
@@ -72,27 +62,6 @@ def speed(options: argparse.Namespace) -> None:
         rate = results.num_row_steps / (time.process_time() - began)
         rows = results.num_row_steps / results.num_steps
         print(f"{policy:12} {rate:16,.0f} {rows:12.1f} {rate / (OUTPUT + 1) * 60:13,.0f}", flush=True)
-
-
-def tensors(options: argparse.Namespace) -> None:
-    rows, batch_s = (1, 2, 4, 8, 16, 32), (0.004, 0.0042, 0.0046, 0.0054, 0.007, 0.01)
-    rules = BatchRules(max_batch_size=32, dynamic=True, delay_s=0.002, machine_share=0.5)
-    shapes = (ShapeTimes(length=0, rows=rows, seconds=batch_s),)
-    models = [
-        SimulatedModel(name=n, version=1, rules=rules, times=ModelTimes(model=n, version=1, shapes=shapes))
-        for n in TENSOR_MODELS
-    ]
-    rng, num_requests = Random(0), options.requests or 60_000
-    simulation = TensorSimulation(lone_scheduler(SchedulerConfig()), models, HostTimes(), rng)
-    simulation.begin(
-        TensorArrival(at=at, request_id=str(i), model=rng.choice(TENSOR_MODELS), num_rows=rng.randint(1, 4))
-        for i, at in enumerate(islice(arrival_times(TENSOR_RATE, 1.0, rng), num_requests))
-    )
-    began = time.process_time()
-    told = simulation.run().values()
-    rate = num_requests / (time.process_time() - began)
-    mean = sum(each.num_rows for each in told) / sum(each.num_batches for each in told)
-    print(f"tensor requests/s {rate:,.0f}, in batches of {mean:.1f} rows", flush=True)
 
 
 def fleet(options: argparse.Namespace) -> None:
@@ -133,7 +102,7 @@ def soak(options: argparse.Namespace) -> None:
         sys.exit("soak failed: requests were lost, or memory grew")
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], None]] = {part.__name__: part for part in (speed, tensors, fleet, soak)}
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {part.__name__: part for part in (speed, fleet, soak)}
 
 
 def main() -> None:
@@ -142,7 +111,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="of each part")
     parser.add_argument("--policies", default=",".join(POLICIES))
     options = parser.parse_args()
-    for name in options.parts or ("speed", "tensors"):
+    for name in options.parts or ("speed",):
         PARTS[name](options)
 
 

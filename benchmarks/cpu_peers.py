@@ -1,28 +1,21 @@
 """maitred and its peers on this CPU, in turn, in one run: prefill, decode, HTTP, start, memory; with the roofline.
 
-    python benchmarks/cpu_peers.py --setup                       # environments and models into runs/peers, once
-    python benchmarks/cpu_peers.py [--model qwen3-0.6b] [--cells decode-1,prefill-512] [--only NAMES] [--rounds 3]
-    python benchmarks/cpu_peers.py --model qwen3-0.6b-q4_k_m | FILE.gguf        # a GGUF file: maitred and llama.cpp
+    python benchmarks/cpu_peers.py --setup [--model FILE.gguf]   # environments and models into runs/peers, once
+    python benchmarks/cpu_peers.py [--model qwen3-0.6b | qwen3-0.6b-q4_k_m | FILE.gguf] [--cells decode-1,prefill-512]
     python benchmarks/cpu_peers.py --tables                      # what the file of results holds, as Markdown
 
-Random weights of the model's real shape, unique prompts, greedy, end-of-sequence ignored, no prefix cache, no
-speculation. Cells, by what `value` counts:
-
-    prefill-N   tokens/s of one prompt of N tokens
-    decode-N    tokens/s of the median step in which all N requests decode, around context 512
-    http-N      output tokens/s of N clients in a closed loop, 512 in, 128 out, from the first completion to the last at
-                which all clients were busy. OpenVINO has no server on the package index: its loop runs in process,
-                which flatters it. `offline` is maitred's in process
-    start       seconds from launch to first token, of the second of two launches in a row: its files are in memory
-    memory      peak MB of the process after 8 requests of 512 tokens
-
-Of a GGUF file every cell is asked over HTTP, of maitred's server and of llama.cpp's own, prebuilt: decode-N then counts
-while all N decode, `memory` is what a server with a KV cache of 8 x 1,024 tokens has resident after a short request
-(and after 8 of 512 tokens), and the first of the launches packs the weights.
+Random weights of the model's real shape, unique prompts, greedy, end-of-sequence ignored, no prefix cache, no drafts.
+Cells: prefill-N, tokens/s of one prompt of N tokens; decode-N, tokens/s of the median step in which all N requests
+decode, around context 512; http-N, output tokens/s of N clients in a closed loop, 512 in, 128 out, while all are busy
+(OpenVINO has no server on the package index: its loop runs in process, which flatters it; `offline` is maitred's
+there); start, seconds from launch to first token, of the second of two launches; memory, peak MB after 8 requests of
+512 tokens. Of a GGUF file every cell is asked over HTTP, of maitred's server and of llama.cpp's own, prebuilt: decode-N
+counts while all N decode, memory is what is resident after a short request (and after 8), the first launch packs the
+weights.
 
 Memory's bandwidth is probed next to each repetition, and a share of the floor takes the probes beside it; `*` marks
-figures during which it moved by more than a tenth. Results are kept in a file after every round: a run that is
-started again goes on where it ended, and rounds that are there are not repeated (--again forgets them).
+figures during which it moved by more than a tenth. Results are kept in a file after every round; rounds that are there
+are not repeated.
 """
 
 from __future__ import annotations
@@ -59,11 +52,6 @@ class Results:
         fresh = {"weights": entry.weights, "ours": entry.ours, "rounds": []}
         outcome: dict[str, Any] = self.models.setdefault(model, {}).setdefault(cell, {}).setdefault(entry.name, fresh)
         return outcome
-
-    def forget(self, model: str, cells: Sequence[str], names: Sequence[str]) -> None:
-        for cell in cells:
-            for name in names:
-                self.models.get(model, {}).get(cell, {}).pop(name, None)
 
     def save(self) -> None:
         partial = self._file.with_suffix(".partial")
@@ -108,7 +96,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cells", default=",".join(CELLS), help=f"by comma, in this order; default {','.join(CELLS)}")
     parser.add_argument("--only", help="contenders, by comma; all if not given")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--again", action="store_true", help="forget what the file holds of the chosen cells")
     parser.add_argument("--json", type=Path, default=RUNS / "cpu_peers.json", help="file of results")
     args = parser.parse_args()
     args.work = args.work.resolve()
@@ -143,8 +130,6 @@ def main() -> None:
     elif args.model in GGUF_SHAPES:
         make_gguf(args.model, args.work)
     chosen, cells = choose(args), args.cells.split(",")
-    if args.again:
-        results.forget(args.model, cells, [entry.name for entry in chosen])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # contenders end with it
     workers = Workers(args.work / "logs")
     peaks = measure_host(usable_cores()).machine.peak_ops_per_s

@@ -2,24 +2,18 @@
 
     python benchmarks/fidelity.py [engine] [http] [--executor torch|native] [--rounds 3] [--write]
 
-All simulate the very arrivals of a live run with costs that were never fitted to it. Printed are live p50, p90 and p99
-of TTFT, ITL and E2E (means over rounds), the error of simulated over live, and `rounds`, how far the live rounds are
-from their own mean: what no simulation can be nearer than.
+Both simulate the very arrivals of a live run with costs that were never fitted to it. Printed are live figures (means
+over rounds), the error of simulated over live, and `rounds`: how far the live rounds are from their own mean.
 
-`engine`: bimodal Poisson arrivals at 0.5, 0.8 and 1.1 of capacity under four policies, with the built-in model (one
-thread) and a decision log; costs are fitted on the runs of *other* loads and policies. 15% of the requests are
-documents: at 10% p90 of TTFT would lie on the edge between chats and documents. `error` takes the machine's slowness
-over time from a probe: a second, small engine that serves the same long prompt and the same few short answers between
-the measured engine's steps, on a clock that does not count it, for a shared machine serves the same step in other times
-from one second to the next. `unseen` takes the machine to be as it was in the other runs. Time is the engine thread's
-CPU time by default; on a quiet machine use `--clock wall`.
+`engine`: bimodal Poisson arrivals at 0.5, 0.8 and 1.1 of capacity under four policies, with the built-in model and a
+decision log; costs are fitted on the runs of *other* loads and policies. `error` takes the machine's slowness over time
+from a probe: a second, small engine that serves the same prompts between the measured engine's steps, on a clock that
+does not count it, for a shared machine serves the same step in other times from one second to the next. `unseen` takes
+the machine to be as it was in the other runs. Time is the engine thread's CPU time, or `--clock wall`.
 
-`http`: `maitred profile` as a user would have it, then the same load as text over loopback at 0.5 and 0.8 of capacity
-under two policies; the aim is 15% for p50 and p90. `without` is the error if the profile had no edge, `engine` that of
-the simulation without the edge against the server's own decision log. All is wall time, so the machine must be quiet.
-
-Torch's steps of the built-in model take milliseconds, as a real model's do; native ones are shorter than what surrounds
-them. `--write` puts tables of engine and http into docs/simulator.md.
+`http`: `maitred profile`, then the same load as text over loopback at 0.5 and 0.8 of capacity under two policies; aim
+15% at p50 and p90. `without` is the error without the profile's edge, `engine` against the server's decision log. All
+is wall time, so the machine must be quiet.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""A served model under load for as long as you like: clients that leave, reloads, kills; nothing leaks or is lost.
+"""A served model under mixed load for as long as you like: clients that leave, an engine that is killed, nothing leaks.
 
-    python benchmarks/soak_server.py [chats] [tensors] [--minutes 20] [--clients 12] [--kill-every-s 60]
+    python benchmarks/soak_server.py [--minutes 20] [--clients 12] [--kill-every-s 60]
 
-`chats`: whole answers and streams, one sample and three, short and long prompts, a quarter of the clients gone before
-the end, and the engine's process killed now and then. Every answer that was waited for must be whole. At the end, when
-nothing is asked any more: no block in use, no request in flight, as many files and tasks of the event loop as before,
-and memory that did not grow after the first third.
-
-`tensors`: sixteen clients of an MLP of 70 MB; calm, then while it is loaded again and again, then while the engine's
-process is killed now and then, an equal part of the minutes each. No request may fail, p99 while it is reloaded may be
-three times that of the calm, and resident memory after the first and the last half of the reloads may differ by 5%.
+Whole answers and streams, one sample and three, short and long prompts, a quarter of the clients gone before the end,
+and the engine's process killed now and then. Every answer that was waited for must be whole. At the end, when nothing
+is asked any more: no block in use, no request in flight, as many files and tasks of the event loop as before, and
+memory that did not grow after the first third.
 """
 
 from __future__ import annotations
@@ -21,12 +17,9 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -229,71 +222,13 @@ def tell(tally: Tally) -> None:
     sys.stdout.flush()
 
 
-# ---- a tensor model
-
-MAX_P99, MAX_GROWTH, CALM_S, LIVES_S = 3.0, 1.05, 8.0, 3.0
-
-
-def soak_tensors(chosen: argparse.Namespace) -> bool:
-    from harness import Server, begin_load, end_load, served
-    from tensor_models import MLP_SIZES, write_mlp
-
-    def under_load(server: Server, seconds: float, change: Callable[[], None] | None = None) -> dict[str, Any]:
-        words = ("--model", "mlp", "--concurrency", 16, "--duration", seconds)
-        running, changes = begin_load("infer", server.url, *words), 0
-        while change is not None and running.poll() is None:
-            change()
-            changes += 1
-        return end_load(running) | {"changes": changes}
-
-    def resident_mib(server: Server) -> float:
-        processes = (server.process, *server.process.children(recursive=True))
-        return sum(each.memory_info().rss for each in processes) / MIB
-
-    flags, part_s = ("--model-control-mode", "explicit", "--load-model", "*"), chosen.minutes * 20
-    with tempfile.TemporaryDirectory() as root, httpx.Client(timeout=60) as web:
-        write_mlp(Path(root), "mlp", MLP_SIZES)
-        with served("none", "--model-repository", root, *flags) as server:
-
-            def reload() -> None:
-                web.post(f"{server.url}/v2/repository/models/mlp/load").raise_for_status()
-
-            def kill_engine() -> None:
-                """Once it has answered for a while again."""
-                time.sleep(LIVES_S)
-                for engine in server.process.children():
-                    engine.kill()
-                    engine.wait()
-                until(lambda: web.get(f"{server.url}/v2/models/mlp/ready").status_code == 200)
-
-            calm, loaded = under_load(server, CALM_S), under_load(server, part_s / 2, reload)
-            before = resident_mib(server)
-            again = under_load(server, part_s / 2, reload)
-            growth = resident_mib(server) / before
-            killed = under_load(server, part_s, kill_engine)
-    ratio = loaded["p99_ms"] / calm["p99_ms"]
-    failed = sum(each["num_failed"] for each in (calm, loaded, again, killed))
-    sys.stdout.write(
-        f"{loaded['changes'] + again['changes']} reloads: p99 {ratio:.2f} times the calm's (at most {MAX_P99:g}),"
-        f" memory {growth:.3f} times (at most {MAX_GROWTH:g}); {killed['changes']} kills; {failed} requests failed\n"
-    )
-    return failed == 0 and ratio <= MAX_P99 and growth <= MAX_GROWTH
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--kill-every-s", type=float, default=60)
     chosen = parser.parse_args()
-    good = [KINDS[kind](chosen) for kind in chosen.kinds or KINDS]
-    return 0 if all(good) else 1
-
-
-def soak_chats(chosen: argparse.Namespace) -> bool:
-    tally = Tally()
-    server = start_server()
+    tally, server = Tally(), start_server()
     try:
         asyncio.run(load(server, tally, num_clients=chosen.clients, requests_each=5))  # warm
         until(lambda: is_idle(server))
@@ -310,10 +245,8 @@ def soak_chats(chosen: argparse.Namespace) -> bool:
     sys.stdout.write(f"idle, every block free; memory {slope:+.1f} MiB/h after the first third; exit {ended}\n")
     for fault, count in tally.wrong.most_common():
         sys.stdout.write(f"{count} x {fault}\n")
-    return not tally.wrong and ended == 0 and (slope < MAX_SLOPE_MIB_PER_H or seconds < 600)
-
-
-KINDS = {"chats": soak_chats, "tensors": soak_tensors}
+    good = not tally.wrong and ended == 0 and (slope < MAX_SLOPE_MIB_PER_H or seconds < 600)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

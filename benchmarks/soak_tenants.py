@@ -6,8 +6,7 @@ Each trial has a new prompt, which `b` asks and is timed. Just before, a prompt 
 another one by `a` (cold), the same one by `a` (other's), or the same one by `b` (own). The three come in random order,
 so that the machine's moods meet all of them, and logarithms are compared, because its other work multiplies times. The
 exit code is 1 when what the other tenant has cached differs from cold (p < 0.001), and when what `b` has cached itself
-does not clearly differ: then the test could not see anything.
-`--share-cache` puts both into one `shared_cache_group`, to see the test fail.
+does not clearly differ. `--share-cache` puts both into one `shared_cache_group`, to see the test fail.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -91,12 +89,6 @@ class Tenant:
         return took_s
 
 
-def trials(each: int, seed: int) -> Iterator[str]:
-    kinds = list(KINDS) * each
-    random.Random(seed).shuffle(kinds)
-    yield from kinds
-
-
 def measure(a: Tenant, b: Tenant, each: int, num_words: int, seed: int) -> dict[str, list[float]]:
     """Logarithms of the milliseconds to the first token, by kind."""
     chooser = random.Random(seed)
@@ -104,7 +96,7 @@ def measure(a: Tenant, b: Tenant, each: int, num_words: int, seed: int) -> dict[
     cached: dict[str, set[bool]] = {kind: set() for kind in KINDS}
     for tenant in (a, b, a, b):  # what is slow the first time
         tenant.ask(" ".join(chooser.choices(WORDS, k=num_words)))
-    for kind in trials(each, seed):
+    for kind in chooser.sample(KINDS * each, len(KINDS) * each):
         asked, another = (" ".join(chooser.choices(WORDS, k=num_words)) for _ in range(2))
         (b if kind == "own" else a).ask(another if kind == "cold" else asked)
         log_ms[kind].append(math.log(b.ask(asked) * 1000))
