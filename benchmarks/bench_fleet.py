@@ -47,7 +47,6 @@ class Conversations:
 
     sessions_per_s: float
     duration_s: float
-    seed: int = 0
     system_blocks: int = 2  # of 512 tokens
     first_tokens: float = 4500.0  # median of a session's first prompt
     more_tokens: float = 1200.0  # median that a turn adds
@@ -57,7 +56,7 @@ class Conversations:
     max_tokens: int = 100_000  # a session ends before that
 
     def workload(self) -> TraceWorkload:
-        rng, lines, at, number = Random(self.seed), list[TraceLine](), 0.0, 0
+        rng, lines, at, number = Random(0), list[TraceLine](), 0.0, 0
         while (at := at + rng.expovariate(self.sessions_per_s)) < self.duration_s:
             lines += self._session(rng, at, f"s{number}")
             number += 1
@@ -96,15 +95,8 @@ def fleet(replicas: list[ReplicaSetup], balance: str) -> FleetSimulation:
 def all_in_one(one: ReplicaSetup) -> Simulation:
     """As much cache and as fast as all, so that nothing but the routing is missing."""
     costs, num = one.cost_model, NUM_REPLICAS
-    faster = CostModel(
-        fixed_s=costs.fixed_s,
-        row_s=costs.row_s / num,
-        weights_s=costs.weights_s / num,
-        prefill_token_s=costs.prefill_token_s / num,
-        decode_token_s=costs.decode_token_s / num,
-        context_token_s=costs.context_token_s / num,
-        prefill_attention_s=costs.prefill_attention_s / num,
-    )
+    shared = ("row_s", "weights_s", "prefill_token_s", "decode_token_s", "context_token_s", "prefill_attention_s")
+    faster = CostModel(fixed_s=costs.fixed_s, **{name: getattr(costs, name) / num for name in shared})
     scheduler = replace(SCHEDULER, max_num_seqs=64 * num, max_num_batched_tokens=2048 * num)
     return Simulation(
         replace(one.engine, scheduler=scheduler, num_blocks=one.engine.num_blocks * num), faster, Results()
@@ -132,7 +124,7 @@ def print_heading() -> None:
 
 
 def alike(options: argparse.Namespace) -> None:
-    workload = Conversations(sessions_per_s=4.5, duration_s=options.duration_s, seed=options.seed).workload()
+    workload = Conversations(sessions_per_s=4.5, duration_s=options.duration_s).workload()
     print_heading()
     told("one cache", all_in_one(replica("h100")), workload)
     for balance in options.balances.split(","):
@@ -140,7 +132,7 @@ def alike(options: argparse.Namespace) -> None:
 
 
 def unlike(options: argparse.Namespace) -> None:
-    workload = Conversations(sessions_per_s=2.5, duration_s=options.duration_s, seed=options.seed).workload()
+    workload = Conversations(sessions_per_s=2.5, duration_s=options.duration_s).workload()
     print_heading()
     for tells in (False, True):
         replicas = [replica(name, tells_speed=tells) for name in ("h100", "a100") * 4]
@@ -155,7 +147,6 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--balances", default=BALANCES)
     parser.add_argument("--duration-s", type=float, default=300.0, help="of the conversation trace")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for name in options.parts or PARTS:
         print(f"-- {name}")

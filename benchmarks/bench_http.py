@@ -120,7 +120,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--answers", type=int, default=4000, help="whole ones of each row; of streams a sixteenth")
     parser.add_argument("--connections", type=int, nargs="*", default=[1, 8, 64])
-    parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ports = context.Queue()
@@ -130,7 +129,7 @@ def main() -> None:
     names = (("requests/s", 11), ("tokens/s", 10), ("CPU us/request", 15), ("CPU us/token", 13))
     print(f"{'answers':<14} {'connections':>11}", *(f"{name:>{width}}" for name, width in names))
     try:
-        for stream, num_tokens in ((False, 1), (False, 16), (True, options.tokens)):
+        for stream, num_tokens in ((False, 1), (False, 16), (True, 256)):
             fields = {"model": "bench", "messages": MESSAGES, "max_tokens": num_tokens, "stream": stream}
             for connections in options.connections:
                 num = max(connections, options.answers // (16 if stream else 1))

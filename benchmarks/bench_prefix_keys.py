@@ -3,7 +3,7 @@
     python benchmarks/bench_prefix_keys.py [--conversations 200] [--replicas 8] [--blocks 2500] [--seed 0]
 
 Time to read a body and make its keys (aim: 15 us for 1 KB); a look-up in an index of 100,000 keys over 16 replicas
-(10 us for 64 keys, 60 us for 4,096), and bytes a key; beside tokenising, what a replica takes to find the block that
+(10 us for 64 keys, 60 us for 4,096); beside tokenising, what a replica takes to find the block that
 each key ends in. Then conversations in the words of docs/ over simulated replicas whose caches evict: each turn goes
 where most of its prefix is thought to be, once by the hashes of its tokens, which no router has, once by keys. Keys are
 to lose at most 3% of the hits; `foretold` is what they promised of what was then found there.
@@ -17,7 +17,6 @@ import random
 import re
 import statistics
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -95,13 +94,10 @@ def reading(texts: list[str]) -> None:
 
 
 def looking_up(rng: random.Random) -> None:
-    tracemalloc.start()
-    index, before = PrefixIndex(), tracemalloc.get_traced_memory()[0]
+    index = PrefixIndex()
     for _ in range(2000):
         index.stored(rng.randrange(16), [rng.getrandbits(64) for _ in range(50)])
-    num_bytes = (tracemalloc.get_traced_memory()[0] - before) / index.num_keys
-    tracemalloc.stop()
-    print(f"\nlook-up over 16 replicas, {index.num_keys:,} keys of {num_bytes:.0f} bytes in the index")
+    print(f"\nlook-up over 16 replicas, {index.num_keys:,} keys in the index")
     print("keys   replicas that have some   us")
     for num_keys in (64, 4096):
         for depths in ({num_keys // 2}, {num_keys * i // 17 for i in range(1, 17)}):

@@ -198,34 +198,28 @@ async def load(
 # -- routers
 
 
-class Peer(NamedTuple):
-    """Who is measured, by the words that start it."""
-
-    command: list[str]
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def maitred(work: Path, port: int, replicas: list[int]) -> Peer:
+def maitred(work: Path, port: int, replicas: list[int]) -> list[str]:
     urls = [f"http://127.0.0.1:{p}" for p in replicas]
-    return Peer([sys.executable, "-m", "maitred", "route", *urls, "--port", str(port), "--log-level", "warning"])
+    return [sys.executable, "-m", "maitred", "route", *urls, "--port", str(port), "--log-level", "warning"]
 
 
-def sglang(work: Path, port: int, replicas: list[int]) -> Peer | None:
+def sglang(work: Path, port: int, replicas: list[int]) -> list[str] | None:
     python = work / "sglang" / "bin" / "python"
     if not python.exists():
         return None
     urls = [f"http://127.0.0.1:{p}" for p in replicas]
     words = ["-m", "sglang_router.launch_router", "--worker-urls", *urls, "--policy", "cache_aware"]
     words += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warn", "--prometheus-port", str(free_port())]
-    return Peer([str(python), *words])
+    return [str(python), *words]
 
 
-def haproxy(work: Path, port: int, replicas: list[int]) -> Peer | None:
+def haproxy(work: Path, port: int, replicas: list[int]) -> list[str] | None:
     if shutil.which("haproxy") is None:
         return None
     servers = "".join(f"  server s{p} 127.0.0.1:{p}\n" for p in replicas)
@@ -236,10 +230,10 @@ def haproxy(work: Path, port: int, replicas: list[int]) -> Peer | None:
         f"  http-reuse always\nfrontend f\n  bind 127.0.0.1:{port}\n  default_backend b\nbackend b\n"
         f"  balance leastconn\n{servers}"
     )
-    return Peer(["haproxy", "-f", str(path)])
+    return ["haproxy", "-f", str(path)]
 
 
-PEERS: dict[str, Callable[[Path, int, list[int]], Peer | None]] = {
+PEERS: dict[str, Callable[[Path, int, list[int]], list[str] | None]] = {
     "maitred": maitred,
     "sglang-router": sglang,
     "haproxy": haproxy,
@@ -247,15 +241,15 @@ PEERS: dict[str, Callable[[Path, int, list[int]], Peer | None]] = {
 
 
 def set_up(work: Path) -> None:
-    """What is not on the path, into environments of its own."""
-    for name, package in (("sglang", "sglang-router==0.3.2"),):
-        subprocess.run([sys.executable, "-m", "venv", str(work / name)], check=True)
-        subprocess.run([str(work / name / "bin" / "python"), "-m", "pip", "install", "-q", package], check=True)
+    """What is not on the path, into an environment of its own."""
+    subprocess.run([sys.executable, "-m", "venv", str(work / "sglang")], check=True)
+    pip = [str(work / "sglang/bin/python"), "-m", "pip", "install", "-q", "sglang-router==0.3.2"]
+    subprocess.run(pip, check=True)
 
 
 @contextmanager
-def running(peer: Peer, port: int) -> Iterator[psutil.Process]:
-    process = subprocess.Popen(peer.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def running(command: list[str], port: int) -> Iterator[psutil.Process]:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_until_well(port)
         yield psutil.Process(process.pid)

@@ -25,8 +25,7 @@ import json
 import statistics
 import tempfile
 from argparse import ArgumentParser, HelpFormatter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, product, zip_longest
 from pathlib import Path
@@ -125,8 +124,8 @@ class Engine(NamedTuple):
         return num_tokens / (now() - began)
 
 
-def report(what: str, engines: dict[str, Engine], turns: int, turn: Callable[[Engine], float]) -> dict[str, float]:
-    """Prints and gives for each the median of its ratios to the first one; a second of turns warms each up."""
+def report(what: str, engines: dict[str, Engine], turns: int, turn: Callable[[Engine], float]) -> None:
+    """Prints for each the median of its ratios to the first one; a second of turns warms each up."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     drafts = {name: [0, 0] for name in engines}
     for engine in engines.values():
@@ -141,13 +140,12 @@ def report(what: str, engines: dict[str, Engine], turns: int, turn: Callable[[En
             drafts[name] = [
                 d + now - then for d, now, then in zip(drafts[name], drafted(engines[name]), before, strict=True)
             ]
-    first, ratios = rates[next(iter(engines))], {}
+    first = rates[next(iter(engines))]
     for name, found in rates.items():
         made, right = drafts[name]
-        ratios[name] = statistics.median(a / b for a, b in zip(found, first, strict=True))
+        ratio = statistics.median(a / b for a, b in zip(found, first, strict=True))
         share = f"{right / made:.0%} of {made} drafts accepted" if made else ""
-        print(f"{what:22} {name:12} {statistics.median(found):9,.0f} tokens/s {ratios[name]:6.3f}  {share}", flush=True)
-    return ratios
+        print(f"{what:22} {name:12} {statistics.median(found):9,.0f} tokens/s {ratio:6.3f}  {share}", flush=True)
 
 
 def drafted(engine: Engine) -> tuple[int, int]:
@@ -187,9 +185,8 @@ def stories(number: int) -> list[str]:
 def builtin(options: argparse.Namespace) -> None:
     engines = {name: own_engine(options, name) for name in ("off", *options.proposers)}
     for number in (1, 8, 32) if options.quick else (1, 2, 4, 8, 16, 32):
-        report(
-            f"{number} counting", engines, options.turns, partial(Engine.serve, prompts=counting(number), tokens=112)
-        )
+        turn = partial(Engine.serve, prompts=counting(number), tokens=112)
+        report(f"{number} counting", engines, options.turns, turn)
     engines = {"off": engines["off"], "ngram": own_engine(options, "ngram")}
     for number in (1, 8, 32):
         turn = partial(Engine.serve, prompts=stories(number), tokens=160, temperature=1.0)
@@ -205,12 +202,8 @@ def copying(options: argparse.Namespace) -> None:
         answer = engines["off"].llm.generate([question], sampling)[0].outputs[0].text
         again.append(f"{question}{answer}<|im_end|>\n{question.removeprefix('<|bos|>')}")
     for number, at_once in AT_ONCE.items():
-        report(
-            f"{number} copying",
-            engines,
-            options.turns,
-            partial(Engine.serve, prompts=again, tokens=112, at_once=at_once),
-        )
+        turn = partial(Engine.serve, prompts=again, tokens=112, at_once=at_once)
+        report(f"{number} copying", engines, options.turns, turn)
 
 
 def real(options: argparse.Namespace) -> None:
@@ -234,43 +227,28 @@ def real(options: argparse.Namespace) -> None:
         report(f"{number} {load}", engines, options.turns, turn)
 
 
-class Stage:
-    """The model of `scripted` (with --quick the built-in one), 32 prompts in its prefix cache, what follows them."""
-
-    def __init__(self, options: argparse.Namespace, folder: str) -> None:
-        self.context, self.tokens = (128, 64) if options.quick else (512, 64)
+def scripted(options: argparse.Namespace) -> None:
+    """32 prompts in the prefix cache, and what follows them; with --quick of the built-in model."""
+    context, tokens, random, proposer = 128 if options.quick else 512, 64, Random(0), Scripted()
+    prompts = [[random.randrange(3, 250) for _ in range(context)] for _ in range(32)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
         model = "maitred-mini" if options.quick else str(make_checkpoint(Path(folder) / "model"))
         settings = {"dtype": "int8", "weight_cache": "off", "num_speculative_tokens": 8}
-        self.llm = make_llm(options, "ngram", model, max_model_len=2 * self.context, **settings)
-        random = Random(0)
-        self.prompts = [[random.randrange(3, 250) for _ in range(self.context)] for _ in range(32)]
-        self.proposer = Scripted()
-        sampling = SamplingParams(temperature=0.0, max_tokens=self.tokens, ignore_eos=True)
-        _ = self.engine(None).core
-        for prompt, output in zip(self.prompts, self.llm.generate(self.prompts, sampling), strict=True):
-            self.proposer.outputs[tuple(prompt[:8])] = list(output.outputs[0].token_ids)
-        self.llm._open().core._executor.proposer = self.proposer  # type: ignore[attr-defined]
-
-    def engine(self, rule: Any) -> Engine:
-        return Engine(self.llm, rule, StepMeter().step_costs if isinstance(rule, Speculation) else None)
-
-
-@contextmanager
-def stage_of(options: argparse.Namespace) -> Iterator[Stage]:
-    with tempfile.TemporaryDirectory() as folder:
-        stage = Stage(options, folder)
-        with stage.llm:
-            yield stage
-
-
-def scripted(options: argparse.Namespace) -> None:
-    with stage_of(options) as stage:
-        for acceptance in (0.8, 0.0):
-            stage.proposer.acceptance = acceptance
-            engines = {"off": stage.engine(None), f"accepts {acceptance}": stage.engine(Speculation(5))}
-            for number in (1, 8, 32):
-                turn = partial(Engine.serve, prompts=stage.prompts[:number], tokens=stage.tokens)
-                report(f"{number} at {stage.context}", engines, options.turns, turn)
+        llm = make_llm(options, "ngram", model, max_model_len=2 * context, **settings)
+    off = Engine(llm, None, None)
+    executor: Any = off.core._executor
+    for prompt, output in zip(prompts, llm.generate(prompts, sampling), strict=True):
+        proposer.outputs[tuple(prompt[:8])] = list(output.outputs[0].token_ids)
+    executor.proposer = proposer
+    for proposer.acceptance in (0.8, 0.0):
+        drafting = Engine(llm, Speculation(5), StepMeter().step_costs)
+        for number in (1, 8, 32):
+            turn = partial(Engine.serve, prompts=prompts[:number], tokens=tokens)
+            report(
+                f"{number} at {context}", {"off": off, f"accepts {proposer.acceptance}": drafting}, options.turns, turn
+            )
+    llm.close()
 
 
 SECTIONS = {section.__name__: section for section in (builtin, copying, real, scripted)}

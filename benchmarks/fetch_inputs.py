@@ -15,10 +15,7 @@ import tarfile
 from pathlib import Path
 
 LLAMACPP = "llama-cpp-python==0.3.36"
-CLIENTS = (
-    *("openai-agents==0.24.0", "instructor==1.17.0", "langchain-openai==1.7.3"),
-    "pydantic-ai-slim[openai]==2.38.0",
-)
+CLIENTS = ["openai-agents==0.24.0", "instructor==1.17.0", "langchain-openai==1.7.3", "pydantic-ai-slim[openai]==2.38.0"]
 
 
 def pip(home: Path, *words: str) -> None:

@@ -96,20 +96,14 @@ def in_turn(ways: Mapping[str, Callable[[], Figures]], rounds: int) -> Found:
     return found
 
 
-def ratios(found: Found, way: str, figure: str) -> list[float]:
-    """The way's figure over the first way's, round by round, lowest first."""
-    first = found[next(iter(found))]
-    pairs = zip(found[way], first, strict=True)
-    return sorted(own[figure] / base[figure] for own, base in pairs if base[figure])
-
-
 def print_table(title: str, found: Found) -> None:
     """Medians of each figure, and of its ratios to the first way."""
     print(f"\n{title}\n{'':26}" + "".join(f"{name:>18}{'ratio':>8}" for name in found))
     for figure in next(iter(found.values()))[0]:
         cells = []
-        for name, rounds in found.items():
-            each = ratios(found, name, figure)
+        for rounds in found.values():
+            first = found[next(iter(found))]
+            each = [own[figure] / base[figure] for own, base in zip(rounds, first, strict=True) if base[figure]]
             ratio = f"{statistics.median(each):8.3f}" if each else f"{'-':>8}"
             cells.append(f"{statistics.median(run[figure] for run in rounds):18,.2f}{ratio}")
         print(f"{figure:26}" + "".join(cells), flush=True)

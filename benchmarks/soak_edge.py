@@ -153,16 +153,13 @@ def many_connections(share: float) -> Iterator[Line]:
 
 NOISE_MS = 10.0  # of one p99 against another, on a machine with other work
 SLOW: dict[str, Callable[[Attacked], socket.socket]] = {
-    "silent": attacks.silent,
-    "slow head": attacks.slow_head,
-    "slow body": attacks.slow_body,
-    "slow reader": attacks.slow_reader,
+    kind.__name__: kind for kind in (attacks.silent, attacks.slow_head, attacks.slow_body, attacks.slow_reader)
 }
 
 
 def slow_clients(share: float) -> Iterator[Line]:
     for kind in SLOW:
-        yield slow_clients_of(kind, int((60 if kind == "slow reader" else 2000) * share))
+        yield slow_clients_of(kind, int((60 if kind == "slow_reader" else 2000) * share))
 
 
 def slow_clients_of(kind: str, count: int) -> Line:
@@ -187,7 +184,7 @@ def slow_clients_of(kind: str, count: int) -> Line:
         f"gone {closed_s:.1f} s later, {max(0, most - before) / max(1, count) / KIB:.0f} KiB each; "
         f"good clients' p99 {calm.p99_ms():.1f} -> {visitor.p99_ms():.1f} ms, {visitor.failed} failed"
     )
-    if kind == "slow reader":  # while it writes to them, the loop is as busy as with any so many streams
+    if kind == "slow_reader":  # while it writes to them, the loop is as busy as with any so many streams
         is_quick, is_bounded = visitor.p99_ms() < 100 and closed_s < 60, most - before < count * MIB
     else:  # ten seconds, and those to open and close so many
         is_quick, is_bounded = visitor.p99_ms() < 2 * calm.p99_ms() + NOISE_MS and closed_s < 15, True

@@ -124,10 +124,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--each", type=int, default=200, help="trials of each kind")
     parser.add_argument("--words", type=int, default=600, help="of a prompt")
-    parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--share-cache", action="store_true")
     arguments = parser.parse_args()
-    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
+    seed = random.SystemRandom().randrange(10**6)
     with tempfile.TemporaryDirectory() as folder:
         tenants = Path(folder) / "tenants.yaml"
         limits = "{shared_cache_group: g}" if arguments.share_cache else ""

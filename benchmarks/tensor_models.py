@@ -13,7 +13,6 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 MLP_SIZES = (512, 4096, 4096, 256)  # 70 MB
-LIGHT_SIZES = (512, 2048, 2048, 256)  # 22 MB
 ENCODER_LAYERS, HIDDEN, HEADS, FEED_FORWARD, VOCABULARY = 6, 384, 12, 1536, 8000  # all-MiniLM-L6's, but for words
 
 

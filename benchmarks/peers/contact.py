@@ -153,7 +153,7 @@ def serving(entry: Entry, clients: int, context: int, log: Path) -> Iterator[tup
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [*entry.server.for_clients(clients, context), "--port", str(port)]
+    command = [*entry.server.command, *entry.server.slots(clients, context), "--port", str(port)]
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=BENCHMARKS, stdout=output, stderr=output, env=_environment(entry), process_group=0

@@ -17,15 +17,12 @@ MAX_CONTEXT, MAX_SEQUENCES = 4096, 32
 
 @dataclass(frozen=True)
 class Server:
-    """A server's command but for its port (appended) and for what depends on the load (`for_clients`)."""
+    """A server's command but for its port (appended) and for what depends on the load (`slots`)."""
 
     command: tuple[str, ...]
     dialect: Dialect = USAGE
     ready: str = "/health"  # answers 200 once the model is loaded
     slots: Callable[[int, int], tuple[str, ...]] = lambda clients, context: ()  # flags for so many and so long requests
-
-    def for_clients(self, clients: int, context: int) -> list[str]:
-        return [*self.command, *self.slots(clients, context)]
 
 
 @dataclass(frozen=True)

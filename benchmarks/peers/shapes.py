@@ -1,13 +1,8 @@
-"""Random-weight checkpoints of real models' shapes, with a tokenizer of their vocabulary size; needs transformers, or
-gguf for GGUF files.
-
-python -m peers.shapes FOLDER qwen3-0.6b      (from benchmarks/)
-"""
+"""Checkpoints of real models' shapes, weights random, with a tokenizer of their size; and GGUF files (needs gguf)."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +168,3 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=1))
-
-
-if __name__ == "__main__":
-    for shape in sys.argv[2:]:
-        print((make_gguf if shape in GGUF_SHAPES else make_checkpoint)(shape, Path(sys.argv[1])))
