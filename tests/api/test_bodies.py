@@ -15,16 +15,20 @@ import httpx
 import msgspec
 import pytest
 
-from maitred.api.dialects.openai.bounded import MAX_LISTED, prompts_of
-from maitred.api.dialects.openai.refusals import CHAT_REFUSED, COMPLETION_REFUSED, TOKENIZE_REFUSED
+from maitred.api.dialects.openai.refusals import (
+    CHAT_REFUSED,
+    COMPLETION_REFUSED,
+    MAX_LISTED,
+    TOKENIZE_REFUSED,
+    prompts_of,
+)
 from maitred.api.dialects.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from maitred.api.http.bodies import MAX_TEXTS, SMALL_BYTES, LargeBodies, decode_json, decode_small
-from maitred.api.http.body_decoder import BodyDecoder
+from maitred.api.http.bodies import MAX_TEXTS, SMALL_BYTES, BodyDecoder, LargeBodies, decode_json, decode_small
 from maitred.config import ServerConfig
 from maitred.core.errors import InvalidRequest, Overloaded, RequestTooLarge
 from tests.api.conftest import MESSAGES

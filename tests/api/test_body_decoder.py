@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET, Raw, UnsetType
 
-from maitred.api.http.bodies import SMALL_BYTES
-from maitred.api.http.body_decoder import BodyDecoder
+from maitred.api.http.bodies import SMALL_BYTES, BodyDecoder
 
 
 class Options(msgspec.Struct):

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.api.dialects.openai.logprobs import named_prompt_logprobs
+from maitred.api.dialects.openai.answers import named_prompt_logprobs
 from tests.api.conftest import MESSAGES
 from tests.api.test_chat import events_of
 from tests.fakes_api import EOS, FakeReplica, running_server, says

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from maitred.api.http import connection, sender
+from maitred.api.http import connection
 from maitred.api.http.connection import (
     MAX_FRAMING_BYTES,
     MAX_HEAD_BYTES,
@@ -589,14 +589,14 @@ def test_the_internals_that_are_overridden_are_as_uvicorn_has_them():
 
 
 def test_the_internals_that_are_read_are_there():
-    """Whatever of it connection.py and sender.py name: nothing is used that the table does not have."""
+    """Whatever of it connection.py and connection.py name: nothing is used that the table does not have."""
     protocol, transport = World().connection, FakeTransport()
     plain = HttpToolsProtocol(protocol.config, ServerState(), {}, FakeLoop())  # type: ignore[arg-type]
     plain.on_message_begin()
     cycle = RequestResponseCycle(*[None] * 11)  # type: ignore[arg-type]
     theirs = {"self": plain, "cycle": cycle, "flow": FlowControl(transport)}  # type: ignore[arg-type]
     named: dict[str, set[str]] = {owner: set() for owner in theirs}
-    for node in ast.walk(ast.parse(inspect.getsource(connection) + inspect.getsource(sender))):
+    for node in ast.walk(ast.parse(inspect.getsource(connection))):
         if isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value).removeprefix("self.").replace("_in_work", "cycle").removeprefix("_")
             owner = owner.removeprefix("cycle.") if owner == "cycle.flow" else owner

@@ -14,11 +14,10 @@ from maitred.api.generate.complete import complete
 from maitred.api.generate.dialect import Dialect, GenerationAsk
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
-from maitred.api.http.body_decoder import BodyDecoder
+from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.errors import HttpError
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.formats import StreamFormat
-from maitred.api.http.routes import Route, RouteTable
+from maitred.api.http.routes import Route, RouteTable, StreamFormat
 from maitred.api.ops.openapi import openapi_document
 from maitred.api.routes import make_routes
 from maitred.core.errors import UnsupportedParameter

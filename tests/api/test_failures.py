@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from maitred.api.http.text_threads import LONG_BYTES
+from maitred.api.http.app import LONG_BYTES
 from maitred.text import Tokenizer
 from tests.api.conftest import MESSAGES, strict_client
 from tests.api.test_disconnect import endless, send

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 import maitred
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import FleetToken
 from maitred.api.ops import fleet_feed
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
 from maitred.core.errors import ConfigError

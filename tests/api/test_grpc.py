@@ -17,13 +17,16 @@ client = pytest.importorskip("tritonclient.grpc.aio", reason="tritonclient is no
 from tritonclient.grpc import InferInput, InferRequestedOutput  # noqa: E402
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
-from maitred.api.grpc.errors import PUSHBACK, grpc_error  # noqa: E402
+from maitred.api.grpc.calls import PUSHBACK, grpc_error  # noqa: E402
 from maitred.api.grpc.inference import InferenceService  # noqa: E402
 from maitred.api.grpc.server import HealthService, grpc_server  # noqa: E402
 from maitred.api.grpc.tfserving import ModelService, PredictionService  # noqa: E402
 from maitred.api.serving import create_app  # noqa: E402
-from maitred.api.tensor.classes import Labels  # noqa: E402
-from maitred.api.tensor.extensions import NAMES, Extensions  # noqa: E402
+from maitred.api.tensor.extensions import (  # noqa: E402
+    NAMES,
+    Extensions,
+    Labels,
+)
 from maitred.config import ServerConfig  # noqa: E402
 from maitred.core.errors import Overloaded, RateLimited  # noqa: E402
 from maitred.tensor.control import ControlMode  # noqa: E402

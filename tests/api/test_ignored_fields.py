@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from maitred.api.http.bodies import SMALL_BYTES
-from maitred.api.http.ignored_fields import MAX_LOGGED, names_told
+from maitred.api.http.exchange import MAX_LOGGED, names_told
 from tests.api.conftest import MESSAGES
 from tests.api.test_refusals import refused
 from tests.fakes_api import RunningServer, running_server

@@ -6,14 +6,14 @@ import httpx
 import msgspec
 import pytest
 
-from maitred.api.dialects.openai.logprobs import (
+from maitred.api.dialects.openai.answers import (
     PACKED,
     CompletionLogprobsWriter,
     TokenNames,
     chat_logprobs,
     packed_chat_logprobs,
 )
-from maitred.api.http.kept_logprobs import KeptLogprobs
+from maitred.api.http.app import KeptLogprobs
 from maitred.core.errors import InvalidRequest, Overloaded
 from maitred.core.step import TokenLogprobs
 from tests.api.conftest import MESSAGES
@@ -60,7 +60,7 @@ def test_written_piece_by_piece_log_probabilities_are_the_same(num):
 )
 def test_an_answer_with_more_log_probabilities_than_are_kept_ends_unless_it_is_streamed(monkeypatch, path, fields):
     limit = 2000 * NUM_TOKENS  # one sample has less, two have more
-    monkeypatch.setattr("maitred.api.http.kept_logprobs.MAX_KEPT_BYTES", limit)
+    monkeypatch.setattr("maitred.api.http.app.MAX_KEPT_BYTES", limit)
     replica = FakeReplica(answer=lambda request: [ord("x")] * 400)
     body = {"model": "tiny", "max_tokens": NUM_TOKENS, **fields}
     with running_server(replica) as server, httpx.Client(base_url=server.url, timeout=HANGS_S) as http:
@@ -79,8 +79,8 @@ def test_an_answer_with_more_log_probabilities_than_are_kept_ends_unless_it_is_s
 
 
 def test_all_answers_together_keep_only_so_much_and_who_keeps_little_goes_on(monkeypatch):
-    monkeypatch.setattr("maitred.api.http.kept_logprobs.MAX_KEPT_BYTES_IN_ALL", 100_000)
-    monkeypatch.setattr("maitred.api.http.kept_logprobs.MAX_UNREAD_BYTES", 30_000)
+    monkeypatch.setattr("maitred.api.http.app.MAX_KEPT_BYTES_IN_ALL", 100_000)
+    monkeypatch.setattr("maitred.api.http.app.MAX_UNREAD_BYTES", 30_000)
     keeping = KeptLogprobs()
     with keeping.answer() as first:
         first(positions(200))
@@ -96,7 +96,7 @@ def test_all_answers_together_keep_only_so_much_and_who_keeps_little_goes_on(mon
 
 
 def test_one_answer_keeps_only_so_much(monkeypatch):
-    monkeypatch.setattr("maitred.api.http.kept_logprobs.MAX_KEPT_BYTES", 3 * (256 + 3 * 72))
+    monkeypatch.setattr("maitred.api.http.app.MAX_KEPT_BYTES", 3 * (256 + 3 * 72))
     with KeptLogprobs().answer() as keep:
         keep(positions(3))
         with pytest.raises(InvalidRequest, match="over 1416 bytes"):

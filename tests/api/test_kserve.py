@@ -19,12 +19,11 @@ pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
 from onnx import TensorProto
 
-from maitred.api.dialects.kserve.body import accepted, deflated, inflated
+from maitred.api.dialects.kserve.generate import accepted, deflated, inflated
 from maitred.api.dialects.kserve.routes import kserve_routes
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
-from maitred.api.tensor.classes import Labels
-from maitred.api.tensor.extensions import NAMES, Extensions
+from maitred.api.tensor.extensions import NAMES, Extensions, Labels
 from maitred.config import ServerConfig
 from maitred.core.errors import InvalidRequest, RequestTooLarge
 from maitred.storage.key_files import make_key

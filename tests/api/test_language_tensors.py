@@ -16,8 +16,7 @@ from maitred.api.dialects.kserve.routes import kserve_routes  # noqa: E402
 from maitred.api.grpc.server import grpc_server  # noqa: E402
 from maitred.api.routes import make_routes  # noqa: E402
 from maitred.api.serving import create_app  # noqa: E402
-from maitred.api.tensor.classes import Labels  # noqa: E402
-from maitred.api.tensor.extensions import Extensions  # noqa: E402
+from maitred.api.tensor.extensions import Extensions, Labels  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
 from maitred.tensor.control import ControlMode  # noqa: E402
 from maitred.tensor.local import LocalTensorService  # noqa: E402

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from maitred.api.ops.latencies import GROWTH, MAX_TENANTS, NUM_SLICES, SLICE_S, Latencies, RecentTimes
-from maitred.api.ops.live_feed import SlotRows
+from maitred.api.ops.live_feed import GROWTH, MAX_TENANTS, NUM_SLICES, SLICE_S, Latencies, RecentTimes, SlotRows
 from maitred.core.clock import ManualClock
 from maitred.core.step import RequestTiming
 

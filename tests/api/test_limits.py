@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from maitred.api.dialects.openai.schemas import CompletionRequest
-from maitred.api.generate.time_limits import time_limits
+from maitred.api.generate.dialect import time_limits
 from maitred.config import AdmissionConfig
 from maitred.core.clock import ManualClock
 from maitred.core.errors import InvalidRequest

@@ -12,8 +12,16 @@ import httpx
 import msgspec
 import pytest
 
-from maitred.api.ops.latencies import Latencies
-from maitred.api.ops.live_feed import COST_FACTOR, FRAME_S, IDLE_S, MAX_PAUSE_S, MAX_WATCHERS, LiveFeed, pause_s
+from maitred.api.ops.live_feed import (
+    COST_FACTOR,
+    FRAME_S,
+    IDLE_S,
+    MAX_PAUSE_S,
+    MAX_WATCHERS,
+    Latencies,
+    LiveFeed,
+    pause_s,
+)
 from maitred.core.errors import EngineDead, Overloaded
 from maitred.core.replica import ReplicaState
 from maitred.engine.intake import Footprint

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from maitred.api.http.log_stream import MAX_KEPT_CHARS, LogStream
+from maitred.api.http.logs import MAX_KEPT_CHARS, LogStream
 from tests.waiting import HANGS_S, until
 
 LINE = "x" * 999 + "\n"

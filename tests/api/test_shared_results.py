@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from maitred.api.dialects.openai.format import OPENAI
+from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.results import Results

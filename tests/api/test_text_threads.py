@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from maitred.api.http.text_threads import TINY_BYTES, TINY_S, TextThreads
+from maitred.api.http.app import TINY_BYTES, TINY_S, TextThreads
 from maitred.core.clock import ManualClock
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from maitred.api.http.tls import Certificate, validity_of_chain
+from maitred.api.http.server import Certificate, validity_of_chain
 from maitred.config import ServerConfig
 from maitred.core.errors import ConfigError
 from tests.api.conftest import MESSAGES
@@ -209,11 +209,11 @@ HANG_UP = """
 import sys
 from maitred.api.http import server
 from maitred.api import serving
-from maitred.api.http import tls
+from maitred.api.http import server
 from maitred.config import ServerConfig
 from tests.fakes_api import FakeReplica, make_model
 
-tls.LOOK_S = 10_000.0  # nobody looks
+server.LOOK_S = 10_000.0  # nobody looks
 config = ServerConfig(port=0, ssl_certfile=sys.argv[1] + ".pem", ssl_keyfile=sys.argv[1] + ".key")
 app = serving.create_app(FakeReplica(), make_model(), config)
 server.HttpServer(app, config, on_open=lambda host, port: print(port, flush=True)).run()

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from maitred.api.ops.metrics_compat import VLLM_NAMES
+from maitred.api.ops.metrics_page import VLLM_NAMES
 from maitred.config import ServerConfig
 from maitred.core.errors import ConfigError
 from maitred.core.metrics import METRICS

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from maitred.api.http.auth import Authenticator, TenantSource
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import FleetToken
 from maitred.api.route.router import Router
 from maitred.api.route.routes import make_server
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig

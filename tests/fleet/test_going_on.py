@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import FleetToken
 from maitred.fleet.told import SEED, TELL, StreamHead, ToldSample, frame, head_line
 from tests.fleet.fake_upstream import (
     LAST_CHUNK,

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import FleetToken
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeTenants
 from tests.fleet.fake_upstream import STREAM_HEAD, FakeUpstream, Script, Seen, fake_upstream, whole

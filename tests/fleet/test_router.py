@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import FleetToken
 from maitred.config import AdmissionConfig
 from maitred.storage.ledger import Ledger
 from tests.api.test_tenants import table_of

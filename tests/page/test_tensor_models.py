@@ -8,8 +8,7 @@ pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 
 from maitred.api.dialects.kserve.routes import kserve_routes
 from maitred.api.routes import make_routes
-from maitred.api.tensor.classes import Labels
-from maitred.api.tensor.extensions import Extensions
+from maitred.api.tensor.extensions import Extensions, Labels
 from maitred.core.tensor_request import IndexEntry, ModelState
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeTenants, make_model, running_server

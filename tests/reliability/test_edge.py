@@ -532,7 +532,7 @@ WALL_CLOCK_USERS = {
     "storage/ledger.py": "rows tell when",
     "engine/checkpoint_facts.py": "when the model was made",
     "api/dialects/openai/usage.py": "asks for days",
-    "api/http/tls.py": "certificates expire on a date; it is told, and nothing else",
+    "api/http/server.py": "certificates expire on a date; it is told, and nothing else",
     "api/ops/tracing.py": "spans have dates",
     "api/dialects/openai/completions.py": "`created`",
     "api/dialects/openai/chat.py": "`created`",

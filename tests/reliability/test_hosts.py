@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import FleetToken
 from maitred.api.route.messages import reached_by
 from maitred.cli.serve import kv_share
 from maitred.config import CacheConfig, ProcessConfig

@@ -16,8 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from maitred.api.tensor.parameters import Place, keep
-from maitred.api.tensor.regions import SystemRegions
+from maitred.api.tensor.extensions import Place, SystemRegions, keep
 from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest, Overloaded
 from maitred.core.request import FinishReason
@@ -287,7 +286,7 @@ def test_a_region_that_is_unregistered_in_use_is_there_until_its_request_has_end
 
 
 def test_copies_of_regions_are_bounded_until_their_requests_end(monkeypatch):
-    monkeypatch.setattr("maitred.api.tensor.regions.MOST_HELD_BYTES", 100)
+    monkeypatch.setattr("maitred.api.tensor.extensions.MOST_HELD_BYTES", 100)
     regions = SystemRegions()
     with region(256) as memory:
         regions.register("a", "mine", memory.name, 0, 256)

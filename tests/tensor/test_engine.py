@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from maitred.api.dialects.tfserving.routes import ROUTES
-from maitred.api.ops.metrics_compat import TRITON_NAMES
-from maitred.api.ops.metrics_page import EdgeMetrics
+from maitred.api.ops.metrics_page import TRITON_NAMES, EdgeMetrics
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
 from maitred.cli.why import explain

@@ -9,10 +9,10 @@ from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_route, u
 from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, Generated, GenerateRequest
 from maitred.api.dialects.openai import models
 from maitred.api.dialects.openai import schemas as s
+from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.dialects.openai.chat import CHAT
 from maitred.api.dialects.openai.completions import COMPLETIONS
 from maitred.api.dialects.openai.embedding_schemas import EMBEDDINGS
-from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.generate.complete import complete
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange

@@ -20,7 +20,7 @@ from maitred.fleet.disagg import HandoverConfig
 from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
 
 if TYPE_CHECKING:
-    from maitred.api.http.fleet_token import FleetToken
+    from maitred.api.http.fleet_headers import FleetToken
     from maitred.api.route.follow import MakeLauncher
     from maitred.api.route.router import Router
     from maitred.storage.key_files import TenantFile
@@ -96,7 +96,7 @@ class RouteOptions:
 
 
 def _run(options: Options) -> int:
-    from maitred.api.http.fleet_token import FleetToken, read_fleet_token
+    from maitred.api.http.fleet_headers import FleetToken, read_fleet_token
     from maitred.engine.limits import claim_descriptors
 
     given, server = options[RouteOptions], options[ServerConfig]

@@ -34,7 +34,7 @@ from maitred.core.errors import ConfigError
 if TYPE_CHECKING:
     from socket import socket
 
-    from maitred.api.http.fleet_token import FleetToken
+    from maitred.api.http.fleet_headers import FleetToken
     from maitred.core.tensor_request import IndexEntry
     from maitred.engine.live_requests import LiveRequest
     from maitred.engine.replica import Replica
@@ -99,7 +99,7 @@ MOST_NAMED = 6  # tensor models in the line that says what is served
 def _run(options: Options) -> int:
     import logging
 
-    from maitred.api.http.fleet_token import read_fleet_token
+    from maitred.api.http.fleet_headers import read_fleet_token
     from maitred.core.clock import WallClock
     from maitred.engine.limits import SPARE_DESCRIPTORS, check_addresses, claim_descriptors
     from maitred.engine.timeline import Timeline, process_age_s
@@ -212,8 +212,7 @@ def _tensor_protocols(options: Options) -> dict[str, Any]:
     from maitred.api.dialects.kserve.routes import kserve_routes
     from maitred.api.dialects.openai.embeddings import embedding_routes
     from maitred.api.dialects.tfserving.routes import ROUTES
-    from maitred.api.tensor.classes import Labels
-    from maitred.api.tensor.extensions import Extensions
+    from maitred.api.tensor.extensions import Extensions, Labels
 
     repository = Path(tensors.model_repository) if tensors.model_repository is not None else None
     extensions = Extensions(options[ServerConfig].server_id, Labels(repository))

@@ -20,9 +20,8 @@ from maitred.core.errors import ServerError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from maitred.api.ops.latencies import Percentiles
     from maitred.api.ops.live import LoadedModel, TensorModelState
-    from maitred.api.ops.live_feed import LiveFrame
+    from maitred.api.ops.live_feed import LiveFrame, Percentiles
     from maitred.cli.endpoint import Endpoint
     from maitred.engine.live_view import LiveView, QueuedRequest, RunningRequest
     from maitred.scheduler.queue_view import LaneView, QueueView

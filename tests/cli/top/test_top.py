@@ -16,8 +16,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from maitred.api.ops.latencies import Percentiles
-from maitred.api.ops.live_feed import LiveFrame
+from maitred.api.ops.live_feed import LiveFrame, Percentiles
 from maitred.cli.top import Rates, as_text, fit, in_ascii, seconds, view
 from maitred.core.errors import EngineDead
 from maitred.core.replica import ReplicaState

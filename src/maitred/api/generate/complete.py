@@ -8,19 +8,24 @@ from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcon
 from functools import partial
 from typing import NamedTuple
 
-from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt, StreamWriter
+from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt, StreamWriter, time_limits
 from maitred.api.generate.generation import Generation
 from maitred.api.generate.lease import HttpLease, cache_salt, leased
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.generate.resumption import Resumption
 from maitred.api.generate.telling import Teller, fingerprint_of, told_usage
-from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
-from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
+from maitred.api.http.exchange import (
+    ARGUMENTS_EMPTIED,
+    JSON_HEADERS,
+    SCHEMA_IGNORED,
+    EventStream,
+    Exchange,
+    Header,
+    names_told,
+)
 from maitred.api.http.fleet_headers import KV_EXPECTED, placed_by_router, time_left
-from maitred.api.http.ignored_fields import ARGUMENTS_EMPTIED, SCHEMA_IGNORED, names_told
 from maitred.api.http.results import Wanted
-from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import NoteTokens
 from maitred.core.errors import InvalidRequest, RequestError
 from maitred.core.request import MAX_SEED, RequestSpec, Terms

@@ -9,8 +9,7 @@ from contextlib import aclosing
 from typing import cast
 
 from maitred.api.generate.outcome import Outcome, Sample
-from maitred.api.http.app import App
-from maitred.api.http.kept_logprobs import Keep
+from maitred.api.http.app import App, Keep
 from maitred.core.errors import (
     GenerationFailed,
     InvalidRequest,

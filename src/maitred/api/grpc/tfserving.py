@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from maitred.api.dialects.tfserving.status import (
+from maitred.api.dialects.tfserving.rows import (
     SIGNATURE,
     SIGNATURE_DEF,
     check_signature,

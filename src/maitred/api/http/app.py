@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import os
 import os.path
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.errors import shortened, told_names
-from maitred.api.http.fleet_token import read_fleet_token
-from maitred.api.http.ignored_fields import IgnoredFields
+from maitred.api.http.exchange import IgnoredFields
+from maitred.api.http.fleet_headers import read_fleet_token
 from maitred.api.http.in_flight import InFlight
-from maitred.api.http.kept_logprobs import KeptLogprobs
 from maitred.api.http.results import Results
-from maitred.api.http.text_threads import TextThreads
 from maitred.api.ops.fleet_feed import FleetFeed
 from maitred.api.ops.observer import Observer
 from maitred.config import SchedulerConfig, ServerConfig
 from maitred.core.clock import Clock
-from maitred.core.errors import ModelNotFound, Unavailable
+from maitred.core.errors import InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from maitred.core.request import RequestSpec
-from maitred.core.step import RequestProgress
+from maitred.core.step import RequestProgress, TokenLogprobs
 from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import AdapterFacts
+from maitred.engine.progress_streams import MAX_UNREAD_BYTES, logprob_bytes
 from maitred.engine.replica import LOADING, LoadingReplica, Replica
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
@@ -37,6 +41,97 @@ from maitred.tenancy.caller import Caller
 
 if TYPE_CHECKING:
     from maitred.core.tensor_request import TensorService  # which needs the extra
+
+T = TypeVar("T")
+LONG_BYTES = 16 * 1024  # of a body; tokenising so much takes some milliseconds
+TINY_BYTES = 1024  # 0.1 to 0.8 ms, where handing it over and back takes 0.1
+TINY_S = 0.001  # one that took longer sends the next to a thread, and so does the first
+SHORT_THREADS = max(1, min(3, (os.cpu_count() or 1) - 1))  # more would crowd out the event loop
+
+
+class TextThreads:
+    """Threads for templates, tokenising, and long answers. Long work waits for other long work only."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._short = ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="maitred-text")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="maitred-long-text")
+        self._shaped = ThreadPoolExecutor(1, thread_name_prefix="maitred-shapes")
+        self._is_quick = False  # so the last tiny work was; the first reads the tokenizer
+
+    async def run(self, num_bytes: int, function: Callable[[], T], *, may_take_long: bool = False) -> T:
+        """Run `function` for a body of `num_bytes`, which predict its time unless it `may_take_long`. If cancelled
+        before its turn, it is not called.
+        """
+        if num_bytes > LONG_BYTES:
+            return await self.run_long(function)
+        if num_bytes <= TINY_BYTES and not may_take_long:
+            function = partial(self._timed, function)
+            if self._is_quick:
+                return function()
+        return await asyncio.get_running_loop().run_in_executor(self._short, function)
+
+    def _timed(self, function: Callable[[], T]) -> T:
+        began_s = self._monotonic()
+        try:
+            return function()
+        finally:
+            self._is_quick = self._monotonic() - began_s < TINY_S
+
+    async def run_long(self, function: Callable[[], T]) -> T:
+        """Run in the lane of long work."""
+        return await asyncio.get_running_loop().run_in_executor(self._long, function)
+
+    async def run_shaped(self, function: Callable[[], T]) -> T:
+        """Run in the lane of work that may have to check a grammar: an unknown one may take seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._shaped, function)
+
+    def close(self) -> None:
+        for lane in (self._short, self._long, self._shaped):
+            lane.shutdown(wait=False, cancel_futures=True)
+
+
+MAX_KEPT_BYTES = 64 * 2**20  # of one answer: 35,000 tokens with 20 of each, some 40 MiB of JSON; 200,000 with one
+MAX_KEPT_BYTES_IN_ALL = 512 * 2**20  # from there on, an answer ends that keeps more than a stream may leave unread
+Keep = Callable[[Sequence[TokenLogprobs]], None]
+
+
+class KeptLogprobs:
+    """Counts what is kept, in bytes of memory."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    @contextmanager
+    def answer(self) -> Iterator[Keep]:
+        """Account for one answer while it is made. The function given is called with what the answer keeps, and raises
+        InvalidRequest or Overloaded once that is too much.
+        """
+        own = 0
+
+        def keep(positions: Sequence[TokenLogprobs]) -> None:
+            nonlocal own
+            num_bytes = logprob_bytes(positions)
+            own += num_bytes
+            self.num_bytes += num_bytes
+            if own > MAX_KEPT_BYTES:
+                raise InvalidRequest(
+                    f"the answer's log-probabilities take over {MAX_KEPT_BYTES} bytes of memory, the most that is kept "
+                    "until an answer ends; send stream: true, or ask for fewer of each token, fewer tokens or samples",
+                    param="logprobs",
+                    code="answer_too_large",
+                )
+            if self.num_bytes > MAX_KEPT_BYTES_IN_ALL and own > MAX_UNREAD_BYTES:
+                raise Overloaded(
+                    f"log-probabilities of answers that are not streamed take over {MAX_KEPT_BYTES_IN_ALL} bytes of "
+                    f"memory, {own} of them for this one; send stream: true, or try again later",
+                    retry_after_s=1.0,
+                )
+
+        try:
+            yield keep
+        finally:
+            self.num_bytes -= own
 
 
 class App:

@@ -12,10 +12,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from maitred.api.http.errors import BrokenOff, ClientGone, HttpError, http_error
-from maitred.api.http.exchange import CONNECTION, REQUEST_ID, Exchange, Header
+from maitred.api.http.exchange import CONNECTION, REQUEST_ID, TOLD_OF_BODIES, Exchange, Header
+from maitred.api.http.fleet_headers import HEADER as FLEET_TOKEN
 from maitred.api.http.fleet_headers import TENANT, without_believed
-from maitred.api.http.fleet_token import HEADER as FLEET_TOKEN
-from maitred.api.http.ignored_fields import TOLD_OF_BODIES
 from maitred.api.http.logs import ERRORS, log_fields
 from maitred.api.http.routes import FoundRoute, RouteTable
 from maitred.api.http.service import Service

@@ -1,8 +1,11 @@
-"""One HTTP request and its answer on plain ASGI: body within limits, JSON to a struct, JSON out."""
+"""One HTTP request and its answer on plain ASGI: bounded body, JSON to a struct, unknown fields, JSON or events out."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,12 +15,11 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from maitred.api.generate.outcome import Outcome
-from maitred.api.http.bodies import SMALL_BYTES, LargeBodies, decode_small
-from maitred.api.http.body_decoder import BodyDecoder, Sent
-from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
-from maitred.api.http.formats import DialectFormat
-from maitred.api.http.routes import Route
-from maitred.core.errors import RequestTooLarge
+from maitred.api.http.bodies import SMALL_BYTES, BodyDecoder, LargeBodies, Sent, decode_small
+from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType, shortened
+from maitred.api.http.logs import ERRORS, log_fields
+from maitred.api.http.routes import DialectFormat, Route
+from maitred.core.errors import InvalidRequest, RequestTooLarge, did_you_mean
 from maitred.core.objectives import Pace
 from maitred.tenancy.caller import Caller
 
@@ -155,3 +157,114 @@ class Exchange:
 
     async def answer_error(self, error: HttpError) -> None:
         await self.answer(self.format.error_body(error), error.status, (*JSON_HEADERS, *error.headers))
+
+
+IGNORED_FIELDS = b"x-maitred-ignored-fields"
+SCHEMA_IGNORED = b"x-maitred-schema-ignored"
+ARGUMENTS_EMPTIED = b"x-maitred-arguments-emptied"  # of earlier calls: they were no JSON object
+# headers that follow from a body: routers and caches pass them on
+TOLD_OF_BODIES = frozenset((IGNORED_FIELDS, SCHEMA_IGNORED, ARGUMENTS_EMPTIED))
+MAX_TOLD = 10  # names in a header
+MAX_LOGGED = 256  # names in the log of one server: looking for a near miss takes 0.2 ms
+NEAR = 0.75  # difflib's ratio of a slip of the pen: temprature is one, top_n none
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def names_told(names: Iterable[str]) -> bytes:
+    """`a, b, +3 more`: at most MAX_TOLD names as a header may have them, the rest counted."""
+    every = tuple(names)
+    told = [name for name in every if _NAME.fullmatch(name)][:MAX_TOLD]
+    more = [f"+{len(every) - len(told)} more"] if len(every) > len(told) else []
+    return ", ".join((*told, *more)).encode()
+
+
+class IgnoredFields:
+    """One server's handling of unknown fields."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._logged: set[str] = set()
+
+    def heed(self, exchange: Exchange, unknown: Sequence[str], known: Iterable[str]) -> None:
+        """`unknown` were sent, and `known` there are. Raises InvalidRequest where the server is strict."""
+        if not unknown:
+            return
+        if self._strict:
+            raise _refusal(unknown[0], known)
+        told = names_told(unknown)
+        exchange.told += ((IGNORED_FIELDS, told),)
+        exchange.log["ignored_fields"] = told.decode()
+        for name in unknown[:MAX_TOLD]:
+            self._log(exchange, name, known)
+
+    def _log(self, exchange: Exchange, name: str, known: Iterable[str]) -> None:
+        """Log each name once, however many requests have it."""
+        if name in self._logged or len(self._logged) >= MAX_LOGGED or not _NAME.fullmatch(name):
+            return
+        self._logged.add(name)
+        hint = did_you_mean(name, known, cutoff=NEAR)
+        log_fields(
+            ERRORS,
+            logging.WARNING if hint else logging.INFO,
+            f"field {name} is unknown and was ignored{hint}",
+            {"request_id": exchange.request_id, "route": exchange.route_name},
+        )
+
+
+def _refusal(name: str, known: Iterable[str]) -> InvalidRequest:
+    is_name = _NAME.fullmatch(name)
+    shown = name if is_name else shortened(repr(name), 64)
+    hint = did_you_mean(name, known, cutoff=NEAR) if is_name else ""
+    return InvalidRequest(
+        f"{shown} is no field here{hint}; leave it out, or serve without --strict-fields",
+        param=name if is_name else None,
+        code="unknown_parameter",
+    )
+
+
+class EventStream:
+    """Writes events to one client. The answer begins with the first event or comment, so errors before have a status.
+
+    Two tasks write: the request's own, and the Watch that keeps a silent stream open. Each write is whole events, so
+    they may alternate in any order; only the beginning is guarded.
+    """
+
+    def __init__(self, exchange: Exchange, *, silence_s: float) -> None:
+        self._exchange = exchange
+        self._silence_s = silence_s
+        self._starting = asyncio.Lock()
+        self._last_write_at = time.monotonic()
+
+    async def write(self, events: bytes) -> None:
+        """Send whole events."""
+        if not self._exchange.started:
+            await self._start()
+        self._last_write_at = time.monotonic()
+        # Not the exchange's own `send`, which would find nothing to note: this is done for each token.
+        await self._exchange.raw_send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def keep_alive(self) -> None:
+        """Send a comment if nothing was sent for two thirds of the time a stream may be silent; asked every third."""
+        comment = self._exchange.format.stream.keep_alive
+        if comment and time.monotonic() - self._last_write_at >= self._silence_s * 2 / 3:
+            await self.write(comment)
+
+    async def done(self, last_events: bytes = b"") -> None:
+        """Send the last events and what ends the stream, and end the answer."""
+        if not self._exchange.started:
+            await self._start()
+        await self._exchange.send(
+            {"type": "http.response.body", "body": last_events + self._exchange.format.stream.end}
+        )
+
+    @property
+    def num_end_bytes(self) -> int:
+        """Number of bytes that `done` writes after the last events."""
+        return len(self._exchange.format.stream.end)
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if not self._exchange.started:
+                self._exchange.streaming = True
+                headers = list(self._exchange.format.stream.headers)
+                await self._exchange.send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -1,23 +1,67 @@
-"""Headers by which a router vouches for a request: its caller, terms, and time left.
+"""Headers by which a router vouches for a request: the fleet's token, the request's caller, terms, and time left.
 
 A replica believes them only from requests with the fleet's token, and drops them from all others.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from hmac import compare_digest
 from math import isfinite
+from pathlib import Path
 from urllib.parse import quote, unquote
 
 from msgspec.structs import replace
 
-from maitred.core.errors import InvalidRequest
+from maitred.core.errors import ConfigError, InvalidRequest
 from maitred.core.request import Charges, RequestSpec, ResumePoint
+from maitred.fleet.launch import TOKEN_VARIABLE
 from maitred.fleet.told import SEED, TELL
 from maitred.gate.terms import NO_LIMITS, TimeLimits
 from maitred.tenancy.caller import ANYBODY, Caller
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.tenant import LEAST_URGENT, Tenant
+
+HEADER = b"x-maitred-fleet-token"
+MIN_CHARS = 16
+
+
+class FleetToken:
+    """The secret, checked in headers; if it is None, no request can show it."""
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._secret = secret
+
+    @property
+    def is_set(self) -> bool:
+        return self._secret is not None
+
+    def shown(self) -> list[tuple[bytes, bytes]]:
+        """The header that shows the secret, for servers that may hear it."""
+        return [(HEADER, self._secret)] if self._secret is not None else []
+
+    def is_shown_by(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Takes as long for a wrong one as for the right one."""
+        return self._secret is not None and compare_digest(headers.get(HEADER, b""), self._secret)
+
+
+def read_fleet_token(path: str | None) -> FleetToken:
+    """The file's first line, else the environment's. Raises ConfigError for a file without one."""
+    if path is None:
+        inherited = os.environ.get(TOKEN_VARIABLE)
+        return FleetToken(inherited.encode() if inherited else None)
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the fleet's token from {path}: {error.strerror}") from None
+    if len(secret) < MIN_CHARS or any(byte <= 32 or byte >= 127 for byte in secret):
+        raise ConfigError(
+            f"{path} holds no fleet token: it takes one line of {MIN_CHARS} or more printable characters without "
+            "spaces, the same for the router and its replicas; write one with: openssl rand -hex 32"
+        )
+    return FleetToken(secret)
+
 
 Header = tuple[bytes, bytes]
 Batches = list[list[RequestSpec]]

@@ -10,8 +10,7 @@ from types import TracebackType
 from starlette.types import Message
 
 from maitred.api.http.errors import BrokenOff, ClientGone
-from maitred.api.http.exchange import Exchange
-from maitred.api.http.sse import EventStream
+from maitred.api.http.exchange import EventStream, Exchange
 from maitred.core.errors import MaitredError, Unavailable
 
 

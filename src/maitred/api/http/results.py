@@ -9,8 +9,7 @@ from typing import Protocol
 
 from starlette.types import Message
 
-from maitred.api.http.exchange import Exchange, Header
-from maitred.api.http.ignored_fields import TOLD_OF_BODIES
+from maitred.api.http.exchange import TOLD_OF_BODIES, Exchange, Header
 from maitred.core.clock import Clock
 from maitred.fleet.result_cache import (
     Answer,

@@ -1,16 +1,47 @@
-"""A route as one record: what server, document, keys, start, log and traces know of a path stands in one place."""
+"""A route as one record: what server, document, keys, start, log and traces know of a path, and its answers' format."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from maitred.api.http.errors import MethodNotAllowed, shortened
-from maitred.api.http.formats import DialectFormat
+from maitred.api.http.errors import HttpError, MethodNotAllowed, shortened
 from maitred.core.errors import RouteNotFound, did_you_mean
+
+SSE_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx must not collect events
+)
+
+
+class StreamFormat(NamedTuple):
+    """Format of answers sent piece by piece: server-sent events (WHATWG HTML, 9.2) by default."""
+
+    end: bytes = b""  # after the last event
+    headers: tuple[tuple[bytes, bytes], ...] = SSE_HEADERS
+    keep_alive: bytes = b": keep-alive\n\n"  # what readers skip, for silent times; empty where there is no such thing
+
+
+class DialectFormat(Protocol):
+    """How the clients of a dialect are told of errors, and how their streams end. A route names its own."""
+
+    @property
+    def stream(self) -> StreamFormat: ...
+
+    @property
+    def error_schema(self) -> type[msgspec.Struct]:
+        """Schema of error bodies, for the OpenAPI document."""
+
+    def error_body(self, error: HttpError) -> bytes:
+        """JSON, with the error's status."""
+
+    def error_event(self, error: HttpError) -> bytes:
+        """The error as an event of a stream that has begun, before its end: the status can't change any more."""
+
 
 Handler = Callable[..., Awaitable[None]]  # of an App and an Exchange, which know routes
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import FleetToken
 from maitred.config import ServerConfig
 from maitred.core.clock import Clock
 from maitred.core.replica import ReplicaState

@@ -12,11 +12,10 @@ from maitred.api.generate.dialect import Dialect
 from maitred.api.generate.resumption import Resumption
 from maitred.api.generate.telling import fingerprint_of
 from maitred.api.http.app import App
-from maitred.api.http.body_decoder import BodyDecoder
+from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.errors import ClientGone
-from maitred.api.http.exchange import Exchange
+from maitred.api.http.exchange import EventStream, Exchange
 from maitred.api.http.routes import Route
-from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import identity
 from maitred.core.errors import CannotResume, InvalidRequest, PermissionDenied
 from maitred.engine.model_facts import AdapterFacts

@@ -12,8 +12,7 @@ from operator import add
 import msgspec
 
 import maitred
-from maitred.api.http.fleet_headers import SALT
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import SALT, FleetToken
 from maitred.api.http.in_flight import InFlight
 from maitred.core.errors import Overloaded
 from maitred.core.replica import ReplicaState

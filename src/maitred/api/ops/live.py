@@ -9,8 +9,7 @@ import msgspec
 
 from maitred.api.http.app import App
 from maitred.api.http.errors import ClientGone
-from maitred.api.http.exchange import Exchange
-from maitred.api.http.sse import EventStream
+from maitred.api.http.exchange import EventStream, Exchange
 from maitred.api.ops.live_feed import LiveFeed
 
 RECHECK_S = 10.0  # a key that was revoked sees no more after this

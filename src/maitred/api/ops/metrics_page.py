@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -15,14 +16,16 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from maitred.api.ops.metrics_compat import lora_family, triton_families, vllm_families
-from maitred.api.ops.promises import Promises
+from maitred.api.http.errors import CLIENT_GONE_STATUS
+from maitred.api.http.exchange import Exchange
 from maitred.core import metrics as m
 from maitred.core.errors import RateLimited
 from maitred.core.metrics import Metric, MetricKind
+from maitred.core.objectives import broken_by, met, parse_slo
 from maitred.core.replica import DraftCounts, ReplicaState, TierFigures, WorkerView
 from maitred.core.request import FinishReason
 from maitred.core.step import RequestTiming
+from maitred.engine.adapter_book import AtWork
 from maitred.engine.replica import Replica
 from maitred.gate.admission import AdmissionController
 from maitred.tenancy.quota import TenantQuota
@@ -30,6 +33,153 @@ from maitred.tenancy.quota import TenantQuota
 if TYPE_CHECKING:
     from maitred.api.http.results import Results
     from maitred.engine.intake import ServedModel
+
+ALL = "all"  # the label of all objectives together: the goodput
+ROLES = {"ttft": "prefill", "itl": "decode", "tpot": "decode"}  # that did the work, where two workers shared it
+CLIENTS_FAULT = range(400, 499)  # refused for what it asked, or past its own limits: no promise was made
+
+
+class Promises:
+    """The objectives of `--slo`, and how they were kept. Belongs to the event loop."""
+
+    def __init__(self, slos: Sequence[str]) -> None:
+        """`slos` are as `--slo` is written. Raises ConfigError."""
+        self._bounds_s = dict(map(parse_slo, slos))
+        self.keeps_gaps = "itl" in self._bounds_s
+        self._counts: Counter[tuple[str, str, str, str]] = Counter()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._bounds_s
+
+    def ended(self, exchange: Exchange, began_at: float) -> None:
+        """Judge a request that began then (s, monotonic) and is over now: answered, failed or left by its client."""
+        if not self._bounds_s:
+            return
+        if exchange.status == CLIENT_GONE_STATUS or exchange.status is None:
+            self._client_gone(exchange, began_at)
+        elif exchange.status not in CLIENTS_FAULT:
+            has_failed = "error" in exchange.log or exchange.status >= 500
+            kept = met(self._bounds_s, exchange.paces, began_at)
+            self._count(exchange, dict.fromkeys(kept, False) if has_failed else kept)
+
+    def _client_gone(self, exchange: Exchange, began_at: float) -> None:
+        """A client that left counts only where a promise was broken by then; what would have come is unknown."""
+        broken = broken_by(self._bounds_s, exchange.paces, began_at, time.monotonic())
+        if any(broken.values()):
+            self._count(exchange, {name: not is_broken for name, is_broken in broken.items()})
+
+    def _count(self, exchange: Exchange, kept: Mapping[str, bool]) -> None:
+        tenant = exchange.caller.tenant.name if hasattr(exchange, "caller") else ""
+        roles = ROLES if exchange.is_handed_over else {}
+        for objective, was_met in {**kept, ALL: all(kept.values())}.items():
+            role = roles.get(objective, "mixed")
+            self._counts[objective, "true" if was_met else "false", tenant, role] += 1
+            self._counts[objective, "false" if was_met else "true", tenant, role] += 0  # there from the first one on
+
+    def samples(self) -> dict[tuple[str, ...], float]:
+        """Samples of the metric, by its labels."""
+        return {labels: float(count) for labels, count in self._counts.items()}
+
+
+# ours -> vLLM 0.32's, without the _total that a counter's samples get
+VLLM_NAMES: Mapping[Metric, str] = {
+    m.REQUESTS_RUNNING: "vllm:num_requests_running",
+    m.REQUESTS_WAITING: "vllm:num_requests_waiting",
+    m.KV_USAGE: "vllm:kv_cache_usage_perc",
+    m.PREFIX_QUERIED: "vllm:prefix_cache_queries",
+    m.PREFIX_HIT: "vllm:prefix_cache_hits",
+    m.PREEMPTIONS: "vllm:num_preemptions",
+    m.PROMPT_TOKENS: "vllm:prompt_tokens",
+    m.GENERATION_TOKENS: "vllm:generation_tokens",
+    m.DRAFTED_ROWS: "vllm:spec_decode_num_drafts",
+    m.DRAFT_TOKENS: "vllm:spec_decode_num_draft_tokens",
+    m.ACCEPTED_TOKENS: "vllm:spec_decode_num_accepted_tokens",
+    m.ACCEPTED_AT_POSITION: "vllm:spec_decode_num_accepted_tokens_per_pos",
+    m.REQUESTS_FINISHED: "vllm:request_success",
+    m.CACHE_INFO: "vllm:cache_config_info",
+    m.TTFT: "vllm:time_to_first_token_seconds",
+    m.INTER_TOKEN_LATENCY: "vllm:inter_token_latency_seconds",
+    m.E2E: "vllm:e2e_request_latency_seconds",
+    m.QUEUE: "vllm:request_queue_time_seconds",
+    m.PREFILL: "vllm:request_prefill_time_seconds",
+    m.DECODE: "vllm:request_decode_time_seconds",
+    m.REQUEST_PROMPT_TOKENS: "vllm:request_prompt_tokens",
+    m.REQUEST_GENERATION_TOKENS: "vllm:request_generation_tokens",
+}
+_LABELS = {"reason": "finished_reason", "num_blocks": "num_gpu_blocks"}
+
+# Triton's, of ModelStatistics; durations in microseconds. Source: triton-inference-server/core, src/metrics.cc
+TRITON_NAMES: Mapping[str, tuple[str, Callable[[Any], float]]] = {
+    "nv_inference_request_success": ("Requests that were answered.", lambda s: s.success[0]),
+    "nv_inference_request_failure": ("Requests that failed.", lambda s: s.fail[0]),
+    "nv_inference_count": ("Rows of batches.", lambda s: s.inference_count),
+    "nv_inference_exec_count": ("Batches.", lambda s: s.execution_count),
+    "nv_inference_request_duration_us": ("Whole time of requests.", lambda s: _us(s.success[1])),
+    "nv_inference_queue_duration_us": ("Time that requests waited.", lambda s: _us(s.queue[1])),
+    "nv_inference_compute_input_duration_us": ("Time of joining inputs.", lambda s: _us(s.compute_input[1])),
+    "nv_inference_compute_infer_duration_us": ("Time of inference.", lambda s: _us(s.compute_infer[1])),
+    "nv_inference_compute_output_duration_us": ("Time of splitting outputs.", lambda s: _us(s.compute_output[1])),
+    "nv_cache_num_hits_per_model": ("Answers from the cache.", lambda s: s.cache_hit[0]),
+    "nv_cache_num_misses_per_model": ("Answers that were not in the cache.", lambda s: s.cache_miss[0]),
+    "nv_cache_hit_duration_per_model": ("Time of finding answers.", lambda s: _us(s.cache_hit[1])),
+    "nv_cache_miss_duration_per_model": ("Time of looking, and of keeping answers.", lambda s: _us(s.cache_miss[1])),
+}
+TRITON_PENDING = "nv_inference_pending_request_count"
+
+
+def _us(ns: int) -> float:
+    return ns // 1000
+
+
+def triton_families(tensors: Any) -> Iterator[Family]:
+    """Triton's metrics of an `engine.tensors.TensorModels`, by model and version."""
+    told = tensors.statistics()
+    for name, (help_, figure) in TRITON_NAMES.items():
+        family = Family(name, help_, "unknown")
+        for each in told:
+            family.add_sample(name, _of_version(each.model, each.version), float(figure(each)))
+        yield family
+    pending, unanswered = Family(TRITON_PENDING, "Requests without an answer.", "gauge"), tensors.num_unanswered()
+    for each in told:
+        number = unanswered.get((each.model, each.version), 0)
+        pending.add_sample(TRITON_PENDING, _of_version(each.model, each.version), float(number))
+    yield pending
+
+
+def _of_version(model: str, version: int) -> dict[str, str]:
+    return {"model": model, "version": str(version)}
+
+
+def vllm_families(families: Iterable[Family], model: str) -> Iterator[Family]:
+    """The families that vLLM has too, renamed, with its labels model_name and engine."""
+    names = {ours.name.removesuffix("_total"): theirs for ours, theirs in VLLM_NAMES.items()}
+    for family in families:
+        if family.name in names:
+            yield _renamed(family, names[family.name], {"model_name": model, "engine": "0"})
+
+
+def lora_family(work: AtWork, max_num_seqs: int, unix_s: float) -> Family:
+    """vLLM's gauge of adapters at work, whose labels are what gateways read; its value is the time. Any number may
+    be in one batch here, so at most as many as requests.
+
+    Source: vllm/v1/metrics/loggers.py, and the model server protocol of gateway-api-inference-extension.
+    """
+    labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+    family = GaugeMetricFamily("vllm:lora_requests_info", "Running stats on lora requests.", labels=labels)
+    family.add_metric((str(max_num_seqs), ",".join(work.waiting), ",".join(work.running)), unix_s)
+    return family
+
+
+def _renamed(family: Family, name: str, more_labels: dict[str, str]) -> Family:
+    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+    renamed = kinds[family.type](name, family.documentation) if family.type in kinds else None
+    renamed = renamed or Family(name, family.documentation, family.type)
+    for sample in family.samples:
+        labels = {_LABELS.get(label, label): value for label, value in sample.labels.items()}
+        renamed.add_sample(name + sample.name.removeprefix(family.name), labels | more_labels, sample.value)
+    return renamed
+
 
 _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.ENGINE_UP: lambda s: float(s.alive),

@@ -13,9 +13,8 @@ from maitred.api.generate.outcome import Sample
 from maitred.api.http.errors import CLIENT_GONE_STATUS
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.logs import ACCESS, log_fields
-from maitred.api.ops.latencies import Latencies
-from maitred.api.ops.metrics_page import EdgeMetrics
-from maitred.api.ops.promises import Promises
+from maitred.api.ops.live_feed import Latencies
+from maitred.api.ops.metrics_page import EdgeMetrics, Promises
 from maitred.config import ServerConfig
 from maitred.core.clock import Clock
 from maitred.core.errors import ConfigError

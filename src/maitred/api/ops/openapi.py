@@ -8,10 +8,9 @@ from typing import Any, get_args
 import msgspec
 
 import maitred
-from maitred.api.generate.time_limits import HEADERS, MAX_MS
-from maitred.api.http.formats import DialectFormat
-from maitred.api.http.ignored_fields import ARGUMENTS_EMPTIED, IGNORED_FIELDS, MAX_TOLD, SCHEMA_IGNORED
-from maitred.api.http.routes import Route, RouteTable
+from maitred.api.generate.dialect import HEADERS, MAX_MS
+from maitred.api.http.exchange import ARGUMENTS_EMPTIED, IGNORED_FIELDS, MAX_TOLD, SCHEMA_IGNORED
+from maitred.api.http.routes import DialectFormat, Route, RouteTable
 
 _REF = "#/components/schemas/{name}"
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from maitred.api.http.errors import shortened, told_names
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import FleetToken
 from maitred.api.http.logs import log_fields
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.messages import message_of, reached_by

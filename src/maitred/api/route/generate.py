@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from maitred.api.generate.time_limits import HEADERS
+from maitred.api.generate.dialect import HEADERS
 from maitred.api.http.exchange import Exchange, Header
 from maitred.api.http.fleet_headers import vouching
 from maitred.api.http.results import Wanted

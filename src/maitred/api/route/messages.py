@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from maitred.api.http.exchange import Exchange, Header
+from maitred.api.http.exchange import TOLD_OF_BODIES, Exchange, Header
 from maitred.api.http.fleet_headers import KV_EXPECTED, NUM_CACHED, PROMPT_ONLY, kv_from_headers, time_left_headers
-from maitred.api.http.ignored_fields import TOLD_OF_BODIES
 from maitred.api.http.results import HEADER as CACHE
 from maitred.api.route.fleet import LiveReplica
 from maitred.fleet.balance import Choice

@@ -17,9 +17,8 @@ import maitred
 from maitred.api.http.errors import CLIENT_GONE_STATUS
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.results import Results
-from maitred.api.ops.metrics_page import Histogram, TenantCounts, family_of, result_cache_samples
+from maitred.api.ops.metrics_page import Histogram, Promises, TenantCounts, family_of, result_cache_samples
 from maitred.api.ops.observer import Observed, log_access, tracing_to
-from maitred.api.ops.promises import Promises
 from maitred.config import ServerConfig
 from maitred.core import metrics as m
 from maitred.core.clock import Clock

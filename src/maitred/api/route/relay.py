@@ -9,8 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from maitred.api.http.errors import ClientGone, ReplicaFailed
-from maitred.api.http.exchange import CONNECTION, Exchange
-from maitred.api.http.sse import EventStream
+from maitred.api.http.exchange import CONNECTION, EventStream, Exchange
 from maitred.api.route.fleet import Bill, Fleet, LiveReplica, Moved, RoutedRequest
 from maitred.api.route.messages import (
     MAX_ERROR_BYTES,

@@ -10,9 +10,9 @@ from typing import Any
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
-from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.fleet_headers import FleetToken
 from maitred.api.http.results import Results
-from maitred.api.ops.promises import Promises
+from maitred.api.ops.metrics_page import Promises
 from maitred.api.route.fleet import Fleet
 from maitred.api.route.follow import Follower, LaunchedReplicas, MakeLauncher, ModelNames
 from maitred.api.route.metrics import RouteMetrics, RouteObserver

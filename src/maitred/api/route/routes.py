@@ -10,7 +10,7 @@ import msgspec
 
 import maitred
 from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_route, usage_route
-from maitred.api.dialects.openai.format import OPENAI
+from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.logs import configure_logging

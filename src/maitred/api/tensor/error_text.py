@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from maitred.api.http.errors import HttpError
-from maitred.api.http.formats import StreamFormat
+from maitred.api.http.routes import StreamFormat
 
 
 class ErrorText(msgspec.Struct, frozen=True):

@@ -13,28 +13,27 @@ from typing import Any, NamedTuple
 import msgspec
 
 from maitred.api.dialects.kserve import told, wire
-from maitred.api.dialects.kserve.body import (
+from maitred.api.dialects.kserve.generate import (
+    GENERATION,
     HEADER_LENGTH,
+    SPOKEN,
     accepted,
     body_of,
     deflated,
     header_length,
     inflated,
+    is_generate,
 )
-from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, is_generate
 from maitred.api.dialects.kserve.told import Models
 from maitred.api.generate.complete import complete as complete_text
-from maitred.api.generate.time_limits import time_limits
-from maitred.api.http.app import App
+from maitred.api.generate.dialect import time_limits
+from maitred.api.http.app import LONG_BYTES, App
 from maitred.api.http.errors import MethodNotAllowed
 from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
 from maitred.api.http.routes import Route
-from maitred.api.http.text_threads import LONG_BYTES
 from maitred.api.tensor.error_text import TEXT_ERRORS
-from maitred.api.tensor.extensions import Extensions
+from maitred.api.tensor.extensions import LOGS, TRACES, Extensions, check_unload, config_to_load, integer, version_of
 from maitred.api.tensor.lease import infer, new_id, tensors_of
-from maitred.api.tensor.parameters import check_unload, config_to_load, integer, version_of
-from maitred.api.tensor.settings import LOGS, TRACES
 from maitred.core.errors import InvalidRequest, RequestTooLarge, RouteNotFound, UnsupportedParameter
 from maitred.core.tensor_request import InferRequest, InferResponse, num_bytes_of
 from maitred.tensor.config import complete, inputs_of

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from maitred.api.http.bodies import SMALL_BYTES
+from maitred.api.tensor.extensions import CLASSIFICATION, Place, View, flag, integer, keep, place_of, terms_of
 from maitred.api.tensor.json_values import Numbers, flat_of_json, json_of_array, loaded
-from maitred.api.tensor.parameters import CLASSIFICATION, Place, View, flag, integer, keep, place_of, terms_of
 from maitred.core.errors import InvalidRequest
 from maitred.core.tensor_request import Buffer, InferRequest, InferResponse, Tensor
 from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, datatype_of, tensor_of

@@ -10,19 +10,20 @@ from msgspec import UNSET
 
 from maitred.api.dialects.openai.answers import (
     FINGERPRINT,
+    OPENAI,
     ChunkWriter,
+    TokenNames,
     WantedUsage,
+    chat_logprobs,
     completion_id,
     encode,
     finish_name,
+    named_prompt_logprobs,
+    packed_chat_logprobs,
     usage_of,
 )
-from maitred.api.dialects.openai.bounded import check_object
-from maitred.api.dialects.openai.format import OPENAI
-from maitred.api.dialects.openai.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs, packed_chat_logprobs
-from maitred.api.dialects.openai.messages import text_of
-from maitred.api.dialects.openai.reading import AnswerReader, ChatReading, is_shaped
-from maitred.api.dialects.openai.refusals import CHAT_REFUSED, heed_others
+from maitred.api.dialects.openai.reading import AnswerReader, ChatReading, is_shaped, text_of
+from maitred.api.dialects.openai.refusals import CHAT_REFUSED, check_object, heed_others
 from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask, wanted_usage
 from maitred.api.dialects.openai.schemas import (
     AssistantMessage,
@@ -39,7 +40,7 @@ from maitred.api.dialects.openai.schemas import (
 from maitred.api.generate.dialect import Dialect, GenerationAsk
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
-from maitred.api.http.body_decoder import BodyDecoder
+from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.core.request import RequestSpec
 from maitred.engine.intake import ServedModel

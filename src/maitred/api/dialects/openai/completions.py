@@ -10,18 +10,20 @@ import msgspec
 
 from maitred.api.dialects.openai.answers import (
     FINGERPRINT,
+    OPENAI,
     ChunkWriter,
+    CompletionLogprobsWriter,
+    TokenNames,
     WantedUsage,
     completion_id,
     encode,
     finish_name,
+    joined,
+    named_prompt_logprobs,
     usage_of,
 )
-from maitred.api.dialects.openai.bounded import MAX_LISTED, prompts_of
-from maitred.api.dialects.openai.format import OPENAI
-from maitred.api.dialects.openai.logprobs import CompletionLogprobsWriter, TokenNames, joined, named_prompt_logprobs
 from maitred.api.dialects.openai.reading import is_shaped, text_shape
-from maitred.api.dialects.openai.refusals import COMPLETION_REFUSED, heed_others
+from maitred.api.dialects.openai.refusals import COMPLETION_REFUSED, MAX_LISTED, heed_others, prompts_of
 from maitred.api.dialects.openai.sampling import (
     COMPLETION_MAX_TOKENS,
     check_common,
@@ -33,7 +35,7 @@ from maitred.api.dialects.openai.schemas import Completion, CompletionChoice, Co
 from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
-from maitred.api.http.body_decoder import BodyDecoder
+from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta

@@ -11,7 +11,6 @@ import numpy as np
 from msgspec import Raw
 
 from maitred.api.dialects.openai.answers import encode
-from maitred.api.dialects.openai.bounded import MAX_LISTED, prompts_of
 from maitred.api.dialects.openai.embedding_schemas import (
     EMBEDDINGS,
     NO_ENCODER,
@@ -21,13 +20,13 @@ from maitred.api.dialects.openai.embedding_schemas import (
     EmbeddingUsage,
 )
 from maitred.api.dialects.openai.models import model_cards
-from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, heed_others
+from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, MAX_LISTED, heed_others, prompts_of
 from maitred.api.dialects.openai.sampling import check_priority
 from maitred.api.dialects.openai.schemas import ModelCard, ModelList
 from maitred.api.generate.complete import usage_for_router
-from maitred.api.generate.time_limits import time_limits
+from maitred.api.generate.dialect import time_limits
 from maitred.api.http.app import App
-from maitred.api.http.body_decoder import BodyDecoder
+from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.routes import Route
 from maitred.api.tensor.lease import leased, tensors_of

@@ -7,9 +7,8 @@ from functools import partial
 import msgspec
 from msgspec import UNSET
 
-from maitred.api.dialects.openai.bounded import MAX_LISTED, any_object
-from maitred.api.dialects.openai.messages import render_chat
-from maitred.api.dialects.openai.refusals import TOKENIZE_REFUSED, heed_others
+from maitred.api.dialects.openai.reading import render_chat
+from maitred.api.dialects.openai.refusals import MAX_LISTED, TOKENIZE_REFUSED, any_object, heed_others
 from maitred.api.dialects.openai.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -19,7 +18,7 @@ from maitred.api.dialects.openai.schemas import (
     TokenizeResponse,
 )
 from maitred.api.http.app import App
-from maitred.api.http.body_decoder import BodyDecoder
+from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.core.errors import InvalidRequest, PromptTooLong
 from maitred.engine.model_facts import AdapterFacts

@@ -6,8 +6,7 @@ from collections.abc import Sequence, Sized
 from typing import Any
 
 from maitred.api.dialects.openai.answers import WantedUsage
-from maitred.api.dialects.openai.bounded import string_map, token_biases
-from maitred.api.dialects.openai.refusals import unsupported
+from maitred.api.dialects.openai.refusals import string_map, token_biases, unsupported
 from maitred.api.dialects.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -10,10 +10,10 @@ from functools import partial
 from typing import NamedTuple
 
 from maitred.api.dialects.openai import models as openai
-from maitred.api.dialects.openai.format import OPENAI
+from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.dialects.tfserving import rows
-from maitred.api.dialects.tfserving.status import as_json, metadata_json, statuses
-from maitred.api.generate.time_limits import time_limits
+from maitred.api.dialects.tfserving.rows import as_json, metadata_json, statuses
+from maitred.api.generate.dialect import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.routes import Route
