@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,13 +153,11 @@ def publish(kind: str, head: str, runs: Runs, policies: Sequence[str], options: 
 
 
 def live(options: argparse.Namespace) -> list[MeasuredStep]:
-    """Stops after a whole round when the time is up; all steps."""
-    policies, steps, began = options.live.split(","), list[MeasuredStep](), time.monotonic()
+    """All steps of the live runs."""
+    policies, steps = options.live.split(","), list[MeasuredStep]()
     capacity, _ = capacity_of(None, "cpu", "auto", CLASSES)
     runs: Runs = {rho: {policy: [] for policy in policies} for rho in RHOS}
     for number in range(options.rounds):
-        if number and (time.monotonic() - began) * (number + 1) / number > options.minutes * 60:
-            break
         for rho in RHOS:
             asked = offered(rho * capacity, max(20, round(rho * capacity * options.seconds)), number)
             arrivals = [replace(each, max_tokens=each.output_tokens) for each in asked]  # the oracle's
@@ -201,7 +198,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals in each live run")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=4.5, help="begin no round that would end after so long")
     parser.add_argument("--write", action="store_true", help="into docs/policies.md and docs/plots/")
     options = parser.parse_args()
     for listed in (options.policies, options.live):
