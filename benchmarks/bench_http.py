@@ -29,7 +29,9 @@ from maitred.core.request import FinishReason, RequestSpec
 from maitred.core.step import RequestProgress, RequestTiming
 from maitred.engine.intake import ServedModel
 from maitred.engine.replica import Replica
-from maitred.text import ChatTemplate, TextParts, Tokenizer
+from maitred.text.chat_template import ChatTemplate
+from maitred.text.parts import TextParts
+from maitred.text.tokenizer import Tokenizer
 
 BUILTIN = Path(__file__).resolve().parents[1] / "src/maitred/builtin/maitred-mini"
 MESSAGES = [{"role": "user", "content": "I would like two soups and a tea, please."}]

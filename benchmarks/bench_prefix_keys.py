@@ -29,8 +29,9 @@ from maitred.fleet.stored_keys import KeyBlock, StoredKeys, TokenLengths, ends_o
 from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import Changes, TokenHasher
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.text import FolderText, TextParts, Tokenizer
 from maitred.text.folder import read_chat_template
+from maitred.text.parts import FolderText, TextParts
+from maitred.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
 HASHER = TokenHasher(BLOCK_SIZE, "bench")

@@ -21,11 +21,10 @@ from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.fleet.config import FleetConfig
 from maitred.policy.policies import POLICIES
-from maitred.sim.engine import EngineSetup
+from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.results import Results
-from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec
 from maitred.sim.workload import Arrival
 

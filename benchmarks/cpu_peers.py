@@ -36,7 +36,7 @@ from peers.shapes import GGUF_SHAPES, SHAPES, make_checkpoint, make_gguf
 from peers.tables import described, ratios, table
 
 from maitred.engine.memory import usable_cores
-from maitred.model.machine import measure as measure_host
+from maitred.model.roofline import measure as measure_host
 
 RUNS = Path(__file__).resolve().parents[1] / "runs"
 

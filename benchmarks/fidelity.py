@@ -40,13 +40,10 @@ from maitred.cli.profiling import CLOCKS, LiveEngine, describe, live_engine, mea
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
 from maitred.core.cost_model import CostModel, Slowness
 from maitred.engine.build import build_parts
-from maitred.sim.engine import EngineSetup, SlownessAt
-from maitred.sim.fit import fit_steps
-from maitred.sim.jitter import Jitter
-from maitred.sim.profile import Profile
-from maitred.sim.recorded import MeasuredStep, RecordedRun, measured_steps, read_run
+from maitred.sim.engine import EngineSetup, Simulation, SlownessAt
+from maitred.sim.fit import MeasuredStep, RecordedRun, fit_steps, measured_steps, read_run
+from maitred.sim.profile import Jitter, Profile
 from maitred.sim.results import Results
-from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 from maitred.sim.workload import Arrival
 

@@ -30,12 +30,10 @@ from maitred.cli.simulate_inputs import find_target
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.policy.policies import POLICIES
-from maitred.sim.engine import EngineSetup
-from maitred.sim.recorded import MeasuredStep, measured_steps, read_run
-from maitred.sim.report import thinned
+from maitred.sim.engine import EngineSetup, Simulation
+from maitred.sim.fit import MeasuredStep, measured_steps, read_run
+from maitred.sim.report import COLOURS, Axis, Panel, axis, sheet, thinned
 from maitred.sim.results import Results
-from maitred.sim.simulator import Simulation
-from maitred.sim.svg import COLOURS, Axis, Panel, axis, sheet
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec
 from maitred.sim.workload import Arrival
 

@@ -29,8 +29,9 @@ from maitred.engine.replica import Replica
 from maitred.gate.admission import AdmissionController
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable
-from maitred.text import ChatTemplate, TextParts, Tokenizer
-from maitred.text.bounds import byte_alphabet
+from maitred.text.chat_template import ChatTemplate
+from maitred.text.parts import TextParts
+from maitred.text.tokenizer import Tokenizer, byte_alphabet
 from tests.waiting import HANGS_S, joined
 
 EOS = 256

@@ -23,8 +23,7 @@ from maitred.kernels import _native
 from maitred.kernels.linear import allocate
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.machine import STREAM_BYTES
-from maitred.model.roofline import KVFormat, Machine, Row, WeightFormat, floor_s, step_work
+from maitred.model.roofline import STREAM_BYTES, KVFormat, Machine, Row, WeightFormat, floor_s, step_work
 from maitred.model.spec import DecoderSpec
 from peers.contact import Workers, serving
 from peers.entries import Entry, gguf_file

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from maitred.api.http.app import LONG_BYTES
-from maitred.text import Tokenizer
+from maitred.text.tokenizer import Tokenizer
 from tests.api.conftest import MESSAGES, strict_client
 from tests.api.test_disconnect import endless, send
 from tests.fakes_api import EOS, FakeReplica, byte_tokenizer, make_model, running_server, says

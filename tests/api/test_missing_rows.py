@@ -8,7 +8,7 @@ import httpx
 import pytest
 import tokenizers
 
-from maitred.text import Tokenizer
+from maitred.text.tokenizer import Tokenizer
 from tests.fakes_api import FakeReplica, byte_tokenizer, make_model, running_server
 from tests.waiting import HANGS_S
 

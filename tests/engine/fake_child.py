@@ -31,7 +31,7 @@ from maitred.engine.memory import MemoryPlan
 from maitred.engine.sockets import REPORTS
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.scheduler.engine_core import EngineCore
-from maitred.text import Tokenizer
+from maitred.text.tokenizer import Tokenizer
 from tests.engine.worlds import model_facts
 from tests.fakes import FakeExecutor, make_scheduler
 from tests.waiting import HANGS_S

@@ -15,7 +15,7 @@ from maitred.engine.build import EngineParts, build_parts
 from maitred.executor.grammar import Grammars
 from maitred.kv.prefix_cache import TokenHasher
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.text import Tokenizer
+from maitred.text.tokenizer import Tokenizer
 from tests.engine.worlds import with_blocks
 
 BLOCK_SIZE = 16

@@ -10,7 +10,7 @@ from maitred.core.errors import InvalidRequest, PromptTooLong
 from maitred.core.request import SamplingParams
 from maitred.engine.intake import make_requests
 from maitred.kv.prefix_cache import hash_blocks, root_hash
-from maitred.text import Tokenizer
+from maitred.text.tokenizer import Tokenizer
 from tests.engine.worlds import BLOCK_SIZE, served_model
 from tests.fakes import MODEL
 

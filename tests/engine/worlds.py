@@ -23,8 +23,8 @@ from maitred.engine.planning import plan_engine
 from maitred.engine.supervisor import Start
 from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
 from maitred.scheduler.engine_core import EngineCore
-from maitred.text import Tokenizer
 from maitred.text.folder import read_chat_template
+from maitred.text.tokenizer import Tokenizer
 from tests.fakes import MODEL, FakeExecutor, make_scheduler
 
 BLOCK_SIZE = 4

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.model.head import HeadSpec
-from maitred.model.head_folder import HeadCheckpoint
+from maitred.model.head import HeadCheckpoint
 from maitred.model.packed import float32_values
 from maitred.model.rope import inverse_frequencies
-from maitred.model.spec import QKNorm
+from maitred.model.spec import HeadSpec, QKNorm
 from maitred.model.weight_map import head_map
 
 Floats = NDArray[np.float32]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_worker import CompiledGrammars, GrammarFault, WorkerSlot
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.text import Tokenizer
+from maitred.text.tokenizer import Tokenizer
 from tests.engine.grammar_worlds import GRAMMARS
 from tests.text.kinds import byte_level, gemma, llama_2, unigram
 from tests.waiting import HANGS_S

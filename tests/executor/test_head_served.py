@@ -14,8 +14,8 @@ from maitred.core.request import SamplingParams
 from maitred.executor.native_head import head_proposer, plan_head
 from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.head_folder import open_head
-from maitred.text import Tokenizer
+from maitred.model.head import open_head
+from maitred.text.tokenizer import Tokenizer
 from tests.executor.native_worlds import native_plan
 from tests.fakes import make_request, make_scheduler
 

@@ -19,7 +19,7 @@ from maitred.executor.state import HeldRequest
 from maitred.kernels import _native
 from maitred.model.checkpoint import BUILTIN_FOLDER, folder_beside, open_checkpoint
 from maitred.speculative.proposer import DraftAsk
-from maitred.text import Tokenizer
+from maitred.text.tokenizer import Tokenizer
 from tests.executor.native_worlds import load_native
 from tests.executor.torch_worlds import Hand
 from tests.fakes import make_new, make_request, make_scheduler

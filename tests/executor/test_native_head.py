@@ -24,7 +24,7 @@ from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.head_folder import HeadCheckpoint, open_head
+from maitred.model.head import HeadCheckpoint, open_head
 from maitred.speculative.draft import ChainEnd, Piece
 from tests.executor.head_reference import HeadReference, parameters_of
 from tests.executor.native_worlds import native_plan

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from maitred.fleet.prefix_keys import prefix_keys, read_body
 from maitred.fleet.stored_keys import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.text import ChatTemplate, FolderText, TextParts
+from maitred.text.chat_template import ChatTemplate
 from maitred.text.folder import read_chat_template
+from maitred.text.parts import FolderText, TextParts
 from tests.fakes_api import TEMPLATE, byte_tokenizer
 
 BYTES = TextParts(byte_tokenizer(), ChatTemplate(TEMPLATE, added_tokens=byte_tokenizer().added_tokens))

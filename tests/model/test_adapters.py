@@ -327,7 +327,7 @@ def test_a_file_that_changes_under_the_reader_is_refused(name: str, change: Any,
         change(folder / name)
         return parse(content)
 
-    monkeypatch.setattr("maitred.model.adapter_config.json.loads", while_it_is_read)
+    monkeypatch.setattr("maitred.model.adapters.json.loads", while_it_is_read)
     with pytest.raises(CheckpointError, match=f"{name} changed while it was read"):
         read(folder)
 

@@ -11,7 +11,7 @@ import pytest
 
 from maitred.core.errors import CheckpointError, ConfigError
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
-from maitred.model.head_folder import is_head, open_head
+from maitred.model.head import is_head, open_head
 from maitred.model.spec import QKNorm
 from maitred.model.weight_map import head_map
 from tests.model.checkpoints import VOCAB_SIZE, make_checkpoint

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from maitred.core.errors import CheckpointError
-from maitred.model import hub
+from maitred.model import checkpoint as hub
 from maitred.model.checkpoint import open_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

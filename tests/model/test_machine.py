@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from maitred.model import machine
-from maitred.model.machine import last_level_cache_bytes, measure, settled
+from maitred.model import roofline as machine
+from maitred.model.roofline import last_level_cache_bytes, measure, settled
 
 
 def settle(rates: Iterator[float], preemptions: Iterator[int], limit: int = 10) -> tuple[float, bool, int]:

@@ -12,8 +12,7 @@ from maitred.kernels import _native
 from maitred.model import fusions
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.fusions import compile_program
-from maitred.model.lowering import lower
+from maitred.model.fusions import compile_program, lower
 from maitred.model.packed import ALIGNMENT, pack_weights, plan_weights, total_bytes
 from maitred.model.program import (
     QKV,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from maitred.config import SchedulerConfig
 from maitred.core.request import RequestState, RequestStatus
 from maitred.policy.policies import POLICIES, policy_for
-from maitred.policy.policy import Policy, arrival_term, by_arrival
-from maitred.policy.queued import UsedQuanta
+from maitred.policy.policy import Policy, UsedQuanta, arrival_term, by_arrival
 from tests.fakes import make_request, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
 

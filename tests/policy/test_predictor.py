@@ -19,8 +19,8 @@ from maitred.decisions.log import Recorder, StepRecord
 from maitred.decisions.replay import first_difference
 from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import TokenHasher
-from maitred.policy.features import NUM_FEATURES, prompt_features
 from maitred.policy.predictor import (
+    NUM_FEATURES,
     PREDICTORS,
     Adversarial,
     MaxTokens,
@@ -30,6 +30,7 @@ from maitred.policy.predictor import (
     Ranker,
     bounded_prediction,
     predictor_named,
+    prompt_features,
 )
 from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.scheduler import Scheduler

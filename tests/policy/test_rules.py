@@ -9,9 +9,8 @@ import pytest
 from maitred.config import SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.core.request import RequestState
-from maitred.policy.policies import POLICIES, policy_for
-from maitred.policy.queued import KVNeed, UsedQuanta
-from maitred.policy.rules.fair import MIN_COUNTERS_TO_PRUNE, VirtualTokenCounters
+from maitred.policy.policies import MIN_COUNTERS_TO_PRUNE, POLICIES, VirtualTokenCounters, policy_for
+from maitred.policy.policy import KVNeed, UsedQuanta
 from maitred.scheduler.notes import PreemptionCause
 from maitred.scheduler.plan_builder import PlanBuilder
 from maitred.scheduler.preemption import preempt

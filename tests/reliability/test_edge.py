@@ -28,7 +28,7 @@ from maitred.core.request import FinishReason
 from maitred.engine.client import EngineClient
 from maitred.engine.limits import SPARE_DESCRIPTORS
 from maitred.scheduler.engine_core import EngineCore
-from maitred.text import Tokenizer
+from maitred.text.tokenizer import Tokenizer
 from tests.api.test_disconnect import close, half_close, reset, send
 from tests.conftest import ROOT, copied_model
 from tests.engine.worlds import client_of

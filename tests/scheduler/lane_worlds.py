@@ -23,8 +23,7 @@ from maitred.core.tensor_request import (
 from maitred.policy.order import ServiceOrder
 from maitred.policy.parameters import make_policy
 from maitred.policy.policies import POLICIES
-from maitred.policy.policy import Policy, Rank, arrival_term, by_arrival
-from maitred.policy.queued import Queued
+from maitred.policy.policy import Policy, Queued, Rank, arrival_term, by_arrival
 from maitred.scheduler.lanes import Lanes
 from tests.fakes import with_terms
 from tests.scheduler.slow_lanes import SlowLanes

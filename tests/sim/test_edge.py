@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from maitred.sim.edge import EdgeModel, EdgeSample
+from maitred.sim.engine import Simulation
 from maitred.sim.fit import fit_edge
+from maitred.sim.profile import EdgeModel, EdgeSample
 from maitred.sim.results import Objectives, Results
-from maitred.sim.simulator import Simulation
 from maitred.sim.workload import Turn
 from tests.sim.worlds import COSTS, PlanKeeper, arrival, setup
 

@@ -10,10 +10,8 @@ from maitred.core.cost_model import CostModel, StepShape, shape_of
 from maitred.core.errors import ConfigError
 from maitred.core.step import ScheduledRow
 from maitred.sim.devices import DEVICES, MODELS, device_named, model_named, num_kv_blocks, roofline
-from maitred.sim.fit import TERMS, fit_steps, nonnegative_least_squares
-from maitred.sim.jitter import Jitter
-from maitred.sim.profile import Profile, decode_profile, encode_profile
-from maitred.sim.recorded import MeasuredStep
+from maitred.sim.fit import TERMS, MeasuredStep, fit_steps, nonnegative_least_squares
+from maitred.sim.profile import Jitter, Profile, decode_profile, encode_profile
 
 TRUE = CostModel(
     fixed_s=2e-3, row_s=5e-5, prefill_token_s=9e-5, decode_token_s=0.0, context_token_s=6e-7, prefill_attention_s=1e-7,

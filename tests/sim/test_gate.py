@@ -11,8 +11,8 @@ from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError
 from maitred.core.request import RequestSpec
 from maitred.gate.admission import AdmissionController
+from maitred.sim.engine import Simulation
 from maitred.sim.results import Results
-from maitred.sim.simulator import Simulation
 from maitred.sim.traces import TraceLine, TraceWorkload
 from maitred.sim.workload import Arrival, of_known_tenants
 from maitred.tenancy.tenant import Tenant, read_tenants

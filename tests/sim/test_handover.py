@@ -15,10 +15,9 @@ from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.fleet.record import Recorder as FleetRecorder
 from maitred.fleet.replay import replay, split
-from maitred.sim.disk import SimulatedDisk
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
-from maitred.sim.links import SimulatedLink
+from maitred.sim.links import SimulatedDisk, SimulatedLink
 from maitred.sim.report import svg_report
 from maitred.sim.results import Objectives, Results
 from maitred.sim.workload import Arrival, TokenSpan, chain

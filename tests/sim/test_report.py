@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import maitred.sim
-from maitred.sim.report import html_report, in_lanes, svg_report
+from maitred.sim.report import axis, html_report, in_lanes, svg_report
 from maitred.sim.results import Results
-from maitred.sim.svg import axis
 from tests.sim.worlds import arrival, simulation, workload
 
 SPANS = st.lists(st.tuples(st.floats(0, 100), st.floats(0.001, 50)), max_size=60)

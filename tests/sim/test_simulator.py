@@ -15,10 +15,10 @@ from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.engine_core import EngineCore
-from maitred.sim.jitter import Jitter
-from maitred.sim.recorded import measured_steps, read_run
+from maitred.sim.engine import Simulation
+from maitred.sim.fit import measured_steps, read_run
+from maitred.sim.profile import Jitter
 from maitred.sim.results import Objectives, Results
-from maitred.sim.simulator import Simulation
 from maitred.sim.workload import Arrival, Turn
 from maitred.tenancy.tenant import Limits, Tenant
 from tests.fakes import make_request, make_scheduler

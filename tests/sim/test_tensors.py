@@ -9,12 +9,17 @@ import pytest
 from maitred.core.errors import ConfigError, ModelNotFound
 from maitred.core.tensor_request import BatchRules, Instance
 from maitred.scheduler.scheduler import Scheduler
-from maitred.sim.ensembles import SimulatedEnsemble, SimulatedStep
+from maitred.sim.engine import Simulation
 from maitred.sim.results import Results
-from maitred.sim.simulator import Simulation
-from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes, decode_tensor_profile
-from maitred.sim.tensors import SimulatedMachine, SimulatedModel, TensorSimulation
+from maitred.sim.tensors import (
+    SimulatedEnsemble,
+    SimulatedMachine,
+    SimulatedModel,
+    SimulatedStep,
+    TensorArrival,
+    TensorSimulation,
+)
 from tests.fakes import make_scheduler
 from tests.sim.worlds import COSTS, arrival, setup
 

@@ -7,9 +7,8 @@ from typing import Any
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.step import SchedulerOutput
-from maitred.sim.engine import EngineSetup
+from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.results import Objectives, Results
-from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
 from maitred.sim.workload import Arrival
 

@@ -16,10 +16,8 @@ from maitred.config import SchedulerConfig
 from maitred.core.request import RequestState
 from maitred.core.step import SchedulerOutput
 from maitred.policy.parameters import make_policy
-from maitred.policy.policies import POLICIES
-from maitred.policy.policy import Policy, PolicyFactory, Rank, arrival_term, by_arrival
-from maitred.policy.queued import UsedQuanta
-from maitred.policy.rules.fair import VirtualTokenCounters, vtc
+from maitred.policy.policies import POLICIES, VirtualTokenCounters, vtc
+from maitred.policy.policy import Policy, PolicyFactory, Rank, UsedQuanta, arrival_term, by_arrival
 from maitred.testing.conformance import (
     CHECKS,
     STEP_PROPERTIES,

@@ -10,10 +10,10 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from maitred.text import ChatTemplate, Tokenizer
 from maitred.text.answer_format import AnswerFormat
 from maitred.text.answer_parser import AnswerParser, CallBegun
-from maitred.text.tool_formats import TOOL_FORMATS
+from maitred.text.chat_template import TOOL_FORMATS, ChatTemplate
+from maitred.text.tokenizer import Tokenizer
 from tests.text.kinds import NAMED, byte_level
 
 EASY = {"city": "Paris", "days": 3}

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from maitred.text import Tokenizer
-from maitred.text.bounds import byte_alphabet
+from maitred.text.tokenizer import Tokenizer, byte_alphabet
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 SPECIALS = [AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>", "<pad>")]

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.text import ChatTemplate
 from maitred.text.answer_format import AnswerFormat
+from maitred.text.chat_template import TOOL_FORMATS, ChatTemplate
+from maitred.text.messages import written_calls
 from maitred.text.tool_format import read_answer_format
-from maitred.text.tool_formats import TOOL_FORMATS
-from maitred.text.tool_messages import written_calls
 from tests.text.answers import CALLS, Parsed, answer_of, parse, template_of, tokenizer_with, tool_calls
 
 HARMONY = "{# <|channel|>analysis<|message|> and <|channel|>commentary #}"

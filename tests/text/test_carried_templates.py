@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from maitred.core.errors import MaitredError
-from maitred.text import ChatTemplate
 from maitred.text.answer_format import AnswerFormat
+from maitred.text.chat_template import ChatTemplate
 from maitred.text.tool_format import read_answer_format
 from tests.text.answers import CALLS, answer_of, parse, tool_calls
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from maitred.core.errors import CheckpointError, InvalidRequest, UnsupportedContent
-from maitred.text import ChatTemplate
+from maitred.text.chat_template import ChatTemplate
 from tests.text.kinds import NAMED, byte_level
 from tests.waiting import joined
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from maitred.text import Detokenizer, Tokenizer
+from maitred.text.detokenizer import Detokenizer
+from maitred.text.tokenizer import Tokenizer
 from tests.text.kinds import KINDS, byte_level, llama_2
 
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -16,10 +16,9 @@ import pytest
 
 from maitred.core.errors import CheckpointError
 from maitred.model.gguf_file import GgufFile
-from maitred.text import Tokenizer
-from maitred.text.bounds import byte_alphabet
 from maitred.text.folder import gguf_named_tokens, read_chat_template, vocabulary_difference
 from maitred.text.gguf_tokenizer import RULES, tokenizer_of
+from maitred.text.tokenizer import Tokenizer, byte_alphabet
 
 FOLDER = os.environ.get("MAITRED_LLAMA_VOCABS", "")
 RECORDED = sorted(Path(FOLDER).glob("*.gguf.out")) if FOLDER else []

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from maitred.core.errors import InvalidRequest
-from maitred.text import ChatTemplate, FolderText, Tokenizer
+from maitred.text.chat_template import ChatTemplate
 from maitred.text.marks import MarkedText, Marks
+from maitred.text.parts import FolderText
+from maitred.text.tokenizer import Tokenizer
 from tests.text import kinds
 from tests.text.test_chat_template import CHATML, GEMMA, LLAMA_3, MISTRAL
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from maitred.core.errors import InvalidRequest
-from maitred.text import ChatTemplate
+from maitred.text.chat_template import ChatTemplate
+from maitred.text.messages import with_tools
 from maitred.text.tool_format import read_answer_format
-from maitred.text.tool_messages import with_tools
 from tests.text.answers import TOOLS, template_of, tokenizer_with, tool_calls
 
 WRITES_ALL = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"

@@ -14,8 +14,9 @@ import pytest
 from maitred.core.errors import CheckpointError
 from maitred.engine.checkpoint_facts import _tokenizers_eos
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.text import FolderText, Tokenizer
 from maitred.text.folder import added_token_id, read_chat_template, read_named_tokens
+from maitred.text.parts import FolderText
+from maitred.text.tokenizer import Tokenizer
 from tests.waiting import HANGS_S, joined
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.text import StopResult, StopStringMatcher
+from maitred.text.detokenizer import StopResult, StopStringMatcher
 
 few = st.text(alphabet="ab👍", max_size=30)
 stops = st.lists(st.text(alphabet="ab👍", min_size=1, max_size=6), max_size=5)

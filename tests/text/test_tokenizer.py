@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from maitred.core.errors import CheckpointError, InvalidRequest
-from maitred.text import Tokenizer
-from maitred.text.bounds import byte_alphabet
-from maitred.text.tokenizer import whole_json
+from maitred.text.tokenizer import Tokenizer, byte_alphabet, whole_json
 from tests.text.kinds import KINDS, byte_level, gemma, llama_2, unigram, unigram_unknown, word_level, wordpiece
 from tests.waiting import joined
 

@@ -6,11 +6,11 @@ import pytest
 
 from maitred.core.errors import ConfigError
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.text import ChatTemplate, FolderText
 from maitred.text.answer_format import CallFormat, Mark, Slot, call_id, plain
+from maitred.text.chat_template import TOOL_FORMATS, ChatTemplate
 from maitred.text.folder import read_chat_template
+from maitred.text.parts import FolderText
 from maitred.text.tool_format import read_answer_format, tool_format_names
-from maitred.text.tool_formats import TOOL_FORMATS
 from tests.text.answers import TURNS, template_of, tokenizer_with
 
 

@@ -45,7 +45,7 @@ from maitred.cli.load import (
 from maitred.cli.main import EXIT_INTERRUPTED
 from maitred.core.errors import ConfigError, ServerError
 from maitred.core.objectives import parse_slo, percentile
-from maitred.sim.lengths import parse_length
+from maitred.sim.synthetic import parse_length
 
 PERCENTILES = (50, 90, 99)
 

@@ -15,8 +15,7 @@ import msgspec
 from maitred.cli.endpoint import DONE, Endpoint, Refused, SSEParser, TimedOut, Unreachable, error_text
 from maitred.cli.simulate_inputs import read_unpacked
 from maitred.core.errors import ConfigError, MaitredError
-from maitred.sim.arrivals import arrival_times
-from maitred.sim.lengths import Draw
+from maitred.sim.synthetic import Draw, arrival_times
 from maitred.sim.traces import BLOCK_TOKENS, TraceLine, parse_trace
 
 

@@ -42,10 +42,8 @@ from maitred.decisions.files import log_parts, read_frames
 from maitred.decisions.log import Step
 from maitred.engine.build import EngineParts, build_parts
 from maitred.kv.prefix_cache import TokenHasher
-from maitred.sim.edge import EdgeSample
-from maitred.sim.fit import MIN_EDGE_SAMPLES, Fit, fit_edge, fit_steps
-from maitred.sim.profile import Profile, encode_profile
-from maitred.sim.recorded import MeasuredStep, measured_steps, read_run
+from maitred.sim.fit import MIN_EDGE_SAMPLES, Fit, MeasuredStep, fit_edge, fit_steps, measured_steps, read_run
+from maitred.sim.profile import EdgeSample, Profile, encode_profile
 from maitred.sim.workload import Arrival
 
 WARM_UP = "warm-up"

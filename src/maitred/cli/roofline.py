@@ -22,8 +22,7 @@ from maitred.engine.memory import format_bytes
 if TYPE_CHECKING:
     from maitred.engine.build import EngineParts
     from maitred.model.checkpoint import Checkpoint
-    from maitred.model.machine import Measured
-    from maitred.model.roofline import KVFormat, Row, WeightFormat
+    from maitred.model.roofline import KVFormat, Measured, Row, WeightFormat
     from maitred.model.spec import DecoderSpec
 
 
@@ -71,7 +70,7 @@ def run_roofline(options: RooflineOptions, config: EngineConfig) -> int:
     from maitred.engine.memory import usable_cores
     from maitred.model.checkpoint import open_checkpoint
     from maitred.model.families import spec_from_config
-    from maitred.model.machine import measure
+    from maitred.model.roofline import measure
 
     batches = [_batch(word) for word in options.batch]
     with open_checkpoint(config.model.model, config.model.revision) as checkpoint:
@@ -151,8 +150,7 @@ def _with_engine(
 
 def machine_lines(measured: Measured, held: HeldFormats) -> list[str]:
     """The machine: a line for streaming, then one for each format of weights."""
-    from maitred.model.machine import LIMIT_S
-    from maitred.model.roofline import ARITHMETIC, WeightFormat, critical_batch, token_budget
+    from maitred.model.roofline import ARITHMETIC, LIMIT_S, WeightFormat, critical_batch, token_budget
 
     machine, cache = measured.machine, measured.cache_bytes_per_s
     lines = [f"{measured.num_threads} threads, {measured.isa}: reads {machine.stream_bytes_per_s / 1e9:.1f} GB/s"]

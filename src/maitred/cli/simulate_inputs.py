@@ -25,8 +25,7 @@ from maitred.sim.devices import (
     roofline,
     shape_of_decoder,
 )
-from maitred.sim.edge import EdgeModel
-from maitred.sim.profile import Profile, decode_profile
+from maitred.sim.profile import EdgeModel, Profile, decode_profile
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
 from maitred.sim.traces import BLOCK_TOKENS, TraceWorkload, is_csv, parse_trace
 from maitred.sim.workload import Workload

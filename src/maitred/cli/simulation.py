@@ -36,20 +36,16 @@ from maitred.gate.admission import AdmissionController, admission_of
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
 from maitred.scheduler.scheduler import Scheduler
-from maitred.sim.disk import SimulatedDisk
-from maitred.sim.engine import EngineSetup
-from maitred.sim.ensembles import SimulatedEnsemble, SimulatedStep
+from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
-from maitred.sim.jitter import Jitter
-from maitred.sim.links import SimulatedLink, link_named
+from maitred.sim.links import SimulatedDisk, SimulatedLink, link_named
+from maitred.sim.profile import Jitter
 from maitred.sim.report import html_report, svg_report
 from maitred.sim.results import Objectives, Results
-from maitred.sim.simulator import Simulation
 from maitred.sim.tensor_profile import HostTimes, TensorProfile, decode_tensor_profile
-from maitred.sim.tensor_traces import MixedTrace, parse_mixed_trace, tensor_arrivals
-from maitred.sim.tensors import ModelFigures, SimulatedModel, TensorSimulation
-from maitred.sim.traces import BLOCK_TOKENS, TraceWorkload
+from maitred.sim.tensors import ModelFigures, SimulatedEnsemble, SimulatedModel, SimulatedStep, TensorSimulation
+from maitred.sim.traces import BLOCK_TOKENS, MixedTrace, TraceWorkload, parse_mixed_trace, tensor_arrivals
 from maitred.sim.workload import Arrival, Workload, of_known_tenants
 from maitred.storage.key_files import read_tenant_file
 from maitred.tenancy.tenant import Tenant

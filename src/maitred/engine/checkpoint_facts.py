@@ -118,7 +118,7 @@ def _tokenizers_eos(tokenizer_file: Path) -> int | None:
     added = added_token_id(tokenizer_file, text)
     if added is not None:
         return added
-    from maitred.text import Tokenizer  # noqa: PLC0415
+    from maitred.text.tokenizer import Tokenizer  # noqa: PLC0415
 
     return Tokenizer.from_folder(tokenizer_file.parent).eos_token_id
 

@@ -116,7 +116,7 @@ def _candidates(wanted: str, named: str | None, checkpoint: Checkpoint) -> list[
 
 def _kind_of(drafter: Checkpoint, wanted: str) -> str:
     """Raises ConfigError for another kind than was asked for."""
-    from maitred.model.head_folder import is_head  # noqa: PLC0415  numpy
+    from maitred.model.head import is_head  # noqa: PLC0415  numpy
 
     kind = "mtp" if is_head(drafter.config) else "draft"
     if wanted not in ("auto", kind):
@@ -142,7 +142,7 @@ def _plan_head(
     with_taps: Callable[[tuple[int, ...]], ExecutorPlan],
     files: ExitStack,
 ) -> Plans:
-    from maitred.model.head_folder import open_head  # noqa: PLC0415  numpy
+    from maitred.model.head import open_head  # noqa: PLC0415  numpy
 
     head = open_head(folder.folder, checkpoint, folder.name)
     files.callback(head.close)

@@ -13,11 +13,13 @@ from maitred.core.request import MAX_SEED, NO_TERMS, RequestSpec, SamplingParams
 from maitred.engine.model_facts import AdapterFacts, Footprint
 from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kv.prefix_cache import hash_blocks, root_hash
-from maitred.policy.features import prompt_features
+from maitred.policy.predictor import prompt_features
 
 if TYPE_CHECKING:
-    from maitred.text import ChatTemplate, Text, Tokenizer
     from maitred.text.answer_format import AnswerFormat
+    from maitred.text.chat_template import ChatTemplate
+    from maitred.text.parts import Text
+    from maitred.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from maitred.core.request import Charges, FinishReason, RequestSpec
 from maitred.core.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.engine.intake import ServedModel
 from maitred.engine.replica import Replica
-from maitred.text import Detokenizer, StopStringMatcher, Tokenizer
+from maitred.text.detokenizer import Detokenizer, StopStringMatcher
+from maitred.text.tokenizer import Tokenizer
 
 MAX_MERGED = 64  # deltas of a prompt's samples on their way together; what a slow consumer leaves stays in its streams
 

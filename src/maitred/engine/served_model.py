@@ -12,7 +12,8 @@ from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import ModelFacts
 from maitred.model.checkpoint import local_path
 from maitred.model.packaged import default_model
-from maitred.text import FolderText, Tokenizer
+from maitred.text.parts import FolderText
+from maitred.text.tokenizer import Tokenizer
 
 
 class TextAhead:

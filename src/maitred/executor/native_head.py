@@ -11,8 +11,7 @@ from maitred.executor.native_draft import chain_rows, step_of
 from maitred.executor.native_plan import NativePlan
 from maitred.executor.native_program import Int32s, NativeProgram, most_logits
 from maitred.kernels.sampler import Sampler
-from maitred.model.head_folder import HeadCheckpoint
-from maitred.model.head_program import compile_head, own_weights
+from maitred.model.head import HeadCheckpoint, compile_head, own_weights
 from maitred.model.packed import OnPacked, PackedWeights, plan_weights, total_bytes
 from maitred.model.packed_cache import load_weights
 from maitred.model.program import Program

@@ -18,8 +18,7 @@ from maitred.fleet.fleet_request import FleetRequest, Place
 from maitred.fleet.prefix_index import Lessons, PrefixIndex
 from maitred.fleet.replicas import Replica, Replicas, State, Use
 from maitred.policy.order import ServiceOrder
-from maitred.policy.policy import Policy
-from maitred.policy.queued import KVNeed
+from maitred.policy.policy import KVNeed, Policy
 
 Order = ServiceOrder[FleetRequest]
 

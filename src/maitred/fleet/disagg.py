@@ -20,7 +20,7 @@ import msgspec
 from maitred.core.cost_model import CostModel, StepShape
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.kv.tiers import worth_fetching
-from maitred.policy.rules.cost import remaining_outputs
+from maitred.policy.policies import remaining_outputs
 
 MAX_PAIRED = 8  # of each side, the cheapest so many are looked at in pairs
 MOST_SHARE = 0.95  # of a worker's time: no queue is foretold to be endless

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from maitred.model.head import HeadSpec
-from maitred.model.spec import Activation, DecoderSpec, RopeSpec
+from maitred.model.spec import Activation, DecoderSpec, HeadSpec, RopeSpec
 
 HIDDEN = "hidden"  # the residual stream
 TAKEN = "taken"  # its rows whose logits are wanted

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maitred.core.errors import CheckpointError
-from maitred.model.head import HeadSpec
-from maitred.model.spec import DecoderSpec, NormPlacement, QKNorm
+from maitred.model.spec import DecoderSpec, HeadSpec, NormPlacement, QKNorm
 
 # Prefixes under which a text model's tensors stand: as usual, and inside a multimodal model, older form and today's.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")

@@ -6,9 +6,8 @@ from collections.abc import Callable, Hashable, Iterable
 from itertools import islice
 from typing import Any, Generic
 
-from maitred.policy.policy import Policy
+from maitred.policy.policy import NO_KV_NEED, KVNeed, Policy, Queued, UsedQuanta
 from maitred.policy.queue import Q, RequestQueue
-from maitred.policy.queued import NO_KV_NEED, KVNeed, Queued, UsedQuanta
 
 RESCORE_WINDOW = 64  # most requests that one step scores again because the prefix cache changed
 

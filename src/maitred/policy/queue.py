@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from maitred.policy.policy import GroupRule, Rank
-from maitred.policy.queued import Queued
+from maitred.policy.policy import GroupRule, Queued, Rank
 
 MIN_DEAD_ENTRIES = 64  # below this a heap with removed requests in it is not worth compacting
 

@@ -21,11 +21,9 @@ from maitred.core.tensor_request import Batch, BatchOutcome, TensorRequest
 from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import TokenHasher
 from maitred.policy.order import ServiceOrder
-from maitred.policy.policies import POLICIES, policy_for
-from maitred.policy.policy import PolicyFactory
+from maitred.policy.policies import POLICIES, expected_outputs, policy_for
+from maitred.policy.policy import KVNeed, PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
-from maitred.policy.queued import KVNeed
-from maitred.policy.rules.cost import expected_outputs
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.notes import Blocked, Preemption

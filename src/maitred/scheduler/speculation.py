@@ -16,7 +16,7 @@ from math import inf
 from maitred.core.cost_model import CostModel, shape_of
 from maitred.core.request import RequestState
 from maitred.core.step import ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
-from maitred.policy.rules.cost import expected_outputs
+from maitred.policy.policies import expected_outputs
 from maitred.scheduler.plan_builder import PlanBuilder
 from maitred.scheduler.state import SchedulerState
 

@@ -31,7 +31,7 @@ from maitred.sim.engine import SimulatedEngine
 from maitred.sim.fleet_figures import FleetResults
 from maitred.sim.fleet_setup import FleetSetup
 from maitred.sim.handover import Handovers, SimulatedReplica
-from maitred.sim.jitter import Jitter
+from maitred.sim.profile import Jitter
 from maitred.sim.results import Results
 from maitred.sim.workload import Arrival
 from maitred.tenancy.tenant import Tenant

@@ -11,9 +11,8 @@ from maitred.core.cost_model import CostModel, StepShape
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig, WorkerFacts
 from maitred.fleet.sizing import Autoscale, as_asked
-from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import EngineSetup
-from maitred.sim.links import SimulatedLink
+from maitred.sim.links import SimulatedDisk, SimulatedLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

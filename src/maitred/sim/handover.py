@@ -20,10 +20,9 @@ from maitred.fleet.replicas import ReplicaFacts
 from maitred.kv.tiers import worth_fetching
 from maitred.scheduler.reservations import GivenUp
 from maitred.sim.clients import SimulatedRequest
-from maitred.sim.disk import SimulatedDisk
 from maitred.sim.engine import SimulatedEngine
 from maitred.sim.fleet_figures import HandoverFigures
-from maitred.sim.links import DISK, LinkFlow, Links, SimulatedLink
+from maitred.sim.links import DISK, LinkFlow, Links, SimulatedDisk, SimulatedLink
 
 
 @dataclass(slots=True, eq=False)

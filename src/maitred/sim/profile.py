@@ -2,14 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
 
 import msgspec
 
 from maitred.config import DEFAULT_TOKEN_BUDGET
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError
-from maitred.sim.edge import EdgeModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeModel:
+    """Seconds of HTTP, tokenising and the way between processes; all 0 is the engine alone.
+
+    It has no queue: a front end at the limit of its own processor is slower than this says.
+    """
+
+    fixed_s: float = 0.0
+    """Time of each request until its client has the first token, at no prompt."""
+    prompt_token_s: float = 0.0
+    output_token_s: float = 0.0
+    """Time of each token after the first by which its client waits longer than the engine."""
+
+    def first_token_s(self, prompt_tokens: int) -> float:
+        return self.fixed_s + prompt_tokens * self.prompt_token_s
+
+    def whole_s(self, prompt_tokens: int, output_tokens: int) -> float:
+        return self.first_token_s(prompt_tokens) + max(0, output_tokens - 1) * self.output_token_s
+
+
+class EdgeSample(NamedTuple):
+    """One request that had the engine for itself."""
+
+    prompt_tokens: int
+    first_token_s: float  # sent to first token at the client, less the steps until then
+    num_gaps: int  # tokens after the first
+    gaps_s: float  # first token to last at the client, less the same in the engine
+
+
+class Jitter:
+    """Draws by which modelled times become as unsteady as measured ones; a pure function of the seed and the calls."""
+
+    def __init__(self, model: CostModel, rng: Random) -> None:
+        self._bands = [(band.below_s, band.quantiles) for band in model.jitter]
+        self._gaps = model.gap_jitter
+        self._draw = rng.random
+
+    def step_s(self, modelled_s: float) -> float:
+        for below_s, quantiles in self._bands:
+            if modelled_s < below_s:
+                return modelled_s * drawn(quantiles, self._draw())
+        return modelled_s
+
+    def gap_s(self, modelled_s: float) -> float:
+        return modelled_s * drawn(self._gaps, self._draw()) if self._gaps else modelled_s
+
+
+def drawn(quantiles: Sequence[float], share: float) -> float:
+    """The quantile at `share`, 0 to 1, between two of them linearly."""
+    at = share * (len(quantiles) - 1)
+    low = int(at)
+    return quantiles[low] + (quantiles[min(low + 1, len(quantiles) - 1)] - quantiles[low]) * (at - low)
+
 
 VERSION = 2
 READABLE = (1, 2)  # 1 knew no edge

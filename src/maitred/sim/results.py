@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maitred.core.request import RequestState
-from maitred.sim.edge import EdgeModel
+from maitred.sim.profile import EdgeModel
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 RELATIVE_ERROR = 0.001  # of a quantile

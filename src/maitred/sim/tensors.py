@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import ceil
 from random import Random
@@ -18,11 +18,73 @@ from maitred.core.request import FinishReason, Terms
 from maitred.core.step import RequestProgress
 from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.scheduler.scheduler import Scheduler
-from maitred.sim.ensembles import SimulatedEnsemble, Whole
-from maitred.sim.jitter import drawn
+from maitred.sim.profile import drawn
 from maitred.sim.results import Sketch
-from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorArrival:
+    """One request for a tensor model."""
+
+    at: float  # s since the workload began
+    request_id: str
+    model: str
+    version: int = 0  # 0 is the highest
+    num_rows: int = 1
+    length: int = 0  # of the open dimensions of its inputs
+    tenant: str = ""
+    priority: int = 0
+    weight: float = 1.0
+    deadline_s: float | None = None  # given up if it is not done by then, after arrival
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A request that an ensemble makes of a model, or of another ensemble."""
+
+    model: str
+    version: int  # 0 is the highest
+    needs: tuple[int, ...] = ()  # steps that give its inputs
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEnsemble:
+    """An ensemble's steps, without circles."""
+
+    name: str
+    steps: tuple[SimulatedStep, ...]
+
+
+@dataclass(slots=True)
+class Whole:
+    """A request for an ensemble, from its first step to its last."""
+
+    arrival: TensorArrival
+    ensemble: SimulatedEnsemble
+    begun: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    failed: bool = False
+
+    def ready(self) -> Iterator[TensorArrival]:
+        """Steps that may go now, each once: with arrival, priority and deadline of the whole."""
+        for number, step in enumerate(self.ensemble.steps):
+            if number not in self.begun and self.done.issuperset(step.needs):
+                self.begun.add(number)
+                request_id = f"{self.arrival.request_id}/{number}"
+                yield replace(self.arrival, request_id=request_id, model=step.model, version=step.version)
+
+    def answered(self, request_id: str) -> None:
+        self.done.add(int(request_id.rpartition("/")[2]))
+
+    @property
+    def running(self) -> list[str]:
+        return [f"{self.arrival.request_id}/{number}" for number in sorted(self.begun - self.done)]
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.done) == len(self.ensemble.steps)
+
 
 TOKENS_PER_S = 2000.0  # as the engine has it until it has measured prompts
 _STEP = -1  # in place of a batch's number

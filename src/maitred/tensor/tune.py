@@ -22,10 +22,9 @@ from maitred.config import SchedulerConfig
 from maitred.core.errors import CheckpointError, ConfigError
 from maitred.core.objectives import percentile
 from maitred.scheduler.scheduler import lone_scheduler
-from maitred.sim.arrivals import arrival_times
-from maitred.sim.tensor_arrival import TensorArrival
+from maitred.sim.synthetic import arrival_times
 from maitred.sim.tensor_profile import HostTimes, ModelTimes
-from maitred.sim.tensors import SimulatedModel, TensorSimulation
+from maitred.sim.tensors import SimulatedModel, TensorArrival, TensorSimulation
 from maitred.tensor.batching import lengths_of, rules_of
 from maitred.tensor.config import ANY_MESSAGE, parameters_of
 from maitred.tensor.config_checks import PYTHON, is_ensemble

@@ -14,8 +14,8 @@ from maitred.core.request import RequestSpec, RequestState, SamplingParams, Term
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import TokenHasher
+from maitred.policy.policies import fcfs
 from maitred.policy.policy import Policy, PolicyFactory
-from maitred.policy.rules.arrival import fcfs
 from maitred.scheduler.reservations import ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
 

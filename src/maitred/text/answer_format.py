@@ -30,7 +30,7 @@ class Slot(Enum):
     PAIRS = "pairs"  # the arguments as keys and values, see PairsFormat
 
 
-Text = tuple[str | Mark, ...]
+Marked = tuple[str | Mark, ...]
 """Literal text; () is none."""
 Pieces = tuple[str | Mark | Slot, ...]
 
@@ -43,12 +43,12 @@ class PairsFormat:
     where keys are bare). Every other VALUE is JSON.
     """
 
-    key_begin: Text
-    value_begin: Text
-    value_end: Text
-    separator: Text = ()
-    quote: Text = ()
-    value_begin_of: Mapping[str, Text] = field(default_factory=dict)
+    key_begin: Marked
+    value_begin: Marked
+    value_end: Marked
+    separator: Marked = ()
+    quote: Marked = ()
+    value_begin_of: Mapping[str, Marked] = field(default_factory=dict)
     """Words before a value of a JSON type (string, integer, number, boolean, null, array, object), if special."""
 
 
@@ -61,13 +61,13 @@ class CallFormat:
     """
 
     kind: Literal["json", "name_json", "pairs"]
-    begin: Text
-    call_begin: Text
+    begin: Marked
+    call_begin: Marked
     call: Pieces
-    call_end: Text
-    separator: Text = ()
-    end: Text = ()
-    opener: Text = ()
+    call_end: Marked
+    separator: Marked = ()
+    end: Marked = ()
+    opener: Marked = ()
     """May stand before the first call, and means nothing: `<|python_tag|>` of Llama 3."""
     several: bool = True
     """An answer may hold more than one call."""
@@ -85,8 +85,8 @@ class CallFormat:
 class ReasoningFormat:
     """`begin before THOUGHTS after end behind`: marks, and the white space that the template puts at them."""
 
-    begin: Text
-    end: Text
+    begin: Marked
+    end: Marked
     before: str = ""
     after: str = ""
     behind: str = ""
@@ -108,9 +108,9 @@ class AnswerFormat:
     reasoning_name: str = "none"
     channels: bool = False
     """Harmony (gpt-oss): thoughts, calls and content are messages on channels, see `answer_parser`."""
-    content_begin: Text = ()
+    content_begin: Marked = ()
     """Words before content, where it is marked."""
-    message_begin: Text = ()
+    message_begin: Marked = ()
     """Words that begin each message of an answer but the first, which the prompt has begun."""
     tools_variable: str = "tools"
     """The template's variable for the tools."""
@@ -154,7 +154,7 @@ class AnswerFormat:
                 yield from pairs.value_begin_of.values()
 
 
-def plain(text: Text) -> str:
+def plain(text: Marked) -> str:
     """The letters of a literal."""
     return "".join(piece.text if isinstance(piece, Mark) else piece for piece in text)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from maitred.core.request import ThinkingLimit
-from maitred.text.answer_format import AnswerFormat, CallFormat, Mark, PairsFormat, Pieces, Slot, Text
+from maitred.text.answer_format import AnswerFormat, CallFormat, Mark, Marked, PairsFormat, Pieces, Slot
 from maitred.text.schema import Source, quoted
 
 _TERMINALS = [
@@ -158,7 +158,7 @@ class _Grammar:
         calls = self.format.calls
         return calls is not None and bool(calls.begin or calls.call_begin)
 
-    def after_text(self, begin: Text, rest: str, name: str) -> str:
+    def after_text(self, begin: Marked, rest: str, name: str) -> str:
         """Free text up to the first `begin`, and what follows it."""
         trigger, more = _trigger(begin)
         if isinstance(trigger, Mark):
@@ -166,7 +166,7 @@ class _Grammar:
         self.rules.append(f"{name}[lazy]: TEXT {quoted(trigger)}")
         return f"{name} {self.literal(more)} {rest}"
 
-    def literal(self, pieces: Text) -> str:
+    def literal(self, pieces: Marked) -> str:
         return self.pieces(pieces, {})
 
     def pieces(self, pieces: Pieces, slots: Mapping[Slot, str]) -> str:
@@ -271,7 +271,7 @@ def _moved(schema: Any, root: str) -> Any:
     return moved
 
 
-def _trigger(begin: Text) -> tuple[str | Mark, Text]:
+def _trigger(begin: Marked) -> tuple[str | Mark, Marked]:
     """Return the words that tell a call from text, and what follows them; blanks before it belong to the text."""
     first, *rest = begin
     if isinstance(first, Mark):

@@ -11,8 +11,7 @@ import pytest
 
 from maitred.cli.load import WORD_VOCABULARY, WORDS, Synthetic, Vocabulary, as_text
 from maitred.core.errors import ConfigError
-from maitred.sim.arrivals import arrival_times
-from maitred.sim.lengths import parse_length
+from maitred.sim.synthetic import arrival_times, parse_length
 
 
 def gaps(rate: float, burstiness: float, count: int = 20_000) -> list[float]:

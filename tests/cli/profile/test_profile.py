@@ -12,9 +12,8 @@ from maitred.cli.main import main
 from maitred.cli.profiling import CpuClock, SleepingClock, record, served
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
 from maitred.core.errors import ServerError
-from maitred.sim.edge import EdgeModel
-from maitred.sim.profile import decode_profile, encode_profile
-from maitred.sim.recorded import measured_steps, read_run
+from maitred.sim.fit import measured_steps, read_run
+from maitred.sim.profile import EdgeModel, decode_profile, encode_profile
 from tests.sim.worlds import arrival
 
 ONE_THREAD = ModelConfig(num_threads=1, dtype="float32")

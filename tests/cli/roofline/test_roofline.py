@@ -12,9 +12,8 @@ from maitred.cli.roofline import TimedEngine
 from maitred.config import CacheConfig, EngineConfig, SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.engine.build import build_parts
-from maitred.model import machine
-from maitred.model.machine import Measured
-from maitred.model.roofline import Machine
+from maitred.model import roofline as machine
+from maitred.model.roofline import Machine, Measured
 
 PEAKS = {"float32": 0.4e12, "bfloat16": 0.9e12, "int8": 1.8e12}
 HOST = Measured(Machine(80e9, PEAKS), {name: 1.1 * ops for name, ops in PEAKS.items()}, 2, "avx512")

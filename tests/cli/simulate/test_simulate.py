@@ -11,8 +11,7 @@ from maitred.cli.simulate_inputs import find_target, profile_path, read_workload
 from maitred.config import CacheConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError
-from maitred.sim.edge import EdgeModel
-from maitred.sim.profile import Profile, decode_profile, encode_profile
+from maitred.sim.profile import EdgeModel, Profile, decode_profile, encode_profile
 
 WORKLOADS = Path(__file__).parents[3] / "examples" / "workloads"
 TRACE = "\n".join(

@@ -30,7 +30,8 @@ from maitred.api.http.routes import StreamFormat
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import FinishReason
 from maitred.core.step import RequestTiming, TokenLogprobs
-from maitred.text import Detokenizer, Tokenizer
+from maitred.text.detokenizer import Detokenizer
+from maitred.text.tokenizer import Tokenizer
 
 _TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",

@@ -34,10 +34,9 @@ from maitred.engine.output import Piece
 from maitred.text.answer_format import AnswerFormat, call_id, plain
 from maitred.text.answer_parser import AnswerDelta, AnswerParser, CallBegun
 from maitred.text.folder import NAMED_TOKENS
-from maitred.text.messages import arguments_of
+from maitred.text.messages import arguments_of, with_tools
 from maitred.text.schema import Source, json_source, source_of
 from maitred.text.shape import NO_CALLS, NO_SHAPE, Shape, Tool, ToolChoice, compose
-from maitred.text.tool_messages import with_tools
 
 _CALLS = msgspec.json.Decoder(list[Any] | None)
 MIN_MAX_MESSAGES = 1024  # else as many as the context has tokens: each is one at least
