@@ -41,10 +41,10 @@ from maitred import LLM, SamplingParams
 from maitred.cli.profiling import CpuClock
 from maitred.engine.intake import make_requests
 from maitred.engine.step_meter import StepMeter
+from maitred.executor.state import DraftAsk
 from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.speculation import Speculation
 from maitred.sim.engine import chance
-from maitred.speculative.proposer import DraftAsk
 
 WARM_UP_S = 1.0
 AT_ONCE: dict[int, Callable[[int], int] | None] = {1: lambda ended: 1, 8: None}  # of 8 prompts

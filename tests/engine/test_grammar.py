@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from maitred.core.request import FinishReason, RequestSpec, ResumePoint, ThinkingLimit
 from maitred.engine.build import EngineParts
-from maitred.speculative.proposer import DraftAsk
+from maitred.executor.state import DraftAsk
 from tests.engine.grammar_worlds import (
     GRAMMARS,
     HOPELESS,

@@ -15,11 +15,11 @@ import pytest
 from maitred import LLM, SamplingParams
 from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.engine.output import RequestOutput
+from maitred.executor.state import DraftAsk, Proposer
+from maitred.executor.text_drafts import NGramProposer
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.scheduler.stats import SchedulerStats
-from maitred.speculative.ngram import NGramProposer
-from maitred.speculative.proposer import DraftAsk, Proposer
 from tests.model.adapters import random_tensors, write_adapter
 
 VOCAB = 1536

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from maitred.core.request import SamplingParams
-from maitred.executor.native_head import head_proposer, plan_head
+from maitred.executor.drafter import head_proposer, plan_head
 from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.head import open_head

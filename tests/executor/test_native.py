@@ -16,8 +16,8 @@ from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.core.request import SamplingParams
 from maitred.core.step import BlockCopy, SchedulerOutput
+from maitred.executor.native import RaggedStep, cut
 from maitred.executor.native_plan import plan_native_executor, resolve_formats, resolve_kv_dtype
-from maitred.executor.ragged import RaggedStep, cut
 from maitred.kernels import _native
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config

@@ -13,12 +13,11 @@ import pytest
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.core.request import SamplingParams
-from maitred.executor.native_draft import draft_proposer, plan_draft
+from maitred.executor.drafter import draft_proposer, plan_draft
 from maitred.executor.native_plan import NativePlan
-from maitred.executor.state import HeldRequest
+from maitred.executor.state import DraftAsk, HeldRequest
 from maitred.kernels import _native
 from maitred.model.checkpoint import BUILTIN_FOLDER, folder_beside, open_checkpoint
-from maitred.speculative.proposer import DraftAsk
 from maitred.text.tokenizer import Tokenizer
 from tests.executor.native_worlds import load_native
 from tests.executor.torch_worlds import Hand

@@ -16,7 +16,7 @@ from maitred.core.errors import ConfigError
 from maitred.core.request import RequestSpec
 from maitred.core.step import RequestProgress
 from maitred.engine.build import EngineParts, build_parts
-from maitred.speculative.proposer import DraftAsk
+from maitred.executor.state import DraftAsk
 from tests.model.gguf_models import random_tensors, write_gguf
 from tests.model.test_gguf_config import llama
 

@@ -19,13 +19,12 @@ import pytest
 import torch
 
 from maitred.core.request import SamplingParams
-from maitred.executor.native_head import NativeHeadRunner, plan_head
+from maitred.executor.drafter import ChainEnd, DraftRunner, Piece, plan_head
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.head import HeadCheckpoint, open_head
-from maitred.speculative.draft import ChainEnd, Piece
 from tests.executor.head_reference import HeadReference, parameters_of
 from tests.executor.native_worlds import native_plan
 from tests.executor.torch_worlds import Hand, random_prompt
@@ -150,7 +149,7 @@ def test_the_reference_drafts_as_the_package_does(tmp_path: Path, served: Path, 
 
 
 @contextmanager
-def native_head(folder: Path, model: Path, isa: str | None = None) -> Iterator[tuple[NativeHeadRunner, HeadCheckpoint]]:
+def native_head(folder: Path, model: Path, isa: str | None = None) -> Iterator[tuple[DraftRunner, HeadCheckpoint]]:
     """In float32, on one thread, beside its model."""
     with open_checkpoint(str(model)) as served:
         head = open_head(folder, served)
@@ -158,7 +157,7 @@ def native_head(folder: Path, model: Path, isa: str | None = None) -> Iterator[t
         executor = plan.build(num_blocks=64, max_model_len=128)
         program, _ = plan_head(plan, head, max_rows=4).load(executor, max_model_len=128)
         sampler = Sampler(executor.threads, isa=plan.isa)
-        runner = NativeHeadRunner(program, sampler, head.draft_to_target, max_positions=128)
+        runner = DraftRunner(program, sampler, max_positions=128, vocabulary=head.draft_to_target)
         yield runner, head
         runner.close()
         executor.close()
@@ -166,10 +165,10 @@ def native_head(folder: Path, model: Path, isa: str | None = None) -> Iterator[t
 
 
 def drafts_of_native(
-    runner: NativeHeadRunner, requests: list[tuple[np.ndarray, list[int]]], num_made_before: int = 0
+    runner: DraftRunner, requests: list[tuple[np.ndarray, list[int]]], num_made_before: int = 0
 ) -> list[list[int]]:
     """Of several requests in one chain; the first rows of each may have been made before."""
-    blocks, pieces, taps, first_block = [], [], [], 0
+    blocks, pieces, first_block = [], [], 0
     for taps_TE, next_tokens_T in requests:
         num_blocks = -(-(len(taps_TE) + NUM_DRAFTS) // BLOCK_SIZE)
         blocks.append(np.arange(first_block, first_block + num_blocks, dtype=np.int32))
@@ -177,10 +176,9 @@ def drafts_of_native(
         before = min(num_made_before, len(taps_TE) - 1)
         tokens = np.array(next_tokens_T, dtype=np.int32)
         if before:
-            runner.compute([Piece(tokens[:before], 0, blocks[-1])], [taps_TE[:before]])
-        pieces.append(Piece(tokens[before:], before, blocks[-1]))
-        taps.append(taps_TE[before:])
-    return [made.tokens for made in runner.chain(pieces, taps, [ChainEnd(NUM_DRAFTS, GREEDY)] * len(requests))]
+            runner.compute([Piece(tokens[:before], 0, blocks[-1], taps_TE[:before])])
+        pieces.append(Piece(tokens[before:], before, blocks[-1], taps_TE[before:]))
+    return [made.tokens for made in runner.chain(pieces, [ChainEnd(NUM_DRAFTS, GREEDY)] * len(requests))]
 
 
 def drafts_of_training(head: Head, model: Decoder, taps_TE: np.ndarray, next_tokens_T: list[int]) -> list[int]:

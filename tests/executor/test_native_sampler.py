@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from maitred.core.errors import KernelError
 from maitred.core.request import SamplingParams
-from maitred.executor.native_sampler import NativeSampler
+from maitred.executor.native_plan import NativeSampler
 from maitred.executor.sampler import RequestSampler, SampledToken, sample_rows
 from maitred.executor.sampler_state import LogitsRow
 from maitred.kernels import _native

@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from maitred.config import ModelConfig
 from maitred.executor import torch as executor_module
 from maitred.executor.torch import plan_torch_executor
-from maitred.executor.torch_flash import flash_refusal, reads_block_tables
+from maitred.executor.torch_attention import flash_refusal, reads_block_tables
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from tests.executor.torch_worlds import (

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from maitred.core.request import SamplingParams
-from maitred.executor.native_draft import NativeDraftRunner
-from maitred.executor.state import HeldRequest
+from maitred.executor.drafter import ChainEnd, Drafter, DraftRunner, DraftTokens, KnownTokens, Piece
+from maitred.executor.state import DraftAsk, HeldRequest
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
-from maitred.speculative.draft import ChainEnd, DraftModel, DraftTokens, Piece
-from maitred.speculative.proposer import DraftAsk
 from tests.executor.native_worlds import DecoderCheckpoint, make_native, nan_embedding, native_plan
 from tests.executor.torch_worlds import GREEDY, VOCAB, Hand, make_decoder, make_spec, random_prompt
 from tests.fakes import make_new
@@ -33,7 +31,7 @@ SETTINGS = (
 class Watched:
     """A runner that tells which positions it was made to compute, but for those of the chain itself."""
 
-    def __init__(self, runner: NativeDraftRunner) -> None:
+    def __init__(self, runner: DraftRunner) -> None:
         self._runner = runner
         self.computed: list[tuple[int, int]] = []
         self.passes: list[int] = []  # tokens of each
@@ -72,8 +70,8 @@ class World:
         pool = made.make_pool(num_blocks)
         program, _ = made.load(threads, pool, max_model_len=context)
         sampler = Sampler(threads, isa=made.isa)
-        self.runner = Watched(NativeDraftRunner(program, pool, sampler, max_positions=context))
-        self.model = DraftModel(self.runner, block_size=BLOCK)
+        self.runner = Watched(DraftRunner(program, sampler, max_positions=context, num_blocks=num_blocks))
+        self.model = Drafter(self.runner, KnownTokens(num_blocks=num_blocks, block_size=BLOCK))
         self.free = list(range(1, num_blocks, 2)) + list(range(0, num_blocks, 2))
 
     def request(self, name: str, tokens: Sequence[int], sampling: SamplingParams = GREEDY) -> HeldRequest:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from maitred.core.request import SamplingParams
-from maitred.executor.state import HeldRequest
-from maitred.speculative import mtp
-from maitred.speculative.draft import ChainEnd, DraftTokens, Piece
-from maitred.speculative.mtp import ComputedRows, Head, Taps
-from maitred.speculative.proposer import DraftAsk
+from maitred.executor import drafter
+from maitred.executor.drafter import ChainEnd, Drafter, DraftTokens, Piece, WaitingTaps
+from maitred.executor.state import ComputedRows, DraftAsk, HeldRequest
 from tests.fakes import make_new
 
 WIDTH = 2
@@ -32,15 +30,17 @@ class Slots:
         self.passes: list[int] = []
         self._fault = fault
 
-    def compute(self, pieces: Sequence[Piece], taps: Sequence[Taps]) -> None:
+    def compute(self, pieces: Sequence[Piece]) -> None:
         self.passes.append(sum(len(piece.token_ids) for piece in pieces))
-        for piece, rows in zip(pieces, taps, strict=True):
+        for piece in pieces:
+            rows = piece.taps
+            assert rows is not None
             assert rows[:, 0].tolist() == list(range(piece.start, piece.start + len(piece.token_ids)))
             for position, token, row in zip(rows[:, 0].tolist(), piece.token_ids.tolist(), rows, strict=True):
                 self.made[int(piece.block_ids[0]), int(position)] = token, float(row[1])
 
-    def chain(self, pieces: Sequence[Piece], taps: Sequence[Taps], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
-        self.compute(pieces, taps)
+    def chain(self, pieces: Sequence[Piece], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
+        self.compute(pieces)
         if self._fault is not None:
             return [DraftTokens([], self._fault) for _ in pieces]
         lasts = [int(piece.token_ids[-1]) for piece in pieces]
@@ -57,7 +57,8 @@ class World:
 
     def __init__(self, **runner: object) -> None:
         self.slots = Slots(**runner)  # type: ignore[arg-type]
-        self.head = Head(self.slots, tap_width=WIDTH)
+        self.taps = WaitingTaps(tap_width=WIDTH, max_tokens=self.slots.max_tokens)
+        self.head = Drafter(self.slots, self.taps)
         self._num_requests = 0
         self._turn = 0.0
 
@@ -73,7 +74,7 @@ class World:
         self._turn += 1
         taps = np.array([(at, self._turn) for _, start, n in rows for at in range(start, start + n)], np.float32)
         requests, starts, counts = zip(*rows, strict=True)
-        self.head.computed(ComputedRows(requests, starts, counts, taps))
+        self.taps.computed(ComputedRows(requests, starts, counts, taps))
         return self._turn
 
     def ask(self, *asks: tuple[HeldRequest, int]) -> list[list[int]]:
@@ -116,11 +117,11 @@ def test_steps_without_drafts_are_caught_up_with():
     world = World()
     r, s = world.request("r", 3), world.request("s", 2)
     world.step((r, 0, 3), (s, 0, 2))
-    for i in range(mtp.KEPT):
+    for i in range(drafter.KEPT):
         r.tokens.append(103 + i)
         s.tokens.append(102 + i)
         turn = world.step((r, 3 + i, 1), (s, 2 + i, 1))
-    last = 2 + mtp.KEPT
+    last = 2 + drafter.KEPT
     r.tokens.append(101 + last)
     assert world.ask((r, 1)) == [[102 + last]]
     assert world.slot(r, last) == (101 + last, turn)
@@ -132,14 +133,14 @@ def test_who_was_not_asked_for_long_has_the_last_positions():
     world = World()
     r = world.request("r", 3)
     world.step((r, 0, 3))
-    for i in range(10 * mtp.KEPT):
+    for i in range(10 * drafter.KEPT):
         r.tokens.append(103 + i)
         world.step((r, 3 + i, 1))
-    r.tokens.append(103 + 10 * mtp.KEPT)
-    assert world.ask((r, 1)) == [[104 + 10 * mtp.KEPT]]
+    r.tokens.append(103 + 10 * drafter.KEPT)
+    assert world.ask((r, 1)) == [[104 + 10 * drafter.KEPT]]
     made = [position for _, position in world.slots.made]
-    assert max(made) == 2 + 10 * mtp.KEPT
-    assert mtp.KEPT <= len(made) <= 2 * mtp.KEPT + mtp._LOGGED
+    assert max(made) == 2 + 10 * drafter.KEPT
+    assert drafter.KEPT <= len(made) <= 2 * drafter.KEPT + drafter._LOGGED
     assert sorted(made) == list(range(min(made), max(made) + 1))
 
 
@@ -179,13 +180,13 @@ def test_what_does_not_fit_into_a_pass_goes_before():
 
 def test_where_too_much_waits_long_prompts_keep_their_last_positions():
     world = World(max_tokens=64)
-    world.head._most_waiting = 200
+    world.taps._most_waiting = 200
     long, short = world.request("long", 300), world.request("short", 20)
     world.step((long, 0, 300), (short, 0, 20))
     long.tokens.append(400)
     short.tokens.append(120)
     assert world.ask((long, 1), (short, 1)) == [[401], [121]]
-    assert sum(world.slot(long, at) is not None for at in range(300)) == mtp.KEPT
+    assert sum(world.slot(long, at) is not None for at in range(300)) == drafter.KEPT
     assert all(world.slot(short, at) is not None for at in range(20))
 
 

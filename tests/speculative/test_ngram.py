@@ -5,10 +5,8 @@ from random import Random
 
 import pytest
 
-from maitred.executor.state import HeldRequest
-from maitred.speculative.ngram import LONGEST_MATCH, NGramProposer, PairIndex
-from maitred.speculative.prediction import PredictionProposer
-from maitred.speculative.proposer import DraftAsk
+from maitred.executor.state import DraftAsk, HeldRequest
+from maitred.executor.text_drafts import LONGEST_MATCH, NGramProposer, PairIndex, PredictionProposer
 from tests.fakes import make_new
 
 

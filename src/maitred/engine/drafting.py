@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from maitred.config import EngineConfig
 from maitred.core.errors import CheckpointError, ConfigError, KernelError
 from maitred.engine.memory import DraftMemory
+from maitred.executor.state import Proposer
+from maitred.executor.text_drafts import NGramProposer, PredictionProposer
 from maitred.model.checkpoint import Checkpoint, folder_beside, name_beside, open_checkpoint
-from maitred.speculative.ngram import NGramProposer
-from maitred.speculative.prediction import PredictionProposer
-from maitred.speculative.proposer import Proposer
 
 if TYPE_CHECKING:
     from maitred.engine.executors import BuiltExecutor, ExecutorPlan
+    from maitred.executor.drafter import HeadPlan
     from maitred.executor.native import NativeExecutor
-    from maitred.executor.native_head import HeadPlan
     from maitred.executor.native_plan import NativePlan
 
 _CALLED = {"draft": "draft model", "mtp": "head"}
@@ -127,7 +126,7 @@ def _kind_of(drafter: Checkpoint, wanted: str) -> str:
 
 
 def _plan_model(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint, num_threads: int) -> DraftPlan:
-    from maitred.executor.native_draft import plan_draft  # noqa: PLC0415  the library itself
+    from maitred.executor.drafter import plan_draft  # noqa: PLC0415  the library itself
 
     plan = plan_draft(
         config.model, checkpoint, draft, cache=config.cache, scheduler=config.scheduler, num_threads=num_threads
@@ -146,7 +145,7 @@ def _plan_head(
 
     head = open_head(folder.folder, checkpoint, folder.name)
     files.callback(head.close)
-    from maitred.executor.native_head import plan_head  # noqa: PLC0415  the library itself
+    from maitred.executor.drafter import plan_head  # noqa: PLC0415  the library itself
 
     executor = with_taps(head.spec.taps)
     plan = plan_head(cast("NativePlan", executor), head, max_rows=config.scheduler.max_num_seqs)
@@ -174,12 +173,12 @@ def _make(
     on_packed: Callable[[int, int], None],
 ) -> tuple[Proposer, str]:
     if plan.head is not None:
-        from maitred.executor.native_head import head_proposer  # noqa: PLC0415  the library itself
+        from maitred.executor.drafter import head_proposer  # noqa: PLC0415  the library itself
 
         served = cast("NativeExecutor", executor)
         return head_proposer(plan.head, served, max_model_len=max_model_len, on_packed=on_packed)
     if plan.model is not None:
-        from maitred.executor.native_draft import draft_proposer  # noqa: PLC0415  the library itself
+        from maitred.executor.drafter import draft_proposer  # noqa: PLC0415  the library itself
 
         return draft_proposer(
             plan.model, executor.threads, num_blocks=num_blocks, max_model_len=max_model_len, on_packed=on_packed

@@ -13,11 +13,10 @@ from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.engine.memory import usable_cores
 from maitred.engine.timeline import OnPhase
 from maitred.executor.grammar import Grammars
-from maitred.executor.state import SwapBandwidth
+from maitred.executor.state import Proposer, SwapBandwidth
 from maitred.kv.layout import BlockIO, CellLayout, LayerIO
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
-from maitred.speculative.proposer import Proposer
 
 SMALL_MODEL_PARAMETERS = 30_000_000
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING
 
 from maitred.config import NO_MODEL
 from maitred.core.errors import InvalidRequest, PromptTooLong, TooManyTokens
-from maitred.core.request import MAX_SEED, NO_TERMS, RequestSpec, SamplingParams, Terms, ThinkingLimit
+from maitred.core.request import (
+    MAX_SEED,
+    NO_TERMS,
+    RequestSpec,
+    SamplingParams,
+    Terms,
+    ThinkingLimit,
+    check_sampling_tokens,
+)
 from maitred.engine.model_facts import AdapterFacts, Footprint
-from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kv.prefix_cache import hash_blocks, root_hash
 from maitred.policy.predictor import prompt_features
 

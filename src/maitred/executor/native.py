@@ -4,28 +4,167 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maitred.core.errors import KernelError
-from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
-from maitred.executor.drafted import accepted, samplers_of, with_drafts
+from maitred.core.step import BlockCopy, ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 from maitred.executor.grammar import Grammars
-from maitred.executor.grammar_rows import follow_grammars, keep, num_checked, wait_for_masks
 from maitred.executor.native_lora import NativeAdapters, refuse
-from maitred.executor.native_swap import NativeHostPool
-from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
-from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
+from maitred.executor.rows import (
+    PROMPT_LOGPROBS_CHUNK,
+    accepted,
+    follow_grammars,
+    keep,
+    num_checked,
+    prompt_tokens_due,
+    report,
+    samplers_of,
+    wait_for_masks,
+    with_drafts,
+)
 from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
-from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_plan
+from maitred.executor.state import ComputedRows, HeldRequest, Proposer, RowWork, SwapBandwidth, take_plan
 from maitred.kernels import _native
+from maitred.kernels.kv_pool import HostBlocks
 from maitred.kv.layout import CellLayout, NativeLayers
-from maitred.speculative.mtp import ComputedRows
-from maitred.speculative.proposer import Proposer
+
+_MEASURED_BLOCKS = 64
+_REPEATS = 3
+
+
+class NativeHostPool:
+    """`num_blocks` whole blocks of `pool` (a `_native.KVPool`), copied by `threads` (a `_native.ThreadPool`)."""
+
+    def __init__(self, pool: Any, num_blocks: int, threads: Any) -> None:
+        self._blocks = HostBlocks(pool, num_blocks, threads)
+        self._most = min(_MEASURED_BLOCKS, num_blocks, pool.num_blocks)
+
+    def copy_out(self, copies: Sequence[BlockCopy]) -> None:
+        """Blocks of the pool to the host."""
+        if copies:
+            self._blocks.copy_out([copy.source for copy in copies], [copy.target for copy in copies])
+
+    def copy_in(self, copies: Sequence[BlockCopy]) -> None:
+        """Blocks of the host to the pool."""
+        if copies:
+            self._blocks.copy_in([copy.source for copy in copies], [copy.target for copy in copies])
+
+    def measure(self) -> SwapBandwidth:
+        """Times copies of some blocks, out and in; the best of a few. The pool must hold nothing of worth."""
+        copies = [BlockCopy(i, i) for i in range(self._most)]
+        num_bytes = self._most * self._blocks.bytes_per_block
+        out_s = min(_timed(lambda: self.copy_out(copies)) for _ in range(_REPEATS))
+        in_s = min(_timed(lambda: self.copy_in(copies)) for _ in range(_REPEATS))
+        return SwapBandwidth(num_bytes / out_s, num_bytes / in_s)
+
+
+def _timed(copy: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    copy()
+    return max(time.perf_counter() - started, 1e-9)
+
+
+Int32s = NDArray[np.int32]
+
+
+class Slice(NamedTuple):
+    """Tokens [start, start + num_tokens) of a row; `samples` when the row does, with its last token and drafts in
+    it.
+    """
+
+    row: int  # its place in the plan
+    work: RowWork
+    start: int
+    num_tokens: int
+    samples: bool
+
+    @property
+    def num_sampled(self) -> int:
+        """Positions that are sampled: its last ones."""
+        return 1 + len(self.work.drafts) if self.samples else 0
+
+
+@dataclass(slots=True)
+class RaggedStep:
+    """Rows as `StepRows` of the native library points to them; T tokens of R slices."""
+
+    token_ids: Int32s  # [T]
+    positions: Int32s  # [T]
+    first_tokens: Int32s  # [R + 1]
+    block_tables: Int32s  # block ids of slice 0, then of slice 1, ...
+    first_blocks: Int32s  # [R + 1]
+    adapters: Int32s | None = None  # [R] slots, -1 for none; None where no row has one
+
+
+def cut(works: Sequence[RowWork], max_tokens: int, skipped: Container[int] = ()) -> list[list[Slice]]:
+    """Passes of at most `max_tokens` tokens each, in the rows' order, without the rows that are `skipped`.
+
+    A last known token and its drafts share one.
+    """
+    passes: list[list[Slice]] = [[]]
+    room = max_tokens
+    for index, work in enumerate(works):
+        if index in skipped:
+            continue
+        start, end = work.row.start, work.row.start + work.row.num_tokens
+        while start < end:
+            if room == 0:
+                passes.append([])
+                room = max_tokens
+            count = min(room, end - start)
+            together = end - 1 - work.row.num_drafts
+            if together < start + count < end:
+                count = together - start
+                if count == 0:
+                    passes.append([])
+                    room = max_tokens
+                    continue
+            passes[-1].append(Slice(index, work, start, count, work.row.samples and start + count == end))
+            start += count
+            room -= count
+    return passes if passes[0] else []
+
+
+def ragged_step(slices: Sequence[Slice], block_size: int) -> RaggedStep:
+    """Block tables already hold this step's blocks."""
+    num_tokens = [piece.num_tokens for piece in slices]
+    tables = [piece.work.state.blocks.array[: -(-(piece.start + piece.num_tokens) // block_size)] for piece in slices]
+    first_tokens = running_sums(num_tokens)
+    total = int(first_tokens[-1])
+    starts = [piece.start for piece in slices]
+    if total == len(slices):  # one token each
+        tokens = [piece.work.state.tokens.array[piece.start] for piece in slices]
+        token_ids, positions = np.array(tokens, dtype=np.int32), np.array(starts, dtype=np.int32)
+    else:
+        token_ids = np.empty(total, dtype=np.int32)
+        positions = np.arange(total, dtype=np.int32)
+        for piece, first in zip(slices, first_tokens.tolist(), strict=False):
+            end = first + piece.num_tokens
+            known = piece.work.state.tokens.array[piece.start : piece.start + piece.num_tokens]
+            token_ids[first : first + len(known)] = known
+            if piece.samples and piece.work.drafts:
+                token_ids[first + len(known) : end] = piece.work.drafts
+            positions[first:end] += piece.start - first
+    return RaggedStep(
+        token_ids=token_ids,
+        positions=positions,
+        first_tokens=first_tokens,
+        block_tables=np.concatenate(tables, dtype=np.int32, casting="unsafe"),
+        first_blocks=running_sums([len(table) for table in tables]),
+    )
+
+
+def running_sums(counts: Sequence[int]) -> Int32s:
+    sums = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=sums[1:])
+    return sums
+
 
 logger = logging.getLogger(__name__)
 Logits = NDArray[np.float32]
@@ -73,12 +212,6 @@ class ThreadNumbers(Protocol):
         """Told of a step (times in s); a number of threads when people should know of it."""
 
 
-class TapReader(Protocol):
-    """Proposer that drafts from what the program computed; `speculative.mtp.Head` is one."""
-
-    def computed(self, step: ComputedRows) -> None: ...
-
-
 class RankGroup(Protocol):
     """Processes that compute with us; `ranks.Ranks` is one."""
 
@@ -121,7 +254,7 @@ class NativeExecutor:
         self.adapters = adapters
         self.grammars: Grammars | None = None  # for requests with one; set by the engine's builder
         self.proposer: Proposer | None = None  # of drafts; set by the engine's builder
-        self.head: TapReader | None = None  # told of what steps computed; likewise
+        self.on_taps: Callable[[ComputedRows], None] | None = None  # told of what steps computed; likewise
         self._block_size = block_size
         self._states: dict[str, HeldRequest] = {}
         self._host = host
@@ -180,7 +313,7 @@ class NativeExecutor:
         if self._ranks is not None:
             self._ranks.close()
         self.runner.close()
-        self.adapters = self.head = None
+        self.adapters = self.on_taps = None
         del self.runner, self.pool, self._sample_rows, self.threads
 
     def _choose_threads(self, choice: ThreadNumbers, num_tokens: int, num_rows: int, began_at: float) -> None:
@@ -224,10 +357,10 @@ class NativeExecutor:
             self._add_prompt_logprobs(piece, first, prompts)
         if self.on_logits is not None:
             self._show_logits(self.on_logits, slices, step)
-        if self.head is not None and self.runner.taps is not None:
+        if self.on_taps is not None and self.runner.taps is not None:
             states = [piece.work.state for piece in slices]
             starts, counts = [piece.start for piece in slices], [piece.num_tokens for piece in slices]
-            self.head.computed(ComputedRows(states, starts, counts, self.runner.taps[: len(step.token_ids)].copy()))
+            self.on_taps(ComputedRows(states, starts, counts, self.runner.taps[: len(step.token_ids)].copy()))
 
     def _sample(
         self, slices: Sequence[Slice], wanted: Sequence[int], logits_RV: Logits, tokens: dict[int, SampledToken]

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import log2
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.core.cost_model import native_token_budget
 from maitred.core.errors import ConfigError, KernelError
-from maitred.executor.native import NativeExecutor
+from maitred.core.step import TokenLogprobs
+from maitred.executor.native import NativeExecutor, NativeHostPool
 from maitred.executor.native_lora import NativeAdapters
 from maitred.executor.native_program import ALONE, NativeProgram, Place, most_logits
-from maitred.executor.native_sampler import NativeSampler
-from maitred.executor.native_swap import NativeHostPool
 from maitred.executor.ranks import (
     PROCESS_BYTES,
     SPARE_BYTES,
@@ -31,9 +34,11 @@ from maitred.executor.ranks import (
     processors_of_ranks,
     rank_config,
 )
-from maitred.executor.thread_choice import ThreadChoice
+from maitred.executor.sampler import SampledToken, uniform
+from maitred.executor.sampler_state import RequestSampler
 from maitred.kernels import _native
 from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
+from maitred.kernels.sampler import FAULTS, NO_LOGPROBS, Sampled, Sampler
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
 from maitred.model.gguf_file import HELD_AS, WIDENED
@@ -44,6 +49,162 @@ from maitred.model.program import Columns, Format, Formats, Program
 from maitred.model.shares import own_program
 from maitred.model.spec import DecoderSpec, NormPlacement
 from maitred.model.weight_map import weight_map
+
+
+class NativeSampler:
+    """Samples on the threads of `pool`, a _native.ThreadPool; one call at a time."""
+
+    def __init__(self, pool: Any, *, isa: str = "auto") -> None:
+        self._sampler = Sampler(pool, isa=isa)
+
+    def sample_rows(self, logits_RV: NDArray[np.float32], samplers: Sequence[RequestSampler]) -> list[SampledToken]:
+        """Sample as `sampler.sample_rows`: a token for each of R rows, which may be overwritten; the caller appends."""
+        assert logits_RV.shape[0] == len(samplers), (logits_RV.shape, len(samplers))
+        logits_RV = np.asarray(logits_RV, dtype=np.float32)
+        if logits_RV.strides[1] != logits_RV.itemsize or not logits_RV.flags.writeable:
+            logits_RV = np.array(logits_RV, order="C")
+        sampled = self._sampler.sample(
+            logits_RV,
+            np.array([_settings(sampler) for sampler in samplers], dtype=np.float64).reshape(-1, 5),
+            [sampler.changes() if sampler.changes_logits else None for sampler in samplers],
+            np.array([_num_top(sampler) for sampler in samplers], dtype=np.int32),
+        )
+        tokens = zip(sampled.tokens.tolist(), sampled.faults.tolist(), samplers, strict=True)
+        return [_outcome(sampled, row, *token) for row, token in enumerate(tokens)]
+
+
+def _settings(sampler: RequestSampler) -> tuple[float, float, float, float, float]:
+    p = sampler.sampling
+    if p.greedy:
+        return (0.0, 0.0, 1.0, 0.0, 0.0)
+    share = uniform(sampler.seed, sampler.sample_index, sampler.position)
+    return (p.temperature, p.top_k, p.top_p, p.min_p, share)
+
+
+def _num_top(sampler: RequestSampler) -> int:
+    num_top = sampler.sampling.logprobs
+    return NO_LOGPROBS if num_top is None else num_top
+
+
+def _outcome(sampled: Sampled, row: int, token_id: int, fault: int, sampler: RequestSampler) -> SampledToken:
+    if fault:
+        return SampledToken(0, error=FAULTS[fault])
+    num_top = sampler.sampling.logprobs
+    if num_top is None:
+        return SampledToken(token_id)
+    num_top = min(num_top, sampler.vocab_size)
+    ids = (token_id, *sampled.top_ids[row, :num_top].tolist())
+    ranks = (int(sampled.ranks[row]), *range(1, num_top + 1))
+    return SampledToken(token_id, TokenLogprobs(ids, tuple(sampled.logprobs[row, : num_top + 1].tolist()), ranks))
+
+
+LOST_S, WON_S = 0.03, 0.1  # of a trial's steps: several time slices of another process; more to be believed
+WON_STEPS = 4
+LOST = 1.25  # a trial ends as soon as its steps take so many times what steps like them take
+WON = 0.95  # another number is taken where they take less than this
+LIKE_STEPS, MAX_UNLIKE_STEPS = 3, 16
+MAX_RECENT = 64  # steps with the present number
+SILENCE_S = 1.0  # what came before it tells nothing of the machine now
+FIRST_WAIT_S = 0.25  # of steps
+WAITS, MAX_DOUBLINGS = 4, 4  # 64 trials' time between two: where a trial takes twice the time, it costs under 1%
+
+
+class ThreadedShape(NamedTuple):
+    """Steps of one shape take about the same time with one number of threads."""
+
+    tokens: int  # in eighths of an octave
+    rows: int  # in quarters
+
+
+@dataclass(slots=True)
+class _Trial:
+    num_threads: int
+    num_steps: int = 0
+    num_unlike: int = 0
+    spent_s: float = 0.0
+    took_s: float = 0.0  # by steps whose like is known
+    usual_s: float = 0.0  # what these take with the present number
+
+
+class ThreadChoice:
+    """Decides by measured steps, given one after the other; needs no clock.
+
+    A trial takes another number for some steps. Its first step is not counted: threads awake and move then. A number
+    that was just taken is tried against others soon, and each time that it stays the wait for the next trial doubles.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._present = self._told = most
+        self._recent: deque[tuple[ThreadedShape, float]] = deque(maxlen=MAX_RECENT)  # steps with the present number
+        self._trial: _Trial | None = None
+        self._wait_s, self._waited_s = FIRST_WAIT_S, 0.0  # of steps
+        self._num_stayed = 0
+        self._ended_at = 0.0
+
+    @property
+    def num_threads(self) -> int:
+        """Return the number of threads for the next step."""
+        return self._trial.num_threads if self._trial is not None else self._present
+
+    def took(self, num_tokens: int, num_rows: int, began_at: float, ended_at: float) -> int | None:
+        """Takes in a step with `num_threads`; another number when it has proven itself, for people to be told."""
+        if self._most == 1:
+            return None
+        if began_at > self._ended_at + SILENCE_S:
+            self._recent.clear()
+            self._trial = None
+        self._ended_at = ended_at
+        shape, seconds = ThreadedShape(round(8 * log2(num_tokens)), round(4 * log2(num_rows))), ended_at - began_at
+        if self._trial is not None:
+            return self._tried(self._trial, shape, seconds)
+        self._recent.append((shape, seconds))
+        self._waited_s += seconds
+        if self._waited_s >= self._wait_s and self._usual_s(shape) is not None:
+            others = other_numbers(self._present, self._most)
+            self._trial = _Trial(others[self._num_stayed % len(others)])
+        return None
+
+    def _tried(self, trial: _Trial, shape: ThreadedShape, seconds: float) -> int | None:
+        trial.spent_s += seconds
+        trial.num_steps += 1
+        if trial.num_steps == 1:
+            return None
+        usual_s = self._usual_s(shape)
+        if usual_s is None:
+            trial.num_unlike += 1
+        else:
+            trial.took_s += seconds
+            trial.usual_s += usual_s
+        num_like = trial.num_steps - 1 - trial.num_unlike
+        lost = trial.took_s >= max(LOST_S, LOST * trial.usual_s)
+        if lost or trial.num_unlike == MAX_UNLIKE_STEPS or (trial.took_s >= WON_S and num_like >= WON_STEPS):
+            return self._end(trial, won=num_like >= WON_STEPS and trial.took_s < WON * trial.usual_s)
+        return None
+
+    def _end(self, trial: _Trial, *, won: bool) -> int | None:
+        self._trial, self._waited_s = None, 0.0
+        if won:
+            self._present, self._num_stayed = trial.num_threads, 0
+            self._recent.clear()
+        else:
+            self._num_stayed += 1
+        self._wait_s = max(FIRST_WAIT_S, WAITS * trial.spent_s * 2 ** min(self._num_stayed, MAX_DOUBLINGS))
+        if won or self._present == self._told:
+            return None
+        self._told = self._present
+        return self._present
+
+    def _usual_s(self, shape: ThreadedShape) -> float | None:
+        """Mean, since a stall in one of ten steps is what counts; None where too few are known."""
+        like = [seconds for other, seconds in self._recent if other == shape]
+        return sum(like) / len(like) if len(like) >= LIKE_STEPS else None
+
+
+def other_numbers(present: int, most: int) -> list[int]:
+    """Return the numbers to be tried in turn: one thread more or less, half of them, all."""
+    return sorted({n for n in (present - 1, present // 2, present + 1, most) if 1 <= n <= most} - {present})
+
 
 MATRIX = 2  # dimensions
 Stored = tuple[tuple[int, Format], ...]

@@ -24,10 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.core.request import SamplingParams
+from maitred.core.request import SamplingParams, check_sampling_tokens
 from maitred.core.step import TokenLogprobs
 from maitred.executor.sampler_state import LogitsRow, RequestSampler, TokenIds
-from maitred.executor.sampling_checks import check_sampling_tokens
 
 __all__ = [
     "RequestSampler",

@@ -12,9 +12,9 @@ from maitred.core.errors import KernelError
 from maitred.core.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 from maitred.executor.grammar import Grammars, GrammarSlot
 from maitred.executor.sampler_state import RequestSampler
-from maitred.speculative.proposer import Proposer
 
 Ints = NDArray[np.int64]
+TapRows = NDArray[np.float32]
 
 
 class GrowingInts:
@@ -122,6 +122,40 @@ class RowWork(NamedTuple):
     row: ScheduledRow
     state: HeldRequest
     drafts: tuple[int, ...] = ()  # the tokens of the row's last `num_drafts` positions
+
+
+class ComputedRows(NamedTuple):
+    """A step: requests, the first position of each and how many, and the taps of all, one below the other."""
+
+    requests: Sequence[HeldRequest]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    taps: TapRows  # [positions, width], not the caller's
+
+
+class DraftAsk(NamedTuple):
+    """Drafts are asked for: at most so many tokens after the last known one of a request."""
+
+    request: HeldRequest
+    num_drafts: int  # >= 1
+
+
+class Proposer:
+    """Proposes drafts for requests of one executor; called by its thread alone."""
+
+    name: str  # as `--speculative` has it
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        """Propose at most `num_drafts` tokens for each, in order; empty where there are none. A fault of its own (a
+        NaN) costs the drafts and nothing else.
+        """
+        raise NotImplementedError
+
+    def forget(self, request_id: str) -> None:
+        """The executor holds this request no more, or holds it anew; also of ids it never heard of."""
+
+    def close(self) -> None:
+        """Give back memory; the proposer is not used again."""
 
 
 class Pool(Protocol):

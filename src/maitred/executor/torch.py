@@ -15,14 +15,19 @@ from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
 from maitred.core.errors import ConfigError, KernelError
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 from maitred.executor.batch import Batch, build_batch, unwritten_slots
-from maitred.executor.drafted import with_drafts
 from maitred.executor.grammar import Grammars
-from maitred.executor.grammar_rows import follow_grammars, keep, wait_for_masks
-from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
+from maitred.executor.rows import (
+    PROMPT_LOGPROBS_CHUNK,
+    follow_grammars,
+    keep,
+    prompt_tokens_due,
+    report,
+    wait_for_masks,
+    with_drafts,
+)
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
-from maitred.executor.state import HeldRequest, RowWork, SwapBandwidth, take_plan
-from maitred.executor.torch_attention import GatherAttention
-from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
+from maitred.executor.state import HeldRequest, Proposer, RowWork, SwapBandwidth, take_plan
+from maitred.executor.torch_attention import FlashAttention, GatherAttention, flash_refusal, reads_block_tables
 from maitred.executor.torch_kv import (
     TorchBlocks,
     TorchHostPool,
@@ -35,7 +40,6 @@ from maitred.kv.layout import CellLayout, HostLayers, LayerIO
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend, load_torch_decoder
-from maitred.speculative.proposer import Proposer
 
 SMALL_WEIGHTS_BYTES = 2**30  # in float32
 
