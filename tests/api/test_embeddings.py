@@ -44,7 +44,7 @@ async def served(folder, *, tenants=None, replace=None):
     await tensors.start()
     replica = FakeReplica()
     replica.tensors = tensors if replace is None else replace(tensors)
-    routes = make_routes(more=embedding_routes())
+    routes = make_routes(embedding_routes())
     asgi = create_app(replica, make_model(), ServerConfig(), routes=routes, tenants=tenants)
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://test/v1") as http:

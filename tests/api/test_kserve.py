@@ -62,7 +62,7 @@ async def served(folder, *, config=None, mode=ControlMode.NONE, tenants=None, lo
     await tensors.start(load)
     replica = FakeReplica()
     replica.tensors = tensors
-    routes = make_routes(more=kserve_routes(Extensions("maitred", Labels(folder))))
+    routes = make_routes(kserve_routes(Extensions("maitred", Labels(folder))))
     asgi = create_app(replica, model or make_model(), config or ServerConfig(), routes=routes, tenants=tenants)
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://test/v2") as http:

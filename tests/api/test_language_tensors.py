@@ -34,7 +34,7 @@ async def served(folder, model=None):
     replica.tensors = LocalTensorService(folder, ControlMode.NONE)
     await replica.tensors.start(())
     extensions = Extensions("maitred", Labels(folder))
-    routes = make_routes(more=kserve_routes(extensions))
+    routes = make_routes(kserve_routes(extensions))
     asgi = create_app(replica, model or make_model(), ServerConfig(), routes=routes)
     server = grpc_server(extensions, asgi.app)
     port = await server.start("127.0.0.1", 0)

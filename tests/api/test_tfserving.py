@@ -57,7 +57,7 @@ async def served(folder, config=None):
     await tensors.start()
     replica = FakeReplica()
     replica.tensors = tensors
-    asgi = create_app(replica, make_model(), config or ServerConfig(), routes=make_routes(more=ROUTES))
+    asgi = create_app(replica, make_model(), config or ServerConfig(), routes=make_routes(ROUTES))
     server = GrpcServer(asgi.app, [PredictionService(asgi.app), ModelService(asgi.app)])
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     transport = httpx.ASGITransport(asgi)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from maitred.config import SchedulerConfig
@@ -28,6 +30,33 @@ def make_core(*replicas: str | ReplicaFacts, policy: str = "fcfs", **settings: A
         facts = ReplicaFacts(name=replica, models=("m",)) if isinstance(replica, str) else replica
         core.joined(facts, 0.0)
     return core
+
+
+INPUTS = (
+    *("arrived", "progressed", "handed_over", "ended", "aborted", "failed", "bound_elsewhere", "joined", "left"),
+    *("drained", "leaving", "reported", "probed", "scaled", "restarted", "configured", "tick"),
+)
+
+
+class Recording:
+    """All that goes into a core from now on: the method, arguments as they were, and what came out."""
+
+    def __init__(self, core: ClusterCore) -> None:
+        self._again = ClusterCore(core.config, core.scheduler, handover=core.handover)
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = []
+        for name in INPUTS:
+            setattr(core, name, partial(self._called, name, getattr(core, name)))
+
+    def _called(self, name: str, method: Any, *args: Any, **named: Any) -> Any:
+        given = deepcopy((args, named))
+        actions = method(*args, **named)
+        self.calls.append((name, *given, repr(actions)))
+        return actions
+
+    def assert_replays(self) -> None:
+        """The same calls give the same actions."""
+        for name, args, named, actions in self.calls:
+            assert repr(getattr(self._again, name)(*args, **named)) == actions, name
 
 
 class Driver:

@@ -11,7 +11,7 @@ import pytest
 
 from maitred.core.errors import ConfigError
 from maitred.fleet.actions import Bind
-from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached
+from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached, Candidate
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.replicas import Kind, Replica, Report
@@ -113,10 +113,7 @@ def test_a_choice_tells_its_terms():
     fleet.arrive("r", keys=KEYS, num_bytes=4000)
     bind = fleet.log[-1]
     assert isinstance(bind, Bind)
-    assert bind.choice.terms == {
-        "b": {"score": 500.0, "load": 0.0, "cached_tokens": 500},
-        "a": {"score": 1000.0, "load": 0.0, "cached_tokens": 0},
-    }
+    assert bind.choice.candidates == [Candidate("b", 500.0, 0.0, 500), Candidate("a", 1000.0, 0.0, 0)]
 
 
 def test_what_a_broken_stream_of_events_told_is_forgotten():

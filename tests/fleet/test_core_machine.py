@@ -13,11 +13,9 @@ from maitred.fleet.actions import Action, Bind, Move
 from maitred.fleet.balance import BALANCES
 from maitred.fleet.binding import use_of
 from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage
-from maitred.fleet.record import Recorder
-from maitred.fleet.replay import replay, split
 from maitred.fleet.replicas import Kind, Replica, Report, State
 from maitred.policy.policies import POLICIES
-from tests.fleet.fleets import Driver, facts, make_core, make_request
+from tests.fleet.fleets import Driver, Recording, facts, make_core, make_request
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
 MODELS = st.sampled_from(["m", "n", None])
@@ -29,7 +27,7 @@ class Fleet(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.frames: list[bytes] = []
+        self.recording: Recording | None = None
         self.num_arrivals = 0
         self.num_retries = 0
         self.retrying: set[str] = set()
@@ -52,7 +50,7 @@ class Fleet(RuleBasedStateMachine):
             reserve=0.125,
             hold_timeout_s=9.0,
         )
-        self.core.recorder = Recorder(self.core.config, self.core.scheduler, self.frames.append)
+        self.recording = Recording(self.core)
         self.driver = Driver(self.core)
         for number, name in enumerate(["a", "b", "c"]):
             told = facts(
@@ -264,8 +262,8 @@ class Fleet(RuleBasedStateMachine):
             self.retrying.add(request.request_id)
 
     def teardown(self) -> None:
-        if self.frames:
-            assert all(step.agrees for step in replay(split(b"".join(self.frames))))
+        if self.recording is not None:
+            self.recording.assert_replays()
 
 
 TestFleet = Fleet.TestCase

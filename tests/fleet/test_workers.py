@@ -54,7 +54,7 @@ async def running_workers(
         yield workers
         workers._core.check_invariants()
         assert not workers._requests.prompts
-        assert not workers._requests._by_id
+        assert not workers._requests.requests
         assert not any(worker.client._live for worker in workers._workers)
     finally:
         await workers.close()

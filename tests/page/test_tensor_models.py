@@ -28,7 +28,7 @@ class Repository:
 
 @pytest.mark.parametrize("key", ["boss", "user"])
 def test_a_server_of_tensor_models_alone_shows_them_first_and_nothing_of_a_language_model(key, open_page, expect):
-    replica, routes = LaneReplica(), make_routes(more=kserve_routes(Extensions("maitred", Labels(None))))
+    replica, routes = LaneReplica(), make_routes(kserve_routes(Extensions("maitred", Labels(None))))
     replica.tensors = Repository()
     tenants = FakeTenants(table_of({"boss": {}, "user": {}}))
     with running_server(replica, make_model(names=()), routes=routes, tenants=tenants) as server:

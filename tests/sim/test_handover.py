@@ -13,14 +13,13 @@ from maitred.decisions.log import Recorder, StepRecord
 from maitred.decisions.replay import first_difference
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
-from maitred.fleet.record import Recorder as FleetRecorder
-from maitred.fleet.replay import replay, split
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.links import SimulatedDisk, SimulatedLink
 from maitred.sim.report import svg_report
 from maitred.sim.results import Objectives, Results
 from maitred.sim.workload import Arrival, TokenSpan, chain
+from tests.fleet.fleets import Recording
 from tests.sim.worlds import COSTS, arrival, setup, workload
 
 FAST, SLOW = SimulatedLink(1e9, 1e-5), SimulatedLink(2e4, 1e-3, is_shared=True)  # a token's KV has 100 bytes
@@ -124,14 +123,12 @@ def test_every_request_ends_once_no_block_is_lost_and_every_engine_replays(
         assert first_difference([encoder.start(), *map(encoder.encode, records)]) is None
 
 
-def test_what_the_router_decides_replays_from_its_log():
-    simulated, frames = fleet("prefill", "decode", "mixed"), list[bytes]()
-    core = simulated.core
-    core.recorder = FleetRecorder(core.config, core.scheduler, frames.append)
+def test_what_the_router_decides_is_decided_again_from_the_same_calls():
+    simulated = fleet("prefill", "decode", "mixed")
+    recording = Recording(simulated.core)
     simulated.run(workload(rate=800.0, num_requests=60, classes=CHATS).arrivals())
-    replayed = list(replay(split(b"".join(frames))))
-    assert any(call.method == "handed_over" for call in replayed)
-    assert all(call.agrees for call in replayed)
+    assert any(name == "handed_over" for name, *_ in recording.calls)
+    recording.assert_replays()
 
 
 def test_never_is_a_fleet_that_knows_of_no_workers():

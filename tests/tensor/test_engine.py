@@ -313,7 +313,7 @@ def test_a_tenant_whose_minute_of_computing_is_used_up_is_told_when_to_come_agai
     async def ask():
         async with engine(tmp_path) as client:
             asgi = create_app(
-                client, make_model(), ServerConfig(), tenants=FakeTenants(table), routes=make_routes(more=ROUTES)
+                client, make_model(), ServerConfig(), tenants=FakeTenants(table), routes=make_routes(ROUTES)
             )
             async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://test") as http:
 

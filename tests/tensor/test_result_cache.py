@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from maitred.fleet.result_cache import ResultCache
+from maitred.storage.result_cache import ResultCache
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.control import ControlMode
 from maitred.tensor.local import LocalTensorService

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from maitred.api.dialects.openai import usage
 from maitred.api.http.exchange import Exchange
@@ -12,7 +10,6 @@ from maitred.api.http.routes import Handler, Route
 from maitred.api.http.service import Service
 from maitred.api.ops import page
 from maitred.api.ops.page import FILES
-from maitred.storage.ledger import Ledger
 
 
 def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
@@ -38,18 +35,16 @@ def role_route(show: Handler, *, answer: type, more_errors: tuple[int, ...] = ()
     )
 
 
-def usage_route(ledger_of: Callable[[Any], Ledger | None]) -> Route:
-    """Record of the usage route, answered from the ledger of the server or the router."""
-    return Route(
-        method="GET",
-        path="/v1/organization/usage/completions",
-        handler=usage.CompletionsUsage(ledger_of),
-        summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
-        admin="read usage",
-        answer=usage.UsagePage,
-        errors=(400, 401, 403, 404, 503),
-        query=usage.USAGE_QUERY,
-    )
+USAGE = Route(
+    method="GET",
+    path="/v1/organization/usage/completions",
+    handler=usage.show_usage,
+    summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
+    admin="read usage",
+    answer=usage.UsagePage,
+    errors=(400, 401, 403, 404, 503),
+    query=usage.USAGE_QUERY,
+)
 
 
 async def _metrics(server: Service, exchange: Exchange) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_route, usage_route
+from maitred.api.common_routes import METRICS, PAGE, USAGE, probe_routes, role_route
 from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, Generated, GenerateRequest
 from maitred.api.dialects.openai import models
 from maitred.api.dialects.openai import schemas as s
@@ -23,15 +23,14 @@ from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
 from maitred.fleet.prefix_keys import KSERVE_MODELS
 from maitred.scheduler.queue_view import QueueView
-from maitred.storage.ledger import Ledger
 
 DIALECTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 _GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
 _TEXT_ERRORS = (400, 401, 404, 413, 415)
 
 
-def make_routes(ledger: Ledger | None = None, more: Sequence[Route] = ()) -> RouteTable:
-    """Routes of one server; what some of them own is its own. `ledger` is read for administrators. `more` are routes of
+def make_routes(more: Sequence[Route] = ()) -> RouteTable:
+    """Routes of one server; what some of them own is its own. `more` are routes of
     what else it serves, and stand in for ours with the same method and path.
     """
 
@@ -52,7 +51,7 @@ def make_routes(ledger: Ledger | None = None, more: Sequence[Route] = ()) -> Rou
         ),
         METRICS,
         *_sleeping(),
-        usage_route(lambda _: ledger),
+        USAGE,
         *_adapters(),
         *_scheduling(),
         *_workers(),

@@ -48,7 +48,7 @@ def create_app(
     clock = clock or WallClock()
     app = _loading_app(config, clock, tenants, ledger, start_phases, policy=policy, is_ready=is_ready)
     app.open(replica, model, admission)
-    return AsgiApp(app, routes or make_routes(ledger))
+    return AsgiApp(app, routes or make_routes())
 
 
 def serve(
@@ -83,7 +83,7 @@ def serve(
         if on_open is not None and server.engine is not None:
             on_open(server.engine, host, port)
 
-    asgi = AsgiApp(app, make_routes(ledger, more))
+    asgi = AsgiApp(app, make_routes(more))
     other = beside(app) if beside is not None else None
     server = HttpServer(asgi, config, starting=starting, is_ending=is_ending, on_open=opened, beside=other)
     server.run([listener] if listener is not None else None)
@@ -106,15 +106,13 @@ def _loading_app(
     authenticator = Authenticator(config.api_keys, tenants, spent_tokens)
     failures = authenticator.num_file_failures
     observer = Observer(config, clock, start_phases=start_phases, num_tenants_file_failures=failures)
-    app = App(
+    return App(
         config,
         clock=clock,
         observer=observer,
         authenticator=authenticator,
         policy=policy,
         is_ready=is_ready,
+        ledger=ledger,
         salt_secret=salt_secret,
     )
-    if ledger is not None:
-        app.on_replayed = ledger.replayed
-    return app

@@ -21,7 +21,7 @@ from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
 
 if TYPE_CHECKING:
     from maitred.api.http.fleet_headers import FleetToken
-    from maitred.api.route.follow import MakeLauncher
+    from maitred.api.route.fleet import MakeLauncher
     from maitred.api.route.router import Router
     from maitred.storage.key_files import TenantFile
     from maitred.storage.ledger import Ledger

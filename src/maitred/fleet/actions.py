@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from maitred.core.errors import MaitredError
-from maitred.fleet.balance import Choice
+from maitred.fleet.balance import Candidate, Choice
 from maitred.fleet.fleet_request import Failure
 
 
@@ -80,15 +79,6 @@ Action = Bind | Move | Refuse | Start | Sleep | Stop | Probe
 MAX_REQUESTS = 1000  # that are remembered
 
 
-class Term(msgspec.Struct, frozen=True):
-    """A candidate as the choice saw it: smaller scores are better; `load` is in flight over its speed."""
-
-    replica: str
-    score: float | None  # null is never picked
-    load: float
-    cached_tokens: int
-
-
 class Way(msgspec.Struct, frozen=True):
     """A way to serve a request among workers that hand KV over, as it was foretold; see `fleet.disagg.Option`."""
 
@@ -103,7 +93,7 @@ class ChoiceMade(msgspec.Struct, frozen=True):
     replica: str
     held_s: float
     resumes: bool
-    candidates: tuple[Term, ...]
+    candidates: tuple[Candidate, ...]
     ways: tuple[Way, ...] = ()  # the first was chosen
 
 
@@ -119,7 +109,6 @@ class Choices:
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, list[tuple[Bind, float]]] = OrderedDict()  # the newest is last
-        self.on_bound: Callable[[Bind, float], None] = lambda bind, held_s: None
 
     def bound(self, bind: Bind, held_s: float) -> None:
         """A request goes to a replica, for the first time or again."""
@@ -128,7 +117,6 @@ class Choices:
             if len(self._of) >= MAX_REQUESTS:
                 self._of.popitem(last=False)
         self._of.setdefault(bind.request_id, []).append((bind, held_s))
-        self.on_bound(bind, held_s)
 
     def of(self, words: str) -> ChoicesMade | None:
         """Choices of the newest request of that id, else of one whose id is a part of `words`, or they of it: an
@@ -142,6 +130,5 @@ class Choices:
 
 
 def _made(bind: Bind, held_s: float) -> ChoiceMade:
-    terms = (Term(c.replica, c.score, c.load, c.num_cached) for c in bind.choice.candidates)
     ways = tuple(Way(option.name, option.terms) for option in bind.choice.foretold)
-    return ChoiceMade(bind.attempt, bind.choice.replica, held_s, bind.resumes, tuple(terms), ways)
+    return ChoiceMade(bind.attempt, bind.choice.replica, held_s, bind.resumes, tuple(bind.choice.candidates), ways)

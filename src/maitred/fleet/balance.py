@@ -13,6 +13,8 @@ from hashlib import blake2b
 from math import ceil, inf
 from typing import NamedTuple
 
+import msgspec
+
 from maitred.fleet.disagg import Option
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.prefix_index import PrefixIndex
@@ -67,13 +69,13 @@ MAX_SESSIONS = 65_536
 MAX_CANDIDATES = 32  # that a choice tells of
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True):
     """A replica as the choice saw it; smaller scores are better, and of equal ones the smaller load."""
 
-    score: float
-    load: float  # samples in flight over its speed
     replica: str
-    num_cached: int  # prompt tokens that it is thought to have
+    score: float | None  # in JSON null, for infinity, is never picked
+    load: float  # samples in flight over its speed
+    cached_tokens: int  # of the prompt, that it is thought to have
 
 
 class Choice(NamedTuple):
@@ -81,21 +83,14 @@ class Choice(NamedTuple):
 
     replica: str
     prefill: str | None = None  # another replica that computes the prompt and hands its KV over
-    ranked: Sequence[tuple[float, float, str, int]] = ()  # fields of Candidate; made into those when looked at
+    ranked: Sequence[tuple[float, float, str, int]] = ()  # score, load, replica, cached tokens
     fetch_from: str | None = None  # another replica, whose KV of a prefix is fetched before the prompt is computed
     foretold: Sequence[Option] = ()  # where workers told what they are: ways to serve it, the best first
 
     @property
     def candidates(self) -> list[Candidate]:
         """Candidates within all filters, the best first, at most MAX_CANDIDATES."""
-        return [Candidate(*ranked) for ranked in self.ranked]
-
-    @property
-    def terms(self) -> dict[str, dict[str, float]]:
-        """Terms of the score by candidate, for people to read."""
-        if self.foretold:
-            return {option.name: option.terms for option in self.foretold}
-        return {c.replica: {"score": c.score, "load": c.load, "cached_tokens": c.num_cached} for c in self.candidates}
+        return [Candidate(replica, score, load, cached) for score, load, replica, cached in self.ranked]
 
 
 Cached = Mapping[int, int]  # bit number of a replica -> prompt tokens that it is thought to have; none is 0

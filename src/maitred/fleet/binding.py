@@ -360,6 +360,7 @@ class Binder:
         request.num_computed = request.num_inputs + request.num_outputs
         if request.first_scheduled_at is None:
             request.first_scheduled_at = now
+        request.held_s += now - request.held_at
         request.bound_at, request.place, request.replica = now, Place.BOUND, replica.bit
         request.num_attempts += 1
 

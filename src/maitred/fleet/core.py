@@ -17,7 +17,6 @@ from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.fleet.prefix_index import Lessons, PrefixIndex
-from maitred.fleet.record import Recorder, core_input
 from maitred.fleet.replicas import Due, Health, Replica, ReplicaDue, ReplicaFacts, Replicas, Report, State, Use
 from maitred.fleet.requests import Requests, Timers
 from maitred.fleet.sizing import EVERY_S, Autoscale, FleetFigures, Sizing, as_asked
@@ -98,7 +97,6 @@ class ClusterCore:
         handover: HandoverConfig = DEFAULT_HANDOVER,
     ) -> None:
         self.config, self.scheduler, self.handover = config, scheduler, handover
-        self.recorder: Recorder | None = None  # is told of all that goes in
         self.fleet, self.index = Replicas(config), PrefixIndex()
         self.policy, self._policies = policy_for(scheduler, policies), policies
         self._predictor = predictor or predictor_named(scheduler.predictor)
@@ -120,7 +118,6 @@ class ClusterCore:
         """Slots of all replicas that are ready."""
         return sum(replica.slots for replica in self.fleet.by_name.values() if replica.state is State.READY)
 
-    @core_input
     def arrived(self, request: FleetRequest, now: float) -> list[Action]:
         """A new one. Raises InvalidRequest when its id is in use."""
         if self._requests.get(request.request_id) is not None:
@@ -128,7 +125,6 @@ class ClusterCore:
         actions = self._requests.arrive(request, now)
         return actions if self._sizing.is_anybody_coming else actions + self._resize(now)
 
-    @core_input
     def progressed(self, request_id: str, num_tokens: int, now: float) -> None:
         """Some of its answer came: so many tokens more, 0 when only bytes were seen."""
         request = self._requests.bound(request_id)
@@ -138,7 +134,6 @@ class ClusterCore:
             self._requests.waiting.progressed(request, num_tokens)
             self.fleet.work.progressed(request_id, num_tokens, now)
 
-    @core_input
     def handed_over(self, request_id: str, now: float, is_computed: bool = False) -> list[Action]:
         """Free what the worker that computed the prompt for another held of it, whatever came of the hand-over;
         `is_computed` says that the prompt is, where no token of it was seen.
@@ -148,7 +143,6 @@ class ClusterCore:
         replica = self.fleet.by_name.get(self.fleet.work.prefilled(request_id) or "")
         return ([] if replica is None else self._sizing.emptied(replica)) + self._requests.dispatch(now)
 
-    @core_input
     def ended(self, request_id: str, usage: Usage | None, now: float) -> list[Action]:
         """The request's answer came to its end, whatever it said; `usage` is None where it is not known."""
         request = self._requests.bound(request_id)
@@ -158,13 +152,11 @@ class ClusterCore:
         replica.num_failures, replica.heard_at = 0, now
         return self._requests.finish(request, usage, now) + self._requests.dispatch(now)
 
-    @core_input
     def aborted(self, request_id: str, now: float) -> list[Action]:
         """The request's client is gone, or it was refused elsewhere; unknown ids are ignored."""
         request = self._requests.get(request_id)
         return [] if request is None else self._requests.end(request) + self._requests.dispatch(now)
 
-    @core_input
     def failed(self, request_id: str, failure: Failure, now: float, at: str | None = None) -> list[Action]:
         """The attempt that is under way failed: where it is bound, or `at` the replica that computed its prompt."""
         request = self._requests.bound(request_id)
@@ -182,7 +174,6 @@ class ClusterCore:
             self._watch.expect_probe(replica, now)
         return self._requests.fail([request], replica, failure, now)
 
-    @core_input
     def bound_elsewhere(self, url: str, hash_key: int | None, keys: tuple[int, ...], now: float) -> None:
         """Another router sent a request to the replica at `url`, which may be unknown here; `keys` where that tells
         nothing of its cache.
@@ -193,7 +184,6 @@ class ClusterCore:
 
     # -- replicas
 
-    @core_input
     def joined(self, facts: ReplicaFacts, now: float) -> list[Action]:
         """A replica is there, or tells other facts than before; its state is starting, ready or asleep."""
         is_new = facts.name not in self.fleet.by_name
@@ -207,7 +197,6 @@ class ClusterCore:
             self._watch.begin(replica)
         return self._fleet_changed(now)
 
-    @core_input
     def left(self, name: str, now: float, returns: bool = False) -> list[Action]:
         """The replica is gone; its requests go on elsewhere. One that `returns` is started again under its name."""
         replica = self.fleet.by_name.get(name)
@@ -222,7 +211,6 @@ class ClusterCore:
             self._requests.unbar(replica.bit)
         return actions + self._fleet_changed(now)
 
-    @core_input
     def drained(self, name: str, now: float) -> list[Action]:
         """Send the replica no new requests. Requests without a first token move at once when another replica is
         eligible; the others may finish, and after `replica_drain_s` those that can go on elsewhere do.
@@ -232,7 +220,6 @@ class ClusterCore:
             return []
         return self._drain(replica, now) + self._fleet_changed(now)
 
-    @core_input
     def leaving(self, name: str, within_s: float, now: float) -> list[Action]:
         """The replica drains of itself, and ends what it still has after `within_s`: shortly before that, requests that
         can go on elsewhere do. It may come back under its name.
@@ -242,7 +229,6 @@ class ClusterCore:
             return []
         return self._draining.leave(replica, within_s, now) + self._fleet_changed(now)
 
-    @core_input
     def reported(self, name: str, report: Report, now: float) -> list[Action]:
         """A message of its stream of events: it is alive."""
         replica = self.fleet.by_name.get(name)
@@ -263,7 +249,6 @@ class ClusterCore:
             return self._is_well(replica, now)
         return self._requests.dispatch(now)
 
-    @core_input
     def probed(self, name: str, is_well: bool, now: float) -> list[Action]:
         """The result of a Probe."""
         replica = self.fleet.by_name.get(name)
@@ -278,19 +263,16 @@ class ClusterCore:
             self._watch.expect_probe(replica, now)
         return []
 
-    @core_input
     def scaled(self, low: int, high: int, now: float) -> list[Action]:
         """Set the bounds on the number of launched replicas."""
         self._sizing.set_bounds(low, high)
         return self._resize(now)
 
-    @core_input
     def restarted(self, names: Sequence[str], now: float) -> list[Action]:
         """Replace these launched replicas one by one, each by a new one that is ready before the old one drains."""
         self._sizing.restart(names)
         return self._resize(now)
 
-    @core_input
     def configured(self, scheduler: SchedulerConfig, now: float) -> list[Action]:
         """Order all held requests by this policy from now on. Raises ConfigError, and changes nothing."""
         self.policy, self.scheduler = policy_for(scheduler, self._policies), scheduler
@@ -300,7 +282,6 @@ class ClusterCore:
 
     # -- time
 
-    @core_input
     def tick(self, now: float) -> list[Action]:
         """Whatever has fallen due; call it at `next_tick`, or later."""
         actions = self._watch.tick(now)

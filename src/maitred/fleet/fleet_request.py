@@ -47,6 +47,7 @@ class FleetRequest(UnderTerms):
     first_scheduled_at: float | None = None  # when it was bound first
     bound_at: float | None = None  # when it was bound last
     held_at: float = 0.0  # when it was held last
+    held_s: float = 0.0  # in all, until it was bound last
     has_begun: bool = False  # a byte of its answer came, of any attempt
     num_attempts: int = 0
     num_retries: int = 0

@@ -55,11 +55,11 @@ from maitred.engine.queries import AdapterFolder
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.sleep import SleepPhase
 from maitred.engine.supervisor import Start
-from maitred.fleet.actions import Action, Bind, Choices, ChoicesMade, Move, Refuse
-from maitred.fleet.balance import Choice
+from maitred.fleet.actions import Action, Bind, ChoicesMade, Move, Refuse
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.core import ClusterCore
 from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
+from maitred.fleet.driver import Driver
 from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage, request_of
 from maitred.fleet.prefix_index import PrefixIndex
 from maitred.fleet.replicas import ReplicaFacts, Report, State
@@ -158,7 +158,6 @@ class Prompt:
     spec: RequestSpec  # its first sample's
     samples: dict[str, LiveRequest] = field(default_factory=dict)  # that have not ended, in order
     worker: Worker | None = None  # None while it is held
-    held_s: float = 0.0  # in all
     goes_to: Worker | None = None  # once its first tokens are there, which `worker` computes
 
     @property
@@ -332,52 +331,52 @@ NOBODYS_FAULT = Failure(FailureKind.FULL, retry_after_s=0.0)  # it is bound agai
 REASONS = {QueueTimeout: FinishReason.QUEUE_TIMEOUT, RequestTimeout: FinishReason.TIMEOUT}
 
 
-class WorkerRequests:
+class WorkerRequests(Driver[Prompt]):
     """Requests from their arrival to their end: held by the core, or with a worker. On one event loop."""
 
     def __init__(
         self,
         core: ClusterCore,
-        workers: Sequence[Worker],
         clock: Clock,
+        workers: Sequence[Worker],
+        *,
         on_held: Callable[[], None],
+        on_turn: Callable[[], None],
     ) -> None:
-        """`on_held` is told that a request waits for a worker."""
-        self._core, self._workers, self._clock, self._on_held = core, workers, clock, on_held
-        self.choices = Choices()
+        """`on_held` is told that a request waits for a worker; `on_turn` looks after the workers from time to time."""
+        super().__init__(core, clock)
+        self._workers, self._on_held, self._on_turn = workers, on_held, on_turn
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
         self.prompts: dict[str, Prompt] = {}  # by the id of each sample, in order of arrival
-        self._by_id: dict[str, Prompt] = {}  # by the core's
         self.ended: Counter[FinishReason] = Counter()  # of those that no worker had
         self.is_closed = False  # no request is bound any more
 
     @property
     def num_held(self) -> int:
         """Samples that wait for a worker."""
-        return sum(len(prompt.samples) for prompt in self._by_id.values() if prompt.worker is None)
+        return sum(len(prompt.samples) for prompt in self.requests.values() if prompt.worker is None)
 
     def held(self) -> Iterator[tuple[FleetRequest, LiveRequest]]:
         """Samples that wait for a worker, with their requests, the next first; sorts."""
-        for request in self._core.held():
-            for live in self._by_id[request.request_id].samples.values():
+        for request in self.core.held():
+            for live in self.requests[request.request_id].samples.values():
                 yield request, live
 
     def living(self) -> Iterator[LiveRequest]:
         """All living samples, in order of arrival."""
         return (prompt.samples[request_id] for request_id, prompt in self.prompts.items())
 
-    def enter(self, live: LiveRequest) -> None:
+    def submit(self, live: LiveRequest) -> None:
         """Send a sample to the worker that has those before it; the first is the core's to place."""
         prompt_id = live.spec.parent_id or live.request_id
-        prompt = self._by_id.get(prompt_id)
-        if prompt is not None:
-            self.prompts[live.request_id], prompt.samples[live.request_id] = prompt, live
-            if prompt.worker is not None:
-                prompt.worker.client.enter(live)
+        prompt = self.requests.get(prompt_id)
+        if prompt is None:
+            prompt = self.prompts[live.request_id] = prompt_of(prompt_id, live)
+            self.enter(prompt.request, prompt)
             return
-        prompt = prompt_of(prompt_id, live)
-        self.prompts[live.request_id] = self._by_id[prompt_id] = prompt
-        self.do(self._core.arrived(prompt.request, self._clock.now()))
+        self.prompts[live.request_id], prompt.samples[live.request_id] = prompt, live
+        if prompt.worker is not None:
+            prompt.worker.client.enter(live)
 
     def abort(self, request_id: str, reason: FinishReason) -> None:
         """Abort a request as `Replica.abort`."""
@@ -392,7 +391,7 @@ class WorkerRequests:
 
     def put_back(self, worker: Worker) -> None:
         """Put back requests of a worker whose engine is gone; those that may, go on with another when there is room."""
-        movable, now = worker.client.movable(), self._clock.now()
+        movable = worker.client.movable()
         for prompt in dict.fromkeys(self.prompts[request_id] for request_id in movable):
             if prompt.samples.keys() <= movable.keys():
                 for live in prompt.samples.values():
@@ -402,33 +401,20 @@ class WorkerRequests:
                             prompt.request.terms, start_by=None
                         )  # it was in a step in time
                 prompt.worker = None
-                self.do(self._core.failed(prompt.request.request_id, NOBODYS_FAULT, now))
+                self.hear(self.core.failed, prompt.request.request_id, NOBODYS_FAULT)
 
     # -- what the core decides
 
     def do(self, actions: Sequence[Action]) -> None:
         if self.is_closed:
             return
-        for action in actions:
-            match action:
-                case Bind(request_id, choice):
-                    self._note(self._by_id[request_id], action)
-                    self._bind(self._by_id[request_id], choice)
-                case Move(request_id):
-                    self._take_back(self._by_id[request_id])
-                case Refuse(request_id, error):
-                    self._refuse(self._by_id[request_id], error)
-        if self._core.num_held:
+        super().do(actions)
+        if self.core.num_held:
             self._on_held()
 
-    def _note(self, prompt: Prompt, bind: Bind) -> None:
-        """Remember the choice for people who ask later."""
-        request = prompt.request
-        assert request.bound_at is not None, "the core has just bound it"
-        prompt.held_s += request.bound_at - request.held_at
-        self.choices.bound(bind, prompt.held_s)
-
-    def _bind(self, prompt: Prompt, choice: Choice) -> None:
+    def bound(self, prompt: Prompt, bind: Bind) -> None:
+        self.choices.bound(bind, prompt.request.held_s)
+        choice = bind.choice
         worker = self._named(choice.replica)
         computes = worker if choice.prefill is None else self._named(choice.prefill)
         if not computes.is_up:
@@ -442,10 +428,13 @@ class WorkerRequests:
         if prompt.goes_to is not None:
             prompt.goes_to.client.expect_kv(prompt.spec, computes.client.kv_addresses)
 
+    def look(self, now: float) -> None:
+        self._on_turn()
+
     def _named(self, name: str) -> Worker:
         return self._workers[int(name)]
 
-    def _take_back(self, prompt: Prompt) -> None:
+    def moved(self, prompt: Prompt, move: Move) -> None:
         """Take a prompt from a worker that is to end: it goes on with the next that it is bound to."""
         self._expect_no_kv(prompt)
         worker, prompt.worker = prompt.worker, None
@@ -472,10 +461,11 @@ class WorkerRequests:
                 receiver.client.enter(live)
         else:
             receiver.client.expect_no_kv(prompt.spec)
-        self.do(self._core.handed_over(prompt.request.request_id, self._clock.now()))
+        self.hear(self.core.handed_over, prompt.request.request_id)
 
-    def _refuse(self, prompt: Prompt, error: MaitredError) -> None:
+    def refused(self, prompt: Prompt, refuse: Refuse) -> None:
         """End a prompt whose time is up. A worker that has it ends it, with what it had come to."""
+        error = refuse.error
         for live in list(prompt.samples.values()):
             reason = REASONS.get(type(error), FinishReason.ERROR)
             if prompt.worker is not None:
@@ -485,7 +475,7 @@ class WorkerRequests:
 
     # -- what the workers tell
 
-    def hear(self, worker: Worker, progress: list[RequestProgress], num_queued: int, now: float) -> None:
+    def progressed(self, worker: Worker, progress: list[RequestProgress], num_queued: int, now: float) -> None:
         worker.num_queued = num_queued
         self._account(progress, now)
         for item in progress:
@@ -501,28 +491,28 @@ class WorkerRequests:
             if prompt is None:
                 continue
             if item.new_token_ids:
-                self._core.progressed(prompt.request.request_id, len(item.new_token_ids), now)
+                self.core.progressed(prompt.request.request_id, len(item.new_token_ids), now)
             if item.finish_reason is not None:
                 del self.prompts[item.request_id], prompt.samples[item.request_id]
                 if not prompt.samples:
                     done.append((prompt, item.finish_reason))
-        self.on_progress(progress, self._core.num_held + sum(worker.num_queued for worker in self._workers), now)
+        self.on_progress(progress, self.core.num_held + sum(worker.num_queued for worker in self._workers), now)
         for prompt, reason in done:
             self._let_go(prompt, reason, now)
 
     def _let_go(self, prompt: Prompt, reason: FinishReason, now: float) -> None:
         prompt_id = prompt.request.request_id
         self._expect_no_kv(prompt)
-        del self._by_id[prompt_id]
+        del self.requests[prompt_id]
         is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if prompt.worker is None:
-            self.do(self._core.aborted(prompt_id, now))
+            self.do(self.core.aborted(prompt_id, now))
         else:
-            self.do(self._core.ended(prompt_id, Usage(complete=is_complete), now))
+            self.do(self.core.ended(prompt_id, Usage(complete=is_complete), now))
 
     def _end_here(self, live: LiveRequest, reason: FinishReason, error: MaitredError | None = None) -> None:
         """No worker has it."""
-        now = self._clock.now()
+        now = self.clock.now()
         ended = live.ended(reason, now, None if error is None else str(error))
         self.ended[reason] += 1
         self._account([ended], now)
@@ -547,7 +537,6 @@ def _taken_from(worker: Worker, prompt: Prompt) -> list[LiveRequest]:
 NOTHING_KNOWN = Report(is_broken=True)
 
 logger = logging.getLogger(__name__)
-TICK_S = 0.05  # how late what falls due may be noticed
 NEVER_S = 1e9
 T = TypeVar("T")
 
@@ -587,13 +576,12 @@ class Workers(Replica):
         config = FleetConfig(slots=scheduler.max_num_seqs, hold_timeout_s=NEVER_S)
         rules = HandoverConfig(handover=start.process.handover, **promised(slo))
         self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules)
-        self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one)
+        self._requests = WorkerRequests(self._core, clock, self._workers, on_held=self._wake_one, on_turn=self._look)
         self._blocks = WorkerBlocks(self._core.index, self._workers, self._report)
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._facts: ModelFacts | None = None
         self.on_computed: OnComputed = lambda tenant, compute_us: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._is_closing = False
 
     def _make(self, number: int, start: Start, on_event: Callable[[str], None]) -> Worker:
@@ -603,7 +591,9 @@ class Workers(Replica):
         start = replace(start, config=with_own_tiers(start.config, number, len(start.process.roles)))
         client = EngineClient(start, self._clock, on_event=on_event, adapters=self.adapters, on_change=changed)
         worker = Worker(number, client, start.process.roles[number])
-        client.on_progress = lambda progress, num_queued, now: self._requests.hear(worker, progress, num_queued, now)
+        client.on_progress = lambda progress, num_queued, now: self._requests.progressed(
+            worker, progress, num_queued, now
+        )
         client.on_computed = self._computed
         return worker
 
@@ -642,13 +632,12 @@ class Workers(Replica):
         self._blocks.learn(self._workers)
         for worker in self._workers[1:]:
             worker.client.begin(self._facts)
-        self._tick()
+        self._requests.start_turns()
 
     async def close(self) -> None:
         """Stop the engines after their current steps; unfinished requests end with EngineDead."""
         self._is_closing = self._requests.is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._requests.end_turns()
         await asyncio.gather(*(worker.client.close() for worker in self._workers))
         self._requests.end_held(self._death())
 
@@ -682,7 +671,7 @@ class Workers(Replica):
         live = LiveRequest(request, stream)
         if self._on_admitted is not None:
             self._on_admitted(live)
-        self._requests.enter(live)
+        self._requests.submit(live)
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -772,7 +761,7 @@ class Workers(Replica):
         await self._ask(lambda client: client.configure(config), [w for w in self._workers if w.is_there])
         for worker in self._workers:
             worker.client.supervisor.scheduler = config
-        self._requests.do(self._core.configured(config, self._clock.now()))
+        self._requests.hear(self._core.configured, config)
 
     async def _ask_up(self, ask: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
         """Ask the engines that are heard of: a silent one would delay all answers."""
@@ -800,7 +789,7 @@ class Workers(Replica):
         self._blocks.tell_router(on_blocks)
 
     def _report(self, worker: Worker, report: Report) -> None:
-        self._requests.do(self._core.reported(worker.name, report, self._clock.now()))
+        self._requests.hear(self._core.reported, worker.name, report)
 
     # -- workers come and go
 
@@ -822,7 +811,7 @@ class Workers(Replica):
             return
         if worker.is_up != worker.seems_up:
             worker.is_up = worker.seems_up
-            self._requests.do(self._core.joined(worker.facts, self._clock.now()))
+            self._requests.hear(self._core.joined, worker.facts)
         if not worker.is_there:
             worker.num_queued = 0
             self._requests.put_back(worker)
@@ -831,19 +820,15 @@ class Workers(Replica):
         elif self._core.num_held:
             self._wake_one()
 
-    def _tick(self) -> None:
-        assert self._loop is not None
-        self._timer = self._loop.call_later(TICK_S, self._tick)  # first, so that nothing can end the row
+    def _look(self) -> None:
+        """Notice engines that fell silent or are heard again, and what was measured of them anew."""
         for worker in self._workers:
             if worker.is_up != worker.seems_up:
                 self._changed(worker)
             elif worker.is_up and worker.told != worker.own:
-                self._requests.do(self._core.joined(worker.facts, self._clock.now()))
+                self._requests.hear(self._core.joined, worker.facts)
             elif worker.is_over and self._core.is_idle(worker.name):  # no request waits for it any more
-                self._requests.do(self._core.left(worker.name, self._clock.now()))
-        now, due = self._clock.now(), self._core.next_tick()
-        if due is not None and due <= now:
-            self._requests.do(self._core.tick(now))
+                self._requests.hear(self._core.left, worker.name)
 
     def _why_held(self) -> str:
         num_up = sum(worker.is_up for worker in self._workers)

@@ -19,8 +19,9 @@ from xxhash import xxh3_64_intdigest as key_of
 
 from maitred.core.errors import MaitredError
 from maitred.core.request import FinishReason
-from maitred.fleet.actions import Action, Bind, Move, Refuse, Start, Stop
+from maitred.fleet.actions import Bind, Move, Refuse, Start
 from maitred.fleet.core import ClusterCore
+from maitred.fleet.driver import Driver
 from maitred.fleet.fleet_request import FleetRequest, Usage, request_of
 from maitred.fleet.replicas import ReplicaFacts, Report, State
 from maitred.gate.admission import AdmissionController
@@ -57,7 +58,7 @@ Happen = Callable[[SimulatedReplica, float], None]
 Event = tuple[float, int, int, Happen, SimulatedReplica]
 
 
-class FleetSimulation:
+class FleetSimulation(Driver[SimulatedRequest]):
     """One fleet and one workload. A request's tenant, gate and edge are as in `Simulation`."""
 
     def __init__(
@@ -75,13 +76,12 @@ class FleetSimulation:
         engine = setup.replicas[0].engine
         self._block_size, self._key_blocks = engine.block_size, max(1, KEY_TOKENS // engine.block_size)
         self._clients = Clients(results, engine.block_size, tenants, admission)
-        self._live: dict[str, SimulatedRequest] = {}
         self._at: dict[str, SimulatedReplica] = {}  # request -> where it is bound to
         self._replicas: dict[str, SimulatedReplica] = {}
         self._unused = list(range(len(setup.replicas)))  # numbers of setups, in order
         predictor = predictor_named(engine.predictor, self._true_length)
         asked = results.objectives
-        self.core = ClusterCore(
+        core = ClusterCore(
             setup.config,
             setup.scheduler,
             policies=engine.policies,
@@ -89,6 +89,7 @@ class FleetSimulation:
             autoscale=setup.autoscale,
             handover=replace(setup.handover, ttft_s=asked.ttft_s, tpot_s=asked.tpot_s or asked.itl_s),
         )
+        super().__init__(core, self)
         rules = self.core.policy.groups, self.core.policy.outranks
         self._handovers = self._make_handovers(setup)
         # else the first tells all, and the end how many
@@ -103,7 +104,7 @@ class FleetSimulation:
         """Run until the last request has ended; `arrivals` is read as time goes on, one ahead."""
         self._clients.begin(arrivals)
         self._open()
-        while self._live or self._clients.next_at is not None:
+        while self.requests or self._clients.next_at is not None:
             self._advance()
         self.figures.ended(max(self._now, self.results.ended_at))
         return self.results
@@ -121,6 +122,10 @@ class FleetSimulation:
         figures |= self.figures.to_json(self.results)
         return figures if self._handovers is None else {**figures, **self._handovers.to_json()}
 
+    def now(self) -> float:
+        """The moment that the simulation has come to."""
+        return self._now
+
     # -- what happens next
 
     def _advance(self) -> None:
@@ -137,7 +142,7 @@ class FleetSimulation:
         if phase == _Phase.ARRIVAL:
             self._arrive(self._clients.take())
         elif phase == _Phase.TICK:
-            self._carry_out(self.core.tick(at))
+            self.do(self.core.tick(at))
         elif at == moved_at and phase == _Phase.TRANSFER and self._handovers is not None:
             self._handovers.advance(at)
         else:
@@ -158,11 +163,11 @@ class FleetSimulation:
 
     def _arrive(self, live: SimulatedRequest) -> None:
         at, request_id = live.arrival.at, live.spec.request_id
-        self._live[request_id] = live
+        self.requests[request_id] = live
         try:
             for shed in self._clients.pass_gate(live):
                 self._shed(shed, at)
-            self._carry_out(self.core.arrived(self._request_of(live), at))
+            self.hear(self.core.arrived, self._request_of(live))
         except MaitredError as error:
             self._refuse(request_id, error)
         self.results.queue_length.add(at, self.core.num_held)
@@ -179,14 +184,14 @@ class FleetSimulation:
         replica = self._at.get(request_id)
         if replica is not None and not replica.engine.scheduler.waits_to_start(request_id):
             return
-        live = self._live.pop(request_id)
+        live = self.requests.pop(request_id)
         self._take_back(request_id)
         self._clients.given_up(live, FinishReason.SHED, now)
-        self._carry_out(self.core.aborted(request_id, now))
+        self.hear(self.core.aborted, request_id)
 
     def _refuse(self, request_id: str, error: MaitredError) -> None:
         self._take_back(request_id)
-        self._clients.refused(self._live.pop(request_id), error, self._now)
+        self._clients.refused(self.requests.pop(request_id), error, self._now)
 
     def _take_back(self, request_id: str) -> None:
         """Take the request back from its replica, if it has one; the result of the step under way is lost."""
@@ -198,34 +203,27 @@ class FleetSimulation:
         replica.engine.take_back(request_id)
         replica.progress = [told for told in replica.progress if told.request_id != request_id]
         self.figures.changed(replica.name, -1, self._now)
-        self._live[request_id].begin_again()
+        self.requests[request_id].begin_again()
 
     # -- what the core decides
 
-    def _carry_out(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Bind):
-                self._bind(action)
-            elif isinstance(action, Move):
-                self._take_back(action.request_id)
-            elif isinstance(action, Refuse):
-                self._refuse(action.request_id, action.error)
-            elif isinstance(action, Start):
-                self._start(action)
-            elif isinstance(action, Stop):
-                self._stop(action)
-
-    def _bind(self, bind: Bind) -> None:
-        now, live, replica = self._now, self._live[bind.request_id], self._replicas[bind.choice.replica]
+    def bound(self, live: SimulatedRequest, bind: Bind) -> None:
+        now, replica = self._now, self._replicas[bind.choice.replica]
         try:
             self._add(live, replica, bind, now)
         except MaitredError as error:
             self._refuse(bind.request_id, error)
-            self._carry_out(self.core.ended(bind.request_id, None, now))
+            self.hear(self.core.ended, bind.request_id, None)
             return
         self._at[bind.request_id] = replica
         self.figures.changed(replica.name, 1, now)
         self._wake(replica, now)
+
+    def moved(self, live: SimulatedRequest, move: Move) -> None:
+        self._take_back(move.request_id)
+
+    def refused(self, live: SimulatedRequest, refuse: Refuse) -> None:
+        self._refuse(refuse.request_id, refuse.error)
 
     def _add(self, live: SimulatedRequest, replica: SimulatedReplica, bind: Bind, now: float) -> None:
         if self._handovers is None:
@@ -274,7 +272,7 @@ class FleetSimulation:
             self._step(replica, now)
 
     def _end(self, request_id: str, reason: FinishReason, replica: SimulatedReplica, now: float) -> None:
-        live = self._live.pop(request_id)
+        live = self.requests.pop(request_id)
         del replica.engine.live[request_id]
         self.figures.changed(self._at.pop(request_id).name, -1, now)
         self._clients.ended(live, reason, now)
@@ -286,7 +284,7 @@ class FleetSimulation:
         if complete and self._setup.disk is not None:
             self._setup.disk.store(state.block_hashes)
         usage = Usage(state.num_prompt_tokens, state.num_output_tokens, state.num_cached_tokens, complete)
-        self._carry_out(self.core.ended(request_id, usage, now))
+        self.hear(self.core.ended, request_id, usage)
 
     def _note_changes(self, replica: SimulatedReplica, now: float) -> None:
         """Note changes of a replica's cache, told at its next beat."""
@@ -302,7 +300,7 @@ class FleetSimulation:
         assert changes is not None
         stored, removed = (self._keys_of(names) for names in changes.take(MOST_CHANGES))
         if stored or removed:
-            self._carry_out(self.core.reported(replica.name, Report(stored=stored, removed=removed), now))
+            self.hear(self.core.reported, replica.name, Report(stored=stored, removed=removed))
 
     def _keys_of(self, names: Sequence[bytes]) -> list[int]:
         """Return the keys of blocks that are the last of a key."""
@@ -324,29 +322,29 @@ class FleetSimulation:
             self.figures.started(name, self._speeds[replica.number], 0.0)
             self._is_ready(replica, 0.0)
 
-    def _start(self, start: Start) -> None:
-        takes_s = self._setup.cold_start_s if start.origin == "cold" else self._setup.wake_s
-        replica = self._replicas.get(start.name) or self._make(start.name, State.READY)
+    def start(self, name: str, origin: str) -> None:
+        takes_s = self._setup.cold_start_s if origin == "cold" else self._setup.wake_s
+        replica = self._replicas.get(name) or self._make(name, State.READY)
         replica.facts = replace(replica.facts, state=State.READY)
-        self.figures.starts.append((self._now, start.name))
+        self.figures.starts.append((self._now, name))
         self.figures.started(replica.name, self._speeds[replica.number], self._now)
         self._expect(self._now + takes_s, _Phase.READY, self._is_ready, replica)
 
     def _is_ready(self, replica: SimulatedReplica, now: float) -> None:
         self.figures.ready(replica.name)
-        self._carry_out(self.core.joined(replica.facts, now))
+        self.hear(self.core.joined, replica.facts)
 
-    def _stop(self, stop: Stop) -> None:
+    def stop(self, name: str) -> None:
         """Stop a replica: it ends, or falls asleep; either way its cache is gone."""
-        replica = self._replicas.pop(stop.name)
+        replica = self._replicas.pop(name)
         replica.is_gone = True
         self._unused.append(replica.number)
         self._unused.sort()
-        self.figures.stopped(stop.name, self._now)
-        self._carry_out(self.core.left(stop.name, self._now))
+        self.figures.stopped(name, self._now)
+        self.hear(self.core.left, name)
         num_asleep = sum(1 for other in self._replicas.values() if other.facts.state is State.ASLEEP)
-        if num_asleep < self._setup.num_asleep and stop.name not in self._replicas:
-            self._carry_out(self.core.joined(self._make(stop.name, State.ASLEEP).facts, self._now))
+        if num_asleep < self._setup.num_asleep and name not in self._replicas:
+            self.hear(self.core.joined, self._make(name, State.ASLEEP).facts)
 
     def _make(self, name: str, state: State) -> SimulatedReplica:
         number = self._setup.number_for(name, self._unused)
@@ -379,10 +377,10 @@ class FleetSimulation:
         return Handovers(setup.link, setup.disk, wake=self._wake, rid=self._is_rid, expect=self._expect_transfer)
 
     def _is_rid(self, request_id: str, now: float) -> None:
-        self._carry_out(self.core.handed_over(request_id, now))
+        self.do(self.core.handed_over(request_id, now))
 
     def _expect_transfer(self, at: float, happen: Happen, replica: SimulatedReplica) -> None:
         self._expect(at, _Phase.TRANSFER, happen, replica)
 
     def _true_length(self, request: Foretold) -> float:
-        return float(self._live[request.request_id].arrival.output_tokens)
+        return float(self.requests[request.request_id].arrival.output_tokens)

@@ -53,9 +53,9 @@ from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import CHANGE_MODEL, Nothing
 from maitred.engine.supervisor import Start
 from maitred.engine.tensor_memory import EngineMemory
-from maitred.fleet.result_cache import ResultCache
 from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.scheduler import lone_scheduler
+from maitred.storage.result_cache import ResultCache
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.flows import add_flows

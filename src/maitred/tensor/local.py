@@ -13,9 +13,9 @@ from maitred.core.errors import MaitredError
 from maitred.core.tensor_request import IndexEntry, InferRequest, InferResponse, ModelStatistics
 from maitred.engine.frames import Looked, News, Ran, StepEnded
 from maitred.engine.tensors import Statistics
-from maitred.fleet.result_cache import ResultCache
 from maitred.scheduler.engine_core import TensorLanes, TensorObserver
 from maitred.scheduler.scheduler import lone_scheduler
+from maitred.storage.result_cache import ResultCache
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.flows import add_flows

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import os.path
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from maitred.api.http.auth import Authenticator
-from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.errors import shortened, told_names
 from maitred.api.http.exchange import IgnoredFields
 from maitred.api.http.fleet_headers import read_fleet_token
 from maitred.api.http.in_flight import InFlight
-from maitred.api.http.results import Results
+from maitred.api.http.service import Service
 from maitred.api.ops.fleet_feed import FleetFeed
 from maitred.api.ops.observer import Observer
 from maitred.config import SchedulerConfig, ServerConfig
@@ -37,6 +35,7 @@ from maitred.engine.progress_streams import MAX_UNREAD_BYTES, logprob_bytes
 from maitred.engine.replica import LOADING, LoadingReplica, Replica
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
+from maitred.storage.ledger import Ledger
 from maitred.tenancy.caller import Caller
 
 if TYPE_CHECKING:
@@ -134,9 +133,10 @@ class KeptLogprobs:
             self.num_bytes -= own
 
 
-class App:
+class App(Service):
     """One server's view of one replica. A route that alone uses something owns it."""
 
+    observer: Observer
     fleet: FleetFeed  # from `open` on
 
     def __init__(
@@ -148,29 +148,30 @@ class App:
         authenticator: Authenticator,
         is_ready: Callable[[], bool] = lambda: True,
         policy: str | None = None,
+        ledger: Ledger | None = None,
         salt_secret: bytes | None = None,
     ) -> None:
         """`policy` is the scheduler's; None heeds priorities. `salt_secret` None is the fleet's token, or is drawn."""
-        self.config, self.clock, self.observer, self.authenticator = config, clock, observer, authenticator
+        super().__init__(
+            config,
+            clock=clock,
+            authenticator=authenticator,
+            observer=observer,
+            gate=Gate(),
+            fleet_token=read_fleet_token(config.fleet_token_file),
+            ledger=ledger,
+            salt_secret=salt_secret,
+        )
         self.replica: Replica = LoadingReplica()
         self.loaded_model: ServedModel | None = None
         self._paths: set[str] = set()  # where it lies, which is a name too
-        self.gate = Gate()
         self.policy_without_priorities = None if policy is None else _without_priorities(policy)
-        self.in_flight = InFlight(is_ready=is_ready, silence_s=config.sse_keep_alive_s)
-        self.large_bodies = LargeBodies(config.max_body_bytes)
+        self.in_flight: InFlight = InFlight(is_ready=is_ready, silence_s=config.sse_keep_alive_s)
         self.ignored_fields = IgnoredFields(strict=config.strict_fields)
         self.kept_logprobs = KeptLogprobs()
         self.text = TextThreads()
         self.grammars = GrammarChecker()
-        self.fleet_token = read_fleet_token(config.fleet_token_file)
-        self.results = Results(config.result_cache_bytes, config.result_cache_ttl_s, clock)
-        observer.metrics.results = self.results
-        self.on_replayed: Callable[[RequestSpec], None] = lambda spec: None
-        """Told of each answer from the result cache; without tokens."""
         self.request_numbers = itertools.count()
-        shared = b"".join(secret for _, secret in self.fleet_token.shown())
-        self.salt_secret = salt_secret or shared or secrets.token_bytes(32)
 
     def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
         """The engine is there. `admission` knows its slots, and turns away more than it can serve in time."""
@@ -183,6 +184,11 @@ class App:
                 self._paths.add(os.path.abspath(model.root))
         self.fleet = FleetFeed(replica, model, self.fleet_token, self.in_flight)
         self.observer.metrics.engine_came(replica, model, admission)
+
+    def on_replayed(self, spec: RequestSpec) -> None:
+        """Told of each answer from the result cache; without tokens."""
+        if self.ledger is not None:
+            self.ledger.replayed(spec)
 
     def _progressed(self, progress: list[RequestProgress], num_queued: int, now: float) -> None:
         self.gate.progressed(progress, num_queued, now)
@@ -256,7 +262,7 @@ class App:
 
     def close(self) -> None:
         """Give back the threads, send the last traces; the app answers no more."""
-        self.observer.close()
+        super().close()
         self.text.close()
         self.grammars.close()
 

@@ -52,6 +52,7 @@ class Exchange:
     recording: object = None  # of what is answered, for the result cache
     paces: Sequence[Pace] = ()  # when the tokens of its answer came, on those routes, by sample
     trace_header: Header | None = None  # of a request that is traced
+    span: Any = None  # of OpenTelemetry, likewise
     status: int | None = None  # set once the answer began
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False

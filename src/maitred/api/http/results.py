@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from maitred.api.http.exchange import TOLD_OF_BODIES, Exchange, Header
 from maitred.core.clock import Clock
-from maitred.fleet.result_cache import (
+from maitred.storage.result_cache import (
     Answer,
     CacheControl,
     ResultCache,

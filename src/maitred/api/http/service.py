@@ -1,49 +1,27 @@
-"""What application, connections and server need of the routes' object: one engine's App, or a router."""
+"""What a server and a router are alike: clients' keys, the gate, observer, results, ledger and the fleet's token."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any, Protocol
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
-from maitred.api.http.exchange import Exchange
 from maitred.api.http.fleet_headers import FleetToken
+from maitred.api.http.results import Results, SharedStore
+from maitred.api.ops.observer import HttpObserver
 from maitred.config import ServerConfig
 from maitred.core.clock import Clock
 from maitred.core.replica import ReplicaState
-
-
-class HttpCounts(Protocol):
-    """Counts of every HTTP request, and the page of all metrics."""
-
-    num_in_flight: int
-
-    def http_answered(self, route: str, status: int) -> None: ...
-
-    def page(self, accept: str) -> tuple[bytes, str]:
-        """All metrics for Prometheus and their content type, in the format `accept` asks for."""
-
-
-class HttpObserver(Protocol):
-    """Is told of every HTTP request, and asked for no decision."""
-
-    @property
-    def metrics(self) -> HttpCounts: ...
-
-    def began(self, exchange: Exchange, operation: str) -> Any: ...
-
-    def client_gone(self, exchange: Exchange) -> None: ...
-
-    def ended(self, exchange: Exchange, observed: Any) -> None:
-        """`observed` is what `began` gave."""
+from maitred.gate.gate import Gate
+from maitred.storage.ledger import Ledger
 
 
 class Ending(Protocol):
     """A server's orderly end."""
 
-    @property
-    def draining(self) -> bool: ...
+    draining: bool
 
     def drain(self, within_s: float) -> None:
         """Refuse new requests; requests in flight have `within_s` left."""
@@ -56,46 +34,50 @@ class Ending(Protocol):
 
 
 class HasState(Protocol):
+    """An engine, or a fleet, for reports of the load."""
+
     def state(self) -> ReplicaState: ...
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Live on `loop` from now on."""
 
 
-class Service(Protocol):
+class Service:
     """Routes get it as their first argument, and know which it is."""
 
-    @property
-    def config(self) -> ServerConfig: ...
+    observer: HttpObserver[Any]
+    replica: HasState
+    in_flight: Ending
 
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def authenticator(self) -> Authenticator: ...
-
-    @property
-    def fleet_token(self) -> FleetToken:
-        """The token that routers show to be believed."""
-
-    @property
-    def large_bodies(self) -> LargeBodies: ...
-
-    @property
-    def observer(self) -> HttpObserver: ...
-
-    @property
-    def in_flight(self) -> Ending: ...
-
-    @property
-    def replica(self) -> HasState:
-        """The replica, for reports of the load."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        clock: Clock,
+        authenticator: Authenticator,
+        observer: HttpObserver[Any],
+        gate: Gate,
+        fleet_token: FleetToken,
+        ledger: Ledger | None = None,
+        store: SharedStore | None = None,
+        salt_secret: bytes | None = None,
+    ) -> None:
+        """`store` keeps results for several routers. `salt_secret` None is the fleet's token, or is drawn."""
+        self.config, self.clock, self.authenticator, self.observer = config, clock, authenticator, observer
+        self.gate, self.fleet_token, self.ledger = gate, fleet_token, ledger
+        self.large_bodies = LargeBodies(config.max_body_bytes)
+        self.results = Results(config.result_cache_bytes, config.result_cache_ttl_s, clock, shared=store)
+        observer.metrics.results = self.results
+        shared = b"".join(secret for _, secret in fleet_token.shown())
+        self.salt_secret = salt_secret or shared or secrets.token_bytes(32)
 
     def check_loaded(self) -> None:
-        """Raises Unavailable before what routes need is there."""
+        """Raises Unavailable before what routes need is there; a router holds requests instead."""
 
     def open(self, replica: Any, model: Any, admission: Any) -> None:
         """Take the engine that the server waited for; never called where it waits for none."""
+        raise AssertionError("a router waits for nothing to open")
 
     def close(self) -> None:
         """Give back what is held; nothing is answered any more."""
+        self.observer.close()

@@ -324,8 +324,43 @@ class AdapterCounts:
         return {(name, kind): float(counts[i]) for i, kind in kinds for name, counts in self._counts.items()}
 
 
-class EdgeMetrics(Collector):
-    """One app's counts, and the page. Nothing is global, so two apps may live in one process."""
+class HttpMetrics(Collector):
+    """Counts of a server's or a router's HTTP requests, and the page. Nothing is global, so two may live in one
+    process.
+    """
+
+    def __init__(self, promises: Promises | None, num_tenants_file_failures: Callable[[], int]) -> None:
+        self.promises = promises or Promises(())
+        self.num_in_flight = self.num_cancelled = 0
+        self.num_log_lines_dropped: Callable[[], int] = lambda: 0
+        self.results: Results | None = None
+        self.tenants = TenantCounts(num_tenants_file_failures)
+        self._answered: Counter[tuple[str, ...]] = Counter()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def http_answered(self, route: str, status: int) -> None:
+        self._answered[route, str(status)] += 1
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type, in the format `accept` asks for. Called in the event loop."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def http_samples(self) -> dict[Metric, dict[tuple[str, ...], float]]:
+        return {
+            m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
+            m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},
+            m.HTTP_REQUESTS: {labels: float(count) for labels, count in self._answered.items()},
+            m.REQUESTS_IN_OBJECTIVE: self.promises.samples(),
+            m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
+            m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
+            **result_cache_samples(self.results),
+        }
+
+
+class EdgeMetrics(HttpMetrics):
+    """One server's counts, and what its engine tells."""
 
     def __init__(
         self,
@@ -338,36 +373,24 @@ class EdgeMetrics(Collector):
         promises: Promises | None = None,
         num_tenants_file_failures: Callable[[], int] = int,
     ) -> None:
+        super().__init__(promises, num_tenants_file_failures)
         self._replica = replica
         self._admission: AdmissionController | None = None
         self._start_phases = start_phases if start_phases is not None else {}
         self._start_budget_s = start_budget_s
-        self._promises = promises or Promises(())
         self._version, self._compat = version, compat
         self._model: str | None = None
         self._block_size = self._max_num_seqs = 0
         self._proposer = ""
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         self.histograms = {metric: Histogram(metric) for metric in m.EDGE_METRICS if metric.buckets}
         self._inter_token = self.histograms[m.INTER_TOKEN_LATENCY]
-        self.num_in_flight = 0
-        self.num_cancelled = 0
-        self.num_log_lines_dropped: Callable[[], int] = lambda: 0
-        self._answered: dict[tuple[str, str], int] = {}
-        self.results: Results | None = None
         self.adapters = AdapterCounts()
-        self.tenants = TenantCounts(num_tenants_file_failures)
 
     def engine_came(self, replica: Replica, model: ServedModel, admission: AdmissionController | None) -> None:
         """Show the engine on the page from now on."""
         self._replica, self._admission = replica, admission
         self._model, self._block_size, self._max_num_seqs = model.name, model.block_size, model.max_num_seqs
         self._proposer = model.footprint.proposer if model.footprint is not None else ""
-
-    def http_answered(self, route: str, status: int) -> None:
-        key = (route, str(status))
-        self._answered[key] = self._answered.get(key, 0) + 1
 
     def tokens_came(self, gap_s: float, num_tokens: int) -> None:
         """`num_tokens` tokens of one sample, each `gap_s` after the one before."""
@@ -383,11 +406,6 @@ class EdgeMetrics(Collector):
             self.histograms[m.QUEUE].observe(timing.queue_s)
             self.histograms[m.PREFILL].observe(timing.prefill_s)
             self.histograms[m.DECODE].observe(timing.decode_s)
-
-    def page(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the format `accept` asks for. Called in the event loop."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Family]:
         """Called by the registry for each page."""
@@ -429,8 +447,6 @@ class EdgeMetrics(Collector):
             return {(name, *labels): value for name, counts in named.items() for labels, value in counts.items()}
         if metric is m.REQUESTS_FINISHED:
             return {(reason.value,): float(state.num_finished.get(reason, 0)) for reason in FinishReason}
-        if metric is m.HTTP_REQUESTS:
-            return {labels: float(count) for labels, count in self._answered.items()}
         if metric in _ADMISSION:
             return _ADMISSION[metric](self._admission) if self._admission is not None else {}
         if metric in _WORKER:
@@ -444,13 +460,8 @@ class EdgeMetrics(Collector):
             m.ADAPTER_REQUESTS: self.adapters.requests(),
             m.ADAPTER_TOKENS: self.adapters.tokens(),
             m.START_BUDGET: {(): self._start_budget_s},
-            m.REQUESTS_IN_OBJECTIVE: self._promises.samples(),
-            m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
-            **result_cache_samples(self.results),
+            **self.http_samples(),
             **tensor_samples(self._replica),
-            m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},
-            m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
-            m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
         }
         return own[metric]
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import maitred
 from maitred.api.generate.outcome import Sample
@@ -14,15 +14,13 @@ from maitred.api.http.errors import CLIENT_GONE_STATUS
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.logs import ACCESS, log_fields
 from maitred.api.ops.live_feed import Latencies
-from maitred.api.ops.metrics_page import EdgeMetrics, Promises
+from maitred.api.ops.metrics_page import EdgeMetrics, HttpMetrics, Promises
 from maitred.config import ServerConfig
 from maitred.core.clock import Clock
 from maitred.core.errors import ConfigError
 from maitred.engine.replica import LoadingReplica
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
     from maitred.api.ops.tracing import Tracing
 
 
@@ -32,44 +30,27 @@ class Observed:
 
     began_at: float  # s, monotonic
     operation: str
-    span: Span | None
 
 
-class Observer:
-    """Belongs to the event loop."""
+M = TypeVar("M", bound=HttpMetrics)
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        clock: Clock,
-        *,
-        start_phases: Mapping[str, float] | None = None,
-        num_tenants_file_failures: Callable[[], int] = int,
-    ) -> None:
+
+class HttpObserver(Generic[M]):
+    """Is told of every HTTP request of a server or a router, and asked for no decision. Belongs to the event loop."""
+
+    def __init__(self, config: ServerConfig, clock: Clock, metrics: M) -> None:
         """`clock` is the one that requests' times are of. Raises ConfigError for traces without what they need."""
-        self._promises = Promises(config.slo)
-        self.keeps_gaps = self._promises.keeps_gaps
-        self.metrics = EdgeMetrics(
-            LoadingReplica(),
-            version=maitred.__version__,
-            compat=config.metrics_compat,
-            start_phases=start_phases,
-            start_budget_s=config.start_budget_s,
-            promises=self._promises,
-            num_tenants_file_failures=num_tenants_file_failures,
-        )
-        self.latencies = Latencies()
+        self.metrics, self.promises = metrics, metrics.promises
         self._clock = clock
         self._tracing = tracing_to(config.otlp_endpoint)
 
     def began(self, exchange: Exchange, operation: str) -> Observed:
         """A request came; `operation` names what is traced, and is empty for what is not."""
-        span = None
         if self._tracing is not None and operation:
-            span = self._tracing.begin(exchange)
-            exchange.trace_header = self._tracing.header_of(span)
+            exchange.span = self._tracing.begin(exchange)
+            exchange.trace_header = self._tracing.header_of(exchange.span)
         self.metrics.num_in_flight += 1
-        return Observed(time.monotonic(), operation, span)
+        return Observed(time.monotonic(), operation)
 
     def client_gone(self, exchange: Exchange) -> None:
         """Count a request that was cancelled because its client left."""
@@ -82,9 +63,39 @@ class Observer:
         self.metrics.http_answered(exchange.route_name, exchange.status or CLIENT_GONE_STATUS)
         log_access(exchange, time.monotonic() - observed.began_at)
         if observed.operation:
-            self._promises.ended(exchange, observed.began_at)
-        if self._tracing is not None and observed.span is not None:
-            self._tracing.end(observed.span, observed.operation, exchange, self._clock.now())
+            self.promises.ended(exchange, observed.began_at)
+        if self._tracing is not None and exchange.span is not None:
+            self._tracing.end(exchange.span, observed.operation, exchange, self._clock.now())
+
+    def close(self) -> None:
+        """Send the last traces."""
+        if self._tracing is not None:
+            self._tracing.close()
+
+
+class Observer(HttpObserver[EdgeMetrics]):
+    """Of a server: samples and tokens too."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        clock: Clock,
+        *,
+        start_phases: Mapping[str, float] | None = None,
+        num_tenants_file_failures: Callable[[], int] = int,
+    ) -> None:
+        metrics = EdgeMetrics(
+            LoadingReplica(),
+            version=maitred.__version__,
+            compat=config.metrics_compat,
+            start_phases=start_phases,
+            start_budget_s=config.start_budget_s,
+            promises=Promises(config.slo),
+            num_tenants_file_failures=num_tenants_file_failures,
+        )
+        super().__init__(config, clock, metrics)
+        self.latencies = Latencies()
+        self.keeps_gaps = self.promises.keeps_gaps
 
     def tokens_came(self, tenant: str, num_tokens: int, gap_s: float | None) -> None:
         """`num_tokens` of one sample, each `gap_s` after the one before; None for its first ones."""
@@ -102,11 +113,6 @@ class Observer:
             self.metrics.adapters.ended(adapter, num_prompt, sample.num_tokens)
         if timing is not None:
             self.latencies.answer_ended(timing)
-
-    def close(self) -> None:
-        """Send the last traces."""
-        if self._tracing is not None:
-            self._tracing.close()
 
 
 def log_access(exchange: Exchange, duration_s: float) -> None:

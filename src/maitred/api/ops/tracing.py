@@ -69,6 +69,8 @@ class Tracing:
         model = exchange.log.get("model")
         span.update_name(f"{operation} {model}" if model else operation)
         span.set_attributes({"http.route": exchange.route_name, "http.response.status_code": status})
+        routed = {f"maitred.{name}": exchange.log.get(name) for name in ("replica", "held_ms")}  # by a router
+        span.set_attributes({name: value for name, value in routed.items() if value is not None})
         if outcome is not None:
             span.set_attributes(_attributes(operation, exchange, outcome))
             for sample in outcome.samples:

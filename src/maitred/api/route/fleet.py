@@ -1,4 +1,4 @@
-"""Drives the cluster core live: what happens goes in with the time, and what it decides is done."""
+"""The fleet behind a router: its replicas at URLs, and its requests in flight, driven by the core."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.logs import log_fields
 from maitred.api.route.metrics import RouteMetrics
 from maitred.core.clock import Clock
-from maitred.fleet.actions import Action, Bind, Choices, Move, Probe, Refuse, Sleep, Start, Stop
-from maitred.fleet.config import Origin
+from maitred.fleet.actions import Bind, Move, Refuse
+from maitred.fleet.config import Origin, parse_target
 from maitred.fleet.core import ClusterCore
-from maitred.fleet.disagg import WorkerFacts
+from maitred.fleet.driver import Driver
 from maitred.fleet.fleet_request import Failure, FleetRequest, Usage
-from maitred.fleet.replicas import Kind, ReplicaFacts, Report
-from maitred.fleet.told import NOTHING, KVWorker, ToldUsage
-from maitred.fleet.upstream import ConnectionCounts, Upstream
-from maitred.storage.redis_notices import Bound
+from maitred.fleet.launch import Exited, IsReady, Launcher, LaunchEvent, Listens
+from maitred.fleet.replicas import Kind, ReplicaFacts, State
+from maitred.fleet.told import NOTHING, ToldUsage
+from maitred.fleet.upstream import Ask, ConnectionCounts, Upstream, UpstreamFailed, request_head
 
 if TYPE_CHECKING:
     from maitred.fleet.actions import Bind
 
+ORDER_S = 600.0  # for what a launched replica has to end before it sleeps, or a large model
+MAX_ORDER_BYTES = 64 * 1024
 WAIT_S = 2.0  # for a report that comes a step after the request was let go; a dead replica sends none
 
 
@@ -124,7 +126,7 @@ class RoutedRequest:
 
     __slots__ = (
         *("_bind", "_decision", "_error", "_reason", "_task"),
-        *("began", "exchange", "held_at", "held_s", "lost_by", "request"),
+        *("began", "exchange", "is_held", "lost_by", "request"),
     )
 
     def __init__(self, request: FleetRequest, exchange: Exchange) -> None:
@@ -133,8 +135,7 @@ class RoutedRequest:
         assert task is not None, "a request has a task"
         self.request, self.exchange = request, exchange
         self.began = False  # a byte of a replica's answer came, and no other replica may begin anew
-        self.held_at: float | None = request.arrived_at  # since when it is waiting for a replica
-        self.held_s = 0.0  # before that
+        self.is_held = True  # waits for a replica
         self.lost_by: str | None = None  # the replica that died or hung with it, until it goes on
         self._task = task
         self._bind: Bind | None = None
@@ -172,19 +173,13 @@ class RoutedRequest:
 
     # from outside
 
-    def decided(self, bind: Bind, now: float) -> None:
-        if self.held_at is not None:
-            self.held_s, self.held_at = self.held_s + now - self.held_at, None
-        self._bind = bind
+    def decided(self, bind: Bind) -> None:
+        self._bind, self.is_held = bind, False
         self._wake()
 
     def refused(self, error: Exception) -> None:
         self._error = error
         self._wake()
-
-    def held_again(self, now: float) -> None:
-        if self.held_at is None:
-            self.held_at = now
 
     def interrupt(self, reason: Exception) -> None:
         """End what the task is doing; the first reason counts."""
@@ -219,19 +214,6 @@ class LiveReplica:
         return self.facts.kind is Kind.MAITRED
 
 
-class Launching(Protocol):
-    """Starts and stops the replicas that the core asks for; a router over URLs has none."""
-
-    def start(self, name: str, origin: str) -> None: ...
-
-    def sleep(self, name: str) -> None: ...
-
-    def stop(self, name: str) -> None: ...
-
-    def end(self) -> None:
-        """Stop all, and return when they are gone; in the end."""
-
-
 Follow = Callable[["Fleet", LiveReplica], asyncio.Task[None]]
 Probing = Callable[["Fleet", LiveReplica], Awaitable[None]]
 
@@ -260,7 +242,7 @@ class KeptBodies:
         self._num_bytes -= self._of.pop(owner, 0)
 
 
-class Fleet:
+class Fleet(Driver[RoutedRequest]):
     """The replicas there are, the requests in flight, and the core between them. One event loop's."""
 
     def __init__(
@@ -271,23 +253,22 @@ class Fleet:
         follow: Follow,
         probe: Probing,
         metrics: RouteMetrics,
-        launching: Launching | None = None,
-        on_tick: Callable[[float], None] = lambda now: None,
+        on_bound: Callable[[RoutedRequest, Bind], None],
+        on_computed: Callable[[Mapping[str, int]], None],
+        on_turn: Callable[[float], None],
     ) -> None:
-        self.core, self.clock = core, clock
+        """`on_computed` is told of machine time by tenant, `on_turn` of the time that passes."""
+        super().__init__(core, clock)
         self.replicas: dict[str, LiveReplica] = {}
-        self.requests: dict[str, RoutedRequest] = {}
-        self.choices = Choices()
         self.connections = ConnectionCounts()
         self.bills = Bills()
-        self.launching, self._on_tick = launching, on_tick
-        self.on_bound: Callable[[FleetRequest, ReplicaFacts], None] | None = None
-        self.on_computed: Callable[[Mapping[str, int]], None] = lambda us_by_tenant: None
+        self.launching: LaunchedReplicas | None = None  # the router's own, none over URLs
+        self.on_computed = on_computed
         self.kept_bodies = KeptBodies()
         self._follow, self._ask_health, self._metrics = follow, probe, metrics
+        self._on_bound, self._on_turn = on_bound, on_turn
         self._probes: set[asyncio.Future[None]] = set()
         self._numbers = itertools.count(2)
-        self._timer: asyncio.TimerHandle | None = None
         self._num_saved: Counter[str] = Counter()  # requests moved elsewhere, by the replica that lost them; until told
         self._empty = asyncio.Event()  # set while no request is in flight
         self._empty.set()
@@ -302,14 +283,10 @@ class Fleet:
         live.follower = self._follow(self, live)
         return live
 
-    def announce(self, facts: ReplicaFacts) -> None:
-        """Announce a replica that is on its way, and not to be asked yet."""
-        self._do(self.core.joined(facts, self.clock.now()))
-
     def tell(self, live: LiveReplica, facts: ReplicaFacts) -> None:
         """New facts of it."""
         live.facts = facts
-        self._do(self.core.joined(facts, self.clock.now()))
+        self.hear(self.core.joined, facts)
 
     def remove(self, name: str, *, returns: bool = False) -> None:
         """Remove a replica for good, unless it `returns`: then it is being started again under its name."""
@@ -320,41 +297,12 @@ class Fleet:
             if live.follower is not None:
                 live.follower.cancel()
             live.upstream.close()
-        self._do(self.core.left(name, self.clock.now(), returns=returns))
-
-    def work(self, live: LiveReplica, worker: KVWorker | None) -> WorkerFacts | None:
-        """The facts that a replica tells of itself as a worker; keeps its KV addresses."""
-        live.kv_addresses = worker.addresses if worker is not None else ()
-        return worker.facts if worker is not None else None
-
-    def restart(self, name: str | None) -> None:
-        """Replace it, or each, by a new one that is there first."""
-        names = sorted(self.core.fleet.by_name) if name is None else [name]
-        self._do(self.core.restarted(names, self.clock.now()))
+        self.hear(self.core.left, name, returns=returns)
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are welcome: a replica can take them, or would be started for them."""
         return self.launching is not None or self.core.fleet.ready != 0
-
-    def scale(self, low: int, high: int) -> None:
-        self._do(self.core.scaled(low, high, self.clock.now()))
-
-    def drain(self, name: str) -> None:
-        self._do(self.core.drained(name, self.clock.now()))
-
-    def leaving(self, name: str, within_s: float) -> None:
-        """Note that a replica drains of itself."""
-        self._do(self.core.leaving(name, within_s, self.clock.now()))
-
-    def bound_elsewhere(self, bound: Bound) -> None:
-        self.core.bound_elsewhere(bound.url, bound.hash_key, bound.keys, self.clock.now())
-
-    def reported(self, name: str, report: Report) -> None:
-        self._do(self.core.reported(name, report, self.clock.now()))
-
-    def probed(self, name: str, *, ok: bool) -> None:
-        self._do(self.core.probed(name, ok, self.clock.now()))
 
     # -- requests
 
@@ -362,11 +310,10 @@ class Fleet:
         """`asked`, or with a number where a request of that id is in flight: clients may call two of them the same."""
         return asked if asked not in self.requests else f"{asked}.{next(self._numbers)}"
 
-    def enter(self, routed: RoutedRequest) -> None:
+    def enter(self, request: FleetRequest, routed: RoutedRequest) -> None:
         """Add a request, until `leave`."""
-        self.requests[routed.request.request_id] = routed
         self._empty.clear()
-        self._do(self.core.arrived(routed.request, self.clock.now()))
+        super().enter(request, routed)
 
     def leave(self, routed: RoutedRequest, usage: Usage | None) -> None:
         """Remove a request that has its answer (`usage`), or needs none (None)."""
@@ -377,22 +324,20 @@ class Fleet:
         actions = self.core.ended(request_id, usage, now) if usage is not None else []
         if self.core.request(request_id) is not None:  # no answer, or one of a replica that it was just taken from
             actions += self.core.aborted(request_id, now)
-        self._do(actions)
-        if not self.requests:
-            self._empty.set()
+        self.do(actions)
+        self._note_empty()
 
     def handed_over(self, routed: RoutedRequest, *, is_computed: bool = False) -> None:
         """The replica that was to compute the prompt for another is done with it; `is_computed` says that it did."""
-        self._do(self.core.handed_over(routed.request.request_id, self.clock.now(), is_computed))
+        self.hear(self.core.handed_over, routed.request.request_id, is_computed=is_computed)
 
     def failed(self, routed: RoutedRequest, failure: Failure, live: LiveReplica) -> None:
         """Note that the replica did not answer; `routed.bound` tells what becomes of the request."""
-        now = self.clock.now()
-        routed.held_again(now)
+        routed.is_held = True
         routed.lost_by = live.facts.name if failure.is_death else None
         routed.exchange.log["failed"] = f"{live.facts.name}: {failure.message or failure.kind.value}"
         self._metrics.failed(failure.kind)
-        self._do(self.core.failed(routed.request.request_id, failure, now, live.facts.name))
+        self.hear(self.core.failed, routed.request.request_id, failure, at=live.facts.name)
 
     async def emptied(self) -> None:
         await self._empty.wait()
@@ -401,85 +346,174 @@ class Fleet:
         for routed in list(self.requests.values()):
             routed.interrupt(reason)
 
+    def _note_empty(self) -> None:
+        if not self.requests:
+            self._empty.set()
+
     # -- time
 
-    def start(self) -> None:
-        """Start the timer that does what falls due."""
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self.end_turns()
         if self.launching is not None:
             self.launching.end()
             return
         for name in list(self.replicas):
             self.remove(name)
 
-    def _tick(self) -> None:
-        self.start()
-        now = self.clock.now()
-        self._on_tick(now)
+    def look(self, now: float) -> None:
+        self._on_turn(now)
         for name, count in self._num_saved.items():
             log_fields(logger, logging.INFO, "requests go on elsewhere", {"replica": name, "requests": count})
         self._num_saved.clear()
-        due = self.core.next_tick()
-        if due is not None and due <= now:
-            self._do(self.core.tick(now))
 
-    # -- what comes out
+    # -- what the core decides
 
-    def _do(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case Bind(request_id):
-                    self._bind(self.requests[request_id], action)
-                case Refuse(request_id):
-                    self._refuse(request_id, action)
-                case Move(request_id):
-                    routed = self.requests[request_id]
-                    routed.held_again(self.clock.now())
-                    routed.lost_by = action.replica
-                    routed.interrupt(Moved(action.reason))
-                case Probe(name):
-                    self._probe(name)
-                case Start(name, origin):
-                    self._launch(name, origin)
-                case Sleep(name):
-                    if self.launching is not None:
-                        self.launching.sleep(name)
-                case Stop(name):
-                    if self.launching is not None:
-                        self.launching.stop(name)
-
-    def _bind(self, routed: RoutedRequest, bind: Bind) -> None:
+    def bound(self, routed: RoutedRequest, bind: Bind) -> None:
         self._metrics.attempted(routed.request, resumes=bind.resumes)
-        if self.on_bound is not None and not routed.request.is_local:
-            self.on_bound(routed.request, self.replicas[bind.choice.replica].facts)
         if routed.lost_by is not None and routed.lost_by != bind.choice.replica:
             self._num_saved[routed.lost_by] += 1
         routed.lost_by = None
-        routed.decided(bind, self.clock.now())
-        self.choices.bound(bind, routed.held_s)
+        routed.decided(bind)
+        self.choices.bound(bind, routed.request.held_s)
+        self._on_bound(routed, bind)
 
-    def _refuse(self, request_id: str, action: Refuse) -> None:
+    def moved(self, routed: RoutedRequest, move: Move) -> None:
+        routed.is_held, routed.lost_by = True, move.replica
+        routed.interrupt(Moved(move.reason))
+
+    def refused(self, routed: RoutedRequest, refuse: Refuse) -> None:
         """The core has forgotten it."""
-        routed = self.requests.pop(request_id)
-        routed.refused(action.error)
-        if routed.held_at is None:  # in the middle of its answer
-            routed.interrupt(action.error)
-        if not self.requests:
-            self._empty.set()
+        del self.requests[routed.request.request_id]
+        routed.refused(refuse.error)
+        if not routed.is_held:  # in the middle of its answer
+            routed.interrupt(refuse.error)
+        self._note_empty()
 
-    def _probe(self, name: str) -> None:
+    def probe(self, name: str) -> None:
         live = self.replicas.get(name)
         if live is not None:
             probe = asyncio.ensure_future(self._ask_health(self, live))
             self._probes.add(probe)
             probe.add_done_callback(self._probes.discard)
 
-    def _launch(self, name: str, origin: str) -> None:
+    def start(self, name: str, origin: str) -> None:
         if self.launching is not None:
             log_fields(logger, logging.INFO, "a replica starts", {"replica": name, "from": origin})
             self._metrics.started(origin)
             self.launching.start(name, origin)
+
+    def sleep(self, name: str) -> None:
+        if self.launching is not None:
+            self.launching.sleep(name)
+
+    def stop(self, name: str) -> None:
+        if self.launching is not None:
+            self.launching.stop(name)
+
+
+MakeLauncher = Callable[[Callable[[LaunchEvent], None]], Launcher]
+"""Given who hears its events."""
+
+
+class LaunchedReplicas:
+    """Replicas of the router's own, which the core has started and stopped. On the router's event loop."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        make: MakeLauncher,
+        *,
+        headers: list[tuple[bytes, bytes]],  # that replicas believe
+        give_up: Callable[[str], None],  # told why no replica can be started
+    ) -> None:
+        self._fleet, self._headers, self._give_up = fleet, headers, give_up
+        self._launcher = make(self._heard)
+        self._loading: dict[str, ReplicaFacts] = {}  # it will say itself when there is more to ask of it
+        self._orders: dict[str, asyncio.Task[None]] = {}  # the last to each replica: to sleep, or to wake up
+
+    def start(self, name: str, origin: str) -> None:
+        if origin == "cold":
+            self._launcher.start(name)
+        elif origin == "asleep":
+            self._order(name, self._wake)
+
+    def sleep(self, name: str) -> None:
+        self._order(name, self._put_to_sleep)
+
+    def stop(self, name: str) -> None:
+        self._launcher.stop(name)
+
+    def end(self) -> None:
+        for order in self._orders.values():
+            order.cancel()
+        self._launcher.end()
+
+    # -- sleep
+
+    def _order(self, name: str, order: Callable[[LiveReplica], Awaitable[None]]) -> None:
+        """Carry out `order` after the replica's order before."""
+        self._orders[name] = asyncio.create_task(self._carry_out(name, order, self._orders.get(name)))
+
+    async def _carry_out(
+        self, name: str, order: Callable[[LiveReplica], Awaitable[None]], before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await before
+        live = self._fleet.replicas.get(name)
+        if live is not None:  # else it died, and is started again
+            await order(live)
+        if self._orders.get(name) is asyncio.current_task():
+            del self._orders[name]
+
+    async def _put_to_sleep(self, live: LiveReplica) -> None:
+        """Put a replica to sleep; one that does not fall asleep costs memory, no more."""
+        error = await self._post(live, "/sleep")
+        if error is not None:
+            fields = {"replica": live.facts.name, "error": error}
+            log_fields(logger, logging.WARNING, "a replica does not fall asleep", fields)
+
+    async def _wake(self, live: LiveReplica) -> None:
+        """Wake a replica; one that does not wake up is started anew."""
+        error = await self._post(live, "/wake_up")
+        if error is None:
+            self._fleet.tell(live, replace(live.facts, state=State.READY))
+            return
+        fields = {"replica": live.facts.name, "error": error}
+        log_fields(logger, logging.WARNING, "a replica does not wake up", fields)
+        self._launcher.restart(live.facts.name)
+
+    async def _post(self, live: LiveReplica, path: str) -> str | None:
+        """Post an order; returns what went wrong, if anything."""
+        try:
+            async with asyncio.timeout(ORDER_S):
+                answer = await live.upstream.send(Ask(request_head("POST", path, live.origin, self._headers, 0)))
+                body = await answer.whole(MAX_ORDER_BYTES)
+        except UpstreamFailed as error:
+            return str(error)
+        except TimeoutError:
+            return f"it gave no answer within {ORDER_S:g} s"
+        return None if answer.status == 200 else f"it answers {answer.status}: {body[:200].decode('utf-8', 'replace')}"
+
+    # -- what becomes of them
+
+    def _heard(self, event: LaunchEvent) -> None:
+        match event:
+            case Listens(name, url, pid):
+                facts = ReplicaFacts(name=name, url=url, state=State.STARTING, is_launched=True, pid=pid)
+                self._loading[name] = facts
+                self._fleet.hear(self._fleet.core.joined, facts)  # it is on its way, and not to be asked yet
+            case IsReady(name, start_s):
+                log_fields(logger, logging.INFO, "a replica is ready", {"replica": name, "start_s": round(start_s, 2)})
+                facts = self._loading.pop(name)
+                self._fleet.add(facts, parse_target(facts.url).origin)
+            case Exited(name, cause, as_told, again_in_s):
+                self._ended(name, cause, as_told=as_told, again_in_s=again_in_s)
+
+    def _ended(self, name: str, cause: str, *, as_told: bool, again_in_s: float | None) -> None:
+        self._loading.pop(name, None)
+        fields = {"replica": name, "cause": cause, "again_in_s": again_in_s}
+        log_fields(logger, logging.INFO if as_told else logging.WARNING, "a replica ended", fields)
+        if not as_told and again_in_s is None:
+            self._give_up(f"{name} cannot be started: {cause}")
+            return
+        self._fleet.remove(name, returns=again_in_s is not None)

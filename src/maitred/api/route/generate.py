@@ -20,6 +20,7 @@ from maitred.api.route.messages import Outgoing, towards_replica
 from maitred.api.route.relay import Relay
 from maitred.api.route.router import Router
 from maitred.core.errors import InvalidRequest, RateLimited, RouteNotFound, Unavailable
+from maitred.core.objectives import new_pace
 from maitred.core.request import FinishReason, Terms
 from maitred.fleet.balance import hash_of
 from maitred.fleet.fleet_request import FleetRequest, Usage
@@ -211,6 +212,8 @@ async def _route(
     is_generation: bool = False,
     has_usage: bool = False,
 ) -> None:
+    if is_generation and not router.observer.promises.is_empty:
+        exchange.paces = (new_pace(keeps_gaps=router.observer.promises.keeps_gaps),)
     if router.draining:
         raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
     await router.models.check(read.model, exchange.caller)
@@ -243,7 +246,7 @@ async def _route(
                 router.fleet.bills.close(exchange.request_id, relay.bill, relay.ended)
             else:
                 relay.ended()
-            router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
+            router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, request.held_s)
         if wanted is not None:
             router.results.keep(exchange, wanted)
 

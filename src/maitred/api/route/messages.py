@@ -60,8 +60,12 @@ def towards_replica(exchange: Exchange) -> list[Header]:
     sent = exchange.scope["headers"]
     named = _named_by_connection(sent)
     dropped = _NOT_FORWARDED | named if named else _NOT_FORWARDED
+    if exchange.trace_header is not None:  # what replicas do is below the router's span, and no longer the client's
+        dropped |= {b"traceparent"}
     kept = [header for header in sent if header[0] not in dropped and not header[0].startswith(OWN)]
     kept.append((b"x-request-id", exchange.request_id.encode()))
+    if exchange.trace_header is not None:
+        kept.append(exchange.trace_header)
     client = exchange.scope.get("client")
     before = exchange.headers.get(b"x-forwarded-for")
     if client is not None:

@@ -118,7 +118,7 @@ class Relay:
         connection = exchange.scope.get(CONNECTION)
         if connection is not None:
             connection.when_gone(lambda: routed.interrupt(ClientGone()))
-        self._fleet.enter(routed)
+        self._fleet.enter(routed.request, routed)
         is_over = False
         try:
             while not is_over:
@@ -136,7 +136,7 @@ class Relay:
                 self._telling.cancel()
             self._fleet.leave(routed, self.usage)
             self._fleet.kept_bodies.let_go(routed)
-            exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
+            exchange.log["held_ms"] = round(routed.request.held_s * 1000, 1) or None
 
     async def _attempt(self) -> bool:
         """Make one attempt; returns whether it was the last."""
@@ -375,7 +375,9 @@ class Relay:
         """`length` is of a body that may have come without one."""
         self._exchange.log["replica"] = live.facts.name
         is_traced = self._exchange.trace_header is not None
-        headers = towards_client(answer.headers, live.name, round(self._routed.held_s * 1000), is_traced=is_traced)
+        headers = towards_client(
+            answer.headers, live.name, round(self._routed.request.held_s * 1000), is_traced=is_traced
+        )
         if length is not None and not any(name == b"content-length" for name, _ in headers):
             headers.append((b"content-length", b"%d" % length))
         await self._exchange.send({"type": "http.response.start", "status": answer.status, "headers": headers})

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from maitred.api.http.auth import Authenticator
-from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.fleet_headers import FleetToken
-from maitred.api.http.results import Results
+from maitred.api.http.service import Service
 from maitred.api.ops.metrics_page import Promises
-from maitred.api.route.fleet import Fleet
-from maitred.api.route.follow import Follower, LaunchedReplicas, MakeLauncher, ModelNames
-from maitred.api.route.metrics import RouteMetrics, RouteObserver
+from maitred.api.ops.observer import HttpObserver
+from maitred.api.route.fleet import Fleet, LaunchedReplicas, MakeLauncher, RoutedRequest
+from maitred.api.route.follow import Follower, ModelNames
+from maitred.api.route.metrics import RouteMetrics
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.config.bounds import Bounds
 from maitred.core.clock import Clock, WallClock
@@ -41,8 +39,10 @@ from maitred.tenancy.shared import SharedQuotas
 RESOLVE_S = 3.0  # between two looks at what a name stands for
 
 
-class Router:
-    """A `Service`: many replicas behind one address."""
+class Router(Service):
+    """Many replicas behind one address."""
+
+    observer: HttpObserver[RouteMetrics]
 
     def __init__(
         self,
@@ -63,48 +63,51 @@ class Router:
         handover: HandoverConfig = DEFAULT_HANDOVER,
     ) -> None:
         """Raises ConfigError for a Redis that cannot be one."""
-        self.config = config
-        self.clock = clock or WallClock()
-        self.authenticator = authenticator or Authenticator(config.api_keys)
-        self.large_bodies = LargeBodies(config.max_body_bytes)
-        promises = Promises(config.slo)
-        failures = self.authenticator.num_file_failures
-        self.metrics = RouteMetrics(promises=promises, num_tenants_file_failures=failures)
-        self.observer = RouteObserver(config, self.clock, self.metrics, promises)
-        self.ledger = ledger
+        clock, authenticator = clock or WallClock(), authenticator or Authenticator(config.api_keys)
+        self.admission = admission_of(admission or AdmissionConfig(), scheduler)
+        redis = shared.redis if shared is not None else None
+        self.shared = Shared(redis, authenticator.quotas, clock, self._bound_elsewhere) if redis is not None else None
+        store = self.shared.store if self.shared is not None else None
+        self.metrics = RouteMetrics(
+            promises=Promises(config.slo), num_tenants_file_failures=authenticator.num_file_failures
+        )
+        super().__init__(
+            config,
+            clock=clock,
+            authenticator=authenticator,
+            observer=HttpObserver(config, clock, self.metrics),
+            gate=Gate(self.admission, max_concurrent_requests=config.max_concurrent_requests),
+            fleet_token=token or FleetToken(None),
+            ledger=ledger,
+            store=store,
+        )
+        self.replica = self.in_flight = self
         self.draining = False
-        terms = admission or AdmissionConfig()
-        self.admission = admission_of(terms, scheduler)
-        self.gate = Gate(self.admission, max_concurrent_requests=config.max_concurrent_requests)
-        self.fleet_token = token or FleetToken(None)
         follower = Follower(self.fleet_token)
+        core = ClusterCore(fleet_config, scheduler, autoscale=autoscale, handover=handover)
         self.fleet = Fleet(
-            ClusterCore(fleet_config, scheduler, autoscale=autoscale, handover=handover),
-            self.clock,
+            core,
+            clock,
             follow=follower.start,
             probe=follower.probe,
             metrics=self.metrics,
-            on_tick=self._look,
+            on_bound=self._bound,
+            on_computed=self._computed,
+            on_turn=self._look,
         )
-        self.admission.foretell = lambda num_tokens: self.fleet.core.foretold_ttft_s(num_tokens, self.clock.now())
+        self.admission.foretell = lambda num_tokens: core.foretold_ttft_s(num_tokens, clock.now())
         self.models = ModelNames(self.fleet, follower.learn_models)
-        self.fleet.choices.on_bound = self._bound
-        self.fleet.on_computed = self._computed
-        self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
-        redis = shared.redis if shared is not None else None
-        self.shared: Shared | None = None
-        if redis is not None:
-            self.shared = Shared(redis, self.authenticator.quotas, self.clock, self.fleet.bound_elsewhere)
-            self.fleet.on_bound = self.shared.bound
-        store = self.shared.store if self.shared is not None else None
-        self.results = Results(config.result_cache_bytes, config.result_cache_ttl_s, self.clock, shared=store)
-        self.metrics.results, self.metrics.store = self.results, store
+        self.metrics.looks_at(core, clock, self.fleet.connections)
+        self.metrics.store = store
         self._targets, self._launch, self._bounds = targets, launch, bounds
         self.give_up: Callable[[str], None] = lambda cause: None
         """Told why no replica can be started; the server's to set."""
-        self._salt_secret = b"".join(secret for _, secret in self.fleet_token.shown()) or secrets.token_bytes(32)
         self._salts: dict[tuple[str, str | None], str] = {}  # of each tenant and group
         self._resolving: list[asyncio.Task[None]] = []
+
+    def _bound_elsewhere(self, bound: Bound) -> None:
+        """Another router sent a request to a replica of this fleet."""
+        self.fleet.core.bound_elsewhere(bound.url, bound.hash_key, bound.keys, self.clock.now())
 
     def _computed(self, us_by_tenant: Mapping[str, int]) -> None:
         """Count compute, which every router hears of every replica: the limit holds for all of them together."""
@@ -118,21 +121,13 @@ class Router:
         whose = caller.tenant.name, caller.tenant.shared_cache_group
         salt = self._salts.get(whose)
         if salt is None:
-            salt = self._salts[whose] = caller.tenant.cache_salt(self._salt_secret)
+            salt = self._salts[whose] = caller.tenant.cache_salt(self.salt_secret)
         return salt
 
     def fingerprints(self) -> str:
         """Fingerprints of all replicas: where these change, an answer may too. Foreign servers tell of none."""
         told = {live.facts.fingerprint for live in self.fleet.replicas.values() if live.facts.fingerprint is not None}
         return " ".join(sorted(told))
-
-    @property
-    def replica(self) -> Router:
-        return self
-
-    @property
-    def in_flight(self) -> Router:
-        return self
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Replicas are watched since the start."""
@@ -158,23 +153,29 @@ class Router:
         self.admission.resize(core.num_slots or UNKNOWN_SHARE * self.admission.config.max_queued_requests)
         self.admission.look(core.num_held, now)
 
-    def _bound(self, bind: Bind, held_s: float) -> None:
-        routed = self.fleet.requests[bind.request_id]
-        routed.exchange.log["model"] = routed.request.model
-        self.observer.attempted(routed.exchange, bind, held_s)
+    def _bound(self, routed: RoutedRequest, bind: Bind) -> None:
+        """A request goes to a replica, for the first time or again."""
+        request, exchange = routed.request, routed.exchange
+        if self.shared is not None and not request.is_local:
+            self.shared.bound(request, self.fleet.replicas[bind.choice.replica].facts)
+        exchange.log["model"] = request.model
+        if exchange.span is not None:
+            told = {"maitred.replica": bind.choice.replica, "maitred.held_s": request.held_s}
+            told |= {"maitred.attempt": bind.attempt, "maitred.resumes": bind.resumes}
+            exchange.span.add_event("attempt", told)
 
     # -- its life
 
     def start(self) -> None:
         """Look for the replicas, in the event loop. Requests may come before any is found."""
-        self.fleet.start()
+        self.fleet.start_turns()
         if self.shared is not None:
             self.shared.start()
         if self._launch is not None and self._bounds is not None:
             self.fleet.launching = LaunchedReplicas(
                 self.fleet, self._launch, headers=self.fleet_token.shown(), give_up=self.give_up
             )
-            self.fleet.scale(*self._bounds)
+            self.fleet.hear(self.fleet.core.scaled, *self._bounds)
         for target in self._targets:
             if target.follows_name:
                 self._resolving.append(asyncio.create_task(self._follow_name(target)))
@@ -187,7 +188,7 @@ class Router:
         if self.shared is not None:
             self.shared.stop()
         self.fleet.close()
-        self.observer.close()
+        super().close()
 
     def drain(self, within_s: float) -> None:
         self.draining = True
@@ -198,12 +199,6 @@ class Router:
     def cut_all(self) -> None:
         error = Unavailable("the router is shutting down; send the request again", retry_after_s=1.0)
         self.fleet.interrupt_all(error)
-
-    def check_loaded(self) -> None:
-        """Requests that come before their replicas are held."""
-
-    def open(self, replica: Any, model: Any, admission: Any) -> None:
-        raise AssertionError("a router waits for nothing to open")
 
     # -- replicas
 

@@ -9,7 +9,7 @@ from socket import socket
 import msgspec
 
 import maitred
-from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_route, usage_route
+from maitred.api.common_routes import METRICS, PAGE, USAGE, probe_routes, role_route
 from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.exchange import Exchange
@@ -103,14 +103,16 @@ async def show_roles(router: Router, exchange: Exchange) -> None:
 
 async def drain(router: Router, exchange: Exchange) -> None:
     body = await exchange.json(_decode_named)
-    router.fleet.drain(_known(router, body.name))
+    router.fleet.hear(router.fleet.core.drained, _known(router, body.name))
     await exchange.answer_json(Accepted(), 202)
 
 
 async def restart(router: Router, exchange: Exchange) -> None:
     body = await exchange.json(_decode_maybe_named)
     _require_launched(router)
-    router.fleet.restart(_known(router, body.name) if body.name is not None else None)
+    core = router.fleet.core
+    names = sorted(core.fleet.by_name) if body.name is None else [_known(router, body.name)]
+    router.fleet.hear(core.restarted, names)
     await exchange.answer_json(Accepted(), 202)
 
 
@@ -119,7 +121,7 @@ async def scale(router: Router, exchange: Exchange) -> None:
     _require_launched(router)
     if not 0 <= body.min <= body.max or not body.max:
         raise InvalidRequest(f"min is {body.min} and max {body.max}; 0 <= min <= max, and max is at least 1")
-    router.fleet.scale(body.min, body.max)
+    router.fleet.hear(router.fleet.core.scaled, body.min, body.max)
     await exchange.answer_json(Accepted(), 202)
 
 
@@ -208,7 +210,7 @@ ROUTES = RouteTable(
         *probe_routes(health=_health, ready=_ready),
         Route(method="GET", path="/version", handler=_version, summary="The version of the router."),
         METRICS,
-        usage_route(lambda router: router.ledger),
+        USAGE,
         *PAGE,
         Route(
             method="GET",

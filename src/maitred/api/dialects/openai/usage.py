@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
@@ -15,7 +14,6 @@ from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.service import Service
 from maitred.core.errors import InvalidRequest, RouteNotFound
-from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import DIMENSIONS, WIDTHS, UsageBucket, fill_buckets, usage_pages
 
 # OpenAI's filters -> what they filter; a tenant is a project, and users are not told apart
@@ -71,36 +69,31 @@ class UsagePage(msgspec.Struct, kw_only=True):
     next_page: str | None
 
 
-class CompletionsUsage:
+async def show_usage(app: Service, exchange: Exchange) -> None:
     """Tokens and requests by time, tenant (project_id), key, model and tier; for administrators."""
-
-    def __init__(self, ledger_of: Callable[[Any], Ledger | None]) -> None:
-        self._ledger_of = ledger_of
-
-    async def __call__(self, app: Service, exchange: Exchange) -> None:
-        ledger = self._ledger_of(app)
-        if ledger is None:
-            raise RouteNotFound("this server keeps no ledger; start it with --ledger FILE")
-        asked = _fields(exchange.scope["query_string"])
-        numbers = {name: _number(name, asked[name][0]) for name in _NUMBERS if name in asked}
-        if "start_time" not in numbers:
-            raise InvalidRequest("start_time is missing; send unix seconds", param="start_time")
-        if "page" in asked:
-            numbers["start_time"] = _page(asked["page"][0], numbers["start_time"])
-        query, following = usage_pages(
-            start_time=numbers["start_time"],
-            end_time=numbers.get("end_time"),
-            limit=numbers.get("limit"),
-            now=int(time.time()),
-            bucket_width=asked.get("bucket_width", ["1d"])[0],
-            group_by=asked.get("group_by", []),
-            filters=[(ours, asked[name]) for name, ours in _FILTERS.items() if name in asked],
-        )
-        rows = await asyncio.to_thread(ledger.usage, query)
-        price = app.config.price_per_hour
-        buckets = [_bucket(bucket, price) for bucket in fill_buckets(query, rows)]
-        next_page = f"page_{following}" if following is not None else None
-        await exchange.answer_json(UsagePage(data=buckets, has_more=following is not None, next_page=next_page))
+    ledger = app.ledger
+    if ledger is None:
+        raise RouteNotFound("this server keeps no ledger; start it with --ledger FILE")
+    asked = _fields(exchange.scope["query_string"])
+    numbers = {name: _number(name, asked[name][0]) for name in _NUMBERS if name in asked}
+    if "start_time" not in numbers:
+        raise InvalidRequest("start_time is missing; send unix seconds", param="start_time")
+    if "page" in asked:
+        numbers["start_time"] = _page(asked["page"][0], numbers["start_time"])
+    query, following = usage_pages(
+        start_time=numbers["start_time"],
+        end_time=numbers.get("end_time"),
+        limit=numbers.get("limit"),
+        now=int(time.time()),
+        bucket_width=asked.get("bucket_width", ["1d"])[0],
+        group_by=asked.get("group_by", []),
+        filters=[(ours, asked[name]) for name, ours in _FILTERS.items() if name in asked],
+    )
+    rows = await asyncio.to_thread(ledger.usage, query)
+    price = app.config.price_per_hour
+    buckets = [_bucket(bucket, price) for bucket in fill_buckets(query, rows)]
+    next_page = f"page_{following}" if following is not None else None
+    await exchange.answer_json(UsagePage(data=buckets, has_more=following is not None, next_page=next_page))
 
 
 def _fields(query_string: bytes) -> dict[str, list[str]]:

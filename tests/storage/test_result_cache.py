@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.fleet.result_cache import (
+from maitred.storage.result_cache import (
     ENTRY_BYTES,
     MAX_SHARE,
     Answer,
