@@ -1,19 +1,16 @@
-"""The way of every request that generates, whatever its dialect: its tenant's lease, engine, last byte."""
+"""The way of every request that generates, whatever its dialect: terms, lease, tokens, admission, stream, answer."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from functools import partial
-from typing import NamedTuple
 
-from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt, StreamWriter, time_limits
+from maitred.api.generate.dialect import LIMIT_HEADERS, Dialect, GenerationAsk, Prompt, StreamWriter, time_limits
 from maitred.api.generate.generation import Generation
 from maitred.api.generate.lease import HttpLease, cache_salt, leased
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
-from maitred.api.generate.resumption import Resumption
-from maitred.api.generate.telling import Teller, fingerprint_of, told_usage
+from maitred.api.generate.ways import Batches, Way, ways_of
 from maitred.api.http.app import App
 from maitred.api.http.exchange import (
     ARGUMENTS_EMPTIED,
@@ -21,17 +18,12 @@ from maitred.api.http.exchange import (
     SCHEMA_IGNORED,
     EventStream,
     Exchange,
-    Header,
     names_told,
 )
-from maitred.api.http.fleet_headers import KV_EXPECTED, placed_by_router, time_left
-from maitred.api.http.results import Wanted
-from maitred.api.ops.fleet_feed import NoteTokens
 from maitred.core.errors import InvalidRequest, RequestError
-from maitred.core.request import MAX_SEED, RequestSpec, Terms
 from maitred.engine.intake import make_requests, random_seed
-from maitred.fleet.told import SEED, TELL, StreamHead, ToldUsage, usage_header
-from maitred.gate.terms import TimeLimits, cap_max_tokens
+from maitred.gate.terms import NO_LIMITS, TimeLimits, cap_max_tokens
+from maitred.text.shape import Shape
 
 # in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s
 MAX_PROMPT_LOGPROBS = 256 * 1024
@@ -43,53 +35,45 @@ async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
     await generate(app, exchange, *await _decoded(dialect, app, exchange))
 
 
-async def generate(
-    app: App,
-    exchange: Exchange,
-    ask: GenerationAsk,
-    wanted: Wanted | None,
-    note_tokens: NoteTokens | None,
-    resumption: Resumption | None = None,
-) -> None:
-    """Generate and send the answer to its last byte; a `resumption` continues where another replica left off."""
-    limits = time_limits(ask.limits, exchange.headers).and_also(time_left(exchange.headers))
-    salt = cache_salt(app, exchange.caller, ask.cache_salt)
-    new_seed = resumption.seeds() if resumption is not None else _seeds(app, exchange)
-    if KV_EXPECTED in exchange.headers:
-        await _expect_kv(app, exchange, ask, partial(_make_batches, app, ask, salt, limits, new_seed, note_tokens))
-        return
-    with _using(app, ask), leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
-        if await app.results.replay(exchange, wanted):
-            _replayed(app, exchange, ask, lease)
+async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> tuple[GenerationAsk, Sequence[Way]]:
+    """What is asked. The body's bytes are not kept, but by ways that need them."""
+    body = await dialect.read(exchange)
+    async with exchange.turn():
+        ask = dialect.decode(app, exchange, body)
+        return ask, ways_of(app, exchange, ask, body)
+
+
+async def generate(app: App, exchange: Exchange, ask: GenerationAsk, ways: Sequence[Way]) -> None:
+    """Generate and send the answer to its last byte; `ways` are the features that the request takes."""
+    limits = _limits(exchange, ask, ways)
+    tokenise = partial(_tokenised, app, exchange, ask, limits, ways)
+    for way in ways:
+        if await way.instead(tokenise):
             return
+    with ExitStack() as held:
+        if ask.adapter is not None and app.adapters is not None:  # it stays loaded until the request has its answer
+            held.enter_context(app.adapters.using(ask.adapter))
+        lease = held.enter_context(leased(app, exchange.caller, ask, limits))
+        for way in ways:
+            if await way.replayed(lease):
+                return
+        keep = held.enter_context(app.kept_logprobs.answer()) if ask.keeps_logprobs else None
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s) if ask.stream else None
-        async with app.in_flight.watch(exchange, events), AsyncExitStack() as following:
-            work = partial(_make_batches, app, ask, salt, limits, new_seed, note_tokens)
-            batches = await _tokenised(app, ask, exchange.num_body_bytes, work)
-            if not ask.keeps_text:
-                exchange.large_bodies.release(exchange)
-            shape = ask.shape_found
-            if shape.ignored:
-                exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
-            if shape.emptied:
-                exchange.told += ((ARGUMENTS_EMPTIED, names_told(shape.emptied)),)
-            app.ignored_fields.heed(exchange, shape.unknown, ())
-            batches = placed_by_router(exchange.headers, batches)
-            batches, ended = _placed(app, lease.admit(batches), lease, resumption)
-            if app.fleet.follows(exchange.headers):
-                specs = itertools.chain.from_iterable(batches)
-                following.enter_context(app.fleet.unfinished.following(exchange.request_id, specs, ended))
-            generation = Generation(app, batches, score_only=ask.score_only, ended=ended, marks=shape.marks)
+        async with app.in_flight.watch(exchange, events), AsyncExitStack() as running:
+            batches = await tokenise()
+            _tell_shape(app, exchange, ask.shape_found)
+            batches = _admitted(batches, lease, ways, running)
+            marks = ask.shape_found.marks
+            generation = Generation(app, batches, score_only=ask.score_only, ended=lease.ended, marks=marks)
             outcome = exchange.outcome = lease.outcome = generation.outcome
             exchange.paces = [sample.pace for sample in outcome.samples]
-            if events is not None:
-                exchange.goes_on_elsewhere = _is_told(app, exchange)
-                writer = ask.answer.stream(outcome)
-                if resumption is not None:
-                    await app.text.run_long(partial(resumption.replay, outcome, writer))
-                await _stream(generation, events, writer, _teller(app, exchange, ask, outcome))
-            else:
+            if events is None:
                 await generation.gather(keep)
+            else:
+                writer = ask.answer.stream(outcome)
+                for way in ways:
+                    writer = await way.begun(generation, writer, events)
+                await _stream(generation, events, writer)
         usage = outcome.usage()
         exchange.is_handed_over = usage.handover not in ("", "local")
         exchange.log |= {"prompt_tokens": usage.num_prompt_tokens, "completion_tokens": usage.num_generated_tokens}
@@ -97,120 +81,61 @@ async def generate(
         if events is None:
             takes_long, write = outcome.num_logprobs > MANY_LOGPROBS, partial(ask.answer.whole, outcome)
             whole = await app.text.run_long(write) if takes_long else write()
-            headers = (*JSON_HEADERS, *_server_timing(outcome), *usage_for_router(app, exchange, told_usage(outcome)))
-            await exchange.answer(whole, 200, headers)
-        app.results.keep(exchange, wanted)
+            told = (header for way in ways for header in way.headers(outcome))
+            await exchange.answer(whole, 200, (*JSON_HEADERS, *_server_timing(outcome), *told))
+        for way in ways:
+            way.ended()
+
+
+def _limits(exchange: Exchange, ask: GenerationAsk, ways: Sequence[Way]) -> TimeLimits:
+    """Time limits that the request names, and its ways'. Raises InvalidRequest."""
+    limits = NO_LIMITS
+    if ask.limits is not None or not LIMIT_HEADERS.isdisjoint(exchange.headers):
+        limits = time_limits(ask.limits, exchange.headers)
+    for way in ways:
+        limits = limits.and_also(way.limits())
+    return limits
 
 
 async def _tokenised(
-    app: App, ask: GenerationAsk, num_bytes: int, work: Callable[[], list[list[RequestSpec]]]
-) -> list[list[RequestSpec]]:
+    app: App, exchange: Exchange, ask: GenerationAsk, limits: TimeLimits, ways: Sequence[Way]
+) -> Batches:
+    """The samples of each prompt, made in a thread where that takes long. Raises RequestError."""
+    salt = cache_salt(app, exchange.caller, ask.cache_salt)
+    new_seed = next((seeds for way in ways if (seeds := way.seeds()) is not None), random_seed)
+    work = partial(_make_batches, app, ask, salt, limits, new_seed, ways)
     if ask.is_shaped:
-        return await app.text.run_shaped(work)
-    return await app.text.run(num_bytes, work, may_take_long=ask.may_take_long)
+        batches = await app.text.run_shaped(work)
+    else:
+        batches = await app.text.run(exchange.num_body_bytes, work, may_take_long=ask.may_take_long)
+    if not ask.keeps_text and exchange.is_large:
+        exchange.large_bodies.release(exchange)
+    return batches
 
 
-async def _expect_kv(
-    app: App, exchange: Exchange, ask: GenerationAsk, work: Callable[[], list[list[RequestSpec]]]
-) -> None:
-    """A router says that the prompts are computed elsewhere now; they are answered here when they come again."""
-    batches = await _tokenised(app, ask, exchange.num_body_bytes, work)
-    for first, *_ in placed_by_router(exchange.headers, batches):
-        if first.kv_from:
-            app.replica.expect_kv(first, first.kv_from)
-    await exchange.answer_json({})
+def _admitted(batches: Batches, lease: HttpLease, ways: Sequence[Way], running: AsyncExitStack) -> Batches:
+    """The samples of each prompt in the gate's queue, to be submitted now. Raises as `Gate.admit`."""
+    for way in ways:
+        batches = way.placed(batches)
+    batches = lease.admit(batches)
+    for way in ways:
+        batches = way.admitted(batches, lease)
+    for way in ways:
+        running.enter_context(way.running(batches, lease))
+    return batches
 
 
-def _using(app: App, ask: GenerationAsk) -> AbstractContextManager[None]:
-    """Keep the request's adapter loaded until the request has its answer."""
-    return app.adapters.using(ask.adapter) if app.adapters is not None else nullcontext()
+def _tell_shape(app: App, exchange: Exchange, shape: Shape) -> None:
+    """Tell what of schemas and calls was left out. Raises InvalidRequest where the server is strict."""
+    if shape.ignored:
+        exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
+    if shape.emptied:
+        exchange.told += ((ARGUMENTS_EMPTIED, names_told(shape.emptied)),)
+    if shape.unknown:
+        app.ignored_fields.heed(exchange, shape.unknown, ())
 
 
-class _Decoded(NamedTuple):
-    ask: GenerationAsk
-    wanted: Wanted | None  # of the result cache
-    note_tokens: NoteTokens | None
-
-
-async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> _Decoded:
-    """Decode the body. Its bytes are kept only while routers listen, and then until its prefix keys are known."""
-    body = await dialect.read(exchange)
-    async with exchange.turn():
-        ask = dialect.decode(app, exchange, body)
-        noting = app.fleet.noting(exchange.scope["path"], body, exchange.headers)
-        return _Decoded(ask, _wanted(app, exchange, ask, body), noting)
-
-
-def _wanted(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> Wanted | None:
-    """What the result cache may answer; None too where a quota may cut the answer short: another time it is longer."""
-    if _is_told(app, exchange):  # it keeps answers itself, without what is told beside them
-        return None
-    tenant, sampling = exchange.caller.tenant, ask.sampling
-    limits = tenant.limits
-    if sampling.max_tokens is None and (limits.tokens_per_minute, limits.token_budget) != (None, None):
-        return None
-    digest = ask.adapter.digest if ask.adapter is not None else ""
-    revision = f"{app.model.revision}:{digest}:{tenant.default_max_tokens}"
-    return app.results.wanted(exchange, body, revision=revision, temperature=sampling.temperature, seed=sampling.seed)
-
-
-def _replayed(app: App, exchange: Exchange, ask: GenerationAsk, lease: HttpLease) -> None:
-    """A request of its tenant's, and no tokens: nothing was computed."""
-    caller = exchange.caller
-    spec = RequestSpec(
-        request_id=f"{next(app.request_numbers):x}.{exchange.request_id}",
-        arrived_at=app.clock.now(),
-        num_prompt_tokens=0,
-        max_tokens=0,
-        terms=Terms(tenant=caller.tenant.name, key_id=caller.key_id, priority=lease.priority),
-        adapter=ask.adapter.key if ask.adapter is not None else "",
-    )
-    app.on_replayed(spec)
-
-
-def _placed(
-    app: App, batches: list[list[RequestSpec]], lease: HttpLease, resumption: Resumption | None
-) -> tuple[list[list[RequestSpec]], frozenset[str]]:
-    """The batches, with where each sample resumes, and the ids of samples that have ended."""
-    if resumption is None:
-        return batches, frozenset()
-    batches = resumption.placed(batches, app.clock.now())
-    for request_id in resumption.ended:
-        lease.sample_ended(request_id)
-    return batches, resumption.ended
-
-
-def _seeds(app: App, exchange: Exchange) -> Callable[[], int]:
-    """Seeds for prompts that bring none: from the router's, if it sent one, else drawn here. Raises InvalidRequest."""
-    sent = exchange.headers.get(SEED)
-    if sent is None or not app.fleet_token.is_shown_by(exchange.headers):
-        return random_seed
-    if not sent.isdigit() or len(sent) > len(str(MAX_SEED)):
-        raise InvalidRequest(f"the header {SEED.decode()} must be an integer from 0 to {MAX_SEED}")
-    return map(MAX_SEED.__and__, itertools.count(int(sent))).__next__
-
-
-def _is_told(app: App, exchange: Exchange) -> bool:
-    return TELL in exchange.headers and app.fleet_token.is_shown_by(exchange.headers)
-
-
-def _teller(app: App, exchange: Exchange, ask: GenerationAsk, outcome: Outcome) -> Teller | None:
-    """Reports tokens to a router that shows the fleet's token and asks for them; None for other clients."""
-    if not _is_told(app, exchange):
-        return None
-    firsts = [batch[0] for batch in outcome.batches]
-    head = StreamHead(
-        id=ask.answer.id,
-        created=ask.answer.created,
-        fingerprint=fingerprint_of(app.model, ask.adapter),
-        seeds=tuple(spec.seed for spec in firsts),
-        max_tokens=tuple(spec.max_tokens for spec in firsts),
-        num_prompt_tokens=sum(spec.num_prompt_tokens for spec in firsts),
-    )
-    return Teller(head, outcome)
-
-
-async def _stream(generation: Generation, events: EventStream, writer: StreamWriter, teller: Teller | None) -> None:
+async def _stream(generation: Generation, events: EventStream, writer: StreamWriter) -> None:
     """Send what `writer` makes of every delta, then the end."""
     unfinished = generation.num_running
     last = b"" if unfinished else writer.last()
@@ -219,12 +144,7 @@ async def _stream(generation: Generation, events: EventStream, writer: StreamWri
             unfinished -= delta.finish_reason is not None
             written = writer.delta(sample, delta)
             if not unfinished:
-                written += writer.last()
-            if teller is not None:
-                num_more = 0 if unfinished else events.num_end_bytes
-                written = teller.frame(sample, delta, written, num_more, is_last=not unfinished)
-            if not unfinished:
-                last = written  # goes out with the end of the stream, in one write
+                last = written + writer.last()  # goes out with the end of the stream, in one write
             elif written:
                 await events.write(written)
     await events.done(last)
@@ -239,19 +159,14 @@ def _server_timing(outcome: Outcome) -> tuple[tuple[bytes, bytes], ...]:
     return ((b"server-timing", parts.encode()),)
 
 
-def usage_for_router(app: App, exchange: Exchange, usage: ToldUsage) -> tuple[Header, ...]:
-    """The usage header, by which a router bills; none for other clients."""
-    return (usage_header(usage),) if app.fleet_token.is_shown_by(exchange.headers) else ()
-
-
 def _make_batches(
     app: App,
     ask: GenerationAsk,
     cache_salt: str,
     limits: TimeLimits,
     new_seed: Callable[[], int],
-    note_tokens: NoteTokens | None,
-) -> list[list[RequestSpec]]:
+    ways: Sequence[Way],
+) -> Batches:
     """The samples of each prompt. Ids are unique even when clients repeat theirs. Raises RequestError."""
     try:
         prompts = ask.prompts()
@@ -260,10 +175,12 @@ def _make_batches(
     except RequestError as error:
         error.param = ask.field_names.get(error.param or "", error.param)
         raise
-    if note_tokens is not None and prompts:  # of several the first one's keys stand for all
-        note_tokens(prompts[0], batches[0][0])
+    for way in ways if prompts else ():
+        way.tokenised(prompts[0], batches[0][0])
     if not ask.keeps_text:
         prompts.clear()
+    if ask.default_max_tokens is None:
+        return batches
     return [cap_max_tokens(batch, ask.default_max_tokens) for batch in batches]
 
 
@@ -274,10 +191,10 @@ def _batches(
     cache_salt: str,
     limits: TimeLimits,
     new_seed: Callable[[], int],
-) -> list[list[RequestSpec]]:
-    now, num_tokens, prediction = app.clock.now(), 0, ask.prediction()
+) -> Batches:
+    now, num_tokens, prediction = app.clock.now(), 0, ask.prediction() if ask.prediction is not None else ""
     terms = limits.asked(now)
-    batches: list[list[RequestSpec]] = []
+    batches: Batches = []
     for position, prompt in enumerate(prompts):
         try:
             batch = make_requests(
@@ -301,13 +218,14 @@ def _batches(
             raise
         batches.append(batch)
         num_tokens += batch[0].num_prompt_tokens * len(batch)
-        _check_prompt_logprobs(num_tokens, ask.sampling.prompt_logprobs)
+        if ask.sampling.prompt_logprobs is not None:
+            _check_prompt_logprobs(num_tokens, ask.sampling.prompt_logprobs)
     return batches
 
 
-def _check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
+def _check_prompt_logprobs(num_tokens: int, num_top: int) -> None:
     """Raise InvalidRequest once `num_tokens` of prompts have more log-probabilities than one answer may hold."""
-    if num_top is not None and num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+    if num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"{num_tokens} tokens of prompts (for every sample anew) with {num_top + 1} log-probabilities each are "
             f"{num_tokens * (num_top + 1)}; at most {MAX_PROMPT_LOGPROBS} in one answer: ask for fewer of each token, "

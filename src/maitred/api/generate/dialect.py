@@ -24,6 +24,7 @@ HEADERS: Mapping[str, str] = {  # in the order of TimeLimits
     "queue_timeout_ms": "x-queue-timeout-ms",
     "timeout_ms": "x-request-timeout-ms",
 }
+LIMIT_HEADERS = frozenset(name.encode() for name in HEADERS.values())
 
 
 class AskedLimits(Protocol):
@@ -106,7 +107,7 @@ class GenerationAsk:
     `keeps_text`."""
     shape: Callable[[], Shape] = lambda: NO_SHAPE
     """What binds the answers; called once, in the same thread, after `prompts`."""
-    prediction: Callable[[], str] = str
+    prediction: Callable[[], str] | None = None
     """A text that the answers may be like; called once, in the same thread."""
     is_shaped: bool = False  # so `shape` may take long
     shape_found: Shape = NO_SHAPE  # what `shape` gave
@@ -126,6 +127,12 @@ class GenerationAsk:
     @property
     def num_samples(self) -> int:
         return self.sampling.n * self.num_prompts
+
+    @property
+    def keeps_logprobs(self) -> bool:
+        """Whether log-probabilities wait for the end of the answer."""
+        asked = self.sampling.logprobs is not None or self.sampling.prompt_logprobs is not None
+        return asked and not self.stream
 
 
 class Dialect(NamedTuple):

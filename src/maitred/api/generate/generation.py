@@ -83,8 +83,10 @@ class Generation:
         error = delta.error or "the server ended this request"
         return InvalidRequest(error) if delta.is_requests_fault else GenerationFailed(error)
 
-    async def gather(self, keep: Keep) -> None:
-        """Run to the end; the samples then hold everything. `keep` is told what that costs, and may end it."""
+    async def gather(self, keep: Keep | None) -> None:
+        """Run to the end; the samples then hold everything. `keep` is told what log-probabilities cost, and may end it;
+        None where there are none.
+        """
         async with aclosing(self.deltas()) as deltas:
             async for sample, delta in deltas:
                 if delta.text:
@@ -92,9 +94,10 @@ class Generation:
                 sample.pieces.extend(delta.pieces)
                 sample.token_ids.extend(delta.token_ids)
                 if delta.logprobs is not None:
+                    assert keep is not None, "log-probabilities that were not asked for"
                     keep(delta.logprobs)
                     sample.logprobs.extend(delta.logprobs)
-                if delta.prompt_logprobs is not None:
+                if delta.prompt_logprobs is not None and keep is not None:
                     keep(delta.prompt_logprobs)
                 if delta.finish_reason is not None:
                     sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason

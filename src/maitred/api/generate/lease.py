@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from maitred.api.generate.dialect import GenerationAsk
@@ -21,6 +21,7 @@ class HttpLease:
     def __init__(self, app: App, caller: Caller, lease: Lease) -> None:
         self._app, self._caller, self._lease = app, caller, lease
         self.outcome: Outcome | None = None  # once there is one
+        self.ended: frozenset[str] = frozenset()  # ids of samples that another replica had ended
 
     @property
     def priority(self) -> int:
@@ -37,9 +38,11 @@ class HttpLease:
             app.replica.abort(request_id, FinishReason.SHED)
         return [admitted.specs[first : first + num_each] for first in range(0, len(specs), num_each)]
 
-    def sample_ended(self, request_id: str) -> None:
-        """Free the place of a sample that another replica had ended."""
-        self._lease.sample_ended(request_id)
+    def have_ended(self, request_ids: Iterable[str]) -> None:
+        """Free the places of samples that another replica had ended."""
+        self.ended = frozenset(request_ids)
+        for request_id in self.ended:
+            self._lease.sample_ended(request_id)
 
     def end(self) -> None:
         """Give back what was taken and not used; idempotent."""

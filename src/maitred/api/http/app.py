@@ -182,7 +182,7 @@ class App(Service):
             self._paths.add(os.path.normpath(model.root))
             with suppress(FileNotFoundError):  # of a folder that is gone
                 self._paths.add(os.path.abspath(model.root))
-        self.fleet = FleetFeed(replica, model, self.fleet_token, self.in_flight)
+        self.fleet = FleetFeed(replica, model, self.in_flight)
         self.observer.metrics.engine_came(replica, model, admission)
 
     def on_replayed(self, spec: RequestSpec) -> None:
@@ -192,11 +192,14 @@ class App(Service):
 
     def _progressed(self, progress: list[RequestProgress], num_queued: int, now: float) -> None:
         self.gate.progressed(progress, num_queued, now)
-        self.fleet.unfinished.progressed(progress)
+        if self.fleet.unfinished.answers:
+            self.fleet.unfinished.progressed(progress)
 
     def _computed(self, tenant: str, compute_us: int) -> None:
-        self.authenticator.quotas.computed(tenant, compute_us, self.clock.now())
-        self.fleet.computed(tenant, compute_us)
+        if tenant:
+            self.authenticator.quotas.computed(tenant, compute_us, self.clock.now())
+        if self.fleet.is_on:
+            self.fleet.computed(tenant, compute_us)
 
     @property
     def adapters(self) -> AdapterBook | None:

@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from maitred.api.http.errors import BrokenOff, ClientGone, HttpError, http_error
 from maitred.api.http.exchange import CONNECTION, REQUEST_ID, TOLD_OF_BODIES, Exchange, Header
+from maitred.api.http.fleet_headers import BELIEVED, TENANT, without_believed
 from maitred.api.http.fleet_headers import HEADER as FLEET_TOKEN
-from maitred.api.http.fleet_headers import TENANT, without_believed
 from maitred.api.http.logs import ERRORS, log_fields
 from maitred.api.http.routes import FoundRoute, RouteTable
 from maitred.api.http.service import Service
@@ -73,7 +73,8 @@ class AsgiApp:
         observer = self.app.observer
         observed = observer.began(exchange, found.span)
         try:
-            exchange.caller = self._caller(found, headers)
+            exchange.from_router = FLEET_TOKEN in headers and self.app.fleet_token.is_shown_by(headers)
+            exchange.caller = self._caller(found, headers, is_router=exchange.from_router)
             if found.needs_engine:
                 self.app.check_loaded()
             route, exchange.parameter = found[:2] if found.route is not None else self.routes.find(method, path)
@@ -87,18 +88,18 @@ class AsgiApp:
         except Exception as error:
             await _answer_error(exchange, error, self._outage)
         finally:
-            exchange.large_bodies.release(exchange)
+            if exchange.is_large:
+                exchange.large_bodies.release(exchange)
             observer.ended(exchange, observed)
 
-    def _caller(self, found: FoundRoute, headers: dict[bytes, bytes]) -> Caller:
+    def _caller(self, found: FoundRoute, headers: dict[bytes, bytes], *, is_router: bool) -> Caller:
         """The caller of a request. A router that shows the fleet's token vouches for callers, and needs no key on
         routes for routers; from other clients such headers are dropped. Raises InvalidApiKey.
         """
-        is_router = FLEET_TOKEN in headers and self.app.fleet_token.is_shown_by(headers)
-        if not is_router:
-            without_believed(headers)
-        elif TENANT in headers:
+        if is_router and TENANT in headers:
             return self.app.authenticator.vouched(headers)
+        if not is_router and not BELIEVED.isdisjoint(headers):
+            without_believed(headers)
         is_open = not found.needs_key or (is_router and found.is_for_routers)
         return self.app.authenticator.check(headers.get(b"authorization"), is_open=is_open)
 

@@ -45,6 +45,7 @@ class Exchange:
     headers: dict[bytes, bytes]  # of the request, names in lower case, the first of equals
     format: DialectFormat  # of the path that was asked for
     caller: Caller = field(init=False)  # set before any route is asked
+    from_router: bool = False  # it shows the fleet's token
     route: Route | None = None  # once it is found
     parameter: str = ""  # of its path
     log: dict[str, Any] = field(default_factory=dict)  # what the access line says besides

@@ -64,12 +64,9 @@ class Results:
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         self.cache = ResultCache(max_bytes, ttl_s)
+        self.is_on = max_bytes > 0
         self.num_hits = self.num_misses = self.num_corrupt = 0
         self._shared, self._clock, self._wall_time = shared, clock, wall_time
-
-    @property
-    def is_on(self) -> bool:
-        return self.cache.max_bytes > 0
 
     def wanted(
         self, exchange: Exchange, body: bytes, *, revision: str, temperature: float | None, seed: int | None

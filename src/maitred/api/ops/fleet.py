@@ -9,8 +9,7 @@ import msgspec
 
 from maitred.api.generate.complete import generate
 from maitred.api.generate.dialect import Dialect
-from maitred.api.generate.resumption import Resumption
-from maitred.api.generate.telling import fingerprint_of
+from maitred.api.generate.ways import FromRouter, Noted, Resumed, Way, fingerprint_of
 from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.errors import ClientGone
@@ -38,7 +37,7 @@ async def tell_fleet(app: App, exchange: Exchange) -> None:
 
     What waits for a slow router is a difference, so it is bounded by the keys there are and were.
     """
-    if app.fleet_token.is_set and not app.fleet_token.is_shown_by(exchange.headers):
+    if app.fleet_token.is_set and not exchange.from_router:
         raise PermissionDenied("this takes the fleet's token, in the header x-maitred-fleet-token")
     stream = EventStream(exchange, silence_s=0.0)
     with suppress(ClientGone):
@@ -55,7 +54,7 @@ class Resume:
         self._dialects = dialects
 
     async def __call__(self, app: App, exchange: Exchange) -> None:
-        if not app.fleet_token.is_shown_by(exchange.headers):
+        if not exchange.from_router:
             raise PermissionDenied("this takes the fleet's token, in the header x-maitred-fleet-token")
         exchange.max_body_bytes += MAX_TOLD_BYTES
         asked = (await exchange.sent(_decoder)).body
@@ -68,9 +67,9 @@ class Resume:
         async with exchange.turn():
             body = bytes(asked.body)
             ask = dialect.decode(app, exchange, body)
-            note_tokens = app.fleet.noting(asked.path, body, exchange.headers)
+            ways: list[Way] = [Noted(app, exchange, asked.path, body)] if app.fleet.is_on else []
         _check_numerics(app, ask.adapter, asked.head.fingerprint)
-        await generate(app, exchange, ask, None, note_tokens, Resumption(asked, ask, app.model))
+        await generate(app, exchange, ask, [*ways, Resumed(app, asked, ask), FromRouter(app, exchange, ask)])
 
 
 def _is_of(known: str, path: str) -> bool:

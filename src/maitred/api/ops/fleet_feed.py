@@ -12,7 +12,7 @@ from operator import add
 import msgspec
 
 import maitred
-from maitred.api.http.fleet_headers import SALT, FleetToken
+from maitred.api.http.fleet_headers import SALT
 from maitred.api.http.in_flight import InFlight
 from maitred.core.errors import Overloaded
 from maitred.core.replica import ReplicaState
@@ -54,8 +54,8 @@ FORGOTTEN_S = 10.0  # after an answer broke off the engine has told of its sampl
 class FleetFeed:
     """At work while a router listens, and LINGER_S more. Belongs to the event loop, but for what `noting` returns."""
 
-    def __init__(self, replica: Replica, model: ServedModel, token: FleetToken, in_flight: InFlight) -> None:
-        self._replica, self._model, self._token, self._in_flight = replica, model, token, in_flight
+    def __init__(self, replica: Replica, model: ServedModel, in_flight: InFlight) -> None:
+        self._replica, self._model, self._in_flight = replica, model, in_flight
         self.keys = StoredKeys()
         self.unfinished = Unfinished(self._ended)
         self._ends: list[deque[Ended]] = []  # to be told, by listener
@@ -67,20 +67,11 @@ class FleetFeed:
         self.is_on = False
         """Whether bodies are kept until their keys are known."""
 
-    def noting(self, path: str, sent: bytes, headers: Mapping[bytes, bytes]) -> NoteTokens | None:
-        """The function to call with a request's prompt and spec, in any thread; None while no router listens.
-
-        `sent` is the request's body as `path` takes it, empty where it was not kept.
+    def noting(self, path: str, sent: bytes, headers: Mapping[bytes, bytes]) -> NoteTokens:
+        """The function to call with a request's prompt and spec, in any thread. `sent` is the body as `path` takes it,
+        `headers` are a router's.
         """
-        if not self.is_on or not sent:
-            return None
-        trusted = self._token.is_shown_by(headers)
-        salt = headers.get(SALT, b"").decode("latin-1") if trusted else ""
-        return _Noting(self, path, sent, salt).note
-
-    def follows(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a listening router sends the request, and is to hear its cost if it comes to no end."""
-        return self.is_on and self._token.is_shown_by(headers)
+        return _Noting(self, path, sent, headers.get(SALT, b"").decode("latin-1")).note
 
     def note(self, chain: Sequence[KeyBlock]) -> None:
         """Keys of a request, and the block that each ends in."""
@@ -255,7 +246,7 @@ class Unfinished:
 
     def __init__(self, tell: Callable[[Ended], None]) -> None:
         self._tell = tell
-        self._of: dict[str, _Answer] = {}  # by id of each sample that the engine has
+        self.answers: dict[str, _Answer] = {}  # by id of each sample that the engine has
         self._num_broken = 0
 
     @property
@@ -274,7 +265,7 @@ class Unfinished:
                 answer.add(spec.resumed.charges)
             else:
                 answer.running.add(spec.request_id)
-                self._of[spec.request_id] = answer
+                self.answers[spec.request_id] = answer
         try:
             yield
         except BaseException:
@@ -286,10 +277,8 @@ class Unfinished:
 
     def progressed(self, progress: Sequence[RequestProgress]) -> None:
         """Take what the engine told of all requests at once."""
-        if not self._of:
-            return
         for item in progress:
-            if item.finish_reason is not None and (answer := self._of.pop(item.request_id, None)) is not None:
+            if item.finish_reason is not None and (answer := self.answers.pop(item.request_id, None)) is not None:
                 answer.running.discard(item.request_id)
                 answer.add(item.charges or NO_CHARGES)
                 self._tell_if_over(answer)
@@ -313,7 +302,7 @@ class Unfinished:
 
     def _forget(self, answer: _Answer) -> None:
         for name in answer.running:
-            self._of.pop(name, None)
+            self.answers.pop(name, None)
         answer.running.clear()
 
 

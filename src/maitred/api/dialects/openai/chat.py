@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from msgspec import UNSET
@@ -56,9 +57,11 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     as_sent = _DECODER.decode(sent)
     body = as_sent.body
     model = app.check_model(body.model, exchange.caller)
-    heed_others(app, exchange, as_sent, _DECODER, CHAT_REFUSED)
+    if as_sent.refused or as_sent.unknown:
+        heed_others(app, exchange, as_sent, _DECODER, CHAT_REFUSED)
     check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
-    check_object(body.prompt_cache_options, "prompt_cache_options")
+    if body.prompt_cache_options is not UNSET:
+        check_object(body.prompt_cache_options, "prompt_cache_options")
     sampling = chat_sampling(body, app.model, app.config.default_max_n)
     id = completion_id("chatcmpl", body, exchange.request_id)
     reading = ChatReading(app.model, app.grammars, body, id)
@@ -73,7 +76,7 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
         prompts=reading.prompts,
         adapter=app.adapter(body.model, exchange.caller),
         shape=reading.shape,
-        prediction=reading.prediction,
+        prediction=None if body.prediction is UNSET else reading.prediction,
         is_shaped=is_shaped(body),
         may_take_long=body.chat_template_kwargs is not UNSET,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them
@@ -95,10 +98,14 @@ class ChatAnswer:
         self.id, self._name, self._reading = reading.id, name, reading
         self._body, self._usage = body, usage
         self.created = int(time.time())
-        self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._tokenizer = model.tokenizer
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         last = body.messages[-1] if body.messages else None
         self._echoed = text_of(last) if body.echo and last is not None and last.role == "assistant" else ""
+
+    @cached_property
+    def _names(self) -> TokenNames:
+        return TokenNames(self._tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
 
     def whole(self, outcome: Outcome) -> bytes:
         body, request = self._body, outcome.samples[0].request

@@ -23,7 +23,6 @@ from maitred.api.dialects.openai.models import model_cards
 from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, MAX_LISTED, heed_others, prompts_of
 from maitred.api.dialects.openai.sampling import check_priority
 from maitred.api.dialects.openai.schemas import ModelCard, ModelList
-from maitred.api.generate.complete import usage_for_router
 from maitred.api.generate.dialect import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder
@@ -32,7 +31,7 @@ from maitred.api.http.routes import Route
 from maitred.api.tensor.lease import leased, tensors_of
 from maitred.api.tensor.texts import Tokenizers, encoder_named, encoders_of, tokens_of, vectors_of
 from maitred.core.errors import ModelNotFound
-from maitred.fleet.told import ToldUsage
+from maitred.fleet.told import ToldUsage, usage_header
 from maitred.tensor.encoder import check_dimensions
 from maitred.tensor.encoder_config import encoder_of
 
@@ -74,7 +73,8 @@ class Embeddings:
         exchange.log["prompt_tokens"] = lease.num_tokens
         write = partial(_written, model, vectors, lease.num_tokens, as_base64=body.encoding_format == "base64")
         whole = await app.text.run(sum(vector.nbytes for vector in vectors), write)
-        usage = usage_for_router(app, exchange, ToldUsage(lease.num_tokens, 0, 0, lease.compute_us))
+        told = ToldUsage(lease.num_tokens, 0, 0, lease.compute_us)
+        usage = (usage_header(told),) if exchange.from_router else ()
         await exchange.answer(whole, 200, (*JSON_HEADERS, *usage))
 
 

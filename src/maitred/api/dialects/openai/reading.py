@@ -110,9 +110,10 @@ def _plain(message: ChatMessage, at: str, knows_developer: bool) -> dict[str, An
     calls = _calls(message, at)
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{at}.tool_call_id is missing: which call was answered?", param=f"{at}.tool_call_id")
-    refuse_raw(message.function_call, f"{at}.function_call")
+    if message.function_call is not UNSET:
+        refuse_raw(message.function_call, f"{at}.function_call")
     for name in ("audio", "images"):
-        if has_value(getattr(message, name)):
+        if (sent := getattr(message, name)) is not UNSET and has_value(sent):
             raise unsupported_content(f"{at}.{name}", name)
     if message.prefix:
         raise unsupported(f"{at}.prefix", "send continue_final_message: true")
@@ -502,7 +503,8 @@ class ChatReading:
 
 def _template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
     """The client's variables of the chat template, and what the fields about thoughts are called there."""
-    sent = any_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
+    given = body.chat_template_kwargs
+    sent = {} if given is UNSET else any_object(given, "chat_template_kwargs") or {}
     effort = body.reasoning_effort
     if effort is None:
         return sent

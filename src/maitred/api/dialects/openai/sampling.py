@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from typing import Any
 
+from msgspec import UNSET
+
 from maitred.api.dialects.openai.answers import WantedUsage
 from maitred.api.dialects.openai.refusals import string_map, token_biases, unsupported
 from maitred.api.dialects.openai.schemas import (
@@ -113,7 +115,8 @@ def wanted_usage(body: GenerationFields) -> WantedUsage:
 
 def check_common(body: GenerationFields, caller: Caller, *, policy_without_priorities: str | None) -> None:
     """Bounds of the fields that are not about sampling."""
-    string_map(body.metadata, "metadata")
+    if body.metadata is not UNSET:
+        string_map(body.metadata, "metadata")
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_CACHE_SALT_CHARS:
         raise InvalidRequest(
             f"cache_salt has {len(body.cache_salt)} characters; it must have 1 to {MAX_CACHE_SALT_CHARS}",
@@ -150,7 +153,7 @@ def make_ask(body: GenerationFields, answer: Answer, **more: Any) -> GenerationA
         priority=body.priority,
         tier=body.service_tier,
         cache_salt=body.cache_salt or "",
-        limits=body,
+        limits=None if body.ttft_slo_ms is body.queue_timeout_ms is body.timeout_ms is None else body,
         **more,
     )
 
@@ -165,7 +168,7 @@ def _sampling(
         value = getattr(body, name)
         if value is not None:
             values[name] = value
-    biases = token_biases(body.logit_bias, "logit_bias")
+    biases = None if body.logit_bias is UNSET else token_biases(body.logit_bias, "logit_bias")
     if biases is not None:
         values["logit_bias"] = biases
     n = 1 if body.n is None else body.n
