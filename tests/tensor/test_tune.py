@@ -12,10 +12,7 @@ import pytest
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
 from maitred.cli.main import main
-from maitred.core.errors import ConfigError
-from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes
-from maitred.tensor.repository_files import read_config, read_model
-from maitred.tensor.tune import (
+from maitred.cli.tuning import (
     Outcome,
     Setting,
     Target,
@@ -27,6 +24,9 @@ from maitred.tensor.tune import (
     with_setting,
     write_setting,
 )
+from maitred.core.errors import ConfigError
+from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes
+from maitred.tensor.repository_files import read_config, read_model
 from tests.tensor.ensembles import write_diamond
 from tests.tensor.models import write_model
 from tests.tensor.test_python_models import CONFIG as PYTHON_CONFIG

@@ -193,8 +193,7 @@ def _infer(options: Options) -> int:
 
     import msgspec
 
-    from maitred.tensor.infer_load import lines, run_load
-    from maitred.tensor.infer_servers import Asked
+    from maitred.cli.load_tensors import Asked, lines, run_load
 
     given = options[InferOptions]
     asked = Asked(

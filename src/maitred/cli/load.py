@@ -1,11 +1,14 @@
-"""Load on an OpenAI server: prompts, what came of one request and when, and the loops that send them."""
+"""Load on a server: the loops that send requests, open or closed, and what came of each and when.
+
+`Load` is a form of requests: completions and chats of an OpenAI server here, tensors in `load_tensors`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -53,6 +56,11 @@ class Record:
     def lag_s(self) -> float:
         """How late we sent it: the client's own fault, never the server's."""
         return self.sent_s - self.due_s
+
+    @property
+    def latency_s(self) -> float:
+        """From when it was due to the end of the answer."""
+        return self.ended_s - self.due_s
 
     @property
     def ttft_s(self) -> float | None:
@@ -294,16 +302,35 @@ class RequestForm:
         return msgspec.json.encode(body | dict(self.extra))
 
 
-@dataclass(slots=True)
-class LoadClient:
-    """Sends to one endpoint; `began_at` is the moment (time.perf_counter) from which all times count."""
+class Load:
+    """Sends requests of one form; times are seconds since `began_at`, of the machine's monotonic clock."""
 
-    endpoint: Endpoint
-    form: RequestForm
-    began_at: float = field(default_factory=time.perf_counter)
+    def __init__(self) -> None:
+        self.began_at = time.monotonic()
 
     def now(self) -> float:
-        return time.perf_counter() - self.began_at
+        return time.monotonic() - self.began_at
+
+    async def wait_until(self, due_s: float) -> None:
+        await asyncio.sleep(max(0.0, due_s - self.now()))
+
+    def prepared(self, request: PlannedRequest) -> Callable[[float], Awaitable[Record]]:
+        """Make what is sent, ahead of its time; gives what sends it, told when it was due, and never raises for what
+        the server does: a failure is part of the record.
+        """
+        raise NotImplementedError
+
+
+class LoadClient(Load):
+    """Sends to one endpoint of an OpenAI server."""
+
+    def __init__(self, endpoint: Endpoint, form: RequestForm) -> None:
+        super().__init__()
+        self.endpoint, self.form = endpoint, form
+
+    def prepared(self, request: PlannedRequest) -> Callable[[float], Awaitable[Record]]:
+        body = self.form.encode(request)
+        return lambda due_s: self.send(replace(request, due_s=due_s), body)
 
     async def send(self, request: PlannedRequest, body: bytes) -> Record:
         """Never raises for what the server does: a failure is part of the record."""
@@ -402,8 +429,8 @@ class LoadProgress:
 class LoadRun:
     """One run against one server. `stop` ends it early: nothing more is sent, what is in flight is dropped."""
 
-    def __init__(self, client: LoadClient, plan: Iterator[PlannedRequest], *, duration_s: float | None = None) -> None:
-        self._client = client
+    def __init__(self, load: Load, plan: Iterator[PlannedRequest], *, duration_s: float | None = None) -> None:
+        self._load = load
         self._plan = plan
         self._duration_s = duration_s
         self._tasks: set[asyncio.Task[Record]] = set()
@@ -437,9 +464,9 @@ class LoadRun:
         for request in self._plan:
             if self._duration_s is not None and request.due_s > self._duration_s:
                 return
-            body = self._client.form.encode(request)  # before the wait, so that it delays nothing
-            await asyncio.sleep(max(0.0, request.due_s - self._client.now()))
-            task = asyncio.create_task(self._send(request, body))
+            send = self._load.prepared(request)  # before the wait, so that it delays nothing
+            await self._load.wait_until(request.due_s)
+            task = asyncio.create_task(self._send(send, request.due_s))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -450,17 +477,16 @@ class LoadRun:
 
     async def _work(self) -> None:
         for request in self._plan:  # the workers share one iterator
-            if self._duration_s is not None and self._client.now() > self._duration_s:
+            if self._duration_s is not None and self._load.now() > self._duration_s:
                 return
-            due_now = replace(request, due_s=self._client.now())
-            record = await self._send(due_now, self._client.form.encode(due_now))
+            record = await self._send(self._load.prepared(request), self._load.now())
             if not record.ok:
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_S)
 
-    async def _send(self, request: PlannedRequest, body: bytes) -> Record:
+    async def _send(self, send: Callable[[float], Awaitable[Record]], due_s: float) -> Record:
         progress = self.progress
         progress.num_sent += 1
         progress.peak_in_flight = max(progress.peak_in_flight, progress.num_in_flight)
-        record = await self._client.send(request, body)
+        record = await send(due_s)
         progress.records.append(record)
         return record

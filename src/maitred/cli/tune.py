@@ -11,7 +11,7 @@ from maitred.core.errors import ConfigError
 from maitred.core.objectives import parse_seconds
 
 if TYPE_CHECKING:
-    from maitred.tensor.tune import Outcome, Tried, Tuned
+    from maitred.cli.tuning import Outcome, Tried, Tuned
 
 HEADINGS = ("batch", "delay", "instances", "threads")
 FIGURES = ("p50", "p99", "requests/s", "mean batch")
@@ -60,8 +60,8 @@ def _run(options: Options) -> int:
     from pathlib import Path
 
     from maitred.cli.console import inert, note
+    from maitred.cli.tuning import Target, tune, write_setting
     from maitred.tensor.python.instance import all_openers
-    from maitred.tensor.tune import Target, tune, write_setting
 
     asked = options[TuneOptions]
     p99_s = parse_seconds(asked.p99)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 
-from maitred.core.errors import CheckpointError, ConfigError, MaitredError
+from maitred.core.errors import CheckpointError, MaitredError
 from maitred.core.objectives import percentile
-from maitred.core.tensor_request import InferRequest
-from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes, TensorProfile
+from maitred.core.tensor_request import InferRequest, Tensor
+from maitred.sim.tensor_profile import ModelTimes, ShapeTimes
+from maitred.tensor.arrays import tensor_of
 from maitred.tensor.batching import Batching, BatchRun, Rows, lengths_of, run_batch
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, inputs_of
-from maitred.tensor.control import EVERY, ControlMode, ModelControl
-from maitred.tensor.live_load import LiveRun, Load, made_inputs, served
-from maitred.tensor.served_models import OPENERS, LoadedVersion, Opener, ServedModels
+from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of
+from maitred.tensor.instance import NUMPY_TYPES
+from maitred.tensor.sequence_tensors import kept_specs
+from maitred.tensor.served_models import LoadedVersion
+from maitred.tensor.warmup import made_array
 
 POINT_S, LEAST_RUNS, MOST_RUNS = 0.15, 7, 400  # of each shape and number of rows
 WARM_RUNS = 2
@@ -26,52 +25,6 @@ LENGTHS = (16, 64, 256)  # of open dimensions, where the config has neither buck
 QUANTILES = 100
 MOST_AT_ONCE = 16
 WORST_SHARING = 1.5  # more is two loops without a pause that fight for the interpreter, which no load is
-HOST_RUNS, HOST_PAUSE_S = 40, 0.02  # each longer than a batch, or it is behind the one before
-MOST_TOGETHER = 16
-LONGEST_WAIT_US = 1_000_000
-EPOLL_S = 1e-3  # asyncio asks the kernel's epoll to wait for whole milliseconds
-
-Tell = Callable[[str], None]
-
-
-def measured_profile(
-    repository: Path,
-    name: str | None,
-    tell: Tell,
-    point_s: float = POINT_S,
-    openers: Mapping[str, Opener] = OPENERS,
-) -> TensorProfile:
-    """Measure all models, or one. Raises CheckpointError, ConfigError."""
-    models = ServedModels(openers)
-    ModelControl(repository, ControlMode.EXPLICIT, models).start([name or EVERY])
-    for entry in models.index():
-        if entry.reason:
-            tell(f"{entry.name}: not measured; {entry.reason}")
-    found: list[ModelTimes] = []
-    configs: list[ANY_MESSAGE] = []
-    for entry in models.index(ready_only=True):
-        with models.lease(entry.name, entry.version) as loaded:
-            if loaded.instances and name in (None, entry.name):
-                tell(f"measure {loaded.name} version {loaded.number}")
-                found.append(measured_times(loaded, point_s))
-                configs.append(loaded.config)
-    for entry in models.index(ready_only=True):
-        models.drop(entry.name)
-    if not found:
-        raise ConfigError(f"{repository} has no model that can be measured{f' called {name!r}' if name else ''}")
-    machine = f"{platform.system()} {platform.machine()}"
-    return TensorProfile(
-        machine=machine, host=measured_host(repository, _lightest(configs, found), openers), models=(*found,)
-    )
-
-
-def _lightest(configs: Sequence[ANY_MESSAGE], times: Sequence[ModelTimes]) -> ANY_MESSAGE:
-    """The model with the least compute, if possible one that batches: it hides least of what a batch costs besides."""
-    order = sorted(range(len(times)), key=lambda i: (configs[i].max_batch_size < 2, times[i].seconds(1)))
-    return configs[order[0]]
-
-
-# ---- batches
 
 
 def measured_times(
@@ -170,40 +123,19 @@ def _quantiles(values: list[float]) -> tuple[float, ...]:
     return tuple(percentile(values, 100 * (i + 0.5) / QUANTILES) for i in range(QUANTILES))
 
 
-# ---- the way to them
+def made_inputs(config: ANY_MESSAGE, num_rows: int, length: int) -> tuple[Tensor, ...]:
+    """Numbers from 0 to 1, their open dimensions `length` long; whole ones may be places in a table."""
+    specs: Sequence[TensorSpec] = [*inputs_of(config), *kept_specs(config)[0].values()]
+    rows = (num_rows,) if config.max_batch_size > 0 else ()
+    return tuple(
+        tensor_of(spec.name, made_array(NUMPY_TYPES[spec.data_type], rows + _dims(spec, length), random=True), kind)
+        for spec in specs
+        for kind in (spec.data_type,)
+    )
 
 
-def measured_host(repository: Path, config: ANY_MESSAGE, openers: Mapping[str, Opener] = OPENERS) -> HostTimes:
-    """Times of a host, by lone requests, and by such as fill a batch together; the loop's CPU time is what each costs
-    it, and what remains of a lone one's latency is spent in waking up threads.
-    """
-    return asyncio.run(_host_times(repository, config, openers))
-
-
-async def _host_times(repository: Path, config: ANY_MESSAGE, openers: Mapping[str, Opener]) -> HostTimes:
-    most = min(MOST_TOGETHER, config.max_batch_size)
-    alone = await _bursts(repository, config, 1, openers)
-    alone_s = request_s = alone.loop_s / HOST_RUNS
-    if most > 1:
-        together_s = (await _bursts(repository, config, most, openers)).loop_s / HOST_RUNS
-        request_s = min(alone_s, max(0.0, together_s - alone_s) / (most - 1))
-    waited_s = median(alone.latencies_s) - alone.compute_s / HOST_RUNS - alone_s
-    return HostTimes(request_s=request_s, batch_s=alone_s - request_s, wake_s=max(0.0, waited_s), timer_s=EPOLL_S)
-
-
-async def _bursts(repository: Path, config: ANY_MESSAGE, together: int, openers: Mapping[str, Opener]) -> LiveRun:
-    """Send bursts of so many requests at once that share a batch, each when the one before is over."""
-    whole = type(config)()
-    whole.CopyFrom(config)
-    if config.max_batch_size > 1:
-        whole.ClearField("sequence_batching")
-        set_batching(whole, together, delay_us=LONGEST_WAIT_US if together > 1 else 0)
-    async with served(repository, whole, openers) as service:
-        load = Load(service, config.name, length=lengths_to_try(config)[0])
-        run = await load.open_loop([HOST_PAUSE_S * (i // together) for i in range(HOST_RUNS * together)])
-    if run.num_failed:
-        raise CheckpointError(f"{config.name!r} failed {run.num_failed} of {HOST_RUNS * together} requests")
-    return run
+def _dims(spec: TensorSpec, length: int) -> tuple[int, ...]:
+    return tuple(length if dim == WILDCARD else dim for dim in spec.dims)
 
 
 def set_batching(config: ANY_MESSAGE, num_rows: int, delay_us: int = 0) -> None:

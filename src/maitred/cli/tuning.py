@@ -1,4 +1,6 @@
-"""Tunes a model: many settings simulated on the scheduler's own lanes with measured batch times, the best of them live.
+"""Tunes a tensor model, and profiles a repository for simulations.
+
+Tuning: many settings simulated on the scheduler's own lanes with measured batch times, the best of them live.
 
 A setting is what a config says of batches, instances and threads. The best setting without batches runs live too where
 the simulation does not find it far behind, so that batching is chosen only where it pays.
@@ -8,29 +10,33 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from google.protobuf import text_format
 
+from maitred.cli.load_tensors import LiveRun, LocalLoad, served
 from maitred.config import SchedulerConfig
 from maitred.core.errors import CheckpointError, ConfigError
 from maitred.core.objectives import percentile
 from maitred.scheduler.scheduler import lone_scheduler
 from maitred.sim.synthetic import arrival_times
-from maitred.sim.tensor_profile import HostTimes, ModelTimes
+from maitred.sim.tensor_profile import HostTimes, ModelTimes, TensorProfile
 from maitred.sim.tensors import SimulatedModel, TensorArrival, TensorSimulation
 from maitred.tensor.batching import lengths_of, rules_of
 from maitred.tensor.config import ANY_MESSAGE, parameters_of
 from maitred.tensor.config_checks import PYTHON, is_ensemble
 from maitred.tensor.config_fields import SCHEMA
-from maitred.tensor.live_load import Load, served
-from maitred.tensor.profiling import lengths_to_try, measured_host, measured_times, rows_to_try, set_batching
+from maitred.tensor.control import EVERY, ControlMode, ModelControl
+from maitred.tensor.profiling import POINT_S as PROFILE_POINT_S
+from maitred.tensor.profiling import lengths_to_try, measured_times, rows_to_try, set_batching
 from maitred.tensor.repository_files import CONFIG, ModelFolder, read_config, read_model
 from maitred.tensor.served_models import OPENERS, Opener, ServedModels
 
@@ -41,6 +47,11 @@ POINT_S = 0.06  # of each measured batch
 WARM_S = 0.2
 KEPT_UP = 0.95  # of the asked rate, where it is kept up with
 _GPU, _CPU = (SCHEMA.enums["ModelInstanceGroup.Kind"][f"KIND_{kind}"] for kind in ("GPU", "CPU"))
+HOST_RUNS, HOST_PAUSE_S = 40, 0.02  # each longer than a batch, or it is behind the one before
+MOST_TOGETHER = 16
+LONGEST_WAIT_US = 1_000_000
+EPOLL_S = 1e-3  # asyncio asks the kernel's epoll to wait for whole milliseconds
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +332,7 @@ async def _run_live(
     repository: Path, config: ANY_MESSAGE, target: Target, seed: int, openers: Mapping[str, Opener]
 ) -> Outcome:
     async with served(repository, config, openers) as service:
-        load = Load(service, config.name, num_rows=target.num_rows, length=target.length)
+        load = LocalLoad(service, config.name, num_rows=target.num_rows, length=target.length)
         await load.closed_loop(min(target.concurrency or 4, 4), WARM_S)
         if target.rate is None:
             run = await load.closed_loop(target.concurrency, target.seconds)
@@ -337,3 +348,76 @@ async def _run_live(
         mean_batch=run.mean_batch,
         num_failed=run.num_failed,
     )
+
+
+# ---- a profile, for simulations
+
+
+def measured_profile(
+    repository: Path,
+    name: str | None,
+    tell: Tell,
+    point_s: float = PROFILE_POINT_S,
+    openers: Mapping[str, Opener] = OPENERS,
+) -> TensorProfile:
+    """Measure all models, or one. Raises CheckpointError, ConfigError."""
+    models = ServedModels(openers)
+    ModelControl(repository, ControlMode.EXPLICIT, models).start([name or EVERY])
+    for entry in models.index():
+        if entry.reason:
+            tell(f"{entry.name}: not measured; {entry.reason}")
+    found: list[ModelTimes] = []
+    configs: list[ANY_MESSAGE] = []
+    for entry in models.index(ready_only=True):
+        with models.lease(entry.name, entry.version) as loaded:
+            if loaded.instances and name in (None, entry.name):
+                tell(f"measure {loaded.name} version {loaded.number}")
+                found.append(measured_times(loaded, point_s))
+                configs.append(loaded.config)
+    for entry in models.index(ready_only=True):
+        models.drop(entry.name)
+    if not found:
+        raise ConfigError(f"{repository} has no model that can be measured{f' called {name!r}' if name else ''}")
+    machine = f"{platform.system()} {platform.machine()}"
+    return TensorProfile(
+        machine=machine, host=measured_host(repository, _lightest(configs, found), openers), models=(*found,)
+    )
+
+
+def _lightest(configs: Sequence[ANY_MESSAGE], times: Sequence[ModelTimes]) -> ANY_MESSAGE:
+    """The model with the least compute, if possible one that batches: it hides least of what a batch costs besides."""
+    order = sorted(range(len(times)), key=lambda i: (configs[i].max_batch_size < 2, times[i].seconds(1)))
+    return configs[order[0]]
+
+
+def measured_host(repository: Path, config: ANY_MESSAGE, openers: Mapping[str, Opener] = OPENERS) -> HostTimes:
+    """Times of a host, by lone requests, and by such as fill a batch together; the loop's CPU time is what each costs
+    it, and what remains of a lone one's latency is spent in waking up threads.
+    """
+    return asyncio.run(_host_times(repository, config, openers))
+
+
+async def _host_times(repository: Path, config: ANY_MESSAGE, openers: Mapping[str, Opener]) -> HostTimes:
+    most = min(MOST_TOGETHER, config.max_batch_size)
+    alone = await _bursts(repository, config, 1, openers)
+    alone_s = request_s = alone.loop_s / HOST_RUNS
+    if most > 1:
+        together_s = (await _bursts(repository, config, most, openers)).loop_s / HOST_RUNS
+        request_s = min(alone_s, max(0.0, together_s - alone_s) / (most - 1))
+    waited_s = median(alone.latencies_s) - alone.compute_s / HOST_RUNS - alone_s
+    return HostTimes(request_s=request_s, batch_s=alone_s - request_s, wake_s=max(0.0, waited_s), timer_s=EPOLL_S)
+
+
+async def _bursts(repository: Path, config: ANY_MESSAGE, together: int, openers: Mapping[str, Opener]) -> LiveRun:
+    """Send bursts of so many requests at once that share a batch, each when the one before is over."""
+    whole = type(config)()
+    whole.CopyFrom(config)
+    if config.max_batch_size > 1:
+        whole.ClearField("sequence_batching")
+        set_batching(whole, together, delay_us=LONGEST_WAIT_US if together > 1 else 0)
+    async with served(repository, whole, openers) as service:
+        load = LocalLoad(service, config.name, length=lengths_to_try(config)[0])
+        run = await load.open_loop([HOST_PAUSE_S * (i // together) for i in range(HOST_RUNS * together)])
+    if run.num_failed:
+        raise CheckpointError(f"{config.name!r} failed {run.num_failed} of {HOST_RUNS * together} requests")
+    return run
