@@ -22,7 +22,7 @@ from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofli
 from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
-from maitred.sim.results import Results
+from maitred.sim.results import SimulatedResults
 from maitred.sim.traces import BLOCK_TOKENS, TraceLine, TraceWorkload
 from maitred.sim.workload import Arrival
 
@@ -88,7 +88,7 @@ def replica(device_name: str, *, tells_speed: bool = True) -> ReplicaSetup:
 
 def fleet(replicas: list[ReplicaSetup], balance: str) -> FleetSimulation:
     config = FleetConfig(balance=balance)
-    return FleetSimulation(FleetSetup(config=config, scheduler=SCHEDULER, replicas=replicas), Results())
+    return FleetSimulation(FleetSetup(config=config, scheduler=SCHEDULER, replicas=replicas), SimulatedResults())
 
 
 def all_in_one(one: ReplicaSetup) -> Simulation:
@@ -98,7 +98,7 @@ def all_in_one(one: ReplicaSetup) -> Simulation:
     faster = CostModel(fixed_s=costs.fixed_s, **{name: getattr(costs, name) / num for name in shared})
     scheduler = replace(SCHEDULER, max_num_seqs=64 * num, max_num_batched_tokens=2048 * num)
     return Simulation(
-        replace(one.engine, scheduler=scheduler, num_blocks=one.engine.num_blocks * num), faster, Results()
+        replace(one.engine, scheduler=scheduler, num_blocks=one.engine.num_blocks * num), faster, SimulatedResults()
     )
 
 

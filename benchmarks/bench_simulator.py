@@ -24,7 +24,7 @@ from maitred.policy.policies import POLICIES
 from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
-from maitred.sim.results import Results
+from maitred.sim.results import SimulatedResults
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec
 from maitred.sim.workload import Arrival
 
@@ -56,7 +56,7 @@ def speed(options: argparse.Namespace) -> None:
     print(f"{'policy':12} {'request-steps/s':>16} {'rows a step':>12} {'requests/min':>13}")
     for policy in options.policies.split(","):
         setup = EngineSetup(scheduler=SchedulerConfig(max_num_seqs=SLOTS, policy=policy), num_blocks=4096)
-        simulation, began = Simulation(setup, costs, Results()), time.process_time()
+        simulation, began = Simulation(setup, costs, SimulatedResults()), time.process_time()
         results = simulation.run(alike(60.0, options.requests or 3000))
         rate = results.num_row_steps / (time.process_time() - began)
         rows = results.num_row_steps / results.num_steps
@@ -68,7 +68,7 @@ def fleet(options: argparse.Namespace) -> None:
     costs = CostModel(fixed_s=10e-3, prefill_token_s=5e-5, decode_token_s=1e-4)
     one = ReplicaSetup(engine=EngineSetup(scheduler=scheduler, num_blocks=512), cost_model=costs)
     setup = FleetSetup(config=FleetConfig(balance="prefix"), scheduler=scheduler, replicas=[one] * REPLICAS)
-    simulation, began = FleetSimulation(setup, Results()), time.process_time()
+    simulation, began = FleetSimulation(setup, SimulatedResults()), time.process_time()
     simulation.run(watched(alike(RATE_OF_ONE * REPLICAS, num_requests), max(1, num_requests // 10), marks))
     results, took_s = simulation.results, time.process_time() - began
     print(
@@ -94,7 +94,7 @@ def soak(options: argparse.Namespace) -> None:
     setup = EngineSetup(scheduler=SchedulerConfig(max_num_seqs=64), num_blocks=4096)
     costs, marks = CostModel(fixed_s=1e-3, prefill_token_s=1e-6, decode_token_s=1e-5), list[float]()
     arrivals = watched(SyntheticWorkload(spec).arrivals(), num_requests // 20, marks)
-    results = Simulation(setup, costs, Results()).run(arrivals)
+    results = Simulation(setup, costs, SimulatedResults()).run(arrivals)
     total, growth = results.total, resident_mib() / marks[0]
     print(f"{total.num_finished:,} finished, {total.num_failed:,} failed; memory is {growth:.3f} of the first mark's")
     if total.num_finished + total.num_failed != num_requests or growth > MAX_GROWTH:

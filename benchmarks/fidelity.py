@@ -43,7 +43,7 @@ from maitred.engine.build import build_parts
 from maitred.sim.engine import EngineSetup, Simulation, SlownessAt
 from maitred.sim.fit import MeasuredStep, RecordedRun, fit_steps, measured_steps, read_run
 from maitred.sim.profile import Jitter, Profile
-from maitred.sim.results import Results
+from maitred.sim.results import SimulatedResults
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 from maitred.sim.workload import Arrival
 
@@ -88,11 +88,11 @@ def fitted(steps: Sequence[MeasuredStep]) -> CostModel:
 
 def never_idle(costs: CostModel, classes: Mapping[str, ClassSpec] = CLASSES) -> float:
     """Requests per second of FCFS when all have come."""
-    results = Simulation(engine_setup("fcfs"), costs, Results()).run(workload(1e6, 1500, classes).arrivals())
+    results = Simulation(engine_setup("fcfs"), costs, SimulatedResults()).run(workload(1e6, 1500, classes).arrivals())
     return results.total.num_finished / results.duration_s
 
 
-def figures(results: Results) -> Cell:
+def figures(results: SimulatedResults) -> Cell:
     whole = results.to_json()
     return {name: whole[measure][part] for name in FIGURES for measure, part in [name.split(".")]}
 
@@ -107,7 +107,7 @@ def simulated(
     """Means over seeds of the jitter."""
     seeds = []
     for seed in range(NUM_SEEDS):
-        jitter, results = Jitter(costs, Random(seed)), Results(edge=edge)
+        jitter, results = Jitter(costs, Random(seed)), SimulatedResults(edge=edge)
         seeds.append(figures(Simulation(setup, costs, results, jitter=jitter, slowness=slowness).run(iter(arrivals))))
     return mean_of(seeds)
 

@@ -33,7 +33,7 @@ from maitred.policy.policies import POLICIES
 from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.fit import MeasuredStep, measured_steps, read_run
 from maitred.sim.report import COLOURS, Axis, Panel, axis, sheet, thinned
-from maitred.sim.results import Results
+from maitred.sim.results import SimulatedResults
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec
 from maitred.sim.workload import Arrival
 
@@ -54,7 +54,7 @@ FIGURES = {
     for name in names
 }
 DOCUMENT = Path(__file__).parents[1] / "docs" / "policies.md"
-Runs = dict[float, dict[str, list[Results]]]  # by rho and policy, a run for each round or seed
+Runs = dict[float, dict[str, list[SimulatedResults]]]  # by rho and policy, a run for each round or seed
 
 
 def offered(rate: float, num_requests: int, seed: int) -> Iterator[Arrival]:
@@ -65,7 +65,7 @@ def offered(rate: float, num_requests: int, seed: int) -> Iterator[Arrival]:
 # ---- what is told
 
 
-def average(runs: Sequence[Results]) -> dict[str, float]:
+def average(runs: Sequence[SimulatedResults]) -> dict[str, float]:
     """Mean of each figure over runs; of a maximum, the largest."""
     listed = [run.to_json() for run in runs]
     averaged = {
@@ -77,7 +77,7 @@ def average(runs: Sequence[Results]) -> dict[str, float]:
     return averaged
 
 
-def ratio(runs: Mapping[str, Sequence[Results]], policy: str, heading: str) -> str:
+def ratio(runs: Mapping[str, Sequence[SimulatedResults]], policy: str, heading: str) -> str:
     """To FCFS; after a plus-minus sign one standard deviation of the ratio over rounds or seeds."""
     base, own = (average(runs[name])[heading] for name in ("fcfs", policy))
     if policy == "fcfs" or base <= 0:
@@ -87,7 +87,7 @@ def ratio(runs: Mapping[str, Sequence[Results]], policy: str, heading: str) -> s
     return f" ({own / base:.2f}{f' ± {statistics.stdev(each):.2f}' if len(each) > 1 else ''})"
 
 
-def markdown(runs: Mapping[str, Sequence[Results]], title: str) -> str:
+def markdown(runs: Mapping[str, Sequence[SimulatedResults]], title: str) -> str:
     """A table: each figure, and in brackets its ratio to FCFS."""
     lines = [f"**{title}**", "", f"| policy | {' | '.join(FIGURES)} | Jain, tenants | preemptions |"]
     lines.append("|---|" + "--:|" * (len(FIGURES) + 2))
@@ -115,9 +115,9 @@ def in_words(runs: Runs, policies: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def wait_plot(runs: Mapping[str, Sequence[Results]], heading: str) -> str:
+def wait_plot(runs: Mapping[str, Sequence[SimulatedResults]], heading: str) -> str:
     """Share of requests that waited longer than this: the tail, where policies differ."""
-    panels, merged = [], {policy: Results() for policy in runs}
+    panels, merged = [], {policy: SimulatedResults() for policy in runs}
     for policy, of_policy in runs.items():
         for name, group in ((name, group) for run in of_policy for name, group in run.tenants.items()):
             merged[policy].tenant(name).merge(group)
@@ -173,10 +173,10 @@ def live(options: argparse.Namespace) -> list[MeasuredStep]:
 def simulated(costs: CostModel, label: str, options: argparse.Namespace) -> None:
     capacity = never_idle(costs, CLASSES)
 
-    def run(policy: str, rho: float, seed: int) -> Results:
+    def run(policy: str, rho: float, seed: int) -> SimulatedResults:
         config = SchedulerConfig(max_num_seqs=SLOTS, policy=policy)
         setup = EngineSetup(scheduler=config, num_blocks=SLOTS * 128, predictor="oracle")
-        return Simulation(setup, costs, Results()).run(offered(rho * capacity, options.requests, seed))
+        return Simulation(setup, costs, SimulatedResults()).run(offered(rho * capacity, options.requests, seed))
 
     policies = options.policies.split(",")
     runs: Runs = {

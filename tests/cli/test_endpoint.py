@@ -9,7 +9,7 @@ import pytest
 from maitred.cli.endpoint import (
     AppEndpoint,
     HttpEndpoint,
-    Refused,
+    ServerRefused,
     TimedOut,
     Unreachable,
     Untrusted,
@@ -68,7 +68,7 @@ async def test_the_key_is_sent_and_a_wrong_one_is_told():
         async with HttpEndpoint(fake.url, api_key="k") as endpoint:
             assert await first_model(endpoint) == "fake"
         async with HttpEndpoint(fake.url, api_key="other") as endpoint:
-            with pytest.raises(Refused, match=r"401: wrong key.*--api-key"):
+            with pytest.raises(ServerRefused, match=r"401: wrong key.*--api-key"):
                 await first_model(endpoint)
 
 

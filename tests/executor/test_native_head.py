@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from maitred.core.request import SamplingParams
-from maitred.executor.drafter import ChainEnd, DraftRunner, Piece, plan_head
+from maitred.executor.drafter import ChainEnd, DraftPiece, DraftRunner, plan_head
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
 from maitred.model.checkpoint import open_checkpoint
@@ -176,8 +176,8 @@ def drafts_of_native(
         before = min(num_made_before, len(taps_TE) - 1)
         tokens = np.array(next_tokens_T, dtype=np.int32)
         if before:
-            runner.compute([Piece(tokens[:before], 0, blocks[-1], taps_TE[:before])])
-        pieces.append(Piece(tokens[before:], before, blocks[-1], taps_TE[before:]))
+            runner.compute([DraftPiece(tokens[:before], 0, blocks[-1], taps_TE[:before])])
+        pieces.append(DraftPiece(tokens[before:], before, blocks[-1], taps_TE[before:]))
     return [made.tokens for made in runner.chain(pieces, [ChainEnd(NUM_DRAFTS, GREEDY)] * len(requests))]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from maitred.core.request import SamplingParams
 from maitred.core.step import ScheduledRow
 from maitred.executor import batch as batch_module
-from maitred.executor.batch import LONGEST_SHARED_QUERY, Batch, build_batch
+from maitred.executor.batch import LONGEST_SHARED_QUERY, TorchBatch, build_batch
 from maitred.executor.state import HeldRequest, RowWork
 from tests.executor.torch_worlds import (
     GREEDY,
@@ -170,7 +170,7 @@ def test_groups_cover_the_batch_and_their_spans_the_keys(
             assert tokens.tolist() == list(range(group.tokens.start, group.tokens.stop))
 
 
-def check_span(batch: Batch, span: batch_module.KeySpan, first_row: int, window: int | None) -> None:
+def check_span(batch: TorchBatch, span: batch_module.KeySpan, first_row: int, window: int | None) -> None:
     for i, ids in enumerate(span.block_ids):
         row, state, _ = batch.works[first_row + i]
         first_key = 0 if window is None else max(0, row.start - window + 1)

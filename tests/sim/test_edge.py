@@ -7,7 +7,7 @@ import pytest
 from maitred.sim.engine import Simulation
 from maitred.sim.fit import fit_edge
 from maitred.sim.profile import EdgeModel, EdgeSample
-from maitred.sim.results import Objectives, Results
+from maitred.sim.results import Objectives, SimulatedResults
 from maitred.sim.workload import Turn
 from tests.sim.worlds import COSTS, PlanKeeper, arrival, setup
 
@@ -41,8 +41,8 @@ def test_requests_that_are_not_alike_leave_an_error():
 def test_clients_see_the_engines_times_and_the_edge_and_the_engine_decides_as_without():
     asked = [arrival(f"r{i}", at=1e-3 * i, prompt=8 * (1 + i), output=2 + i) for i in range(6)]
     alone, behind = PlanKeeper(), PlanKeeper()
-    plain = Simulation(setup(), COSTS, Results(), observer=alone).run(iter(asked)).total
-    edged = Simulation(setup(), COSTS, Results(edge=EDGE), observer=behind).run(iter(asked)).total
+    plain = Simulation(setup(), COSTS, SimulatedResults(), observer=alone).run(iter(asked)).total
+    edged = Simulation(setup(), COSTS, SimulatedResults(edge=EDGE), observer=behind).run(iter(asked)).total
     assert behind.plans == alone.plans
     assert behind.times == alone.times
     first_s = sum(EDGE.first_token_s(a.prompt_tokens) for a in asked) / len(asked)
@@ -56,13 +56,13 @@ def test_clients_see_the_engines_times_and_the_edge_and_the_engine_decides_as_wi
 def test_objectives_are_the_clients():
     asked = [arrival("r", prompt=8, output=2)]
     bound = Objectives(ttft_s=2e-3)  # the engine alone takes 1.08 ms
-    assert Simulation(setup(), COSTS, Results(bound)).run(iter(asked)).total.slo_attainment == 1.0
-    assert Simulation(setup(), COSTS, Results(bound, EDGE)).run(iter(asked)).total.slo_attainment == 0.0
+    assert Simulation(setup(), COSTS, SimulatedResults(bound)).run(iter(asked)).total.slo_attainment == 1.0
+    assert Simulation(setup(), COSTS, SimulatedResults(bound, EDGE)).run(iter(asked)).total.slo_attainment == 0.0
 
 
 def test_a_client_that_thinks_begins_when_it_has_the_answer():
     turn = Turn(think_s=1.0, new_tokens=4, output_tokens=2, max_tokens=16)
     asked = arrival("chat", prompt=8, output=4, turns=(turn,))
-    plain = Simulation(setup(), COSTS, Results()).run(iter([asked]))
-    edged = Simulation(setup(), COSTS, Results(edge=EDGE)).run(iter([asked]))
+    plain = Simulation(setup(), COSTS, SimulatedResults()).run(iter([asked]))
+    edged = Simulation(setup(), COSTS, SimulatedResults(edge=EDGE)).run(iter([asked]))
     assert edged.duration_s == pytest.approx(plain.duration_s + EDGE.whole_s(8, 4))

@@ -11,7 +11,7 @@ from maitred.fleet.config import BALANCES, FleetConfig
 from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
 from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
-from maitred.sim.results import Results
+from maitred.sim.results import SimulatedResults
 from maitred.sim.workload import chain
 from tests.sim.worlds import COSTS, arrival, setup, simulation, workload
 
@@ -26,7 +26,7 @@ LARGE = ReplicaSetup(engine=setup(num_blocks=4096, block_size=16), cost_model=CO
 def fleet(num: int, *, balance: str = "prefix", one: ReplicaSetup = ONE, **fields: Any) -> FleetSimulation:
     config = FleetConfig(balance=balance)
     made = FleetSetup(config=config, scheduler=one.engine.scheduler, replicas=[one] * num, **fields)
-    return FleetSimulation(made, Results())
+    return FleetSimulation(made, SimulatedResults())
 
 
 def scaled(low: int, high: int, *, idle_s: float = 5.0, **fields: Any) -> FleetSimulation:
@@ -121,7 +121,7 @@ def test_a_faster_device_gets_more_when_its_speed_is_known():
     for tells in (True, False):
         replicas = [replace(one, tells_speed=tells) for one in (LARGE, slow)]
         made = FleetSetup(config=FleetConfig(), scheduler=LARGE.engine.scheduler, replicas=replicas)
-        waits.append(FleetSimulation(made, Results()).run(asked.arrivals()).total.ttft_s.mean)
+        waits.append(FleetSimulation(made, SimulatedResults()).run(asked.arrivals()).total.ttft_s.mean)
     assert waits[0] < waits[1]
 
 

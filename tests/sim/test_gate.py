@@ -12,7 +12,7 @@ from maitred.core.errors import ConfigError
 from maitred.core.request import RequestSpec
 from maitred.gate.admission import AdmissionController
 from maitred.sim.engine import Simulation
-from maitred.sim.results import Results
+from maitred.sim.results import SimulatedResults
 from maitred.sim.traces import TraceLine, TraceWorkload
 from maitred.sim.workload import Arrival, of_known_tenants
 from maitred.tenancy.tenant import Tenant, read_tenants
@@ -25,7 +25,7 @@ def asked(terms: Mapping[str, object], **fields: object) -> RequestSpec:
     line = TraceLine(timestamp=0, input_length=8, output_length=4, tenant="acme", **fields)  # type: ignore[arg-type]
     seen = SpecKeeper()
     workload = TraceWorkload([line])
-    Simulation(setup(num_blocks=512), COSTS, Results(), tenants=given, observer=seen).run(workload.arrivals())
+    Simulation(setup(num_blocks=512), COSTS, SimulatedResults(), tenants=given, observer=seen).run(workload.arrivals())
     (spec,) = seen.specs
     return spec
 
@@ -69,7 +69,7 @@ def test_without_a_file_the_workloads_own_tenants_stay_as_they_are():
     described = workload(tenants={"a": {"concurrency": 1, "weight": 2}}, num_requests=1)
     assert described.tenants["a"].limits.concurrency == 1
     seen = SpecKeeper()
-    Simulation(setup(num_blocks=1024), COSTS, Results(), tenants=described.tenants, observer=seen).run(
+    Simulation(setup(num_blocks=1024), COSTS, SimulatedResults(), tenants=described.tenants, observer=seen).run(
         described.arrivals()
     )
     assert [(spec.terms.tenant, spec.terms.priority, spec.terms.weight) for spec in seen.specs] == [("a", 0, 2)]
@@ -78,7 +78,7 @@ def test_without_a_file_the_workloads_own_tenants_stay_as_they_are():
 def refused(config: AdmissionConfig, arrivals: list[Arrival], policy: str = "fcfs") -> dict[str, int]:
     world = setup(max_num_seqs=1, policy=policy)
     controller = AdmissionController(config, max_num_seqs=1, priority_first=policy == "priority")
-    results = Simulation(world, COSTS, Results(), admission=controller).run(iter(arrivals))
+    results = Simulation(world, COSTS, SimulatedResults(), admission=controller).run(iter(arrivals))
     assert results.total.num_finished + results.total.num_failed == len(arrivals)
     assert controller.num_inside == 0
     return dict(results.total.failures)
@@ -102,7 +102,7 @@ def test_an_objective_refuses_who_would_be_late():
     arrivals = [arrival(f"r{i}", at=0.05 * i, output=10) for i in range(60)]
     config = AdmissionConfig(ttft_objective_s=2.0)
     controller = AdmissionController(config, max_num_seqs=2)
-    simulation = Simulation(setup(max_num_seqs=2), slow, Results(), admission=controller)
+    simulation = Simulation(setup(max_num_seqs=2), slow, SimulatedResults(), admission=controller)
     total = simulation.run(iter(arrivals)).total
     assert total.failures["objective"] > 30
     assert total.num_finished > 5

@@ -17,7 +17,7 @@ from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.links import SimulatedDisk, SimulatedLink
 from maitred.sim.report import svg_report
-from maitred.sim.results import Objectives, Results
+from maitred.sim.results import Objectives, SimulatedResults
 from maitred.sim.workload import Arrival, TokenSpan, chain
 from tests.fleet.fleets import Recording
 from tests.sim.worlds import COSTS, arrival, setup, workload
@@ -77,7 +77,7 @@ def fleet(
     made = FleetSetup(
         config=FleetConfig(), scheduler=scheduler, replicas=replicas, handover=asked, link=link, **of_fleet
     )
-    return FleetSimulation(made, Results(objectives), observer_of=None if logs is None else logs.observer)
+    return FleetSimulation(made, SimulatedResults(objectives), observer_of=None if logs is None else logs.observer)
 
 
 def short_names(asked: Arrival) -> Arrival:
@@ -138,7 +138,7 @@ def test_never_is_a_fleet_that_knows_of_no_workers():
     engine = one("mixed").engine
     plain = ReplicaSetup(engine=engine, cost_model=COSTS)
     alike = FleetSetup(config=FleetConfig(), scheduler=engine.scheduler, replicas=[plain] * 2)
-    today = FleetSimulation(alike, Results())
+    today = FleetSimulation(alike, SimulatedResults())
     today.run(asked.arrivals())
     assert with_roles.to_json() == today.to_json()
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import maitred.sim
 from maitred.sim.report import axis, html_report, in_lanes, svg_report
-from maitred.sim.results import Results
+from maitred.sim.results import SimulatedResults
 from tests.sim.worlds import arrival, simulation, workload
 
 SPANS = st.lists(st.tuples(st.floats(0, 100), st.floats(0.001, 50)), max_size=60)
 
 
-def outcomes() -> dict[str, Results]:
+def outcomes() -> dict[str, SimulatedResults]:
     world = workload(rate=300.0, num_requests=60, tenants={"a": {}, "<b>": {}})
     return {policy: simulation(policy=policy).run(world.arrivals()) for policy in ("fcfs", "srpt")}
 
@@ -34,7 +34,7 @@ def test_the_picture_is_well_formed_and_needs_nothing_from_elsewhere():
 
 
 def test_a_run_of_nothing_can_be_drawn():
-    ET.fromstring(svg_report({"fcfs": Results()}, "empty"))
+    ET.fromstring(svg_report({"fcfs": SimulatedResults()}, "empty"))
 
 
 @given(SPANS)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.sim.results import Results, Series, Sketch, jain_index
+from maitred.sim.results import Series, SimulatedResults, Sketch, jain_index
 from tests.sim.worlds import arrival, simulation
 
 TIMES = st.floats(1e-5, 1e4)
@@ -79,4 +79,4 @@ def test_the_json_has_exactly_the_promised_shape():
 
 
 def test_a_run_without_requests_is_no_error():
-    assert Results().to_json()["goodput_rps"] == 0.0
+    assert SimulatedResults().to_json()["goodput_rps"] == 0.0

@@ -18,7 +18,7 @@ from maitred.scheduler.engine_core import EngineCore
 from maitred.sim.engine import Simulation
 from maitred.sim.fit import measured_steps, read_run
 from maitred.sim.profile import Jitter
-from maitred.sim.results import Objectives, Results
+from maitred.sim.results import Objectives, SimulatedResults
 from maitred.sim.workload import Arrival, Turn
 from maitred.tenancy.tenant import Limits, Tenant
 from tests.fakes import make_request, make_scheduler
@@ -94,7 +94,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another():
     model = CostModel(fixed_s=1e-3, jitter=(Band(1.0, (0.5, 1.0, 3.0)),), between_s=1e-4, gap_jitter=(0.0, 2.0))
 
     def run(seed: int) -> dict:
-        simulated = Simulation(setup(), model, Results(), jitter=Jitter(model, Random(seed)))
+        simulated = Simulation(setup(), model, SimulatedResults(), jitter=Jitter(model, Random(seed)))
         return simulated.run(workload(num_requests=30, classes=MIXED).arrivals()).to_json()
 
     assert run(1) == run(1)
@@ -122,7 +122,7 @@ def test_deadlines_are_kept_as_the_engine_keeps_them():
 def test_limits_of_a_tenant_turn_away_what_is_over_them():
     tenants = {"a": Tenant(name="a", limits=Limits(concurrency=2))}
     asked = [arrival(f"r{i}", tenant=name) for i, name in enumerate("aaabbb")] + [arrival("later", at=9.0, tenant="a")]
-    results = Simulation(setup(), COSTS, Results(), tenants=tenants).run(iter(asked))
+    results = Simulation(setup(), COSTS, SimulatedResults(), tenants=tenants).run(iter(asked))
     assert (results.tenants["a"].num_finished, results.tenants["a"].failures) == (3, {"concurrency": 1})
     assert results.tenants["b"].num_finished == 3
 
@@ -188,7 +188,7 @@ def test_plans_equal_those_of_a_live_loop_and_of_the_replay_of_its_log(policy: s
     _, steps = read_log(frames)
     listed = list(steps)
     recorded = read_run(listed)
-    again = Simulation(setup(policy=policy, num_blocks=64), COSTS, Results(), observer=keeper)
+    again = Simulation(setup(policy=policy, num_blocks=64), COSTS, SimulatedResults(), observer=keeper)
     results = again.run(iter(recorded.arrivals))
     assert [plan.rows for plan in keeper.plans] == [step.plan.rows for step in listed]
     assert results.num_preemptions == recorded.results.num_preemptions
@@ -199,7 +199,7 @@ def test_plans_equal_those_of_a_live_loop_and_of_the_replay_of_its_log(policy: s
 def test_a_recorded_run_has_the_figures_of_the_simulation_it_was_made_of():
     records: list = []
     asked = [arrival(f"r{i}", at=i * 0.003, prompt=10 + i, output=3 + i % 5) for i in range(20)]
-    simulated = Simulation(setup(), COSTS, Results(), observer=Recorder(records.append))
+    simulated = Simulation(setup(), COSTS, SimulatedResults(), observer=Recorder(records.append))
     results = simulated.run(iter(asked))
     encoder = LogEncoder(Header(setup().scheduler, 64, 4, True))
     _, steps = read_log([encoder.start(0), *(encoder.encode(record) for record in records)])
@@ -215,7 +215,7 @@ def test_a_slow_machine_takes_longer_for_prompts_and_for_the_rest_as_it_is_told(
 
     def end_of(slowness: Slowness | None) -> float:
         at = None if slowness is None else lambda now: slowness
-        results = Simulation(setup(), COSTS, Results(), slowness=at).run(iter([arrival("r", output=4)]))
+        results = Simulation(setup(), COSTS, SimulatedResults(), slowness=at).run(iter([arrival("r", output=4)]))
         return results.ended_at
 
     prompts_s, rest_s = 8 * COSTS.prefill_token_s, 4 * COSTS.fixed_s + 3 * COSTS.decode_token_s
@@ -231,15 +231,15 @@ def test_slowness_is_asked_at_the_time_of_each_step():
         asked.append(now)
         return Slowness(rest=2.0 if now > 0 else 1.0)
 
-    Simulation(setup(), COSTS, Results(), slowness=slowness).run(iter([arrival("r", output=3)]))
+    Simulation(setup(), COSTS, SimulatedResults(), slowness=slowness).run(iter([arrival("r", output=3)]))
     first_s = COSTS.fixed_s + 8 * COSTS.prefill_token_s
     assert asked == pytest.approx([0.0, first_s, first_s + 2 * (COSTS.fixed_s + COSTS.decode_token_s)])
 
 
 def test_drafts_that_are_accepted_save_steps_and_those_that_are_not_cost_next_to_nothing():
-    def results(acceptance: float | None) -> Results:
+    def results(acceptance: float | None) -> SimulatedResults:
         engine = setup(acceptance=acceptance, num_blocks=256)
-        run = Simulation(engine, CostModel(weights_s=0.01, decode_token_s=1e-4), Results())
+        run = Simulation(engine, CostModel(weights_s=0.01, decode_token_s=1e-4), SimulatedResults())
         return run.run(iter([arrival(f"r{i}", at=0.0, output=200) for i in range(2)]))
 
     without, right, wrong = results(None), results(1.0), results(0.0)

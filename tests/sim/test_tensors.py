@@ -10,7 +10,7 @@ from maitred.core.errors import ConfigError, ModelNotFound
 from maitred.core.tensor_request import BatchRules, Instance
 from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.engine import Simulation
-from maitred.sim.results import Results
+from maitred.sim.results import SimulatedResults
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes, decode_tensor_profile
 from maitred.sim.tensors import (
     SimulatedEnsemble,
@@ -158,8 +158,8 @@ def test_a_step_of_the_language_model_and_a_batch_take_the_cores_from_each_other
         tensors.begin(iter([ask(0.0, 0), ask(10.0, 1)]))
         return tensors
 
-    alone = Simulation(setup(), COSTS, Results()).run(iter([arrival("a", output=3)]))
-    both = Simulation(setup(), COSTS, Results(), tensors=beside)
+    alone = Simulation(setup(), COSTS, SimulatedResults()).run(iter([arrival("a", output=3)]))
+    both = Simulation(setup(), COSTS, SimulatedResults(), tensors=beside)
     results = both.run(iter([arrival("a", output=3)]))
     assert results.total.num_finished == 1
     assert results.duration_s > alone.duration_s

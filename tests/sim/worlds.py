@@ -8,7 +8,7 @@ from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.step import SchedulerOutput
 from maitred.sim.engine import EngineSetup, Simulation
-from maitred.sim.results import Objectives, Results
+from maitred.sim.results import Objectives, SimulatedResults
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
 from maitred.sim.workload import Arrival
 
@@ -50,7 +50,7 @@ def setup(*, policy: str = "fcfs", max_num_seqs: int = 4, num_blocks: int = 64, 
 def simulation(
     *, objectives: Objectives | None = None, observer: PlanKeeper | None = None, **fields: Any
 ) -> Simulation:
-    return Simulation(setup(**fields), COSTS, Results(objectives), observer=observer)
+    return Simulation(setup(**fields), COSTS, SimulatedResults(objectives), observer=observer)
 
 
 def workload(**spec: Any) -> SyntheticWorkload:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from maitred.core.request import SamplingParams
-from maitred.executor.drafter import ChainEnd, Drafter, DraftRunner, DraftTokens, KnownTokens, Piece
+from maitred.executor.drafter import ChainEnd, Drafter, DraftPiece, DraftRunner, DraftTokens, KnownTokens
 from maitred.executor.state import DraftAsk, HeldRequest
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
@@ -38,18 +38,18 @@ class Watched:
         self.max_tokens, self.max_rows = runner.max_tokens, runner.max_rows
         self.max_positions, self.num_blocks = runner.max_positions, runner.num_blocks
 
-    def compute(self, pieces: Sequence[Piece]) -> None:
+    def compute(self, pieces: Sequence[DraftPiece]) -> None:
         self._note(pieces)
         self._runner.compute(pieces)
 
-    def chain(self, pieces: Sequence[Piece], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
+    def chain(self, pieces: Sequence[DraftPiece], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
         self._note(pieces)
         return self._runner.chain(pieces, ends)
 
     def close(self) -> None:
         self._runner.close()
 
-    def _note(self, pieces: Sequence[Piece]) -> None:
+    def _note(self, pieces: Sequence[DraftPiece]) -> None:
         self.computed += [(piece.start, piece.start + len(piece.token_ids)) for piece in pieces]
         self.passes.append(sum(len(piece.token_ids) for piece in pieces))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from maitred.core.request import SamplingParams
 from maitred.executor import drafter
-from maitred.executor.drafter import ChainEnd, Drafter, DraftTokens, Piece, WaitingTaps
+from maitred.executor.drafter import ChainEnd, Drafter, DraftPiece, DraftTokens, WaitingTaps
 from maitred.executor.state import ComputedRows, DraftAsk, HeldRequest
 from tests.fakes import make_new
 
@@ -30,7 +30,7 @@ class Slots:
         self.passes: list[int] = []
         self._fault = fault
 
-    def compute(self, pieces: Sequence[Piece]) -> None:
+    def compute(self, pieces: Sequence[DraftPiece]) -> None:
         self.passes.append(sum(len(piece.token_ids) for piece in pieces))
         for piece in pieces:
             rows = piece.taps
@@ -39,7 +39,7 @@ class Slots:
             for position, token, row in zip(rows[:, 0].tolist(), piece.token_ids.tolist(), rows, strict=True):
                 self.made[int(piece.block_ids[0]), int(position)] = token, float(row[1])
 
-    def chain(self, pieces: Sequence[Piece], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
+    def chain(self, pieces: Sequence[DraftPiece], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
         self.compute(pieces)
         if self._fault is not None:
             return [DraftTokens([], self._fault) for _ in pieces]

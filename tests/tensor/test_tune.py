@@ -13,9 +13,9 @@ pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
 from maitred.cli.main import main
 from maitred.cli.tuning import (
-    Outcome,
+    RunFigures,
     Setting,
-    Target,
+    TuningTarget,
     best_to_run,
     settings_of,
     simulate,
@@ -72,7 +72,7 @@ def config(tmp_path):
 
 
 def test_batches_are_chosen_where_rows_are_cheap(config):
-    target = Target(p99_s=0.05, rate=300.0)
+    target = TuningTarget(p99_s=0.05, rate=300.0)
     settings = few_settings(config, target)
     best = simulated(config, settings, {1: CHEAP_ROWS}, HOST, target)[0]
     assert best.setting.batch == 8
@@ -82,7 +82,7 @@ def test_batches_are_chosen_where_rows_are_cheap(config):
 
 
 def test_where_batching_does_not_pay_nothing_is_better_than_batch_1(config):
-    target = Target(p99_s=1.0, concurrency=8)
+    target = TuningTarget(p99_s=1.0, concurrency=8)
     settings = few_settings(config, target)
     tried = simulated(config, settings, {1: DEAR_ROWS}, HostTimes(), target)
     alone = next(each for each in tried if each.setting.batch == 1)
@@ -92,7 +92,7 @@ def test_where_batching_does_not_pay_nothing_is_better_than_batch_1(config):
 
 @pytest.mark.parametrize("model_times", [DEAR_ROWS, CHEAP_ROWS], ids=["near", "far"])
 def test_the_best_without_batches_runs_live_however_far_behind_it_is_told_to_be(config, model_times):
-    target = Target(p99_s=1.0, concurrency=16)
+    target = TuningTarget(p99_s=1.0, concurrency=16)
     to_run = best_to_run(simulated(config, few_settings(config, target), {1: model_times}, HOST, target))
     assert any(each.setting.batch == 1 for each in to_run)
     assert len({each.simulated for each in to_run}) == len(to_run), "those that do the very same run once"
@@ -105,7 +105,7 @@ def of_speed(times, factor):
 
 
 def test_those_run_live_differ_in_instances_and_threads_where_they_can(config):
-    target = Target(p99_s=1.0, concurrency=16)
+    target = TuningTarget(p99_s=1.0, concurrency=16)
     times = {threads: of_speed(CHEAP_ROWS, 1 + threads / 10) for threads in (1, 2, 4)}
     tried = simulated(config, settings_of(config, target, num_cores=2), times, HOST, target)
     shapes = [(each.setting.instances, each.setting.threads) for each in best_to_run(tried)[:3]]
@@ -113,7 +113,7 @@ def test_those_run_live_differ_in_instances_and_threads_where_they_can(config):
 
 
 def test_settings_leave_the_cores_and_the_time_that_there_is(config):
-    settings = settings_of(config, Target(p99_s=0.003, rate=1.0, num_rows=2), num_cores=4)
+    settings = settings_of(config, TuningTarget(p99_s=0.003, rate=1.0, num_rows=2), num_cores=4)
     assert max(each.instances * each.threads for each in settings) == 8
     assert {each.delay_us for each in settings} == {0, 500, 1000}
     assert {each.batch for each in settings} == {1, 2, 4, 8}
@@ -122,7 +122,7 @@ def test_settings_leave_the_cores_and_the_time_that_there_is(config):
 
 def test_accelerators_keep_their_instances(config):
     config.instance_group[0].kind = 1  # KIND_GPU
-    settings = settings_of(config, Target(p99_s=0.01, rate=1.0))
+    settings = settings_of(config, TuningTarget(p99_s=0.01, rate=1.0))
     assert {(each.instances, each.threads) for each in settings} == {(2, 0)}
     assert with_setting(config, settings[0]).instance_group == config.instance_group
 
@@ -144,23 +144,23 @@ def test_a_model_without_batches_is_tuned_in_instances_alone(tmp_path):
     config = read_model(write_model(tmp_path, "add", config=CONFIG)).config
     config.max_batch_size = 0
     config.ClearField("dynamic_batching")
-    settings = settings_of(config, Target(p99_s=0.01, rate=1.0), num_cores=2)
+    settings = settings_of(config, TuningTarget(p99_s=0.01, rate=1.0), num_cores=2)
     assert {each.batch for each in settings} == {1}
     assert not with_setting(config, settings[0]).HasField("dynamic_batching")
 
 
 def test_an_outcome_that_misses_the_target_is_behind_all_that_meet_it():
-    target = Target(p99_s=0.02, concurrency=4)
-    quick = Outcome(p50_s=0.01, p99_s=0.015, throughput_rps=100.0, mean_batch=1.0, num_failed=0)
+    target = TuningTarget(p99_s=0.02, concurrency=4)
+    quick = RunFigures(p50_s=0.01, p99_s=0.015, throughput_rps=100.0, mean_batch=1.0, num_failed=0)
     late = replace(quick, p99_s=0.021, throughput_rps=900.0)
     assert quick.order(target) < late.order(target)
-    assert not quick.meets(Target(p99_s=0.02, rate=200.0)), "it does not keep up"
+    assert not quick.meets(TuningTarget(p99_s=0.02, rate=200.0)), "it does not keep up"
 
 
 def test_ensembles_are_refused(tmp_path):
     write_diamond(tmp_path)
     with pytest.raises(ConfigError, match="tune its steps"):
-        tune(tmp_path / "diamond", Target(p99_s=0.1, rate=1.0))
+        tune(tmp_path / "diamond", TuningTarget(p99_s=0.1, rate=1.0))
 
 
 def test_a_model_is_tuned_live_and_written(tmp_path, capsys):

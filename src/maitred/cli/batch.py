@@ -245,7 +245,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Batch:
+class BatchLines:
     """One run over the lines that have no answer yet."""
 
     endpoint: Endpoint

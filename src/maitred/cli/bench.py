@@ -193,10 +193,10 @@ def _infer(options: Options) -> int:
 
     import msgspec
 
-    from maitred.cli.load_tensors import Asked, lines, run_load
+    from maitred.cli.load_tensors import InferTarget, lines, run_load
 
     given = options[InferOptions]
-    asked = Asked(
+    asked = InferTarget(
         url=given.url,
         model=given.model,
         protocol=given.protocol,

@@ -84,7 +84,7 @@ class Next(Enum):
 
 
 @dataclass(slots=True)
-class Outcome:
+class TypedOutcome:
     """Outcome of a typed line."""
 
     next: Next
@@ -109,27 +109,27 @@ class Conversation:
         calls = self.messages[-1 - len(results)].get("tool_calls", [])
         return [call for call in calls if call["id"] not in results]
 
-    def take(self, line: str) -> Outcome:
+    def take(self, line: str) -> TypedOutcome:
         """One line (or several, if typed so) from the person: a question, a command, or the result of a call."""
         if not line.strip():
-            return Outcome(Next.READ)
+            return TypedOutcome(Next.READ)
         if not line.startswith("/") or line.startswith("//"):
             return self._heard(line.removeprefix("/") if line[0] == "/" else line)
         name, _, rest = line.strip().partition(" ")
         command = COMMANDS.get(name)
         if command is None:
-            return Outcome(Next.READ, f"no command {name}{did_you_mean(name, list(COMMANDS))}; /help lists them")
+            return TypedOutcome(Next.READ, f"no command {name}{did_you_mean(name, list(COMMANDS))}; /help lists them")
         try:
             return command(self, rest.strip())
         except ConfigError as error:
-            return Outcome(Next.READ, str(error))
+            return TypedOutcome(Next.READ, str(error))
 
-    def _heard(self, text: str) -> Outcome:
+    def _heard(self, text: str) -> TypedOutcome:
         if not (pending := self.pending):
             self.messages.append({"role": "user", "content": text})
-            return Outcome(Next.ASK)
+            return TypedOutcome(Next.ASK)
         self.messages.append({"role": "tool", "tool_call_id": pending[0]["id"], "content": text})
-        return Outcome(Next.READ, _asked(pending[1])) if pending[1:] else Outcome(Next.ASK)
+        return TypedOutcome(Next.READ, _asked(pending[1])) if pending[1:] else TypedOutcome(Next.ASK)
 
     def request(self, model: str) -> dict[str, object]:
         """The body for /v1/chat/completions."""
@@ -183,52 +183,54 @@ def _asked(call: Mapping[str, Any]) -> str:
 # ---- the commands
 
 
-def _help(conversation: Conversation, rest: str) -> Outcome:
-    return Outcome(Next.READ, HELP)
+def _help(conversation: Conversation, rest: str) -> TypedOutcome:
+    return TypedOutcome(Next.READ, HELP)
 
 
-def _set(conversation: Conversation, rest: str) -> Outcome:
+def _set(conversation: Conversation, rest: str) -> TypedOutcome:
     name, _, word = rest.replace("=", " ", 1).partition(" ")
     if not name:
         lines = [f"{name:20}{doc}" for name, (_, doc) in SETTINGS.items()]
-        return Outcome(Next.READ, "\n".join([*lines, f"{'system':20}what the model is told before everything else"]))
+        return TypedOutcome(
+            Next.READ, "\n".join([*lines, f"{'system':20}what the model is told before everything else"])
+        )
     if not word.strip():
         raise ConfigError(f"/set {name} needs a value, for example /set temperature 0.2")
     conversation.set(name, word.strip())
-    return Outcome(Next.READ, f"{name} is {word.strip()}")
+    return TypedOutcome(Next.READ, f"{name} is {word.strip()}")
 
 
-def _unset(conversation: Conversation, rest: str) -> Outcome:
+def _unset(conversation: Conversation, rest: str) -> TypedOutcome:
     if rest == "system":
         conversation.system = None
     elif conversation.settings.pop(rest, None) is None:
         raise ConfigError(f"{rest or 'nothing'} is not set; /show lists what is")
-    return Outcome(Next.READ, f"{rest} is the default again")
+    return TypedOutcome(Next.READ, f"{rest} is the default again")
 
 
-def _show(conversation: Conversation, rest: str) -> Outcome:
+def _show(conversation: Conversation, rest: str) -> TypedOutcome:
     lines = [f"{name} = {value}" for name, value in conversation.settings.items()] or ["all settings are the defaults"]
     if conversation.system:
         lines.append(f"system = {conversation.system}")
-    return Outcome(Next.READ, "\n".join([*lines, f"{len(conversation.messages)} messages"]))
+    return TypedOutcome(Next.READ, "\n".join([*lines, f"{len(conversation.messages)} messages"]))
 
 
-def _reset(conversation: Conversation, rest: str) -> Outcome:
+def _reset(conversation: Conversation, rest: str) -> TypedOutcome:
     conversation.messages.clear()
-    return Outcome(Next.READ, "the conversation is forgotten")
+    return TypedOutcome(Next.READ, "the conversation is forgotten")
 
 
-def _retry(conversation: Conversation, rest: str) -> Outcome:
+def _retry(conversation: Conversation, rest: str) -> TypedOutcome:
     while conversation.pending and _is_result(conversation.messages[-1]):
         conversation.messages.pop()  # not all the results are there: the calls go as well
     if conversation.messages and conversation.messages[-1]["role"] == "assistant":
         conversation.messages.pop()
     if not conversation.messages:
         raise ConfigError("there is no question to answer anew")
-    return Outcome(Next.ASK)
+    return TypedOutcome(Next.ASK)
 
 
-def _save(conversation: Conversation, rest: str) -> Outcome:
+def _save(conversation: Conversation, rest: str) -> TypedOutcome:
     if not rest:
         raise ConfigError("/save needs a file name, for example /save talk.json")
     path = Path(rest).expanduser()
@@ -239,7 +241,7 @@ def _save(conversation: Conversation, rest: str) -> Outcome:
         raise ConfigError(f"{path} exists; choose another name") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; choose another name") from None
-    return Outcome(Next.READ, f"saved in {path}")
+    return TypedOutcome(Next.READ, f"saved in {path}")
 
 
 def _as_json(conversation: Conversation) -> str:
@@ -257,11 +259,11 @@ def _spoken(message: Mapping[str, Any]) -> str:
     return "\n".join([message["content"], *calls] if message["content"] else calls)
 
 
-def _exit(conversation: Conversation, rest: str) -> Outcome:
-    return Outcome(Next.LEAVE)
+def _exit(conversation: Conversation, rest: str) -> TypedOutcome:
+    return TypedOutcome(Next.LEAVE)
 
 
-COMMANDS: dict[str, Callable[[Conversation, str], Outcome]] = {
+COMMANDS: dict[str, Callable[[Conversation, str], TypedOutcome]] = {
     "/help": _help,
     "/set": _set,
     "/unset": _unset,

@@ -20,7 +20,16 @@ from maitred.api.dialects.openai.schemas import TimingMs
 from maitred.cli.chat import COMMANDS, ChatOptions, Conversation, Next
 from maitred.cli.command import Options
 from maitred.cli.console import dim, inert
-from maitred.cli.endpoint import DONE, Endpoint, HttpEndpoint, Refused, SSEParser, Unreachable, error_text, first_model
+from maitred.cli.endpoint import (
+    DONE,
+    Endpoint,
+    HttpEndpoint,
+    ServerRefused,
+    SSEParser,
+    Unreachable,
+    error_text,
+    first_model,
+)
 from maitred.cli.flags import UsageError
 from maitred.cli.local import engine_config, local_endpoint, refuse_engine_flags, start_engine
 from maitred.config import ModelConfig
@@ -38,7 +47,7 @@ MIN_RATE_TOKENS = 8  # of fewer, a rate says next to nothing
 WHOLE = ("stop", "tool_calls")  # how an answer ends whose calls are complete
 
 
-class Piece(NamedTuple):
+class ShownText(NamedTuple):
     text: str
     is_thought: bool = False
 
@@ -59,7 +68,7 @@ class StreamedCall:
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """Grows while `stream` runs."""
 
     text: str = ""
@@ -108,12 +117,12 @@ class Answer:
         if self.num_tokens is not None and self.num_tokens >= MIN_RATE_TOKENS and after_first_ms > 0:
             yield f"{1000 * (self.num_tokens - 1) / after_first_ms:,.1f} tokens/s"
 
-    async def stream(self, endpoint: Endpoint, request: Mapping[str, object]) -> AsyncIterator[Piece]:
+    async def stream(self, endpoint: Endpoint, request: Mapping[str, object]) -> AsyncIterator[ShownText]:
         """Thoughts and text, piece by piece. Raises Refused, Unreachable or ServerError."""
         parser = SSEParser()
         async with endpoint.post(CHAT_PATH, msgspec.json.encode(request)) as reply:
             if reply.status != 200:
-                raise Refused(reply.status, error_text(reply.status, await reply.read()))
+                raise ServerRefused(reply.status, error_text(reply.status, await reply.read()))
             async for piece in reply.body:
                 for data in parser.feed(piece):
                     if data != DONE:
@@ -122,11 +131,11 @@ class Answer:
         if self.finish_reason is None:
             raise Unreachable("the answer ended too early; see the server's log")
 
-    def _take(self, data: bytes) -> list[Piece]:
+    def _take(self, data: bytes) -> list[ShownText]:
         event = _decoded(data)
         if "error" in event:
             raise ServerError(error_text(500, data))
-        pieces: list[Piece] = []
+        pieces: list[ShownText] = []
         for choice in event.get("choices") or ():
             pieces += self._grow(choice.get("delta") or {})
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -135,7 +144,7 @@ class Answer:
             self.timing = _timing(usage.get("timing_ms"))
         return pieces
 
-    def _grow(self, delta: Mapping[str, Any]) -> Iterator[Piece]:
+    def _grow(self, delta: Mapping[str, Any]) -> Iterator[ShownText]:
         """Thoughts come under two names, of which servers send either or both."""
         thoughts = delta.get("reasoning_content") or delta.get("reasoning") or ""
         text = delta.get("content") or ""
@@ -148,9 +157,9 @@ class Answer:
         for piece in calls:
             self._grow_call(piece)
         if thoughts:
-            yield Piece(thoughts, is_thought=True)
+            yield ShownText(thoughts, is_thought=True)
         if text:
-            yield Piece(text)
+            yield ShownText(text)
 
     def _grow_call(self, piece: Mapping[str, Any]) -> None:
         index = piece.get("index", len(self.calls))
@@ -412,7 +421,7 @@ async def talk(endpoint: Endpoint, model: str, conversation: Conversation, termi
 
 
 async def _ask(endpoint: Endpoint, model: str, conversation: Conversation, terminal: Terminal) -> bool:
-    answer, asked = Answer(), ""
+    answer, asked = StreamedAnswer(), ""
     task = asyncio.create_task(_show(answer, endpoint, conversation.request(model), terminal))
     try:
         await _until_done_or_interrupted(task)
@@ -436,7 +445,7 @@ async def _ask(endpoint: Endpoint, model: str, conversation: Conversation, termi
     return True
 
 
-async def _show(answer: Answer, endpoint: Endpoint, request: Mapping[str, object], terminal: Terminal) -> None:
+async def _show(answer: StreamedAnswer, endpoint: Endpoint, request: Mapping[str, object], terminal: Terminal) -> None:
     """Thoughts stand on lines of their own before the text."""
     was_thought = False
     async for text, is_thought in answer.stream(endpoint, request):

@@ -57,7 +57,7 @@ class TimedOut(Unreachable):
     """The server accepted the request and gave no whole answer in time."""
 
 
-class Refused(ServerError):
+class ServerRefused(ServerError):
     """The server answered with an error status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -102,7 +102,7 @@ async def first_model(endpoint: Endpoint) -> str:
     async with endpoint.get("/v1/models") as reply:
         body = await reply.read()
     if reply.status != 200:
-        raise Refused(reply.status, error_text(reply.status, body) + "; check --url and --api-key")
+        raise ServerRefused(reply.status, error_text(reply.status, body) + "; check --url and --api-key")
     try:
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except (msgspec.DecodeError, KeyError, IndexError, TypeError):
@@ -149,7 +149,7 @@ class HttpEndpoint:
             answer = await reply.read()
         if reply.status not in (200, 202):
             hints = {401: ADMIN_HINT, 403: ADMIN_HINT, 404: at_404}
-            raise Refused(reply.status, error_text(reply.status, answer) + hints.get(reply.status, ""))
+            raise ServerRefused(reply.status, error_text(reply.status, answer) + hints.get(reply.status, ""))
         return answer
 
     @asynccontextmanager

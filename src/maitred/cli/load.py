@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from maitred.cli.endpoint import DONE, Endpoint, Refused, SSEParser, TimedOut, Unreachable, error_text
+from maitred.cli.endpoint import DONE, Endpoint, ServerRefused, SSEParser, TimedOut, Unreachable, error_text
 from maitred.cli.simulate_inputs import read_unpacked
 from maitred.core.errors import ConfigError, MaitredError
 from maitred.sim.synthetic import Draw, arrival_times
 from maitred.sim.traces import BLOCK_TOKENS, TraceLine, parse_trace
 
 
-class Failure(NamedTuple):
+class LoadFailure(NamedTuple):
     kind: str  # "HTTP 429", "unreachable", "timeout", "stream error" ...
     message: str
 
@@ -46,7 +46,7 @@ class Record:
     cached_tokens: int = 0  # of the prompt, from the server's prefix cache
     chunks: list[Chunk] = field(default_factory=list)
     finish_reason: str | None = None
-    failure: Failure | None = None
+    failure: LoadFailure | None = None
 
     @property
     def ok(self) -> bool:
@@ -302,7 +302,7 @@ class RequestForm:
         return msgspec.json.encode(body | dict(self.extra))
 
 
-class Load:
+class RequestLoad:
     """Sends requests of one form; times are seconds since `began_at`, of the machine's monotonic clock."""
 
     def __init__(self) -> None:
@@ -321,7 +321,7 @@ class Load:
         raise NotImplementedError
 
 
-class LoadClient(Load):
+class LoadClient(RequestLoad):
     """Sends to one endpoint of an OpenAI server."""
 
     def __init__(self, endpoint: Endpoint, form: RequestForm) -> None:
@@ -338,14 +338,14 @@ class LoadClient(Load):
         record = Record(request.index, request.due_s, sent_s, len(request.token_ids), request.output_len)
         try:
             await self._stream(record, body)
-        except Refused as error:
-            record.failure = Failure(f"HTTP {error.status}", str(error))
+        except ServerRefused as error:
+            record.failure = LoadFailure(f"HTTP {error.status}", str(error))
         except TimedOut as error:
-            record.failure = Failure("timeout", str(error))
+            record.failure = LoadFailure("timeout", str(error))
         except Unreachable as error:
-            record.failure = Failure("unreachable", str(error))
+            record.failure = LoadFailure("unreachable", str(error))
         except StreamFault as error:
-            record.failure = Failure("stream error", str(error))
+            record.failure = LoadFailure("stream error", str(error))
         record.ended_s = record.chunks[-1].at_s if record.ok and record.chunks else self.now()
         return record
 
@@ -353,7 +353,7 @@ class LoadClient(Load):
         parser, stream = SSEParser(), _Stream(record)
         async with self.endpoint.post(self.form.path, body) as reply:
             if reply.status != 200:
-                raise Refused(reply.status, error_text(reply.status, await reply.read()))
+                raise ServerRefused(reply.status, error_text(reply.status, await reply.read()))
             async for piece in reply.body:
                 at_s = self.now()
                 for data in parser.feed(piece):
@@ -429,7 +429,7 @@ class LoadProgress:
 class LoadRun:
     """One run against one server. `stop` ends it early: nothing more is sent, what is in flight is dropped."""
 
-    def __init__(self, load: Load, plan: Iterator[PlannedRequest], *, duration_s: float | None = None) -> None:
+    def __init__(self, load: RequestLoad, plan: Iterator[PlannedRequest], *, duration_s: float | None = None) -> None:
         self._load = load
         self._plan = plan
         self._duration_s = duration_s

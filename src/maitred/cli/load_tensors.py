@@ -28,7 +28,7 @@ import grpc
 import numpy as np
 from google.protobuf import json_format
 
-from maitred.cli.load import Failure, Load, LoadRun, PlannedRequest, Record
+from maitred.cli.load import LoadFailure, LoadRun, PlannedRequest, Record, RequestLoad
 from maitred.core.errors import CheckpointError, ConfigError, MaitredError
 from maitred.core.objectives import percentile
 from maitred.core.tensor_request import InferRequest, Tensor
@@ -50,7 +50,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class InferTarget:
     """Request to send, and its server."""
 
     url: str
@@ -62,10 +62,10 @@ class Asked:
     api_key: str | None = None
 
 
-class Caller(Protocol):
+class InferCaller(Protocol):
     """One client of the server."""
 
-    async def ask(self) -> Failure | None:
+    async def ask(self) -> LoadFailure | None:
         """Sends the request and waits for its answer; what failed, or None."""
 
     async def close(self) -> None: ...
@@ -84,11 +84,11 @@ class Server(Protocol):
     def prepare(self, tensors: Sequence[Tensor], *, in_region: bool) -> None:
         """Set what callers send."""
 
-    def caller(self) -> Caller: ...
+    def caller(self) -> InferCaller: ...
 
 
 @asynccontextmanager
-async def connected(asked: Asked) -> AsyncIterator[Server]:
+async def connected(asked: InferTarget) -> AsyncIterator[Server]:
     """Return a connection of the URL's protocol."""
     if asked.protocol == "http":
         yield _HttpServer(asked)
@@ -119,7 +119,7 @@ class _Answer(NamedTuple):
 
 
 class _HttpServer:
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: InferTarget) -> None:
         self._asked, parts = asked, urlsplit(asked.url if "//" in asked.url else f"//{asked.url}", "http")
         if parts.hostname is None:
             raise ConfigError(f"url is {asked.url!r}; write http://HOST:PORT")
@@ -157,7 +157,7 @@ class _HttpServer:
         headers = {"inference-header-content-length": str(len(head))} if data else {}
         self._request = self._bytes("POST", f"{self._model}/infer", head + data, headers)
 
-    def caller(self) -> Caller:
+    def caller(self) -> InferCaller:
         return _HttpCaller(self._host, self._port, self._tls, self._request)
 
     def _bytes(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> bytes:
@@ -190,16 +190,16 @@ class _HttpCaller:
         self._where, self._tls, self._request = (host, port), tls, request
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self) -> Failure | None:
+    async def ask(self) -> LoadFailure | None:
         try:
             answer = await self.answer()
         except (OSError, EOFError) as error:
             await self.close()
-            return Failure(type(error).__name__, _line(str(error)))
+            return LoadFailure(type(error).__name__, _line(str(error)))
         return (
             None
             if answer.status == 200
-            else Failure(f"HTTP {answer.status}", _line(answer.body.decode(errors="replace")))
+            else LoadFailure(f"HTTP {answer.status}", _line(answer.body.decode(errors="replace")))
         )
 
     async def answer(self) -> _Answer:
@@ -223,7 +223,7 @@ def _line(text: str) -> str:
 
 
 class _GrpcServer:
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: InferTarget) -> None:
         self._asked = asked
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self._channel = grpc.aio.insecure_channel(asked.url.rpartition("//")[2].rstrip("/"), options)
@@ -260,7 +260,7 @@ class _GrpcServer:
                 message.raw_input_contents.append(bytes(each.data))
         self._request = message.SerializeToString()
 
-    def caller(self) -> Caller:
+    def caller(self) -> InferCaller:
         return _GrpcCaller(self._channel, self._request, self._metadata)
 
     async def _call(self, method: str, **fields: Any) -> Any:
@@ -284,11 +284,11 @@ class _GrpcCaller:
         self._call = channel.unary_unary(f"/{INFERENCE}.GRPCInferenceService/ModelInfer")
         self._request, self._metadata = request, metadata
 
-    async def ask(self) -> Failure | None:
+    async def ask(self) -> LoadFailure | None:
         try:
             await self._call(self._request, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            return Failure(error.code().name, _line(error.details() or ""))
+            return LoadFailure(error.code().name, _line(error.details() or ""))
         return None
 
     async def close(self) -> None:
@@ -299,7 +299,7 @@ PERCENTS = (50, 90, 99)
 
 
 @dataclass(slots=True)
-class Measured:
+class InferFigures:
     """Figures of a run."""
 
     latencies_s: list[float] = field(default_factory=list)  # of those that were answered
@@ -320,8 +320,14 @@ class Measured:
 
 
 async def run_load(
-    asked: Asked, *, concurrency: int | None, rate: float | None, num_requests: int | None, duration_s: float, seed: int
-) -> Measured:
+    asked: InferTarget,
+    *,
+    concurrency: int | None,
+    rate: float | None,
+    num_requests: int | None,
+    duration_s: float,
+    seed: int,
+) -> InferFigures:
     """Run so many clients, or so many requests a second whatever becomes of them; until `num_requests` were sent or
     the time is over. Raises ConfigError for a server that does not tell of the model.
     """
@@ -350,13 +356,13 @@ def _planned(rate: float | None, num_requests: int | None, rng: random.Random) -
         due_s += rng.expovariate(rate) if rate is not None else 0.0
 
 
-class InferLoad(Load):
+class InferLoad(RequestLoad):
     """Asks a server for what it was prepared for. A request waits for no other: each has a caller of its own."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
         self._server = server
-        self._idle: list[Caller] = []
+        self._idle: list[InferCaller] = []
 
     def prepared(self, request: PlannedRequest) -> Callable[[float], Awaitable[Record]]:
         return lambda due_s: self._ask(request.index, due_s)
@@ -374,8 +380,8 @@ class InferLoad(Load):
             await caller.close()
 
 
-def _measured(records: Sequence[Record], span_s: float, rows: int) -> Measured:
-    measured = Measured([each.latency_s for each in records if each.ok], span_s=span_s, rows=rows)
+def _measured(records: Sequence[Record], span_s: float, rows: int) -> InferFigures:
+    measured = InferFigures([each.latency_s for each in records if each.ok], span_s=span_s, rows=rows)
     for each in records:
         if each.failure is not None:
             measured.failures[each.failure.kind] += 1
@@ -383,7 +389,7 @@ def _measured(records: Sequence[Record], span_s: float, rows: int) -> Measured:
     return measured
 
 
-def made_tensors(inputs: Sequence[Tensor], asked: Asked) -> list[Tensor]:
+def made_tensors(inputs: Sequence[Tensor], asked: InferTarget) -> list[Tensor]:
     """Inputs with data. Of each the shape has the rows first already."""
     made = []
     for each in inputs:
@@ -410,7 +416,7 @@ def _region(tensors: Sequence[Tensor], *, shm: bool) -> Iterator[SharedMemory | 
         region.unlink()
 
 
-def lines(measured: Measured) -> list[str]:
+def lines(measured: InferFigures) -> list[str]:
     """Return the figures as lines for people."""
     told = measured.to_json()
     rates = f"{told['requests_per_s']:,.1f} requests/s, {told['rows_per_s']:,.1f} rows/s in {measured.span_s:.1f} s"
@@ -467,7 +473,7 @@ async def served(
         await service.close()
 
 
-class LocalLoad(Load):
+class LocalLoad(RequestLoad):
     """Asks one model for the same rows again and again. On the event loop of its service."""
 
     def __init__(self, service: LocalTensorService, model: str, *, num_rows: int = 1, length: int = 0) -> None:
@@ -513,7 +519,7 @@ class LocalLoad(Load):
         try:
             await self._service.infer(request)
         except MaitredError as error:
-            record.failure = Failure(type(error).__name__, str(error))
+            record.failure = LoadFailure(type(error).__name__, str(error))
         record.ended_s = self.now()
         return record
 

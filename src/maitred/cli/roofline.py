@@ -22,7 +22,7 @@ from maitred.engine.memory import format_bytes
 if TYPE_CHECKING:
     from maitred.engine.build import EngineParts
     from maitred.model.checkpoint import Checkpoint
-    from maitred.model.roofline import KVFormat, Measured, Row, WeightFormat
+    from maitred.model.roofline import KVFormat, MeasuredMachine, Row, WeightFormat
     from maitred.model.spec import DecoderSpec
 
 
@@ -115,7 +115,7 @@ def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> He
 
 
 def _floors(
-    options: RooflineOptions, spec: DecoderSpec, measured: Measured, held: HeldFormats, batches: list[int]
+    options: RooflineOptions, spec: DecoderSpec, measured: MeasuredMachine, held: HeldFormats, batches: list[int]
 ) -> list[Floor]:
     from maitred.model.roofline import Row, floor_s, step_work
 
@@ -148,7 +148,7 @@ def _with_engine(
     return [replace(floor, took_s=took_s) for floor, took_s in zip(floors, took, strict=True)]
 
 
-def machine_lines(measured: Measured, held: HeldFormats) -> list[str]:
+def machine_lines(measured: MeasuredMachine, held: HeldFormats) -> list[str]:
     """The machine: a line for streaming, then one for each format of weights."""
     from maitred.model.roofline import ARITHMETIC, LIMIT_S, WeightFormat, critical_batch, token_budget
 
@@ -199,7 +199,7 @@ def model_lines(spec: DecoderSpec, held: HeldFormats, floors: list[Floor]) -> li
     return lines
 
 
-def _as_json(measured: Measured, spec: DecoderSpec, held: HeldFormats, floors: list[Floor]) -> dict[str, Any]:
+def _as_json(measured: MeasuredMachine, spec: DecoderSpec, held: HeldFormats, floors: list[Floor]) -> dict[str, Any]:
     from maitred.model.roofline import ARITHMETIC, WeightFormat, critical_batch, token_budget
 
     weights = [WeightFormat(dtype) for dtype in ARITHMETIC]

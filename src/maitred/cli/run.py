@@ -84,11 +84,11 @@ def run_batch(options: Options, batch: RunOptions) -> int:
 async def _answer(
     options: Options, batch: RunOptions, left: list[InputLine], source: BinaryIO, write: Callable[[bytes], None]
 ) -> Tally:
-    from maitred.cli.batch import Batch
+    from maitred.cli.batch import BatchLines
 
     async with _open(options, batch) as endpoint:
         with _progress_bar(len(left)) as advance:
-            work = Batch(endpoint, source, write, advance)
+            work = BatchLines(endpoint, source, write, advance)
             await work.answer_all(left, concurrency=min(batch.concurrency, len(left)))
     return work.tally
 

@@ -89,7 +89,7 @@ def _description(data: bytes, path: str) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SimulatedTarget:
     """Target of a simulation: a model on a device."""
 
     label: str
@@ -105,7 +105,7 @@ class Target:
     """Why its times are not to be relied on, if so."""
 
 
-def find_target(device: str | None, model: str | None, environ: Mapping[str, str] = os.environ) -> Target:
+def find_target(device: str | None, model: str | None, environ: Mapping[str, str] = os.environ) -> SimulatedTarget:
     """Raises ConfigError."""
     if device is not None and (device.endswith(".json") or Path(device).is_file()):
         return _of_profile(read_profile(Path(device)), model)
@@ -131,7 +131,7 @@ def read_profile(path: Path) -> Profile:
         raise ConfigError(f"--device {path}: {error.strerror}; make one with maitred profile -o FILE") from None
 
 
-def _of_profile(profile: Profile, model: str | None) -> Target:
+def _of_profile(profile: Profile, model: str | None) -> SimulatedTarget:
     if model is not None and model != profile.model:
         raise ConfigError(
             f"--model is {model!r}, the profile is of {profile.model}; drop --model, or run maitred profile {model}"
@@ -142,7 +142,7 @@ def _of_profile(profile: Profile, model: str | None) -> Target:
 
     profile_bytes = float(profile.kv_memory_bytes)
     measured = "measured" if profile.edge == EdgeModel() else "measured over HTTP"
-    return Target(
+    return SimulatedTarget(
         f"{profile.model} on {profile.machine} ({measured})",
         profile.cost_model,
         num_blocks,
@@ -154,14 +154,14 @@ def _of_profile(profile: Profile, model: str | None) -> Target:
     )
 
 
-def _of_datasheet(device: Device, shape: ModelShape) -> Target:
+def _of_datasheet(device: Device, shape: ModelShape) -> SimulatedTarget:
     num_kv_blocks(device, shape, 1)  # refuses what does not fit
 
     def num_blocks(cache: CacheConfig, max_num_seqs: int) -> int:
         free = num_kv_blocks(device, shape, cache.block_size) * cache.block_size * shape.kv_bytes_per_token
         return _enough_blocks(cache, max_num_seqs, shape.context, shape.kv_bytes_per_token, free)
 
-    return Target(
+    return SimulatedTarget(
         f"{shape.name} on {device.name} (datasheet)",
         roofline(device, shape),
         num_blocks,

@@ -23,7 +23,7 @@ from maitred.cli.simulate import (
     SimulatedWorkerOptions,
     SimulateOptions,
 )
-from maitred.cli.simulate_inputs import Target, find_target, read_unpacked, read_workload
+from maitred.cli.simulate_inputs import SimulatedTarget, find_target, read_unpacked, read_workload
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.config.bounds import Bounds
 from maitred.core.errors import CheckpointError, ConfigError, did_you_mean
@@ -42,7 +42,7 @@ from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.links import SimulatedDisk, SimulatedLink, link_named
 from maitred.sim.profile import Jitter
 from maitred.sim.report import html_report, svg_report
-from maitred.sim.results import Objectives, Results
+from maitred.sim.results import Objectives, SimulatedResults
 from maitred.sim.tensor_profile import HostTimes, TensorProfile, decode_tensor_profile
 from maitred.sim.tensors import ModelFigures, SimulatedEnsemble, SimulatedModel, SimulatedStep, TensorSimulation
 from maitred.sim.traces import BLOCK_TOKENS, MixedTrace, TraceWorkload, parse_mixed_trace, tensor_arrivals
@@ -162,7 +162,7 @@ class WorkersAsked:
     def devices(self) -> list[str | None]:
         return [worker.device for worker in self.workers]
 
-    def setup(self, plain: FleetSetup, targets: list[Target]) -> FleetSetup:
+    def setup(self, plain: FleetSetup, targets: list[SimulatedTarget]) -> FleetSetup:
         """`plain` with a role for each of its replicas, whose targets these are."""
         asked, disk_bytes = self.options, self.options.kv_disk_bytes
         replicas = [
@@ -226,7 +226,7 @@ def _link(options: SimulatedWorkerOptions) -> SimulatedLink | None:
     return link
 
 
-def facts_of(role: Role, target: Target, engine: EngineSetup, link: SimulatedLink | None) -> WorkerFacts:
+def facts_of(role: Role, target: SimulatedTarget, engine: EngineSetup, link: SimulatedLink | None) -> WorkerFacts:
     return WorkerFacts(
         role=role,
         costs=target.cost_model,
@@ -381,7 +381,7 @@ def note_tensor_speed(policy: str, models: Mapping[str, ModelFigures], wall_s: f
     note(f"{policy}: {total:,} tensor requests in {wall_s:.1f} s")
 
 
-SetupOf = Callable[[Target], EngineSetup]
+SetupOf = Callable[[SimulatedTarget], EngineSetup]
 MAX_REPLICAS = 10_000
 
 
@@ -472,7 +472,7 @@ def run_simulations(given: Options) -> int:
     for doubt in dict.fromkeys(target.doubt for target in targets if target.doubt is not None):
         note(f"warning: {doubt}")
     figures: dict[str, dict[str, Any]] = {}
-    outcomes: dict[str, Results] = {}
+    outcomes: dict[str, SimulatedResults] = {}
     for policy in policies:
         for balance in balances if bounds is not None else [""]:
             name = policy if bounds is None or len(policies) > 1 else balance
@@ -505,7 +505,7 @@ def _run_tensors_alone(asked: Simulated, policies: list[str], tensors: TensorWor
     return 0
 
 
-def _targets(asked: Simulated, bounds: Bounds | None, workers: WorkersAsked | None) -> list[Target]:
+def _targets(asked: Simulated, bounds: Bounds | None, workers: WorkersAsked | None) -> list[SimulatedTarget]:
     """A target for each replica; one without a fleet."""
     device = asked.options.device
     if workers is not None:
@@ -516,7 +516,7 @@ def _targets(asked: Simulated, bounds: Bounds | None, workers: WorkersAsked | No
     return [found[name] for name in devices]
 
 
-def _label(targets: list[Target], bounds: Bounds | None, workers: WorkersAsked | None) -> str:
+def _label(targets: list[SimulatedTarget], bounds: Bounds | None, workers: WorkersAsked | None) -> str:
     if bounds is None:
         return targets[0].label
     roles = [""] * len(targets) if workers is None else [f"{worker.role.value} " for worker in workers.workers]
@@ -529,12 +529,12 @@ def _simulate_fleet(
     asked: Simulated,
     bounds: Bounds,
     workers: WorkersAsked | None,
-    targets: list[Target],
+    targets: list[SimulatedTarget],
     inputs: Inputs,
     policy: str,
     balance: str,
-) -> tuple[Results, dict[str, Any]]:
-    def setup_of(target: Target) -> EngineSetup:
+) -> tuple[SimulatedResults, dict[str, Any]]:
+    def setup_of(target: SimulatedTarget) -> EngineSetup:
         return engine_setup(asked, target, policy)
 
     queue = setup_of(targets[0]).scheduler
@@ -549,7 +549,7 @@ def _simulate_fleet(
     )
     simulation = FleetSimulation(
         setup if workers is None else workers.setup(setup, targets),
-        Results(inputs.objectives, targets[0].edge),
+        SimulatedResults(inputs.objectives, targets[0].edge),
         seed=inputs.seed,
         tenants=inputs.terms,
         admission=inputs.controller(queue),
@@ -558,7 +558,7 @@ def _simulate_fleet(
     return results, simulation.to_json()
 
 
-def engine_setup(asked: Simulated, target: Target, policy: str) -> EngineSetup:
+def engine_setup(asked: Simulated, target: SimulatedTarget, policy: str) -> EngineSetup:
     """The configuration a server would have."""
     scheduler, cache = asked.scheduler, asked.cache
     return EngineSetup(
@@ -581,18 +581,20 @@ def _scheduler_config(asked: Simulated, policy: str) -> SchedulerConfig:
     return SchedulerConfig(**plain)
 
 
-def _simulate_engine(setup: EngineSetup, target: Target, inputs: Inputs) -> tuple[Results, dict[str, Any]]:
+def _simulate_engine(
+    setup: EngineSetup, target: SimulatedTarget, inputs: Inputs
+) -> tuple[SimulatedResults, dict[str, Any]]:
     simulation = _simulation(setup, target, inputs)
     results = simulation.run(inputs.arrivals())
     tensors = {} if simulation.tensors is None else {"tensor": figures_of(simulation.tensors.figures)}
     return results, results.to_json() | tensors
 
 
-def _simulation(setup: EngineSetup, target: Target, inputs: Inputs) -> Simulation:
+def _simulation(setup: EngineSetup, target: SimulatedTarget, inputs: Inputs) -> Simulation:
     return Simulation(
         setup,
         target.cost_model,
-        Results(inputs.objectives, target.edge),
+        SimulatedResults(inputs.objectives, target.edge),
         jitter=None if inputs.seed is None else Jitter(target.cost_model, Random(inputs.seed)),
         tenants=inputs.terms,
         admission=inputs.controller(setup.scheduler),
@@ -637,7 +639,7 @@ def _known(flag: str, name: str, choices: list[str]) -> None:
         raise UsageError(f"{flag} is {name!r}{hint}; choose from {', '.join(sorted(choices))}")
 
 
-def _note_speed(name: str, results: Results, wall_s: float) -> None:
+def _note_speed(name: str, results: SimulatedResults, wall_s: float) -> None:
     total = results.total
     note(
         f"{name}: {total.num_finished + total.num_failed:,} requests, {results.num_row_steps:,} request-steps, "
@@ -645,7 +647,9 @@ def _note_speed(name: str, results: Results, wall_s: float) -> None:
     )
 
 
-def _tell(asked: Simulated, outcomes: dict[str, Results], figures: dict[str, dict[str, Any]], label: str) -> None:
+def _tell(
+    asked: Simulated, outcomes: dict[str, SimulatedResults], figures: dict[str, dict[str, Any]], label: str
+) -> None:
     options = asked.options
     if options.report is not None:
         if not outcomes:
@@ -713,7 +717,7 @@ def devices_of(options: SimulatedFleetOptions, bounds: Bounds, device: str | Non
 def fleet_setup(
     options: SimulatedFleetOptions,
     bounds: Bounds,
-    targets: list[Target],
+    targets: list[SimulatedTarget],
     *,
     balance: str,
     scheduler: SchedulerConfig,

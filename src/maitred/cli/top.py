@@ -50,7 +50,7 @@ class TopOptions:
             raise UsageError(f"--interval is {self.interval}; it must be 0 or more seconds")
 
 
-class Ended(ServerError):
+class ViewEnded(ServerError):
     """The stream ended: the server is going, or its engine is dead."""
 
 
@@ -83,7 +83,7 @@ async def _plain(asked: TopOptions) -> int:
             print(text if draws else in_ascii(text), flush=True)
             if asked.once:
                 return 0
-    raise Ended("the server is going, so there is no more to see")
+    raise ViewEnded("the server is going, so there is no more to see")
 
 
 async def _plain_fleet(router: Endpoint, asked: TopOptions) -> int:
@@ -147,7 +147,7 @@ async def _watch(asked: TopOptions) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from maitred.cli.endpoint import HttpEndpoint, Refused, Unreachable
+    from maitred.cli.endpoint import HttpEndpoint, ServerRefused, Unreachable
 
     keys = "q or Ctrl-C leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
     console, failures = Console(), 0
@@ -162,9 +162,9 @@ async def _watch(asked: TopOptions) -> None:
                         failures = 0
                         live.update(as_text([*lines, "", keys]), refresh=True)
                 cause = "the server is going"
-            except (Unreachable, Ended) as error:
+            except (Unreachable, ViewEnded) as error:
                 cause = str(error)
-            except Refused as error:
+            except ServerRefused as error:
                 if error.status != 503:
                     raise  # waiting does not help
                 cause = str(error)  # an engine that died is loaded again
@@ -194,20 +194,20 @@ async def frames(endpoint: Endpoint) -> AsyncGenerator[LiveFrame, None]:
     import msgspec
 
     from maitred.api.ops.live_feed import LiveFrame
-    from maitred.cli.endpoint import DONE, Refused, SSEParser, error_text
+    from maitred.cli.endpoint import DONE, ServerRefused, SSEParser, error_text
 
     decoder, parser = msgspec.json.Decoder(LiveFrame), SSEParser()
     async with endpoint.get("/admin/live") as reply:
         if reply.status != 200:
             body = await reply.read()
             hint = "; give an administrator's --api-key" if reply.status in (401, 403) else ""
-            raise Refused(reply.status, error_text(reply.status, body) + hint)
+            raise ServerRefused(reply.status, error_text(reply.status, body) + hint)
         async for piece in reply.body:
             for data in parser.feed(piece):
                 if data == DONE:
                     return
                 if data.startswith(b'{"error"'):
-                    raise Ended(error_text(503, data))
+                    raise ViewEnded(error_text(503, data))
                 try:
                     yield decoder.decode(data)
                 except msgspec.MsgspecError as error:
@@ -232,7 +232,7 @@ async def _fleet_views(endpoint: Endpoint, poll_s: float = FLEET_POLL_S) -> Asyn
     """The lines of one view after the other, for ever. Raises Refused, Unreachable."""
     import asyncio
 
-    from maitred.cli.endpoint import Refused, error_text
+    from maitred.cli.endpoint import ServerRefused, error_text
     from maitred.cli.fleet import lines, read_fleet
 
     while True:
@@ -240,7 +240,7 @@ async def _fleet_views(endpoint: Endpoint, poll_s: float = FLEET_POLL_S) -> Asyn
             told = await reply.read()
         if reply.status != 200:
             hint = "; give an administrator's --api-key" if reply.status in (401, 403) else ""
-            raise Refused(reply.status, error_text(reply.status, told) + hint)
+            raise ServerRefused(reply.status, error_text(reply.status, told) + hint)
         yield ["maitred routes", *map(inert, lines(read_fleet(told)))]
         await asyncio.sleep(poll_s)
 
@@ -320,13 +320,13 @@ async def _lanes(endpoint: Endpoint) -> QueueView | None:
 
 
 async def _answer(endpoint: Endpoint) -> bytes:
-    from maitred.cli.endpoint import Refused, error_text
+    from maitred.cli.endpoint import ServerRefused, error_text
 
     async with endpoint.get("/admin/models") as reply:
         body = await reply.read()
     if reply.status != 200:
         hint = "; give an administrator's --api-key" if reply.status in (401, 403) else "; is it maitred, and this new?"
-        raise Refused(reply.status, error_text(reply.status, body) + hint)
+        raise ServerRefused(reply.status, error_text(reply.status, body) + hint)
     return body
 
 

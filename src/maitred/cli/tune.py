@@ -11,7 +11,7 @@ from maitred.core.errors import ConfigError
 from maitred.core.objectives import parse_seconds
 
 if TYPE_CHECKING:
-    from maitred.cli.tuning import Outcome, Tried, Tuned
+    from maitred.cli.tuning import RunFigures, Tried, Tuned
 
 HEADINGS = ("batch", "delay", "instances", "threads")
 FIGURES = ("p50", "p99", "requests/s", "mean batch")
@@ -60,14 +60,14 @@ def _run(options: Options) -> int:
     from pathlib import Path
 
     from maitred.cli.console import inert, note
-    from maitred.cli.tuning import Target, tune, write_setting
+    from maitred.cli.tuning import TuningTarget, tune, write_setting
     from maitred.tensor.python.instance import all_openers
 
     asked = options[TuneOptions]
     p99_s = parse_seconds(asked.p99)
     if not p99_s:
         raise UsageError(f"--p99 is {asked.p99!r}; write a time, such as 20ms or 1s")
-    target = Target(
+    target = TuningTarget(
         p99_s=p99_s,
         rate=asked.rate,
         concurrency=asked.concurrency or 0,
@@ -109,7 +109,7 @@ def _row(tried: Tried, *, chosen: bool) -> list[str]:
     return ["*" if chosen else "", *named, *_cells(tried.simulated), *_cells(tried.live)]
 
 
-def _cells(outcome: Outcome | None) -> list[str]:
+def _cells(outcome: RunFigures | None) -> list[str]:
     from maitred.cli.console import seconds_text
 
     if outcome is None:

@@ -55,7 +55,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class TuningTarget:
     """Goal of a tuning: the lowest p99 at a rate, or the most requests of so many clients, within `p99_s`."""
 
     p99_s: float
@@ -82,7 +82,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunFigures:
     """Outcome of a run, simulated or live."""
 
     p50_s: float
@@ -91,11 +91,11 @@ class Outcome:
     mean_batch: float
     num_failed: int
 
-    def meets(self, target: Target) -> bool:
+    def meets(self, target: TuningTarget) -> bool:
         keeps_up = target.rate is None or self.throughput_rps >= KEPT_UP * target.rate
         return self.p99_s <= target.p99_s and keeps_up and not self.num_failed
 
-    def order(self, target: Target) -> tuple[bool, float]:
+    def order(self, target: TuningTarget) -> tuple[bool, float]:
         """Smaller is better."""
         meets = self.meets(target)
         return not meets, -self.throughput_rps if meets and target.rate is None else self.p99_s
@@ -104,8 +104,8 @@ class Outcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
     setting: Setting
-    simulated: Outcome
-    live: Outcome | None = None
+    simulated: RunFigures
+    live: RunFigures | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class Tuned:
     live: tuple[Tried, ...]  # the best first
     num_simulated: int
 
-    def to_json(self, target: Target) -> dict[str, Any]:
+    def to_json(self, target: TuningTarget) -> dict[str, Any]:
         assert self.chosen.live is not None
         told = {"model": self.model, "target": asdict(target), "num_simulated": self.num_simulated}
         told |= {"chosen": asdict(self.chosen.setting), "meets_target": self.chosen.live.meets(target)}
@@ -126,7 +126,7 @@ class Tuned:
 
 def tune(
     folder: Path,
-    target: Target,
+    target: TuningTarget,
     tell: Callable[[str], None] = lambda line: None,
     openers: Mapping[str, Opener] = OPENERS,
 ) -> Tuned:
@@ -162,7 +162,7 @@ def _must_be_tunable(model: ModelFolder) -> None:
 # ---- settings
 
 
-def settings_of(config: ANY_MESSAGE, target: Target, num_cores: int | None = None) -> list[Setting]:
+def settings_of(config: ANY_MESSAGE, target: TuningTarget, num_cores: int | None = None) -> list[Setting]:
     """Return the settings worth trying: at most twice the cores in threads, no delay over half of the time there is."""
     num_cores = num_cores or len(os.sched_getaffinity(0))
     on_gpu = any(group.kind == _GPU for group in config.instance_group)
@@ -229,7 +229,7 @@ def simulated(
     settings: Sequence[Setting],
     times: Mapping[int, ModelTimes],
     host: HostTimes,
-    target: Target,
+    target: TuningTarget,
 ) -> list[Tried]:
     """The best first; those that look good a second time, over more requests."""
 
@@ -269,8 +269,8 @@ def _alone(tried: Sequence[Tried]) -> list[Tried]:
 
 
 def simulate(
-    config: ANY_MESSAGE, times: ModelTimes, host: HostTimes, target: Target, num_requests: int, seed: int = 0
-) -> Outcome:
+    config: ANY_MESSAGE, times: ModelTimes, host: HostTimes, target: TuningTarget, num_requests: int, seed: int = 0
+) -> RunFigures:
     """The config's model alone, on a scheduler of its own."""
     model = SimulatedModel(
         name=times.model,
@@ -293,7 +293,7 @@ def simulate(
     latency_s: Any = figures["latency_s"]
     throughput: Any = figures["throughput_rps"]
     mean_batch: Any = figures["mean_batch"]
-    return Outcome(
+    return RunFigures(
         p50_s=latency_s["p50"] or 0.0,
         p99_s=latency_s["p99"] or 0.0,
         throughput_rps=throughput or 0.0,
@@ -302,14 +302,14 @@ def simulate(
     )
 
 
-def _arrivals(model: str, target: Target, num_requests: int, seed: int) -> Iterator[TensorArrival]:
+def _arrivals(model: str, target: TuningTarget, num_requests: int, seed: int) -> Iterator[TensorArrival]:
     if target.rate is None:
         return (_arrival(model, target, 0.0, -1 - i) for i in range(target.concurrency))
     times = islice(arrival_times(target.rate, 1.0, random.Random(seed)), num_requests)
     return (_arrival(model, target, at, i) for i, at in enumerate(times))
 
 
-def _arrival(model: str, target: Target, at: float, number: int) -> TensorArrival:
+def _arrival(model: str, target: TuningTarget, at: float, number: int) -> TensorArrival:
     return TensorArrival(at=at, request_id=f"t{number}", model=model, num_rows=target.num_rows, length=target.length)
 
 
@@ -320,17 +320,17 @@ def run_live(
     repository: Path,
     config: ANY_MESSAGE,
     setting: Setting,
-    target: Target,
+    target: TuningTarget,
     seed: int = 0,
     openers: Mapping[str, Opener] = OPENERS,
-) -> Outcome:
+) -> RunFigures:
     """Run live in this process, as `setting` says. Raises CheckpointError."""
     return asyncio.run(_run_live(repository, with_setting(config, setting), target, seed, openers))
 
 
 async def _run_live(
-    repository: Path, config: ANY_MESSAGE, target: Target, seed: int, openers: Mapping[str, Opener]
-) -> Outcome:
+    repository: Path, config: ANY_MESSAGE, target: TuningTarget, seed: int, openers: Mapping[str, Opener]
+) -> RunFigures:
     async with served(repository, config, openers) as service:
         load = LocalLoad(service, config.name, num_rows=target.num_rows, length=target.length)
         await load.closed_loop(min(target.concurrency or 4, 4), WARM_S)
@@ -341,7 +341,7 @@ async def _run_live(
             run = await load.open_loop([*islice(due, max(1, round(target.rate * target.seconds)))])
     latencies_s = sorted(run.latencies_s) or [float("inf")]
     quantile = partial(percentile, latencies_s)
-    return Outcome(
+    return RunFigures(
         p50_s=quantile(50),
         p99_s=quantile(99),
         throughput_rps=run.throughput_rps,

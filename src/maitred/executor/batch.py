@@ -51,7 +51,7 @@ class KeySpan(NamedTuple):
 
 
 @dataclass(slots=True)
-class Batch:
+class TorchBatch:
     """One step's work. Rows are in batch order: sorted so that alike rows are neighbours."""
 
     works: list[RowWork]
@@ -123,7 +123,7 @@ class Batch:
         return np.flatnonzero(real)
 
 
-def build_batch(works: Sequence[RowWork], block_size: int) -> Batch:
+def build_batch(works: Sequence[RowWork], block_size: int) -> TorchBatch:
     """`works` in the plan's order, at least one; block tables already hold this step's blocks."""
     starts_R = np.array([work.row.start for work in works], dtype=np.int64)
     num_tokens_R = np.array([work.row.num_tokens for work in works], dtype=np.int64)
@@ -141,7 +141,7 @@ def build_batch(works: Sequence[RowWork], block_size: int) -> Batch:
         tokens = slice(first, first + row.num_tokens)
         token_ids_T[tokens] = state.tokens.array[row.start : row.start + row.num_tokens]
         blocks_T[tokens] = state.blocks.array[blocks_T[tokens]]
-    return Batch(
+    return TorchBatch(
         works=sorted_works,
         order=order,
         likeness=likeness_R,

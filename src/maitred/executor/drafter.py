@@ -48,7 +48,7 @@ _MASK_64 = 2**64 - 1
 _INDEX_BITS = 24  # blocks of one request
 
 
-class Piece(NamedTuple):
+class DraftPiece(NamedTuple):
     """Tokens of a request that follow each other, to be computed."""
 
     token_ids: Ints
@@ -88,12 +88,12 @@ class DraftRunner:
         self.max_positions = max_positions
         self.num_blocks = num_blocks
 
-    def compute(self, pieces: Sequence[Piece]) -> None:
+    def compute(self, pieces: Sequence[DraftPiece]) -> None:
         """K and V of these tokens."""
         self._give_taps(pieces)
         self._program.run(_step_of(pieces), ())
 
-    def chain(self, pieces: Sequence[Piece], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
+    def chain(self, pieces: Sequence[DraftPiece], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
         """The same, then sample the token after each piece, compute it, and so on; the last one is not computed."""
         ahead = self._give_taps(pieces)
         firsts = [piece.start + len(piece.token_ids) + ahead for piece in pieces]
@@ -112,7 +112,7 @@ class DraftRunner:
         self._program.close()
         del self._program, self._sampler
 
-    def _give_taps(self, pieces: Sequence[Piece]) -> int:
+    def _give_taps(self, pieces: Sequence[DraftPiece]) -> int:
         """Hand over the pieces' taps; how far their tokens stand ahead of the positions that they are computed at."""
         first = 0
         for piece in pieces:
@@ -124,7 +124,7 @@ class DraftRunner:
         return 1
 
 
-def _step_of(pieces: Sequence[Piece]) -> RaggedStep:
+def _step_of(pieces: Sequence[DraftPiece]) -> RaggedStep:
     num_tokens = [len(piece.token_ids) for piece in pieces]
     first_tokens = running_sums(num_tokens)
     starts = np.array([piece.start for piece in pieces], dtype=np.int32) - first_tokens[:-1]
@@ -318,7 +318,7 @@ class KnownTokens:
         self._blocks.write(kept.table, kept, job.num_computed)  # here: requests that share them compute them no more
         return True
 
-    def before_chain(self, jobs: Sequence[_Job], max_tokens: int) -> Iterator[list[Piece]]:
+    def before_chain(self, jobs: Sequence[_Job], max_tokens: int) -> Iterator[list[DraftPiece]]:
         """Passes until what is left of all fits into one step, the last known token of each at least."""
         while sum(job.request.tokens.size - job.num_computed for job in jobs) > max_tokens:
             room, pieces = max_tokens, []
@@ -329,7 +329,7 @@ class KnownTokens:
                     room -= count
             yield pieces
 
-    def last_pieces(self, jobs: Sequence[_Job]) -> list[Piece]:
+    def last_pieces(self, jobs: Sequence[_Job]) -> list[DraftPiece]:
         return [self._piece(job, job.request.tokens.size - job.num_computed) for job in jobs]
 
     def drafted(self, job: _Job, drafts: Sequence[int]) -> None:
@@ -342,11 +342,11 @@ class KnownTokens:
     def clear(self) -> None:
         self._kept.clear()
 
-    def _piece(self, job: _Job, num_tokens: int) -> Piece:
+    def _piece(self, job: _Job, num_tokens: int) -> DraftPiece:
         """Return a piece of so many known tokens that are not computed, which are then."""
         first = job.num_computed
         job.num_computed += num_tokens
-        return Piece(job.request.tokens.array[first : job.num_computed], first, job.kept.table)
+        return DraftPiece(job.request.tokens.array[first : job.num_computed], first, job.kept.table)
 
 
 # ---- what a head reads
@@ -438,11 +438,11 @@ class WaitingTaps:
         kept.drop(num_taps - kept.first)  # rejected drafts; each needs the token after it, besides
         return True
 
-    def before_chain(self, jobs: Sequence[_Job], max_tokens: int) -> Iterator[list[Piece]]:
+    def before_chain(self, jobs: Sequence[_Job], max_tokens: int) -> Iterator[list[DraftPiece]]:
         """Passes with the slots of all that waits, where one step has no room for them."""
         if sum(job.kept.num_waiting for job in jobs) <= max_tokens:
             return
-        pieces: list[Piece] = []
+        pieces: list[DraftPiece] = []
         room = max_tokens
         for job in jobs:
             first, rows = job.kept.take()
@@ -455,7 +455,7 @@ class WaitingTaps:
                 first, rows, room = first + count, rows[count:], room - count
         yield pieces
 
-    def last_pieces(self, jobs: Sequence[_Job]) -> list[Piece]:
+    def last_pieces(self, jobs: Sequence[_Job]) -> list[DraftPiece]:
         return [_piece(job.request, *job.kept.take()) for job in jobs]
 
     def drafted(self, job: _Job, drafts: Sequence[int]) -> None:
@@ -494,8 +494,8 @@ class WaitingTaps:
             kept.forget_old()
 
 
-def _piece(request: HeldRequest, first: int, taps: TapRows) -> Piece:
-    return Piece(request.tokens.array[first + 1 : first + 1 + len(taps)], first, request.blocks.array, taps)
+def _piece(request: HeldRequest, first: int, taps: TapRows) -> DraftPiece:
+    return DraftPiece(request.tokens.array[first + 1 : first + 1 + len(taps)], first, request.blocks.array, taps)
 
 
 # ---- their programs

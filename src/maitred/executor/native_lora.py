@@ -214,7 +214,7 @@ class PartPlan(NamedTuple):
         return 4 if self.dtype == "float32" else 2
 
 
-class Piece(NamedTuple):
+class LoraPiece(NamedTuple):
     """Rows of B from `row` of the linear's on, which the ranks from `rank` on reach."""
 
     row: int
@@ -245,14 +245,14 @@ def _layout(planned: Sequence[PartPlan | None]) -> list[int]:
 
 def _plan(weight: Weight, tensors: Mapping[str, tuple[LowRank, ...]]) -> PartPlan | None:
     a: list[Floats] = []
-    pieces: list[Piece] = []
+    pieces: list[LoraPiece] = []
     row = rank = 0
     for part in weight.parts:
         for low_rank in tensors.get(part.parameter, ()):
             first, end = max(low_rank.row, part.first), min(low_rank.row + len(low_rank.b), part.first + part.rows)
             if first < end:
                 b = low_rank.b[first - low_rank.row : end - low_rank.row]
-                pieces.append(Piece(row + first - part.first, rank, b))
+                pieces.append(LoraPiece(row + first - part.first, rank, b))
                 a.append(low_rank.a)
                 rank += len(low_rank.a)
         row += part.rows
@@ -262,7 +262,7 @@ def _plan(weight: Weight, tensors: Mapping[str, tuple[LowRank, ...]]) -> PartPla
     return PartPlan(dtype, tuple(a), weight.width, tuple(_runs(weight, pieces)))
 
 
-def _runs(weight: Weight, pieces: Sequence[Piece]) -> Iterator[AdapterRun]:
+def _runs(weight: Weight, pieces: Sequence[LoraPiece]) -> Iterator[AdapterRun]:
     """Return the runs over the panels of the weight's tiles; those of a gated pair half by half."""
     if not weight.gated:
         yield from _runs_of(pieces, 0, weight.rows, _round_up(weight.rows, TILE))
@@ -272,7 +272,7 @@ def _runs(weight: Weight, pieces: Sequence[Piece]) -> Iterator[AdapterRun]:
         yield from _runs_of(pieces, first, first + half, _round_up(half, PANEL))
 
 
-def _runs_of(pieces: Sequence[Piece], first: int, end: int, padded_rows: int) -> Iterator[AdapterRun]:
+def _runs_of(pieces: Sequence[LoraPiece], first: int, end: int, padded_rows: int) -> Iterator[AdapterRun]:
     """Rows [first, end): a run for each piece where they meet at panels' borders, else one over all their ranks."""
     here = [_within(piece, first, end) for piece in pieces if piece.row < end and first < piece.row + len(piece.b)]
     if not all(p.row % PANEL == 0 and (len(p.b) % PANEL == 0 or p.row + len(p.b) == end - first) for p in here):
@@ -287,20 +287,20 @@ def _runs_of(pieces: Sequence[Piece], first: int, end: int, padded_rows: int) ->
         yield AdapterRun((padded_rows - at) // PANEL, 0, None)
 
 
-def _within(piece: Piece, first: int, end: int) -> Piece:
+def _within(piece: LoraPiece, first: int, end: int) -> LoraPiece:
     """The part of it in rows [first, end), counted from there."""
     begin = max(piece.row, first)
-    return Piece(begin - first, piece.rank, piece.b[begin - piece.row : end - piece.row])
+    return LoraPiece(begin - first, piece.rank, piece.b[begin - piece.row : end - piece.row])
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
+def _joined(pieces: Sequence[LoraPiece]) -> LoraPiece:
     """Return one matrix from row 0 on, with zeros where a rank does not reach a row."""
     first = min(piece.rank for piece in pieces)
     ranks = max(piece.rank + piece.b.shape[1] for piece in pieces) - first
     b = np.zeros((max(piece.row + len(piece.b) for piece in pieces), ranks), dtype=np.float32)
     for piece in pieces:
         b[piece.row : piece.row + len(piece.b), piece.rank - first : piece.rank - first + piece.b.shape[1]] = piece.b
-    return Piece(0, first, b)
+    return LoraPiece(0, first, b)
 
 
 def _packed(plan: PartPlan, memory: NDArray[np.uint8]) -> LowRankPart:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
 from maitred.core.errors import ConfigError, KernelError
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
-from maitred.executor.batch import Batch, build_batch, unwritten_slots
+from maitred.executor.batch import TorchBatch, build_batch, unwritten_slots
 from maitred.executor.grammar import Grammars
 from maitred.executor.rows import (
     PROMPT_LOGPROBS_CHUNK,
@@ -167,7 +167,7 @@ class TorchExecutor:
             self.pool.clear(torch.as_tensor(stale, device=self.device))
         return works
 
-    def _collect(self, batch: Batch, hidden_TD: torch.Tensor) -> Iterator[SampledRow]:
+    def _collect(self, batch: TorchBatch, hidden_TD: torch.Tensor) -> Iterator[SampledRow]:
         """Sample, and report in the plan's order the rows that have something to say."""
         sampled = self._sample(batch, hidden_TD)
         for row in np.argsort(batch.order).tolist():
@@ -177,7 +177,7 @@ class TorchExecutor:
             if reported is not None:
                 yield reported
 
-    def _sample(self, batch: Batch, hidden_TD: torch.Tensor) -> dict[int, SampledToken]:
+    def _sample(self, batch: TorchBatch, hidden_TD: torch.Tensor) -> dict[int, SampledToken]:
         """Batch row -> its token, for rows that sample; the token is now part of the request's state."""
         rows = [i for i, work in enumerate(batch.works) if work.row.samples]
         if not rows:
@@ -191,7 +191,9 @@ class TorchExecutor:
         follow_grammars(batch.works, tokens, self.grammars)
         return tokens
 
-    def _prompt_logprobs(self, batch: Batch, row: int, hidden_TD: torch.Tensor) -> tuple[TokenLogprobs, ...] | None:
+    def _prompt_logprobs(
+        self, batch: TorchBatch, row: int, hidden_TD: torch.Tensor
+    ) -> tuple[TokenLogprobs, ...] | None:
         """Return logprobs of prompt positions start + 1 .. start + num_tokens, from the logits before each; None if
         undue.
         """
@@ -212,7 +214,7 @@ class TorchExecutor:
         logits: NDArray[np.float32] = self._decoder.logits(hidden_TD).cpu().numpy()
         return logits
 
-    def _show_logits(self, on_logits: OnLogits, batch: Batch, hidden_TD: torch.Tensor) -> None:
+    def _show_logits(self, on_logits: OnLogits, batch: TorchBatch, hidden_TD: torch.Tensor) -> None:
         for (row, _, _), first in zip(batch.works, batch.first_tokens.tolist(), strict=True):
             on_logits(row.request_id, row.start, self._decoder.logits(hidden_TD[first : first + row.num_tokens]))
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention
 
-from maitred.executor.batch import LONGEST_SHARED_QUERY, Batch, RowGroup
+from maitred.executor.batch import LONGEST_SHARED_QUERY, RowGroup, TorchBatch
 from maitred.executor.state import Ints
 from maitred.executor.torch_kv import TorchKVPool
 from maitred.model.spec import DecoderSpec
@@ -54,7 +54,7 @@ class GatherAttention:
         # Gathered keys and values; kept, because fresh memory of this size is page-faulted in at each use.
         self._scratch = torch.empty(2, 0, dtype=pool.dtype, device=device)
 
-    def prepare(self, batch: Batch) -> Attend:
+    def prepare(self, batch: TorchBatch) -> Attend:
         """The attention of one step: writes a layer's K/V into the pool, then attends."""
         slots_T = self._tensor(batch.slots)
         groups = [self._prepare_group(batch, group) for group in batch.groups()]
@@ -67,7 +67,7 @@ class GatherAttention:
 
         return attend
 
-    def _prepare_group(self, batch: Batch, rows: RowGroup) -> _Group:
+    def _prepare_group(self, batch: TorchBatch, rows: RowGroup) -> _Group:
         return _Group(
             rows,
             query_index=self._tensor(batch.query_index(rows).reshape(-1)) if rows.padded else None,
@@ -75,7 +75,7 @@ class GatherAttention:
             keys_of_window={window: self._prepare_keys(batch, rows, window) for window in dict.fromkeys(self._windows)},
         )
 
-    def _prepare_keys(self, batch: Batch, rows: RowGroup, window: int | None) -> _Keys:
+    def _prepare_keys(self, batch: TorchBatch, rows: RowGroup, window: int | None) -> _Keys:
         span = batch.key_span(rows, window)
         num_keys = span.block_ids.shape[1] * batch.block_size
         block_ids = self._tensor(span.block_ids.reshape(-1))
@@ -219,7 +219,7 @@ class FlashAttention:
 
         self._varlen_attn = varlen_attn
 
-    def prepare(self, batch: Batch) -> Attend:
+    def prepare(self, batch: TorchBatch) -> Attend:
         """The attention of one step: writes a layer's K/V into the pool, then attends."""
         slots_T = torch.as_tensor(batch.slots, device=self._device)
         cu_seq_q = self._offsets(batch.num_tokens)
@@ -253,13 +253,13 @@ class FlashAttention:
 
         return attend
 
-    def _prepare_keys(self, batch: Batch) -> dict[int | None, _FlashKeys]:
+    def _prepare_keys(self, batch: TorchBatch) -> dict[int | None, _FlashKeys]:
         windows = dict.fromkeys(self._windows)
         if self._paged:  # the kernel skips what a window hides
             return dict.fromkeys(windows, self._paged_keys(batch))
         return {window: self._gathered_keys(batch, window) for window in windows}
 
-    def _paged_keys(self, batch: Batch) -> _FlashKeys:
+    def _paged_keys(self, batch: TorchBatch) -> _FlashKeys:
         contexts_R = batch.contexts
         table_RB = np.zeros((len(contexts_R), int(-(-contexts_R.max() // batch.block_size))), dtype=np.int32)
         for ids_B, work in zip(table_RB, batch.works, strict=True):
@@ -272,7 +272,7 @@ class FlashAttention:
             block_table=self._int32(table_RB),
         )
 
-    def _gathered_keys(self, batch: Batch, window: int | None) -> _FlashKeys:
+    def _gathered_keys(self, batch: TorchBatch, window: int | None) -> _FlashKeys:
         """Whole blocks side by side, from the first that a row's tokens see; the kernel counts from the last key."""
         first_R, counts_R = batch.block_ranges(slice(None), window)
         tables = [

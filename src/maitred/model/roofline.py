@@ -173,7 +173,7 @@ Probe = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMachine:
     """A host's figures. `machine` holds what floors are made of: streaming, and the best matrix product."""
 
     machine: Machine
@@ -197,7 +197,7 @@ class Settled(NamedTuple):
     steady: bool
 
 
-def measure(num_threads: int, isa: str | None = None, *, model_bytes: int | None = None) -> Measured:
+def measure(num_threads: int, isa: str | None = None, *, model_bytes: int | None = None) -> MeasuredMachine:
     """Measure all figures, each probed until its repeats agree, in LIMIT_S and the time to make the matrices."""
     isa = isa or _native.default_isa()
     pool = _native.ThreadPool(num_threads)
@@ -215,7 +215,7 @@ def measure(num_threads: int, isa: str | None = None, *, model_bytes: int | None
     for number, (name, probe) in enumerate(probes.items(), start=1):  # what one leaves of its share is the next ones'
         found[name] = settled(probe, until=began_at + LIMIT_S * number / len(probes))
     products = {name: found[f"{name} product"].best for name in MEASURED}
-    return Measured(
+    return MeasuredMachine(
         Machine(found["memory"].best, products),
         {name: found[f"{name} registers"].best for name in MEASURED},
         num_threads,

@@ -13,7 +13,7 @@ from maitred.core.request import FinishReason, RequestSpec, RequestState
 from maitred.core.step import RequestProgress, SampledRow
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate, Lease
-from maitred.sim.results import GroupResults, Results
+from maitred.sim.results import GroupResults, SimulatedResults
 from maitred.sim.workload import Arrival, ask_of, next_turn, request_of
 from maitred.tenancy.caller import Caller, anybody
 from maitred.tenancy.quota import QuotaBook
@@ -51,7 +51,7 @@ class Clients:
 
     def __init__(
         self,
-        results: Results,
+        results: SimulatedResults,
         block_size: int,
         tenants: Mapping[str, Tenant] | None = None,
         admission: AdmissionController | None = None,

@@ -22,7 +22,7 @@ from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.sim.clients import Clients, SimulatedRequest
 from maitred.sim.profile import Jitter
-from maitred.sim.results import GroupResults, Results
+from maitred.sim.results import GroupResults, SimulatedResults
 from maitred.sim.tensors import TensorSimulation
 from maitred.sim.workload import Arrival, block_hashes
 from maitred.tenancy.tenant import Tenant
@@ -60,7 +60,7 @@ class SimulatedEngine:
         self,
         setup: EngineSetup,
         cost_model: CostModel,
-        results: Results,
+        results: SimulatedResults,
         *,
         jitter: Jitter | None = None,
         slowness: SlownessAt | None = None,
@@ -151,7 +151,7 @@ class _SimulatedExecutor:
         self,
         clock: ManualClock,
         cost_model: CostModel,
-        results: Results,
+        results: SimulatedResults,
         jitter: Jitter | None,
         slowness: SlownessAt | None,
         acceptance: float,
@@ -268,7 +268,7 @@ class Simulation:
         self,
         setup: EngineSetup,
         cost_model: CostModel,
-        results: Results,
+        results: SimulatedResults,
         *,
         jitter: Jitter | None = None,
         slowness: SlownessAt | None = None,
@@ -287,7 +287,7 @@ class Simulation:
             self._engine.run_beside(self.tensors)
         self._shed: list[RequestProgress] = []  # since the last step; told along with the next one's progress
 
-    def run(self, arrivals: Iterator[Arrival]) -> Results:
+    def run(self, arrivals: Iterator[Arrival]) -> SimulatedResults:
         """Run until the last request has ended; `arrivals` is read as time goes on, one ahead."""
         clients, core, engine, clock = self._clients, self._core, self._engine, self._clock
         clients.begin(arrivals)

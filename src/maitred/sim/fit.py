@@ -17,7 +17,7 @@ from maitred.core.cost_model import Band, CostModel, StepShape, shape_of
 from maitred.core.request import FinishReason, RequestState
 from maitred.decisions.log import Arrived, Ended, Step
 from maitred.sim.profile import EdgeModel, EdgeSample, TermError
-from maitred.sim.results import GroupResults, Objectives, Results
+from maitred.sim.results import GroupResults, Objectives, SimulatedResults
 from maitred.sim.workload import Arrival
 
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
@@ -57,7 +57,7 @@ def _change(event: object) -> int:
 class RecordedRun(NamedTuple):
     """A run, measured, and what was asked of it."""
 
-    results: Results
+    results: SimulatedResults
     arrivals: list[Arrival]  # in order; `at` counts from the first one
 
 
@@ -72,7 +72,7 @@ def read_run(steps: Iterable[Step], objectives: Objectives | None = None) -> Rec
 
 class _Reading:
     def __init__(self, objectives: Objectives | None) -> None:
-        self.results = Results(objectives)
+        self.results = SimulatedResults(objectives)
         self.arrivals: list[Arrival] = []
         self._began_at: float | None = None
         self._here: dict[str, tuple[RequestState, GroupResults]] = {}

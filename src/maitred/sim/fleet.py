@@ -33,7 +33,7 @@ from maitred.sim.fleet_figures import FleetResults
 from maitred.sim.fleet_setup import FleetSetup
 from maitred.sim.handover import Handovers, SimulatedReplica
 from maitred.sim.profile import Jitter
-from maitred.sim.results import Results
+from maitred.sim.results import SimulatedResults
 from maitred.sim.workload import Arrival
 from maitred.tenancy.tenant import Tenant
 
@@ -64,7 +64,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
     def __init__(
         self,
         setup: FleetSetup,
-        results: Results,
+        results: SimulatedResults,
         *,
         seed: int | None = None,  # of the jitter; None has none
         tenants: Mapping[str, Tenant] | None = None,
@@ -100,7 +100,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
         self._num_events = 0
         self._now = 0.0
 
-    def run(self, arrivals: Iterator[Arrival]) -> Results:
+    def run(self, arrivals: Iterator[Arrival]) -> SimulatedResults:
         """Run until the last request has ended; `arrivals` is read as time goes on, one ahead."""
         self._clients.begin(arrivals)
         self._open()

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from maitred.sim.results import Results, Sketch
+from maitred.sim.results import SimulatedResults, Sketch
 
 SPAN_S = 1.0
 MIN_LOAD = 8.0  # in flight on average: with fewer, the most loaded replica is far above the mean by chance
@@ -71,7 +71,7 @@ class FleetResults:
         for name in list(self._loads):
             self.stopped(name, now)
 
-    def to_json(self, results: Results) -> dict[str, Any]:
+    def to_json(self, results: SimulatedResults) -> dict[str, Any]:
         """Return the figures that `maitred simulate --fleet --json` has besides those of one engine."""
         prompts = self.num_prompt_tokens
         return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from html import escape
 
-from maitred.sim.results import QUANTILES, Results, Sketch, Ticket
+from maitred.sim.results import QUANTILES, SimulatedResults, Sketch, Ticket
 
 COLOURS = (
     "#1f77b4",
@@ -175,13 +175,13 @@ _MEASURES = (
 )
 
 
-def svg_report(outcomes: Mapping[str, Results], heading: str) -> str:
+def svg_report(outcomes: Mapping[str, SimulatedResults], heading: str) -> str:
     """One SVG with everything."""
     legend = [*_colours(outcomes).items(), *TICKET_LEGEND]
     return sheet(heading, legend, [*_distributions(outcomes), _queues(outcomes), *_timelines(outcomes)])
 
 
-def html_report(outcomes: Mapping[str, Results], heading: str) -> str:
+def html_report(outcomes: Mapping[str, SimulatedResults], heading: str) -> str:
     """One page without anything from elsewhere: the same pictures, and the figures as tables."""
     colours = list(_colours(outcomes).items())
     curves = sheet("Distributions and queue", colours, [*_distributions(outcomes), _queues(outcomes)])
@@ -196,20 +196,20 @@ def html_report(outcomes: Mapping[str, Results], heading: str) -> str:
     )
 
 
-def _colours(outcomes: Mapping[str, Results]) -> dict[str, str]:
+def _colours(outcomes: Mapping[str, SimulatedResults]) -> dict[str, str]:
     return {policy: COLOURS[i % len(COLOURS)] for i, policy in enumerate(outcomes)}
 
 
 # ---- distributions
 
 
-def _distributions(outcomes: Mapping[str, Results]) -> list[Panel]:
+def _distributions(outcomes: Mapping[str, SimulatedResults]) -> list[Panel]:
     return [
         _cdf(title, {p: getattr(r.total, name) for p, r in outcomes.items()}, outcomes) for name, title in _MEASURES
     ]
 
 
-def _cdf(title: str, sketches: Mapping[str, Sketch], outcomes: Mapping[str, Results]) -> Panel:
+def _cdf(title: str, sketches: Mapping[str, Sketch], outcomes: Mapping[str, SimulatedResults]) -> Panel:
     curves = {policy: thinned([(max(x, 1e-6), y) for x, y in s.curve()]) for policy, s in sketches.items()}
     values = [x for curve in curves.values() for x, _ in curve if x > 1e-6]
     panel = Panel(f"{title}: share at most this", axis(values, log=True), Axis(0, 1), "s")
@@ -224,7 +224,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [*points[:-1:stride], *points[-1:]]
 
 
-def _queues(outcomes: Mapping[str, Results]) -> Panel:
+def _queues(outcomes: Mapping[str, SimulatedResults]) -> Panel:
     series = {policy: results.queue_length.points() for policy, results in outcomes.items()}
     times = [at for points in series.values() for at, _ in points]
     counts = [float(count) for points in series.values() for _, count in points]
@@ -237,7 +237,7 @@ def _queues(outcomes: Mapping[str, Results]) -> Panel:
 # ---- tickets
 
 
-def _timelines(outcomes: Mapping[str, Results]) -> list[Panel]:
+def _timelines(outcomes: Mapping[str, SimulatedResults]) -> list[Panel]:
     everyone = [ticket for results in outcomes.values() for ticket in results.tickets.kept]
     span = Axis(min((t.arrived_at for t in everyone), default=0.0), max((t.finished_at for t in everyone), default=1.0))
     return [_timeline(policy, results.tickets.kept, span) for policy, results in outcomes.items()]
@@ -290,7 +290,7 @@ def in_lanes(slots: Sequence[tuple[float, float]]) -> list[int]:
 # ---- tables
 
 
-def _table(policy: str, results: Results) -> str:
+def _table(policy: str, results: SimulatedResults) -> str:
     groups = {"all": results.total, **(results.tenants if len(results.tenants) > 1 else {})}
     rows = []
     for name, group in groups.items():

@@ -208,7 +208,7 @@ def jain_index(values: Iterable[float]) -> float:
     return math.fsum(listed) ** 2 / (len(listed) * squares) if squares > 0 else 1.0
 
 
-class Results:
+class SimulatedResults:
     """A whole run: per tenant, and what a report draws."""
 
     def __init__(self, objectives: Objectives | None = None, edge: EdgeModel | None = None) -> None:

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.cli.bench_session import meets, percentile, spread, summarise
-from maitred.cli.load import Chunk, Failure, Record
+from maitred.cli.load import Chunk, LoadFailure, Record
 from maitred.core.errors import ConfigError
 from maitred.core.objectives import parse_slo
 
 
-def record(sent_s: float = 0.0, *chunks: tuple[float, int], failure: Failure | None = None) -> Record:
+def record(sent_s: float = 0.0, *chunks: tuple[float, int], failure: LoadFailure | None = None) -> Record:
     made = Record(0, due_s=sent_s, sent_s=sent_s, input_tokens=10, asked_tokens=5, failure=failure)
     made.chunks = [Chunk(*chunk) for chunk in chunks]
     made.output_tokens = sum(chunk.num_tokens for chunk in made.chunks)
@@ -57,7 +57,7 @@ def test_goodput_counts_requests_that_meet_every_objective():
     good = record(0.0, (0.1, 1), (0.14, 1))
     late = record(0.0, (0.3, 1), (0.34, 1))
     jerky = record(0.0, (0.1, 1), (0.5, 1))
-    failed = record(0.0, failure=Failure("timeout", "x"))
+    failed = record(0.0, failure=LoadFailure("timeout", "x"))
     assert [meets(each, slos) for each in (good, late, jerky, failed)] == [True, False, False, False]
     summary = summarise([good, late, jerky, failed, record(0.0, (0.1, 1))], slos)
     assert (summary.num_good, summary.num_failed) == (2, 1)
@@ -72,8 +72,8 @@ def test_one_long_gap_among_many_tokens_meets_the_itl_objective():
 
 
 def test_errors_are_counted_by_kind_with_an_example():
-    records = [record(0.0, failure=Failure("HTTP 429", f"number {number}")) for number in range(3)]
-    errors = summarise([*records, record(0.0, failure=Failure("timeout", "t"))], {}).errors
+    records = [record(0.0, failure=LoadFailure("HTTP 429", f"number {number}")) for number in range(3)]
+    errors = summarise([*records, record(0.0, failure=LoadFailure("timeout", "t"))], {}).errors
     assert {kind: (error.count, error.example) for kind, error in errors.items()} == {
         "HTTP 429": (3, "number 0"),
         "timeout": (1, "t"),

@@ -15,7 +15,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from maitred.cli.chat import Conversation
-from maitred.cli.chat_session import Answer, PipeTerminal, ScreenTerminal, history_file, talk
+from maitred.cli.chat_session import PipeTerminal, ScreenTerminal, StreamedAnswer, history_file, talk
 from maitred.cli.endpoint import HttpEndpoint
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import maitred_process
@@ -95,7 +95,7 @@ TIMING_MS = {"queue": 2.0, "schedule": 1.0, "prefill": 30.0, "decode": 380.0, "s
 async def described(fake: FakeServer, max_tokens: int) -> str:
     """What is said of an answer whose tokens all arrive in one chunk."""
     async with serving(fake), HttpEndpoint(fake.url) as endpoint:
-        answer = Answer()
+        answer = StreamedAnswer()
         conversation = Conversation(settings={"max_tokens": max_tokens}, messages=[{"role": "user", "content": "one"}])
         async for _ in answer.stream(endpoint, conversation.request(fake.model)):
             pass

@@ -13,10 +13,10 @@ from maitred.config import CacheConfig, EngineConfig, SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.engine.build import build_parts
 from maitred.model import roofline as machine
-from maitred.model.roofline import Machine, Measured
+from maitred.model.roofline import Machine, MeasuredMachine
 
 PEAKS = {"float32": 0.4e12, "bfloat16": 0.9e12, "int8": 1.8e12}
-HOST = Measured(Machine(80e9, PEAKS), {name: 1.1 * ops for name, ops in PEAKS.items()}, 2, "avx512")
+HOST = MeasuredMachine(Machine(80e9, PEAKS), {name: 1.1 * ops for name, ops in PEAKS.items()}, 2, "avx512")
 
 
 @pytest.fixture
