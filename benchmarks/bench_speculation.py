@@ -84,12 +84,17 @@ class Engine(NamedTuple):
 
     llm: LLM
     rule: Any
-    measure: Any  # tells the rule what steps cost
+    meter: StepMeter | None  # tells the rule what steps cost
 
     @property
     def core(self) -> EngineCore:
         core = self.llm._open().core
-        core.scheduler._speculation, core._measure_steps = self.rule, self.measure  # type: ignore[attr-defined]
+        core.scheduler._speculation = self.rule  # type: ignore[attr-defined]
+        others = [each for each in core.moments.listeners if not isinstance(each, StepMeter)]
+        core.moments.listeners = [*others, *([self.meter] if self.meter is not None else [])]
+        core.moments.find()
+        if self.meter is not None:
+            self.meter.begin(core)
         return core
 
     def serve(
@@ -111,7 +116,7 @@ class Engine(NamedTuple):
                 parts.model, prompt, sampling, request_id=f"b{next(ids)}", now=0.0, prediction=text
             )
         ][::-1]
-        now = core._clock.now
+        now = core.clock.now
         began, num_tokens, running, ended = now(), 0, 0, 0
         while coming or core.has_work:
             while coming and (at_once is None or running < at_once(ended)):
@@ -129,7 +134,7 @@ def report(what: str, engines: dict[str, Engine], turns: int, turn: Callable[[En
     rates: dict[str, list[float]] = {name: [] for name in engines}
     drafts = {name: [0, 0] for name in engines}
     for engine in engines.values():
-        clock = engine.core._clock
+        clock = engine.core.clock
         until = clock.now() + WARM_UP_S
         while clock.now() < until:
             turn(engine)
@@ -158,15 +163,16 @@ def make_llm(options: argparse.Namespace, speculative: str, model: str, **settin
     llm = LLM(model, speculative=speculative, num_threads=options.threads, max_num_seqs=64, **settings)
     core: Any = llm._open().core
     if options.threads == 1:
-        core._clock = CpuClock()
-        core._executor._clock = core._clock.now
+        core.clock = CpuClock()
+        core._executor._clock = core.clock.now
     return llm
 
 
 def own_engine(options: argparse.Namespace, speculative: str, model: str = "maitred-mini") -> Engine:
     llm = make_llm(options, speculative, model)
     core: Any = llm._open().core
-    return Engine(llm, core.scheduler._speculation, core._measure_steps)
+    meter = next((each for each in core.moments.listeners if isinstance(each, StepMeter)), None)
+    return Engine(llm, core.scheduler._speculation, meter)
 
 
 def counting(number: int) -> list[str]:
@@ -242,7 +248,7 @@ def scripted(options: argparse.Namespace) -> None:
         proposer.outputs[tuple(prompt[:8])] = list(output.outputs[0].token_ids)
     executor.proposer = proposer
     for proposer.acceptance in (0.8, 0.0):
-        drafting = Engine(llm, Speculation(5), StepMeter().step_costs)
+        drafting = Engine(llm, Speculation(5), StepMeter())
         for number in (1, 8, 32):
             turn = partial(Engine.serve, prompts=prompts[:number], tokens=tokens)
             report(

@@ -35,7 +35,7 @@ from maitred.decisions.log import (
 from maitred.decisions.replay import LoggedOutcomes, first_difference, fresh_scheduler, replay
 from maitred.kv.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
-from maitred.scheduler.engine_core import EngineCore
+from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.reservations import GivenUp
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
@@ -146,8 +146,8 @@ def record_run(
     executor.forced_after = forced_after or executor.forced_after
     executor.postponed = postponing_some() if forced_after else executor.postponed
     records: list[StepRecord] = []
-    core = EngineCore(scheduler, executor, clock, Recorder(records.append))
-    elsewhere = Elsewhere(core, chooser)
+    elsewhere = Elsewhere(chooser)
+    core = EngineCore(scheduler, executor, clock, Recorder(records.append), elsewhere)
     arrivals = random_workload(chooser)
     while arrivals or core.has_work:
         if not core.has_work:
@@ -165,13 +165,15 @@ def record_run(
     return [encoder.start(), *map(encoder.encode, records)], scheduler
 
 
-class Elsewhere:
+class Elsewhere(StepListener):
     """Sends KV, all of it, a part or none, and holds some for others; at random."""
 
-    def __init__(self, core: EngineCore, chooser: Random) -> None:
-        self._core, self._chooser = core, chooser
+    def __init__(self, chooser: Random) -> None:
+        self._chooser = chooser
         self._coming: dict[str, tuple[int, int]] = {}
-        core.on_given_up = self._give_up
+
+    def begin(self, core: EngineCore) -> None:
+        self._core = core
 
     def act(self) -> None:
         core, chooser = self._core, self._chooser
@@ -187,7 +189,7 @@ class Elsewhere:
         if not core.has_work or chooser.random() < 0.1:
             core.release(f"lease {chooser.randint(0, 2)}")
 
-    def _give_up(self, given_up: GivenUp) -> None:
+    def given_up(self, given_up: GivenUp) -> None:
         for request_id in given_up.request_ids:
             del self._coming[request_id]
 

@@ -25,6 +25,7 @@ from maitred.decisions.codec import Header, LogEncoder, read_log
 from maitred.decisions.log import MAX_EVENTS, Completed, Dispatched, Event, Recorder, StepRecord, TensorArrived
 from maitred.decisions.replay import first_difference, replay
 from maitred.policy.policies import POLICIES
+from maitred.scheduler.engine_core import StepTimes
 from maitred.scheduler.scheduler import Scheduler
 from maitred.testing.conformance_world import Dice
 from tests.fakes import FakeExecutor, make_request, make_scheduler
@@ -129,12 +130,12 @@ class TensorRun:
             self.recorder.added(request, self.now)
         self.act()
         scheduled_at, plan = self.now, self.scheduler.schedule(self.now)
-        self.recorder.scheduled()
+        self.recorder.scheduled(plan)
         self.act()
         output = self.executor.execute(plan)
         self.now += 0.004
         progress = self.scheduler.update(plan, output, self.now)
-        self.recorder.stepped(plan, output, progress, scheduled_at, self.now)
+        self.recorder.stepped(plan, output, progress, StepTimes(scheduled_at, scheduled_at, self.now))
         return progress
 
     def frames(self) -> list[bytes]:

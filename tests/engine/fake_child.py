@@ -26,7 +26,7 @@ from maitred.core.request import RequestSpec
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.engine import sockets
 from maitred.engine.child import main
-from maitred.engine.loop import LoadedEngine
+from maitred.engine.loop import Builder, LoadedEngine
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.sockets import REPORTS
 from maitred.model.checkpoint import BUILTIN_FOLDER
@@ -151,8 +151,10 @@ def expected(prompt: list[int], max_tokens: int, seed: int = 0, sample_index: in
 
 def build_fake(
     habits: Habits,
-) -> Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]:
-    def build(config: EngineConfig, names: tuple[str, ...], tell: Callable[[str], None]) -> LoadedEngine:
+) -> Builder:
+    def build(
+        config: EngineConfig, names: tuple[str, ...], tell: Callable[[str], None], wake: Callable[[], None]
+    ) -> LoadedEngine:
         while habits.gate and int(Path(habits.gate).read_text()) < 0:
             time.sleep(0.002)
         if habits.exit_at_start:

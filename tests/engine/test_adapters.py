@@ -25,7 +25,7 @@ from maitred.engine.live_requests import LiveRequest
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.queries import AdapterFolder
 from maitred.scheduler.engine_core import EngineCore
-from tests.engine.worlds import BLOCK_SIZE, client_of, scripted_executor, served_model
+from tests.engine.worlds import BLOCK_SIZE, Wake, client_of, scripted_executor, served_model
 from tests.fakes import make_scheduler
 
 SIZE = 10
@@ -67,6 +67,18 @@ def read(folder: Path, inside: Path | None) -> Any:
     return SimpleNamespace(num_bytes=int(text.split()[0]), rank=1, digest=sha256(text.encode()).hexdigest())
 
 
+class Calling:
+    """In place of a core: what is to be called soon is heard of."""
+
+    def __init__(self, hear: Callable[[], None]) -> None:
+        self._hear = hear
+
+    def call_soon(self, action: Callable[[], object]) -> None:
+        self._hear()
+
+    def follow(self, listener: object, follows: bool) -> None: ...
+
+
 class World:
     """A cache that holds so many adapters; `settle` returns when the thread has read something."""
 
@@ -74,7 +86,7 @@ class World:
         self.store = FakeStore()
         self.cache = AdapterCache(self.store, read, room * SIZE)
         self._something = threading.Event()
-        self.cache.wake = self._something.set
+        self.cache.begin(Calling(self._something.set))  # type: ignore[arg-type]
         self.told: dict[str, str] = {}
 
     def know(self, folder: Path, name: str) -> AdapterFacts:
@@ -240,6 +252,8 @@ def engine(adapters: AdapterCache, **process: Any) -> Any:
         make_scheduler(num_blocks=256, block_size=BLOCK_SIZE),
         scripted_executor(model, "Hello to you", num_prompt_tokens),
         WallClock(),
+        adapters,
+        wake=Wake(),
     )
     return client_of(core, adapters=adapters, **process)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from maitred.core.replica import HandoverCounts
 from maitred.core.request import FinishReason, SamplingParams
 from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.engine.output import TextDelta, stream_text
+from maitred.scheduler.engine_core import StepListener
 from tests.engine.clients import PROMPT, ask, follow, running_client, tokens
 from tests.engine.fake_child import Gate, expected
 from tests.engine.worlds import client_of, scripted_core, scripted_engine, served_model
@@ -48,16 +51,24 @@ def long(**fields: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 200, "ignore_eos": True, **fields})  # type: ignore[arg-type]
 
 
+class Counting(StepListener):
+    def __init__(self, counts: HandoverCounts) -> None:
+        self._counts = counts
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"handovers": HandoverCounts() + self._counts}
+
+
 async def test_what_an_idle_engine_counts_beside_its_steps_is_told_without_another_request():
     """KV that comes for a request that was only to fetch it: its pull ends in no step."""
-    core = scripted_core(served_model(), [5], 1)
-    core.kv_handovers = HandoverCounts()
+    counts = HandoverCounts()
+    core = scripted_core(served_model(), [5], 1, Counting(counts))
     client = client_of(core)
     client.attach(asyncio.get_running_loop())
     is_idle = threading.Event()
     core.call_soon(is_idle.set)
     await until_async(is_idle.is_set)
-    core.call_soon(lambda: core.kv_handovers.add("moved"))
+    core.call_soon(lambda: counts.add("moved"))
     await until_async(lambda: client.state().handovers.outcomes == {"moved": 1})
     await client.close()
 

@@ -12,7 +12,7 @@ from maitred.core.request import FinishReason, RequestSpec, RequestState, Sampli
 from maitred.engine.llm import LLM
 from maitred.scheduler.engine_core import EngineCore
 from tests.engine.clients import follow
-from tests.engine.worlds import BLOCK_SIZE, client_of
+from tests.engine.worlds import BLOCK_SIZE, Wake, client_of
 from tests.fakes import FakeExecutor, make_scheduler, make_spec
 
 
@@ -20,7 +20,7 @@ class Awaiting(EngineCore):
     """Whoever comes waits for KV; `waits` is set then."""
 
     def __init__(self, executor: FakeExecutor) -> None:
-        super().__init__(make_scheduler(block_size=BLOCK_SIZE), executor, WallClock())
+        super().__init__(make_scheduler(block_size=BLOCK_SIZE), executor, WallClock(), wake=Wake())
         self.waits = threading.Event()
 
     def add(self, spec: RequestSpec) -> RequestState:

@@ -18,10 +18,12 @@ from maitred.engine.intake import make_requests
 from maitred.engine.kv_giving import PeerConfig
 from maitred.engine.kv_peers import KVPeers
 from maitred.engine.kv_tiers import KVTiers
+from maitred.engine.step_meter import StepMeter
 from maitred.kv.host import KVHost
 from maitred.kv.leases import Readable
 from maitred.kv.tiers import FetchMeter
 from maitred.kv.wire import Identity
+from maitred.scheduler.engine_core import EngineCore
 from tests.engine.worlds import with_blocks
 from tests.waiting import until
 
@@ -40,6 +42,7 @@ class Engine:
         transport: str = "auto",
         block_size: int = 16,
         revision: str = "",
+        host_blocks: int = 0,
         **model: object,
     ) -> None:
         """`model` are fields of ModelConfig; another `revision` is told to peers alone."""
@@ -50,24 +53,27 @@ class Engine:
             speculative=SpeculativeConfig(speculative=speculative),
         )
         self.parts = build_parts(with_blocks(config, num_blocks))
-        core = self.core = self.parts.core
+        built, executor = self.parts.core, self.parts.core._executor
         self.woken = threading.Event()
-        core.wake = self.woken.set
-        executor = core._executor
         layout = layout_of(self.parts.facts, self.parts.spec, executor)
         if revision:
             layout = msgspec.structs.replace(layout, agreed=msgspec.structs.replace(layout.agreed, revision=revision))
         peers = PeerConfig(Identity(layout, None), transport)
         self._io = io = executor.layer_io(layout.of_layer())
-        clock, is_one_run = core._clock, executor.is_one_run
-        self.peers = KVPeers(core, io, peers, block_size=block_size, clock=clock, is_one_run=is_one_run)
+        clock, is_one_run, bytes_ = built.clock, executor.is_one_run, executor.block_io().bytes_per_block
+        tiers = [KVHost(host_blocks, bytes_)] if host_blocks else []
+        self.tiers = KVTiers(executor.block_io(), tiers, block_size=block_size, staging_bytes=2**28, clock=clock)
+        self.peers = KVPeers(io, peers, tiers=self.tiers, block_size=block_size, clock=clock, is_one_run=is_one_run)
+        meters = [each for each in built.moments.listeners if isinstance(each, StepMeter)]
+        listeners = (self.peers.gives.growing, *meters, self.peers, self.tiers)
+        self.core = EngineCore(built.scheduler, executor, clock, *listeners, wake=self.woken.set)
         self.tokens: dict[str, list[int]] = {}
         self._stopped = False
         self._resting: threading.Thread | None = None
 
     def add(self, name: str, prompt: Sequence[int] = PROMPT, kv_from: Sequence[str] = (), **sampling: object):
         params = SamplingParams(max_tokens=24, ignore_eos=True, seed=7, **sampling)
-        specs = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core._clock.now())
+        specs = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core.clock.now())
         for spec in specs:
             self.tokens[spec.request_id] = []
             self.core.add(msgspec.structs.replace(spec, kv_from=tuple(kv_from)))
@@ -76,7 +82,7 @@ class Engine:
     def expect(self, name: str, kv_from: Sequence[str], prompt: Sequence[int] = PROMPT) -> None:
         """The KV of a prompt that is computed there, for the request of that name."""
         params = SamplingParams(max_tokens=24, ignore_eos=True, seed=7)
-        (spec,) = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core._clock.now())
+        (spec,) = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core.clock.now())
         self.core.add(expecting(spec, tuple(kv_from)))
 
     def kv(self) -> bytes:
@@ -194,9 +200,8 @@ def test_a_peer_that_is_gone_or_has_nothing_costs_no_token(make):
 
 
 def test_a_peer_gives_what_its_tier_alone_has(make):
-    first, second = make(num_blocks=24), make(num_blocks=24)
-    core, io = first.core, first.core._executor.block_io()
-    tiers = KVTiers(core, io, [KVHost(40, io.bytes_per_block)], block_size=16, staging_bytes=2**28, clock=core._clock)
+    first, second = make(num_blocks=24, host_blocks=40), make(num_blocks=24)
+    tiers = first.tiers
     tiers._tiers[0].meter = FetchMeter(bandwidth=1e12, latency_s=0.0)  # quicker than computing
     said = first.complete("a")
     first.hear(lambda: not tiers._stores)
@@ -224,7 +229,7 @@ def pair(make, request):
     first, second = make(**request.param), make(**request.param)
     first.add("a")
     second.expect("a", first.peers.gives.addresses)
-    first.hear(lambda: first.core.kv_giver is not None)
+    first.hear(lambda: first.peers.gives.growing.follows_steps)
     return first, second
 
 
@@ -326,7 +331,7 @@ def test_a_prompt_that_is_given_up_at_either_end_leaves_nothing_behind(pair, num
     second.hear(lambda: second.is_left_alone)
     first.add("b")
     second.expect("b", first.peers.gives.addresses)
-    first.hear(lambda: first.core.kv_giver is not None or num_steps > 2)
+    first.hear(lambda: first.peers.gives.growing.follows_steps or num_steps > 2)
     second.core.abort("b~kv")
     second.hear(lambda: second.is_left_alone)
     first.run()
@@ -344,7 +349,7 @@ def test_a_pull_that_is_slower_than_computing_is_abandoned(make, monkeypatch):
     assert second.cached == [0]
     assert second.peers.counts.outcomes["recomputed"] == 1
     assert second.peers.counts.dropped["slow"] == 12
-    assert second.peers.view().hit_tokens == 0
+    assert second.peers.tier_views()[0].hit_tokens == 0
 
 
 def test_what_came_from_peers_is_seen_as_a_tier(make):
@@ -353,6 +358,6 @@ def test_what_came_from_peers_is_seen_as_a_tier(make):
     first.rest_in_thread()
     second.complete("measured", range(900, 1100))
     second.complete("b", PROMPT, first.peers.gives.addresses)
-    view = second.peers.view()
+    view = second.peers.tier_views()[0]
     assert (view.name, view.hit_tokens) == ("peer", 192)
     assert view.break_even_tokens is None or view.break_even_tokens > 0

@@ -16,9 +16,11 @@ from maitred.engine import kv_tiers
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.intake import make_requests
 from maitred.engine.kv_tiers import KVTiers
+from maitred.engine.step_meter import StepMeter
 from maitred.kv.host import KVHost
 from maitred.kv.prefix_cache import Changes
 from maitred.kv.tiers import FetchMeter, KVTier, TierStats
+from maitred.scheduler.engine_core import EngineCore
 from tests.engine.worlds import with_blocks
 
 PROMPT = list(range(300, 300 + 200))
@@ -85,18 +87,20 @@ class Engine:
             speculative=SpeculativeConfig(speculative=speculative),
         )
         self.parts: EngineParts = build_parts(with_blocks(config, num_blocks))
-        core = self.core = self.parts.core
-        io = core._executor.block_io()  # type: ignore[attr-defined]
+        built = self.parts.core
+        io = built._executor.block_io()  # type: ignore[attr-defined]
         self.tier = tier if tier is not None else make_tier(io.bytes_per_block)
         self.woken = threading.Event()
-        core.wake = self.woken.set
         self.clock = ManualClock()  # of fetches
-        self.tiers = KVTiers(core, io, [self.tier], block_size=16, staging_bytes=2**28, clock=self.clock)
+        self.tiers = KVTiers(io, [self.tier], block_size=16, staging_bytes=2**28, clock=self.clock)
+        meters = [each for each in built.moments.listeners if isinstance(each, StepMeter)]
+        listeners = (*meters, self.tiers)
+        self.core = EngineCore(built.scheduler, built._executor, built.clock, *listeners, wake=self.woken.set)
         self.tokens: dict[str, list[int]] = {}
 
     def add(self, name: str, prompt: Sequence[int] = PROMPT, *, n: int = 1, **sampling: object) -> list[str]:
         params = SamplingParams(**{"n": n, "max_tokens": 24, "ignore_eos": True, "seed": 7} | sampling)  # type: ignore[arg-type]
-        specs = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core._clock.now())
+        specs = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core.clock.now())
         for spec in specs:
             self.tokens[spec.request_id] = []
             self.core.add(spec)
@@ -164,7 +168,7 @@ def test_a_new_engine_goes_on_with_what_another_computed(make, sampling, specula
     assert third.cached[0] == 208, "what the answer filled is there too"
     plain = make(speculative=speculative)
     assert plain.complete("d", turn, **sampling) == found
-    assert third.tiers.figures()["dict"].hit_tokens == 208
+    assert third.tiers.figures()["kv_tiers"].tiers["dict"].hit_tokens == 208
 
 
 def test_unlike_salts_share_nothing(make):
@@ -251,7 +255,7 @@ def test_a_fetch_that_is_slower_than_computing_is_abandoned_and_what_came_counts
     again.tier.before_read = lambda: again.clock.advance(10.0)
     assert again.complete("b") == said
     assert again.cached == [2 * 16]
-    assert again.tiers.views()[0].bytes_per_s < 2e5, "and the next one knows"
+    assert again.tiers.tier_views()[0].bytes_per_s < 2e5, "and the next one knows"
 
 
 def test_a_request_that_lacks_blocks_is_fetched_when_another_has_ended(make):
@@ -280,7 +284,7 @@ def test_a_deadline_ends_a_request_that_waits_for_kv(make):
         SamplingParams(),
         request_id="b",
         now=0.0,
-        terms=Terms(finish_by=again.core._clock.now()),
+        terms=Terms(finish_by=again.core.clock.now()),
     )
     again.tokens["b"] = []
     again.core.add(spec)
@@ -303,7 +307,7 @@ def test_storage_that_hangs_holds_no_blocks_and_is_not_waited_for_at_the_end(mak
         engine.woken.clear()
         engine.core.run_called()
     engine.tiers.close()
-    assert engine.tiers.views()[0].waiting_blocks == 13
+    assert engine.tiers.tier_views()[0].waiting_blocks == 13
     let_go.set()
 
 
@@ -334,7 +338,7 @@ def test_tiers_are_emptied_behind_what_is_being_stored(make):
     engine, told = make(), []
     engine.add("a")
     engine.run()
-    engine.tiers.clear(told.append)
+    engine.tiers.clear_tiers(told.append)
     while not told:
         assert engine.woken.wait(20)
         engine.woken.clear()
@@ -352,7 +356,7 @@ def test_storage_that_lags_is_not_waited_for(make):
     for number in range(3):
         engine.add(f"r{number}", [number, *PROMPT])
     engine.run()
-    assert engine.tiers.figures()["dict"].dropped["lagged"] > 0
+    assert engine.tiers.figures()["kv_tiers"].tiers["dict"].dropped["lagged"] > 0
     let_go.set()
     engine.rest()
     assert engine.core.stats.num_blocks_used == 0
@@ -398,7 +402,7 @@ def test_what_a_preempted_request_computed_is_stored_before_it_is_overwritten(ma
     while engine.core.scheduler.request(victim.request_id) is victim and victim.status.value == "waiting":
         engine.step()
     if lags:
-        assert engine.tiers.figures()["dict"].dropped["lagged"] > 0
+        assert engine.tiers.figures()["kv_tiers"].tiers["dict"].dropped["lagged"] > 0
         engine.tiers._room.release(8)
     else:
         engine.rest()

@@ -8,7 +8,7 @@ from maitred.core.cost_model import CostModel, Knot, between
 from maitred.core.errors import OutOfMemory
 from maitred.core.step import BlockCopy, ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.engine.memory import GIB, swap_bytes
-from maitred.engine.step_meter import StepMeter
+from maitred.engine.step_meter import StepMeter, SwapMeter
 
 
 def plan(*num_tokens: int, swaps: bool = False) -> SchedulerOutput:
@@ -16,8 +16,8 @@ def plan(*num_tokens: int, swaps: bool = False) -> SchedulerOutput:
     return SchedulerOutput(step=0, rows=rows, swap_outs=(BlockCopy(0, 0),) if swaps else ())
 
 
-def make_meter() -> StepMeter:
-    return StepMeter(bytes_per_block=10, out_bytes_per_s=100.0, in_bytes_per_s=200.0)
+def make_meter() -> SwapMeter:
+    return SwapMeter(bytes_per_block=10, out_bytes_per_s=100.0, in_bytes_per_s=200.0)
 
 
 def test_prompt_tokens_share_what_a_step_takes_beyond_one_without_prompts():
@@ -79,7 +79,7 @@ def step(count: int, seconds: float, *, context: int = 100, drafts: int = 0, dra
 
 
 def test_steps_are_told_by_their_number_of_tokens():
-    meter = make_meter()
+    meter = StepMeter()
     costs = learned(meter, *[step(1, 0.010)] * 4, *[step(8, 0.012)] * 4, *[step(2, 0.011, drafts=7)] * 6)
     assert [knot.size for knot in costs.steps] == [1, 8, 16]
     assert [knot.seconds for knot in costs.steps] == pytest.approx(
@@ -88,26 +88,26 @@ def test_steps_are_told_by_their_number_of_tokens():
 
 
 def test_a_step_that_stuttered_is_not_told():
-    meter = make_meter()
+    meter = StepMeter()
     steps = [step(4, 0.010 if i % 5 else 0.200) for i in range(60)]
     assert between(learned(meter, *steps).steps, 4) == pytest.approx(0.010, rel=0.1)
 
 
 def test_context_costs_what_longer_ones_showed():
-    meter = make_meter()
+    meter = StepMeter()
     steps = [step(4, 0.010 + 4 * context * 1e-6, context=context) for context in range(100, 1100, 5)]
     assert learned(meter, *steps).context_token_s == pytest.approx(1e-6, rel=0.05)
 
 
 def test_drafting_is_told_apart_from_the_step_and_not_while_a_proposer_catches_up():
-    meter = make_meter()
+    meter = StepMeter()
     costs = learned(meter, *[step(3, 0.010, drafts=4, draft_s=0.5)], *[step(3, 0.010, drafts=4, draft_s=0.004)] * 8)
     assert costs.drafts == (Knot(3, pytest.approx(0.001)),)
     assert between(costs.steps, 15) == pytest.approx(0.010)
 
 
 def test_drafts_that_were_asked_for_and_not_made_take_no_tokens_but_time():
-    meter = make_meter()
+    meter = StepMeter()
     plan = decode(2, drafts=4)
     costs = learned(meter, *[(plan, output(plan, 0, 0.004), 0.014, 0.0)] * 8)
     assert costs.steps == (Knot(2, pytest.approx(0.010)),)
@@ -115,7 +115,7 @@ def test_drafts_that_were_asked_for_and_not_made_take_no_tokens_but_time():
 
 
 def test_what_drafts_cost_the_host_is_theirs_and_not_the_steps():
-    meter = make_meter()
+    meter = StepMeter()
     costs = learned(
         meter, *[step(2, 0.010, host_s=0.001)] * 4, *[step(2, 0.010, drafts=4, draft_s=0.004, host_s=0.003)] * 6
     )
@@ -124,7 +124,7 @@ def test_what_drafts_cost_the_host_is_theirs_and_not_the_steps():
 
 
 def test_catching_up_is_told_by_the_token():
-    meter = make_meter()
+    meter = StepMeter()
     drafting = [step(2, 0.010, drafts=4, draft_s=0.004)] * 6
     forgotten = SchedulerOutput(step=0, rows=(), forgotten_request_ids=("r0", "r1")), ModelOutput(()), 0.001, 0.0
     costs = learned(meter, *drafting, forgotten, step(2, 0.010, drafts=4, draft_s=0.004 + 200 * 1e-5))

@@ -22,7 +22,7 @@ from maitred.engine.model_facts import ModelFacts
 from maitred.engine.planning import plan_engine
 from maitred.engine.supervisor import Start
 from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
-from maitred.scheduler.engine_core import EngineCore
+from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.text.folder import read_chat_template
 from maitred.text.tokenizer import Tokenizer
 from tests.fakes import MODEL, FakeExecutor, make_scheduler
@@ -69,11 +69,22 @@ def scripted_executor(model: ServedModel, answer: str | Sequence[int], num_promp
     return FakeExecutor(lambda request_id, position: tokens[min(position - num_prompt_tokens, len(tokens) - 1)])
 
 
+class Wake:
+    """The `wake` of a core that is made before its loop is; `client_of` connects them."""
+
+    def __init__(self) -> None:
+        self.loop: Callable[[], None] = lambda: None
+
+    def __call__(self) -> None:
+        self.loop()
+
+
 def scripted_core(
-    model: ServedModel, answer: str | Sequence[int], num_prompt_tokens: int, *, num_blocks: int = 256
+    model: ServedModel, answer: str | Sequence[int], num_prompt_tokens: int, *listeners: StepListener
 ) -> EngineCore:
-    scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    return EngineCore(scheduler, scripted_executor(model, answer, num_prompt_tokens), WallClock())
+    scheduler = make_scheduler(num_blocks=256, block_size=BLOCK_SIZE)
+    executor = scripted_executor(model, answer, num_prompt_tokens)
+    return EngineCore(scheduler, executor, WallClock(), *listeners, wake=Wake())
 
 
 def scripted_engine(
@@ -116,10 +127,16 @@ def client_of(
     loaded = LoadedEngine(
         core, facts or model_facts(), plan, deterministic=True, close=core.close, prepare=prepare, adapters=adapters
     )
+
+    def build(config: EngineConfig, names: tuple[str, ...], tell: object, wake: Callable[[], None]) -> LoadedEngine:
+        if isinstance(core._wake, Wake):
+            core._wake.loop = wake
+        return loaded
+
     start = Start(
         config=EngineConfig(lora=LoraConfig(lora_dir=lora_dir)),
         process=ProcessConfig(**process),
-        open=in_thread(lambda config, names, tell: loaded),
+        open=in_thread(build),
     )
     client = EngineClient(start, clock or WallClock())
     client.start()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ast
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
-from maitred.scheduler.engine_core import EngineCore
+from maitred.scheduler.engine_core import EngineCore, StepListener, StepTimes
 from maitred.scheduler.reservations import GivenUp
 from maitred.scheduler.swap import SwapCosts
 from tests.fakes import FakeExecutor, make_samples, make_scheduler, make_spec, token_at
@@ -37,8 +37,8 @@ class SlowExecutor(FakeExecutor):
         return super().execute(plan)
 
 
-class Notes:
-    """A StepObserver that keeps what it was told."""
+class Notes(StepListener):
+    """Keeps what it was told."""
 
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
@@ -46,8 +46,8 @@ class Notes:
     def added(self, request: RequestState, now: float) -> None:
         self.told.append(("added", request.request_id, now))
 
-    def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
-        self.told.append(("ended", request_id, reason, now))
+    def stopped(self, request_id: str, reason: FinishReason, now: float) -> None:
+        self.told.append(("stopped", request_id, reason, now))
 
     def configured(self, config: SchedulerConfig, now: float) -> None:
         self.told.append(("configured", config.policy, now))
@@ -67,23 +67,31 @@ class Notes:
     def released(self, lease: str, now: float) -> None:
         self.told.append(("released", lease, now))
 
-    def scheduled(self) -> None: ...
-
     def stepped(
-        self,
-        plan: SchedulerOutput,
-        output: ModelOutput,
-        progress: list[RequestProgress],
-        scheduled_at: float,
-        updated_at: float,
+        self, plan: SchedulerOutput, output: ModelOutput, progress: list[RequestProgress], times: StepTimes
     ) -> None:
-        self.told.append(("stepped", plan.step, scheduled_at, updated_at))
+        self.told.append(("stepped", plan.step, times.scheduled_at, times.executed_at))
 
 
-def make_core(observer: Notes | None = None) -> tuple[EngineCore, SlowExecutor]:
+class GivenUpNotes(StepListener):
+    """Keeps what was given up, and how many plans the executor had been given by then."""
+
+    def __init__(self) -> None:
+        self.told: list[GivenUp] = []
+        self.after_plans: list[int] = []
+
+    def begin(self, core: EngineCore) -> None:
+        self._executor = core._executor
+
+    def given_up(self, given_up: GivenUp) -> None:
+        self.told.append(given_up)
+        self.after_plans.append(len(self._executor.plans))  # type: ignore[attr-defined]
+
+
+def make_core(*listeners: StepListener, wake: Callable[[], None] = lambda: None) -> tuple[EngineCore, SlowExecutor]:
     clock = ManualClock()
     executor = SlowExecutor(clock)
-    return EngineCore(make_scheduler(), executor, clock, observer), executor
+    return EngineCore(make_scheduler(), executor, clock, *listeners, wake=wake), executor
 
 
 def test_a_step_schedules_executes_and_updates():
@@ -143,7 +151,7 @@ def test_abort_and_finish_give_the_last_progress_and_none_for_strangers():
     assert core.stats.num_blocks_used == 0
 
 
-def test_the_observer_is_told_everything_in_order():
+def test_a_listener_is_told_everything_in_order():
     notes = Notes()
     core, _ = make_core(notes)
     core.add(make_spec("a"))
@@ -155,7 +163,7 @@ def test_the_observer_is_told_everything_in_order():
         ("added", "a", 0.0),
         ("stepped", 0, 0.0, 0.25),
         ("configured", "priority", 0.25),
-        ("ended", "a", FinishReason.ABORT, 0.25),
+        ("stopped", "a", FinishReason.ABORT, 0.25),
     ]
 
 
@@ -268,9 +276,7 @@ def test_kv_from_elsewhere_is_noted_where_it_has_an_effect():
 
 
 def test_whoever_copies_is_told_before_anything_is_written_to_blocks_that_were_given_up():
-    core, executor = make_core()
-    told: list[tuple[GivenUp, int]] = []
-    core.on_given_up = lambda given_up: told.append((given_up, len(executor.plans)))
+    core, executor = make_core(notes := GivenUpNotes())
     core.add(make_spec("a", prompt=100, max_tokens=150))
     core.step()
     core.add(make_spec("b", prompt=60))
@@ -278,32 +284,29 @@ def test_whoever_copies_is_told_before_anything_is_written_to_blocks_that_were_g
     assert core.reserve("b", 60) is not None
     assert core.reserve("c", 60) is not None
     core.abort("c")
-    assert told == [(GivenUp(("c",), ()), 1)]
-    while len(told) == 1:
+    assert (notes.told, notes.after_plans) == ([GivenUp(("c",), ())], [1])
+    while len(notes.told) == 1:
         core.step()
-    assert told[1] == (GivenUp(("b",), ()), len(executor.plans) - 1)
+    assert (notes.told[1], notes.after_plans[1]) == (GivenUp(("b",), ()), len(executor.plans) - 1)
 
 
 def test_a_deadline_ends_a_request_that_waits_for_kv():
-    core, executor = make_core()
+    core, executor = make_core(notes := GivenUpNotes())
     core.add(make_spec("a", prompt=12, finish_by=2.0))
     assert core.reserve("a", 12) is not None
     assert core.next_deadline == 2.0
-    told: list[GivenUp] = []
-    core.on_given_up = told.append
     executor._clock.advance(2.0)
     (progress,) = core.step()
-    assert (progress.finish_reason, told) == (FinishReason.TIMEOUT, [GivenUp(("a",), ())])
+    assert (progress.finish_reason, notes.told) == (FinishReason.TIMEOUT, [GivenUp(("a",), ())])
     assert core.stats.num_blocks_used == 0
 
 
 def test_what_another_thread_has_to_say_is_heard_between_two_steps():
-    core, _ = make_core()
+    woken = threading.Event()
+    core, _ = make_core(wake=woken.set)
     core.add(make_spec("a", prompt=12))
     reserved = core.reserve("a", 12)
     assert reserved is not None
-    woken = threading.Event()
-    core.wake = woken.set
     thread = threading.Thread(target=core.call_soon, args=(partial(core.kv_arrived, "a", reserved.end),))
     thread.start()
     woken.wait()

@@ -41,8 +41,8 @@ def test_requests_that_are_not_alike_leave_an_error():
 def test_clients_see_the_engines_times_and_the_edge_and_the_engine_decides_as_without():
     asked = [arrival(f"r{i}", at=1e-3 * i, prompt=8 * (1 + i), output=2 + i) for i in range(6)]
     alone, behind = PlanKeeper(), PlanKeeper()
-    plain = Simulation(setup(), COSTS, SimulatedResults(), observer=alone).run(iter(asked)).total
-    edged = Simulation(setup(), COSTS, SimulatedResults(edge=EDGE), observer=behind).run(iter(asked)).total
+    plain = Simulation(setup(), COSTS, SimulatedResults(), listener=alone).run(iter(asked)).total
+    edged = Simulation(setup(), COSTS, SimulatedResults(edge=EDGE), listener=behind).run(iter(asked)).total
     assert behind.plans == alone.plans
     assert behind.times == alone.times
     first_s = sum(EDGE.first_token_s(a.prompt_tokens) for a in asked) / len(asked)

@@ -25,7 +25,7 @@ def asked(terms: Mapping[str, object], **fields: object) -> RequestSpec:
     line = TraceLine(timestamp=0, input_length=8, output_length=4, tenant="acme", **fields)  # type: ignore[arg-type]
     seen = SpecKeeper()
     workload = TraceWorkload([line])
-    Simulation(setup(num_blocks=512), COSTS, SimulatedResults(), tenants=given, observer=seen).run(workload.arrivals())
+    Simulation(setup(num_blocks=512), COSTS, SimulatedResults(), tenants=given, listener=seen).run(workload.arrivals())
     (spec,) = seen.specs
     return spec
 
@@ -69,7 +69,7 @@ def test_without_a_file_the_workloads_own_tenants_stay_as_they_are():
     described = workload(tenants={"a": {"concurrency": 1, "weight": 2}}, num_requests=1)
     assert described.tenants["a"].limits.concurrency == 1
     seen = SpecKeeper()
-    Simulation(setup(num_blocks=1024), COSTS, SimulatedResults(), tenants=described.tenants, observer=seen).run(
+    Simulation(setup(num_blocks=1024), COSTS, SimulatedResults(), tenants=described.tenants, listener=seen).run(
         described.arrivals()
     )
     assert [(spec.terms.tenant, spec.terms.priority, spec.terms.weight) for spec in seen.specs] == [("a", 0, 2)]

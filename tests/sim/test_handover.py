@@ -77,7 +77,7 @@ def fleet(
     made = FleetSetup(
         config=FleetConfig(), scheduler=scheduler, replicas=replicas, handover=asked, link=link, **of_fleet
     )
-    return FleetSimulation(made, SimulatedResults(objectives), observer_of=None if logs is None else logs.observer)
+    return FleetSimulation(made, SimulatedResults(objectives), listener_of=None if logs is None else logs.observer)
 
 
 def short_names(asked: Arrival) -> Arrival:

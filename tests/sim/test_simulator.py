@@ -55,7 +55,7 @@ def test_every_request_ends_once_and_nothing_is_left(policy, predictor, rate, ki
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_slot_is_idle_while_somebody_waits(policy: str):
     keeper = PlanKeeper()
-    simulation(policy=policy, observer=keeper).run(iter([arrival(f"r{i}", output=6) for i in range(12)]))
+    simulation(policy=policy, listener=keeper).run(iter([arrival(f"r{i}", output=6) for i in range(12)]))
     assert [len(plan.rows) for plan in keeper.plans[1:12]] == [4] * 11
 
 
@@ -71,7 +71,7 @@ def test_a_lone_request_takes_what_the_cost_model_says():
 
 def test_who_comes_during_a_step_is_in_the_next_one():
     keeper = PlanKeeper()
-    simulation(observer=keeper).run(iter([arrival("first"), arrival("second", at=5e-4)]))
+    simulation(listener=keeper).run(iter([arrival("first"), arrival("second", at=5e-4)]))
     assert [row.request_id for row in keeper.plans[0].rows] == ["first"]
     assert {row.request_id for row in keeper.plans[1].rows} == {"first", "second"}
 
@@ -79,7 +79,7 @@ def test_who_comes_during_a_step_is_in_the_next_one():
 def test_the_next_turn_comes_after_a_pause_and_finds_the_conversation_in_the_cache():
     turn = Turn(think_s=1.0, new_tokens=4, output_tokens=2, max_tokens=16)
     keeper = PlanKeeper()
-    results = simulation(observer=keeper).run(iter([arrival("chat", prompt=8, output=4, turns=(turn,))]))
+    results = simulation(listener=keeper).run(iter([arrival("chat", prompt=8, output=4, turns=(turn,))]))
     assert results.total.num_finished == 2
     (second,) = [new for plan in keeper.plans for new in plan.new_requests if new.request_id == "chat#2"]
     assert second.spec.num_prompt_tokens == 8 + 4 + 4
@@ -188,7 +188,7 @@ def test_plans_equal_those_of_a_live_loop_and_of_the_replay_of_its_log(policy: s
     _, steps = read_log(frames)
     listed = list(steps)
     recorded = read_run(listed)
-    again = Simulation(setup(policy=policy, num_blocks=64), COSTS, SimulatedResults(), observer=keeper)
+    again = Simulation(setup(policy=policy, num_blocks=64), COSTS, SimulatedResults(), listener=keeper)
     results = again.run(iter(recorded.arrivals))
     assert [plan.rows for plan in keeper.plans] == [step.plan.rows for step in listed]
     assert results.num_preemptions == recorded.results.num_preemptions
@@ -199,7 +199,7 @@ def test_plans_equal_those_of_a_live_loop_and_of_the_replay_of_its_log(policy: s
 def test_a_recorded_run_has_the_figures_of_the_simulation_it_was_made_of():
     records: list = []
     asked = [arrival(f"r{i}", at=i * 0.003, prompt=10 + i, output=3 + i % 5) for i in range(20)]
-    simulated = Simulation(setup(), COSTS, SimulatedResults(), observer=Recorder(records.append))
+    simulated = Simulation(setup(), COSTS, SimulatedResults(), listener=Recorder(records.append))
     results = simulated.run(iter(asked))
     encoder = LogEncoder(Header(setup().scheduler, 64, 4, True))
     _, steps = read_log([encoder.start(0), *(encoder.encode(record) for record in records)])

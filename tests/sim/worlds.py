@@ -7,6 +7,7 @@ from typing import Any
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.step import SchedulerOutput
+from maitred.scheduler.engine_core import StepListener, StepTimes
 from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.results import Objectives, SimulatedResults
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
@@ -15,26 +16,16 @@ from maitred.sim.workload import Arrival
 COSTS = CostModel(fixed_s=1e-3, prefill_token_s=1e-5, decode_token_s=1e-4)
 
 
-class PlanKeeper:
-    """A StepObserver that keeps every plan, and the times around it."""
+class PlanKeeper(StepListener):
+    """Keeps every plan, and the times around it."""
 
     def __init__(self) -> None:
         self.plans: list[SchedulerOutput] = []
         self.times: list[tuple[float, float]] = []
 
-    def added(self, request: object, now: float) -> None: ...
-
-    def ended(self, request_id: str, reason: object, now: float) -> None: ...
-
-    def configured(self, config: object, now: float) -> None: ...
-
-    def scheduled(self) -> None: ...
-
-    def stepped(
-        self, plan: SchedulerOutput, output: object, progress: object, scheduled_at: float, updated_at: float
-    ) -> None:
+    def stepped(self, plan: SchedulerOutput, output: object, progress: object, times: StepTimes) -> None:
         self.plans.append(plan)
-        self.times.append((scheduled_at, updated_at))
+        self.times.append((times.scheduled_at, times.executed_at))
 
 
 def arrival(request_id: str, at: float = 0.0, prompt: int = 8, output: int = 4, **fields: Any) -> Arrival:
@@ -48,9 +39,9 @@ def setup(*, policy: str = "fcfs", max_num_seqs: int = 4, num_blocks: int = 64, 
 
 
 def simulation(
-    *, objectives: Objectives | None = None, observer: PlanKeeper | None = None, **fields: Any
+    *, objectives: Objectives | None = None, listener: PlanKeeper | None = None, **fields: Any
 ) -> Simulation:
-    return Simulation(setup(**fields), COSTS, SimulatedResults(objectives), observer=observer)
+    return Simulation(setup(**fields), COSTS, SimulatedResults(objectives), listener=listener)
 
 
 def workload(**spec: Any) -> SyntheticWorkload:

@@ -220,8 +220,8 @@ def test_a_batch_runs_while_a_step_of_the_language_model_is_under_way(tmp_path):
     write_model(tmp_path, "add")
     step, end_step = threading.Event(), threading.Event()
 
-    def build(config, names, tell):
-        loaded = load_engine(config, names, tell)
+    def build(*words):
+        loaded = load_engine(*words)
         executor = loaded.core._executor
         execute = executor.execute
 

@@ -20,6 +20,7 @@ from maitred.core.cost_model import CostModel
 from maitred.core.request import DEFAULT_SAMPLING, FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, TensorSpec
+from maitred.scheduler.engine_core import StepListener, StepTimes
 from maitred.scheduler.swap import SwapCosts
 
 WITH_PROMPT_LOGPROBS = SamplingParams(prompt_logprobs=0)  # such a request uses no prefix cache
@@ -204,8 +205,8 @@ NO_PLAN = SchedulerOutput(step=0, rows=())
 MAX_EVENTS = 256  # that wait for a step to be written with, where batches run and no step is taken
 
 
-class Recorder:
-    """The StepObserver of one EngineCore; `write` is called once a step. Costs the step a few microseconds."""
+class Recorder(StepListener):
+    """Records one engine; `write` is called once a step. Costs the step a few microseconds."""
 
     def __init__(self, write: Callable[[StepRecord], object]) -> None:
         self._write = write
@@ -215,7 +216,7 @@ class Recorder:
     def added(self, request: RequestState, now: float) -> None:
         self._events.append(Arrival(now, request, len(request.block_hashes)))
 
-    def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
+    def stopped(self, request_id: str, reason: FinishReason, now: float) -> None:
         self._events.append(Ended(now, request_id, reason))
 
     def configured(self, config: SchedulerConfig, now: float) -> None:
@@ -268,22 +269,17 @@ class Recorder:
             self._write(StepRecord(now, now, NO_PLAN, (), tuple(self._before), taken=False))
             self._events = self._before = []
 
-    def scheduled(self) -> None:
-        """A step is under way: what happens from here on happened during it."""
+    def scheduled(self, plan: SchedulerOutput) -> None:
         self._events = []
 
     def stepped(
-        self,
-        plan: SchedulerOutput,
-        output: ModelOutput,
-        progress: list[RequestProgress],
-        scheduled_at: float,
-        updated_at: float,
+        self, plan: SchedulerOutput, output: ModelOutput, progress: list[RequestProgress], times: StepTimes
     ) -> None:
         drafted = [Drafted(row.request_id, row.num_drafts, row.num_accepted) for row in output.rows if row.num_drafts]
         during = () if self._events is self._before else tuple(self._events)
+        before = tuple(self._before)
         self._write(
-            StepRecord(scheduled_at, updated_at, plan, tuple(progress), tuple(self._before), tuple(drafted), during)
+            StepRecord(times.scheduled_at, times.executed_at, plan, tuple(progress), before, tuple(drafted), during)
         )
         self._events = self._before = []
 

@@ -25,6 +25,7 @@ from maitred.engine.memory import format_bytes
 from maitred.engine.model_facts import AdapterFacts
 from maitred.model.adapters import Adapter, read_adapter
 from maitred.model.spec import DecoderSpec
+from maitred.scheduler.engine_core import EngineCore, StepListener
 
 Read = Callable[[Path, Path | None], Adapter]
 """(folder, where its files must lie); in any thread. Raises CheckpointError."""
@@ -51,24 +52,38 @@ class _Ask(NamedTuple):
     place: Place
 
 
-class AdapterCache:
+class AdapterCache(StepListener):
     """The adapters of one engine. `introduce` is for any thread, the rest for the engine's, between steps."""
+
+    follows_steps = False
 
     def __init__(self, store: AdapterStore, read: Read, max_bytes: int) -> None:
         self._store, self._read, self._max_bytes = store, read, max_bytes
-        self.wake: Callable[[], None] = lambda: None
-        """Called in another thread when there is something for `settle`."""
         self._known: dict[str, AdapterFacts] = {}
         self._resident: OrderedDict[str, int] = OrderedDict()  # key -> bytes; with those that are being read; LRU first
         self._reading: dict[str, list[_Ask]] = {}
         self._asks: dict[str, _Ask] = {}  # by request, in order of arrival: those that wait for room
         self._first: _Ask | None = None  # of them, when room was last looked for
         self._may_fit = False  # something has changed since
+        self._will_settle = False
         self._holders: dict[str, str] = {}  # request -> key
         self._users: Counter[str] = Counter()
         self._read_now: deque[tuple[str, Any, str]] = deque()  # key, packed, what is wrong
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="maitred-adapters")
         self.num_loads = self.num_evictions = 0
+
+    def begin(self, core: EngineCore) -> None:
+        self._core = core
+
+    def ended(self, request_id: str) -> None:
+        self.release(request_id)
+
+    def figures(self) -> Mapping[str, Any]:
+        return {
+            "adapter_bytes": self.num_bytes,
+            "adapter_loads": self.num_loads,
+            "adapter_evictions": self.num_evictions,
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -101,8 +116,8 @@ class AdapterCache:
     def forget(self, key: str) -> None:
         """Take no new requests for the adapter; free its memory at once, or when its last request has ended."""
         self._known.pop(key, None)
-        self._may_fit = True
         self._drop_if_forgotten(key)
+        self._room_came()
 
     def acquire(self, request_id: str, key: str, done: Done, place: Place = tuple) -> None:
         """`done` is told when it is resident; it stays so until `release`. Those of equal place wait in the order of
@@ -112,21 +127,31 @@ class AdapterCache:
             done(f"adapter {key.partition('@')[0]} is not loaded any more")
             return
         self._asks[request_id] = _Ask(key, done, place)
+        self._core.follow(self, True)
         if self._first is None or place() < self._first.place():
             self._give_out()
 
     def release(self, request_id: str) -> None:
         """The request has ended, or waits no more; for requests without adapters this does nothing."""
         waited, key = self._asks.pop(request_id, None), self._holders.pop(request_id, None)
-        self._may_fit |= waited is not None or key is not None
         if key is not None:
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]
                 self._drop_if_forgotten(key)
+        if waited is not None or key is not None:
+            self._room_came()
+
+    def _room_came(self) -> None:
+        self._may_fit = True
+        self._core.follow(self, bool(self._asks or self._holders))
+        if self._asks and not self._will_settle:
+            self._will_settle = True
+            self._core.call_soon(self.settle)
 
     def settle(self) -> None:
         """Take in what was read, and give away room that has come free."""
+        self._will_settle = False
         while self._read_now:
             self._came(*self._read_now.popleft())
         if self._may_fit:
@@ -203,7 +228,7 @@ class AdapterCache:
         except (OSError, MemoryError, ValueError) as problem:
             error = f"adapter {facts.name}: {type(problem).__name__}: {problem}"
         self._read_now.append((facts.key, packed, error))
-        self.wake()
+        self._core.call_soon(self.settle)
 
     def _came(self, key: str, packed: Any, error: str) -> None:
         waiting = self._reading.pop(key)

@@ -37,7 +37,7 @@ from maitred.engine.memory import (
 )
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.planning import EnginePlan, OnEvent, plan_engine
-from maitred.engine.step_meter import StepMeter
+from maitred.engine.step_meter import StepMeter, SwapMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
 from maitred.kv.manager import KVCacheManager
@@ -48,7 +48,7 @@ from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.spec import DecoderSpec, RopeSpec
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
-from maitred.scheduler.engine_core import EngineCore, MeasureSwaps
+from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 
@@ -84,12 +84,6 @@ class EngineParts:
 
     def close(self) -> None:
         """Give back memory and threads."""
-        if self.adapters is not None:
-            self.adapters.close()
-        if self.kv_peers is not None:
-            self.kv_peers.close()
-        if self.kv_tiers is not None:
-            self.kv_tiers.close()
         self.core.close()
         if self.decision_log is not None:
             self.decision_log.close()
@@ -103,10 +97,11 @@ def build_parts(
     clock: Clock | None = None,
     policies: Mapping[str, PolicyFactory] = POLICIES,
     on_lost: OnLost | None = None,
+    wake: Callable[[], None] = lambda: None,
 ) -> EngineParts:
     """Load and wire; raises CheckpointError, ConfigError or OutOfMemory before anything large is allocated.
 
-    `on_lost` is told, in some thread, of a rank that ended by itself; steps raise from then on.
+    `on_lost` is told, in some thread, of a rank that ended by itself; steps raise from then on. `wake` is the core's.
     """
     tell = on_event or (lambda line: None)
     clock = clock or WallClock()
@@ -145,10 +140,24 @@ def build_parts(
         tell(f"lora    {len(facts.adapters)} adapters, of rank {max(one.rank for one in facts.adapters)} at most")
         timeline.end("adapters")
     log = _decision_log(config, plan) if config.decision_log is not None else None
-    core = _core(config, plan, executor, partial(_scheduler, config, plan, facts.revision, policies), clock, log, tell)
+    make_scheduler = partial(_scheduler, config, plan, facts.revision, policies)
+    meters, step_costs = _meters(config, plan, executor, make_scheduler, clock, tell)
+    kv_tiers = _kv_tiers(config, executor, tiers, clock) if tiers else None
+    kv_peers = None
+    if config.share.exchanges_kv:
+        kv_peers = _kv_peers(config, executor, facts, plan.spec, kv_tiers, clock)
+    listeners = [
+        kv_peers.gives.growing if kv_peers is not None else None,  # holds blocks before the log has the step's end
+        Recorder(log.write) if log is not None else None,
+        *meters,
+        adapters,
+        kv_peers,
+        kv_tiers,
+    ]
+    core = EngineCore(make_scheduler(), executor, clock, *(each for each in listeners if each is not None), wake=wake)
+    if step_costs is not None:
+        core.set_step_costs(step_costs)
     timeline.end("scheduler")
-    kv_peers = _kv_peers(config, core, executor, facts, plan.spec, clock) if config.share.exchanges_kv else None
-    kv_tiers = _kv_tiers(config, core, executor, tiers, clock) if tiers else None
     tell(f"ready   in {timeline.total_s:.2f} s")
     return EngineParts(
         core=core,
@@ -166,11 +175,20 @@ def build_parts(
 
 
 def load_engine(
-    config: EngineConfig, served_model_names: tuple[str, ...], tell: OnEvent, on_lost: OnLost | None = None
+    config: EngineConfig,
+    served_model_names: tuple[str, ...],
+    tell: OnEvent,
+    wake: Callable[[], None],
+    on_lost: OnLost | None = None,
 ) -> LoadedEngine:
     """The engine that `config` describes, for a loop; installed policies are among those that it may name."""
     parts = build_parts(
-        config, served_model_names=served_model_names, on_event=tell, policies=installed_policies(), on_lost=on_lost
+        config,
+        served_model_names=served_model_names,
+        on_event=tell,
+        policies=installed_policies(),
+        on_lost=on_lost,
+        wake=wake,
     )
     return LoadedEngine(
         core=parts.core,
@@ -254,46 +272,31 @@ def _scheduler(
     return Scheduler(plan.scheduler, cache, policies=policies, speculation=speculation)
 
 
-def _core(
+def _meters(
     config: EngineConfig,
     plan: EnginePlan,
     executor: BuiltExecutor,
     make_scheduler: Callable[[], Scheduler],
     clock: Clock,
-    log: DecisionLogFile | None,
     tell: OnEvent,
-) -> EngineCore:
-    """Wire an engine; where choices among workers rest on step costs, these are measured first."""
-    recorder, swaps = Recorder(log.write) if log is not None else None, _swap_observer(executor, plan, tell)
+) -> tuple[list[StepListener], CostModel | None]:
+    """Meters of what swaps and steps cost, and the costs where choices among workers rest on them: measured first."""
+    meters: list[StepListener] = []
+    bandwidth = executor.measure_swap()
+    if bandwidth is not None:
+        bytes_per_block, out, back = plan.memory.bytes_per_block, bandwidth.out_bytes_per_s, bandwidth.in_bytes_per_s
+        tell(
+            f"swap    {format_bytes(plan.num_host_blocks * bytes_per_block)} of host memory = "
+            f"{plan.num_host_blocks:,} blocks; {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} GB/s in"
+        )
+        meters.append(SwapMeter(bytes_per_block=bytes_per_block, out_bytes_per_s=out, in_bytes_per_s=back))
     if plan.drafts is None and not config.share.exchanges_kv:
-        return EngineCore(make_scheduler(), executor, clock, recorder, swaps)
+        return meters, None
     meter, costs = StepMeter(), None
     if config.share.exchanges_kv:
         longest = min(plan.memory.max_model_len, plan.memory.num_blocks * config.cache.block_size // 8)
         costs = measure_first_steps(meter, make_scheduler(), executor, clock, longest)
-    core = EngineCore(make_scheduler(), executor, clock, recorder, swaps, meter.step_costs)
-    if costs is not None:
-        core.set_step_costs(costs)
-    return core
-
-
-def _swap_observer(executor: BuiltExecutor, plan: EnginePlan, tell: OnEvent) -> MeasureSwaps | None:
-    """None where nothing is ever swapped."""
-    bandwidth = executor.measure_swap()
-    if bandwidth is None:
-        return None
-    bytes_per_block = plan.memory.bytes_per_block
-    tell(
-        f"swap    {format_bytes(plan.num_host_blocks * bytes_per_block)} of host memory = "
-        f"{plan.num_host_blocks:,} blocks; {bandwidth.out_bytes_per_s / 1e9:.1f} GB/s out, "
-        f"{bandwidth.in_bytes_per_s / 1e9:.1f} GB/s in"
-    )
-    meter = StepMeter(
-        bytes_per_block=bytes_per_block,
-        out_bytes_per_s=bandwidth.out_bytes_per_s,
-        in_bytes_per_s=bandwidth.in_bytes_per_s,
-    )
-    return meter.swap_costs
+    return [*meters, meter], costs
 
 
 def _open_tiers(config: EngineConfig, checkpoint: Checkpoint, plan: EnginePlan, tell: OnEvent) -> list[KVTier]:
@@ -308,10 +311,10 @@ def _open_tiers(config: EngineConfig, checkpoint: Checkpoint, plan: EnginePlan, 
 
 def _kv_peers(
     config: EngineConfig,
-    core: EngineCore,
     executor: BuiltExecutor,
     facts: ModelFacts,
     spec: DecoderSpec,
+    tiers: KVTiers | None,
     clock: Clock,
 ) -> KVPeers:
     """Between engines of one machine and user nothing is proved; those of several hosts have the fleet's token."""
@@ -324,22 +327,19 @@ def _kv_peers(
         host_and_port("kv_listen", listen) if listen is not None else None,
     )
     return KVPeers(
-        core,
         executor.layer_io(layout.of_layer()),
         peers,
+        tiers=tiers,
         block_size=config.cache.block_size,
         clock=clock,
         is_one_run=executor.is_one_run,
     )
 
 
-def _kv_tiers(
-    config: EngineConfig, core: EngineCore, executor: BuiltExecutor, tiers: Sequence[KVTier], clock: Clock
-) -> KVTiers:
+def _kv_tiers(config: EngineConfig, executor: BuiltExecutor, tiers: Sequence[KVTier], clock: Clock) -> KVTiers:
     io = executor.block_io()
     assert all(tier.bytes_per_block == io.bytes_per_block for tier in tiers), "tiers of other blocks"
     return KVTiers(
-        core,
         io,
         tiers,
         block_size=config.cache.block_size,
@@ -372,7 +372,7 @@ def measure_first_steps(
 
     `scheduler` is for these requests alone, each of `most_tokens` at most; the KV they leave belongs to no request.
     """
-    core = EngineCore(scheduler, executor, clock, measure_steps=meter.step_costs)
+    core = EngineCore(scheduler, executor, clock, meter)
     budget, began = scheduler.config.token_budget, clock.now()
     for count, prompt, output in ((1, budget // 4, 3), (1, 2 * budget, 4), (4, budget // 4, 5)):
         for number in range(count):
@@ -382,7 +382,7 @@ def measure_first_steps(
         for state in (*scheduler.running, *scheduler.waiting):
             core.abort(state.request_id)
         core.step()  # the executor forgets them
-    return core.told_step_costs
+    return meter.costs
 
 
 def _first_request(request_id: str, num_tokens: int, num_outputs: int, now: float) -> RequestSpec:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -134,8 +135,8 @@ def main(arguments: Sequence[str], build: Builder, prepare: Callable[[], None] =
     link.beat()
     age_s = process_age_s()
 
-    def build_here(config: EngineConfig, names: tuple[str, ...], tell: Callable[[str], None]) -> LoadedEngine:
-        loaded = build(config, names, tell)
+    def build_here(*words: Any) -> LoadedEngine:
+        loaded = build(*words)
         return replace(loaded, start_phases={"engine_process": age_s, **loaded.start_phases})
 
     try:
@@ -174,7 +175,10 @@ def import_engine() -> None:
 
 
 def build_from_config(
-    config: EngineConfig, served_model_names: tuple[str, ...], tell: Callable[[str], None]
+    config: EngineConfig,
+    served_model_names: tuple[str, ...],
+    tell: Callable[[str], None],
+    wake: Callable[[], None],
 ) -> LoadedEngine:
     """The engine that `config` describes, as in one process."""
     from maitred.engine.build import load_engine  # noqa: PLC0415  (the parent's imports must not come here)
@@ -184,7 +188,7 @@ def build_from_config(
     is_alone = config.share.num_engines == 1 and not config.tensors.serves
     if config.model.bind_threads == "auto" and is_alone:
         config = replace(config, model=replace(config.model, bind_threads="on"))
-    return load_engine(config, served_model_names, tell, on_lost=end_alike)
+    return load_engine(config, served_model_names, tell, wake, on_lost=end_alike)
 
 
 def end_alike(why: str, returncode: int) -> None:

@@ -143,9 +143,9 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     kv_tiers: KVFigures = KVFigures()
 
 
-SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
+_SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
 _OF_BLOCKS = ("num_blocks", "num_blocks_used", "num_blocks_cached")
-_GAUGES = frozenset({"adapter_bytes", "step_costs", "num_running", "num_waiting", *_OF_BLOCKS, *SPEEDS})
+_GAUGES = frozenset({"adapter_bytes", "step_costs", "num_running", "num_waiting", *_OF_BLOCKS, *_SPEEDS})
 _COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in {*_GAUGES, "kv_tiers"})
 
 

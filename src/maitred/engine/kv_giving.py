@@ -11,6 +11,7 @@ from maitred.core.clock import Clock
 from maitred.core.errors import RequestError
 from maitred.core.request import RequestSpec, RequestState, RequestStatus
 from maitred.engine.kv_growth import GrowingLeases, IsOneRun
+from maitred.engine.kv_tiers import KVTiers
 from maitred.kv.layout import LayerIO
 from maitred.kv.leases import Readable
 from maitred.kv.source import KVSource, Offers
@@ -42,23 +43,27 @@ class GivenKV:
 
     def __init__(
         self,
-        core: EngineCore,
         io: LayerIO,
         config: PeerConfig,
         here: Iterable[RequestState],
         *,
+        tiers: KVTiers | None,
+        block_size: int,
         clock: Clock,
         is_one_run: IsOneRun,
     ) -> None:
-        """`here` are the requests there are."""
-        self._core, self._config = core, config
+        """`here` are the requests there are; `tiers` may have what the pool has not."""
+        self._config, self._tiers, self._block_size, self._clock = config, tiers, block_size, clock
         self.offers = Offers(io, lease_s=config.lease_s, clock=clock, find=self._find, on_end=self._unlease)
         self._source = KVSource(config.identity, self.offers, staging_bytes=config.staging_bytes, timeout_s=TIMEOUT_S)
-        self.addresses = self._listen()
-        self._growing = GrowingLeases(core, io, self.offers, here, is_one_run=is_one_run)
+        self.growing = GrowingLeases(io, self.offers, here, is_one_run=is_one_run)
         self._num_leases = 0
         self._loading: dict[str, _Asked] = {}  # by the request that brings it
-        self._clock, self._block_size = clock, core.scheduler.kv_cache.block_size
+
+    def begin(self, core: EngineCore) -> None:
+        """Listen for other engines."""
+        self._core = core
+        self.addresses = self._listen()
 
     def _listen(self) -> tuple[str, ...]:
         source, listen = self._source, self._config.listen
@@ -77,14 +82,14 @@ class GivenKV:
 
     def ended(self, request_id: str) -> None:
         """A request, and what it would have computed is not to come; what it has loaded is there."""
-        self._growing.look()
+        self.growing.look()
         asked = self._loading.pop(request_id, None)
         if asked is not None:
             asked.tell(self._lease(asked.hashes))
 
     def given_up(self, lease: str) -> None:
         """End a lease; no thread reads its blocks after this returns."""
-        self._growing.forget(lease)
+        self.growing.forget(lease)
         self.offers.revoke(lease)
 
     def close(self) -> None:
@@ -100,7 +105,7 @@ class GivenKV:
 
     def _look(self, asked: _Asked) -> None:
         """Answer a peer; blocks in a tier alone are brought into the pool first, by a request that computes nothing."""
-        offered, tiers = self._lease(asked.hashes), self._core.kv_tiers
+        offered, tiers = self._lease(asked.hashes), self._tiers
         rest = asked.hashes[offered.num_blocks :]
         if not rest or tiers is None or not tiers.knows(rest[0]):
             return asked.tell(offered)
@@ -128,7 +133,7 @@ class GivenKV:
         lease = f"peer-{self.offers.epoch}-{self._num_leases}"
         blocks = self._core.hold(lease, hashes)
         num_blocks = len(blocks)
-        if num_blocks < len(hashes) and self._growing.begin(lease, hashes, blocks):
+        if num_blocks < len(hashes) and self.growing.grow(lease, hashes, blocks):
             num_blocks = len(hashes)
         if num_blocks:
             self.offers.offer(lease, num_blocks, blocks, Readable(len(blocks)))
@@ -136,7 +141,7 @@ class GivenKV:
 
     def _unlease(self, lease: str, why: str) -> None:
         def end() -> None:
-            self._growing.forget(lease)
+            self.growing.forget(lease)
             self._core.release(lease)
 
         self._core.call_soon(end)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from maitred.core.request import RequestState
-from maitred.core.step import ScheduledRow, SchedulerOutput
+from maitred.core.step import ModelOutput, RequestProgress, ScheduledRow, SchedulerOutput
 from maitred.kv.layout import LayerIO, layers_of_next_run
 from maitred.kv.leases import Readable
 from maitred.kv.source import Offers
-from maitred.scheduler.engine_core import EngineCore
+from maitred.scheduler.engine_core import EngineCore, StepListener, StepTimes
 
 IsOneRun = Callable[[SchedulerOutput], bool]
 
@@ -22,31 +22,34 @@ class _Growing:
     is_in_step: bool = False  # the step under way computes some of it
 
 
-class GrowingLeases:
-    """`core.kv_giver` while there is one. All methods are the engine thread's.
+class GrowingLeases(StepListener):
+    """Follows steps while there is such a lease. All methods are the engine thread's.
 
     Blocks of finished steps are held by their hashes, those of the step under way are their request's until it ends.
     """
 
-    def __init__(
-        self, core: EngineCore, io: LayerIO, offers: Offers, here: Iterable[RequestState], *, is_one_run: IsOneRun
-    ) -> None:
+    follows_steps = False
+
+    def __init__(self, io: LayerIO, offers: Offers, here: Iterable[RequestState], *, is_one_run: IsOneRun) -> None:
         """`here` are the requests there are; `is_one_run` the executor's."""
-        self._core, self._io, self._offers, self._here, self._is_one_run = core, io, offers, here, is_one_run
+        self._io, self._offers, self._here, self._is_one_run = io, offers, here, is_one_run
         self._growing: dict[str, _Growing] = {}
 
-    def begin(self, lease: str, hashes: Sequence[bytes], blocks: Sequence[int]) -> bool:
+    def begin(self, core: EngineCore) -> None:
+        self._core = core
+
+    def grow(self, lease: str, hashes: Sequence[bytes], blocks: Sequence[int]) -> bool:
         """Grow a lease on `hashes`, whose first `blocks` it holds. False where no request computes the rest."""
         if not self._is_computed_here(hashes):
             return False
         self._growing[lease] = _Growing(hashes, list(blocks))
-        self._core.kv_giver = self
+        self._core.follow(self, True)
         return True
 
     def forget(self, lease: str) -> None:
         """Forget a lease that has ended."""
         self._growing.pop(lease, None)
-        self._core.kv_giver = self if self._growing else None
+        self._core.follow(self, bool(self._growing))
 
     def look(self) -> None:
         """After a request's end: end the leases on blocks that no request computes any more."""
@@ -73,7 +76,9 @@ class GrowingLeases:
             self._offers.grow(lease, Readable(len(growing.blocks), end), more, layers)
             growing.blocks += more
 
-    def computed(self) -> None:
+    def stepped(
+        self, plan: SchedulerOutput, output: ModelOutput, progress: list[RequestProgress], times: StepTimes
+    ) -> None:
         for lease, growing in list(self._growing.items()):
             if not growing.is_in_step:
                 continue

@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from maitred.core.clock import Clock
+from maitred.core.cost_model import CostModel
 from maitred.core.replica import HandoverCounts, TierView
 from maitred.core.request import RequestState, RequestStatus
 from maitred.engine.kv_giving import TIMEOUT_S, GivenKV, PeerConfig
 from maitred.engine.kv_growth import IsOneRun
+from maitred.engine.kv_tiers import KVTiers
 from maitred.kv.layout import HeldBlocks, LayerIO
 from maitred.kv.leases import Refusal
 from maitred.kv.prefix_cache import hash_blocks, known_tokens, root_hash
@@ -24,8 +27,9 @@ from maitred.kv.puller import Pulled, Puller, connect_any
 from maitred.kv.threads import ThreadOfJobs
 from maitred.kv.tiers import FetchMeter, break_even_tokens, most_seconds
 from maitred.kv.wire import Offered
-from maitred.scheduler.engine_core import EngineCore
+from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.reservations import GivenUp
+from maitred.scheduler.swap import SwapCosts
 
 logger = logging.getLogger(__name__)
 NUM_LANES = 8  # pulls at a time: one of a prompt that is being computed takes as long as that
@@ -66,24 +70,27 @@ class _Pull:
             self.watch.cancel()
 
 
-class KVPeers:
-    """One engine's end of all transfers. All methods are the engine thread's."""
+class KVPeers(StepListener):
+    """One engine's end of all transfers. All methods are the engine thread's. `gives.growing` is a listener of its own,
+    the first.
+    """
 
     def __init__(
         self,
-        core: EngineCore,
         io: LayerIO,
         config: PeerConfig,
         *,
+        tiers: KVTiers | None = None,
         block_size: int,
         clock: Clock,
         is_one_run: IsOneRun,
     ) -> None:
         """`is_one_run` is the executor's."""
-        self._core, self._io, self._config, self._block_size = core, io, config, block_size
+        self._io, self._config, self._block_size = io, config, block_size
         self._clock = clock
         self.num_layers = io.num_layers
-        self.counts = core.kv_handovers = HandoverCounts()
+        self.counts = HandoverCounts()
+        self._step_costs: CostModel | None = None
         self._meter = FetchMeter(bandwidth=FIRST_GUESS[0], latency_s=FIRST_GUESS[1])
         self._bytes_per_block = io.num_layers * io.layout.layer_bytes
         self._pulls: dict[str, _Pull] = {}
@@ -93,13 +100,24 @@ class KVPeers:
         self._here: dict[str, RequestState] = {}
         self._along: dict[str, float] = {}  # requests that wait for what another one pulls -> s, since when
         self._arrived: dict[bytes, bool] = {}  # hashes of the last blocks that expecting pulls brought
-        self.gives = GivenKV(core, io, config, self._here.values(), clock=clock, is_one_run=is_one_run)
-        core.kv_followers.append(self)
-        core.view_of_peers = self.view
+        here = self._here.values()
+        self.gives = GivenKV(io, config, here, tiers=tiers, block_size=block_size, clock=clock, is_one_run=is_one_run)
+
+    def begin(self, core: EngineCore) -> None:
+        self._core = core
+        core.measure_prefill()
+        self.gives.begin(core)
+
+    def measured(self, costs: SwapCosts | CostModel, now: float) -> None:
+        if isinstance(costs, CostModel):
+            self._step_costs = costs
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"handovers": HandoverCounts() + self.counts, "step_costs": self._step_costs}
 
     # -- requests
 
-    def entered(self, request: RequestState) -> None:
+    def added(self, request: RequestState, now: float) -> None:
         """One that says where its KV is waits for it, if there are blocks to bring it into."""
         addresses, request_id = request.spec.kv_from, request.request_id
         self._here[request_id] = request
@@ -175,11 +193,11 @@ class KVPeers:
             for puller in list(lane.pullers.values()):
                 puller.abort()
 
-    def view(self) -> TierView:
+    def tier_views(self) -> Sequence[TierView]:
         """Pulls, as a tier that has nothing of its own."""
         prefill_s, bandwidth, latency_s = self._core.prefill_s_per_token, self._meter.bandwidth, self._meter.latency_s
         per_token = self._bytes_per_block / self._block_size
-        return TierView(
+        view = TierView(
             name="peer",
             num_bytes=0,
             num_blocks=0,
@@ -192,6 +210,7 @@ class KVPeers:
             latency_s=latency_s,
             break_even_tokens=break_even_tokens(per_token, bandwidth, latency_s, prefill_s),
         )
+        return (view,)
 
     def _watch(self, pull: _Pull) -> None:
         """A pull that is slower than computing is abandoned, as any fetch; whether to try is its sender's to say."""

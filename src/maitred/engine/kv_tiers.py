@@ -15,12 +15,12 @@ from functools import partial
 from typing import NamedTuple
 
 from maitred.core.clock import Clock
-from maitred.core.replica import TierFigures, TierView
+from maitred.core.replica import KVFigures, TierFigures, TierView
 from maitred.core.request import RequestState, RequestStatus
 from maitred.kv.layout import BlockIO
 from maitred.kv.threads import Guard, ThreadOfJobs
 from maitred.kv.tiers import DropReason, FetchMeter, KVTier, break_even_tokens, most_seconds, worth_fetching
-from maitred.scheduler.engine_core import EngineCore
+from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.reservations import GivenUp
 
 FIRST_GUESS = (0.5e9, 0.002)  # bytes/s, s; until a fetch was measured
@@ -33,12 +33,11 @@ RETRIES = 4  # requests in line, whose fetch is tried again in each round
 DRAIN_S = 2.0  # to store what is queued, when an engine ends; its supervisor waits little longer
 
 
-class KVTiers:
+class KVTiers(StepListener):
     """Between an engine's core and `tiers`, the fastest first. All methods are the engine thread's."""
 
     def __init__(
         self,
-        core: EngineCore,
         io: BlockIO,
         tiers: Sequence[KVTier],
         *,
@@ -47,7 +46,7 @@ class KVTiers:
         clock: Clock,
     ) -> None:
         """`staging_bytes` bound what was copied and waits to be stored, and what waits to be copied."""
-        self._core, self._io, self._block_size = core, io, block_size
+        self._io, self._block_size = io, block_size
         self._tiers = [TierAtWork(tier) for tier in tiers]
         self._staging_bytes, self._clock = staging_bytes, clock
         self._requests: dict[str, RequestState] = {}
@@ -65,10 +64,12 @@ class KVTiers:
             ThreadOfJobs("maitred-kv-copy", niceness=STORING_NICENESS),
         )
         self._storing = ThreadOfJobs("maitred-kv-store", niceness=STORING_NICENESS)
-        core.kv_followers.append(self)
-        core.kv_tiers, core.scheduler.kv_cache.evicted = self, {}
-        for tier in tiers:
-            core.findable.add(tier)
+
+    def begin(self, core: EngineCore) -> None:
+        self._core = core
+        core.measure_prefill()
+        for each in self._tiers:
+            core.findable.add(each.tier)
 
     def __len__(self) -> int:
         """Requests whose KV is on the way."""
@@ -76,7 +77,7 @@ class KVTiers:
 
     # -- what happens to requests
 
-    def entered(self, request: RequestState) -> None:
+    def added(self, request: RequestState, now: float) -> None:
         """Look up the blocks that the prefix cache lacks for a new request, and fetch them where that is faster."""
         self._requests[request.request_id] = request
         if not self._core.scheduler.kv_cache.finds_again(request):
@@ -108,7 +109,7 @@ class KVTiers:
         usable = (each.tier for each in self._tiers if each.tier.has_index)
         return any(tier.num_known([key]) for tier in usable)
 
-    def clear(self, done: Callable[[int], None]) -> None:
+    def clear_tiers(self, done: Callable[[int], None]) -> bool:
         """Empties the tiers behind what is being stored; `done` is told, here, how many blocks there were."""
 
         def empty() -> None:
@@ -116,8 +117,9 @@ class KVTiers:
             self._core.call_soon(partial(done, count))
 
         self._copying.give(partial(self._storing.give, empty))
+        return True
 
-    def views(self) -> list[TierView]:
+    def tier_views(self) -> Sequence[TierView]:
         """The tiers' views, for people."""
         bytes_per_token = self._io.bytes_per_block / self._block_size
         prefill_s = self._core.prefill_s_per_token
@@ -138,12 +140,13 @@ class KVTiers:
             for each in self._tiers
         ]
 
-    def figures(self) -> dict[str, TierFigures]:
+    def figures(self) -> Mapping[str, KVFigures]:
         """Figures for metrics, by tier."""
-        return {
+        by_tier = {
             each.tier.name: TierFigures(each.tier.stats.num_bytes, each.hit_tokens, dict(self._dropped(each)))
             for each in self._tiers
         }
+        return {"kv_tiers": KVFigures(by_tier)}
 
     def close(self) -> None:
         """Stores what is queued, for a while; then the tiers are closed, but for one whose writing does not end."""

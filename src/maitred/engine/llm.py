@@ -115,9 +115,8 @@ class LLM:
             decision_log=decision_log,
         )
         self._clock = WallClock()
-        self._parts: EngineParts | None = build_parts(config, clock=self._clock)
-        self._woken = threading.Event()  # KV that requests wait for has come
-        self._parts.core.wake = self._woken.set
+        self._woken = threading.Event()  # KV that requests wait for has come, or an adapter was read
+        self._parts: EngineParts | None = build_parts(config, clock=self._clock, wake=self._woken.set)
         if warning := warning_of(self._parts.model):  # reads the text: what is wrong with it is told now
             logger.warning(warning)
         self._ids = itertools.count()
@@ -190,7 +189,7 @@ class LLM:
             builders.update(dict.fromkeys((request.request_id for request in requests), builder))
         try:
             if adapter is not None:
-                _acquire(parts, adapter)
+                self._acquire(parts, adapter)
             for request in itertools.chain.from_iterable(batches):
                 parts.core.add(request)
             self._run(parts, builders, _Count(len(listed)) if use_tqdm else None)
@@ -280,6 +279,18 @@ class LLM:
             raise EngineDead("this LLM was closed; make a new one")
         return self._parts
 
+    def _acquire(self, parts: EngineParts, adapter: AdapterFacts) -> None:
+        """Returns when it is in memory. Raises CheckpointError for files that have changed."""
+        assert parts.adapters is not None
+        problems: list[str] = []
+        parts.adapters.acquire(_HOLDER, adapter.key, problems.append)
+        while not problems:
+            self._woken.wait()
+            self._woken.clear()
+            parts.core.run_called()
+        if problems[0]:
+            raise CheckpointError(problems[0])
+
     def _run(self, parts: EngineParts, builders: Mapping[str, OutputBuilder], count: _Count | None) -> None:
         while parts.core.has_work:
             if not parts.core.can_step:
@@ -294,21 +305,6 @@ class LLM:
                         builder.complete(ended)
                 if count is not None and all(sample.finish_reason for sample in builder.output.outputs):
                     count.add(builder.output)
-
-
-def _acquire(parts: EngineParts, adapter: AdapterFacts) -> None:
-    """Returns when it is in memory. Raises CheckpointError for files that have changed."""
-    assert parts.adapters is not None
-    problems: list[str] = []
-    something = threading.Event()
-    parts.adapters.wake = something.set
-    parts.adapters.acquire(_HOLDER, adapter.key, problems.append)
-    while not problems:
-        something.wait()
-        something.clear()
-        parts.adapters.settle()
-    if problems[0]:
-        raise CheckpointError(problems[0])
 
 
 class _Count:

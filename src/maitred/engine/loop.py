@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from maitred.config import EngineConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import MaitredError, RequestError
-from maitred.core.replica import HandoverCounts, KVFigures
 from maitred.core.request import FinishReason, RequestSpec
-from maitred.core.step import ModelOutput, RequestProgress
+from maitred.core.step import RequestProgress
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.frames import (
-    SPEEDS,
     Abort,
     Answer,
     Ask,
@@ -51,7 +49,6 @@ from maitred.engine.queries import INTRODUCE_ADAPTER, QUERIES, AdapterFolder, La
 from maitred.scheduler.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
-ADAPTER_FIGURES = ("bytes", "loads", "evictions")
 FIGURES_S = 0.1  # at most so often while there is work
 MAX_WAIT_S = 3600.0  # for a deadline, at once; what waits for it takes no time that is much longer
 MAX_CHANGES = 16 * 1024  # blocks in one report; half a megabyte
@@ -75,8 +72,8 @@ class LoadedEngine:
     tensors: TensorSide | None = None  # None where no tensor models are served
 
 
-Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]
-"""(config, served model names, told a line per phase); raises MaitredError when it cannot be."""
+Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None], Callable[[], None]], LoadedEngine]
+"""(config, served model names, told a line per phase, ends the loop's wait); raises MaitredError when it cannot be."""
 
 
 def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[], None] = lambda: None) -> int:
@@ -90,7 +87,7 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
         budget = loaded.core.scheduler.config.token_budget
         if loaded.tensors is not None:
             loaded.tensors.begin(loaded.core, link.send, link.wake)
-        told = (loaded.kv_addresses, budget, loaded.num_kv_layers, loaded.core.told_step_costs)
+        told = (loaded.kv_addresses, budget, loaded.num_kv_layers, loaded.core.figures().get("step_costs"))
         link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, *told))
         EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters, loaded.tensors).run()
     except Exception as error:
@@ -108,7 +105,7 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
 def _load(begin: Begin, link: Link, build: Builder) -> LoadedEngine | None:
     """None when the client was told why it cannot be."""
     try:
-        return build(begin.config, begin.served_model_names, lambda line: link.send(Told(line)))
+        return build(begin.config, begin.served_model_names, lambda line: link.send(Told(line)), link.wake)
     except MaitredError as error:
         link.send(Failed(type(error).__name__, str(error)))
     except MemoryError:
@@ -134,14 +131,9 @@ class EngineLoop:
         self._core, self._link, self._clock = core, link, clock
         self._prepare, self._adapters, self._tensors = prepare, adapters, tensors
         self._held = HeldRequests(link.wake)
-        self._introduced: deque[Report] = deque()  # answers from the thread that reads adapters
-        core.wake = link.wake
         self._kept: deque[Command] = deque()  # came during a step, and are taken after it
         if tensors is not None:
             self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="maitred-step")
-            core.execute_beside = partial(self._execute_beside, tensors)
-        if adapters is not None:
-            adapters.wake = link.wake
         self._ended: list[RequestProgress] = []  # between two steps
         self._told = Figures()
         self._told_at = -FIGURES_S
@@ -166,8 +158,7 @@ class EngineLoop:
             self._add_held()
             progress, self._ended = self._ended, []
             if core.has_work and not self._stopping:
-                progress += core.step()
-            self._release(progress)
+                progress += core.step() if self._tensors is None else self._step_beside(self._tensors)
             if progress or core.has_work:
                 self._tell(progress)
                 self._has_changed = True
@@ -186,17 +177,18 @@ class EngineLoop:
             times.append(wake_in_s)
         return min(*times, MAX_WAIT_S) if times else None
 
-    def _execute_beside(self, tensors: TensorSide, execute: Callable[[], ModelOutput]) -> ModelOutput:
-        """Execute a step in a thread of its own; meanwhile batches of tensor models begin and end in this one, and the
+    def _step_beside(self, tensors: TensorSide) -> list[RequestProgress]:
+        """Step, and execute in a thread of its own; meanwhile batches of tensor models begin and end in this one, and the
         language model's commands are kept for when the step is over.
         """
-        step = self._step_thread.submit(execute)
-        step.add_done_callback(lambda step: self._link.wake())
-        while not step.done():
+        plan = self._core.schedule()
+        executing = self._step_thread.submit(self._core.execute, plan)
+        executing.add_done_callback(lambda done: self._link.wake())
+        while not executing.done():
             commands = self._link.commands(wait=True, at_most_s=tensors.wake_in_s, beside=True)
             self._kept += [command for command in commands if not tensors.obey(command)]
             tensors.turn()
-        return step.result()
+        return self._core.update(plan, executing.result())
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -207,7 +199,7 @@ class EngineLoop:
                 else:
                     self._add(spec)
             case Abort(request_id, reason) if self._held.drop(request_id):
-                self._note_end(RequestProgress(request_id, finish_reason=reason))
+                self._drop(request_id, reason)
             case Abort(request_id, FinishReason.SHED):
                 self._note_end(self._core.shed(request_id))
             case Abort(request_id, reason):
@@ -230,8 +222,13 @@ class EngineLoop:
             self._fail(spec, str(error), isinstance(error, RequestError))
 
     def _fail(self, spec: RequestSpec, error: str, is_requests_fault: bool) -> None:
-        ended = RequestProgress(spec.request_id, finish_reason=FinishReason.ERROR, error=error)
-        self._ended.append(ended._replace(is_requests_fault=is_requests_fault))
+        self._drop(spec.request_id, FinishReason.ERROR, error=error, is_requests_fault=is_requests_fault)
+
+    def _drop(self, request_id: str, reason: FinishReason, **why: Any) -> None:
+        """Note the end of a request that the core does not have."""
+        if self._adapters is not None:
+            self._adapters.release(request_id)
+        self._note_end(RequestProgress(request_id, finish_reason=reason, **why))
 
     def _needs(self, spec: RequestSpec) -> list[Need]:
         """Things to be made before the request is the scheduler's."""
@@ -244,12 +241,8 @@ class EngineLoop:
         return needs
 
     def _add_held(self) -> None:
-        if self._adapters is not None:
-            self._adapters.settle()
-        while self._introduced:
-            self._link.send(self._introduced.popleft())
         for request_id, reason in self._held.expired(self._clock.now()) if self._held else ():
-            self._note_end(RequestProgress(request_id, finish_reason=reason))
+            self._drop(request_id, reason)
         for spec, error, is_requests_fault in self._held.ready():
             if error:
                 self._fail(spec, error, is_requests_fault)
@@ -260,21 +253,15 @@ class EngineLoop:
         if ended is not None:
             self._ended.append(ended)
 
-    def _release(self, progress: list[RequestProgress]) -> None:
-        adapters = self._adapters
-        for item in progress if adapters is not None else ():
-            if adapters is not None and item.finish_reason is not None:
-                adapters.release(item.request_id)
-
     def _introduce(self, adapters: AdapterCache, ask: Ask) -> None:
         """Facts of an adapter, or what is wrong with it; runs in the thread that reads adapters."""
         try:
             folder = msgspec.msgpack.decode(ask.argument, type=AdapterFolder)
             facts = adapters.introduce(folder.name, folder.path, folder.inside)
-            self._introduced.append(Answer(ask.number, msgspec.Raw(encode(facts))))
+            answer: Report = Answer(ask.number, msgspec.Raw(encode(facts)))
         except Exception as error:
-            self._introduced.append(Refused(ask.number, type(error).__name__, str(error)))
-        self._link.wake()
+            answer = Refused(ask.number, type(error).__name__, str(error))
+        self._core.call_soon(partial(self._link.send, answer))
 
     def _answer(self, ask: Ask) -> None:
         if ask.query == INTRODUCE_ADAPTER.name and self._adapters is not None:
@@ -312,19 +299,7 @@ class EngineLoop:
     def _figures(self) -> Figures:
         core, stats = self._core, self._core.stats
         named = {name: getattr(stats, name) for name in Figures.__struct_fields__ if hasattr(stats, name)}
-        speed = {} if core.speed is None else {name: getattr(core.speed, name) for name in SPEEDS}
-        if self._adapters is not None:
-            speed |= {f"adapter_{name}": getattr(self._adapters, f"num_{name}") for name in ADAPTER_FIGURES}
-        tiers = KVFigures(core.kv_tiers.figures()) if core.kv_tiers is not None else KVFigures()
-        return Figures(
-            **named,
-            **speed,
-            step_costs=core.told_step_costs if core.kv_handovers is not None else None,
-            handovers=HandoverCounts() + core.kv_handovers if core.kv_handovers is not None else HandoverCounts(),
-            execute_s=core.execute_s,
-            host_s=core.host_s,
-            kv_tiers=tiers,
-        )
+        return Figures(**named, **core.figures(), execute_s=core.execute_s, host_s=core.host_s)
 
 
 class Link(Protocol):

@@ -75,12 +75,11 @@ def _tell_router(core: EngineCore, clock: Clock, wanted: Wanted) -> Nothing:
 
 
 def _kv_tiers(core: EngineCore, clock: Clock, nothing: Nothing) -> tuple[TierView, ...]:
-    tiers = core.kv_tiers.views() if core.kv_tiers is not None else []
-    return (*tiers, core.view_of_peers()) if core.view_of_peers is not None else tuple(tiers)
+    return tuple(sorted(core.tier_views(), key=lambda view: view.name == "peer"))
 
 
-def _clear_kv(core: EngineCore, clock: Clock, nothing: Nothing) -> int | Later[int]:
-    return Later(core.kv_tiers.clear) if core.kv_tiers is not None else 0
+def _clear_kv(core: EngineCore, clock: Clock, nothing: Nothing) -> Later[int]:
+    return Later(core.clear_tiers)
 
 
 def _no_models(core: EngineCore, clock: Clock, change: ModelChange) -> Nothing:

@@ -12,8 +12,8 @@ from statistics import median
 from typing import NamedTuple
 
 from maitred.core.cost_model import CostModel, Knot
-from maitred.core.step import ModelOutput, ScheduledRow, SchedulerOutput
-from maitred.scheduler.engine_core import PrefillMeter
+from maitred.core.step import ModelOutput, RequestProgress, ScheduledRow, SchedulerOutput
+from maitred.scheduler.engine_core import EngineCore, PrefillMeter, StepListener, StepTimes
 from maitred.scheduler.swap import SwapCosts
 
 NEWS = 1.25  # swapping: told again when a prompt's token takes this many times more or less than what was told
@@ -29,13 +29,37 @@ SURE = 3.0
 STUTTER = 3.0  # times the median: says nothing of the context
 
 
-class StepMeter:
-    """Learns from each step of one engine; bandwidths of swapping were measured when it was built, if there is any."""
+class SwapMeter(StepListener):
+    """Learns from each step what swapping costs; bandwidths were measured when the engine was built."""
 
-    def __init__(self, *, bytes_per_block: int = 0, out_bytes_per_s: float = 0.0, in_bytes_per_s: float = 0.0) -> None:
+    def __init__(self, *, bytes_per_block: int, out_bytes_per_s: float, in_bytes_per_s: float) -> None:
         self._swap = (bytes_per_block, out_bytes_per_s, in_bytes_per_s)
         self._prefill = PrefillMeter()
         self._told_prefill_s: float | None = None
+
+    def begin(self, core: EngineCore) -> None:
+        self._core = core
+
+    def stepped(
+        self, plan: SchedulerOutput, output: ModelOutput, progress: list[RequestProgress], times: StepTimes
+    ) -> None:
+        if (costs := self.swap_costs(plan, times.execute_s)) is not None:
+            self._core.set_swap_costs(costs)
+
+    def swap_costs(self, plan: SchedulerOutput, execute_s: float) -> SwapCosts | None:
+        """Takes in a step; what swapping costs, when it is news."""
+        self._prefill.observe(plan, execute_s)
+        told, now_s = self._told_prefill_s, self._prefill.s_per_token
+        if now_s is None or (told is not None and told / NEWS < now_s < told * NEWS):
+            return None
+        self._told_prefill_s = now_s
+        return SwapCosts(*self._swap, now_s)
+
+
+class StepMeter(StepListener):
+    """Learns from each step of one engine what steps and drafts cost."""
+
+    def __init__(self) -> None:
         self._steps, self._drafts, self._host = Curve(), Curve(), Curve()
         self._context = Slope()
         self._catch_up: deque[float] = deque(maxlen=RECENT)  # s for each token
@@ -46,14 +70,21 @@ class StepMeter:
         self._num_cold = {False: COLD, True: COLD}
         self._was_drafting = False
 
-    def swap_costs(self, plan: SchedulerOutput, execute_s: float) -> SwapCosts | None:
-        """Takes in a step; what swapping costs, when it is news."""
-        self._prefill.observe(plan, execute_s)
-        told, now_s = self._told_prefill_s, self._prefill.s_per_token
-        if now_s is None or (told is not None and told / NEWS < now_s < told * NEWS):
-            return None
-        self._told_prefill_s = now_s
-        return SwapCosts(*self._swap, now_s)
+    @property
+    def costs(self) -> CostModel | None:
+        """Costs that were told last."""
+        return self._told
+
+    def begin(self, core: EngineCore) -> None:
+        self._core = core
+
+    def stepped(
+        self, plan: SchedulerOutput, output: ModelOutput, progress: list[RequestProgress], times: StepTimes
+    ) -> None:
+        """Drafts cost the host time too."""
+        host_s = self._core.clock.now() - times.executed_at + times.execute_at - times.scheduled_at
+        if (costs := self.step_costs(plan, output, times.execute_s, host_s)) is not None:
+            self._core.set_step_costs(costs)
 
     def step_costs(
         self, plan: SchedulerOutput, output: ModelOutput, execute_s: float, host_s: float

@@ -6,15 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock
 from maitred.core.cost_model import CostModel
-from maitred.core.replica import HandoverCounts, TierFigures, TierView
+from maitred.core.replica import TierView
 from maitred.core.request import FinishReason, RequestSpec, RequestState
-from maitred.core.step import Executor, ModelOutput, NewRequest, RequestProgress, SchedulerOutput
+from maitred.core.step import Executor, ModelOutput, RequestProgress, SchedulerOutput
 from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, TensorRequest, TensorSpec
 from maitred.kv.tiers import FindableBlocks
 from maitred.scheduler.reservations import GivenUp, ReservedBlocks
@@ -29,15 +28,82 @@ MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told 
 MIN_PREFILL_TOKENS = 32  # fewer say little beside what every step costs
 SMOOTHING = 0.2
 
-
-ExecuteBeside = Callable[[Callable[[], ModelOutput]], ModelOutput]
-"""Calls what executes a step, and does something else meanwhile."""
-MeasureSwaps = Callable[[SchedulerOutput, float], SwapCosts | None]
-MeasureSteps = Callable[[SchedulerOutput, ModelOutput, float, float], CostModel | None]
+P = ParamSpec("P")
 
 
-class TensorObserver(Protocol):
-    """Told of everything that happens to lanes, in order; `decisions.log.Recorder` is one."""
+class StepTimes(NamedTuple):
+    """Times of one step (s, of the engine's clock)."""
+
+    scheduled_at: float
+    execute_at: float
+    executed_at: float
+
+    @property
+    def execute_s(self) -> float:
+        return self.executed_at - self.execute_at
+
+
+class StepListener:
+    """Told of one engine's steps, and of what happens between them, in the engine's thread. Override what is of use:
+    a method that is not overridden is never called.
+    """
+
+    follows_steps = True
+    """False leaves out `scheduled`, `stepped`, `told` and `ended`; `EngineCore.follow` changes it."""
+
+    def begin(self, core: EngineCore) -> None:
+        """Called once, when the core is made."""
+
+    def close(self) -> None:
+        """Give back memory and threads; the executor is still there."""
+
+    # -- of a step
+
+    def scheduled(self, plan: SchedulerOutput) -> None:
+        """The plan is executed next; until `stepped`, what happens happens during the step."""
+
+    def stepped(
+        self, plan: SchedulerOutput, output: ModelOutput, progress: list[RequestProgress], times: StepTimes
+    ) -> None:
+        """The scheduler has the step's outcome; no other request gets its blocks before this returns."""
+
+    def told(self, progress: list[RequestProgress]) -> None:
+        """The requests' clients hear this next; items may be replaced."""
+
+    # -- of requests
+
+    def added(self, request: RequestState, now: float) -> None: ...
+
+    def stopped(self, request_id: str, reason: FinishReason, now: float) -> None:
+        """A request was ended from outside a plan: aborted, out of time, or finished by a stop string."""
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended, for any reason; its blocks are free. After a step, if the step ended it."""
+
+    # -- of the scheduler
+
+    def configured(self, config: SchedulerConfig, now: float) -> None: ...
+
+    def measured(self, costs: SwapCosts | CostModel, now: float) -> None: ...
+
+    # -- of KV from elsewhere
+
+    def reserved(self, request_id: str, num_tokens: int, now: float) -> None: ...
+
+    def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> None: ...
+
+    def held(self, lease: str, block_hashes: Sequence[bytes], now: float) -> None:
+        """`block_hashes` are of the blocks that were there."""
+
+    def released(self, lease: str, now: float) -> None: ...
+
+    def given_up(self, given_up: GivenUp) -> None:
+        """Told before anything is written to the blocks; asks nothing of the core."""
+
+    def evicted(self, blocks: Mapping[bytes, int]) -> None:
+        """Blocks by hash leave the cache; told before anything is written to them."""
+
+    # -- of lanes
 
     def model_loaded(self, name: str, version: int, rules: BatchRules, now: float) -> None: ...
 
@@ -56,76 +122,61 @@ class TensorObserver(Protocol):
     def flush(self, now: float) -> None:
         """Nothing more comes for now; not while a step is under way."""
 
+    # -- what an engine tells of itself
 
-class StepObserver(TensorObserver, Protocol):
-    """Told of everything that a scheduler was told, in order; `decisions.log.Recorder` is one."""
+    def figures(self) -> Mapping[str, Any]:
+        """Figures of `ReplicaState`, by name."""
+        return {}
 
-    def added(self, request: RequestState, now: float) -> None: ...
+    def tier_views(self) -> Sequence[TierView]:
+        """Views of KV that outlives requests, or comes from elsewhere."""
+        return ()
 
-    def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
-        """A request was ended from outside: aborted, or finished by a stop string."""
-
-    def configured(self, config: SchedulerConfig, now: float) -> None: ...
-
-    def measured(self, costs: SwapCosts | CostModel, now: float) -> None: ...
-
-    def reserved(self, request_id: str, num_tokens: int, now: float) -> None: ...
-
-    def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> None: ...
-
-    def held(self, lease: str, block_hashes: Sequence[bytes], now: float) -> None:
-        """The hashes of the blocks that were there."""
-
-    def released(self, lease: str, now: float) -> None: ...
-
-    def scheduled(self) -> None:
-        """A step is under way; what is told from here until `stepped` happened during it."""
-
-    def stepped(
-        self,
-        plan: SchedulerOutput,
-        output: ModelOutput,
-        progress: list[RequestProgress],
-        scheduled_at: float,
-        updated_at: float,
-    ) -> None: ...
+    def clear_tiers(self, done: Callable[[int], None]) -> bool:
+        """Empty the tiers; `done` is told later how many blocks there were. False where there are none."""
+        return False
 
 
-class FollowsKV(Protocol):
-    """Fetches, gives or stores KV, as `kv_tiers.KVTiers` does. Told in the engine's thread."""
+class Moments:
+    """For each moment, the methods of the listeners that override it, in the listeners' order."""
 
-    def entered(self, request: RequestState) -> None: ...
+    def __init__(self, listeners: Sequence[StepListener]) -> None:
+        self.listeners = listeners
+        self.find()
 
-    def ended(self, request_id: str) -> None: ...
+    def find(self) -> None:
+        """Find the methods, anew when a listener begins or ends to follow steps."""
+        listeners, following = self.listeners, [each for each in self.listeners if each.follows_steps]
+        self.scheduled = overriding(following, StepListener.scheduled)
+        self.stepped = overriding(following, StepListener.stepped)
+        self.told = overriding(following, StepListener.told)
+        self.ended = overriding(following, StepListener.ended)
+        self.added = overriding(listeners, StepListener.added)
+        self.stopped = overriding(listeners, StepListener.stopped)
+        self.configured = overriding(listeners, StepListener.configured)
+        self.measured = overriding(listeners, StepListener.measured)
+        self.reserved = overriding(listeners, StepListener.reserved)
+        self.kv_arrived = overriding(listeners, StepListener.kv_arrived)
+        self.held = overriding(listeners, StepListener.held)
+        self.released = overriding(listeners, StepListener.released)
+        self.given_up = overriding(listeners, StepListener.given_up)
+        self.evicted = overriding(listeners, StepListener.evicted)
+        self.model_loaded = overriding(listeners, StepListener.model_loaded)
+        self.model_unloaded = overriding(listeners, StepListener.model_unloaded)
+        self.tensor_added = overriding(listeners, StepListener.tensor_added)
+        self.tensor_ended = overriding(listeners, StepListener.tensor_ended)
+        self.tensors_expired = overriding(listeners, StepListener.tensors_expired)
+        self.dispatched = overriding(listeners, StepListener.dispatched)
+        self.completed = overriding(listeners, StepListener.completed)
+        self.flush = overriding(listeners, StepListener.flush)
 
-    def given_up(self, given_up: GivenUp) -> None:
-        """Told before anything is written to the blocks; asks nothing of the core."""
 
-
-class GivesKV(Protocol):
-    """Gives KV away while it is computed, as `kv_peers.KVPeers` does. Told in the engine's thread."""
-
-    def scheduled(self, plan: SchedulerOutput) -> None:
-        """The plan is executed next."""
-
-    def computed(self) -> None:
-        """The plan was executed, and its blocks can be found; no other request gets them before this returns."""
-
-
-class EngineTiers(Protocol):
-    """KV that outlives requests, for views and metrics; `kv_tiers.KVTiers` is one. Called in the engine's thread."""
-
-    def views(self) -> list[TierView]: ...
-
-    def figures(self) -> dict[str, TierFigures]: ...
-
-    def clear(self, done: Callable[[int], None]) -> None: ...
-
-    def knows(self, key: bytes) -> bool:
-        """Whether a request that has nothing but hashes would find this block."""
-
-    def evicted(self, blocks: Mapping[bytes, int]) -> None:
-        """Blocks by hash that leave the cache; told before anything is written to them."""
+def overriding(
+    listeners: Iterable[StepListener], method: Callable[Concatenate[Any, P], None]
+) -> tuple[Callable[P, None], ...]:
+    """The listeners' own methods in place of this one of `StepListener`."""
+    name = method.__name__
+    return tuple(getattr(each, name) for each in listeners if getattr(type(each), name) is not method)
 
 
 class EngineCore:
@@ -136,32 +187,69 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         clock: Clock,
-        observer: StepObserver | None = None,
-        measure_swaps: MeasureSwaps | None = None,
-        measure_steps: MeasureSteps | None = None,
+        *listeners: StepListener,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Both are told each plan and how long it took (s), the executor and, of steps, the host; they give news."""
-        self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
-        self._measure_swaps, self._measure_steps = measure_swaps, measure_steps
-        self.tensor_lanes = TensorLanes(scheduler, clock, observer)
-        self.execute_beside: ExecuteBeside | None = None  # while tensor models are served
-        self._prefill = PrefillMeter()
-        self.speed: SpeedMeter | None = None  # while a router wants to know
-        self.kv_followers: list[FollowsKV] = []
-        self.kv_giver: GivesKV | None = None  # while a peer waits for KV that is being computed
-        self.kv_tiers: EngineTiers | None = None
+        """Each moment is told in the order of `listeners`; `wake`, called in any thread, ends the driver's wait."""
+        self._scheduler, self._executor, self.clock, self._wake = scheduler, executor, clock, wake
         self.findable = FindableBlocks(scheduler.kv_cache)
-        self.kv_handovers: HandoverCounts | None = None
-        self.view_of_peers: Callable[[], TierView] | None = None
-        self.on_given_up: Callable[[GivenUp], None] | None = None  # as a follower is told
-        self.wake: Callable[[], None] = lambda: None  # ends the driving thread's wait; called in any thread
         self._called: deque[Callable[[], object]] = deque()
-        self._ages_by_device = _leaves_ageing_open(scheduler.config)
-        self.told_step_costs: CostModel | None = None
         self.execute_s = 0.0  # total time in the executor
         self.host_s = 0.0  # total time of steps outside it
-        self._host_shares = HostShares()
         self.last_step_at: float | None = None  # s, when a step last ended
+        self._expired: list[RequestProgress] = []  # in the step under way
+        self._times = StepTimes(0.0, 0.0, 0.0)  # of the step under way, as far as it is
+        self._pace, self._speed = Pace(), SpeedMeter()
+        self._moments = Moments((*listeners, self._speed, self._pace, HostShares()))
+        scheduler.kv_cache.evicted = {} if self._moments.evicted else None
+        for listener in self._moments.listeners:
+            listener.begin(self)
+
+    # -- a step
+
+    def step(self) -> list[RequestProgress]:
+        """Schedule, execute, update; progress of every request that got something."""
+        plan = self.schedule()
+        output = self.execute(plan)
+        return self.update(plan, output)
+
+    def schedule(self) -> SchedulerOutput:
+        """Make the next plan, after ending requests whose time is over; `execute` and `update` must follow."""
+        now = self.clock.now()
+        self._expired = self._expire(now)
+        plan = self._scheduler.schedule(now)
+        self._times = StepTimes(now, now, now)
+        self._tell_given_up()
+        self._tell_evicted()
+        for tell in self._moments.scheduled:
+            tell(plan)
+        return plan
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        """Execute the plan; the only part of a step that another thread may run."""
+        began_at = self.clock.now()
+        output = self._executor.execute(plan)
+        self._times = StepTimes(self._times.scheduled_at, began_at, self.clock.now())
+        return output
+
+    def update(self, plan: SchedulerOutput, output: ModelOutput) -> list[RequestProgress]:
+        """Take in the outcome of the plan; progress of every request that got something."""
+        times, moments = self._times, self._moments
+        self.execute_s += times.execute_s
+        self._scheduler.charge(plan, self.execute_s)
+        progress = self._scheduler.update(plan, output, times.executed_at)
+        for stepped in moments.stepped:
+            stepped(plan, output, progress, times)
+        progress = self._expired + progress
+        if moments.ended:
+            self._tell_ended(progress)
+        self.last_step_at = self.clock.now()
+        self.host_s += times.execute_at - times.scheduled_at + (self.last_step_at - times.executed_at)
+        for told in moments.told:
+            told(progress)
+        return progress
+
+    # -- what there is
 
     @property
     def has_work(self) -> bool:
@@ -191,20 +279,43 @@ class EngineCore:
         """The scheduler, for views of requests; change it only through this class, so the log is complete."""
         return self._scheduler
 
-    def add(self, spec: RequestSpec) -> RequestState:
-        """Add a request; returns its state, to be read only. Raises RequestError when it can never be served."""
-        now, request = self._clock.now(), RequestState(spec)
-        self._scheduler.add(request, now)
-        if self._observer is not None:
-            self._observer.added(request, now)
-        for follower in self.kv_followers:
-            follower.entered(request)
-        return request
+    @property
+    def moments(self) -> Moments:
+        """The listeners' methods, for what happens to lanes."""
+        return self._moments
 
     @property
     def prefill_s_per_token(self) -> float | None:
         """Time to compute a token of a prompt in the executor; None until it was measured."""
-        return self._prefill.s_per_token
+        return self._pace.s_per_token
+
+    @property
+    def block_changes(self) -> FindableBlocks | None:
+        """Hashes of blocks that can be found, and that cannot any more; None while no router wants them."""
+        return self.findable if self._scheduler.kv_cache.changes is not None else None
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of `ReplicaState` beside the scheduler's, by name."""
+        return {name: each for listener in self._moments.listeners for name, each in listener.figures().items()}
+
+    def tier_views(self) -> tuple[TierView, ...]:
+        """Views of KV that outlives requests, or comes from elsewhere."""
+        return tuple(view for listener in self._moments.listeners for view in listener.tier_views())
+
+    def clear_tiers(self, done: Callable[[int], None]) -> None:
+        """Empty the tiers; `done` is told, here, how many blocks there were."""
+        if not any(listener.clear_tiers(done) for listener in self._moments.listeners):
+            done(0)
+
+    # -- requests
+
+    def add(self, spec: RequestSpec) -> RequestState:
+        """Add a request; returns its state, to be read only. Raises RequestError when it can never be served."""
+        now, request = self.clock.now(), RequestState(spec)
+        self._scheduler.add(request, now)
+        for tell in self._moments.added:
+            tell(request, now)
+        return request
 
     def place_of_newcomer(self, spec: RequestSpec) -> Callable[[], tuple[Any, ...]]:
         """Asked at any time, where it would stand in the policy's order if it were added; smaller is served first."""
@@ -218,24 +329,30 @@ class EngineCore:
         self, request_id: str, reason: FinishReason, *, stop_reason: int | str | None = None
     ) -> RequestProgress | None:
         """Ends a request for a reason found in its text; as `abort` otherwise."""
-        now = self._clock.now()
+        now = self.clock.now()
         progress = self._scheduler.finish(request_id, reason, now, stop_reason=stop_reason)
         self._tell_given_up()
-        if progress is not None and self._observer is not None:
-            self._observer.ended(request_id, reason, now)
-        for follower in self.kv_followers if progress is not None else ():
-            follower.ended(request_id)
-        return self._host_shares.told([progress], self.host_s)[0] if progress is not None else None
+        if progress is None:
+            return None
+        for tell in self._moments.stopped:
+            tell(request_id, reason, now)
+        last = [progress]
+        self._tell_ended(last)
+        for told in self._moments.told:
+            told(last)
+        return last[0]
 
     def shed(self, request_id: str) -> RequestProgress | None:
         """Gives up a request that is in no step yet; None when it is, or not here (any more)."""
         waiting = self._scheduler.waits_to_start(request_id)
         return self.finish(request_id, FinishReason.SHED) if waiting else None
 
+    # -- calls from other threads
+
     def call_soon(self, action: Callable[[], object]) -> None:
         """Call `action` in the engine's thread, between two steps; from any thread."""
         self._called.append(action)
-        self.wake()
+        self._wake()
 
     @property
     def is_called(self) -> bool:
@@ -243,178 +360,127 @@ class EngineCore:
         return bool(self._called)
 
     def run_called(self) -> bool:
-        """Run the waiting actions, before each step and whenever `wake` was called. Returns whether there were any."""
+        """Run the waiting actions, before each step and when the driver was woken. Returns whether there were any."""
         has_called = bool(self._called)
         while self._called:
             self._called.popleft()()
         return has_called
 
+    # -- KV from elsewhere
+
     def reserve(self, request_id: str, num_tokens: int) -> ReservedBlocks | None:
-        """Reserve as `Scheduler.reserve`; another thread may fill the blocks until `kv_arrived`, or `on_given_up`."""
-        now = self._clock.now()
+        """Reserve as `Scheduler.reserve`; another thread may fill the blocks until `kv_arrived`, or `given_up`."""
+        now = self.clock.now()
         reserved = self._scheduler.reserve(request_id, num_tokens, now)
         self._tell_evicted()
-        if self._observer is not None and (reserved is not None or self._scheduler.waits_along(request_id) is not None):
-            self._observer.reserved(request_id, num_tokens, now)
+        if reserved is not None or self._scheduler.waits_along(request_id) is not None:
+            for tell in self._moments.reserved:
+                tell(request_id, num_tokens, now)
         return reserved
 
     def kv_arrived(self, request_id: str, num_tokens: int) -> bool:
         """Note KV as `Scheduler.kv_arrived`."""
-        now = self._clock.now()
+        now = self.clock.now()
         came = self._scheduler.kv_arrived(request_id, num_tokens, now)
-        if came and self._observer is not None:
-            self._observer.kv_arrived(request_id, num_tokens, now)
+        for tell in self._moments.kv_arrived if came else ():
+            tell(request_id, num_tokens, now)
         return came
 
     def hold(self, lease: str, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """Hold blocks as `Scheduler.hold`; another thread may read them until `release`, or `on_given_up`."""
-        now = self._clock.now()
+        """Hold blocks as `Scheduler.hold`; another thread may read them until `release`, or `given_up`."""
+        now = self.clock.now()
         blocks = self._scheduler.hold(lease, block_hashes, now)
-        if blocks and self._observer is not None:
-            self._observer.held(lease, block_hashes[: len(blocks)], now)
+        for tell in self._moments.held if blocks else ():
+            tell(lease, block_hashes[: len(blocks)], now)
         return blocks
 
     def release(self, lease: str) -> bool:
         """Release as `Scheduler.release`."""
-        now = self._clock.now()
-        held = self._scheduler.release(lease, now)
-        if held and self._observer is not None:
-            self._observer.released(lease, now)
-        return held
+        now = self.clock.now()
+        was_held = self._scheduler.release(lease, now)
+        for tell in self._moments.released if was_held else ():
+            tell(lease, now)
+        return was_held
 
-    def _tell_given_up(self) -> None:
-        given_up = self._scheduler.given_up
-        if not given_up.request_ids and not given_up.leases:
-            return
-        if self.on_given_up is not None:
-            self.on_given_up(given_up)
-        for follower in self.kv_followers:
-            follower.given_up(given_up)
+    # -- settings
 
-    def _tell_evicted(self) -> None:
-        evicted = self._scheduler.kv_cache.evicted
-        if evicted and self.kv_tiers is not None:
-            self.kv_tiers.evicted(evicted)
-            evicted.clear()
+    def follow(self, listener: StepListener, follows: bool) -> None:
+        """Tell a listener of steps, or no more."""
+        if listener.follows_steps != follows:
+            listener.follows_steps = follows
+            self._moments.find()
+
+    def measure_prefill(self) -> None:
+        """Measure `prefill_s_per_token` from now on, also where the policy has no use for it."""
+        self._pace.want(self)
 
     def tell_router(self, wanted: bool) -> None:
         """Measure what a router over several engines needs, from now on or no more: cached blocks and speed."""
         self.findable.tell_changes(wanted)
-        self.speed = SpeedMeter() if wanted else None
-
-    @property
-    def block_changes(self) -> FindableBlocks | None:
-        """Hashes of blocks that can be found, and that cannot any more; None while no router wants them."""
-        return self.findable if self._scheduler.kv_cache.changes is not None else None
+        self._speed.restart()
+        self.follow(self._speed, wanted)
 
     def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing nothing. Raises ConfigError and changes nothing."""
-        ageing, before = config.ageing_tokens_per_s, self._scheduler.config.ageing_tokens_per_s
-        self._configure(config)
-        kept = self._ages_by_device and ageing == before and AGEING not in config.policy_args
-        self._ages_by_device = _leaves_ageing_open(config) or kept
-
-    def _configure(self, config: SchedulerConfig) -> None:
         self._scheduler.configure(config)
-        if self._observer is not None:
-            self._observer.configured(config, self._clock.now())
+        now = self.clock.now()
+        for tell in self._moments.configured:
+            tell(config, now)
 
     def set_swap_costs(self, costs: SwapCosts) -> None:
         """Tells the scheduler what copying KV to the host, and computing it again, take."""
         self._scheduler.set_swap_costs(costs)
-        if self._observer is not None:
-            self._observer.measured(costs, self._clock.now())
+        self._tell_measured(costs)
 
     def set_step_costs(self, costs: CostModel) -> None:
         """Tells the scheduler what steps and drafts take."""
-        self.told_step_costs = costs
         self._scheduler.set_step_costs(costs)
-        if self._observer is not None:
-            self._observer.measured(costs, self._clock.now())
+        self._tell_measured(costs)
 
-    def step(self) -> list[RequestProgress]:
-        """Schedules, executes, updates: progress of every request that got something."""
-        scheduled_at = self._clock.now()
-        expired = self._expire(scheduled_at)
-        plan = self._scheduler.schedule(scheduled_at)
-        if self._observer is not None:
-            self._observer.scheduled()
-        self._tell_given_up()
-        self._tell_evicted()
-        self._host_shares.started(plan.new_requests, self.host_s)
-        if self.kv_giver is not None:
-            self.kv_giver.scheduled(plan)
-        execute_at = self._clock.now()
-        execute = partial(self._executor.execute, plan)
-        output = execute() if self.execute_beside is None else self.execute_beside(execute)
-        updated_at = self._clock.now()
-        self.execute_s += updated_at - execute_at
-        self._scheduler.charge(plan, self.execute_s)
-        progress = self._scheduler.update(plan, output, updated_at)
-        if self.kv_giver is not None:
-            self.kv_giver.computed()
-        if self._observer is not None:
-            self._observer.stepped(plan, output, progress, scheduled_at, updated_at)
-        self._tell_costs(
-            plan, output, updated_at - execute_at, self._clock.now() - updated_at + execute_at - scheduled_at
-        )
-        if self.speed is not None:
-            self.speed.observe(plan, updated_at - execute_at)
-        ages = self._ages_by_device and AGEING in self._scheduler.order.policy.arguments
-        if (ages or self.kv_followers) and self._prefill.observe(plan, updated_at - execute_at) and ages:
-            self._age_by_device()
-        self._tell_ended(expired, progress)
-        self.last_step_at = self._clock.now()
-        self.host_s += (execute_at - scheduled_at) + (self.last_step_at - updated_at)
-        return self._host_shares.told(expired + progress, self.host_s)
+    def close(self) -> None:
+        """Close listeners, then give back the executor's memory and threads."""
+        for listener in self._moments.listeners:
+            listener.close()
+        self._executor.close()
 
-    def _tell_costs(self, plan: SchedulerOutput, output: ModelOutput, execute_s: float, host_s: float) -> None:
-        """Pass on costs that are news; after a step is noted, so for the next. Drafts cost the host time too."""
-        if self._measure_swaps is not None and (swaps := self._measure_swaps(plan, execute_s)) is not None:
-            self.set_swap_costs(swaps)
-        measure_steps = self._measure_steps
-        if measure_steps is not None and (steps := measure_steps(plan, output, execute_s, host_s)) is not None:
-            self.set_step_costs(steps)
-
-    def _tell_ended(self, *progress: Sequence[RequestProgress]) -> None:
-        for told in chain(*progress) if self.kv_followers else ():
-            if told.finish_reason is not None:
-                for follower in self.kv_followers:
-                    follower.ended(told.request_id)
-
-    def _age_by_device(self) -> None:
-        """Set how fast waiting outweighs work from this device's speed; anew when that is quite another.
-
-        All keys are then computed anew from what the requests carry, so that no request loses the time it has waited.
-        """
-        meter, config = self._prefill, self._scheduler.config
-        if meter.num_steps < MIN_STEPS or meter.s_per_token is None:
-            return
-        rate = min(max(AGEING_SHARE / meter.s_per_token, 0.001), 1e9)
-        told = config.ageing_tokens_per_s
-        if told is None or not told / NEWS < rate < told * NEWS:
-            self._configure(replace(config, ageing_tokens_per_s=rate))
+    # -- small things
 
     def _expire(self, now: float) -> list[RequestProgress]:
         expired = self._scheduler.expire(now)
         self._tell_given_up()
-        if self._observer is not None:
-            for progress in expired:
-                assert progress.finish_reason is not None
-                self._observer.ended(progress.request_id, progress.finish_reason, now)
+        for progress in expired:
+            assert progress.finish_reason is not None
+            for tell in self._moments.stopped:
+                tell(progress.request_id, progress.finish_reason, now)
         return expired
 
-    def close(self) -> None:
-        """Gives back the executor's memory and threads."""
-        self._executor.close()
+    def _tell_ended(self, progress: Iterable[RequestProgress]) -> None:
+        for each in progress:
+            if each.finish_reason is not None:
+                for tell in self._moments.ended:
+                    tell(each.request_id)
+
+    def _tell_given_up(self) -> None:
+        given_up = self._scheduler.given_up
+        if given_up.request_ids or given_up.leases:
+            for tell in self._moments.given_up:
+                tell(given_up)
+
+    def _tell_evicted(self) -> None:
+        if evicted := self._scheduler.kv_cache.evicted:
+            for tell in self._moments.evicted:
+                tell(evicted)
+            evicted.clear()
+
+    def _tell_measured(self, costs: SwapCosts | CostModel) -> None:
+        now = self.clock.now()
+        for tell in self._moments.measured:
+            tell(costs, now)
 
 
-def _leaves_ageing_open(config: SchedulerConfig) -> bool:
-    return config.ageing_tokens_per_s is None and AGEING not in config.policy_args
-
-
-class HostShares:
-    """Keeps, for each request in the engine, the host's total time at its first step and at its first token.
+class HostShares(StepListener):
+    """Keeps, for each request in the engine, the host's total time at its first step and at its first token, and tells
+    it in the timing of those that end.
 
     A step that starts and ends no request, while all running ones have a first token, costs one comparison.
     """
@@ -423,19 +489,21 @@ class HostShares:
         self._starting: dict[str, float] = {}  # s, total when first scheduled; no token yet
         self._decoding: dict[str, tuple[float, float]] = {}  # s, of its prefill; total at its first token
 
-    def started(self, new_requests: Iterable[NewRequest], host_s: float) -> None:
-        """Requests that are in a step, maybe again."""
-        for new in new_requests:
-            if new.request_id not in self._decoding:
-                self._starting.setdefault(new.request_id, host_s)
+    def begin(self, core: EngineCore) -> None:
+        self._core = core
 
-    def told(self, progress: Sequence[RequestProgress], host_s: float) -> list[RequestProgress]:
-        """`progress`, with the host's share in the timing of those that ended."""
-        if self._starting:
-            for p in progress:
-                if p.new_token_ids and p.request_id in self._starting:
-                    self._decoding[p.request_id] = (host_s - self._starting.pop(p.request_id), host_s)
-        return [self._ended(p, host_s) if p.finish_reason is not None else p for p in progress]
+    def scheduled(self, plan: SchedulerOutput) -> None:
+        for new in plan.new_requests:
+            if new.request_id not in self._decoding:  # else it is in a step again
+                self._starting.setdefault(new.request_id, self._core.host_s)
+
+    def told(self, progress: list[RequestProgress]) -> None:
+        host_s, starting = self._core.host_s, self._starting
+        for index, each in enumerate(progress):
+            if starting and each.new_token_ids and each.request_id in starting:
+                self._decoding[each.request_id] = (host_s - starting.pop(each.request_id), host_s)
+            if each.finish_reason is not None:
+                progress[index] = self._ended(each, host_s)
 
     def _ended(self, progress: RequestProgress, host_s: float) -> RequestProgress:
         request_id = progress.request_id
@@ -475,42 +543,109 @@ def _smoothed(before: float | None, new: float) -> float:
     return new if before is None else before + SMOOTHING * (new - before)
 
 
-class SpeedMeter:
-    """Learns from steps; 0 is not measured yet. Decoding is at the batch sizes there were lately."""
+class Pace(StepListener):
+    """Learns the time of a prompt's token, where it is wanted, and ages waiting requests by it: where the policy has a
+    use for a rate, and none was given.
+    """
+
+    follows_steps = False
 
     def __init__(self) -> None:
-        self._prefill = PrefillMeter()
-        self.decode_tokens_per_s = 0.0
+        self._meter = PrefillMeter()
+        self._is_wanted = self._ages = False
+        self._rate: float | None = None  # of ageing, as configured last
 
     @property
-    def prefill_tokens_per_s(self) -> float:
-        s_per_token = self._prefill.s_per_token
-        return 1 / s_per_token if s_per_token else 0.0
+    def s_per_token(self) -> float | None:
+        return self._meter.s_per_token
 
-    def observe(self, plan: SchedulerOutput, execute_s: float) -> None:
-        """Takes in a step."""
+    def begin(self, core: EngineCore) -> None:
+        self._core = core
+        self.configured(core.scheduler.config, core.clock.now())
+
+    def want(self, core: EngineCore) -> None:
+        """Measure whatever the policy is."""
+        self._is_wanted = True
+        core.follow(self, True)
+
+    def configured(self, config: SchedulerConfig, now: float) -> None:
+        is_mine = self._ages and config.ageing_tokens_per_s == self._rate
+        self._ages = (is_mine or config.ageing_tokens_per_s is None) and AGEING not in config.policy_args
+        self._rate = config.ageing_tokens_per_s
+        self._core.follow(self, self._is_wanted or self._has_use)
+
+    @property
+    def _has_use(self) -> bool:
+        return self._ages and AGEING in self._core.scheduler.order.policy.arguments
+
+    def stepped(
+        self, plan: SchedulerOutput, output: ModelOutput, progress: list[RequestProgress], times: StepTimes
+    ) -> None:
+        if self._meter.observe(plan, times.execute_s) and self._has_use:
+            self._age()
+
+    def _age(self) -> None:
+        """Set how fast waiting outweighs work from this device's speed; anew when that is quite another.
+
+        All keys are then computed anew from what the requests carry, so that no request loses the time it has waited.
+        """
+        meter, told = self._meter, self._rate
+        if meter.num_steps < MIN_STEPS or meter.s_per_token is None:
+            return
+        rate = min(max(AGEING_SHARE / meter.s_per_token, 0.001), 1e9)
+        if told is None or not told / NEWS < rate < told * NEWS:
+            self._rate = rate
+            self._core.configure(replace(self._core.scheduler.config, ageing_tokens_per_s=rate))
+
+
+class SpeedMeter(StepListener):
+    """Speed of this device, as a router compares devices: tokens of prompts, and of output, in a second; 0 is not
+    measured yet. Decoding is at the batch sizes there were lately.
+    """
+
+    follows_steps = False
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was measured."""
+        self._prefill = PrefillMeter()
+        self._decode_tokens_per_s = 0.0
+
+    def figures(self) -> Mapping[str, Any]:
+        s_per_token = self._prefill.s_per_token
+        return {
+            "prefill_tokens_per_s": 1 / s_per_token if s_per_token else 0.0,
+            "decode_tokens_per_s": self._decode_tokens_per_s,
+        }
+
+    def stepped(
+        self, plan: SchedulerOutput, output: ModelOutput, progress: list[RequestProgress], times: StepTimes
+    ) -> None:
+        execute_s = times.execute_s
         self._prefill.observe(plan, execute_s)
         if plan.rows and execute_s > 0 and all(row.num_known <= 1 for row in plan.rows):
             rate = sum(row.num_tokens for row in plan.rows) / execute_s
-            before = self.decode_tokens_per_s or rate
-            self.decode_tokens_per_s = before + SMOOTHING * (rate - before)
+            before = self._decode_tokens_per_s or rate
+            self._decode_tokens_per_s = before + SMOOTHING * (rate - before)
 
 
 class TensorLanes:
     """Tensor requests in, batches and last progress out. In the engine's thread, also while a step is under way."""
 
-    def __init__(self, scheduler: Scheduler, clock: Clock, observer: TensorObserver | None = None) -> None:
-        self._scheduler, self._clock, self._observer = scheduler, clock, observer
+    def __init__(self, scheduler: Scheduler, clock: Clock, moments: Moments) -> None:
+        self._scheduler, self._clock, self._moments = scheduler, clock, moments
 
     def load(self, name: str, version: int, rules: BatchRules) -> None:
         self._scheduler.lanes.load(name, version, rules)
-        if self._observer is not None:
-            self._observer.model_loaded(name, version, rules, self._clock.now())
+        for tell in self._moments.model_loaded:
+            tell(name, version, rules, self._clock.now())
 
     def unload(self, name: str, version: int) -> None:
         self._scheduler.lanes.unload(name, version)
-        if self._observer is not None:
-            self._observer.model_unloaded(name, version, self._clock.now())
+        for tell in self._moments.model_unloaded:
+            tell(name, version, self._clock.now())
 
     def has_model(self, name: str, version: int) -> bool:
         """Loaded, or with requests that have not ended."""
@@ -520,8 +655,8 @@ class TensorLanes:
         """Raises InvalidRequest, ModelNotFound or Overloaded."""
         now = self._clock.now()
         self._scheduler.add_tensor(TensorRequest(spec), now)
-        if self._observer is not None:
-            self._observer.tensor_added(spec, now)
+        for tell in self._moments.tensor_added:
+            tell(spec, now)
 
     def finish(self, request_id: str, reason: FinishReason) -> RequestProgress | None:
         """None when it is not here, or when its batch runs, with which it ends."""
@@ -529,34 +664,34 @@ class TensorLanes:
             return None
         now = self._clock.now()
         progress = self._scheduler.finish(request_id, reason, now)
-        if self._observer is not None:
-            self._observer.tensor_ended(request_id, reason, now)
+        for tell in self._moments.tensor_ended:
+            tell(request_id, reason, now)
         return progress
 
     def expire(self) -> list[RequestProgress]:
         now = self._clock.now()
         told = self._scheduler.expire_tensors(now)
-        if told and self._observer is not None:
-            self._observer.tensors_expired(now)
+        for tell in self._moments.tensors_expired if told else ():
+            tell(now)
         return told
 
     def dispatch(self) -> tuple[Batch, ...]:
         now = self._clock.now()
         batches = self._scheduler.dispatch(now)
-        if batches and self._observer is not None:
-            self._observer.dispatched(batches, now)
+        for tell in self._moments.dispatched if batches else ():
+            tell(batches, now)
         return batches
 
     def completed(self, batch: Batch, outcome: BatchOutcome) -> list[RequestProgress]:
         now = self._clock.now()
         told = self._scheduler.completed(batch, outcome, now)
-        if self._observer is not None:
-            self._observer.completed(batch, outcome, now)
+        for tell in self._moments.completed:
+            tell(batch, outcome, now)
         return told
 
     def close(self) -> None:
-        if self._observer is not None:
-            self._observer.flush(self._clock.now())
+        for tell in self._moments.flush:
+            tell(self._clock.now())
 
     @property
     def wake_in_s(self) -> float | None:

@@ -17,7 +17,7 @@ from maitred.kv.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Foretold, predictor_named
-from maitred.scheduler.engine_core import EngineCore, StepObserver
+from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.sim.clients import Clients, SimulatedRequest
@@ -64,7 +64,7 @@ class SimulatedEngine:
         *,
         jitter: Jitter | None = None,
         slowness: SlownessAt | None = None,
-        observer: StepObserver | None = None,
+        listeners: Sequence[StepListener] = (),
     ) -> None:
         self._setup = setup
         self.clock = ManualClock()
@@ -86,7 +86,7 @@ class SimulatedEngine:
             setup.policies,
             speculation=Speculation(setup.num_speculative_tokens) if drafts else None,
         )
-        self.core = EngineCore(self.scheduler, self._executor, self.clock, observer)
+        self.core = EngineCore(self.scheduler, self._executor, self.clock, *listeners)
         if drafts:
             self.core.set_step_costs(cost_model)
 
@@ -274,12 +274,15 @@ class Simulation:
         slowness: SlownessAt | None = None,
         tenants: Mapping[str, Tenant] | None = None,
         admission: AdmissionController | None = None,
-        observer: StepObserver | None = None,
+        listener: StepListener | None = None,
         tensors: Callable[[Scheduler], TensorSimulation] | None = None,
     ) -> None:
         """Simulate one engine; `tensors` puts tensor models, and their requests, beside the language model."""
         self.results = results
-        self._engine = SimulatedEngine(setup, cost_model, results, jitter=jitter, slowness=slowness, observer=observer)
+        listeners = () if listener is None else (listener,)
+        self._engine = SimulatedEngine(
+            setup, cost_model, results, jitter=jitter, slowness=slowness, listeners=listeners
+        )
         self.scheduler, self._core, self._clock = self._engine.scheduler, self._engine.core, self._engine.clock
         self._clients = Clients(results, setup.block_size, tenants, admission)
         self.tensors = None if tensors is None else tensors(self.scheduler)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from functools import partial
 from heapq import heappop, heappush
 from math import floor
 from random import Random
@@ -26,7 +25,7 @@ from maitred.fleet.fleet_request import FleetRequest, Usage, request_of
 from maitred.fleet.replicas import ReplicaFacts, Report, State
 from maitred.gate.admission import AdmissionController
 from maitred.policy.predictor import Foretold, predictor_named
-from maitred.scheduler.engine_core import StepObserver
+from maitred.scheduler.engine_core import StepListener
 from maitred.sim.clients import ENDED_BY_ITSELF, Clients, SimulatedRequest
 from maitred.sim.engine import SimulatedEngine
 from maitred.sim.fleet_figures import FleetResults
@@ -69,10 +68,10 @@ class FleetSimulation(Driver[SimulatedRequest]):
         seed: int | None = None,  # of the jitter; None has none
         tenants: Mapping[str, Tenant] | None = None,
         admission: AdmissionController | None = None,
-        observer_of: Callable[[str], StepObserver] | None = None,  # of an engine, by its name
+        listener_of: Callable[[str], StepListener] | None = None,  # of an engine, by its name
     ) -> None:
         self.results, self.figures = results, FleetResults()
-        self._setup, self._seed, self._observer_of = setup, seed, observer_of
+        self._setup, self._seed, self._listener_of = setup, seed, listener_of
         engine = setup.replicas[0].engine
         self._block_size, self._key_blocks = engine.block_size, max(1, KEY_TOKENS // engine.block_size)
         self._clients = Clients(results, engine.block_size, tenants, admission)
@@ -364,11 +363,11 @@ class FleetSimulation(Driver[SimulatedRequest]):
     def _make_engine(self, replica: SimulatedReplica) -> SimulatedEngine:
         setup, name = self._setup.replicas[replica.number], replica.name
         jitter = None if self._seed is None else Jitter(setup.cost_model, Random(f"{self._seed}/{name}"))
-        observer = None if self._observer_of is None else self._observer_of(name)
-        engine = SimulatedEngine(setup.engine, setup.cost_model, self.results, jitter=jitter, observer=observer)
-        engine.kv_cache.tell_changes(True)
+        listeners: list[StepListener] = [] if self._listener_of is None else [self._listener_of(name)]
         if self._handovers is not None:
-            engine.core.on_given_up = partial(self._handovers.given_up, replica)
+            listeners.append(self._handovers.listener_of(replica))
+        engine = SimulatedEngine(setup.engine, setup.cost_model, self.results, jitter=jitter, listeners=listeners)
+        engine.kv_cache.tell_changes(True)
         return engine
 
     def _make_handovers(self, setup: FleetSetup) -> Handovers | None:

@@ -18,6 +18,7 @@ from maitred.core.step import RequestProgress
 from maitred.fleet.disagg import WorkerFacts
 from maitred.fleet.replicas import ReplicaFacts
 from maitred.kv.tiers import worth_fetching
+from maitred.scheduler.engine_core import StepListener
 from maitred.scheduler.reservations import GivenUp
 from maitred.sim.clients import SimulatedRequest
 from maitred.sim.engine import SimulatedEngine
@@ -79,6 +80,14 @@ class _Move:
     @property
     def lease(self) -> str:
         return f"{self.tier or 'handover'}/{self.request_id}"
+
+
+class _GivesUp(StepListener):
+    def __init__(self, note: Callable[[GivenUp], None]) -> None:
+        self._note = note
+
+    def given_up(self, given_up: GivenUp) -> None:
+        self._note(given_up)
 
 
 class Handovers:
@@ -327,8 +336,12 @@ class Handovers:
         self._wake(receiver, now)
         self._rid(move.request_id, now)
 
-    def given_up(self, replica: SimulatedReplica, given_up: GivenUp) -> None:
-        """Note a request that its scheduler gave up in a step, for want of blocks; the rest comes after the step."""
+    def listener_of(self, replica: SimulatedReplica) -> StepListener:
+        """Hears of requests that this replica's scheduler gives up in a step, for want of blocks."""
+        return _GivesUp(partial(self._note_given_up, replica))
+
+    def _note_given_up(self, replica: SimulatedReplica, given_up: GivenUp) -> None:
+        """What becomes of them comes after the step."""
         if self._fetches or self._moves:
             self._expect(self._now, partial(self._given_up, given_up), replica)
 

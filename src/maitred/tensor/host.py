@@ -53,7 +53,7 @@ from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import CHANGE_MODEL, Nothing
 from maitred.engine.supervisor import Start
 from maitred.engine.tensor_memory import EngineMemory
-from maitred.scheduler.engine_core import EngineCore
+from maitred.scheduler.engine_core import EngineCore, TensorLanes
 from maitred.scheduler.scheduler import lone_scheduler
 from maitred.storage.result_cache import ResultCache
 from maitred.tensor.config_fields import ModelConfig
@@ -108,9 +108,10 @@ class TensorHost(TensorSide):
 
     def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
         """Begin before the engine says that it is ready; the server hears first which models there are."""
-        self._send, self._wake, self._lanes = send, wake, core.tensor_lanes
+        self._send, self._wake = send, wake
+        self._lanes = TensorLanes(core.scheduler, core.clock, core.moments)
         self.runner = TensorRunner(
-            core.tensor_lanes,
+            self._lanes,
             self.models,
             self._clock,
             wake=wake,
@@ -244,7 +245,9 @@ class TensorHost(TensorSide):
 def with_tensors(build: Builder) -> Builder:
     """A builder of engines that serve a repository too; `build` makes those with a language model."""
 
-    def load(config: EngineConfig, names: tuple[str, ...], tell: Callable[[str], None]) -> LoadedEngine:
+    def load(
+        config: EngineConfig, names: tuple[str, ...], tell: Callable[[str], None], wake: Callable[[], None]
+    ) -> LoadedEngine:
         host = TensorHost(config.tensors, config.share)
         index = host.models.index()
         ready = host.models.index(ready_only=True)
@@ -253,7 +256,7 @@ def with_tensors(build: Builder) -> Builder:
         for entry in index:
             if entry.reason:
                 tell(f"        {entry.name}: {entry.reason}")
-        loaded = lone_engine(config, tell) if config.model.model == NO_MODEL else build(config, names, tell)
+        loaded = lone_engine(config, tell) if config.model.model == NO_MODEL else build(config, names, tell, wake)
         return replace(loaded, tensors=host)
 
     return load
@@ -272,7 +275,7 @@ class _NoExecutor:
 def lone_engine(config: EngineConfig, tell: Callable[[str], None]) -> LoadedEngine:
     log = _decision_log(config)
     scheduler = lone_scheduler(config.scheduler)
-    core = EngineCore(scheduler, _NoExecutor(), WallClock(), Recorder(log.write) if log is not None else None)
+    core = EngineCore(scheduler, _NoExecutor(), WallClock(), *([Recorder(log.write)] if log is not None else []))
     plan = MemoryPlan(
         available_bytes=0,
         weights_bytes=0,

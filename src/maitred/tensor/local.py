@@ -13,7 +13,7 @@ from maitred.core.errors import MaitredError
 from maitred.core.tensor_request import IndexEntry, InferRequest, InferResponse, ModelStatistics
 from maitred.engine.frames import Looked, News, Ran, StepEnded
 from maitred.engine.tensors import Statistics
-from maitred.scheduler.engine_core import TensorLanes, TensorObserver
+from maitred.scheduler.engine_core import Moments, TensorLanes
 from maitred.scheduler.scheduler import lone_scheduler
 from maitred.storage.result_cache import ResultCache
 from maitred.tensor.config import ANY_MESSAGE
@@ -33,7 +33,6 @@ class LocalTensorService:
         *,
         clock: Clock | None = None,
         scheduler: SchedulerConfig | None = None,
-        observer: TensorObserver | None = None,
         openers: Mapping[str, Opener] = OPENERS,
         cache: ResultCache | None = None,
     ) -> None:
@@ -41,7 +40,7 @@ class LocalTensorService:
         self.models = ServedModels(openers)
         self._control = ModelControl(repository, mode, self.models)
         self._statistics = Statistics()
-        self._scheduler, self._observer = lone_scheduler(scheduler or SchedulerConfig()), observer
+        self._scheduler = lone_scheduler(scheduler or SchedulerConfig())
         self._cache = ResultCache(0, 0.0) if cache is None else cache
         self._loading = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
@@ -49,7 +48,7 @@ class LocalTensorService:
     async def start(self, load: Collection[str] = ()) -> None:
         """Raises CheckpointError for a repository that cannot be read."""
         loop = self._loop = asyncio.get_running_loop()
-        lanes = TensorLanes(self._scheduler, self._clock, self._observer)
+        lanes = TensorLanes(self._scheduler, self._clock, Moments(()))
         self.runner = TensorRunner(lanes, self.models, self._clock, wake=self._wake(loop), tell=self._told)
         add_flows(self.runner, self._clock, self._cache, self._told)
         await asyncio.to_thread(self._control.start, load)
