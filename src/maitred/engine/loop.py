@@ -178,7 +178,7 @@ class EngineLoop:
         return min(*times, MAX_WAIT_S) if times else None
 
     def _step_beside(self, tensors: TensorSide) -> list[RequestProgress]:
-        """Step, and execute in a thread of its own; meanwhile batches of tensor models begin and end in this one, and the
+        """Step, executing in a thread of its own; meanwhile batches of tensor models begin and end in this one, and the
         language model's commands are kept for when the step is over.
         """
         plan = self._core.schedule()
