@@ -11,7 +11,7 @@ from maitred.config import SchedulerConfig
 from maitred.fleet.actions import Action, Bind, Move, Refuse
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.core import ClusterCore
-from maitred.fleet.fleet_request import FleetRequest, Usage
+from maitred.fleet.fleet_request import AnswerUsage, FleetRequest
 from maitred.fleet.replicas import ReplicaFacts
 from tests.fakes import with_terms
 
@@ -93,7 +93,7 @@ class Driver:
         self.do(self.core.arrived(request, self.now))
         return self.bound.get(request_id)
 
-    def end(self, request_id: str, usage: Usage | None = None) -> None:
+    def end(self, request_id: str, usage: AnswerUsage | None = None) -> None:
         del self.bound[request_id]
         self.do(self.core.ended(request_id, usage, self.now))
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.core.errors import ConfigError
-from maitred.fleet.sizing import AutoscaleConfig, Autoscaler, FleetFigures, Target, as_asked
+from maitred.fleet.sizing import AimedAt, AutoscaleConfig, Autoscaler, FleetFigures, as_asked
 from tests.fleet.kubernetes_hpa import HpaRule, Metric
 from tests.fleet.scaling import Arrivals, Run, World
 
@@ -38,8 +38,8 @@ def figures(**fields: Any) -> FleetFigures:
 
 def test_nobody_runs_while_nobody_asks_and_one_start_serves_all_who_come():
     fleet = scaler()
-    assert fleet.decide(figures(target=0, num_ready=0), 0.0) == Target(0, "idle")
-    assert fleet.decide(figures(target=0, num_ready=0, num_held=200, num_arrived=200), 0.1) == Target(1, "backlog")
+    assert fleet.decide(figures(target=0, num_ready=0), 0.0) == AimedAt(0, "idle")
+    assert fleet.decide(figures(target=0, num_ready=0, num_held=200, num_arrived=200), 0.1) == AimedAt(1, "backlog")
     for tick in range(20):  # it loads
         coming = figures(num_ready=0, ready_in_s=[2.0 - tick / 10], num_held=200, num_arrived=200)
         assert fleet(coming, 0.2 + tick / 10) == 1
@@ -50,8 +50,8 @@ def test_the_last_one_stops_when_its_time_has_come_and_not_before():
     assert fleet(figures(num_in_flight=1, num_arrived=1), 0.0) == 1
     gone = {"num_arrived": 1, "num_ended": 1, "served_s": 2.0}
     assert fleet(figures(**gone), 29.0) == 1
-    assert fleet.decide(figures(**gone), 30.0) == Target(0, "idle")
-    assert fleet.decide(figures(low=1, **gone), 31.0) == Target(1, "bounds")
+    assert fleet.decide(figures(**gone), 30.0) == AimedAt(0, "idle")
+    assert fleet.decide(figures(low=1, **gone), 31.0) == AimedAt(1, "bounds")
 
 
 def test_nobody_is_started_for_a_backlog_that_those_under_way_will_clear():
@@ -72,7 +72,7 @@ def test_a_quick_start_is_worth_it_where_a_slow_one_would_come_too_late():
 
 def test_bounds_hold_and_say_so():
     crowd = figures(low=2, high=3, target=2, num_ready=2, num_in_flight=16, num_held=900, **PAST)
-    assert learned().decide(crowd, 0.0) == Target(3, "bounds")
+    assert learned().decide(crowd, 0.0) == AimedAt(3, "bounds")
     assert learned()(figures(low=5, high=6, num_ready=3, **PAST), 0.1) == 5
 
 

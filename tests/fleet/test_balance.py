@@ -14,7 +14,7 @@ from maitred.fleet.actions import Bind
 from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached, Candidate
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.fleet_request import FleetRequest
-from maitred.fleet.replicas import Kind, Replica, Report
+from maitred.fleet.replicas import FleetReplica, Kind, Report
 from tests.fleet.fleets import Driver, facts, make_core
 
 KEYS = tuple(range(100, 110))
@@ -203,7 +203,7 @@ def test_a_choice_looks_at_no_more_replicas_where_more_idle():
     looked_at: list[int] = []
     balance = fleet.core._binder._balance
 
-    def score(request: FleetRequest, candidates: Sequence[Replica], cached: Cached) -> list[float]:
+    def score(request: FleetRequest, candidates: Sequence[FleetReplica], cached: Cached) -> list[float]:
         looked_at.append(len(candidates))
         return balance.score(request, candidates, cached)
 

@@ -15,7 +15,7 @@ from maitred.core.errors import (
     RequestTimeout,
 )
 from maitred.fleet.actions import Bind, Move, Probe, Refuse, Start, Stop
-from maitred.fleet.fleet_request import Failure, FailureKind, Usage
+from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind
 from maitred.fleet.replicas import Kind, Report, State
 from maitred.policy.policies import POLICIES
 from tests.fleet.fleets import Driver, facts, make_core, make_request
@@ -573,7 +573,7 @@ def test_usage_teaches_how_many_bytes_a_token_has():
     fleet = Driver(make_core("a"))
     for i in range(300):
         fleet.arrive(f"r{i}", num_bytes=800)
-        fleet.end(f"r{i}", Usage(num_prompt_tokens=100, num_output_tokens=5))
+        fleet.end(f"r{i}", AnswerUsage(num_prompt_tokens=100, num_output_tokens=5))
     fleet.arrive("r", num_bytes=800)
     assert fleet.core.request("r").num_inputs == pytest.approx(100, abs=5)
 

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from maitred.fleet.actions import Action, Bind, Move
 from maitred.fleet.balance import BALANCES
 from maitred.fleet.binding import use_of
-from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage
-from maitred.fleet.replicas import Kind, Replica, Report, State
+from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, FleetRequest
+from maitred.fleet.replicas import FleetReplica, Kind, Report, State
 from maitred.policy.policies import POLICIES
 from tests.fleet.fleets import Driver, Recording, facts, make_core, make_request
 
@@ -118,8 +118,8 @@ class Fleet(RuleBasedStateMachine):
         self.core.progressed(self.draw_bound(data), num_tokens, self.now)
 
     @precondition(lambda self: self.driver.bound)
-    @rule(data=st.data(), usage=st.sampled_from([None, Usage(90, 8, 40), Usage(3, 1)]))
-    def end(self, data: st.DataObject, usage: Usage | None) -> None:
+    @rule(data=st.data(), usage=st.sampled_from([None, AnswerUsage(90, 8, 40), AnswerUsage(3, 1)]))
+    def end(self, data: st.DataObject, usage: AnswerUsage | None) -> None:
         request_id = self.draw_bound(data)
         del self.driver.bound[request_id]
         self.ended.add(request_id)
@@ -211,16 +211,16 @@ class Fleet(RuleBasedStateMachine):
             loads[replica.name] -= request.num_samples
             self.check_bound(request, replica, loads)
 
-    def check_bound(self, request: FleetRequest, chosen: Replica, loads: dict[str, int]) -> None:
+    def check_bound(self, request: FleetRequest, chosen: FleetReplica, loads: dict[str, int]) -> None:
         """Nobody is above ceil(ratio x mean) + 1 while another, in the tier that he is in, has room below it."""
         usable = self.usable(request)
         assert chosen in usable
         share = self.core.config.max_load_ratio * sum(loads[r.name] for r in usable) / sum(r.speed for r in usable)
 
-        def is_within(replica: Replica) -> bool:
+        def is_within(replica: FleetReplica) -> bool:
             return loads[replica.name] + request.num_samples <= ceil(share * replica.speed) + 1
 
-        def has_room(replica: Replica) -> bool:
+        def has_room(replica: FleetReplica) -> bool:
             own = loads[replica.name] - replica.num_others
             return not replica.is_full and max(1, replica.limit - replica.num_others) > own
 
@@ -228,7 +228,7 @@ class Fleet(RuleBasedStateMachine):
             others = [r for r in usable if r.tier == chosen.tier and has_room(r) and is_within(r)]
             assert not others, f"{request.request_id} went to {chosen.name}, over the bound, beside {others}"
 
-    def usable(self, request: FleetRequest) -> list[Replica]:
+    def usable(self, request: FleetRequest) -> list[FleetReplica]:
         """The slow obvious way."""
         use = use_of(request)
         may = [

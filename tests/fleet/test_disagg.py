@@ -5,10 +5,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.fleet.disagg import Ask, Option, WorkerLoad, options
+from maitred.fleet.disagg import Option, WorkAsked, WorkerLoad, options
 from tests.fleet.workers import worker
 
-LONG = Ask(num_inputs=4000, num_outputs=200)
+LONG = WorkAsked(num_inputs=4000, num_outputs=200)
 loads = st.builds(
     lambda role, queued, rows, free, share, cached, sent: {
         "role": role,
@@ -29,7 +29,7 @@ loads = st.builds(
     st.floats(0, 1e9),
 )
 asks = st.builds(
-    Ask,
+    WorkAsked,
     st.integers(1, 8000),
     st.floats(1, 2000),
     st.none() | st.floats(0.05, 5),
@@ -41,7 +41,7 @@ def workers(described: list[dict[str, object]], bandwidth: float = 10e9) -> list
     return [worker(f"w{i}", bandwidth=bandwidth, **load) for i, load in enumerate(described)]
 
 
-def best(ask: Ask, *there: WorkerLoad, handover: str = "auto") -> Option:
+def best(ask: WorkAsked, *there: WorkerLoad, handover: str = "auto") -> Option:
     return options(ask, there, handover)[0]
 
 
@@ -92,7 +92,7 @@ def test_a_long_prompt_is_kept_from_those_who_decode():
 
 def test_a_short_prompt_stays_where_it_is_answered_while_another_computes_long_ones():
     busy = worker("p", "prefill", queued_tokens=16_000.0)
-    assert best(Ask(40, 200), busy, worker("d", "decode", rows=4, context_tokens=4000)).name == "d"
+    assert best(WorkAsked(40, 200), busy, worker("d", "decode", rows=4, context_tokens=4000)).name == "d"
 
 
 def test_a_prompt_that_the_decode_worker_has_stays_there():
@@ -118,7 +118,7 @@ def test_always_waits_for_room_rather_than_compute_where_it_is_answered():
 
 
 def test_always_computes_what_no_block_could_be_moved_of_where_it_is_answered():
-    assert best(Ask(8, 20), worker("p", "prefill"), worker("d", "decode"), handover="always").prefill is None
+    assert best(WorkAsked(8, 20), worker("p", "prefill"), worker("d", "decode"), handover="always").prefill is None
 
 
 def test_a_tight_pace_is_worth_a_longer_wait_and_a_tight_first_token_is_not():
@@ -128,7 +128,7 @@ def test_a_tight_pace_is_worth_a_longer_wait_and_a_tight_first_token_is_not():
     assert best(replace_ask(ttft_s=0.2, tpot_s=0.5), *there).name == "d"
 
 
-def replace_ask(ttft_s: float, tpot_s: float) -> Ask:
+def replace_ask(ttft_s: float, tpot_s: float) -> WorkAsked:
     return LONG._replace(ttft_objective_s=ttft_s, tpot_objective_s=tpot_s)
 
 

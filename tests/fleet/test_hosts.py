@@ -10,7 +10,7 @@ from maitred.config import SchedulerConfig
 from maitred.fleet.actions import Action, Bind, Move
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.core import ClusterCore
-from maitred.fleet.disagg import Ask, HandoverConfig, options
+from maitred.fleet.disagg import HandoverConfig, WorkAsked, options
 from maitred.fleet.fleet_request import Failure, FailureKind
 from maitred.fleet.replicas import ReplicaFacts, State
 from tests.fleet.fleets import make_request
@@ -96,7 +96,9 @@ def test_a_prompt_whose_tokens_nobody_sees_counts_as_computed_when_it_is_told(co
 
 def test_nothing_is_moved_between_workers_of_unlike_numbers():
     unlike = [worker("p", "prefill", numbers="int8"), worker("d", "decode", numbers="bf16", num_cached=512)]
-    assert {(way.prefill, way.fetch_from) for way in options(Ask(1000, 100.0), unlike, "always")} == {(None, None)}
+    assert {(way.prefill, way.fetch_from) for way in options(WorkAsked(1000, 100.0), unlike, "always")} == {
+        (None, None)
+    }
 
 
 def test_admission_is_foretold_the_first_token_of_the_way_that_is_chosen(core: ClusterCore):

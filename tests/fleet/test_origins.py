@@ -6,18 +6,18 @@ import pytest
 
 from maitred.api.route.router import resolve
 from maitred.core.errors import ConfigError
-from maitred.fleet.config import Origin, Target, parse_target
+from maitred.fleet.config import Origin, RouteTarget, parse_target
 
 
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("http://one:8000", Target(Origin("one", 8000))),
-        ("http://one:8000/v1/", Target(Origin("one", 8000))),
-        ("https://one", Target(Origin("one", 443, is_tls=True))),
-        ("http://[::1]:9000=2.5", Target(Origin("::1", 9000), weight=2.5)),
-        ("https://gateway/team/v1=1", Target(Origin("gateway", 443, is_tls=True, prefix="/team"))),
-        ("dns://replicas:8000", Target(Origin("replicas", 8000), follows_name=True)),
+        ("http://one:8000", RouteTarget(Origin("one", 8000))),
+        ("http://one:8000/v1/", RouteTarget(Origin("one", 8000))),
+        ("https://one", RouteTarget(Origin("one", 443, is_tls=True))),
+        ("http://[::1]:9000=2.5", RouteTarget(Origin("::1", 9000), weight=2.5)),
+        ("https://gateway/team/v1=1", RouteTarget(Origin("gateway", 443, is_tls=True, prefix="/team"))),
+        ("dns://replicas:8000", RouteTarget(Origin("replicas", 8000), follows_name=True)),
     ],
 )
 def test_an_address_is_read(text, target):

@@ -13,9 +13,9 @@ from maitred.fleet.told import (
     MAX_LINE_BYTES,
     USAGE,
     BrokenFrame,
-    Frame,
     ResumeRequest,
     StreamHead,
+    ToldFrame,
     ToldSample,
     ToldTokens,
     ToldUsage,
@@ -134,4 +134,4 @@ def test_the_end_of_a_stream_is_of_its_last_tokens():
     assert told.feed(sent[:-3]) == b""
     assert told.num_tokens == 0
     assert told.feed(sent[-3:]) == b"data: last\n\n" + end
-    assert msgspec.json.decode(sent[len(b": tokens ") : sent.index(b"\n")], type=Frame).num_bytes == 12 + len(end)
+    assert msgspec.json.decode(sent[len(b": tokens ") : sent.index(b"\n")], type=ToldFrame).num_bytes == 12 + len(end)

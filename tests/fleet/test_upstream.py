@@ -10,7 +10,7 @@ import pytest
 
 from maitred.fleet import upstream as u
 from maitred.fleet.config import Origin
-from maitred.fleet.upstream import Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
+from maitred.fleet.upstream import Broken, ConnectionCounts, Upstream, UpstreamAsk, UpstreamFailed, request_head
 from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, Seen, chunk, fake_upstream, says, whole
 from tests.waiting import until_async
 
@@ -21,9 +21,9 @@ def client(port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
     return Upstream(Origin(host, port, is_tls=tls is not None), counts=ConnectionCounts(), tls=tls)
 
 
-def ask(upstream: Upstream, body: bytes = b"{}", method: str = "POST") -> Ask:
+def ask(upstream: Upstream, body: bytes = b"{}", method: str = "POST") -> UpstreamAsk:
     head = request_head(method, "/v1/completions", upstream.origin, [(b"x-request-id", b"7")], len(body))
-    return Ask(head, body, is_head=method == "HEAD")
+    return UpstreamAsk(head, body, is_head=method == "HEAD")
 
 
 async def answered(upstream: Upstream, max_bytes: int = 1 << 20) -> bytes:

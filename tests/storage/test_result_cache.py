@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from maitred.storage.result_cache import (
     ENTRY_BYTES,
     MAX_SHARE,
-    Answer,
     CacheControl,
+    CachedAnswer,
     ResultCache,
     cache_control,
     is_exact,
@@ -24,8 +24,8 @@ JSON = b"application/json"
 KEY = bytes(32)
 
 
-def answer(body: bytes = b"{}", stored_at: float = 0.0) -> Answer:
-    return Answer(JSON, body, stored_at)
+def answer(body: bytes = b"{}", stored_at: float = 0.0) -> CachedAnswer:
+    return CachedAnswer(JSON, body, stored_at)
 
 
 def test_only_temperature_zero_or_a_seed_is_exact():
@@ -91,7 +91,7 @@ def test_events_lose_their_comments_and_nothing_else():
 def test_what_others_kept_is_whole_and_for_this_key_or_is_nothing():
     told = ((b"x-a", b"b"),)
     sent = packed(KEY, answer(b"body", stored_at=7.0)._replace(told=told), unix_now=1000.0, now=10.0)
-    assert unpacked(KEY, sent, 1005.0, 50.0) == Answer(JSON, b"body", 50.0 - 8.0, told)
+    assert unpacked(KEY, sent, 1005.0, 50.0) == CachedAnswer(JSON, b"body", 50.0 - 8.0, told)
     assert unpacked(bytes([1]) * 32, sent, 1005.0, 50.0) is None
     assert all(
         unpacked(KEY, sent[:i] + bytes([sent[i] ^ 1]) + sent[i + 1 :], 0.0, 0.0) is None for i in range(len(sent))

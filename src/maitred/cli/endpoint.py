@@ -16,7 +16,15 @@ import msgspec
 
 from maitred.core.errors import ConfigError, ServerError
 from maitred.fleet.config import parse_target
-from maitred.fleet.upstream import Answer, Ask, Broken, ConnectionCounts, Upstream, UpstreamFailed, request_head
+from maitred.fleet.upstream import (
+    Broken,
+    ConnectionCounts,
+    Upstream,
+    UpstreamAnswer,
+    UpstreamAsk,
+    UpstreamFailed,
+    request_head,
+)
 
 DONE = b"[DONE]"
 
@@ -154,8 +162,8 @@ class HttpEndpoint:
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, body: bytes) -> AsyncIterator[Reply]:
-        ask = Ask(request_head(method, path, self._origin, self._headers, len(body)), body)
-        answer: Answer | None = None
+        ask = UpstreamAsk(request_head(method, path, self._origin, self._headers, len(body)), body)
+        answer: UpstreamAnswer | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._upstream.send(ask)
@@ -184,7 +192,7 @@ class HttpEndpoint:
         return Unreachable(f"the connection broke: {failed}; see the server's log{hint}")
 
 
-async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
+async def _pieces(answer: UpstreamAnswer) -> AsyncIterator[bytes]:
     while piece := await answer.piece():
         yield piece
 

@@ -15,7 +15,7 @@ from maitred.config import HANDOVERS, AdmissionConfig, SchedulerConfig, ServerCo
 from maitred.config.bounds import Bounds
 from maitred.core.errors import ConfigError
 from maitred.core.objectives import promised
-from maitred.fleet.config import PLACEMENTS, FleetConfig, SharedConfig, Target, parse_target
+from maitred.fleet.config import PLACEMENTS, FleetConfig, RouteTarget, SharedConfig, parse_target
 from maitred.fleet.disagg import HandoverConfig
 from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
 
@@ -137,7 +137,7 @@ def _launcher(options: Options, token: FleetToken) -> MakeLauncher | None:
 
 def _router(
     options: Options,
-    targets: tuple[Target, ...],
+    targets: tuple[RouteTarget, ...],
     token: FleetToken,
     launch: MakeLauncher | None,
     tenants: TenantFile | None,
@@ -179,7 +179,7 @@ def _check(options: Options) -> None:
         raise UsageError(f"{given[0]} is for replicas that the router launches; add --replicas N")
 
 
-def targets_of(urls: tuple[str, ...]) -> tuple[Target, ...]:
+def targets_of(urls: tuple[str, ...]) -> tuple[RouteTarget, ...]:
     """Raises ConfigError for none, for a wrong one, and for one that is there twice."""
     if not urls:
         raise UsageError("a router needs a replica: maitred route http://HOST:PORT ..., or --replicas N to launch some")

@@ -18,7 +18,7 @@ import msgspec
 from maitred.fleet.disagg import Option
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.prefix_index import PrefixIndex
-from maitred.fleet.replicas import Replica, Replicas, bits_of
+from maitred.fleet.replicas import FleetReplica, Replicas, bits_of
 
 NUM_POINTS = 96  # of a replica of speed 1: shares of the keys differ by some 10 %
 MAX_POINTS = 1024
@@ -94,7 +94,7 @@ class Choice(NamedTuple):
 
 
 Cached = Mapping[int, int]  # bit number of a replica -> prompt tokens that it is thought to have; none is 0
-Score = Callable[[FleetRequest, Sequence[Replica], Cached], list[float]]
+Score = Callable[[FleetRequest, Sequence[FleetReplica], Cached], list[float]]
 """A number for each candidate; the smallest is picked, infinity never. Ties go by load in own seconds, then by name."""
 
 
@@ -104,8 +104,8 @@ class Balance:
 
     source: str
     score: Score
-    chosen: Callable[[FleetRequest, Replica], None] | None = None
-    met: Callable[[int, Replica], None] | None = None
+    chosen: Callable[[FleetRequest, FleetReplica], None] | None = None
+    met: Callable[[int, FleetReplica], None] | None = None
     """Another router sent this session there."""
     looks_at_prefixes: bool = False
     is_alike: bool = False
@@ -121,13 +121,13 @@ def choose(
     balance: Balance,
     index: PrefixIndex,
     ratio: float,
-) -> tuple[Replica, Choice]:
+) -> tuple[FleetReplica, Choice]:
     """Choose one replica of `room` (bits, not empty: those of `usable` that have room). Writes `num_cached`."""
     room = _first_tier(fleet, room)
     looked_at = room if balance.looks_at_prefixes else 0
     cached = cached_tokens(request, index, looked_at)
     busy = _listed(fleet, usable & ~fleet.idle)
-    candidates: Sequence[Replica] = fleet.of(room) if not balance.is_alike else _worth_ranking(fleet, room, cached)
+    candidates: Sequence[FleetReplica] = fleet.of(room) if not balance.is_alike else _worth_ranking(fleet, room, cached)
     candidates = within_bound(candidates, busy, fleet.speed_of(usable), ratio, request.num_samples)
     scores = balance.score(request, candidates, cached)
     ranked = _rank(candidates, scores, cached)
@@ -140,7 +140,9 @@ def choose(
     return replica, Choice(replica.name, None, ranked)
 
 
-def _rank(candidates: Sequence[Replica], scores: list[float], cached: Cached) -> list[tuple[float, float, str, int]]:
+def _rank(
+    candidates: Sequence[FleetReplica], scores: list[float], cached: Cached
+) -> list[tuple[float, float, str, int]]:
     """Fields of Candidate, the best first; of many only those that are told of."""
     worst = sorted(scores)[MAX_CANDIDATES - 1] if len(scores) > MAX_CANDIDATES else inf
     ranked = [
@@ -173,12 +175,12 @@ def _first_tier(fleet: Replicas, bits: int) -> int:
     return next(here for tier in range(len(fleet.tiers)) if (here := bits & fleet.in_tier(tier)))
 
 
-def _listed(fleet: Replicas, bits: int) -> list[Replica]:
+def _listed(fleet: Replicas, bits: int) -> list[FleetReplica]:
     """A set that is looked at once."""
     return [fleet.at(bit) for bit in bits_of(bits)]
 
 
-def _worth_ranking(fleet: Replicas, room: int, cached: Cached) -> list[Replica]:
+def _worth_ranking(fleet: Replicas, room: int, cached: Cached) -> list[FleetReplica]:
     """Candidates without those idle ones that come after as many equal ones as are told of: a choice takes no more time
     where more replicas idle.
     """
@@ -189,8 +191,8 @@ def _worth_ranking(fleet: Replicas, room: int, cached: Cached) -> list[Replica]:
 
 
 def within_bound(
-    candidates: Sequence[Replica], busy: Sequence[Replica], speed: float, ratio: float, num_samples: int
-) -> Sequence[Replica]:
+    candidates: Sequence[FleetReplica], busy: Sequence[FleetReplica], speed: float, ratio: float, num_samples: int
+) -> Sequence[FleetReplica]:
     """Candidates that stay at ceil(ratio x mean load) + 1 or below with the request; all when none would.
 
     The mean is of all that it may use, those without room too (`busy` with a load, `speed` of all of them together); of
@@ -204,7 +206,7 @@ def within_bound(
 # -- scores
 
 
-def _loads(candidates: Sequence[Replica]) -> list[float]:
+def _loads(candidates: Sequence[FleetReplica]) -> list[float]:
     return [(r.load + 1) / r.speed for r in candidates]
 
 
@@ -220,7 +222,7 @@ def least_load(fleet: Replicas) -> Balance:
 def two_choices(fleet: Replicas) -> Balance:
     """The one with fewer in flight of two drawn by the hash of the request's id."""
 
-    def score(request: FleetRequest, candidates: Sequence[Replica], cached: Cached) -> list[float]:
+    def score(request: FleetRequest, candidates: Sequence[FleetReplica], cached: Cached) -> list[float]:
         draw, count = hash_of(request.request_id), len(candidates)
         first = draw % count
         drawn = {first, (first + 1 + (draw >> 32) % max(1, count - 1)) % count}
@@ -233,7 +235,7 @@ def round_robin(fleet: Replicas) -> Balance:
     """Each replica in turn, one of twice the speed twice as often; one that was away comes back without arrears."""
     latest = 0.0
 
-    def chosen(request: FleetRequest, replica: Replica) -> None:
+    def chosen(request: FleetRequest, replica: FleetReplica) -> None:
         nonlocal latest
         latest = max(latest, replica.turn)
         replica.turn = latest + 1.0 / replica.speed
@@ -251,7 +253,7 @@ def by_hash(fleet: Replicas) -> Balance:
     """
     ring, version = HashRing(), -1
 
-    def score(request: FleetRequest, candidates: Sequence[Replica], cached: Cached) -> list[float]:
+    def score(request: FleetRequest, candidates: Sequence[FleetReplica], cached: Cached) -> list[float]:
         nonlocal version
         if version != fleet.version:
             ring.set_weights({r.name: r.speed for r in fleet.of(fleet.ready)})
@@ -281,7 +283,7 @@ def prefix(fleet: Replicas) -> Balance:
     )
 
 
-def _prefix_scores(request: FleetRequest, candidates: Sequence[Replica], cached: Cached) -> list[float]:
+def _prefix_scores(request: FleetRequest, candidates: Sequence[FleetReplica], cached: Cached) -> list[float]:
     num_inputs = request.num_inputs
     if not cached:
         return [num_inputs * (r.load + 1) / r.speed for r in candidates]
@@ -294,20 +296,20 @@ def session(fleet: Replicas) -> Balance:
     """
     sessions: OrderedDict[int, str] = OrderedDict()  # hash key -> replica; the least recently used first
 
-    def score(request: FleetRequest, candidates: Sequence[Replica], cached: Cached) -> list[float]:
+    def score(request: FleetRequest, candidates: Sequence[FleetReplica], cached: Cached) -> list[float]:
         last = None if request.hash_key is None else sessions.get(request.hash_key)
         scores = _prefix_scores(request, candidates, cached)
         return (
             scores if last is None else [0.0 if r.name == last else s for r, s in zip(candidates, scores, strict=True)]
         )
 
-    def met(hash_key: int, replica: Replica) -> None:
+    def met(hash_key: int, replica: FleetReplica) -> None:
         sessions[hash_key] = replica.name
         sessions.move_to_end(hash_key)
         if len(sessions) > MAX_SESSIONS:
             sessions.popitem(last=False)
 
-    def chosen(request: FleetRequest, replica: Replica) -> None:
+    def chosen(request: FleetRequest, replica: FleetReplica) -> None:
         if request.hash_key is not None:
             met(request.hash_key, replica)
 

@@ -13,10 +13,10 @@ from typing import Any
 from maitred.fleet.actions import Action, Bind
 from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached, Choice, cached_tokens, choose
 from maitred.fleet.config import FleetConfig
-from maitred.fleet.disagg import DEFAULT_HANDOVER, Ask, HandoverConfig, Role, WorkerLoad, options
+from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig, Role, WorkAsked, WorkerLoad, options
 from maitred.fleet.fleet_request import FleetRequest, Place
 from maitred.fleet.prefix_index import Lessons, PrefixIndex
-from maitred.fleet.replicas import Replica, Replicas, State, Use
+from maitred.fleet.replicas import FleetReplica, Replicas, State, Use
 from maitred.policy.order import ServiceOrder
 from maitred.policy.policy import KVNeed, Policy
 
@@ -205,7 +205,7 @@ class Binder:
         self.waiting.reorder(policy, bound)
         self._in_vain.clear()
 
-    def bound_elsewhere(self, replica: Replica, hash_key: int | None, keys: Sequence[int]) -> None:
+    def bound_elsewhere(self, replica: FleetReplica, hash_key: int | None, keys: Sequence[int]) -> None:
         """Note a bind by another router, which shares its sessions and the history of foreign servers."""
         if hash_key is not None and self._balance.met is not None:
             self._balance.met(hash_key, replica)
@@ -264,7 +264,7 @@ class Binder:
             self._in_vain[use] = asked
         return bits
 
-    def _victim(self, request: FleetRequest, replica: Replica) -> FleetRequest | None:
+    def _victim(self, request: FleetRequest, replica: FleetReplica) -> FleetRequest | None:
         """The one there that it would preempt first."""
         rule, victims = self.policy.outranks, self._victims
         assert rule is not None
@@ -304,7 +304,9 @@ class Binder:
         """Whether workers may hand over, and have told what foretelling their times takes."""
         return self._handover.handover != "never" and all(r.facts.worker is not None for r in self._fleet.of(usable))
 
-    def _foretold(self, request: FleetRequest, room: int, usable: int, now: float) -> tuple[Replica, Choice] | None:
+    def _foretold(
+        self, request: FleetRequest, room: int, usable: int, now: float
+    ) -> tuple[FleetReplica, Choice] | None:
         """Choose by `disagg`; None when the request must wait. Writes `num_cached`."""
         fleet, asked = self._fleet, self._handover
         if asked.handover == "always" and self._awaits_role(request, usable):
@@ -312,7 +314,7 @@ class Binder:
         cached = cached_tokens(request, self._index, usable)
         loads = self._loads(room, usable, cached, now)
         num_known, objective_s = request.num_inputs + request.num_outputs, request.ttft_slo_s or asked.ttft_s
-        ask = Ask(num_known, fleet.work.outputs_left(request), objective_s, asked.tpot_s)
+        ask = WorkAsked(num_known, fleet.work.outputs_left(request), objective_s, asked.tpot_s)
         ways = options(ask, loads, asked.handover)
         if not ways:
             return None
@@ -340,7 +342,7 @@ class Binder:
         usable, asked = self._fleet.ready, self._handover
         if self.waiting.num_held or not usable or not self._foretells(usable):
             return None
-        ask = Ask(max(1, num_tokens), self._fleet.work.mean_outputs, asked.ttft_s, asked.tpot_s)
+        ask = WorkAsked(max(1, num_tokens), self._fleet.work.mean_outputs, asked.ttft_s, asked.tpot_s)
         ways = options(ask, self._loads(usable & self._fleet.room, usable, {}, now), asked.handover)
         return ways[0].ttft_s if ways else None
 
@@ -354,7 +356,7 @@ class Binder:
             if r.facts.worker is not None
         ]
 
-    def _note_start(self, request: FleetRequest, replica: Replica, now: float) -> None:
+    def _note_start(self, request: FleetRequest, replica: FleetReplica, now: float) -> None:
         request.num_computed = request.num_cached
         self.waiting.bound(request)
         request.num_computed = request.num_inputs + request.num_outputs

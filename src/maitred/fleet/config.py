@@ -160,7 +160,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RouteTarget:
     """A `--url` of `maitred route`: one replica, or a name that stands for several."""
 
     origin: Origin
@@ -168,7 +168,7 @@ class Target:
     weight: float = 1.0  # speed relative to the others, of one that does not tell its own
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> RouteTarget:
     """`http://host:8000`, `https://host/prefix`, `dns://name:8000`, each with `=WEIGHT` or not. Raises ConfigError."""
     url, equals, weight = text.rpartition("=")
     if not equals:
@@ -182,7 +182,7 @@ def parse_target(text: str) -> Target:
     return _target(text, url, value)
 
 
-def _target(text: str, url: str, weight: float) -> Target:
+def _target(text: str, url: str, weight: float) -> RouteTarget:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -195,10 +195,10 @@ def _target(text: str, url: str, weight: float) -> Target:
     if parts.scheme == "dns":
         if port is None or parts.path.strip("/"):
             raise ConfigError(f"{text!r}: a name to follow has a port and no path, such as dns://replicas:8000")
-        return Target(Origin(host, port), follows_name=True, weight=weight)
+        return RouteTarget(Origin(host, port), follows_name=True, weight=weight)
     is_tls = parts.scheme == "https"
     prefix = parts.path.rstrip("/").removesuffix("/v1")  # paths bring their own
-    return Target(Origin(host, port or (443 if is_tls else 80), is_tls, prefix), weight=weight)
+    return RouteTarget(Origin(host, port or (443 if is_tls else 80), is_tls, prefix), weight=weight)
 
 
 _REMEDY = "write http://HOST:PORT, https://HOST:PORT or dns://NAME:PORT"

@@ -15,9 +15,9 @@ from maitred.fleet.actions import Action, Probe
 from maitred.fleet.binding import Binder, Waiting
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
-from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage
+from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, FleetRequest
 from maitred.fleet.prefix_index import Lessons, PrefixIndex
-from maitred.fleet.replicas import Due, Health, Replica, ReplicaDue, ReplicaFacts, Replicas, Report, State, Use
+from maitred.fleet.replicas import Due, FleetReplica, Health, ReplicaDue, ReplicaFacts, Replicas, Report, State, Use
 from maitred.fleet.requests import Requests, Timers
 from maitred.fleet.sizing import EVERY_S, Autoscale, FleetFigures, Sizing, as_asked
 from maitred.policy.policies import POLICIES, policy_for
@@ -58,7 +58,7 @@ def view_of(fleet: Replicas, index: PrefixIndex, waiting: Waiting, target: int, 
     return FleetView(target, waiting.num_held, max(0.0, now - oldest), views)
 
 
-def _replica_view(fleet: Replicas, index: PrefixIndex, replica: Replica) -> ReplicaView:
+def _replica_view(fleet: Replicas, index: PrefixIndex, replica: FleetReplica) -> ReplicaView:
     facts = replica.facts
     return ReplicaView(
         name=facts.name,
@@ -143,7 +143,7 @@ class ClusterCore:
         replica = self.fleet.by_name.get(self.fleet.work.prefilled(request_id) or "")
         return ([] if replica is None else self._sizing.emptied(replica)) + self._requests.dispatch(now)
 
-    def ended(self, request_id: str, usage: Usage | None, now: float) -> list[Action]:
+    def ended(self, request_id: str, usage: AnswerUsage | None, now: float) -> list[Action]:
         """The request's answer came to its end, whatever it said; `usage` is None where it is not known."""
         request = self._requests.bound(request_id)
         if request is None:
@@ -367,7 +367,7 @@ class ClusterCore:
 
     # -- replicas come and go
 
-    def _become(self, replica: Replica, state: State, now: float) -> None:
+    def _become(self, replica: FleetReplica, state: State, now: float) -> None:
         """Take in a replica that is new, or was away; a spare stays out of rotation."""
         replica.heard_at, replica.num_failures, replica.is_full = now, 0, False
         self.fleet.note_others(replica, replica.num_own)
@@ -381,7 +381,7 @@ class ClusterCore:
             self._sizing.is_there(replica, now)
             self._watch.begin(replica)
 
-    def _is_news(self, replica: Replica, told: State) -> bool:
+    def _is_news(self, replica: FleetReplica, told: State) -> bool:
         """Draining, ejected, asleep and warm are the router's to say; a replica itself only knows if it could serve."""
         if replica.is_leaving:
             return not replica.facts.has_beats  # its last one tells that it has answered all
@@ -389,7 +389,7 @@ class ClusterCore:
             return False
         return not self._sizing.is_spare(replica) or (replica.state, told) not in _KEPT
 
-    def _is_well(self, replica: Replica, now: float) -> list[Action]:
+    def _is_well(self, replica: FleetReplica, now: float) -> list[Action]:
         replica.heard_at, replica.num_failures, replica.error = now, 0, None
         if replica.state is State.EJECTED:
             self._become(replica, State.READY, now)
@@ -416,7 +416,7 @@ class ClusterCore:
             self._scale_at = now + EVERY_S
         return actions + self._rotate_in([start.name for start in starts if start.origin == "warm"], now)
 
-    def _drain(self, replica: Replica, now: float) -> list[Action]:
+    def _drain(self, replica: FleetReplica, now: float) -> list[Action]:
         return self._draining.begin(replica, self.config.replica_drain_s, now)
 
     def _rotate_in(self, names: list[str], now: float) -> list[Action]:
@@ -432,9 +432,9 @@ class Draining:
 
     def __init__(self, fleet: Replicas, sizing: Sizing, requests: Requests, health: Health) -> None:
         self._fleet, self._sizing, self._requests, self._health = fleet, sizing, requests, health
-        self.timers: Timers[Replica] = Timers(lambda replica: fleet.by_name.get(replica.name) is replica)
+        self.timers: Timers[FleetReplica] = Timers(lambda replica: fleet.by_name.get(replica.name) is replica)
 
-    def begin(self, replica: Replica, within_s: float, now: float) -> list[Action]:
+    def begin(self, replica: FleetReplica, within_s: float, now: float) -> list[Action]:
         """Drain the replica: it has `within_s` to finish what it has."""
         self._sizing.forget(replica)
         self._fleet.set_state(replica, State.DRAINING, now)
@@ -442,7 +442,7 @@ class Draining:
         without_token = [r for r in replica.in_flight.values() if not r.has_begun]
         return [*self._sizing.emptied(replica), *self._requests.move_on(replica, without_token, now)]
 
-    def leave(self, replica: Replica, within_s: float, now: float) -> list[Action]:
+    def leave(self, replica: FleetReplica, within_s: float, now: float) -> list[Action]:
         """The replica drains by itself, whether asked by the router or not, and cuts what it has after `within_s`."""
         hand_over_s = max(within_s / 2, within_s - HAND_OVER_S)
         actions: list[Action] = []
@@ -457,11 +457,11 @@ class Draining:
         """Hand over what is left where the time is over."""
         return [action for replica in self.timers.take_due(now) for action in self._hand_over(replica, now)]
 
-    def _end_at(self, replica: Replica, at: float) -> None:
+    def _end_at(self, replica: FleetReplica, at: float) -> None:
         replica.drain_ends_at = at
         self.timers.add(at, replica)
 
-    def _hand_over(self, replica: Replica, now: float) -> list[Action]:
+    def _hand_over(self, replica: FleetReplica, now: float) -> list[Action]:
         if replica.state is not State.DRAINING or now < replica.drain_ends_at:  # it came back, and drains again
             return []
         return self._requests.move_on(replica, self._requests.movable(replica), now)
@@ -478,13 +478,13 @@ class Watch:
         """Whatever has fallen due."""
         return [action for due in self.timers.take_due(now) for action in self._fell_due(due, now)]
 
-    def begin(self, replica: Replica) -> None:
+    def begin(self, replica: FleetReplica) -> None:
         """Watch a ready replica that reports from time to time, so that its silence is noticed."""
         if replica.facts.has_beats and not replica.is_watched:
             replica.is_watched = True
             self.timers.add(replica.heard_at + self._config.silence_s, ReplicaDue(Due.SILENCE, replica))
 
-    def said_full(self, replica: Replica, until: float, now: float) -> None:
+    def said_full(self, replica: FleetReplica, until: float, now: float) -> None:
         """The replica answered 'full'; route nothing to it until `until`."""
         if not replica.is_full:
             replica.unready_since = now
@@ -492,11 +492,11 @@ class Watch:
         self.timers.add(replica.full_until, ReplicaDue(Due.FULL, replica))
         replica.is_full = True
 
-    def expect_probe(self, replica: Replica, now: float) -> None:
+    def expect_probe(self, replica: FleetReplica, now: float) -> None:
         """Probe an ejected replica later. Prompts it computes for others may still come to an end, so they stay."""
         self.timers.add(now + self._health.next_probe_s(replica), ReplicaDue(Due.PROBE, replica))
 
-    def expect_back(self, replica: Replica, now: float) -> None:
+    def expect_back(self, replica: FleetReplica, now: float) -> None:
         """A replica said that it serves nothing now; where that lasts, its requests go on elsewhere."""
         self.timers.add(now + self._config.silence_s, ReplicaDue(Due.BACK, replica))
 
@@ -515,7 +515,7 @@ class Watch:
         self._fleet.note_room(replica)
         return []
 
-    def _back_due(self, replica: Replica, now: float) -> list[Action]:
+    def _back_due(self, replica: FleetReplica, now: float) -> list[Action]:
         """Looked at again while it has some that cannot go elsewhere yet."""
         is_due = now >= replica.unready_since + self._config.silence_s
         if replica.state is not State.STARTING or not is_due or not self._requests.at(replica):
@@ -523,7 +523,7 @@ class Watch:
         self.expect_back(replica, now)
         return self._requests.flee(replica, now)
 
-    def _silence_due(self, replica: Replica, now: float) -> list[Action]:
+    def _silence_due(self, replica: FleetReplica, now: float) -> list[Action]:
         """A beat may have come since; if all fell silent at once, it may be us: then a probe tells. One that is out for
         another reason, and was left what it does for others, is not left it any longer.
         """

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import exp
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,9 @@ from maitred.core.cost_model import CostModel, StepShape
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.kv.tiers import worth_fetching
 from maitred.policy.policies import remaining_outputs
+
+if TYPE_CHECKING:
+    from maitred.engine.client import EngineClient
 
 MAX_PAIRED = 8  # of each side, the cheapest so many are looked at in pairs
 MOST_SHARE = 0.95  # of a worker's time: no queue is foretold to be endless
@@ -61,6 +64,40 @@ class WorkerFacts:
     """What its KV depends on, as far as it minds; between unlike ones nothing is moved."""
 
 
+LINK_BYTES_PER_S, LINK_S = 1e9, 0.01  # between workers of a machine, until it was measured
+READ_BYTES_PER_S, TOKENS_PER_READ = 10e9, 8  # a processor's guess: weights are read once for up to so many tokens
+
+
+def guessed_costs(weights_bytes: int) -> CostModel:
+    """A cost model until a worker has measured its own."""
+    weights_s = weights_bytes / READ_BYTES_PER_S
+    token_s = weights_s / TOKENS_PER_READ
+    return CostModel(fixed_s=2e-4, weights_s=weights_s, prefill_token_s=token_s, decode_token_s=token_s)
+
+
+def facts_of(client: EngineClient, role: str, *, is_beside: bool) -> WorkerFacts | None:
+    """Facts that foretelling its times takes; None where its KV cannot be pulled, or there is no engine now.
+
+    `is_beside` others of its server: they share the memory's bandwidth.
+    """
+    ready = client.loaded
+    if ready is None or not ready.kv_addresses:
+        return None
+    memory = ready.memory_plan
+    return WorkerFacts(
+        role=Role(role),
+        costs=client.counters.step_costs or ready.step_costs or guessed_costs(memory.weights_bytes),
+        token_budget=ready.token_budget,
+        num_blocks=memory.num_blocks,
+        block_size=memory.block_size,
+        bytes_per_token=memory.bytes_per_block / memory.block_size,
+        num_layers=ready.num_kv_layers,
+        bandwidth=client.counters.pull_bytes_per_s or LINK_BYTES_PER_S,
+        latency_s=LINK_S,
+        shares_link=is_beside,
+    )
+
+
 class WorkerLoad(NamedTuple):
     """A worker as one request meets it."""
 
@@ -91,7 +128,7 @@ class HandoverConfig:
 DEFAULT_HANDOVER = HandoverConfig()
 
 
-class Ask(NamedTuple):
+class WorkAsked(NamedTuple):
     """A request, and what it is promised."""
 
     num_inputs: int
@@ -146,7 +183,7 @@ class _Answer(NamedTuple):
     cost: float
 
 
-def options(ask: Ask, workers: Sequence[WorkerLoad], handover: str = "auto") -> list[Option]:
+def options(ask: WorkAsked, workers: Sequence[WorkerLoad], handover: str = "auto") -> list[Option]:
     """Ways to serve the request that have room, the cheapest first; none when it must wait."""
     prices = _Prices(ask)
     prompts = [_prompt(ask, worker, workers, prices) for worker in workers]
@@ -167,7 +204,7 @@ class _Prices:
     its share of what is allowed, and more past that.
     """
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: WorkAsked) -> None:
         self.is_promised = ask.ttft_objective_s is not None or ask.tpot_objective_s is not None
         self._ttft_s = ask.ttft_objective_s or (LAX_TTFT_S if self.is_promised else 1.0)
         self.tpot_s = ask.tpot_objective_s or LAX_TPOT_S
@@ -192,7 +229,7 @@ class _Prices:
 # -- one end
 
 
-def _prompt(ask: Ask, worker: WorkerLoad, workers: Sequence[WorkerLoad], prices: _Prices) -> _Prompt:
+def _prompt(ask: WorkAsked, worker: WorkerLoad, workers: Sequence[WorkerLoad], prices: _Prices) -> _Prompt:
     fetch_from, num_cached, fetch_s = _best_prefix(ask, worker, workers)
     num_tokens = max(1, ask.num_inputs - num_cached)
     queue_s = chunks_s(worker, worker.queued_tokens, 0)
@@ -208,7 +245,7 @@ def _prompt(ask: Ask, worker: WorkerLoad, workers: Sequence[WorkerLoad], prices:
     return _Prompt(worker, fetch_from, fetch_s, queue_s, ttft_s, computing_s, worker.rows * lost_s + behind_s, cost)
 
 
-def _best_prefix(ask: Ask, worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> tuple[str | None, int, float]:
+def _best_prefix(ask: WorkAsked, worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> tuple[str | None, int, float]:
     """(peer to fetch from, tokens cached then, how long it takes): the longest, if that is quicker than computing."""
     own = min(worker.num_cached, ask.num_inputs - 1)
     peer = max(workers, key=lambda w: (w.num_cached, w.name))
@@ -224,14 +261,14 @@ def _best_prefix(ask: Ask, worker: WorkerLoad, workers: Sequence[WorkerLoad]) ->
     return peer.name, own + num_tokens, num_bytes / bandwidth + latency_s
 
 
-def _answer(ask: Ask, worker: WorkerLoad, prices: _Prices) -> _Answer:
+def _answer(ask: WorkAsked, worker: WorkerLoad, prices: _Prices) -> _Answer:
     tpot_s, before_s = _pace_s(worker, 1, ask.num_inputs), _pace_s(worker)
     slower_s = max(0.0, tpot_s - before_s) * ask.num_outputs if worker.rows else 0.0
     harm_s = worker.rows * slower_s
     return _Answer(worker, tpot_s, harm_s, prices.tokens(tpot_s) + prices.others(harm_s))
 
 
-def _fits(ask: Ask, worker: WorkerLoad) -> bool:
+def _fits(ask: WorkAsked, worker: WorkerLoad) -> bool:
     """Whether the prompt and a block to begin the answer fit; an empty worker is tried in any case."""
     is_empty = worker.free_blocks >= worker.facts.num_blocks
     return is_empty or worker.free_blocks >= ask.num_inputs // worker.facts.block_size + 2
@@ -245,7 +282,7 @@ def _local(prompt: _Prompt, answer: _Answer) -> Option:
     return _option(prompt, answer, None, 0.0, prompt.cost + answer.cost + out_of_role)
 
 
-def _pairs(ask: Ask, prompts: list[_Prompt], answers: list[_Answer], prices: _Prices) -> Iterator[Option]:
+def _pairs(ask: WorkAsked, prompts: list[_Prompt], answers: list[_Answer], prices: _Prices) -> Iterator[Option]:
     senders = [p for p in prompts if p.worker.facts.role is not Role.DECODE and _fits(ask, p.worker)]
     receivers = [a for a in answers if a.worker.facts.role is not Role.PREFILL]
     senders = sorted(senders, key=lambda p: (p.cost, p.worker.name))[:MAX_PAIRED]
@@ -265,14 +302,14 @@ def _is(end: _Prompt | _Answer, role: Role) -> bool:
     return end.worker.facts.role is role
 
 
-def _may_pair(ask: Ask, workers: Sequence[WorkerLoad]) -> bool:
+def _may_pair(ask: WorkAsked, workers: Sequence[WorkerLoad]) -> bool:
     """Whether a hand-over could be, if there were room."""
     senders = [w for w in workers if w.facts.role is not Role.DECODE]
     receivers = [w for w in workers if w.facts.role is not Role.PREFILL]
     return any(num_moved(ask.num_inputs, r) and link_between(s, r)[0] for s in senders for r in receivers if s is not r)
 
 
-def _transfer_s(ask: Ask, prompt: _Prompt, receiver: WorkerLoad) -> float | None:
+def _transfer_s(ask: WorkAsked, prompt: _Prompt, receiver: WorkerLoad) -> float | None:
     """Seconds of transfer that computing the prompt does not hide; None where nothing can be moved."""
     sender = prompt.worker
     bandwidth, latency_s = link_between(sender, receiver)

@@ -98,7 +98,7 @@ def request_of(spec: RequestSpec, keys: tuple[int, ...], hash_key: int | None = 
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class AnswerUsage:
     """Usage that an answer reports, and whether the answer came to its own end."""
 
     num_prompt_tokens: int | None = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from maitred.fleet.fleet_request import FleetRequest, TokenRatio, Usage
-from maitred.fleet.replicas import Kind, Replica
+from maitred.fleet.fleet_request import AnswerUsage, FleetRequest, TokenRatio
+from maitred.fleet.replicas import FleetReplica, Kind
 from maitred.policy.predictor import Predictor, bounded_prediction
 
 
@@ -127,16 +127,16 @@ class Lessons:
         if self.predictor is not None:
             request.expected_outputs = bounded_prediction(self.predictor, request)
 
-    def sent(self, request: FleetRequest, replica: Replica) -> None:
+    def sent(self, request: FleetRequest, replica: FleetReplica) -> None:
         if replica.facts.kind is Kind.FOREIGN and request.keys:
             self._expected[request.request_id] = self._history.sent(replica.bit, request.keys)
 
-    def sent_elsewhere(self, keys: Sequence[int], replica: Replica) -> None:
+    def sent_elsewhere(self, keys: Sequence[int], replica: FleetReplica) -> None:
         """Another router sent a prompt with these keys there."""
         if replica.facts.kind is Kind.FOREIGN and keys:
             self._history.sent(replica.bit, keys)
 
-    def told(self, request: FleetRequest, replica: Replica, usage: Usage) -> None:
+    def told(self, request: FleetRequest, replica: FleetReplica, usage: AnswerUsage) -> None:
         """The usage of its whole answer."""
         if usage.num_prompt_tokens:
             self._ratio_of(request.model).told(request.num_bytes, usage.num_prompt_tokens)
@@ -155,7 +155,7 @@ class Lessons:
         """The request is in flight no more."""
         self._expected.pop(request.request_id, None)
 
-    def forgot(self, replica: Replica) -> None:
+    def forgot(self, replica: FleetReplica) -> None:
         """The replica's cache is gone."""
         self._history.forgot(replica.bit)
 

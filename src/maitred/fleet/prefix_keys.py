@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest as hash_of
 SMALL_BYTES = 16 * 1024  # read at once, whatever is in it
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+class RoutedStreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
 
 
@@ -37,7 +37,7 @@ class RoutedBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: Raw | UnsetType = UNSET
     # how much is asked for, and in which form
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: RoutedStreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None

@@ -76,7 +76,7 @@ class Use(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class FleetReplica:
     """One of them, as the router knows it. Written by `Replicas` and `health`."""
 
     name: str
@@ -127,7 +127,7 @@ class ReplicaDue(NamedTuple):
     """An event of one replica, due."""
 
     what: Due
-    replica: Replica
+    replica: FleetReplica
 
 
 class Replicas:
@@ -136,8 +136,8 @@ class Replicas:
     def __init__(self, config: FleetConfig) -> None:
         self._config = config
         self.tiers: tuple[Tier, ...] = tiers_of(config)
-        self.by_name: dict[str, Replica] = {}
-        self._by_bit: list[Replica | None] = []
+        self.by_name: dict[str, FleetReplica] = {}
+        self._by_bit: list[FleetReplica | None] = []
         self.ready = 0
         self.room = 0  # of those ready
         self.idle = 0  # without load
@@ -149,27 +149,27 @@ class Replicas:
         self._tier_bits = [0] * len(self.tiers)
         self._fingerprints: dict[str, int] = {}
         self._usable: dict[Use, int] = {}
-        self._listed: dict[int, tuple[Replica, ...]] = {}
+        self._listed: dict[int, tuple[FleetReplica, ...]] = {}
         self._speeds: dict[int, float] = {}
-        self._by_speed: dict[float, list[Replica]] = {}
+        self._by_speed: dict[float, list[FleetReplica]] = {}
 
     @property
     def slots(self) -> int:
         """Slots of a replica that tells none."""
         return self._config.slots
 
-    def __iter__(self) -> Iterator[Replica]:
+    def __iter__(self) -> Iterator[FleetReplica]:
         return iter(self.by_name.values())
 
     def __len__(self) -> int:
         return len(self.by_name)
 
-    def at(self, bit: int) -> Replica:
+    def at(self, bit: int) -> FleetReplica:
         replica = self._by_bit[bit]
         assert replica is not None, f"nobody has bit {bit}"
         return replica
 
-    def of(self, bits: int) -> tuple[Replica, ...]:
+    def of(self, bits: int) -> tuple[FleetReplica, ...]:
         """The replicas of a set, by bit."""
         found = self._listed.get(bits)
         if found is None:
@@ -185,7 +185,7 @@ class Replicas:
             found = self._speeds[bits] = sum([replica.speed for replica in self.of(bits)])
         return found
 
-    def first_of_each_speed(self, bits: int, most: int) -> Iterator[Replica]:
+    def first_of_each_speed(self, bits: int, most: int) -> Iterator[FleetReplica]:
         """Replicas of a set by name, at most so many of each speed."""
         if not self._by_speed:
             for name in sorted(self.by_name):
@@ -195,7 +195,7 @@ class Replicas:
 
     # -- replicas that come and go
 
-    def put(self, facts: ReplicaFacts, now: float) -> Replica:
+    def put(self, facts: ReplicaFacts, now: float) -> FleetReplica:
         """A new one, or new facts of one that there is; its state is the caller's to set."""
         replica = self.by_name.get(facts.name)
         if facts.slots is None:
@@ -205,7 +205,7 @@ class Replicas:
             return replica
         if replica is None:
             bit = next((bit for bit, there in enumerate(self._by_bit) if there is None), len(self._by_bit))
-            replica = Replica(facts.name, facts, bit, 0, 0, heard_at=now, unready_since=now)
+            replica = FleetReplica(facts.name, facts, bit, 0, 0, heard_at=now, unready_since=now)
             if bit == len(self._by_bit):
                 self._by_bit.append(None)
             self._by_bit[bit] = self.by_name[facts.name] = replica
@@ -217,7 +217,7 @@ class Replicas:
         self.note_room(replica)
         return replica
 
-    def remove(self, replica: Replica, now: float) -> None:
+    def remove(self, replica: FleetReplica, now: float) -> None:
         self.last_left_at = now
         self.work.gone(replica.name)
         del self.by_name[replica.name]
@@ -227,7 +227,7 @@ class Replicas:
         self.idle &= ~(1 << replica.bit)
         self._list_anew()
 
-    def set_state(self, replica: Replica, state: State, now: float) -> None:
+    def set_state(self, replica: FleetReplica, state: State, now: float) -> None:
         if replica.state is State.READY and state is not State.READY:
             replica.unready_since = now
         replica.state = state
@@ -239,7 +239,7 @@ class Replicas:
 
     # -- requests in flight
 
-    def bind(self, replica: Replica, request: FleetRequest) -> None:
+    def bind(self, replica: FleetReplica, request: FleetRequest) -> None:
         replica.in_flight[request.request_id] = request
         replica.num_own += request.num_samples
         replica.load += request.num_samples
@@ -247,19 +247,19 @@ class Replicas:
         if replica.room <= 0:
             self.room &= ~(1 << replica.bit)
 
-    def free(self, replica: Replica, request: FleetRequest) -> None:
+    def free(self, replica: FleetReplica, request: FleetRequest) -> None:
         del replica.in_flight[request.request_id]
         replica.num_own -= request.num_samples
         replica.load -= request.num_samples
         self.note_room(replica)
 
-    def note_others(self, replica: Replica, num_in_flight: int) -> None:
+    def note_others(self, replica: FleetReplica, num_in_flight: int) -> None:
         """So many are in flight there, as it says."""
         replica.num_others = max(0, num_in_flight - replica.num_own)
         replica.load = replica.num_own + replica.num_others
         self.note_room(replica)
 
-    def note_room(self, replica: Replica) -> None:
+    def note_room(self, replica: FleetReplica) -> None:
         """Note that the replica's load, or its report of it, has changed."""
         flag = 1 << replica.bit
         self.idle = self.idle & ~flag if replica.load else self.idle | flag
@@ -385,7 +385,7 @@ class Health:
         self._config, self._fleet = config, fleet
         self.budget = RetryBudget(config.retry_ratio)
 
-    def failed(self, replica: Replica, failure: Failure, now: float) -> bool:
+    def failed(self, replica: FleetReplica, failure: Failure, now: float) -> bool:
         """An attempt failed there; FULL is none. True if it is taken out by that."""
         replica.num_failures += 1
         replica.error = failure.message or failure.kind.value
@@ -400,7 +400,7 @@ class Health:
         num_out = sum(1 for replica in self._fleet if replica.state is State.EJECTED)
         return 2 * (num_ready - 1) >= num_ready + num_out
 
-    def eject(self, replica: Replica, kind: FailureKind, now: float) -> bool:
+    def eject(self, replica: FleetReplica, kind: FailureKind, now: float) -> bool:
         """Take the replica out; False if it is not in rotation."""
         if replica.state is not State.READY:
             return False
@@ -408,12 +408,12 @@ class Health:
         self._fleet.set_state(replica, State.EJECTED, now)
         return True
 
-    def next_probe_s(self, replica: Replica) -> float:
+    def next_probe_s(self, replica: FleetReplica) -> float:
         """(s) until the next one."""
         replica.num_probes += 1
         return min(MAX_PROBE_S, MIN_PROBE_S * 2.0 ** (replica.num_probes - 1))
 
-    def why_no_more(self, request: FleetRequest, replica: Replica) -> MaitredError | None:
+    def why_no_more(self, request: FleetRequest, replica: FleetReplica) -> MaitredError | None:
         """Why a request that failed gets no other attempt; None counts one more and lets it."""
         what = f"request {request.request_id}: the replica that had it failed"  # which, and how, the log tells
         if request.num_deaths >= self._config.max_deaths:
@@ -427,14 +427,14 @@ class Health:
         request.num_retries += 1
         return None
 
-    def _why_no_resume(self, request: FleetRequest, replica: Replica, what: str) -> MaitredError | None:
+    def _why_no_resume(self, request: FleetRequest, replica: FleetReplica, what: str) -> MaitredError | None:
         if not self.can_resume(request, replica):
             return EngineDead(f"{what} in the middle of the answer, which cannot be gone on with elsewhere")
         if self._config.resume == "exact":
             request.fingerprint = replica.facts.fingerprint
         return None
 
-    def can_resume(self, request: FleetRequest, replica: Replica) -> bool:
+    def can_resume(self, request: FleetRequest, replica: FleetReplica) -> bool:
         """May another replica go on where this one is?"""
         knows = self._config.resume == "always" or replica.facts.fingerprint is not None
         return request.can_resume and self._config.resume != "never" and knows

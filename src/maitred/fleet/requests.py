@@ -19,9 +19,9 @@ from maitred.core.errors import (
 from maitred.fleet.actions import Action, Move, Refuse
 from maitred.fleet.binding import Binder, use_of
 from maitred.fleet.config import FleetConfig
-from maitred.fleet.fleet_request import Failure, FleetRequest, Place, Usage
+from maitred.fleet.fleet_request import AnswerUsage, Failure, FleetRequest, Place
 from maitred.fleet.prefix_index import Lessons
-from maitred.fleet.replicas import Health, Replica, Replicas
+from maitred.fleet.replicas import FleetReplica, Health, Replicas
 from maitred.fleet.sizing import Counts, Sizing
 
 T = TypeVar("T")
@@ -176,7 +176,7 @@ class Requests:
 
     # -- they go
 
-    def finish(self, request: FleetRequest, usage: Usage | None, now: float) -> list[Action]:
+    def finish(self, request: FleetRequest, usage: AnswerUsage | None, now: float) -> list[Action]:
         """End a request whose answer came to its end."""
         if usage is not None:
             if usage.num_output_tokens is not None:
@@ -206,7 +206,7 @@ class Requests:
 
     # -- their replica fails, or is to go
 
-    def fail(self, requests: list[FleetRequest], replica: Replica, failure: Failure, now: float) -> list[Action]:
+    def fail(self, requests: list[FleetRequest], replica: FleetReplica, failure: Failure, now: float) -> list[Action]:
         """Their attempts failed: each is held again, or refused."""
         actions: list[Action] = []
         again = []
@@ -221,16 +221,16 @@ class Requests:
                 actions += self.refuse(request, error, failure)
         return actions + self.hold(again, now)
 
-    def at(self, replica: Replica) -> list[FleetRequest]:
+    def at(self, replica: FleetReplica) -> list[FleetRequest]:
         """Requests in flight at the replica, and those whose prompts it computes for others."""
         for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
         return [*replica.in_flight.values(), *for_others]
 
-    def movable(self, replica: Replica) -> list[FleetRequest]:
+    def movable(self, replica: FleetReplica) -> list[FleetRequest]:
         """Requests of `at` that another replica can go on with, or begin."""
         return [r for r in self.at(replica) if not r.has_begun or self._health.can_resume(r, replica)]
 
-    def flee(self, replica: Replica, now: float) -> list[Action]:
+    def flee(self, replica: FleetReplica, now: float) -> list[Action]:
         """The engine of `replica` hangs: requests that another replica takes go there, the others stay. Each goes once,
         for it may be what engines hang by.
         """
@@ -240,7 +240,7 @@ class Requests:
                 self._living[action.request_id].has_fled = True
         return actions
 
-    def abandon(self, replica: Replica, failure: Failure, now: float) -> list[Action]:
+    def abandon(self, replica: FleetReplica, failure: Failure, now: float) -> list[Action]:
         """Fail all requests in flight at the replica, and those whose prompts it computed for others."""
         requests = self.at(replica)
         moves: list[Action] = [Move(r.request_id, replica.name, failure.kind.value) for r in requests]
@@ -250,7 +250,7 @@ class Requests:
         """Hold a request again whose replica had no room; no failure is counted."""
         return self._free(request) + self.hold([request], now)
 
-    def pass_by(self, request: FleetRequest, replica: Replica, failure: Failure, now: float) -> list[Action]:
+    def pass_by(self, request: FleetRequest, replica: FleetReplica, failure: Failure, now: float) -> list[Action]:
         """The replica limits this client: another one is asked, where there is one."""
         request.barred |= 1 << replica.bit
         if self._fleet.usable(use_of(request)) & ~request.barred:
@@ -259,7 +259,7 @@ class Requests:
         return self.refuse(request, Unavailable(told), failure) + self.dispatch(now)
 
     def move_on(
-        self, replica: Replica, requests: Iterable[FleetRequest], now: float, reason: str = "drain"
+        self, replica: FleetReplica, requests: Iterable[FleetRequest], now: float, reason: str = "drain"
     ) -> list[Action]:
         """Move requests that another replica may take; the move is not their fault."""
         actions: list[Action] = []

@@ -10,7 +10,7 @@ from maitred.fleet.balance import BALANCES, choose, hash_of, least_load
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.prefix_index import PrefixIndex
-from maitred.fleet.replicas import Replica, ReplicaFacts, Replicas, State
+from maitred.fleet.replicas import FleetReplica, ReplicaFacts, Replicas, State
 from maitred.fleet.sizing import AutoscaleConfig, Autoscaler, FleetFigures
 
 FIRST_START_S = 10.0  # until a replica has told how long its start took
@@ -65,7 +65,7 @@ class ServeChoice:
         for seen in replicas:
             self._fleet.note_others(self._fleet.by_name.get(seen.name) or self._new(seen, now), seen.load)
 
-    def _new(self, seen: Seen, now: float) -> Replica:
+    def _new(self, seen: Seen, now: float) -> FleetReplica:
         replica = self._fleet.put(ReplicaFacts(name=seen.name, slots=seen.slots), now)
         self._fleet.set_state(replica, State.READY, now)
         return replica

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from maitred.core.errors import ConfigError
 from maitred.fleet.actions import Sleep, Start, Stop
 from maitred.fleet.config import FleetConfig
-from maitred.fleet.replicas import Replica, ReplicaFacts, Replicas, State
+from maitred.fleet.replicas import FleetReplica, ReplicaFacts, Replicas, State
 
 BETA_UP, BETA_DOWN = 1.0, 2.0  # start more below the first, stop some above the second: between them nothing happens
 STEADY_S = 60.0  # no fewer replicas than at any moment of this long was needed
@@ -66,7 +66,7 @@ class FleetFigures:
     """Counter: their times from a replica's slot to the end, in seconds."""
 
 
-class Target(NamedTuple):
+class AimedAt(NamedTuple):
     """How many replicas there shall be in rotation, those under way included."""
 
     num_replicas: int
@@ -90,14 +90,14 @@ class Autoscaler:
     def __call__(self, figures: FleetFigures, now: float) -> int:
         return self.decide(figures, now).num_replicas
 
-    def decide(self, figures: FleetFigures, now: float) -> Target:
+    def decide(self, figures: FleetFigures, now: float) -> AimedAt:
         """How many there shall be, from `low` to `high`."""
         self._learn(figures, now)
         wanted, why = self._wanted(figures, now)
         bounded = min(max(wanted, figures.low), figures.high)
         if bounded < figures.target:
             self._fewer_at = now
-        return Target(bounded, why if bounded == wanted else "bounds")
+        return AimedAt(bounded, why if bounded == wanted else "bounds")
 
     def _wanted(self, figures: FleetFigures, now: float) -> tuple[int, str]:
         if self._is_idle(figures, now):
@@ -291,15 +291,15 @@ class Sizing:
         """Or there; or replicas are not ours to start."""
         return not self.is_on or bool(self._serving())
 
-    def is_spare(self, replica: Replica) -> bool:
+    def is_spare(self, replica: FleetReplica) -> bool:
         """Whether the replica stays out of rotation when it is ready."""
         return replica.name in self._spares
 
-    def keep(self, replica: Replica) -> None:
+    def keep(self, replica: FleetReplica) -> None:
         """Keep a sleeping replica as a spare, wanted or not."""
         self._spares.add(replica.name)
 
-    def forget(self, replica: Replica) -> None:
+    def forget(self, replica: FleetReplica) -> None:
         """Forget a replica that goes for good: if it was a spare, another takes its place."""
         self._spares.discard(replica.name)
         self._begun.pop(replica.name, None)
@@ -371,7 +371,7 @@ class Sizing:
         self._begun[start.name] = _Begun(now, start.origin)
         return start
 
-    def is_there(self, replica: Replica, now: float) -> None:
+    def is_there(self, replica: FleetReplica, now: float) -> None:
         """Note that the replica is ready: its start is over."""
         begun = self._begun.pop(replica.name, None)
         if begun is not None:
@@ -424,7 +424,7 @@ class Sizing:
         self._replacing = None
         return [] if new is None or old is None else [old.name]
 
-    def _too_many(self) -> list[Replica]:
+    def _too_many(self) -> list[FleetReplica]:
         """The idlest first, of those the newest; none while one is being replaced."""
         if not self.is_on or self._replacing is not None:
             return []
@@ -432,7 +432,7 @@ class Sizing:
         serving.sort(key=lambda r: (r.state is State.READY, r.num_own, -r.bit))
         return serving[: max(0, len(serving) - self.target)]
 
-    def emptied(self, replica: Replica) -> list[Stop]:
+    def emptied(self, replica: FleetReplica) -> list[Stop]:
         """Stop a draining replica once no request is in flight there and no KV there is awaited by another."""
         is_empty = not replica.in_flight and not self._fleet.work.num_here(replica.name)
         done = replica.state is State.DRAINING and is_empty and replica.facts.is_launched
@@ -448,14 +448,14 @@ class Sizing:
         old = self._fleet.by_name.get(self._replacing[1])
         return self.target + (old is not None and old.state is not State.DRAINING and not self.is_spare(old))
 
-    def _launched(self) -> list[Replica]:
+    def _launched(self) -> list[FleetReplica]:
         return [r for r in self._fleet if r.facts.is_launched]
 
-    def _serving(self) -> list[Replica]:
+    def _serving(self) -> list[FleetReplica]:
         """Launched replicas, there or on the way, spares left out."""
         return [r for r in self._launched() if r.state is not State.DRAINING and r.name not in self._spares]
 
-    def _spares_in(self, state: State) -> list[Replica]:
+    def _spares_in(self, state: State) -> list[FleetReplica]:
         return [r for r in self._launched() if r.state is state and r.name in self._spares]
 
     def _new_name(self) -> str:

@@ -60,7 +60,7 @@ class ToldSample(msgspec.Struct, omit_defaults=True):
     num_cached_tokens: Count | None = None  # of its prompt, once that is known
 
 
-class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
+class ToldFrame(msgspec.Struct, frozen=True, omit_defaults=True):
     """One write, with the tokens that made the `num_bytes` that follow."""
 
     num_bytes: Count
@@ -85,7 +85,7 @@ class BrokenFrame(Exception):
 
 _encode = msgspec.json.Encoder().encode
 _read_head = msgspec.json.Decoder(StreamHead).decode
-_read_frame = msgspec.json.Decoder(Frame).decode
+_read_frame = msgspec.json.Decoder(ToldFrame).decode
 _read_usage = msgspec.json.Decoder(ToldUsage).decode
 
 
@@ -95,7 +95,7 @@ def head_line(head: StreamHead) -> bytes:
 
 def frame(samples: Iterable[ToldSample], events: bytes, num_more: int = 0, usage: ToldUsage | None = None) -> bytes:
     """`events` as one frame; `num_more` bytes that follow are its as well."""
-    return FRAME + _encode(Frame(len(events) + num_more, tuple(samples), usage)) + b"\n" + events
+    return FRAME + _encode(ToldFrame(len(events) + num_more, tuple(samples), usage)) + b"\n" + events
 
 
 def usage_header(usage: ToldUsage) -> tuple[bytes, bytes]:

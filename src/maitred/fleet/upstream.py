@@ -55,7 +55,7 @@ class ConnectionCounts:
     num_reused: int = 0
 
 
-class Ask(NamedTuple):
+class UpstreamAsk(NamedTuple):
     """One request as bytes, its head made by `request_head`."""
 
     head: bytes
@@ -71,7 +71,7 @@ def request_head(method: str, target: str, origin: Origin, headers: list[Header]
     return b"%b%b%b\r\n" % (start.encode("latin-1"), length, b"".join(lines))
 
 
-class Answer:
+class UpstreamAnswer:
     """An answer on its way: `status` and `headers` are there, the body comes by `piece`.
 
     Read it to the end or call `abort`; either ends it.
@@ -180,7 +180,7 @@ class Upstream:
         self._idle: deque[_Connection] = deque()  # the latest is last
         self._closed = False
 
-    async def send(self, ask: Ask) -> Answer:
+    async def send(self, ask: UpstreamAsk) -> UpstreamAnswer:
         """The answer, as soon as its head is here. Raises UpstreamFailed when none comes.
 
         A kept connection may have died unseen: if not a byte came on it the request goes out once more, on a new one.
@@ -254,7 +254,7 @@ class _Connection(asyncio.Protocol):
         self._upstream = upstream
         self.transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: Answer | None = None
+        self._answer: UpstreamAnswer | None = None
         self._is_head = False  # the request in work
         self._status = 0
         self._headers: list[Header] = []
@@ -269,9 +269,9 @@ class _Connection(asyncio.Protocol):
     def has_begun(self) -> bool:
         return self._num_plain_bytes > 0 or self._status > 0
 
-    async def ask(self, ask: Ask) -> Answer:
+    async def ask(self, ask: UpstreamAsk) -> UpstreamAnswer:
         """Raises UpstreamFailed."""
-        self._answer = answer = Answer(self)
+        self._answer = answer = UpstreamAnswer(self)
         self._is_head = ask.is_head
         self._status, self._headers, self._num_plain_bytes = 0, [], 0
         self.transport.write(ask.head + ask.body)

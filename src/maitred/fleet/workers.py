@@ -22,7 +22,6 @@ import msgspec
 
 from maitred.config import MachineShare, SchedulerConfig
 from maitred.core.clock import Clock
-from maitred.core.cost_model import CostModel
 from maitred.core.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
 from maitred.core.objectives import promised
 from maitred.core.replica import ReplicaState, TierView, WorkerView
@@ -58,46 +57,14 @@ from maitred.engine.supervisor import Start
 from maitred.fleet.actions import Action, Bind, ChoicesMade, Move, Refuse
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.core import ClusterCore
-from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
+from maitred.fleet.disagg import HandoverConfig, WorkerFacts, facts_of
 from maitred.fleet.driver import Driver
-from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage, request_of
+from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, FleetRequest, request_of
 from maitred.fleet.prefix_index import PrefixIndex
 from maitred.fleet.replicas import ReplicaFacts, Report, State
 from maitred.scheduler.queue_view import MAX_PAGE, QueueView, WaitingRequest
 
 KEY_BYTES = 8  # of a block's hash
-LINK_BYTES_PER_S, LINK_S = 1e9, 0.01  # between workers of a machine, until it was measured
-READ_BYTES_PER_S, TOKENS_PER_READ = 10e9, 8  # a processor's guess: weights are read once for up to so many tokens
-
-
-def guessed_costs(weights_bytes: int) -> CostModel:
-    """A cost model until a worker has measured its own."""
-    weights_s = weights_bytes / READ_BYTES_PER_S
-    token_s = weights_s / TOKENS_PER_READ
-    return CostModel(fixed_s=2e-4, weights_s=weights_s, prefill_token_s=token_s, decode_token_s=token_s)
-
-
-def facts_of(client: EngineClient, role: str, *, is_beside: bool) -> WorkerFacts | None:
-    """Facts that foretelling its times takes; None where its KV cannot be pulled, or there is no engine now.
-
-    `is_beside` others of its server: they share the memory's bandwidth.
-    """
-    ready = client.loaded
-    if ready is None or not ready.kv_addresses:
-        return None
-    memory = ready.memory_plan
-    return WorkerFacts(
-        role=Role(role),
-        costs=client.counters.step_costs or ready.step_costs or guessed_costs(memory.weights_bytes),
-        token_budget=ready.token_budget,
-        num_blocks=memory.num_blocks,
-        block_size=memory.block_size,
-        bytes_per_token=memory.bytes_per_block / memory.block_size,
-        num_layers=ready.num_kv_layers,
-        bandwidth=client.counters.pull_bytes_per_s or LINK_BYTES_PER_S,
-        latency_s=LINK_S,
-        shares_link=is_beside,
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -508,7 +475,7 @@ class WorkerRequests(Driver[Prompt]):
         if prompt.worker is None:
             self.do(self.core.aborted(prompt_id, now))
         else:
-            self.do(self.core.ended(prompt_id, Usage(complete=is_complete), now))
+            self.do(self.core.ended(prompt_id, AnswerUsage(complete=is_complete), now))
 
     def _end_here(self, live: LiveRequest, reason: FinishReason, error: MaitredError | None = None) -> None:
         """No worker has it."""

@@ -21,7 +21,7 @@ from maitred.core.request import FinishReason
 from maitred.fleet.actions import Bind, Move, Refuse, Start
 from maitred.fleet.core import ClusterCore
 from maitred.fleet.driver import Driver
-from maitred.fleet.fleet_request import FleetRequest, Usage, request_of
+from maitred.fleet.fleet_request import AnswerUsage, FleetRequest, request_of
 from maitred.fleet.replicas import ReplicaFacts, Report, State
 from maitred.gate.admission import AdmissionController
 from maitred.policy.predictor import Foretold, predictor_named
@@ -282,7 +282,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
             self.figures.num_prompt_tokens += state.num_prompt_tokens
         if complete and self._setup.disk is not None:
             self._setup.disk.store(state.block_hashes)
-        usage = Usage(state.num_prompt_tokens, state.num_output_tokens, state.num_cached_tokens, complete)
+        usage = AnswerUsage(state.num_prompt_tokens, state.num_output_tokens, state.num_cached_tokens, complete)
         self.hear(self.core.ended, request_id, usage)
 
     def _note_changes(self, replica: SimulatedReplica, now: float) -> None:

@@ -29,7 +29,7 @@ class CacheControl(NamedTuple):
     max_age_s: float | None = None  # 0 is no-cache: it is computed again, and kept
 
 
-class Answer(NamedTuple):
+class CachedAnswer(NamedTuple):
     """A complete answer with status 200, byte by byte; a stream's events, and what ends it."""
 
     content_type: bytes
@@ -87,13 +87,13 @@ class ResultCache:
     def __init__(self, max_bytes: int, ttl_s: float) -> None:
         self.max_bytes, self.ttl_s = max_bytes, ttl_s
         self.num_bytes = 0
-        self._answers: OrderedDict[bytes, Answer] = OrderedDict()  # the least recently used first
+        self._answers: OrderedDict[bytes, CachedAnswer] = OrderedDict()  # the least recently used first
 
     @property
     def max_answer_bytes(self) -> int:
         return max(0, self.max_bytes // MAX_SHARE - ENTRY_BYTES)
 
-    def find(self, key: bytes, now: float) -> Answer | None:
+    def find(self, key: bytes, now: float) -> CachedAnswer | None:
         """Return an answer that is not older than `ttl_s`."""
         answer = self._answers.get(key)
         if answer is None:
@@ -104,7 +104,7 @@ class ResultCache:
         self._answers.move_to_end(key)
         return answer
 
-    def keep(self, key: bytes, answer: Answer) -> None:
+    def keep(self, key: bytes, answer: CachedAnswer) -> None:
         """Store an answer, unless it is larger than `max_answer_bytes`."""
         self.drop(key)
         if len(answer.body) > self.max_answer_bytes:
@@ -132,11 +132,11 @@ class ResultCache:
         assert self.num_bytes == sum(map(_size, self._answers.values())) <= self.max_bytes
 
 
-def _size(answer: Answer) -> int:
+def _size(answer: CachedAnswer) -> int:
     return len(answer.body) + ENTRY_BYTES
 
 
-def is_fresh(answer: Answer, control: CacheControl, now: float) -> bool:
+def is_fresh(answer: CachedAnswer, control: CacheControl, now: float) -> bool:
     """Whether the answer is new enough for this request."""
     return control.max_age_s is None or now - answer.stored_at < control.max_age_s
 
@@ -147,13 +147,13 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[bytes, bytes, float, tuple[tuple[bytes, bytes], ...]]).decode
 
 
-def packed(key: bytes, answer: Answer, unix_now: float, now: float) -> bytes:
+def packed(key: bytes, answer: CachedAnswer, unix_now: float, now: float) -> bytes:
     """Format, checksum, content type, body, time, headers. The key is in the checksum, so that it fits no other."""
     content = _encode((answer.content_type, answer.body, unix_now - (now - answer.stored_at), answer.told))
     return FORMAT + _checksum(key, content) + content
 
 
-def unpacked(key: bytes, sent: bytes, unix_now: float, now: float) -> Answer | None:
+def unpacked(key: bytes, sent: bytes, unix_now: float, now: float) -> CachedAnswer | None:
     """None is what was damaged on its way, or is none of ours."""
     begin = len(FORMAT) + CHECKSUM_BYTES
     content = sent[begin:]
@@ -163,7 +163,7 @@ def unpacked(key: bytes, sent: bytes, unix_now: float, now: float) -> Answer | N
         content_type, body, stored_at, told = _decode(content)
     except (msgspec.DecodeError, ValueError):
         return None
-    return Answer(content_type, body, now - max(0.0, unix_now - stored_at), told)
+    return CachedAnswer(content_type, body, now - max(0.0, unix_now - stored_at), told)
 
 
 def _checksum(key: bytes, content: bytes) -> bytes:

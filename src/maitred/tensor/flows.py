@@ -16,7 +16,7 @@ from maitred.core.request import Charges, FinishReason
 from maitred.core.step import RequestTiming
 from maitred.core.tensor_request import InferRequest, InferResponse, Tensor
 from maitred.engine.frames import Looked, News, StepEnded
-from maitred.storage.result_cache import Answer as Kept
+from maitred.storage.result_cache import CachedAnswer as Kept
 from maitred.storage.result_cache import ResultCache
 from maitred.tensor.batching import Batching
 from maitred.tensor.config import ANY_MESSAGE, inputs_of

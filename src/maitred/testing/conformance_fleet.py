@@ -18,7 +18,7 @@ from maitred.fleet.actions import Action, Bind, Move, Refuse
 from maitred.fleet.binding import use_of
 from maitred.fleet.config import BALANCES, FleetConfig
 from maitred.fleet.core import ClusterCore
-from maitred.fleet.fleet_request import Usage, request_of
+from maitred.fleet.fleet_request import AnswerUsage, request_of
 from maitred.fleet.replicas import ReplicaFacts
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
@@ -117,9 +117,9 @@ class FleetWorld:
                     self.carry_out(self.core.ended(told.request_id, self._usage(told.request_id), self.now))
         self.source.now = self.now
 
-    def _usage(self, request_id: str) -> Usage:
+    def _usage(self, request_id: str) -> AnswerUsage:
         spec = self.specs[request_id]
-        return Usage(spec.num_prompt_tokens, spec.max_tokens, complete=False)
+        return AnswerUsage(spec.num_prompt_tokens, spec.max_tokens, complete=False)
 
     # -- what must hold after everything that happens
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 from maitred.cli.why import choice_lines
 from maitred.fleet.actions import Bind, Choices
 from maitred.fleet.balance import Choice
-from maitred.fleet.disagg import Ask, options
+from maitred.fleet.disagg import WorkAsked, options
 from tests.fleet.workers import worker
 
 
 def test_why_tells_each_way_that_was_foretold_and_its_terms():
     there = [worker("p", "prefill", prefill_share=0.7), worker("d", "decode", rows=40, context_tokens=40_000)]
-    ways = options(Ask(num_inputs=4000, num_outputs=200.0), there)
+    ways = options(WorkAsked(num_inputs=4000, num_outputs=200.0), there)
     choices = Choices()
     choices.bound(Bind("r", Choice("d", "p", foretold=tuple(ways)), 1), 0.25)
     made = choices.of("r")

@@ -12,8 +12,8 @@ from starlette.types import Message
 from maitred.api.http.exchange import TOLD_OF_BODIES, Exchange, Header
 from maitred.core.clock import Clock
 from maitred.storage.result_cache import (
-    Answer,
     CacheControl,
+    CachedAnswer,
     ResultCache,
     cache_control,
     is_exact,
@@ -117,7 +117,7 @@ class Results:
             value = packed(wanted.key, answer, self._wall_time(), now)
             self._shared.put(wanted.key, value, self.cache.ttl_s)
 
-    async def _find(self, wanted: Wanted) -> Answer | None:
+    async def _find(self, wanted: Wanted) -> CachedAnswer | None:
         key, now = wanted.key, self._clock.now()
         if wanted.control.max_age_s == 0:
             return None
@@ -126,7 +126,7 @@ class Results:
             answer = await self._find_shared(self._shared, key)
         return answer if answer is not None and is_fresh(answer, wanted.control, now) else None
 
-    async def _find_shared(self, shared: SharedStore, key: bytes) -> Answer | None:
+    async def _find_shared(self, shared: SharedStore, key: bytes) -> CachedAnswer | None:
         value = await shared.get(key)
         if value is None:
             return None
@@ -155,7 +155,7 @@ class Recording:
         self._complete = False
         exchange.raw_send, exchange.recording = self._sent, self
 
-    def answer(self, now: float) -> Answer | None:
+    def answer(self, now: float) -> CachedAnswer | None:
         """The answer to keep; None for what was no success, is too long, or has no end."""
         if self._status != 200 or not self._complete or self._room < 0:
             return None
@@ -164,7 +164,7 @@ class Recording:
             body = without_comments(body)
             if ERROR_EVENT in body or not body.endswith(self._end):  # it could not go on, or was cut
                 return None
-        return Answer(self._content_type, body, now, self._told)
+        return CachedAnswer(self._content_type, body, now, self._told)
 
     async def _sent(self, message: Message) -> None:
         if message["type"] == "http.response.start":

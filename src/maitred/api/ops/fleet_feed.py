@@ -22,6 +22,7 @@ from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges
 from maitred.engine.intake import ServedModel
 from maitred.engine.replica import Replica
+from maitred.fleet.disagg import facts_of
 from maitred.fleet.prefix_keys import prefix_keys, read_asked
 from maitred.fleet.stored_keys import KeyBlock, StoredKeys, TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.fleet.told import (
@@ -40,7 +41,6 @@ from maitred.fleet.told import (
     ToldUsage,
     VersionResponse,
 )
-from maitred.fleet.workers import facts_of
 
 MAX_LISTENERS = 16
 MAX_UNTOLD_ENDS = 4096  # to a router that is slow

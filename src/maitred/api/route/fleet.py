@@ -18,11 +18,11 @@ from maitred.fleet.actions import Bind, Move, Refuse
 from maitred.fleet.config import Origin, parse_target
 from maitred.fleet.core import ClusterCore
 from maitred.fleet.driver import Driver
-from maitred.fleet.fleet_request import Failure, FleetRequest, Usage
+from maitred.fleet.fleet_request import AnswerUsage, Failure, FleetRequest
 from maitred.fleet.launch import Exited, IsReady, Launcher, LaunchEvent, Listens
 from maitred.fleet.replicas import Kind, ReplicaFacts, State
 from maitred.fleet.told import NOTHING, ToldUsage
-from maitred.fleet.upstream import Ask, ConnectionCounts, Upstream, UpstreamFailed, request_head
+from maitred.fleet.upstream import ConnectionCounts, Upstream, UpstreamAsk, UpstreamFailed, request_head
 
 if TYPE_CHECKING:
     from maitred.fleet.actions import Bind
@@ -59,7 +59,7 @@ class Bill:
     def when_settled(self, call: Callable[[], None]) -> None:
         self._on_settled = call
 
-    def with_untold(self, usage: Usage) -> Usage:
+    def with_untold(self, usage: AnswerUsage) -> AnswerUsage:
         """Usage with what was computed beyond what was told."""
         untold = NOTHING
         for replica, told in list(self._told.items()):  # the ledger's thread asks too
@@ -69,7 +69,7 @@ class Bill:
             )
         if not any(untold):
             return usage
-        return Usage(
+        return AnswerUsage(
             (usage.num_prompt_tokens or 0) + untold.num_prompt_tokens,
             (usage.num_output_tokens or 0) + untold.num_output_tokens,
             (usage.num_cached_tokens or 0) + untold.num_cached_tokens,
@@ -315,7 +315,7 @@ class Fleet(Driver[RoutedRequest]):
         self._empty.clear()
         super().enter(request, routed)
 
-    def leave(self, routed: RoutedRequest, usage: Usage | None) -> None:
+    def leave(self, routed: RoutedRequest, usage: AnswerUsage | None) -> None:
         """Remove a request that has its answer (`usage`), or needs none (None)."""
         request_id = routed.request.request_id
         if self.requests.pop(request_id, None) is None:
@@ -486,7 +486,9 @@ class LaunchedReplicas:
         """Post an order; returns what went wrong, if anything."""
         try:
             async with asyncio.timeout(ORDER_S):
-                answer = await live.upstream.send(Ask(request_head("POST", path, live.origin, self._headers, 0)))
+                answer = await live.upstream.send(
+                    UpstreamAsk(request_head("POST", path, live.origin, self._headers, 0))
+                )
                 body = await answer.whole(MAX_ORDER_BYTES)
         except UpstreamFailed as error:
             return str(error)

@@ -19,7 +19,7 @@ from maitred.api.route.messages import message_of, reached_by
 from maitred.core.errors import ModelNotFound
 from maitred.fleet.replicas import Kind, ReplicaFacts, Report, State
 from maitred.fleet.told import Began, Computed, Count, Ended, Fingerprint, FleetEvent, KeysChanged, Load
-from maitred.fleet.upstream import Ask, Broken, UpstreamFailed, request_head
+from maitred.fleet.upstream import Broken, UpstreamAsk, UpstreamFailed, request_head
 from maitred.tenancy.caller import Caller
 
 logger = logging.getLogger("maitred.fleet")
@@ -157,7 +157,7 @@ class Follower:
     async def _get(self, live: LiveReplica, path: str) -> tuple[int, bytes]:
         try:
             async with asyncio.timeout(ANSWER_S):
-                answer = await live.upstream.send(Ask(request_head("GET", path, live.origin, self._headers, 0)))
+                answer = await live.upstream.send(UpstreamAsk(request_head("GET", path, live.origin, self._headers, 0)))
                 return answer.status, await answer.whole(MAX_TOLD_BYTES)
         except TimeoutError:
             text = f"{live.origin.url}{path} gave no answer within {ANSWER_S:g} s"
@@ -179,7 +179,9 @@ class Follower:
     async def _listen(self, fleet: Fleet, live: LiveReplica) -> bool:
         """Take in its events until they end; False when it has none for us."""
         name = live.facts.name
-        answer = await live.upstream.send(Ask(request_head("GET", "/fleet/events", live.origin, self._headers, 0)))
+        answer = await live.upstream.send(
+            UpstreamAsk(request_head("GET", "/fleet/events", live.origin, self._headers, 0))
+        )
         try:
             if answer.status != 200:
                 body = await answer.whole(MAX_TOLD_BYTES)

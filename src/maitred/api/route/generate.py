@@ -23,7 +23,7 @@ from maitred.core.errors import InvalidRequest, RateLimited, RouteNotFound, Unav
 from maitred.core.objectives import new_pace
 from maitred.core.request import FinishReason, Terms
 from maitred.fleet.balance import hash_of
-from maitred.fleet.fleet_request import FleetRequest, Usage
+from maitred.fleet.fleet_request import AnswerUsage, FleetRequest
 from maitred.fleet.prefix_keys import NO_KEYS, RoutedBody, generate_asked, prefix_keys, read_asked, read_body
 from maitred.fleet.told import SEED, TELL, Count
 from maitred.fleet.upstream import UpstreamFailed
@@ -33,7 +33,7 @@ from maitred.tenancy.caller import Caller
 from maitred.tenancy.tenant import TIERS
 
 BYTES_A_TOKEN = 4  # of English
-_NONE = Usage(complete=False)
+_NONE = AnswerUsage(complete=False)
 _HEADERS = [(field, name.encode()) for field, name in HEADERS.items()]
 _NAMES = frozenset(name for _, name in _HEADERS)
 
@@ -45,7 +45,7 @@ class RouteLease:
     lease: Lease
     limits: TimeLimits  # of request, tenant and router, the strictest
     counts: TenantCounts
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
     default_max_tokens: int | None = None  # of each sample, where the request names none
 
     def terms(self, now: float) -> Terms:

@@ -16,9 +16,9 @@ from maitred.api.http.fleet_headers import KV_EXPECTED, NUM_CACHED, PROMPT_ONLY,
 from maitred.api.http.results import HEADER as CACHE
 from maitred.api.route.fleet import LiveReplica
 from maitred.fleet.balance import Choice
-from maitred.fleet.fleet_request import Failure, FailureKind, Usage
+from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind
 from maitred.fleet.told import MAX_COUNT, BrokenFrame, ToldUsage, usage_in
-from maitred.fleet.upstream import Answer, Ask, UpstreamFailed, request_head
+from maitred.fleet.upstream import UpstreamAnswer, UpstreamAsk, UpstreamFailed, request_head
 from maitred.gate.terms import NO_LIMITS, TimeLimits
 
 # of one connection, RFC 9110, 7.6.1, and what is written anew for each
@@ -120,16 +120,16 @@ class Outgoing:
         """Whether our own replicas are asked to tell the tokens of the answer."""
         return self.is_stream and bool(self.secret)
 
-    def ask(self, live: LiveReplica, age_s: float, told: Sequence[Header] = ()) -> Ask:
+    def ask(self, live: LiveReplica, age_s: float, told: Sequence[Header] = ()) -> UpstreamAsk:
         """`age_s` ago it arrived; `told` is for a replica that hands KV over."""
         headers = [*self._secretly(age_s), *told] if live.is_ours and self.secret else self.headers
         head = request_head(self.method, self.target, live.origin, headers, len(self.body))
-        return Ask(head, self.body, is_head=self.method == "HEAD")
+        return UpstreamAsk(head, self.body, is_head=self.method == "HEAD")
 
-    def resume(self, live: LiveReplica, body: bytes, age_s: float, told: Sequence[Header] = ()) -> Ask:
+    def resume(self, live: LiveReplica, body: bytes, age_s: float, told: Sequence[Header] = ()) -> UpstreamAsk:
         """The ask to go on where another replica left off."""
         headers = [*self._secretly(age_s), *told]
-        return Ask(request_head("POST", "/fleet/resume", live.origin, headers, len(body)), body)
+        return UpstreamAsk(request_head("POST", "/fleet/resume", live.origin, headers, len(body)), body)
 
     def _secretly(self, age_s: float) -> list[Header]:
         left = time_left_headers(self.limits, age_s) if self.limits != NO_LIMITS else ()
@@ -140,14 +140,14 @@ class Outgoing:
         return self.is_generation and bool(self.secret)
 
 
-class Stop(NamedTuple):
+class Leg(NamedTuple):
     """A replica on a request's way."""
 
     live: LiveReplica
     kv_from: Sequence[str] = ()  # addresses where it finds KV of the prompt
     is_last: bool = True  # else it computes the prompt, and the next one answers
 
-    def headers(self, *, is_stream: bool, prompt: Usage | None) -> list[Header]:
+    def headers(self, *, is_stream: bool, prompt: AnswerUsage | None) -> list[Header]:
         """Headers of KV. The router sees no first token of a whole answer, so the second replica begins anew with the
         KV, and counts what the `prompt` has cost.
         """
@@ -162,7 +162,7 @@ class Stop(NamedTuple):
         return [*kv_from_headers(self.kv_from), (KV_EXPECTED, b"1")]
 
 
-async def tell_expected(outgoing: Outgoing, stop: Stop, age_s: float) -> None:
+async def tell_expected(outgoing: Outgoing, stop: Leg, age_s: float) -> None:
     """Have KV leave while it is computed. Without this it leaves later, so a failure is not reported."""
     with suppress(UpstreamFailed):
         answer = await stop.live.upstream.send(outgoing.ask(stop.live, age_s, stop.expects))
@@ -172,15 +172,15 @@ async def tell_expected(outgoing: Outgoing, stop: Stop, age_s: float) -> None:
             answer.abort()
 
 
-def stops_of(choice: Choice, replicas: Mapping[str, LiveReplica], *, may_hand_over: bool) -> list[Stop]:
+def stops_of(choice: Choice, replicas: Mapping[str, LiveReplica], *, may_hand_over: bool) -> list[Leg]:
     """The stops, in order. Without a hand-over (the request has begun, say) the last one finds what KV there is."""
     answers, computes = replicas[choice.replica], replicas.get(choice.prefill or "")
     peer = replicas.get(choice.fetch_from or "")
     finds = peer.kv_addresses if peer is not None else ()
     if computes is None:
-        return [Stop(answers, finds)]
-    last = Stop(answers, computes.kv_addresses)
-    return [Stop(computes, finds, is_last=False), last] if may_hand_over else [last]
+        return [Leg(answers, finds)]
+    last = Leg(answers, computes.kv_addresses)
+    return [Leg(computes, finds, is_last=False), last] if may_hand_over else [last]
 
 
 def reached_by(addresses: Sequence[str], host: str) -> tuple[str, ...]:
@@ -215,7 +215,7 @@ class _Foreign(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Foreign).decode
 
 
-def failure_told(answer: Answer, *, is_ours: bool) -> Failure | None:
+def failure_told(answer: UpstreamAnswer, *, is_ours: bool) -> Failure | None:
     """Why another replica should be asked; None is an answer for the client. 503 with Retry-After is full; 429 of one
     of ours is the tenant's own limit.
     """
@@ -236,7 +236,7 @@ def _seconds(value: bytes) -> float:
     return min(float(text), MAX_RETRY_AFTER_S) if text.isdigit() and len(text) < 8 else 1.0
 
 
-def is_stream(answer: Answer) -> bool:
+def is_stream(answer: UpstreamAnswer) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
 
 
@@ -272,7 +272,7 @@ class ForeignStream:
         is_done = self.is_done or self._rest.strip() == b"data: " + _DONE
         return is_done or self.is_error or self._num_finished >= num_choices
 
-    def usage(self, num_tokens: int) -> Usage:
+    def usage(self, num_tokens: int) -> AnswerUsage:
         """Usage as the stream told it, else as many tokens as events were counted."""
         return _told(self._usage, num_tokens)
 
@@ -304,12 +304,12 @@ def message_of(body: bytes) -> str:
     return str(found)[:200]
 
 
-def read_whole(answer: Answer, body: bytes) -> Usage:
+def read_whole(answer: UpstreamAnswer, body: bytes) -> AnswerUsage:
     """Usage of a foreign server's answer as one JSON object. Raises BrokenFrame where it is cut, or is an error for all
     that its status says.
     """
     if not any(name == b"content-type" and value.startswith(b"application/json") for name, value in answer.headers):
-        return Usage()
+        return AnswerUsage()
     try:
         told = _decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -319,31 +319,33 @@ def read_whole(answer: Answer, body: bytes) -> Usage:
     return _told(told.usage, None)
 
 
-def _told(usage: Any, num_tokens: int | None) -> Usage:
+def _told(usage: Any, num_tokens: int | None) -> AnswerUsage:
     """Fields that are no number of tokens count as not told; without output tokens there are `num_tokens`."""
     if not isinstance(usage, Mapping):
-        return Usage(num_output_tokens=num_tokens)
+        return AnswerUsage(num_output_tokens=num_tokens)
     details = usage.get("prompt_tokens_details")
     prompt, output = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     cached = _count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
     if cached is not None:
         cached = min(cached, prompt or 0)
-    return Usage(prompt, num_tokens if output is None else output, cached)
+    return AnswerUsage(prompt, num_tokens if output is None else output, cached)
 
 
 def _count(told: object) -> int | None:
     return int(told) if type(told) in (int, float) and 0 <= told <= MAX_COUNT else None  # type: ignore[call-overload,operator]
 
 
-def as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
-    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete, told.compute_us)
+def as_usage(told: ToldUsage, *, complete: bool = True) -> AnswerUsage:
+    return AnswerUsage(
+        told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete, told.compute_us
+    )
 
 
-def cost_told(answer: Answer, *, is_ours: bool) -> Usage | None:
+def cost_told(answer: UpstreamAnswer, *, is_ours: bool) -> AnswerUsage | None:
     """Cost by the head of our own replica's answer: nothing, where its result cache had it."""
     if not is_ours:
         return None
     if (CACHE, b"hit") in answer.headers:
-        return Usage(0, 0, 0)
+        return AnswerUsage(0, 0, 0)
     told = usage_in(answer.headers)
     return None if told is None else as_usage(told)

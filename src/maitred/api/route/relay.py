@@ -14,8 +14,8 @@ from maitred.api.route.fleet import Bill, Fleet, LiveReplica, Moved, RoutedReque
 from maitred.api.route.messages import (
     MAX_ERROR_BYTES,
     ForeignStream,
+    Leg,
     Outgoing,
-    Stop,
     as_usage,
     cost_told,
     failure_told,
@@ -29,9 +29,9 @@ from maitred.api.route.messages import (
 from maitred.core.errors import MaitredError
 from maitred.core.request import Charges, FinishReason
 from maitred.fleet.actions import Bind
-from maitred.fleet.fleet_request import Failure, FailureKind, FleetRequest, Usage
+from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, FleetRequest
 from maitred.fleet.told import NOTHING, BrokenFrame, ToldTokens
-from maitred.fleet.upstream import Answer, Ask, Broken, UpstreamFailed
+from maitred.fleet.upstream import Broken, UpstreamAnswer, UpstreamAsk, UpstreamFailed
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
 TOKENS_AT_ONCE = 16  # the core is told of the tokens of a stream by so many
@@ -58,7 +58,7 @@ class Relay:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
         self.bill: Bill | None = None  # where a ledger is kept
         self._is_billed = False  # the answer under way has said what it cost
-        self._prompt: Usage | None = None  # what its computing cost, which is told where it is answered
+        self._prompt: AnswerUsage | None = None  # what its computing cost, which is told where it is answered
         self._is_computed = False  # its prompt is, and that was all that was asked of this replica
         self._num_each = routed.request.num_samples
         self._exchange: Exchange = routed.exchange
@@ -72,8 +72,8 @@ class Relay:
         self._is_cancelled = False
         self._num_untold = 0  # of these, to the core
         self._telling: asyncio.Task[None] | None = None  # tells the answering replica what to expect
-        self._refusal: tuple[Answer, bytes] | None = None  # what the last replica said, with a status of 5xx
-        self.usage: Usage | None = None  # once the answer is complete
+        self._refusal: tuple[UpstreamAnswer, bytes] | None = None  # what the last replica said, with a status of 5xx
+        self.usage: AnswerUsage | None = None  # once the answer is complete
         self.finish_reason: FinishReason | None = None  # of the ledger, which is not told why a whole answer ended
 
     @property
@@ -82,16 +82,16 @@ class Relay:
         return "answered" if self.usage is not None else "cancelled" if self._is_cancelled else "failed"
 
     @property
-    def spent(self) -> Usage:
+    def spent(self) -> AnswerUsage:
         """What is known to have been computed for the request until now. From any thread."""
         spent = self._spent()
         return spent if self.bill is None else self.bill.with_untold(spent)
 
-    def _spent(self) -> Usage:
+    def _spent(self) -> AnswerUsage:
         if self.usage is not None:
             return self.usage
         if self._told is None:
-            return Usage(num_output_tokens=self._num_tokens, complete=False)
+            return AnswerUsage(num_output_tokens=self._num_tokens, complete=False)
         return as_usage(self._told.usage_so_far(), complete=False)
 
     @property
@@ -164,7 +164,7 @@ class Relay:
             self._fleet.handed_over(self._routed, is_computed=True)
         return False
 
-    async def _stop(self, stop: Stop) -> bool:
+    async def _stop(self, stop: Leg) -> bool:
         """Try one stop; returns whether the client has all of the answer. `_is_computed` tells of a prompt alone."""
         self._refusal, self._is_billed, live = None, False, stop.live
         try:
@@ -173,7 +173,7 @@ class Relay:
             if self.bill is not None and live.facts.has_beats and not self._is_billed:
                 self.bill.left(live.facts.name, self._told.usage_so_far() if self._told is not None else NOTHING)
 
-    async def _tried(self, stop: Stop) -> bool:
+    async def _tried(self, stop: Leg) -> bool:
         try:
             answer = await stop.live.upstream.send(self._ask(stop))
         except UpstreamFailed as failed:
@@ -187,7 +187,7 @@ class Relay:
         finally:
             answer.abort()
 
-    def _ask(self, stop: Stop) -> Ask:
+    def _ask(self, stop: Leg) -> UpstreamAsk:
         """The ask from the beginning, or for the rest. Raises ReplicaFailed where no replica could go on."""
         live, kv_told = stop.live, stop.headers(is_stream=self._told is not None, prompt=self._prompt)
         if self._told is not None:
@@ -223,7 +223,7 @@ class Relay:
                 await self._events.keep_alive()
         return bind
 
-    async def _answered(self, answer: Answer, stop: Stop) -> bool:
+    async def _answered(self, answer: UpstreamAnswer, stop: Leg) -> bool:
         live = stop.live
         if 300 <= answer.status < 400 and answer.status != 304:  # would send the client, key and prompt, elsewhere
             raise ReplicaFailed(f"the replica answers {answer.status}, a redirect, which a router does not pass on")
@@ -256,7 +256,7 @@ class Relay:
 
     # -- what is not streamed
 
-    async def _whole(self, answer: Answer, live: LiveReplica) -> None:
+    async def _whole(self, answer: UpstreamAnswer, live: LiveReplica) -> None:
         """Send an answer, kept as long as it fits, so that the client hears nothing if a replica dies meanwhile."""
         body = await answer.begin(MAX_KEPT_BYTES)
         if answer.is_over:
@@ -267,13 +267,13 @@ class Relay:
         while body:
             await self._send_piece(body)
             body = await answer.piece()
-        self.usage = cost_told(answer, is_ours=live.is_ours) or Usage()
+        self.usage = cost_told(answer, is_ours=live.is_ours) or AnswerUsage()
         self._is_billed = True
         self._ends()
         await self._send_end()
 
-    async def _send_whole(self, answer: Answer, live: LiveReplica, body: bytes) -> None:
-        usage = Usage(num_output_tokens=0)
+    async def _send_whole(self, answer: UpstreamAnswer, live: LiveReplica, body: bytes) -> None:
+        usage = AnswerUsage(num_output_tokens=0)
         if self._outgoing.has_usage and answer.status == 200:
             usage = cost_told(answer, is_ours=live.is_ours) or _read(partial(read_whole, answer), body)
         self._begin()
@@ -287,13 +287,13 @@ class Relay:
         await self._send_head(answer, live, length=len(body) if has_body else None)
         await self._send_end(body)
 
-    async def _pass_on_refusal(self, answer: Answer, body: bytes) -> None:
+    async def _pass_on_refusal(self, answer: UpstreamAnswer, body: bytes) -> None:
         headers = [header for header in answer.headers if header[0] in (b"content-type", b"retry-after")]
         await self._exchange.answer(body, answer.status, tuple(headers))
 
     # -- streams
 
-    async def _stream(self, answer: Answer, stop: Stop) -> None:
+    async def _stream(self, answer: UpstreamAnswer, stop: Leg) -> None:
         """Whole events only, so that an error or another replica's can follow wherever it breaks off."""
         live = stop.live
         told = self._told if live.is_ours else None
@@ -328,7 +328,7 @@ class Relay:
             self._pace.num_tokens = self.usage.num_output_tokens
         await self._send_end(b"" if foreign.is_done else end)
 
-    async def _send_events(self, answer: Answer, live: LiveReplica, events: bytes) -> None:
+    async def _send_events(self, answer: UpstreamAnswer, live: LiveReplica, events: bytes) -> None:
         """Send events; those that an interruption keeps from being written go out with the next replica's."""
         exchange = self._exchange
         if not events:
@@ -371,7 +371,7 @@ class Relay:
                 self._outgoing.body = b""
             self._exchange.large_bodies.release(self._exchange)
 
-    async def _send_head(self, answer: Answer, live: LiveReplica, length: int | None = None) -> None:
+    async def _send_head(self, answer: UpstreamAnswer, live: LiveReplica, length: int | None = None) -> None:
         """`length` is of a body that may have come without one."""
         self._exchange.log["replica"] = live.facts.name
         is_traced = self._exchange.trace_header is not None

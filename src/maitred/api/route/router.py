@@ -20,7 +20,7 @@ from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import Overloaded, Unavailable
 from maitred.core.replica import ReplicaState
 from maitred.fleet.actions import Bind
-from maitred.fleet.config import FleetConfig, Origin, SharedConfig, Target
+from maitred.fleet.config import FleetConfig, Origin, RouteTarget, SharedConfig
 from maitred.fleet.core import ClusterCore
 from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.fleet.fleet_request import FleetRequest
@@ -49,7 +49,7 @@ class Router(Service):
         config: ServerConfig,
         fleet_config: FleetConfig,
         scheduler: SchedulerConfig,
-        targets: tuple[Target, ...] = (),
+        targets: tuple[RouteTarget, ...] = (),
         *,
         admission: AdmissionConfig | None = None,
         token: FleetToken | None = None,
@@ -202,13 +202,13 @@ class Router(Service):
 
     # -- replicas
 
-    def _add(self, origin: Origin, target: Target) -> None:
+    def _add(self, origin: Origin, target: RouteTarget) -> None:
         name = origin.authority + origin.prefix
         weight = target.weight if target.weight != 1.0 else None
         facts = ReplicaFacts(name=name, url=origin.url, kind=Kind.FOREIGN, state=State.STARTING, weight=weight)
         self.fleet.add(facts, origin)
 
-    async def _follow_name(self, target: Target) -> None:
+    async def _follow_name(self, target: RouteTarget) -> None:
         """Add and drop replicas as the addresses behind a name change; while it does not resolve, they stay."""
         present: set[Origin] = set()
         while True:
