@@ -167,6 +167,59 @@ def test_a_listener_is_told_everything_in_order():
     ]
 
 
+class Hearing(StepListener):
+    """Writes down its name at each moment of a step, and what it finds there."""
+
+    def __init__(self, name: str, heard: list[str]) -> None:
+        self._name, self._heard = name, heard
+
+    def scheduled(self, plan: SchedulerOutput) -> None:
+        self._heard.append(f"{self._name} scheduled")
+
+    def stepped(self, *step: object) -> None:
+        self._heard.append(f"{self._name} stepped")
+
+    def ended(self, request_id: str) -> None:
+        self._heard.append(f"{self._name} ended {request_id}")
+
+    def told(self, progress: list[RequestProgress]) -> None:
+        progress[:] = [each._replace(stop_reason=f"{each.stop_reason} {self._name}") for each in progress]
+
+
+def test_listeners_hear_each_moment_in_their_order_and_may_amend_what_is_told():
+    heard: list[str] = []
+    core, _ = make_core(Hearing("first", heard), Hearing("second", heard))
+    core.add(make_spec("a", max_tokens=1))
+    (last,) = core.step()
+    moments = ("scheduled", "stepped", "ended a")
+    assert heard == [f"{name} {moment}" for moment in moments for name in ("first", "second")]
+    assert last.stop_reason == "None first second"
+
+
+def test_a_listener_is_called_for_what_it_overrides_and_while_it_follows_steps():
+    heard: list[str] = []
+    resting, silent = Hearing("resting", heard), StepListener()
+    resting.follows_steps = False
+    core, _ = make_core(resting, silent)
+    assert core.moments.stepped == core.moments.ended == ()  # of an engine that has nothing but its own
+    core.add(make_spec("a", max_tokens=2))
+    core.step()
+    assert heard == []
+    core.follow(resting, True)
+    core.step()
+    assert heard == ["resting scheduled", "resting stepped", "resting ended a"]
+
+
+def test_speed_is_measured_while_a_router_wants_it():
+    core, _ = make_core()
+    core.tell_router(True)
+    serve_prompts(core, 1, named="a")
+    assert core.figures()["decode_tokens_per_s"] == 4.0
+    core.tell_router(False)
+    serve_prompts(core, 1, named="b")
+    assert core.figures()["decode_tokens_per_s"] == 0.0
+
+
 def test_closing_closes_the_executor():
     core, executor = make_core()
     core.close()

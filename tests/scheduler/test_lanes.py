@@ -10,7 +10,7 @@ from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, Instanc
 from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.pace import LanePace
 from maitred.scheduler.scheduler import Scheduler
-from maitred.scheduler.tensor_models import split_us
+from maitred.scheduler.timing import split_us
 from tests.fakes import make_request, make_scheduler
 from tests.scheduler.lane_worlds import make_tensor
 

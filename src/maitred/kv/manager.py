@@ -261,7 +261,7 @@ class KVCacheManager:
             self._pool.share(block)
         request.block_table = list(hit.blocks)
         request.num_computed_tokens = hit.num_tokens
-        swap_ins = self._swap_in(request, hit)
+        swap_ins = self._swap_in(request, hit) if request.host_block_table else ()
         allocation = self.allocate(request, request.num_tokens - hit.num_tokens)
         assert allocation is not None, "num_blocks_short and allocate disagree"
         return Allocation(tuple(request.block_table), (), allocation.copies, swap_ins)
@@ -377,7 +377,8 @@ class KVCacheManager:
 
     def begin_step(self) -> None:
         """Begin a step; call it before each plan."""
-        self._host.begin_step()
+        if self._host.num_blocks:
+            self._host.begin_step()
         self._filling.clear()
 
     def num_freed_by(self, victim: RequestState, hit: PrefixHit) -> int:

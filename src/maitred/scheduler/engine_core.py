@@ -199,8 +199,8 @@ class EngineCore:
         self.last_step_at: float | None = None  # s, when a step last ended
         self._expired: list[RequestProgress] = []  # in the step under way
         self._times = StepTimes(0.0, 0.0, 0.0)  # of the step under way, as far as it is
-        self._pace, self._speed = Pace(), SpeedMeter()
-        self._moments = Moments((*listeners, self._speed, self._pace, HostShares()))
+        self._ageing, self._speed = Ageing(), SpeedMeter()
+        self._moments = Moments((*listeners, self._speed, self._ageing, HostShares()))
         scheduler.kv_cache.evicted = {} if self._moments.evicted else None
         for listener in self._moments.listeners:
             listener.begin(self)
@@ -287,7 +287,7 @@ class EngineCore:
     @property
     def prefill_s_per_token(self) -> float | None:
         """Time to compute a token of a prompt in the executor; None until it was measured."""
-        return self._pace.s_per_token
+        return self._ageing.s_per_token
 
     @property
     def block_changes(self) -> FindableBlocks | None:
@@ -412,7 +412,7 @@ class EngineCore:
 
     def measure_prefill(self) -> None:
         """Measure `prefill_s_per_token` from now on, also where the policy has no use for it."""
-        self._pace.want(self)
+        self._ageing.want(self)
 
     def tell_router(self, wanted: bool) -> None:
         """Measure what a router over several engines needs, from now on or no more: cached blocks and speed."""
@@ -543,7 +543,7 @@ def _smoothed(before: float | None, new: float) -> float:
     return new if before is None else before + SMOOTHING * (new - before)
 
 
-class Pace(StepListener):
+class Ageing(StepListener):
     """Learns the time of a prompt's token, where it is wanted, and ages waiting requests by it: where the policy has a
     use for a rate, and none was given.
     """

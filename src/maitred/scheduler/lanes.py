@@ -21,7 +21,8 @@ from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.lane import Lane
 from maitred.scheduler.notes import LaneWait
 from maitred.scheduler.ready import Models, ReadyLanes
-from maitred.scheduler.tensor_models import ModelKey, TensorModel, split_us
+from maitred.scheduler.tensor_models import ModelKey, TensorModel
+from maitred.scheduler.timing import split_us
 
 WAITING, RUNNING, FINISHED = RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED
 

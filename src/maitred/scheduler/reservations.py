@@ -43,8 +43,6 @@ class Reservations:
 
     def take_given_up(self) -> GivenUp:
         """Return the requests and leases given up since the last call."""
-        if not self.given_up_requests and not self.given_up_leases:
-            return NOTHING_GIVEN_UP
         given_up = GivenUp(tuple(self.given_up_requests), tuple(self.given_up_leases))
         self.given_up_requests, self.given_up_leases = [], []
         return given_up

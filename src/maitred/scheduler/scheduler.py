@@ -35,7 +35,7 @@ from maitred.scheduler.state import SchedulerState, check_state
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.scheduler.swap import SwapCosts
-from maitred.scheduler.tensor_models import split_us
+from maitred.scheduler.timing import split_us
 from maitred.scheduler.update import apply_output, end, last_progress
 
 
@@ -223,13 +223,13 @@ class Scheduler:
         if request is None:
             return self.lanes.finish(request_id, reason, now)
         progress = self._finish(request, reason, now, stop_reason)
-        self.given_up = self._state.reservations.take_given_up()
+        self._note_given_up()
         return progress
 
     def expire(self, now: float) -> list[RequestProgress]:
         """End requests past their `start_by` or `finish_by`; return their last progress. Call it before `schedule`."""
         expired = [self._finish(request, reason, now) for request, reason in self._deadlines.missed(now)]
-        self.given_up = self._state.reservations.take_given_up()
+        self._note_given_up()
         return expired
 
     def _finish(
@@ -297,7 +297,7 @@ class Scheduler:
         state = self._state
         builder = build_plan(state, now)
         self.blocked, self.preemptions = why_blocked(state, builder), tuple(builder.preemptions)
-        self.given_up = state.reservations.take_given_up()
+        self._note_given_up()
         state.order.issued(builder.requests, service_of(state, builder))
         if self._num_drafts is not None:
             plan_drafts(state, builder, [self._num_drafts(one, len(builder.rows)) for one in builder.requests])
@@ -361,6 +361,11 @@ class Scheduler:
         return self.lanes.next_wake(now)
 
     # -- small things
+
+    def _note_given_up(self) -> None:
+        reservations = self._state.reservations
+        has_news = reservations.given_up_requests or reservations.given_up_leases
+        self.given_up = reservations.take_given_up() if has_news else NOTHING_GIVEN_UP
 
     def _watch_cache(self) -> None:
         order = self._state.order

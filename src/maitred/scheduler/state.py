@@ -53,7 +53,7 @@ class SchedulerState:
         source = self.sample_groups.source_for(request)
         if source is not None and request.num_prompt_tokens - 1 >= max(hit.num_tokens, request.num_swapped_tokens):
             return self.kv.fork(source, request)
-        return self.kv.swapped(request, hit)
+        return self.kv.swapped(request, hit) if request.num_swapped_tokens else hit
 
     def enqueue(self, request: RequestState) -> None:
         request.status = RequestStatus.WAITING

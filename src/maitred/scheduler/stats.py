@@ -28,8 +28,6 @@ class SchedulerCounters:
 
     def count_drafts(self, request: RequestState, num_made: int, num_accepted: int) -> None:
         """Count so many drafts of a row, of which so many became output."""
-        if not num_made:
-            return
         request.num_draft_tokens += num_made
         request.num_accepted_tokens += num_accepted
         counts = self.predicted_drafts if request.spec.prediction_token_ids else self.drafts

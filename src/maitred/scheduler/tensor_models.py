@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from operator import sub
 from typing import Any, NamedTuple
 
 from maitred.core.errors import InvalidRequest, ModelNotFound, Overloaded
@@ -159,10 +157,3 @@ class TensorModel:
         for lane in self.lanes.values():
             assert lane.num_rows == sum(one.num_rows for one in lane.queue)
             assert lane.queue.num_entries <= 2 * len(lane) + MIN_DEAD_ENTRIES + 1
-
-
-def split_us(compute_us: int, amounts: Sequence[int]) -> list[int]:
-    """Time over requests by their rows or tokens; the parts are whole, and sum up to it."""
-    total = sum(amounts)
-    ends = [compute_us * before // total for before in accumulate(amounts)]
-    return list(map(sub, ends, [0, *ends]))

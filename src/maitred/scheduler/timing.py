@@ -1,6 +1,10 @@
-"""Timing of a request, as its scheduler notes it."""
+"""Timing of a request, and its share of what a step or batch takes, as its scheduler notes them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import sub
 
 from maitred.core.request import RequestState
 from maitred.core.step import RequestTiming
@@ -33,3 +37,10 @@ def resumed(request: RequestState, now: float) -> None:
     else:
         request.stalled_decode_s += now - request.stalled_at
     request.stalled_at = None
+
+
+def split_us(compute_us: int, amounts: Sequence[int]) -> list[int]:
+    """Time over requests by their rows or tokens; the parts are whole, and sum up to it."""
+    total = sum(amounts)
+    ends = [compute_us * before // total for before in accumulate(amounts)]
+    return list(map(sub, ends, [0, *ends]))

@@ -60,7 +60,8 @@ def end(state: SchedulerState, request: RequestState, reason: FinishReason, now:
     state.order.ended(request)
     if reason in ENDED_BY_ITSELF:
         state.predictor.observe(request)
-    state.kv.drop_swapped(request)
+    if request.host_block_table:
+        state.kv.drop_swapped(request)
     state.prompt_logprobs_until.pop(request_id, None)
     state.counters.num_finished[reason] += 1
     state.sample_groups.left(request)
@@ -93,7 +94,8 @@ def _apply_row(
         num_taken, reason = _take(state, request, row, result, now)
         token_ids, logprobs = token_ids[:num_taken], logprobs and logprobs[:num_taken]
         num_accepted = min(num_taken - 1, result.num_accepted)
-        state.counters.count_drafts(request, result.num_drafts, num_accepted)
+        if result.num_drafts:
+            state.counters.count_drafts(request, result.num_drafts, num_accepted)
         row_end -= row.num_drafts - num_accepted
     elif result.postponed:
         row_end = _postpone(state, request, row)
