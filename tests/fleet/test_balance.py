@@ -8,16 +8,73 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maitred.core.errors import ConfigError
 from maitred.fleet.actions import Bind
-from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached, Candidate
+from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached, Candidate, HashRing, hash_of
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.replicas import FleetReplica, Kind, Report
 from tests.fleet.fleets import Driver, facts, make_core
 
-KEYS = tuple(range(100, 110))
+KEYS = [hash_of(f"key {i}") for i in range(2000)]
+
+
+def make_ring(**weights: float) -> HashRing:
+    ring = HashRing()
+    ring.set_weights(weights)
+    return ring
+
+
+def owners(ring: HashRing, names: str) -> list[str | None]:
+    return [ring.owner(key, set(names)) for key in KEYS]
+
+
+@given(count=st.integers(1, 8))
+def test_a_newcomer_takes_its_share_and_no_key_moves_between_the_others(count: int):
+    names = "abcdefghi"[: count + 1]
+    ring = make_ring(**dict.fromkeys(names[:-1], 1.0))
+    before = owners(ring, names)
+    ring.set_weights(dict.fromkeys(names, 1.0))
+    moved = [after for last, after in zip(before, owners(ring, names), strict=True) if last != after]
+    assert set(moved) <= {names[-1]}
+    assert len(moved) / len(KEYS) == pytest.approx(1 / (count + 1), rel=0.5)
+
+
+def test_who_leaves_takes_no_key_but_its_own():
+    ring = make_ring(a=1.0, b=1.0, c=1.0)
+    before = owners(ring, "abc")
+    ring.set_weights({"a": 1.0, "c": 1.0})
+    assert all(last in ("b", now) for last, now in zip(before, owners(ring, "ac"), strict=True))
+
+
+def test_who_is_passed_over_keeps_all_other_keys_where_they_are():
+    ring = make_ring(a=1.0, b=1.0, c=1.0)
+    before, without = owners(ring, "abc"), owners(ring, "ac")
+    assert all(last in ("b", now) for last, now in zip(before, without, strict=True))
+    assert len(set(without)) == 2
+
+
+def test_shares_follow_the_weights():
+    counts = Counter(owners(make_ring(a=1.0, b=3.0), "ab"))
+    assert counts["b"] / counts["a"] == pytest.approx(3.0, rel=0.35)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 2.0])), min_size=1, max_size=5))
+def test_a_ring_is_the_same_whatever_was_on_it_before(history: list[dict[str, float]]):
+    ring = HashRing()
+    for weights in history:
+        ring.set_weights(weights)
+    assert owners(ring, "abcd")[:200] == owners(make_ring(**history[-1]), "abcd")[:200]
+
+
+def test_an_empty_ring_has_no_owners():
+    assert make_ring().owner(5, {"a"}) is None
+
+
+KEYS_BALANCE = tuple(range(100, 110))
 
 
 def make_fleet(balance: str, *names: str, **settings: object) -> Driver:
@@ -42,8 +99,8 @@ def send_and_end(fleet: Driver, count: int, **fields: object) -> Counter[str]:
 @pytest.mark.parametrize("balance", sorted(BALANCES))
 def test_nobody_is_bound_over_the_bound_while_another_has_room(balance: str):
     fleet = make_fleet(balance)
-    fleet.core.reported("a", Report(stored=KEYS), 0.0)
-    where = send(fleet, 100, keys=KEYS, hash_key=1)
+    fleet.core.reported("a", Report(stored=KEYS_BALANCE), 0.0)
+    where = send(fleet, 100, keys=KEYS_BALANCE, hash_key=1)
     assert max(where.values()) <= 1.25 * 25 + 2
 
 
@@ -82,7 +139,7 @@ def test_hash_sends_equal_keys_to_one_replica_and_unlike_ones_to_many():
 
 def test_hash_without_a_key_goes_by_the_first_prefix_key():
     fleet = make_fleet("hash")
-    assert len(send_and_end(fleet, 20, keys=KEYS)) == 1
+    assert len(send_and_end(fleet, 20, keys=KEYS_BALANCE)) == 1
 
 
 def test_a_session_stays_where_it_was_and_is_rebound_when_that_is_gone():
@@ -96,21 +153,21 @@ def test_a_session_stays_where_it_was_and_is_rebound_when_that_is_gone():
 
 def test_prefix_goes_where_least_is_left_to_compute():
     fleet = make_fleet("prefix")
-    fleet.core.reported("b", Report(stored=KEYS[:3]), 0.0)
-    fleet.core.reported("c", Report(stored=KEYS[:7]), 0.0)
-    assert fleet.arrive("r", keys=KEYS) == "c"
+    fleet.core.reported("b", Report(stored=KEYS_BALANCE[:3]), 0.0)
+    fleet.core.reported("c", Report(stored=KEYS_BALANCE[:7]), 0.0)
+    assert fleet.arrive("r", keys=KEYS_BALANCE) == "c"
 
 
 def test_prefix_weighs_what_is_left_to_compute_with_who_is_there():
     fleet = make_fleet("prefix", "a", "b")
-    fleet.core.reported("b", Report(stored=KEYS[:5]), 0.0)  # half: worth one in flight
-    assert [fleet.arrive(f"r{i}", keys=KEYS) for i in range(3)] == ["b", "a", "b"]
+    fleet.core.reported("b", Report(stored=KEYS_BALANCE[:5]), 0.0)  # half: worth one in flight
+    assert [fleet.arrive(f"r{i}", keys=KEYS_BALANCE) for i in range(3)] == ["b", "a", "b"]
 
 
 def test_a_choice_tells_its_terms():
     fleet = make_fleet("prefix", "a", "b")
-    fleet.core.reported("b", Report(stored=KEYS[:5]), 0.0)
-    fleet.arrive("r", keys=KEYS, num_bytes=4000)
+    fleet.core.reported("b", Report(stored=KEYS_BALANCE[:5]), 0.0)
+    fleet.arrive("r", keys=KEYS_BALANCE, num_bytes=4000)
     bind = fleet.log[-1]
     assert isinstance(bind, Bind)
     assert bind.choice.candidates == [Candidate("b", 500.0, 0.0, 500), Candidate("a", 1000.0, 0.0, 0)]
@@ -118,19 +175,19 @@ def test_a_choice_tells_its_terms():
 
 def test_what_a_broken_stream_of_events_told_is_forgotten():
     fleet = make_fleet("prefix", "a", "b")
-    fleet.core.reported("b", Report(stored=KEYS), 0.0)
+    fleet.core.reported("b", Report(stored=KEYS_BALANCE), 0.0)
     fleet.core.reported("b", Report(is_broken=True), 0.0)
-    assert fleet.arrive("r", keys=KEYS) == "a"
+    assert fleet.arrive("r", keys=KEYS_BALANCE) == "a"
 
 
 def test_a_foreign_server_is_thought_to_have_what_was_sent_there():
     foreign = [facts(name, kind=Kind.FOREIGN) for name in "ab"]
     fleet = Driver(make_core(*foreign, slots=64))
     fleet.arrive("other", keys=(7,))
-    fleet.arrive("first", keys=KEYS)
+    fleet.arrive("first", keys=KEYS_BALANCE)
     fleet.end("other")
     fleet.end("first")
-    assert fleet.arrive("again", keys=(*KEYS, 1)) == "b"
+    assert fleet.arrive("again", keys=(*KEYS_BALANCE, 1)) == "b"
 
 
 @pytest.mark.parametrize("balance", ["round_robin", "least_load", "two_choices", "prefix"])
@@ -170,8 +227,8 @@ def test_what_another_router_sent_is_known_here_of_sessions_and_of_foreign_serve
     replicas = [facts(name, url=f"http://{name}:1", kind=Kind.FOREIGN) for name in "ab"]
     fleet = Driver(make_core(*replicas, balance="session", slots=64))
     for url in ("http://b:1", "http://nobody:1"):
-        fleet.core.bound_elsewhere(url, 7, KEYS, fleet.now)
-    assert [fleet.arrive("session", hash_key=7), fleet.arrive("prefix", keys=KEYS)] == ["b", "b"]
+        fleet.core.bound_elsewhere(url, 7, KEYS_BALANCE, fleet.now)
+    assert [fleet.arrive("session", hash_key=7), fleet.arrive("prefix", keys=KEYS_BALANCE)] == ["b", "b"]
 
 
 @pytest.mark.parametrize("balance", ["prefix", "least_load"])
@@ -185,9 +242,9 @@ def test_idle_replicas_that_are_left_unranked_change_no_choice(balance: str):
             fleet.do(fleet.core.joined(facts(f"r{i}", tokens_per_s=3000.0, slots=4), 0.0))
         for i in range(1, 90, 7):
             fleet.do(fleet.core.joined(facts(f"r{i}", tokens_per_s=1000.0, slots=4), 0.0))
-            fleet.core.reported(f"r{i}", Report(stored=KEYS[: 1 + i % 9], num_in_flight=i % 3), 0.0)
+            fleet.core.reported(f"r{i}", Report(stored=KEYS_BALANCE[: 1 + i % 9], num_in_flight=i % 3), 0.0)
     for i in range(300):
-        asked = {"keys": KEYS if rng.random() < 0.5 else (), "num_samples": rng.choice([1, 1, 3])}
+        asked = {"keys": KEYS_BALANCE if rng.random() < 0.5 else (), "num_samples": rng.choice([1, 1, 3])}
         ended = rng.choice(sorted(quick.bound)) if quick.bound and rng.random() < 0.6 else None
         for fleet in (quick, slow):
             fleet.arrive(f"q{i}", **asked)

@@ -18,7 +18,21 @@ from maitred.fleet.actions import Bind, Move, Probe, Refuse, Start, Stop
 from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind
 from maitred.fleet.replicas import Kind, Report, State
 from maitred.policy.policies import POLICIES
+from maitred.testing.conformance_fleet import check_fleet_policy
 from tests.fleet.fleets import Driver, facts, make_core, make_request
+
+
+@pytest.mark.parametrize(("number", "name"), enumerate(sorted(POLICIES)))
+def test_a_policy_keeps_its_promises_over_several_replicas(number: int, name: str):
+    """Each before two of the six balances, and each balance with several policies."""
+    check_fleet_policy(POLICIES[name], (number % 6, (number + 3) % 6))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_policy_keeps_its_promises_before_every_balance(name: str):
+    check_fleet_policy(POLICIES[name])
+
 
 RESET, ERROR = Failure(FailureKind.RESET), Failure(FailureKind.ERROR)
 LONG = {"num_bytes": 4000}

@@ -15,10 +15,45 @@ import pytest
 
 from maitred.engine import restarts
 from maitred.fleet import launch
-from maitred.fleet.launch import Exited, IsReady, Listens, prefixed
+from maitred.fleet.launch import (
+    MAX_LINE_BYTES,
+    AnnouncementReader,
+    Exited,
+    IsReady,
+    Listening,
+    Listens,
+    Loaded,
+    announce,
+    prefixed,
+)
 from tests.conftest import ROOT
 from tests.fleet.launching import launching
 from tests.waiting import HANGS_S, is_gone, until, until_async
+
+
+def test_announcements_come_whole_out_of_any_pieces():
+    reading, writing = os.pipe()
+    announce(writing, Listening("http://127.0.0.1:1", 7))
+    announce(writing, Loaded({"weights": 0.5}))
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        sent = stream.read()
+    reader = AnnouncementReader()
+    came = [news for byte in sent for news in reader.feed(bytes([byte]))]
+    assert came == [Listening("http://127.0.0.1:1", 7), Loaded({"weights": 0.5})]
+
+
+@pytest.mark.parametrize("wrong", [b"hello\n", b'{"type":"Listening"}\n', b"x" * (MAX_LINE_BYTES + 1)])
+def test_what_is_no_announcement_is_said_to_be_none(wrong: bytes):
+    with pytest.raises(ValueError, match=r"announcement|a line of more than"):
+        AnnouncementReader().feed(wrong)
+
+
+def test_a_launcher_that_is_gone_needs_no_news():
+    reading, writing = os.pipe()
+    os.close(reading)
+    announce(writing, Loaded({}))
+    os.close(writing)
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,28 @@ import pytest
 
 from maitred.api.http.fleet_headers import FleetToken
 from maitred.config import AdmissionConfig
+from maitred.fleet.actions import MAX_REQUESTS, Bind, Choices
+from maitred.fleet.balance import Choice
 from maitred.storage.ledger import Ledger
+from tests.api.test_promises import counted
 from tests.api.test_tenants import table_of
+from tests.cli.running import maitred_thread
 from tests.conftest import free_port
 from tests.fakes_api import FakeTenants
-from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, Script, Seen, chunk, fake_upstream, says, whole
+from tests.fleet.fake_upstream import (
+    LAST_CHUNK,
+    STREAM_HEAD,
+    FakeUpstream,
+    Script,
+    Seen,
+    chunk,
+    fake_upstream,
+    says,
+    whole,
+)
 from tests.fleet.routers import (
     DONE,
+    MODEL,
     WHOLE_STREAM,
     a_server,
     asked,
@@ -506,3 +521,127 @@ async def test_while_no_replica_is_there_everybody_is_held_whatever_the_objectiv
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_each_term_of_a_choice_is_told(capsys):
+    async with routed(answers, answers, server={"api_keys": ()}) as (running, fakes), client_of(running) as client:
+        asked = await client.post("/v1/chat/completions", json=chat(), headers={"x-request-id": "mine"})
+        told = (await client.get("/admin/fleet/choices/chatcmpl-mine")).json()
+        assert told["request_id"] == "mine"
+        assert [choice["replica"] for choice in told["choices"]] == [asked.headers["x-maitred-replica"]]
+        assert len(told["choices"][0]["candidates"]) == len(fakes)
+        assert (await client.get("/admin/fleet/choices/another")).status_code == httpx.codes.NOT_FOUND
+        assert await maitred_thread("why", "mine", "--url", running.url) == 0
+    shown = capsys.readouterr().out
+    assert f"attempt 1: sent to {asked.headers['x-maitred-replica']}" in shown
+    assert shown.count("->") == 1
+
+
+def test_only_the_last_requests_are_remembered():
+    choices = Choices()
+    for number in range(MAX_REQUESTS + 5):
+        choices.bound(Bind(f"request-{number:05}", Choice("a"), 1), 0.0)
+    choices.bound(Bind("request-00100", Choice("b"), 2, resumes=True), 0.5)
+    assert choices.of("request-00004") is None
+    assert [(made.replica, made.resumes) for made in choices.of("request-00100").choices] == [("a", False), ("b", True)]
+
+
+async def answers(seen: Seen, writer: asyncio.StreamWriter) -> None:
+    """As it was asked: streamed, whole, or not at all."""
+    if b'"stream":true' in seen.body.replace(b" ", b""):
+        writer.write(WHOLE_STREAM)
+    else:
+        writer.write(whole(completion(), "500 Broken" if b"fail" in seen.body else "200 OK"))
+
+
+async def test_the_router_counts_the_promises_that_its_fleet_kept():
+    async with routed(answers, server={"slo": ("ttft:60s", "e2e:0.000001s")}) as (running, _):
+        async with client_of(running) as client:
+            for fields in ({"stream": True}, {}):
+                assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
+            assert (await client.post("/v1/chat/completions", json=chat("fail"))).status_code == 500
+        counts = await asyncio.to_thread(counted, running.url)
+    assert counts["ttft", True] == 2
+    assert counts["ttft", False] == 1
+    assert counts["e2e", False] == counts["all", False] == 3  # nobody answers in a microsecond
+
+
+async def test_a_router_without_objectives_counts_none():
+    async with routed(answers) as (running, _):
+        httpx_answer = await asyncio.to_thread(httpx.post, f"{running.url}/v1/chat/completions", json=chat())
+        assert httpx_answer.status_code == 200
+        assert await asyncio.to_thread(counted, running.url) == {}
+
+
+TOKEN = FleetToken(b"0123456789abcdef0123456789abcdef")
+
+
+def body(model: str) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+
+
+def with_adapters(adapters: list[str]) -> Script:
+    """One of ours that tells by its events that nothing happens, and lists what is in `adapters` when it is asked."""
+
+    async def well(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(completion()))
+
+    other = one_of_ours(well)
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if seen.path == "/fleet/events":
+            writer.write(STREAM_HEAD)
+        elif seen.path == "/v1/models":
+            cards = [{"id": MODEL, "parent": None}, *({"id": name, "parent": MODEL} for name in adapters)]
+            writer.write(whole(json.dumps({"object": "list", "data": cards}).encode()))
+        else:
+            await other(seen, writer)
+
+    return script
+
+
+def num_looks(fake: FakeUpstream) -> int:
+    return sum(seen.path == "/v1/models" for seen in fake.requests)
+
+
+async def test_an_adapter_loaded_since_the_last_look_is_found_by_the_first_request_for_it():
+    adapters: list[str] = []
+    async with fake_upstream(with_adapters(adapters)) as fake:
+        with running_router(fake.url, token=TOKEN) as running:
+            await running.wait_for("ready")
+            async with client_of(running) as client:
+                assert (await client.post(CHAT, json=body(MODEL))).status_code == 200
+                before = num_looks(fake)
+                adapters += ["sql", "chat"]
+                told = await asyncio.gather(*(client.post(CHAT, json=body("sql")) for _ in range(5)))
+                assert [one.status_code for one in told] == [200] * 5
+                assert before < num_looks(fake) <= before + 2, "they shared looks"
+                assert (await client.post(CHAT, json=body("chat"))).status_code == 200
+                wrong = await client.post(CHAT, json=body("sqm"))
+                assert wrong.status_code == 404
+                assert wrong.json()["error"]["message"] == (
+                    "no replica serves the model 'sqm'; there are: mini, sql, chat"
+                )
+                assert (await client.get("/v1/models/sql")).json()["parent"] == MODEL
+
+
+async def test_a_tenants_adapters_are_its_own():
+    tenants = FakeTenants(table_of({"sql": {"adapters": ["sql"]}, "all": {"adapters": ["*"]}, "no": {}}))
+    async with fake_upstream(with_adapters(["sql", "chat"])) as fake:
+        with running_router(fake.url, token=TOKEN, tenants=tenants) as running:
+            await running.wait_for("ready")
+            async with client_of(running) as client:
+                seen = {}
+                for key in ("sql", "all", "no"):
+                    headers = {"authorization": f"Bearer {key}"}
+                    cards = (await client.get("/v1/models", headers=headers)).json()["data"]
+                    answers = [await client.post(CHAT, json=body(name), headers=headers) for name in ("sql", "chat")]
+                    seen[key] = [card["id"] for card in cards], [answer.status_code for answer in answers]
+                assert seen == {
+                    "sql": ([MODEL, "sql"], [200, 404]),
+                    "all": ([MODEL, "sql", "chat"], [200, 200]),
+                    "no": ([MODEL], [404, 404]),
+                }
+                refused = answers[0].json()["error"]["message"]
+                assert refused == "no replica serves the model 'sql'; there are: mini"
+    assert [one.headers.get("x-maitred-adapter") for one in asked(fake)] == ["sql", "sql", "chat"]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 
 from maitred.storage.redis import PREFIX
 from tests.api.test_tenants import table_of
+from tests.conftest import ServerProcess, start_server
 from tests.fakes_api import FakeTenants
 from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, chunk, says, whole
 from tests.fleet.routers import (
@@ -23,8 +30,11 @@ from tests.fleet.routers import (
     routed,
     running_router,
 )
+from tests.fleet.test_end_to_end import start_router
+from tests.reliability.test_rolling_restart import Proxy, haproxy
 from tests.storage.redis_server import needs_redis, running_redis
 from tests.storage.test_redis import store_at
+from tests.waiting import HANGS_S, until
 
 CHAT = "/v1/chat/completions"
 WELL = says(whole(completion()))
@@ -104,3 +114,67 @@ async def _an_answer_is_kept(url: str) -> None:
                 return
             await asyncio.sleep(0.005)
     raise AssertionError("it was never written")
+
+
+ASKED = {"prompt": "Once upon", "max_tokens": 4, "temperature": 0}
+LONG = ASKED | {"max_tokens": 1900, "stream": True, "ignore_eos": True}
+PATH = "/v1/completions"
+
+
+@dataclass(slots=True)
+class Behind:
+    """HAProxy, and behind it two routers before one replica."""
+
+    proxy: Proxy
+    routers: dict[str, ServerProcess]
+    client: httpx.Client
+
+    def kill(self, name: str) -> None:
+        os.kill(self.routers[name].process.pid, signal.SIGKILL)
+
+    def with_stream(self) -> str:
+        """The router that has one under way."""
+        return next(name for name, router in self.routers.items() if self._num_in_flight(router) > 1)
+
+    def _num_in_flight(self, router: ServerProcess) -> float:
+        lines = httpx.get(router.url + "/metrics", timeout=HANGS_S).text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith("maitred_http_requests_in_flight "))
+
+
+@pytest.fixture
+def behind(tmp_path: Path) -> Iterator[Behind]:
+    replica = start_server()
+    routers = {name: start_router(replica.url) for name in "ab"}
+    ports = [int(router.url.rpartition(":")[2]) for router in routers.values()]
+    proxy = Proxy(tmp_path, *ports)
+    try:
+        until(lambda: proxy.is_up("a") and proxy.is_up("b"))
+        with httpx.Client(base_url=proxy.url, timeout=HANGS_S) as client:
+            yield Behind(proxy, routers, client)
+    finally:
+        proxy.stop()
+        for each in (*routers.values(), replica):
+            each.stop()
+
+
+def answered(client: httpx.Client, **fields: Any) -> str:
+    answer = client.post(PATH, json=ASKED | fields)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+@haproxy
+def test_when_a_router_is_killed_the_other_has_all_that_comes_and_a_stream_of_its_is_asked_again(behind: Behind):
+    expected = answered(behind.client)
+    with behind.client.stream("POST", PATH, json=LONG) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        killed = behind.with_stream()
+        behind.kill(killed)
+        with httpx.Client(base_url=behind.proxy.url, timeout=HANGS_S) as others:
+            assert {answered(others) for _ in range(20)} == {expected}, "HAProxy sends nobody to the dead one twice"
+        with pytest.raises(httpx.RemoteProtocolError):  # cut, and not ended as if it were whole
+            list(lines)
+    again = behind.client.post(PATH, json=LONG)
+    assert again.text.endswith("data: [DONE]\n\n")
+    until(lambda: not behind.proxy.is_up(killed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from maitred.fleet.balance import BALANCES, choose, hash_of, least_load
 from maitred.fleet.config import FleetConfig
@@ -79,27 +79,6 @@ def key_of(session_id: str) -> int | None:
     return hash_of(session_id) if session_id else None
 
 
-class MetricSample(Protocol):
-    @property
-    def value(self) -> float: ...
-
-
-class Context(Protocol):
-    """The fields read of `ray.serve.config.AutoscalingContext`."""
-
-    current_time: float | None
-    target_num_replicas: int
-    running_replicas: Sequence[Any]
-    capacity_adjusted_min_replicas: int
-    capacity_adjusted_max_replicas: int
-
-    @property
-    def total_queued_requests(self) -> float | None: ...
-
-    @property
-    def raw_metrics(self) -> Mapping[str, Mapping[Any, Sequence[MetricSample]]] | None: ...
-
-
 class ServeScaling:
     """A Serve autoscaling policy: a class that Serve makes once for each deployment, and calls again and again."""
 
@@ -110,17 +89,17 @@ class ServeScaling:
         self._counted: dict[str, dict[Any, float]] = {}  # by counter, by replica; replicas that are gone stay counted
         self._num_arrived = 0.0
 
-    def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
-        """How many replicas there shall be, and the state that Serve keeps for policies that keep none."""
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """How many replicas there shall be, by Ray's `AutoscalingContext`, and the state that Serve keeps of policies."""
         self._read(context.raw_metrics or {})
         return self._autoscaler(self._figures(context), context.current_time or 0.0), {}
 
-    def _read(self, metrics: Mapping[str, Mapping[Any, Sequence[MetricSample]]]) -> None:
+    def _read(self, metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> None:
         for name in (ARRIVED, ENDED, SERVED_S, START_S):
             counted = self._counted.setdefault(name, {})
             counted |= {replica: samples[-1].value for replica, samples in metrics.get(name, {}).items() if samples}
 
-    def _figures(self, context: Context) -> FleetFigures:
+    def _figures(self, context: Any) -> FleetFigures:
         held = ceil(context.total_queued_requests or 0.0)
         num_ready = len(context.running_replicas)
         start_s = max(self._counted[START_S].values(), default=FIRST_START_S)
