@@ -180,13 +180,13 @@ def to_int8(x: Doubles) -> Doubles:
     return np.rint(x / np.where(scale == 0, 1, scale)) * scale
 
 
-def assert_close(got: Floats, exact: Doubles, dtype: str) -> None:
+def assert_close(got: Floats, exact: Doubles, dtype: str, name: str) -> None:
     error = np.abs(got - exact)
     if dtype == "int8":
-        assert error.max() < ONE_STEP
-        assert (error > TOLERANCE[dtype]).mean() < SHARE_OF_STEPS
+        assert error.max() < ONE_STEP, name
+        assert (error > TOLERANCE[dtype]).mean() < SHARE_OF_STEPS, name
     else:
-        assert error.max() < TOLERANCE[dtype]
+        assert error.max() < TOLERANCE[dtype], name
 
 
 def cases() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import lru_cache
 
@@ -62,31 +63,33 @@ SHAPES = {
 }
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=len(SHAPES))
 def requests_and_oracles(name: str, dtype: str) -> tuple[list[Floats], list[Doubles]]:
     """The same for every instruction set, one after the other."""
     rows = random_rows(SHAPES[name], [1, 37, 290, 530])
     return rows, [oracle(SHAPES[name], request, dtype) for request in rows]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_mixed_steps_agree_with_float64(name: str, dtype: str, isa: str) -> None:
-    rows, wanted = requests_and_oracles(name, dtype)
+def test_mixed_steps_agree_with_float64(dtype: str, isa: str) -> None:
+    """Every shape on the best instruction set, and a third of them, by turns, on the others."""
+    turn = [*cases()].index((dtype, isa)) + ISAS.index(isa)
     steps = [[(2, 100), (0, 1), (3, 300)], [(3, 1), (2, 189), (1, 36)], [(3, 229), (2, 1), (1, 1)]]
-    for got, exact in zip(attend_in_steps(SHAPES[name], rows, steps, dtype=dtype, isa=isa), wanted, strict=True):
-        assert_close(got, exact, dtype)
+    for name in [*SHAPES] if isa == ISAS[-1] else [*SHAPES][turn % 3 :: 3]:
+        rows, wanted = requests_and_oracles(name, dtype)
+        for got, exact in zip(attend_in_steps(SHAPES[name], rows, steps, dtype=dtype, isa=isa), wanted, strict=True):
+            assert_close(got, exact, dtype, name)
 
 
 def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, isa: str) -> None:
-    rng = np.random.default_rng(5)
+    rng, most_threads = np.random.default_rng(5), min(3, os.cpu_count() or 1)
     names = ["qwen3", "all three", "head of 26", "head of 80", "head of 96", "head of 256", "many share", "eight share"]
     names.append("blocks that divide no heads")
     if isa == "plain":  # takes ten times as long, by the same loops for every shape
-        names = ["all three", "head of 26", "many share"]
-    for shape in (SHAPES[name] for name in names):
+        names = ["all three", "head of 26"]
+    for number, shape in enumerate(SHAPES[name] for name in names):
         rows = random_rows(shape, [3, 70, 310, 530])  # attention sums 256 tokens at once
         alone = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa, num_threads=1)
-        for trial in range(4):
+        for trial in (number % 4, (number + 2 + number // 4) % 4):
             steps = random_steps(rng, [len(r) for r in rows])
             got = attend_in_steps(
                 shape,
@@ -94,7 +97,7 @@ def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, is
                 steps,
                 dtype=dtype,
                 isa=isa,
-                num_threads=1 + trial % 3,
+                num_threads=1 + trial % most_threads,
                 block_size=(16, 48, 5, 1)[trial],
                 seed=trial,
             )

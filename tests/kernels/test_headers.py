@@ -31,6 +31,7 @@ def compiler_for(header: Path) -> list[str]:
     return [native, *(X86[word] for word in sorted(words & X86.keys()))]
 
 
+@pytest.mark.soak  # some forty runs of the compiler
 @pytest.mark.parametrize("header", HEADERS, ids=lambda header: header.stem)
 def test_a_header_compiles_by_itself(header: Path) -> None:
     command = [*compiler_for(header), "-std=c++17", "-Wall", "-Wextra", "-fsyntax-only", "-x", "c++"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,7 @@ def test_a_row_comes_out_the_same_in_any_company(pool: Any, isa: str, dtype: str
     x, weight = rows(260, k), np.random.default_rng(5).uniform(0.5, 1.5, k).astype(np.float32)
     whole = linear.linear(pool, world.weights, x, isa=isa, norm_weight=weight)
     rng = np.random.default_rng(k)
-    pools = [_native.ThreadPool(threads) for threads in (1, 2, 3)]
+    pools = [_native.ThreadPool(threads) for threads in (1, 2, min(3, os.cpu_count() or 1))]
     start = 0
     while start < len(x):
         end = min(len(x), start + int(rng.choice([1, 2, 3, 5, 11, 12, 13, 14, 15, 31, 97])))
@@ -214,7 +215,7 @@ def test_every_number_of_rows_gives_the_same_bits(pool: Any, isa: str, dtype: st
     world = make_world(pool, dtype, 66, k, gated=gated, bias=gated)
     x = rows(150, k)
     whole = linear.linear(pool, world.weights, x, isa=isa)
-    for m in (*range(1, 71), 95, 96, 97, 127, 129):
+    for m in (*range(1, 20), *range(30, 34), *range(46, 50), *range(62, 67), 70, 95, 96, 97, 127, 129):
         assert (linear.linear(pool, world.weights, x[-m:], isa=isa) == whole[-m:]).all(), m
 
 
@@ -230,7 +231,7 @@ def test_sums_at_the_edge_of_denormal_numbers_have_the_same_bits_beside_any_rows
     x[3, k // 2], x[4, 0] = math.inf, math.nan
     weights = linear.pack(pool, [SourceMatrix(matrix)], "bfloat16")
     whole = linear.linear(pool, weights, x, isa=isa)
-    for m in range(1, 65):
+    for m in (*range(1, 18), 31, 32, 33, 48, 63, 64):
         for some in (slice(0, m), slice(64 - m, 64)):
             part = linear.linear(pool, weights, x[some], isa=isa)
             assert (part.view(np.uint32) == whole[some].view(np.uint32)).all(), m

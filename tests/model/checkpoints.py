@@ -14,8 +14,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 BOS, EOS, VOCAB_SIZE = 256, 257, 272
 
 _COMMON: dict[str, Any] = {
@@ -107,6 +105,7 @@ def make_checkpoint(family: str, folder: Path, *, seed: int = 0, max_shard_size:
 
 def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """transformers' own model with weights large enough that norms, biases and positions all matter."""
+    import torch
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -132,6 +131,7 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
 def load_reference(folder: Path) -> Any:
     """transformers' model of the checkpoint in `folder`, float32."""
+    import torch
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

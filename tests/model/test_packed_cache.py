@@ -292,7 +292,7 @@ print(hash(tuple(t.buffer.tobytes() for t in loaded.weights.tensors.values())))
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(3)
+        for _ in range(2)
     ]
     for process in processes:
         assert process.stdout is not None

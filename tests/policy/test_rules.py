@@ -341,9 +341,9 @@ def wait_under_rr(num_before: int, num_slots: int, prompt: int, budget: int, qua
     return run.now
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 5])
-@pytest.mark.parametrize("num_before", [1, 4, 11])
-@pytest.mark.parametrize("prompt", [1, 8, 40])
+@pytest.mark.parametrize(
+    ("num_before", "num_slots", "prompt"), [(1, 1, 8), (1, 5, 40), (4, 1, 40), (4, 2, 1), (11, 2, 8), (11, 5, 1)]
+)
 def test_round_robins_wait_is_quanta_side_by_side_and_prompts_one_after_another(
     num_before: int, num_slots: int, prompt: int
 ):

@@ -10,7 +10,7 @@ from tests.scheduler.lane_worlds import MAKERS, LaneWorld
 
 
 @pytest.mark.parametrize("policy", MAKERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32), num_steps=st.integers(1, 120))
 def test_the_batches_are_those_of_a_scheduler_that_sorts_everything(policy: str, seed: int, num_steps: int):
     world = LaneWorld(policy, seed)

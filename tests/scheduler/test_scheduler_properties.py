@@ -313,7 +313,7 @@ def make_world(chooser: Random, with_kv_from_elsewhere: bool = False) -> World:
     return World(chooser, scheduler, executor, block_size, largest, with_kv_from_elsewhere=with_kv_from_elsewhere)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(chooser=st.randoms(use_true_random=False), num_acts=st.integers(1, 80), with_kv_from_elsewhere=st.booleans())
 def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(
     chooser: Random, num_acts: int, with_kv_from_elsewhere: bool
@@ -328,7 +328,7 @@ def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(
 def test_long_runs_of_random_load() -> None:
     rows: list[ScheduledRow] = []
     num_accepted = num_preemptions = num_forced = 0
-    for seed in range(25):
+    for seed in range(10):
         world = make_world(Random(seed))
         for _ in range(400):
             world.act()
@@ -340,20 +340,20 @@ def test_long_runs_of_random_load() -> None:
         num_accepted += sum(num_tokens - 1 for num_tokens in answers if num_tokens)
         num_forced += sum(told.num_forced for each in world.told.values() for told in each)
         num_preemptions += world.scheduler.stats.num_preemptions if drafted else 0
-    assert 500 < num_accepted < sum(row.num_drafts for row in rows) - 500
+    assert 200 < num_accepted < sum(row.num_drafts for row in rows) - 200
     assert any(row.num_known > 1 for row in rows)
-    assert num_preemptions > 100
-    assert num_forced > 500
+    assert num_preemptions > 50
+    assert num_forced > 200
 
 
 def test_long_runs_in_which_kv_comes_from_elsewhere_and_is_held_for_others() -> None:
     """It comes whole, in part or not at all; out of blocks, what is set aside is given up, and nobody notices."""
     seen: Counter[str] = Counter()
-    for seed in range(25):
+    for seed in range(10):
         world = make_world(Random(seed), with_kv_from_elsewhere=True)
         for _ in range(400):
             world.act()
         world.drain()
         world.check_outcomes()
         seen += world.seen
-    assert min(seen[what] for what in ("reserved", "arrived", "fellows", "given up", "leases given up")) > 50, seen
+    assert min(seen[what] for what in ("reserved", "arrived", "fellows", "given up", "leases given up")) > 20, seen

@@ -106,7 +106,7 @@ def test_the_rule_weighs_bytes_both_ways_against_tokens():
 def test_random_load_swaps_in_every_way():
     """The property tests above these worlds check the contents; here, that they get where it matters."""
     num_in = num_partial = num_outs = 0
-    for seed in range(80):
+    for seed in range(30):
         world = make_world(Random(seed))
         for _ in range(200):
             world.act()
@@ -116,6 +116,6 @@ def test_random_load_swaps_in_every_way():
         num_outs += stats.num_swapped_out_blocks
         num_in += stats.num_swapped_in_blocks
         num_partial += 0 < stats.num_swapped_in_blocks < stats.num_swapped_out_blocks
-    assert num_outs > 100
-    assert num_in > 50
-    assert num_partial > 3
+    assert num_outs > 40
+    assert num_in > 20
+    assert num_partial > 0

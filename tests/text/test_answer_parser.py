@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maitred.text.answer_format import AnswerFormat
@@ -74,6 +74,7 @@ PARTS = st.lists(
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=30)
 @given(parts=PARTS, thinks=st.booleans(), data=st.data())
 def test_an_answer_is_parsed_the_same_however_it_is_cut(name: str, parts: list, thinks: bool, data: st.DataObject):
     text = thinking(name, "well") if thinks else ""

@@ -133,7 +133,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path):
 # --- ids and text -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(texts)
 def test_ids_equal_those_of_transformers(text: str):
     transformers = pytest.importorskip("transformers")
@@ -184,7 +184,7 @@ def test_the_byte_alphabet_is_that_of_tokenizers():
 
 
 @pytest.mark.parametrize("make", [byte_level, gemma])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=texts)
 def test_the_bytes_of_the_tokens_join_to_the_text(make: object, text: str):
     tokenizer = make()  # type: ignore[operator]
@@ -225,7 +225,7 @@ def test_a_token_of_a_word_tokenizer_shows_what_it_adds():
 
 
 @kinds
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=texts, times=st.integers(1, 4))
 def test_min_tokens_is_never_too_many(kind: str, text: str, times: int):
     tokenizer = KINDS[kind]()
