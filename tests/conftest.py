@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ import hypothesis
 import pytest
 
 from maitred.model.checkpoint import BUILTIN_FOLDER
+from tests import ROOT
 from tests.waiting import HANGS_S
 
 # What names no model, here or in a process that a test starts, takes the small one, also where others are installed.
@@ -46,10 +48,12 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 for _wait in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _wait, HANGS_S)
 
+# A client reads the system's certificates anew, which takes thirty times as long as to ask a server here something.
+httpx._transports.default.create_ssl_context = functools.cache(httpx._config.create_ssl_context)
+
 # A shell's background job ignores Ctrl-C, and so would every command that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 200
 
 

@@ -27,8 +27,9 @@ from maitred.engine.intake import ServedModel
 from maitred.engine.live_view import LiveView
 from maitred.engine.replica import Replica
 from maitred.gate.admission import AdmissionController
+from maitred.storage.key_files import make_key
 from maitred.storage.ledger import Ledger
-from maitred.tenancy.tenant import TenantTable
+from maitred.tenancy.tenant import TenantTable, read_tenants
 from maitred.text.chat_template import ChatTemplate
 from maitred.text.parts import TextParts
 from maitred.text.tokenizer import Tokenizer, byte_alphabet
@@ -49,6 +50,16 @@ def byte_tokenizer() -> Tokenizer:
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     return Tokenizer(inner, {"eos_token": "</s>"})
+
+
+def table_of(tenants: dict[str, dict[str, Any]]) -> TenantTable:
+    """Every tenant's key is its name; that of `boss` is an administrator's."""
+    whole = {}
+    for name, fields in tenants.items():
+        made = make_key(name, secret=name, admin=name == "boss").key
+        entry = {"id": f"key_{name}", "sha256": made.digest.hex(), "admin": made.admin}
+        whole[name] = {**fields, "keys": [entry]}
+    return read_tenants({"tenants": whole}, "tenants.yaml")
 
 
 def make_model(*, tokenizer: Tokenizer | None = None, chat_template: Any = TEMPLATE, **fields: Any) -> ServedModel:

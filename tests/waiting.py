@@ -17,10 +17,11 @@ HANGS_S = 600.0 if os.environ.get("MAITRED_ISA") == "plain" else 90.0
 
 def until(condition: Callable[[], object], limit_s: float = HANGS_S) -> None:
     """Return as soon as `condition` holds."""
-    ends_at = time.monotonic() + limit_s
+    ends_at, pause_s = time.monotonic() + limit_s, 0.002
     while not condition():
         assert time.monotonic() < ends_at, f"it did not come in {limit_s:g} s"
-        time.sleep(0.002)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.02)  # many ask a server, which has other things to do
 
 
 async def until_async(condition: Callable[[], object], limit_s: float = HANGS_S) -> None:

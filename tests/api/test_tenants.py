@@ -17,12 +17,12 @@ from maitred.core.clock import ManualClock
 from maitred.core.request import Charges, FinishReason, RequestSpec
 from maitred.core.step import RequestProgress
 from maitred.engine.live_requests import LiveRequest
-from maitred.storage.key_files import make_key, read_tenant_file
+from maitred.storage.key_files import read_tenant_file
 from maitred.storage.ledger import Ledger
-from maitred.tenancy.tenant import TenantTable, read_tenants
+from maitred.tenancy.tenant import TenantTable
+from tests import ROOT
 from tests.api.conftest import MESSAGES
-from tests.conftest import ROOT
-from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server, says
+from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server, says, table_of
 from tests.waiting import HANGS_S, joined, until
 
 ROUTES = make_routes()
@@ -40,16 +40,6 @@ TENANTS: dict[str, dict[str, Any]] = {
     "two": {"shared_cache_group": "family"},
     "boss": {},
 }
-
-
-def table_of(tenants: dict[str, dict[str, Any]]) -> TenantTable:
-    """Every tenant's key is its name; that of `boss` is an administrator's."""
-    whole = {}
-    for name, fields in tenants.items():
-        made = make_key(name, secret=name, admin=name == "boss").key
-        entry = {"id": f"key_{name}", "sha256": made.digest.hex(), "admin": made.admin}
-        whole[name] = {**fields, "keys": [entry]}
-    return read_tenants({"tenants": whole}, "tenants.yaml")
 
 
 @pytest.fixture

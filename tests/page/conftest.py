@@ -35,9 +35,9 @@ class Watched:
 OpenPage = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    """For one module: Playwright's loop runs in this thread, where other modules' tests run theirs."""
+    """For this folder: Playwright's loop runs in this thread, where other folders' tests run theirs."""
     if CHROMIUM is None:
         pytest.skip("needs Debian's chromium; as root: scripts/debian-packages")
     with playwright_api().sync_playwright() as playwright:

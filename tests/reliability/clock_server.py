@@ -25,9 +25,9 @@ from maitred.engine.child_process import in_child_process
 from maitred.engine.starting import StartingEngine
 from maitred.engine.supervisor import Start
 from maitred.storage.ledger import Ledger
-from tests.api.test_tenants import table_of
-from tests.conftest import ROOT
+from tests import ROOT
 from tests.engine.fake_child import Gate, command
+from tests.fakes_api import table_of
 from tests.waiting import HANGS_S
 
 COMPILER = next((found for name in ("cc", "gcc", "clang", "g++") if (found := shutil.which(name))), None)

@@ -26,7 +26,7 @@ from maitred.config import ServerConfig
 from maitred.core.request import RequestSpec
 from maitred.core.step import RequestProgress
 from maitred.engine.limits import hand_over_quickly
-from tests.conftest import ROOT
+from tests import ROOT
 from tests.fakes_api import EOS, FakeReplica, make_model
 from tests.waiting import HANGS_S
 

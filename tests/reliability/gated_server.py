@@ -18,7 +18,7 @@ import httpx
 from maitred.api import serving
 from maitred.api.http import server
 from maitred.config import ServerConfig
-from tests.conftest import ROOT
+from tests import ROOT
 from tests.fakes_api import FakeReplica, make_model, says
 from tests.waiting import HANGS_S
 

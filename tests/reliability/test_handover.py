@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from maitred.cli.main import main
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.core.errors import ConfigError
-from tests.conftest import start_server
+from tests.conftest import ServerProcess, start_server
 from tests.reliability.test_workers import MODEL, STORY, House, Stream, key_of
 from tests.waiting import HANGS_S, until
 
@@ -55,10 +56,8 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    house = started(tmp_path_factory.mktemp("alone"))
-    yield house
-    house.server.stop()
+def alone(server: ServerProcess) -> House:
+    return House(server, Path("it keeps none"))
 
 
 def handovers(house: House) -> dict[str, float]:

@@ -38,6 +38,15 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "after": {"towards": SOURCE, "after": b"Release"},
 }
 ROLES = ("prefill", "decode")
+# Each role and each moment; the other pairs are for `make soak`.
+WHO_AND_WHEN = [
+    ("prefill", "before"),
+    ("decode", "amid"),
+    ("prefill", "after"),
+    pytest.param("decode", "before", marks=pytest.mark.soak),
+    pytest.param("prefill", "amid", marks=pytest.mark.soak),
+    pytest.param("decode", "after", marks=pytest.mark.soak),
+]
 Alone = Callable[[dict[str, Any]], list[Any]]
 """What an engine says to a body that nothing happens to."""
 
@@ -169,8 +178,7 @@ def apart(server: ServerProcess) -> Iterator[Apart]:
         yield made
 
 
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("role", "moment"), WHO_AND_WHEN)
 def test_a_worker_that_stands_still_costs_no_token_and_the_other_answers_alone(apart: Apart, role: str, moment: str):
     pid = apart.worker(role)["pid"]
     asked = apart.struck(f"Stand still, {role}, {moment}", by(signal.SIGSTOP, pid), **MOMENTS[moment])
@@ -192,8 +200,7 @@ def test_a_server_that_stands_still_costs_no_token(apart: Apart, moment: str):
     apart.settle()
 
 
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("role", "moment"), WHO_AND_WHEN)
 def test_a_worker_that_is_killed_costs_no_token(apart: Apart, role: str, moment: str):
     pid = apart.worker(role)["pid"]
     apart.struck(f"Killed, {role}, {moment}", by(signal.SIGKILL, pid), **MOMENTS[moment]).check()

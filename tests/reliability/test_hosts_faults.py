@@ -24,7 +24,17 @@ from tests.conftest import ServerProcess, free_port, start_server
 from tests.fleet.test_end_to_end import RealFleet, real_fleet
 from tests.kv.relay import Relay, Strike, cut
 from tests.reliability import faulty_server
-from tests.reliability.test_handover_faults import MOMENTS, ROLES, STORY, Alone, Apart, by, complete, figure_of
+from tests.reliability.test_handover_faults import (
+    MOMENTS,
+    ROLES,
+    STORY,
+    WHO_AND_WHEN,
+    Alone,
+    Apart,
+    by,
+    complete,
+    figure_of,
+)
 from tests.waiting import HANGS_S, until
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -116,8 +126,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, server: ServerProcess) -> It
 
 
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(60.0, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("role", "moment"), WHO_AND_WHEN)
 def test_a_host_that_stands_still_costs_no_token_and_is_not_waited_for(
     hosts: Hosts, role: str, moment: str, seconds: float
 ):
@@ -148,7 +157,7 @@ def knows_of_kv(hosts: Hosts) -> bool:
     return any(replica["prefix_keys"] for replica in hosts.fleet.view()["replicas"])
 
 
-@pytest.mark.parametrize("strike", [bytes, cut])
+@pytest.mark.parametrize("strike", [bytes, pytest.param(cut, marks=pytest.mark.soak)])
 def test_a_turn_whose_kv_lies_at_another_host_is_fetched_from_there_first(hosts: Hosts, strike: Strike):
     for host in hosts.hosts.values():  # nobody has measured a transfer
         host.process.kill()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.fleet.test_end_to_end import real_fleet
 from tests.reliability.test_hosts import GREEDY, LONG, all_handovers, ask, workers
 from tests.reliability.test_workers import STORY
@@ -12,6 +14,7 @@ from tests.waiting import until
 SAME = ("--kv-listen", "127.0.0.1:0", "--kv-dtype", "float32", "--max-model-len", "2048")
 
 
+@pytest.mark.soak
 def test_blocks_of_another_size_give_the_answers_of_a_lone_engine(tmp_path: Path):
     flags = [("--role", role, "--block-size", size, *SAME) for role, size in (("prefill", "64"), ("decode", "16"))]
     with real_fleet(tmp_path, flags, "--handover", "always") as fleet:

@@ -13,7 +13,7 @@ from tests.reliability.openapi import NUM_OPERATIONS, documented_server, num_res
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--generation-deterministic", "--max-examples", "5", "--request-timeout", "200"),  # the same every time
+        ("--generation-deterministic", "--max-examples", "2", "--request-timeout", "200"),  # the same every time
         pytest.param(
             ("--max-examples", "1000", "--request-timeout", "10"),
             marks=(pytest.mark.soak, pytest.mark.timeout(7200)),

@@ -150,15 +150,11 @@ def test_openais_client_parses_what_it_asked_for(served: ServerProcess):
     assert "".join(pieces) == "".join(call.function.arguments for call in calls) != ""
 
 
-def test_forced_tokens_change_nothing_but_the_time():
+def test_forced_tokens_change_nothing_but_the_time(served: ServerProcess):
     """Their number of steps is another, their tokens are not."""
     plain = start_server("--no-forced-tokens")
     try:
         without = asyncio.run(together(plain.url, 8))
     finally:
         plain.stop()
-    forcing = start_server()
-    try:
-        assert asyncio.run(together(forcing.url, 8)) == without
-    finally:
-        forcing.stop()
+    assert asyncio.run(together(served.url, 8)) == without

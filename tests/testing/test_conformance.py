@@ -66,38 +66,38 @@ def for_every_policy(max_examples: int) -> Callable[[Any], Any]:
     return decorate
 
 
-@for_every_policy(60)
+@for_every_policy(15)
 def test_every_property_holds_in_every_step(name: str, scenario: Scenario):
     executor = CheckingExecutor(scenario.block_size)
     check_steps(POLICIES[name], scenario, executor.execute, bring=executor.write)
 
 
-@for_every_policy(12)
+@for_every_policy(6)
 def test_two_runs_make_equal_plans(name: str, scenario: Scenario):
     check_determinism(POLICIES[name], scenario)
 
 
-@for_every_policy(20)
+@for_every_policy(7)
 def test_a_swap_of_policy_costs_nobody_the_age_it_has(name: str, scenario: Scenario):
     check_swap(POLICIES[name], scenario)
 
 
-@for_every_policy(20)
+@for_every_policy(7)
 def test_chats_and_batches_of_several_lanes_keep_all_of_it_under_one_policy(name: str, scenario: Scenario):
     check_lanes(POLICIES[name], scenario)
 
 
-@for_every_policy(5)
+@for_every_policy(3)
 def test_in_a_lane_that_is_never_empty_nobody_starves_and_tenants_share(name: str, scenario: Scenario):
     check_busy_lane(POLICIES[name], scenario)
 
 
-@for_every_policy(8)
+@for_every_policy(4)
 def test_nobody_starves_under_an_endless_load(name: str, scenario: Scenario):
     check_endless_load(POLICIES[name], scenario)
 
 
-@for_every_policy(5)
+@for_every_policy(3)
 def test_it_states_source_bound_and_terms(name: str, scenario: Scenario):
     check_statement(POLICIES[name], scenario)
 
@@ -115,7 +115,7 @@ def test_the_papers_bound_is_not_far_from_what_is_seen():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_whole_kit_in_one_call(name: str):
-    check_policy(POLICIES[name], range(3))
+    check_policy(POLICIES[name], range(1))
 
 
 def test_the_worlds_reach_what_they_are_to_watch(monkeypatch: pytest.MonkeyPatch):
@@ -129,17 +129,17 @@ def test_the_worlds_reach_what_they_are_to_watch(monkeypatch: pytest.MonkeyPatch
             ended += [r.request_id for r in moment.preempted if now(r) > before[r.request_id]]
 
         monkeypatch.setitem(STEP_PROPERTIES, "quanta", note_quanta)
-        worlds = [check_steps(make, scenario_of(seed), answer, ["quanta"]) for seed in range(60)]
+        worlds = [check_steps(make, scenario_of(seed), answer, ["quanta"]) for seed in range(25)]
         stats = [world.scheduler.stats for world in worlds]
-        assert sum(s.num_preemptions for s in stats) >= 5, name
+        assert sum(s.num_preemptions for s in stats) >= 2, name
         assert (
-            sum(r.spec.sample_index > 0 and r.num_output_tokens > 0 for w in worlds for r in w.requests.values()) > 50
+            sum(r.spec.sample_index > 0 and r.num_output_tokens > 0 for w in worlds for r in w.requests.values()) > 20
         )
-        assert sum(s.num_prefix_hit_tokens for s in stats) > 100
-        assert sum(w.num_arrived for w in worlds) > 20
+        assert sum(s.num_prefix_hit_tokens for s in stats) > 40
+        assert sum(w.num_arrived for w in worlds) > 8
         num_given_up += sum(w.num_given_up for w in worlds)
-        assert (len(quanta) > 50) == (worlds[0].policy.quantum_end is not None)
-    assert num_given_up >= 15
+        assert (len(quanta) > 20) == (worlds[0].policy.quantum_end is not None)
+    assert num_given_up >= 5
 
 
 # -- Policies that break a promise. A check that cannot fail is none.

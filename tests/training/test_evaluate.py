@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 
 from training.checkpoint import load
@@ -15,6 +16,7 @@ from training.world import SCORED, SHAPES, held_out_question, held_out_shape
 BUILTIN = Path(__file__).parents[2] / "src/maitred/builtin"
 
 
+@pytest.mark.soak  # two minutes
 def test_the_committed_model_answers_held_out_questions():
     """Eight questions of each category, in bf16 as shipped: 95%, as in the whole evaluation (training/README.md)."""
     model, tokenizer = load(BUILTIN / "maitred-mini", torch.bfloat16)
