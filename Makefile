@@ -24,8 +24,8 @@ serve: $(VENV)/.installed-$(if $(REPOSITORY),tensor,serve) ## serve SmolLM2, or 
 
 dev: $(VENV)/.installed-dev ## what contributors need: torch, transformers and the test tools
 
-test: $(VENV)/.installed-dev ## the whole suite, on every processor
-	@scripts/debian-packages
+test: ## the whole suite, on every processor
+	@scripts/debian-packages & $(MAKE) --no-print-directory $(VENV)/.installed-dev && wait # beside each other: both wait for downloads
 	@scripts/test $(BIN)/python
 
 PURE := policy kv/test_manager.py kv/test_tiers.py scheduler gate decisions testing tenancy sim

@@ -9,7 +9,6 @@ CLOCK_REALTIME. Here only the wall clock is, and by half.
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 import subprocess
@@ -25,6 +24,7 @@ import httpx
 import pytest
 
 from tests.reliability.clock_server import COMPILER, LEDGER, PER_MINUTE, Clock, ClockServer, clock_server
+from tests.reliability.streams import Stream
 from tests.waiting import HANGS_S, joined, until
 
 HOUR = 3600
@@ -39,30 +39,6 @@ pytestmark = [
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "prompt": "one soup", "max_tokens": 60, "ignore_eos": True, "seed": 5, **fields}
-
-
-class Stream:
-    """One streamed request in a thread."""
-
-    def __init__(self, at: ClockServer) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.whole = False
-        self._at = at
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        asked = body(stream=True, stream_options={"include_usage": True})
-        url, headers = f"{self._at.url}/v1/completions", {**GUEST, **PATIENCE}
-        with httpx.stream("POST", url, json=asked, headers=headers, timeout=HANGS_S) as answer:
-            for line in answer.iter_lines():
-                if line == "data: [DONE]":
-                    self.whole = True
-                elif line.startswith("data: "):
-                    self.events.append(json.loads(line[6:]))
-
-    def text(self) -> str:
-        return "".join(choice["text"] for event in self.events for choice in event["choices"])
 
 
 def ask(at: ClockServer, **fields: Any) -> httpx.Response:
@@ -141,8 +117,9 @@ def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(tmp_path: Path):
         at.gate.open()
         calm = ask(at).json()
         at.gate.open_to(10)
-        stream = Stream(at)
-        until(lambda: len(stream.events) >= 5)
+        asked = body(stream_options={"include_usage": True})
+        stream = Stream(at.url, asked, {**GUEST, **PATIENCE})
+        until(lambda: stream.num_chunks >= 5)
         waiting: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: waiting.append(ask(at)))  # there is one slot
         thread.start()
@@ -154,7 +131,7 @@ def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(tmp_path: Path):
             until(lambda: time.time() > at.clock.settled_at)
             until(lambda: abs(wall_clock_of(at) - time.time() - at.clock.offset_s) < HOUR / 2)
             at.gate.open_to(gate)
-            until(lambda gate=gate: len(stream.events) >= gate - 2)
+            until(lambda gate=gate: stream.num_chunks >= gate - 2)
             until(lambda: get(at, "/health").status_code == get(at, "/ready").status_code == 200)
             until(lambda: in_flight(at) == 2)  # both go on
             now = counted(at)
@@ -162,13 +139,12 @@ def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(tmp_path: Path):
             before = now
         held_ms = (time.monotonic() - both_since) * 1000
         at.gate.open()
-        stream.thread.join(HANGS_S)
         joined(thread)
-        assert stream.whole
-        assert not [event["error"] for event in stream.events if "error" in event]
-        assert stream.text() == calm["choices"][0]["text"] == waiting[0].json()["choices"][0]["text"]
+        stream.join()
+        assert (stream.whole, stream.errors) == (True, [])
+        assert stream.text == calm["choices"][0]["text"] == waiting[0].json()["choices"][0]["text"]
         took_ms = (time.monotonic() - began) * 1000
-        for usage in (stream.events[-1]["usage"], waiting[0].json()["usage"]):
+        for usage in (stream.usage, waiting[0].json()["usage"]):
             assert usage["completion_tokens"] == 60
             ttft_ms = usage["timing_ms"].pop("ttft")
             parts_ms = usage["timing_ms"].values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import sqlite3
@@ -27,6 +26,7 @@ from maitred.engine.supervisor import Start
 from maitred.storage.ledger import Ledger
 from tests.engine.fake_child import Gate, command
 from tests.fakes_api import RunningServer, running_server
+from tests.reliability.streams import Stream
 from tests.waiting import HANGS_S, joined, until
 
 BODY = {"model": "demo", "prompt": "one soup", "max_tokens": 60, "ignore_eos": True, "seed": 5, "temperature": 1.0}
@@ -56,6 +56,9 @@ class House:
 
     def post(self, **fields: Any) -> httpx.Response:
         return httpx.post(f"{self.server.url}/v1/completions", json={**BODY, **fields}, timeout=HANGS_S)
+
+    def stream(self, **fields: Any) -> Stream:
+        return Stream(self.server.url, {**BODY, "stream_options": {"include_usage": True}, **fields})
 
     def begun(self) -> list[str]:
         """Ids of those that have tokens, and have not ended."""
@@ -99,50 +102,13 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "STOP_S", 0.3)
 
 
-class Stream:
-    """One streamed request in a thread: its texts by choice, and how it ended."""
-
-    def __init__(self, url: str, **fields: Any) -> None:
-        self.texts: dict[int, str] = {}
-        self.finishes: dict[int, str] = {}
-        self.errors: list[dict[str, Any]] = []
-        self.usage: dict[str, Any] = {}
-        self.whole = False
-        self._body = {**BODY, "stream": True, "stream_options": {"include_usage": True}, **fields}
-        self._url, self.num_chunks = url, 0
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=HANGS_S) as answer:
-            for line in answer.iter_lines():
-                if line == "data: [DONE]":
-                    self.whole = True
-                elif line.startswith("data: "):
-                    self._take(json.loads(line[6:]))
-
-    def _take(self, chunk: dict[str, Any]) -> None:
-        if "error" in chunk:
-            self.errors.append(chunk["error"])
-            return
-        self.usage = chunk.get("usage") or self.usage
-        for choice in chunk["choices"]:
-            self.texts[choice["index"]] = self.texts.get(choice["index"], "") + choice["text"]
-            if choice["finish_reason"]:
-                self.finishes[choice["index"]] = choice["finish_reason"]
-        self.num_chunks += 1
-
-    def join(self) -> None:
-        joined(self.thread)
-
-
 def test_a_stream_pauses_and_goes_on_token_for_token(gate: Gate):
     """R4, R5 for one engine; and the answer says the same as one that nothing happened to."""
     n = 3
     with house(gate) as at:
         calm = at.post(n=n).json()
         gate.open_to(10)
-        stream = Stream(at.server.url, n=n)
+        stream = at.stream(n=n)
         until(lambda: stream.num_chunks >= 10)
         at.kill(then=30)
         until(lambda: stream.num_chunks >= 30)
@@ -167,7 +133,7 @@ def test_a_stop_string_that_spans_a_death_is_found(gate: Gate):
         stop = whole[cut : cut + 4]
         assert whole.find(stop) == cut
         gate.open_to(10)
-        stream = Stream(at.server.url, stop=[stop])
+        stream = at.stream(stop=[stop])
         until(lambda: [len(live.output_token_ids) for live in list(at.engine._live.values())] == [10])
         at.kill()
         stream.join()
@@ -186,7 +152,7 @@ def test_many_clients_and_two_deaths_lose_nothing(gate: Gate):
         ]
         for thread in threads:
             thread.start()
-        streams = [Stream(at.server.url, seed=seed, max_tokens=300) for seed in range(4, 8)]
+        streams = [at.stream(seed=seed, max_tokens=300) for seed in range(4, 8)]
         at.all_begin(8)
         at.kill(then=250)
         at.kill(signal.SIGSEGV)
@@ -201,7 +167,7 @@ def test_many_clients_and_two_deaths_lose_nothing(gate: Gate):
 def test_what_cannot_go_on_ends_with_an_error_that_says_why(gate: Gate):
     gate.open_to(0)
     with house(gate, "deterministic=0") as at:
-        started = Stream(at.server.url, max_tokens=300)
+        started = at.stream(max_tokens=300)
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(at.post(max_tokens=300)))
         asking.start()
@@ -236,7 +202,7 @@ def test_an_engine_that_falls_silent_is_told_and_loses_no_request_when_it_speaks
     with house(gate) as at:
         calm = at.post().json()
         gate.open_to(10)
-        stream = Stream(at.server.url)
+        stream = at.stream()
         until(lambda: stream.num_chunks >= 10)
         os.kill(at.pid(), signal.SIGSTOP)
         until(lambda: at.get("/health").status_code == 503)
@@ -252,7 +218,7 @@ def test_an_engine_that_falls_silent_is_told_and_loses_no_request_when_it_speaks
 def test_an_engine_that_is_given_up_leaves_a_server_that_says_so(gate: Gate):
     gate.open_to(10)
     with house(gate, max_restarts=0) as at:
-        stream = Stream(at.server.url)
+        stream = at.stream()
         until(lambda: stream.num_chunks > 3)
         at.kill()
         stream.join()
@@ -269,7 +235,7 @@ def test_the_ledger_stays_exact_over_a_death(tmp_path: Path, gate: Gate):
     ledger = Ledger(tmp_path / "ledger.sqlite", model="demo")
     try:
         with house(gate, ledger=ledger) as at:
-            stream = Stream(at.server.url, n=3, max_tokens=300)
+            stream = at.stream(n=3, max_tokens=300)
             at.all_begin(3)
             at.kill()
             stream.join()

@@ -18,7 +18,7 @@ from maitred.cli.main import main
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.core.errors import ConfigError
 from tests.conftest import ServerProcess, start_server
-from tests.reliability.test_workers import MODEL, STORY, House, Stream, key_of
+from tests.reliability.test_workers import MODEL, STORY, House, key_of
 from tests.waiting import HANGS_S, until
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
@@ -146,7 +146,7 @@ def test_a_worker_that_is_killed_in_mid_stream_costs_no_token(apart: House, alon
     body = {"prompt": f"The {role} worker. {STORY}", "max_tokens": 400, "temperature": 0.8, "seed": 3, "n": 2}
     body |= {"ignore_eos": True}
     expected = alone.post("/v1/completions", **body).json()["choices"]
-    stream = Stream(apart, body)
+    stream = apart.stream(body)
     (victim,) = [worker for worker in apart.workers if worker["role"] == role]
     os.kill(victim["pid"], signal.SIGKILL)
     assert stream.end() == {choice["index"]: choice["text"] for choice in expected}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +15,13 @@ from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
 from maitred.model.families import spec_from_config
 from tests.conftest import ServerProcess, start_server
 from tests.model.adapters import random_tensors, write_adapter
+from tests.reliability.streams import Stream
 from tests.reliability.test_served_engine import engine_of, on_linux
-from tests.waiting import HANGS_S, is_gone, joined, until
+from tests.waiting import HANGS_S, is_gone, until
 
 MODEL = "maitred-mini"
 NUM_TOKENS = 400  # so many that no stream ends before the kill
 pytestmark = on_linux
-
-
-@dataclass(eq=False)
-class Stream:
-    """One streamed request, in a thread."""
-
-    url: str
-    body: dict[str, Any]
-    text: str = ""
-    errors: list[str] = field(default_factory=list)
-    is_whole: bool = False
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        body = {**self.body, "stream": True}
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=HANGS_S) as answer:
-            for line in answer.iter_lines():
-                if line == "data: [DONE]":
-                    self.is_whole = True
-                elif line.startswith("data: "):
-                    self._take(json.loads(line[6:]))
-
-    def _take(self, chunk: dict[str, Any]) -> None:
-        if "error" in chunk:
-            self.errors.append(chunk["error"]["message"])
-        else:
-            self.text += chunk["choices"][0]["text"]
 
 
 def asked(model: str) -> list[dict[str, Any]]:
@@ -119,8 +87,9 @@ def test_every_stream_goes_on_exactly(served: ServerProcess, texts: dict[str, li
     engine = engine_of(served)
     rank = rank_of(engine)
     (engine if victim == "engine" else rank).kill()
-    joined(*(stream.thread for stream in streams))
-    assert [(stream.errors, stream.is_whole) for stream in streams] == [([], True)] * 4
+    for stream in streams:
+        stream.join()
+    assert [(stream.errors, stream.whole) for stream in streams] == [([], True)] * 4
     assert [stream.text for stream in streams] == [*texts["sql"], *texts[MODEL]]
     assert metric(served, "requests_resumed_total") == before + 4
     until(lambda: is_gone(engine) and is_gone(rank))
@@ -132,14 +101,16 @@ def test_an_adapter_deleted_while_in_use_ends_no_other_request(
     """In memory it is used to the end. After a death it would have to be read again, and who needs it is told."""
     doomed = begun(served, asked("gone"))
     shutil.rmtree(folders / "gone")
-    joined(*(stream.thread for stream in doomed))
+    for stream in doomed:
+        stream.join()
     assert [stream.text for stream in doomed] == texts["gone"]
     doomed, others = begun(served, asked("gone")), begun(served, [*asked(MODEL), *asked("sql")])
     engine_of(served).kill()
-    joined(*(stream.thread for stream in (*doomed, *others)))
+    for stream in (*doomed, *others):
+        stream.join()
     assert [stream.text for stream in others] == [*texts[MODEL], *texts["sql"]]
     assert [stream.errors for stream in others] == [[]] * 4
-    assert all("adapter gone: " in stream.errors[0] and stream.is_whole for stream in doomed)
+    assert all("adapter gone: " in stream.errors[0]["message"] and stream.whole for stream in doomed)
 
 
 def test_a_server_that_is_killed_takes_engine_and_ranks_along(served: ServerProcess):

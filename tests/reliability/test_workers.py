@@ -7,10 +7,9 @@ import json
 import os
 import signal
 import sqlite3
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from tests.conftest import ServerProcess, start_server
 from tests.model.adapters import random_tensors, write_adapter
-from tests.waiting import HANGS_S, is_gone, joined, until
+from tests.reliability.streams import Stream
+from tests.waiting import HANGS_S, is_gone, until
 
 MODEL = "maitred-mini"
 STORY = "The maître d' decides who is seated next, keeps every table full, and knows the regulars. " * 3
@@ -41,6 +41,12 @@ class House:
     def post(self, path: str, tenant: str = "boss", **body: Any) -> httpx.Response:
         body = {"model": MODEL, "temperature": 0, **body}
         return httpx.post(self.server.url + path, json=body, headers=key_of(tenant), timeout=HANGS_S)
+
+    def stream(self, body: dict[str, Any]) -> Stream:
+        """One that has begun."""
+        stream = Stream(self.server.url, {"model": MODEL, **body}, key_of("a"))
+        until(lambda: stream.num_chunks)
+        return stream
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.server.url + path, headers=key_of("boss"), timeout=HANGS_S)
@@ -98,41 +104,6 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         made.server.stop()
 
 
-@dataclass
-class Stream:
-    """A streamed completion, read in a thread of its own."""
-
-    house: House
-    body: dict[str, Any]
-    texts: dict[int, str] = field(default_factory=dict)
-    errors: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-        assert self._begun.wait(HANGS_S)
-
-    def _read(self) -> None:
-        body = {"model": MODEL, "stream": True, **self.body}
-        url = f"{self.house.server.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, headers=key_of("a"), timeout=HANGS_S) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    self._take(json.loads(line[6:]))
-                    self._begun.set()
-
-    def _take(self, chunk: dict[str, Any]) -> None:
-        self.errors += [chunk["error"]] if "error" in chunk else []
-        for choice in chunk.get("choices", ()):
-            self.texts[choice["index"]] = self.texts.get(choice["index"], "") + choice["text"]
-
-    def end(self) -> dict[int, str]:
-        joined(self._thread)
-        assert not self.errors
-        return self.texts
-
-
 def sampled(n: int, **fields: Any) -> dict[str, Any]:
     seeded = {"seed": 42, "temperature": 1.0, "logprobs": 2, "prompt_logprobs": 1} if n > 1 else {}
     return {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "n": n, "temperature": 0, **seeded, **fields}
@@ -171,7 +142,7 @@ def test_a_stream_outlives_its_worker_and_nobody_notices(house: House):
         body.pop(asked, None)
     alone = [choice["text"] for choice in choices(house.post("/v1/completions", **body))]
     server = psutil.Process(house.server.process.pid)
-    num_children, stream = len(server.children()), Stream(house, body)
+    num_children, stream = len(server.children()), house.stream(body)
     until(lambda: any(worker["num_running"] for worker in house.workers))
     busy = next(worker for worker in house.workers if worker["num_running"])
     assert not stream.errors
@@ -228,7 +199,7 @@ def test_sums_are_the_ledger_s_and_the_end_is_in_order(house: House):
     assert 'maitred_worker_up{role="mixed",worker="1"} 1.0' in page
     processes, num_restarts = psutil.Process(house.server.process.pid).children(), house.num_restarts()
     alone = choices(house.post("/v1/completions", **sampled(1)))[0]["text"]
-    stream = Stream(house, sampled(1))
+    stream = house.stream(sampled(1))
     assert house.server.stop() == 0
     assert stream.end() == {0: alone}
     until(lambda: all(map(is_gone, processes)))
