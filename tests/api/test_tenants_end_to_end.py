@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -19,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
+from maitred.cli.main import main
 from tests.conftest import ROOT, ServerProcess, start_server
 from tests.waiting import HANGS_S, joined, until
 
@@ -32,9 +35,9 @@ def keys_command(*words: str, stdin: str = "") -> subprocess.CompletedProcess[st
 
 
 def new_key(tenants: Path, tenant: str, *more: str) -> str:
-    made = keys_command("create", "--tenants", str(tenants), "--tenant", tenant, *more)
-    assert made.returncode == 0, made.stderr
-    return made.stdout.strip()
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert main(["keys", "create", "--tenants", str(tenants), "--tenant", tenant, *more]) == 0
+    return told.getvalue().strip()
 
 
 @dataclass

@@ -59,15 +59,12 @@ def possible_tokens(logits_V: LogitsRow, *, draws: int = 300, **made_with: objec
     return {sampled.token_id for sampled in sample_rows(np.tile(logits_V, (draws, 1)), samplers)}
 
 
-# --- greedy -----------------------------------------------------------------------------------------------------------
+# --- greedy and filters ---------------------------------------------------------------------------------------------
 
 
-def test_greedy_takes_the_largest_logit():
-    assert sample_one(row(0.0, 3.0, -1.0, 2.0), make_sampler(vocab_size=4)) == 1
-
-
-def test_greedy_takes_the_lowest_id_of_equals():
-    assert sample_one(row(0.0, 3.0, 3.0, 3.0), make_sampler(vocab_size=4)) == 1
+@pytest.mark.parametrize("logits", [row(0.0, 3.0, -1.0, 2.0), row(0.0, 3.0, 3.0, 3.0)], ids=["largest", "lowest id"])
+def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_equals(logits: LogitsRow):
+    assert sample_one(logits, make_sampler(vocab_size=4)) == 1
 
 
 def test_a_very_low_temperature_is_greedy_without_overflow():
@@ -75,62 +72,50 @@ def test_a_very_low_temperature_is_greedy_without_overflow():
         assert possible_tokens(row(0.0, 3.0, 2.999, -INF), temperature=1e-300) == {1}
 
 
-# --- filters ----------------------------------------------------------------------------------------------------------
+LIKELY, ALL = np.log(row(0.1, 0.4, 0.2, 0.3)), {0, 1, 2, 3, 4, 5}
+OVER_TOP_K = np.log(row(0.3, 0.2, 0.1, 0.4))  # after top-k: 0.4/0.9, 0.3/0.9, 0.2/0.9
+CLOSE = np.log(row(0.5, 0.26, 0.24))  # flatter at temperature 2: 0.24 becomes 0.69 of the likeliest
+KEPT: dict[str, tuple[LogitsRow, dict[str, object], set[int]]] = {
+    "top_k keeps the k largest": (row(1, 5, 4, 5, 3, 0), {"temperature": 5.0, "top_k": 3}, {1, 2, 3}),
+    "and of equals the lowest ids": (row(2, 7, 2, 2, 2, 2), {"temperature": 5.0, "top_k": 3}, {0, 1, 2}),
+    **{f"top_k of {k} keeps all": (row(0, 0, 0, 0, 0, 0), {"top_k": k}, ALL) for k in (0, -1, 6, 100)},
+    "top_k of what masks left": (row(0, 0, 0, 0, 0, 0), {"top_k": 4, "allowed_token_ids": [2, 5]}, {2, 5}),
+    "top_p keeps the smallest set that reaches it": (LIKELY, {"top_p": 0.65}, {1, 3}),
+    "and not one more": (LIKELY, {"top_p": 0.75}, {1, 2, 3}),
+    "top_p always keeps one token": (np.log(row(0.2, 0.5, 0.3)), {"top_p": 1e-9}, {1}),
+    "top_p counts the mass that top_k left": (OVER_TOP_K, {"top_k": 3, "top_p": 0.75}, {0, 3}),
+    "without top_k that is more": (OVER_TOP_K, {"top_p": 0.75}, {0, 1, 3}),
+    "min_p is a share of the likeliest": (CLOSE, {"min_p": 0.5}, {0, 1}),
+    "min_p of one": (CLOSE, {"min_p": 1.0}, {0}),
+    "filters work on tempered probabilities": (CLOSE, {"temperature": 2.0, "min_p": 0.6}, {0, 1, 2}),
+    "only allowed tokens": (row(9, 9, 1, 0), {"allowed_token_ids": (3, 2, 2)}, {2, 3}),
+}
 
 
-def test_top_k_keeps_the_k_largest():
-    assert possible_tokens(row(1, 5, 4, 5, 3, 0), temperature=5.0, top_k=3) == {1, 2, 3}
-
-
-def test_top_k_keeps_exactly_k_and_of_equals_the_lowest_ids():
-    assert possible_tokens(row(2, 7, 2, 2, 2, 2), temperature=5.0, top_k=3) == {0, 1, 2}
-
-
-@pytest.mark.parametrize("top_k", [0, -1, 6, 100])
-def test_top_k_of_nothing_or_of_everything_keeps_all(top_k: int):
-    assert possible_tokens(row(0, 0, 0, 0, 0, 0), temperature=1.0, top_k=top_k) == {0, 1, 2, 3, 4, 5}
-
-
-def test_top_k_over_the_tokens_that_masks_left_draws_none_of_the_masked():
-    assert possible_tokens(row(0, 0, 0, 0, 0, 0), temperature=1.0, top_k=4, allowed_token_ids=[2, 5]) == {2, 5}
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    logits_V = np.log(row(0.1, 0.4, 0.2, 0.3))
-    assert possible_tokens(logits_V, temperature=1.0, top_p=0.65) == {1, 3}
-    assert possible_tokens(logits_V, temperature=1.0, top_p=0.75) == {1, 2, 3}
-
-
-def test_top_p_always_keeps_one_token():
-    assert possible_tokens(np.log(row(0.2, 0.5, 0.3)), temperature=1.0, top_p=1e-9) == {1}
-
-
-def test_top_p_counts_the_mass_that_top_k_left():
-    logits_V = np.log(row(0.3, 0.2, 0.1, 0.4))  # after top-k: 0.4/0.9, 0.3/0.9, 0.2/0.9
-    assert possible_tokens(logits_V, temperature=1.0, top_k=3, top_p=0.75) == {0, 3}
-    assert possible_tokens(logits_V, temperature=1.0, top_p=0.75) == {0, 1, 3}
-
-
-def test_min_p_is_a_share_of_the_likeliest():
-    logits_V = np.log(row(0.5, 0.26, 0.24))
-    assert possible_tokens(logits_V, temperature=1.0, min_p=0.5) == {0, 1}
-    assert possible_tokens(logits_V, temperature=1.0, min_p=1.0) == {0}
-
-
-def test_filters_work_on_tempered_probabilities():
-    logits_V = np.log(row(0.5, 0.26, 0.24))  # flatter at temperature 2: 0.24 becomes 0.69 of the likeliest
-    assert possible_tokens(logits_V, temperature=2.0, min_p=0.6) == {0, 1, 2}
+@pytest.mark.parametrize("name", KEPT)
+def test_just_the_tokens_that_filters_and_masks_keep_are_drawn(name: str):
+    logits_V, asked, kept = KEPT[name]
+    assert possible_tokens(logits_V, **{"temperature": 1.0, **asked}) == kept
 
 
 # --- masks and bias ---------------------------------------------------------------------------------------------------
 
 
-def test_only_allowed_tokens_are_sampled():
-    assert possible_tokens(row(9, 9, 1, 0), temperature=1.0, allowed_token_ids=(3, 2, 2)) == {2, 3}
+CHOSEN: dict[str, tuple[LogitsRow, dict[str, object], int]] = {
+    "a bad word of one token": (row(0, 5, 1, 0), {"bad_words": ((1,),)}, 2),
+    "one that begins in the prompt": (row(0, 5, 4, 3), {"prompt": (0, 2, 3), "bad_words": ((2, 3, 1),)}, 2),
+    "one that is longer than all text": (row(0, 5, 4, 3), {"prompt": (3,), "bad_words": ((2, 3, 1),)}, 1),
+    "the end, where it is ignored": (row(0, 9, 8, 7), {"eos": (1,), "ignore_eos": True}, 1),
+    "a bias is added": (row(0, 5, 4, 3), {"logit_bias": {0: 6.0, 1: -100.0}}, 0),
+    "and a ban by -100 is only a bias": (row(0, 200, 4, 3), {"logit_bias": {1: -100.0}}, 1),
+    "it brings back no masked token": (row(0, 5, 4, 3), {"allowed_token_ids": [2], "logit_bias": {1: 100.0}}, 2),
+}
 
 
-def test_a_bad_word_of_one_token_is_never_sampled():
-    assert sample_one(row(0, 5, 1, 0), make_sampler(vocab_size=4, bad_words=((1,),))) == 2
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_largest_that_masks_and_biases_leave_is_taken(name: str):
+    logits_V, asked, chosen = CHOSEN[name]
+    assert sample_one(logits_V, make_sampler(vocab_size=4, **asked)) == chosen  # type: ignore[arg-type]
 
 
 def test_a_longer_bad_word_is_cut_before_its_last_token_only():
@@ -144,33 +129,12 @@ def test_a_longer_bad_word_is_cut_before_its_last_token_only():
     assert sample_one(logits_V, sampler) == 1
 
 
-def test_a_bad_word_may_begin_in_the_prompt():
-    assert sample_one(row(0, 5, 4, 3), make_sampler(vocab_size=4, prompt=(0, 2, 3), bad_words=((2, 3, 1),))) == 2
-
-
-def test_a_bad_word_longer_than_all_text_does_not_match():
-    assert sample_one(row(0, 5, 4, 3), make_sampler(vocab_size=4, prompt=(3,), bad_words=((2, 3, 1),))) == 1
-
-
 def test_end_and_stop_tokens_are_out_until_min_tokens():
     sampler = make_sampler(vocab_size=4, eos=(1,), min_tokens=2, stop_token_ids=[2, 99])
     logits_V = row(0, 9, 8, 7)
     for expected in (3, 3, 1):
         assert sample_one(logits_V, sampler) == expected
         sampler.append(expected)
-
-
-def test_ignore_eos_leaves_the_token_in():
-    assert sample_one(row(0, 9, 8, 7), make_sampler(vocab_size=4, eos=(1,), ignore_eos=True)) == 1
-
-
-def test_logit_bias_is_added_and_ban_by_minus_100_is_only_a_bias():
-    assert sample_one(row(0, 5, 4, 3), make_sampler(vocab_size=4, logit_bias={0: 6.0, 1: -100.0})) == 0
-    assert sample_one(row(0, 200, 4, 3), make_sampler(vocab_size=4, logit_bias={1: -100.0})) == 1
-
-
-def test_a_bias_does_not_bring_back_a_masked_token():
-    assert sample_one(row(0, 5, 4, 3), make_sampler(vocab_size=4, allowed_token_ids=[2], logit_bias={1: 100.0})) == 2
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids"])

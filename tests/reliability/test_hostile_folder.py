@@ -61,7 +61,7 @@ def _nothing_ran(folder: Path):
     assert not (folder / "ran").exists(), (folder / "ran").read_text()
 
 
-@pytest.mark.parametrize("processes", [[], ["--in-process"]], ids=["two", "one"])
+@pytest.mark.parametrize("processes", [[], pytest.param(["--in-process"], marks=pytest.mark.soak)], ids=["two", "one"])
 def test_serve_runs_nothing_of_the_folder_it_stands_in(folder: Path, processes: list[str]):
     words = [*script(folder, CONSOLE), "serve", ".", "--port", "0", *processes]
     with subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment()) as server:

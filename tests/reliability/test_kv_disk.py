@@ -171,10 +171,15 @@ def test_workers_of_a_new_start_are_sent_the_conversations_that_lie_with_them(wo
     assert all(tier["hit_tokens"] for tier in tiers()), "what a worker is not known to compute sooner it reads"
 
 
-def test_the_next_engine_has_the_folder_of_one_that_slept_or_was_killed(world):
+def test_a_folder_is_one_servers_and_private_and_the_next_engine_has_that_of_one_that_slept_or_was_killed(world):
     world.open("--kv-disk", str(world.disk))
+    second = maitred_process("serve", "--port", "0", "--kv-disk", str(world.disk))
+    assert second.code != 0
+    assert "is in use by" in second.err
     said = texts(world.complete(**KINDS["greedy"]))
     until(lambda: world.disk_view()["waiting_blocks"] == 0)
+    assert stat.S_IMODE(world.disk.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in world.disk.iterdir())
     assert world.server is not None
     world.ask("POST", "/sleep")
     back = world.complete(**KINDS["greedy"])
@@ -186,15 +191,6 @@ def test_the_next_engine_has_the_folder_of_one_that_slept_or_was_killed(world):
     back = world.complete(**KINDS["greedy"])
     assert cached(back) >= 128
     assert texts(back) == said
-
-
-def test_a_folder_is_one_servers_and_private(world):
-    world.open("--kv-disk", str(world.disk))
-    second = maitred_process("serve", "--port", "0", "--kv-disk", str(world.disk))
-    assert second.code != 0
-    assert "is in use by" in second.err
-    assert stat.S_IMODE(world.disk.stat().st_mode) == 0o700
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in world.disk.iterdir())
 
 
 @pytest.mark.parametrize(
