@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import functools
 import json
@@ -30,8 +31,9 @@ from tests.waiting import HANGS_S
 # What names no model, here or in a process that a test starts, takes the small one, also where others are installed.
 os.environ["MAITRED_MODEL"] = "maitred-mini"
 
-# Half of a server's start is compiling maitred, where the environment forbids to keep what was compiled.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# What a process here imports is compiled once. Those that tests start only read that: some may write no more than a
+# thousand bytes to a file, and Python would keep a module cut off there.
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 sys.dont_write_bytecode = False
 
 # BLAS's threads wait spinning, and beside another process of tests they do little else.
@@ -121,6 +123,12 @@ def start_server(*arguments: str, command: Sequence[str] = SERVE) -> ServerProce
     finally:
         watchdog.cancel()
     return server
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Half of a server's start would be compiling maitred."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(ROOT / "src", quiet=2, workers=0)
 
 
 @pytest.fixture(autouse=True)
