@@ -1,7 +1,7 @@
 """At ten times the load it can carry, a server does as much good as at its capacity, and is in time for those let in.
 
-In simulated time, so that the machine that runs the tests makes no difference; benchmarks/bench_servers.py overload is the same
-with a real engine and HTTP.
+In simulated time, so that the machine that runs the tests makes no difference; `benchmarks/bench_servers.py overload`
+is the same with a real engine and HTTP.
 """
 
 from __future__ import annotations

@@ -538,8 +538,8 @@ WALL_CLOCK_USERS = {
     "text/sandbox.py": "strftime_now of templates",
     "cli/bench_session.py": "the report's date",
     "cli/top.py": "since when",
-    "tensor/lone.py": "when an engine without a language model was made, as /v1/models tells",
-    "tensor/statistics.py": "when a model was last asked, as Triton's statistics tell",
+    "engine/tensors.py": "when an engine without a language model was made, as /v1/models tells",
+    "tensor/host.py": "when a model was last asked, as Triton's statistics tell",
 }
 
 
