@@ -29,7 +29,7 @@ def create_app(
     config: ServerConfig,
     *,
     clock: Clock | None = None,
-    is_ready: Callable[[], bool] = lambda: True,
+    is_ready: Callable[[], bool] | None = None,
     policy: str | None = None,
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
@@ -99,7 +99,7 @@ def _loading_app(
     start_phases: Mapping[str, float] | None,
     *,
     policy: str | None,
-    is_ready: Callable[[], bool] = lambda: True,
+    is_ready: Callable[[], bool] | None = None,
     salt_secret: bytes | None = None,
 ) -> App:
     spent_tokens = ledger.spent_tokens() if ledger is not None else None

@@ -71,6 +71,7 @@ class AdapterCache(StepListener):
         self._read_now: deque[tuple[str, Any, str]] = deque()  # key, packed, what is wrong
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="maitred-adapters")
         self.num_loads = self.num_evictions = 0
+        self.is_used = False  # by a request, once
 
     def begin(self, core: EngineCore) -> None:
         self._core = core
@@ -123,6 +124,7 @@ class AdapterCache(StepListener):
         """`done` is told when it is resident; it stays so until `release`. Those of equal place wait in the order of
         these calls.
         """
+        self.is_used = True
         if key not in self._known:
             done(f"adapter {key.partition('@')[0]} is not loaded any more")
             return

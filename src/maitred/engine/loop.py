@@ -241,7 +241,9 @@ class EngineLoop:
         return needs
 
     def _add_held(self) -> None:
-        for request_id, reason in self._held.expired(self._clock.now()) if self._held else ():
+        if not self._held.waiting:
+            return
+        for request_id, reason in self._held.expired(self._clock.now()):
             self._drop(request_id, reason)
         for spec, error, is_requests_fault in self._held.ready():
             if error:
@@ -288,9 +290,9 @@ class EngineLoop:
             self._told = figures
         blocks = self._block_changes()
         if progress or figures is not None or blocks is not None:
-            self._link.send(Stepped(progress, self._core.num_queued + len(self._held), figures, blocks))
+            self._link.send(Stepped(progress, self._core.num_queued + len(self._held.waiting), figures, blocks))
         while blocks is not None and (blocks := self._block_changes()) is not None:
-            self._link.send(Stepped([], self._core.num_queued + len(self._held), None, blocks))
+            self._link.send(Stepped([], self._core.num_queued + len(self._held.waiting), None, blocks))
 
     def _block_changes(self) -> BlockChanges | None:
         changes = self._core.block_changes

@@ -122,6 +122,7 @@ class Grammars:
         self._free: list[int] = list(range(MAX_SLOTS))
         self._closed: list[int] = []
         self._opened: list[GrammarSlot] = []
+        self.is_used = False  # by a request, once
         self._number = 0  # of the last step that was sent
         self._num_filled = 0  # number of the last step with masks
         self._num_restarts = 0  # since the last answer
@@ -163,6 +164,7 @@ class Grammars:
 
     def enter(self, spec: RequestSpec, output: Callable[[], Sequence[int]]) -> GrammarSlot:
         """A request comes, which has `output()`; the worker hears of it with the next `tell`."""
+        self.is_used = True
         slot = heapq.heappop(self._free)  # the executor holds fewer requests than there are slots
         memory = self._mapped()
         mask = _mask_at(memory, slot)

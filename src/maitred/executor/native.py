@@ -266,7 +266,9 @@ class NativeExecutor:
         if not planned:
             return ModelOutput(())
         drafting_at = self._clock()
-        works = with_drafts(planned, self.proposer, self.vocab_size, self.runner.max_tokens - 1, self.grammars)
+        works = planned
+        if any(work.row.num_drafts for work in planned):
+            works = with_drafts(planned, self.proposer, self.vocab_size, self.runner.max_tokens - 1, self.grammars)
         tokens: dict[int, SampledToken] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
         began_at = self._clock()
@@ -275,7 +277,8 @@ class NativeExecutor:
             self._run(slices, tokens, prompts)
         self._settle_blocks(planned)
         tokens |= refused
-        follow_grammars(works, tokens, self.grammars)
+        if self.grammars is not None and self.grammars.is_used:
+            follow_grammars(works, tokens, self.grammars)
         if self.choice is not None:
             num_tokens = sum(work.row.num_tokens for work in works)
             self._choose_threads(self.choice, num_tokens, len(works), began_at)
@@ -371,7 +374,9 @@ class NativeExecutor:
         """
         if not slices:
             return
-        has_masks = wait_for_masks([piece.work.state for piece in slices], self.grammars)
+        has_masks = True
+        if self.grammars is not None and self.grammars.is_used:
+            has_masks = wait_for_masks([piece.work.state for piece in slices], self.grammars)
         samplers = [
             sampler
             for piece in slices

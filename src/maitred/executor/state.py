@@ -203,7 +203,7 @@ def take_plan(
                 raise KernelError(f"request {new.request_id} has a grammar, and this executor was given no Grammars")
             state.grammar = grammars.enter(new.spec, state.output)
             state.sampler.mask = state.grammar.mask
-    if grammars is not None:
+    if grammars is not None and grammars.is_used:
         grammars.tell()
     if host is not None:
         host.copy_out(plan.swap_outs)

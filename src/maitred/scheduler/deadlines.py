@@ -42,12 +42,12 @@ class Deadlines(Generic[R]):
 
     def __init__(self, awaits_leader: Callable[[R], bool] = lambda request: False) -> None:
         self._awaits_leader = awaits_leader
-        self._heap: list[_Entry[R]] = []
+        self.heap: list[_Entry[R]] = []
         self._sequence = 0
         self._num_dead = 0  # entries of ended requests, as far as known
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self.heap)
 
     def add(self, request: R) -> None:
         if request.start_by is not None:
@@ -58,26 +58,26 @@ class Deadlines(Generic[R]):
     def ended(self, request: R) -> None:
         """Forget the request; its entries are dropped when they surface, or when the dead outnumber the living."""
         self._num_dead += (request.start_by is not None) + (request.finish_by is not None)
-        if self._num_dead > len(self._heap) // 2 + MIN_DEAD_ENTRIES:
-            self._heap = [entry for entry in self._heap if not entry.request.finished]
-            heapify(self._heap)
+        if self._num_dead > len(self.heap) // 2 + MIN_DEAD_ENTRIES:
+            self.heap = [entry for entry in self.heap if not entry.request.finished]
+            heapify(self.heap)
             self._num_dead = 0
 
     @property
     def next_at(self) -> float | None:
         """Return when the next request may run out of time (s)."""
-        while self._heap and self._heap[0].request.finished:
-            heappop(self._heap)
+        while self.heap and self.heap[0].request.finished:
+            heappop(self.heap)
             self._num_dead = max(0, self._num_dead - 1)
-        return self._heap[0].due_at if self._heap else None
+        return self.heap[0].due_at if self.heap else None
 
     def missed(self, now: float) -> Iterator[tuple[R, FinishReason]]:
         """Yield requests past their deadline, the most overdue first; end each before asking for the next.
 
         A request in its first step is not late to start, nor is a sample whose leader computes the prompt already.
         """
-        while self._heap and self._heap[0].due_at <= now:
-            _, _, request, reason = heappop(self._heap)
+        while self.heap and self.heap[0].due_at <= now:
+            _, _, request, reason = heappop(self.heap)
             if request.finished:
                 self._num_dead = max(0, self._num_dead - 1)
             elif reason is FinishReason.TIMEOUT or self._waits_to_start(request):
@@ -85,7 +85,7 @@ class Deadlines(Generic[R]):
 
     def _push(self, due_at: float, request: R, reason: FinishReason) -> None:
         self._sequence += 1
-        heappush(self._heap, _Entry(due_at, self._sequence, request, reason))
+        heappush(self.heap, _Entry(due_at, self._sequence, request, reason))
 
     def _waits_to_start(self, request: R) -> bool:
         return request.first_scheduled_at is None and not self._awaits_leader(request)

@@ -40,6 +40,7 @@ class Lanes:
 
     def __init__(self, order: ServiceOrder[Any], llm_has_rows: Callable[[], bool], tensor_share: float) -> None:
         self._order = order
+        self.has_models = False  # or had
         self._models: Models = {}
         self._ready = ReadyLanes(self._models, order, llm_has_rows, tensor_share)
         self._requests: dict[str, TensorRequest] = {}
@@ -101,6 +102,7 @@ class Lanes:
 
     def load(self, name: str, version: int, rules: BatchRules) -> None:
         """A model takes requests from now on; one that is loaded has other rules."""
+        self.has_models = True
         model = self._models.get((name, version))
         if model is None:
             key = ModelKey(name, version)

@@ -36,7 +36,7 @@ def why_blocked(state: SchedulerState, builder: PlanBuilder) -> Blocked | None:
         return None
     if builder.out_of_blocks:
         return Blocked(Lack.RUNNING_LACK_BLOCKS, head.request_id)
-    if state.sample_groups.awaits_leader(head):
+    if state.sample_groups.groups and state.sample_groups.awaits_leader(head):
         return Blocked(Lack.LEADER, head.request_id)
     if state.num_running >= state.config.max_num_seqs:
         return Blocked(Lack.SLOTS, head.request_id)
@@ -67,7 +67,8 @@ def _num_replaceable(state: SchedulerState) -> int:
     one, and as many as the budget has tokens to replace, so that not all leave at once and their slots stay idle.
     """
     head = state.order.head()
-    if head is None or state.sample_groups.awaits_leader(head):
+    groups = state.sample_groups
+    if head is None or (groups.groups and groups.awaits_leader(head)):
         return 0
     hit = state.reusable(head)
     if state.num_running < state.config.max_num_seqs and not state.kv.num_blocks_short(head, hit):
@@ -154,7 +155,7 @@ def _plan_admissions(
         head = order.head()
         if head is None or (ahead_of is not None and not order.outranked(head, [ahead_of])):
             return
-        if state.sample_groups.awaits_leader(head):
+        if state.sample_groups.groups and state.sample_groups.awaits_leader(head):
             return
         if state.num_running >= state.config.max_num_seqs and not preempt_for(state, head, builder):
             return

@@ -23,7 +23,7 @@ class SampleGroups:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[str, _SampleGroup] = {}
+        self.groups: dict[str, _SampleGroup] = {}  # by parent
         self._led: dict[str, _SampleGroup] = {}  # those that have a leader
 
     @property
@@ -40,7 +40,7 @@ class SampleGroups:
 
     def joined(self, request: RequestState) -> None:
         if request.spec.parent_id is not None and _shares(request):
-            self._groups.setdefault(request.spec.parent_id, _SampleGroup()).members[request.request_id] = request
+            self.groups.setdefault(request.spec.parent_id, _SampleGroup()).members[request.request_id] = request
 
     def started(self, request: RequestState) -> None:
         group = self._group_of(request)
@@ -72,7 +72,7 @@ class SampleGroups:
         del group.members[request.request_id]
         if not group.members:
             assert request.spec.parent_id is not None
-            del self._groups[request.spec.parent_id]
+            del self.groups[request.spec.parent_id]
 
     def fellows(self, request: RequestState) -> list[RequestState]:
         """Return the other samples of its prompt before any has computed it or begun to: all of them wait."""
@@ -91,7 +91,7 @@ class SampleGroups:
     def _group_of(self, request: RequestState) -> _SampleGroup | None:
         if request.spec.parent_id is None or not _shares(request):
             return None
-        return self._groups.get(request.spec.parent_id)
+        return self.groups.get(request.spec.parent_id)
 
     def _stop_leading(self, request: RequestState, group: _SampleGroup) -> None:
         if group.leader is request:

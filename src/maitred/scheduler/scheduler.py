@@ -96,12 +96,15 @@ class Scheduler:
     @property
     def can_step(self) -> bool:
         """Return whether a plan would hold anything: not while every request waits for KV from elsewhere."""
-        return can_step(self._state)
+        state = self._state
+        if state.num_running or not state.reservations.reserved:
+            return state.num_running > 0 or state.order.queue.peek() is not None
+        return can_step(state)
 
     @property
     def next_deadline(self) -> float | None:
         """Return when `expire` may have something to do (s)."""
-        return self._deadlines.next_at
+        return self._deadlines.next_at if self._deadlines.heap else None
 
     @property
     def num_running(self) -> int:
@@ -110,7 +113,8 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Number of requests that could run with room: not running, nor waiting for KV or a sample's prompt."""
-        return len(self._state.order.queue) - self._state.sample_groups.num_awaiting
+        groups = self._state.sample_groups
+        return len(self._state.order.queue) - (groups.num_awaiting if groups.groups else 0)
 
     def awaits_leader(self, request: RequestState) -> bool:
         """Return whether the request waits for another sample that is computing the prompt of both."""
@@ -187,17 +191,19 @@ class Scheduler:
 
         Raises PromptTooLong when it could not run even alone, InvalidRequest when its id is in use.
         """
-        if request.request_id in self._state.requests or request.request_id in self.lanes:
+        if request.request_id in self._state.requests or (self.lanes.has_models and request.request_id in self.lanes):
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         self._kv.check_fits(request)
         if request.output_token_ids:
             self._kv.hash_known(request)
         self._state.requests[request.request_id] = request
-        self._deadlines.add(request)
+        if _has_deadline(request):
+            self._deadlines.add(request)
         self._predict(request)
-        self._state.sample_groups.joined(request)
+        if request.spec.parent_id is not None:
+            self._state.sample_groups.joined(request)
         self._state.enqueue(request)
-        if self._state.reservations:
+        if self._state.reservations.reserved or self._state.reservations.leases:
             join_fellow(self._state, request)
 
     def place_of_newcomer(self, request: RequestState) -> tuple[Any, ...]:
@@ -228,7 +234,8 @@ class Scheduler:
 
     def expire(self, now: float) -> list[RequestProgress]:
         """End requests past their `start_by` or `finish_by`; return their last progress. Call it before `schedule`."""
-        expired = [self._finish(request, reason, now) for request, reason in self._deadlines.missed(now)]
+        missed = self._deadlines.missed(now) if self._deadlines.heap else ()
+        expired = [self._finish(request, reason, now) for request, reason in missed]
         self._note_given_up()
         return expired
 
@@ -384,7 +391,12 @@ class Scheduler:
         end(self._state, request, reason, now)
         if self._speculation is not None:
             self._speculation.ended(request.request_id)
-        self._deadlines.ended(request)
+        if _has_deadline(request):
+            self._deadlines.ended(request)
+
+
+def _has_deadline(request: RequestState) -> bool:
+    return request.terms.start_by is not None or request.terms.finish_by is not None
 
 
 def _rules_of(config: SchedulerConfig) -> SchedulerConfig:

@@ -50,7 +50,8 @@ class SchedulerState:
     def reusable(self, request: RequestState) -> PrefixHit:
         """Return the KV that a waiting request finds: in the prefix cache, with another sample, or on the host."""
         hit = self.kv.find_prefix(request)
-        source = self.sample_groups.source_for(request)
+        groups = self.sample_groups
+        source = groups.source_for(request) if groups.groups else None
         if source is not None and request.num_prompt_tokens - 1 >= max(hit.num_tokens, request.num_swapped_tokens):
             return self.kv.fork(source, request)
         return self.kv.swapped(request, hit) if request.num_swapped_tokens else hit
@@ -64,7 +65,8 @@ class SchedulerState:
         request.status = RequestStatus.RUNNING
         self.prefilling[request.request_id] = request
         self.order.started(request)
-        self.sample_groups.started(request)
+        if self.sample_groups.groups:
+            self.sample_groups.started(request)
 
     def leave_running(self, request: RequestState) -> None:
         """Take the request out of its slot; its blocks are free."""

@@ -64,7 +64,8 @@ def end(state: SchedulerState, request: RequestState, reason: FinishReason, now:
         state.kv.drop_swapped(request)
     state.prompt_logprobs_until.pop(request_id, None)
     state.counters.num_finished[reason] += 1
-    state.sample_groups.left(request)
+    if state.sample_groups.groups:
+        state.sample_groups.left(request)
 
 
 def last_progress(progress: RequestProgress, request: RequestState, now: float) -> RequestProgress:
@@ -154,7 +155,8 @@ def _append(state: SchedulerState, request: RequestState, token: int, now: float
     """Append one known token; return why it ended the request, if it did."""
     if request.request_id in state.prefilling:
         state.decoding[request.request_id] = state.prefilling.pop(request.request_id)
-        state.sample_groups.prompt_computed(request)
+        if state.sample_groups.groups:
+            state.sample_groups.prompt_computed(request)
     if request.first_token_at is None:
         request.first_token_at = now
     request.last_token_at = now

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maitred.core.errors import PermissionDenied
 from maitred.tenancy.quota import TenantQuota
@@ -20,10 +20,10 @@ class Caller:
     quota: TenantQuota
     key_id: str = ""
     is_admin: bool = False
+    is_anybody: bool = field(init=False)  # of a server that knows no tenants
 
-    @property
-    def is_anybody(self) -> bool:
-        return self.tenant is ANYBODY
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_anybody", self.tenant is ANYBODY)
 
     def require_admin(self, what: str) -> None:
         """Raises PermissionDenied for a key that is not an administrator's."""

@@ -102,4 +102,6 @@ def _priority(caller: Caller, asked: GenerationAsk) -> int:
     """The priority sent, else that of the service tier."""
     if asked.priority is not None:
         return asked.priority
-    return caller.tenant.priority_of_tier(None if caller.is_anybody else asked.tier)
+    if asked.tier is None or caller.is_anybody:
+        return caller.tenant.default_priority
+    return caller.tenant.priority_of_tier(asked.tier)

@@ -146,7 +146,7 @@ class App(Service):
         clock: Clock,
         observer: Observer,
         authenticator: Authenticator,
-        is_ready: Callable[[], bool] = lambda: True,
+        is_ready: Callable[[], bool] | None = None,
         policy: str | None = None,
         ledger: Ledger | None = None,
         salt_secret: bytes | None = None,

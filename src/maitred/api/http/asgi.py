@@ -108,7 +108,7 @@ class AsgiApp:
         a draining server closes the connection.
         """
         headers: list[Header] = []
-        if hasattr(exchange, "caller") and exchange.caller.tenant.limits.any:
+        if hasattr(exchange, "caller") and not exchange.caller.is_anybody and exchange.caller.tenant.limits.any:
             told = exchange.caller.quota.headers(self.app.clock.now())
             headers += [(name.encode(), value.encode()) for name, value in told]
         asked = exchange.headers.get(ASKED_BY)

@@ -17,7 +17,7 @@ from maitred.core.errors import MaitredError, Unavailable
 class InFlight:
     """Requests being answered. Belongs to the event loop; the end of the server begins with `drain`."""
 
-    def __init__(self, *, is_ready: Callable[[], bool], silence_s: float) -> None:
+    def __init__(self, *, is_ready: Callable[[], bool] | None, silence_s: float) -> None:
         """A stream that is silent for two thirds of `silence_s` is kept open with a comment."""
         self.draining = False
         self._drain_ends_at: float | None = None  # s, the event loop's
@@ -30,7 +30,7 @@ class InFlight:
     @property
     def welcome(self) -> bool:
         """Whether new requests are welcome."""
-        return not self.draining and self._is_ready()
+        return not self.draining and (self._is_ready is None or self._is_ready())
 
     def drain(self, within_s: float) -> None:
         """Refuse new requests; requests in flight have `within_s` left."""

@@ -45,17 +45,11 @@ class Promises:
     def __init__(self, slos: Sequence[str]) -> None:
         """`slos` are as `--slo` is written. Raises ConfigError."""
         self._bounds_s = dict(map(parse_slo, slos))
-        self.keeps_gaps = "itl" in self._bounds_s
+        self.is_empty, self.keeps_gaps = not self._bounds_s, "itl" in self._bounds_s
         self._counts: Counter[tuple[str, str, str, str]] = Counter()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._bounds_s
 
     def ended(self, exchange: Exchange, began_at: float) -> None:
         """Judge a request that began then (s, monotonic) and is over now: answered, failed or left by its client."""
-        if not self._bounds_s:
-            return
         if exchange.status == CLIENT_GONE_STATUS or exchange.status is None:
             self._client_gone(exchange, began_at)
         elif exchange.status not in CLIENTS_FAULT:

@@ -62,7 +62,7 @@ class HttpObserver(Generic[M]):
         self.metrics.num_in_flight -= 1
         self.metrics.http_answered(exchange.route_name, exchange.status or CLIENT_GONE_STATUS)
         log_access(exchange, time.monotonic() - observed.began_at)
-        if observed.operation:
+        if observed.operation and not self.promises.is_empty:
             self.promises.ended(exchange, observed.began_at)
         if self._tracing is not None and exchange.span is not None:
             self._tracing.end(exchange.span, observed.operation, exchange, self._clock.now())
