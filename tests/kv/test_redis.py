@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from maitred.core.errors import ConfigError
-from maitred.engine.kv_storage import describe
+from maitred.engine.kv import described
 from maitred.kv import redis as kv_redis
 from maitred.kv.redis import KVRedis, open_kv_redis
 from maitred.kv.tiers import DropReason
@@ -199,11 +199,11 @@ def test_after_close_it_answers_that_there_is_nothing(server: RunningRedis):
 
 def test_a_start_tells_whether_redis_answers_and_not_how_many_blocks_it_knows_of(server: RunningRedis):
     with tier_at(f"redis://127.0.0.1:{free_port()}") as nowhere, tier_at(server.url) as there:
-        line = describe(nowhere, 16)
+        line = described(nowhere, 16)
         assert "redis cannot be used" in line
         assert "connecting to 127.0.0.1" in line
-        assert describe(there, 16).startswith("kv      redis answers")
-        assert "0 blocks" not in line + describe(there, 16)
+        assert described(there, 16).startswith("kv      redis answers")
+        assert "0 blocks" not in line + described(there, 16)
 
 
 def test_a_block_over_the_bound_is_refused_with_both_numbers():

@@ -9,8 +9,8 @@ import socket
 import sys
 
 from maitred.cli.main import main as maitred
-from maitred.engine import child, child_process, kv_giving, kv_peers, restarts, supervisor
-from maitred.kv import puller
+from maitred.engine import child, child_process, restarts, supervisor
+from maitred.kv import giving, peers, puller
 
 BEAT_S, SILENT_S = 0.05, 0.75
 
@@ -38,7 +38,7 @@ def engine(relay_port: str, pull_timeout_s: str, words: list[str]) -> int:
 
     puller.dial_tcp = through_the_relay
     child.BEAT_S = BEAT_S
-    kv_peers.TIMEOUT_S = kv_giving.TIMEOUT_S = float(pull_timeout_s)
+    peers.TIMEOUT_S = giving.TIMEOUT_S = float(pull_timeout_s)
     return child.main(words, child.build_from_config, child.import_engine)
 
 

@@ -163,6 +163,21 @@ class TiersConfig:
         if self.kv_disk is not None and not self.kv_disk.strip():
             raise ConfigError(f"kv_disk is {self.kv_disk!r}; name a folder, or leave it out")
 
+    @property
+    def are_wanted(self) -> bool:
+        return self.kv_disk is not None or self.kv_redis is not None or self.kv_host_bytes > 0
+
+    def of_engine(self, number: int, num_engines: int) -> TiersConfig:
+        """The tiers of one of several engines alike: a folder in --kv-disk, and a part of all bytes."""
+        if num_engines == 1:
+            return self
+        return replace(
+            self,
+            kv_host_bytes=self.kv_host_bytes // num_engines,
+            kv_disk=f"{self.kv_disk}/worker-{number}" if self.kv_disk is not None else None,
+            kv_disk_max_bytes=max(1, self.kv_disk_max_bytes // num_engines),
+        )
+
 
 UNMEASURED_AGEING = 200.0  # tokens/s
 SCHEDULER_RANGES: dict[str, tuple[float, float]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from maitred.config import EngineConfig
-from maitred.config.field_checks import host_and_port
 from maitred.core.clock import Clock, WallClock
 from maitred.core.cost_model import CostModel
 from maitred.core.request import RequestSpec, SamplingParams
@@ -26,10 +25,6 @@ from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
-from maitred.engine.kv_giving import PeerConfig
-from maitred.engine.kv_peers import KVPeers
-from maitred.engine.kv_storage import describe, fingerprint_of, open_tiers
-from maitred.engine.kv_tiers import KVTiers
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import (
     MemoryPlan,
@@ -42,10 +37,8 @@ from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
 from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import TokenHasher
-from maitred.kv.tiers import KVTier
-from maitred.kv.wire import Agreed, Identity, Layout
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
-from maitred.model.spec import DecoderSpec, RopeSpec
+from maitred.model.spec import DecoderSpec
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.scheduler.engine_core import EngineCore, StepListener
@@ -54,6 +47,9 @@ from maitred.scheduler.speculation import Speculation
 
 if TYPE_CHECKING:
     from maitred.engine.intake import ServedModel
+    from maitred.kv.keeping import KVTiers
+    from maitred.kv.peers import KVPeers
+    from maitred.kv.tiers import KVTier
 
 
 FIRST_STEPS_S = 3.0  # of a start, at most: a slower machine learns from its requests
@@ -126,7 +122,7 @@ def build_parts(
         elif isinstance(facts.chat_template, dict) and "default" not in facts.chat_template:
             tell(f"chat    no chat template is `default`, only {', '.join(facts.chat_template)}; --chat-template FILE")
         with ExitStack() as undo:  # gives back what another process may want, when we cannot have the rest
-            tiers = _open_tiers(config, checkpoint, plan, tell)
+            tiers = _tiers(config, checkpoint, plan, tell)
             for tier in tiers:
                 undo.callback(tier.close)
             executor = _build_executor(plan, timeline, tell, told_now_and_then(tell, clock), on_lost)
@@ -142,12 +138,9 @@ def build_parts(
     log = _decision_log(config, plan) if config.decision_log is not None else None
     make_scheduler = partial(_scheduler, config, plan, facts.revision, policies)
     meters, step_costs = _meters(config, plan, executor, make_scheduler, clock, tell)
-    kv_tiers = _kv_tiers(config, executor, tiers, clock) if tiers else None
-    kv_peers = None
-    if config.share.exchanges_kv:
-        kv_peers = _kv_peers(config, executor, facts, plan.spec, kv_tiers, clock)
+    kv_peers, kv_tiers = _movers(config, executor, facts, plan.spec, tiers, clock)
     listeners = [
-        kv_peers.gives.growing if kv_peers is not None else None,  # holds blocks before the log has the step's end
+        kv_peers.gives if kv_peers is not None else None,  # holds blocks before the log has the step's end
         Recorder(log.write) if log is not None else None,
         *meters,
         adapters,
@@ -299,53 +292,27 @@ def _meters(
     return [*meters, meter], costs
 
 
-def _open_tiers(config: EngineConfig, checkpoint: Checkpoint, plan: EnginePlan, tell: OnEvent) -> list[KVTier]:
-    head = plan.drafts.head if plan.drafts is not None else None
-    files = [checkpoint] if head is None else [checkpoint, head.checkpoint]
-    of_what = fingerprint_of(config, plan.executor, plan.spec, plan.memory.max_model_len, files)
-    tiers = open_tiers(config, plan.executor, of_what)
-    for tier in tiers:
-        tell(describe(tier, config.cache.block_size))
-    return tiers
+def _tiers(config: EngineConfig, checkpoint: Checkpoint, plan: EnginePlan, tell: OnEvent) -> list[KVTier]:
+    if not config.tiers.are_wanted:
+        return []
+    from maitred.engine.kv import opened_tiers
+
+    return opened_tiers(config, checkpoint, plan, tell)
 
 
-def _kv_peers(
+def _movers(
     config: EngineConfig,
     executor: BuiltExecutor,
     facts: ModelFacts,
     spec: DecoderSpec,
-    tiers: KVTiers | None,
+    tiers: Sequence[KVTier],
     clock: Clock,
-) -> KVPeers:
-    """Between engines of one machine and user nothing is proved; those of several hosts have the fleet's token."""
-    layout, listen = layout_of(facts, spec, executor), config.share.kv_listen
-    peers = PeerConfig(
-        Identity(layout, config.share.kv_token),
-        config.cache.kv_transport,
-        config.tiers.kv_staging_bytes,
-        config.cache.kv_lease_s,
-        host_and_port("kv_listen", listen) if listen is not None else None,
-    )
-    return KVPeers(
-        executor.layer_io(layout.of_layer()),
-        peers,
-        tiers=tiers,
-        block_size=config.cache.block_size,
-        clock=clock,
-        is_one_run=executor.is_one_run,
-    )
+) -> tuple[KVPeers | None, KVTiers | None]:
+    if not tiers and not config.share.exchanges_kv:
+        return None, None
+    from maitred.engine.kv import movers
 
-
-def _kv_tiers(config: EngineConfig, executor: BuiltExecutor, tiers: Sequence[KVTier], clock: Clock) -> KVTiers:
-    io = executor.block_io()
-    assert all(tier.bytes_per_block == io.bytes_per_block for tier in tiers), "tiers of other blocks"
-    return KVTiers(
-        io,
-        tiers,
-        block_size=config.cache.block_size,
-        staging_bytes=config.tiers.kv_staging_bytes,
-        clock=clock,
-    )
+    return movers(config, executor, facts, spec, tiers, clock)
 
 
 def _decision_log(config: EngineConfig, plan: EnginePlan) -> DecisionLogFile:
@@ -394,37 +361,3 @@ def _first_request(request_id: str, num_tokens: int, num_outputs: int, now: floa
         num_prompt_tokens=num_tokens,
         max_tokens=num_outputs,
     )
-
-
-def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> Layout:
-    """Layout of an engine's KV. PyTorch chooses its instructions by the device."""
-    held = facts.footprint
-    assert held is not None
-    return Layout(
-        agreed=Agreed(
-            revision=facts.revision,
-            positions=_positions(spec, facts.max_model_len),
-            kv_dtype=held.kv_dtype,
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            weight_dtype=held.dtype,
-            executor=held.executor,
-            isa=held.isa or held.device,
-        ),
-        block_size=facts.block_size,
-        num_head_layers=executor.num_kv_layers - spec.num_layers,
-    )
-
-
-def _positions(spec: DecoderSpec, max_model_len: int) -> str:
-    """Positions in one readable line: what rope is besides its defaults, of each kind of layer, and the context."""
-    ropes = [layer.rope for layer in spec.layers]
-    told = {" ".join(_unlike_defaults(rope)) if rope is not None else "no rope" for rope in ropes}
-    return f"{'; '.join(sorted(told))}; context {max_model_len}"
-
-
-def _unlike_defaults(rope: RopeSpec) -> list[str]:
-    names = [field.name for field in fields(rope) if getattr(rope, field.name) != field.default]
-    told = [(name, getattr(rope, name)) for name in names]
-    return [f"{name} {getattr(value, 'value', value)}" for name, value in told]

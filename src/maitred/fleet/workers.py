@@ -31,7 +31,6 @@ from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges, Command, Ready
 from maitred.engine.installed import installed_policies
-from maitred.engine.kv_storage import with_own_tiers
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.live_view import (
     FIRST_OWNER,
@@ -555,7 +554,8 @@ class Workers(Replica):
         def changed() -> None:
             self._changed(worker)
 
-        start = replace(start, config=with_own_tiers(start.config, number, len(start.process.roles)))
+        tiers = start.config.tiers.of_engine(number, len(start.process.roles))
+        start = replace(start, config=replace(start.config, tiers=tiers))
         client = EngineClient(start, self._clock, on_event=on_event, adapters=self.adapters, on_change=changed)
         worker = Worker(number, client, start.process.roles[number])
         client.on_progress = lambda progress, num_queued, now: self._requests.progressed(

@@ -68,7 +68,7 @@ class Readable(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class BlockLease:
     num_blocks: int  # when the prefill is done
     readable: Readable
     expires_at: float  # s
@@ -85,13 +85,13 @@ class LeaseBook:
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, BlockLease] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
     def offer(self, name: str, num_blocks: int, readable: Readable, now: float) -> None:
-        self._leases[name] = Lease(num_blocks, readable, now + self.lease_s)
+        self._leases[name] = BlockLease(num_blocks, readable, now + self.lease_s)
 
     def grow(
         self, name: str, readable: Readable, now: float, num_layers_written: Callable[[], int] | None = None
@@ -101,13 +101,13 @@ class LeaseBook:
             lease.readable, lease.num_layers_written = readable, num_layers_written
             lease.expires_at = now + self.lease_s
 
-    def renew(self, name: str, now: float) -> Lease:
+    def renew(self, name: str, now: float) -> BlockLease:
         """Raises Refusal for one that is not in force."""
         lease = self.in_force(name, now)
         lease.expires_at = now + self.lease_s
         return lease
 
-    def in_force(self, name: str, now: float) -> Lease:
+    def in_force(self, name: str, now: float) -> BlockLease:
         """Raises Refusal for one that is not."""
         lease = self._leases.get(name)
         if lease is None or now >= lease.expires_at:

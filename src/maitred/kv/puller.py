@@ -25,7 +25,7 @@ from maitred.kv.wire import (
     Refused,
     Release,
     Renew,
-    Terms,
+    TransferTerms,
     expect,
     introduce,
     refusal_of,
@@ -47,7 +47,7 @@ class Puller:
     """
 
     def __init__(
-        self, channel: Channel, inbox: Inbox, terms: Terms, epoch: int, slot_bytes: int, transport: str
+        self, channel: Channel, inbox: Inbox, terms: TransferTerms, epoch: int, slot_bytes: int, transport: str
     ) -> None:
         self.terms, self.epoch, self.transport = terms, epoch, transport
         self._channel, self._inbox, self._slot_bytes = channel, inbox, slot_bytes

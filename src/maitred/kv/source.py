@@ -18,7 +18,7 @@ from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import ConfigError
 from maitred.kernels.kv_pool import checksum
 from maitred.kv.layout import HeldBlocks, LayerIO
-from maitred.kv.leases import Front, Lease, LeaseBook, Readable, Refusal, Span
+from maitred.kv.leases import BlockLease, Front, LeaseBook, Readable, Refusal, Span
 from maitred.kv.transports import (
     SLOT_BYTES,
     Agent,
@@ -45,7 +45,7 @@ from maitred.kv.wire import (
     Release,
     Renew,
     Ring,
-    Terms,
+    TransferTerms,
     greet,
 )
 
@@ -137,12 +137,12 @@ class Offers:
         for lease in list(self._blocks):
             self.revoke(lease)
 
-    def renew(self, lease: str) -> Lease:
+    def renew(self, lease: str) -> BlockLease:
         """Raises Refusal for one that is not in force."""
         with self._lock:
             return self._book.renew(lease, self._clock.now())
 
-    def in_force(self, lease: str) -> Lease:
+    def in_force(self, lease: str) -> BlockLease:
         """Raises Refusal for one that is not."""
         with self._lock:
             return self._book.in_force(lease, self._clock.now())
@@ -251,7 +251,7 @@ class KVSource:
         """One connection, from first contact to its end."""
         outboxes: list[Outbox] = []
 
-        def ring_for(terms: Terms) -> Ring:
+        def ring_for(terms: TransferTerms) -> Ring:
             outbox = make_outbox(channel, max(SLOT_BYTES, terms.unit * terms.source.layer_bytes))
             outboxes.append(outbox)
             self._stage(outbox.num_bytes)

@@ -212,8 +212,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return CellLayout(agreed.executor, agreed.kv_dtype, self.block_size, agreed.num_kv_heads, agreed.head_dim)
 
 
-class Terms(NamedTuple):
-    """Terms that two peers agreed on."""
+class TransferTerms(NamedTuple):
+    """TransferTerms that two peers agreed on."""
 
     source: CellLayout
     target: CellLayout
@@ -231,15 +231,15 @@ class Terms(NamedTuple):
         return range(first * self.unit, end * self.unit)
 
 
-def agree(own: Layout, peer: Layout, *, receives: bool) -> Terms:
-    """Terms for KV that we receive from, or else give to, the peer. Raises Refusal naming both sides."""
+def agree(own: Layout, peer: Layout, *, receives: bool) -> TransferTerms:
+    """TransferTerms for KV that we receive from, or else give to, the peer. Raises Refusal naming both sides."""
     ours, theirs = msgspec.structs.asdict(own.agreed), msgspec.structs.asdict(peer.agreed)
     unlike = [f"{name} is {ours[name]!r} here, {theirs[name]!r} there" for name in ours if ours[name] != theirs[name]]
     if unlike:
         raise Refusal("unlike", f"KV cannot be shared: {'; '.join(unlike)}")
     source, target = (peer, own) if receives else (own, peer)
     num_layers = own.agreed.num_layers + min(own.num_head_layers, peer.num_head_layers)
-    return Terms(source.of_layer(), target.of_layer(), num_layers)
+    return TransferTerms(source.of_layer(), target.of_layer(), num_layers)
 
 
 # made here, once: two threads that each have msgspec look at the type for the first time crash the process
@@ -412,7 +412,7 @@ class Ring(NamedTuple):
     base: int = 0
 
 
-def greet(channel: Channel, own: Identity, epoch: int, ring_for: Callable[[Terms], Ring]) -> Terms:
+def greet(channel: Channel, own: Identity, epoch: int, ring_for: Callable[[TransferTerms], Ring]) -> TransferTerms:
     """The source's part. Raises Refusal, which the peer was told."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     channel.send(Challenge(VERSION, nonce))
@@ -434,7 +434,7 @@ def greet(channel: Channel, own: Identity, epoch: int, ring_for: Callable[[Terms
     return terms
 
 
-def introduce(channel: Channel, own: Identity) -> tuple[Terms, Welcome]:
+def introduce(channel: Channel, own: Identity) -> tuple[TransferTerms, Welcome]:
     """The receiver's part. Raises Refusal."""
     challenge = expect(channel.receive(), Challenge)
     _check_version(challenge.version)

@@ -1,169 +1,32 @@
-"""KV pulled from another engine: the same text, and whatever goes wrong is computed."""
+"""KV pulled from another engine: the same text, and whatever is damaged, silent, unlike or late is computed."""
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import count
 
-import msgspec
 import pytest
 
-from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
-from maitred.core.request import SamplingParams
-from maitred.engine import kv_giving, kv_peers
-from maitred.engine.build import build_parts, layout_of
-from maitred.engine.client import expecting
-from maitred.engine.intake import make_requests
-from maitred.engine.kv_giving import PeerConfig
-from maitred.engine.kv_peers import KVPeers
-from maitred.engine.kv_tiers import KVTiers
-from maitred.engine.step_meter import StepMeter
+from maitred.kv import fetching, giving, peers
 from maitred.kv.host import KVHost
 from maitred.kv.leases import Readable
 from maitred.kv.tiers import FetchMeter
-from maitred.kv.wire import Identity
-from maitred.scheduler.engine_core import EngineCore
-from tests.engine.worlds import with_blocks
+from maitred.kv.transports import ShmOutbox
+from maitred.kv.wire import Piece
+from tests.kv.engines import PROMPT, Engine, engines
 from tests.waiting import until
 
-PROMPT = list(range(300, 500))
 TORCH = {"executor": "torch", "device": "cpu"}
-
-
-class Engine:
-    """A small native engine that gives and takes KV, stepped here or in a thread that rests in between."""
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 64,
-        speculative: str = "off",
-        transport: str = "auto",
-        block_size: int = 16,
-        revision: str = "",
-        host_blocks: int = 0,
-        **model: object,
-    ) -> None:
-        """`model` are fields of ModelConfig; another `revision` is told to peers alone."""
-        config = EngineConfig(
-            model=ModelConfig(num_threads=1, **model),
-            cache=CacheConfig(block_size=block_size),
-            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-            speculative=SpeculativeConfig(speculative=speculative),
-        )
-        self.parts = build_parts(with_blocks(config, num_blocks))
-        built, executor = self.parts.core, self.parts.core._executor
-        self.woken = threading.Event()
-        layout = layout_of(self.parts.facts, self.parts.spec, executor)
-        if revision:
-            layout = msgspec.structs.replace(layout, agreed=msgspec.structs.replace(layout.agreed, revision=revision))
-        peers = PeerConfig(Identity(layout, None), transport)
-        self._io = io = executor.layer_io(layout.of_layer())
-        clock, is_one_run, bytes_ = built.clock, executor.is_one_run, executor.block_io().bytes_per_block
-        tiers = [KVHost(host_blocks, bytes_)] if host_blocks else []
-        self.tiers = KVTiers(executor.block_io(), tiers, block_size=block_size, staging_bytes=2**28, clock=clock)
-        self.peers = KVPeers(io, peers, tiers=self.tiers, block_size=block_size, clock=clock, is_one_run=is_one_run)
-        meters = [each for each in built.moments.listeners if isinstance(each, StepMeter)]
-        listeners = (self.peers.gives.growing, *meters, self.peers, self.tiers)
-        self.core = EngineCore(built.scheduler, executor, clock, *listeners, wake=self.woken.set)
-        self.tokens: dict[str, list[int]] = {}
-        self._stopped = False
-        self._resting: threading.Thread | None = None
-
-    def add(self, name: str, prompt: Sequence[int] = PROMPT, kv_from: Sequence[str] = (), **sampling: object):
-        params = SamplingParams(max_tokens=24, ignore_eos=True, seed=7, **sampling)
-        specs = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core.clock.now())
-        for spec in specs:
-            self.tokens[spec.request_id] = []
-            self.core.add(msgspec.structs.replace(spec, kv_from=tuple(kv_from)))
-        return [spec.request_id for spec in specs]
-
-    def expect(self, name: str, kv_from: Sequence[str], prompt: Sequence[int] = PROMPT) -> None:
-        """The KV of a prompt that is computed there, for the request of that name."""
-        params = SamplingParams(max_tokens=24, ignore_eos=True, seed=7)
-        (spec,) = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core.clock.now())
-        self.core.add(expecting(spec, tuple(kv_from)))
-
-    def kv(self) -> bytes:
-        """Of the prompt's whole blocks, in the model's own layers."""
-        specs = make_requests(self.parts.model, PROMPT, SamplingParams(), request_id="look", now=0.0)
-        blocks, layers = self.core.hold("look", specs[0].block_hashes[:12]), range(self.parts.spec.num_layers)
-        rows = bytearray(len(layers) * len(blocks) * self._io.layout.layer_bytes)
-        self._io.read(layers, blocks, memoryview(rows))
-        self.core.release("look")
-        assert len(blocks) == 12
-        return bytes(rows)
-
-    def hear(self, condition: Callable[[], object]) -> None:
-        """Does what its threads ask for, without a step, until then."""
-        until(lambda: (self.core.run_called(), condition())[1])
-
-    @property
-    def num_pieces(self) -> int:
-        """That were sent to others."""
-        return self.peers.gives.offers.counts["pieces"]
-
-    @property
-    def is_left_alone(self) -> bool:
-        """Nothing is held, reserved or under way."""
-        return not self.core.has_work and not self.core.scheduler._state.reservations
-
-    def step(self) -> None:
-        if not self.core.can_step:
-            assert self.woken.wait(20)
-        self.woken.clear()
-        self.core.run_called()
-        for told in self.core.step():
-            self.tokens[told.request_id] += told.new_token_ids
-        self.core.scheduler.check_invariants()
-
-    def run(self) -> None:
-        while self.core.has_work:
-            self.step()
-
-    def complete(self, name: str, *args: object, **sampling: object) -> list[list[int]]:
-        names = self.add(name, *args, **sampling)
-        states = [self.core.scheduler.request(each) for each in names]
-        self.run()
-        self.cached = [state.num_cached_tokens for state in states]
-        self.handovers = [state.handover for state in states]
-        return [self.tokens[each] for each in names]
-
-    def rest_in_thread(self) -> None:
-        """Answers those who ask for its KV."""
-
-        def rest() -> None:
-            while not self._stopped:
-                self.woken.wait(20)
-                self.woken.clear()
-                self.core.run_called()
-
-        self._resting = threading.Thread(target=rest, daemon=True)
-        self._resting.start()
-
-    def close(self) -> None:
-        if self._stopped:
-            return
-        self._stopped = True
-        self.peers.close()
-        self.woken.set()
-        if self._resting is not None:
-            self._resting.join(20)
-        self.parts.close()
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def one(**fields: object) -> Engine:
-        made.append(Engine(**fields))
-        return made[-1]
-
-    yield one
-    for each in made:
-        each.close()
+    with engines(transport="auto") as one:
+        yield one
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "nixl"])
@@ -200,19 +63,15 @@ def test_a_peer_that_is_gone_or_has_nothing_costs_no_token(make):
 
 
 def test_a_peer_gives_what_its_tier_alone_has(make):
-    first, second = make(num_blocks=24, host_blocks=40), make(num_blocks=24)
+    first, second = make(num_blocks=24, make_tier=partial(KVHost, 40)), make(num_blocks=24)
     tiers = first.tiers
     tiers._tiers[0].meter = FetchMeter(bandwidth=1e12, latency_s=0.0)  # quicker than computing
     said = first.complete("a")
-    first.hear(lambda: not tiers._stores)
     first.complete("other", list(range(700, 1000)))  # leaves no room for it
-    first.hear(lambda: not tiers._stores)
     first.rest_in_thread()
-    tiers._thread = first._resting  # the engine's from here on
     assert second.complete("b", PROMPT, first.peers.gives.addresses) == said
     assert second.cached == [192]
     until(lambda: first.is_left_alone)
-    tiers.close()
 
 
 def test_heads_are_pulled_along(make):
@@ -229,7 +88,7 @@ def pair(make, request):
     first, second = make(**request.param), make(**request.param)
     first.add("a")
     second.expect("a", first.peers.gives.addresses)
-    first.hear(lambda: first.peers.gives.growing.follows_steps)
+    first.hear(lambda: first.peers.gives.follows_steps)
     return first, second
 
 
@@ -331,7 +190,7 @@ def test_a_prompt_that_is_given_up_at_either_end_leaves_nothing_behind(pair, num
     second.hear(lambda: second.is_left_alone)
     first.add("b")
     second.expect("b", first.peers.gives.addresses)
-    first.hear(lambda: first.peers.gives.growing.follows_steps or num_steps > 2)
+    first.hear(lambda: first.peers.gives.follows_steps or num_steps > 2)
     second.core.abort("b~kv")
     second.hear(lambda: second.is_left_alone)
     first.run()
@@ -339,8 +198,8 @@ def test_a_prompt_that_is_given_up_at_either_end_leaves_nothing_behind(pair, num
 
 
 def test_a_pull_that_is_slower_than_computing_is_abandoned(make, monkeypatch):
-    monkeypatch.setattr(kv_peers, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(kv_giving, "Readable", lambda num_blocks: Readable(0))  # and no more comes
+    monkeypatch.setattr(peers, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(giving, "Readable", lambda num_blocks: Readable(0))  # and no more comes
     first, second = make(), make()
     said = first.complete("a")
     first.rest_in_thread()
@@ -361,3 +220,133 @@ def test_what_came_from_peers_is_seen_as_a_tier(make):
     view = second.peers.tier_views()[0]
     assert (view.name, view.hit_tokens) == ("peer", 192)
     assert view.break_even_tokens is None or view.break_even_tokens > 0
+
+
+# -- peers that damage what they give, or fall silent
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "n": 4}])
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+def test_a_bit_that_flips_in_shared_memory_costs_no_token(make, monkeypatch, sampling, place):
+    first, second = make(transport="shm"), make(transport="shm")
+    said = first.complete("a", **sampling)
+    first.rest_in_thread()
+    show = ShmOutbox.send
+
+    def flipping(outbox: ShmOutbox, piece: Piece, rows: memoryview) -> None:
+        rows[int(place * (len(rows) - 1))] ^= 16
+        show(outbox, piece, rows)
+
+    with monkeypatch.context() as damaging:
+        damaging.setattr(ShmOutbox, "send", flipping)
+        assert second.complete("b", PROMPT, first.peers.gives.addresses, **sampling) == said
+    assert second.cached[0] == 0
+    assert second.peers.counts.dropped == {"damaged": 12}
+    other = list(range(700, 900))
+    assert second.complete("c", other, first.peers.gives.addresses, **sampling) == make().complete(
+        "d", other, **sampling
+    )
+    third = make(transport="shm")
+    assert third.complete("e", PROMPT, first.peers.gives.addresses, **sampling) == said
+    assert third.cached[0] == 192
+
+
+def test_who_queued_behind_a_pull_from_a_silent_peer_does_not_wait_for_it_too(make, monkeypatch):
+    monkeypatch.setattr(peers, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(fetching, "NUM_PULLS", 1)
+    engine, alone = make(transport="tcp"), make()
+    prompts = {str(number): [*range(300 + number, 500)] for number in range(4)}
+    accepted: list[socket.socket] = []
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                accepted.append(listener.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        address = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+        for name, prompt in prompts.items():
+            engine.add(name, prompt, [address])
+        engine.run()
+        listener.shutdown(socket.SHUT_RDWR)
+    for name, prompt in prompts.items():
+        assert [engine.tokens[name]] == alone.complete(name, prompt)
+    assert engine.peers.counts.outcomes == {"recomputed": 4}
+    assert len(accepted) == 1
+    for sock in accepted:
+        sock.close()
+
+
+# -- engines that are not like this one
+
+
+@pytest.fixture
+def make_alike() -> Iterator[Callable[..., Engine]]:
+    with engines(transport="tcp", max_model_len=400, dtype="float32", kv_dtype="float32") as one:
+        yield one
+
+
+@pytest.mark.parametrize(("gives", "takes", "num_cached"), [(16, 64, 192), (64, 16, 192), (32, 48, 192), (10, 16, 160)])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "n": 4}])
+def test_blocks_of_another_size_are_converted(make_alike, gives, takes, num_cached, sampling):
+    first, second = make_alike(block_size=gives), make_alike(block_size=takes)
+    said = first.complete("a", **sampling)
+    first.rest_in_thread()
+    assert second.complete("b", PROMPT, first.peers.gives.addresses, **sampling) == said
+    assert (second.cached[0], second.handovers[0]) == (num_cached, "moved")
+
+
+def test_a_turn_is_found_under_the_names_that_the_source_gave_it(make_alike):
+    first, second = make_alike(block_size=32), make_alike(block_size=16)
+    said = first.complete("a")
+    first.rest_in_thread()
+    turn = [*PROMPT, *said[0], 5]
+    assert second.complete("b", turn, first.peers.gives.addresses) == make_alike().complete("c", turn)
+    assert second.cached == [192]
+    second.complete("d", turn, first.peers.gives.addresses)
+    assert second.handovers == ["local"]
+
+
+def test_a_prompt_counts_as_moved_when_an_expecting_pull_brought_all_whole_blocks_of_the_source(make_alike):
+    first, second = make_alike(block_size=64), make_alike(block_size=16)
+    prompt = [*PROMPT, *range(500, 545)]
+    said = first.complete("a", prompt)
+    first.rest_in_thread()
+    addresses = first.peers.gives.addresses
+    second.expect("expected", addresses, prompt)
+    second.hear(lambda: not second.core.has_work)
+    for outcome, num_cached in (("moved", 192), ("local", 240)):
+        assert second.complete(outcome, prompt, addresses) == said
+        assert (second.cached, second.handovers) == ([num_cached], [outcome])
+
+
+@pytest.mark.parametrize(("gives", "takes"), [("mtp", "off"), ("off", "mtp")])
+def test_a_draft_head_at_one_end_is_left_out(make_alike, gives, takes):
+    first, second = make_alike(speculative=gives), make_alike(speculative=takes)
+    said = first.complete("a")
+    first.rest_in_thread()
+    assert second.complete("b", PROMPT, first.peers.gives.addresses) == said
+    assert (second.cached, second.handovers) == ([192], ["moved"])
+
+
+@pytest.mark.parametrize(
+    ("takes", "sides"),
+    [
+        ({"kv_dtype": "bfloat16"}, "kv_dtype is 'float32' here, 'bfloat16' there"),
+        ({"max_model_len": 256}, "context 400' here, "),
+        ({"dtype": "int8"}, "weight_dtype is 'float32' here, 'int8' there"),
+        ({"revision": "abc"}, "' here, 'abc' there"),
+        ({"executor": "torch", "device": "cpu"}, "executor is 'native' here, 'torch' there"),
+    ],
+)
+def test_first_contact_refuses_what_is_unlike_and_names_both_sides(make_alike, caplog, takes, sides):
+    first, second = make_alike(), make_alike(**takes)
+    first.complete("a")
+    first.rest_in_thread()
+    for name, prompt in {"b": PROMPT, "c": PROMPT[::-1]}.items():
+        assert second.complete(name, prompt, first.peers.gives.addresses) == make_alike(**takes).complete(name, prompt)
+        assert second.handovers == ["recomputed"]
+    (told,) = [each.getMessage() for each in caplog.records if each.name == "maitred.kv.peers"]
+    assert sides in told
+    assert second.peers.counts.dropped["unlike"] == 24

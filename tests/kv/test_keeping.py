@@ -5,25 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 
-from maitred.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
-from maitred.core.clock import ManualClock
-from maitred.core.request import SamplingParams, Terms
-from maitred.engine import kv_tiers
-from maitred.engine.build import EngineParts, build_parts
-from maitred.engine.intake import make_requests
-from maitred.engine.kv_tiers import KVTiers
-from maitred.engine.step_meter import StepMeter
+from maitred.core.request import Terms
+from maitred.kv import keeping
 from maitred.kv.host import KVHost
 from maitred.kv.prefix_cache import Changes
 from maitred.kv.tiers import FetchMeter, KVTier, TierStats
-from maitred.scheduler.engine_core import EngineCore
-from tests.engine.worlds import with_blocks
-
-PROMPT = list(range(300, 300 + 200))
+from tests.kv.engines import PROMPT, Engine, engines
 
 
 class DictTier(KVTier):
@@ -69,88 +59,10 @@ class DictTier(KVTier):
         return count
 
 
-class Engine:
-    """A small native engine with a tier, stepped here."""
-
-    def __init__(
-        self,
-        tier: DictTier | None = None,
-        *,
-        num_blocks: int = 64,
-        speculative: str = "off",
-        executor: str = "auto",
-        make_tier: Callable[[int], Any] = DictTier,
-    ) -> None:
-        config = EngineConfig(
-            model=ModelConfig(num_threads=1, executor=executor),
-            scheduler=SchedulerConfig(max_num_seqs=4),
-            speculative=SpeculativeConfig(speculative=speculative),
-        )
-        self.parts: EngineParts = build_parts(with_blocks(config, num_blocks))
-        built = self.parts.core
-        io = built._executor.block_io()  # type: ignore[attr-defined]
-        self.tier = tier if tier is not None else make_tier(io.bytes_per_block)
-        self.woken = threading.Event()
-        self.clock = ManualClock()  # of fetches
-        self.tiers = KVTiers(io, [self.tier], block_size=16, staging_bytes=2**28, clock=self.clock)
-        meters = [each for each in built.moments.listeners if isinstance(each, StepMeter)]
-        listeners = (*meters, self.tiers)
-        self.core = EngineCore(built.scheduler, built._executor, built.clock, *listeners, wake=self.woken.set)
-        self.tokens: dict[str, list[int]] = {}
-
-    def add(self, name: str, prompt: Sequence[int] = PROMPT, *, n: int = 1, **sampling: object) -> list[str]:
-        params = SamplingParams(**{"n": n, "max_tokens": 24, "ignore_eos": True, "seed": 7} | sampling)  # type: ignore[arg-type]
-        specs = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core.clock.now())
-        for spec in specs:
-            self.tokens[spec.request_id] = []
-            self.core.add(spec)
-        return [spec.request_id for spec in specs]
-
-    def step(self) -> None:
-        if not self.core.can_step:
-            assert self.woken.wait(20)
-        self.woken.clear()
-        self.core.run_called()
-        for told in self.core.step():
-            self.tokens[told.request_id] += told.new_token_ids
-        self.core.scheduler.check_invariants()
-
-    def run(self) -> None:
-        while self.core.has_work:
-            self.step()
-
-    def rest(self) -> None:
-        """Until all is stored."""
-        while self.tiers._stores:
-            assert self.woken.wait(20)
-            self.woken.clear()
-            self.core.run_called()
-        self.core.scheduler.check_invariants()
-
-    def complete(self, name: str, prompt: Sequence[int] = PROMPT, **sampling: object) -> list[list[int]]:
-        names = self.add(name, prompt, **sampling)
-        states = [self.core.scheduler.request(each) for each in names]
-        self.run()
-        self.cached = [state.num_cached_tokens for state in states if state is not None]
-        self.rest()
-        return [self.tokens[each] for each in names]
-
-    def close(self) -> None:
-        self.tiers.close()
-        self.parts.close()
-
-
 @pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def one(*args: object, **fields: object) -> Engine:
-        made.append(Engine(*args, **fields))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield one
-    for each in made:
-        each.close()
+    with engines(make_tier=DictTier) as one:
+        yield one
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "n": 4}])
@@ -174,13 +86,9 @@ def test_a_new_engine_goes_on_with_what_another_computed(make, sampling, specula
 def test_unlike_salts_share_nothing(make):
     engine = make()
     engine.complete("a")
-    specs = make_requests(
-        engine.parts.model, PROMPT, SamplingParams(max_tokens=4), request_id="b", now=0.0, cache_salt="theirs"
-    )
     other = make(engine.tier)
-    other.tokens["b"] = []
-    other.core.add(specs[0])
-    assert not len(other.tiers)
+    other.add("b", cache_salt="theirs")
+    assert not len(other.tiers.fetches)
 
 
 def test_an_abort_while_it_is_fetched_frees_its_blocks(make):
@@ -217,7 +125,7 @@ def test_a_tier_that_raises_or_forgets_is_computed_around(make):
 
 
 def test_a_tier_that_hangs_is_left_alone(make, monkeypatch):
-    monkeypatch.setattr(kv_tiers, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(keeping, "PATIENCE_S", 0.05)
     first = make()
     said = first.complete("a")
     again, let_go = make(first.tier), threading.Event()
@@ -237,7 +145,7 @@ def test_what_is_fetched_is_given_up_before_a_running_request_is_preempted(make)
     again.step()
     (fetched,) = again.add("c")
     assert reading.wait(20)
-    while len(again.tiers):
+    while len(again.tiers.fetches):
         again.step()  # until the growing answer needs a block of the reserved ones
     assert again.core.has_work
     let_go.set()
@@ -249,7 +157,7 @@ def test_what_is_fetched_is_given_up_before_a_running_request_is_preempted(make)
 
 def test_a_fetch_that_is_slower_than_computing_is_abandoned_and_what_came_counts(make, monkeypatch):
     first = make()
-    monkeypatch.setattr(kv_tiers, "PIECE_BYTES", 2 * first.tier.bytes_per_block)
+    monkeypatch.setattr(keeping, "PIECE_BYTES", 2 * first.tier.bytes_per_block)
     said = first.complete("a")
     again = make(first.tier)
     again.tier.before_read = lambda: again.clock.advance(10.0)
@@ -266,7 +174,7 @@ def test_a_request_that_lacks_blocks_is_fetched_when_another_has_ended(make):
     again.step()
     (name,) = again.add("c")
     state = again.core.scheduler.request(name)
-    assert not len(again.tiers), "blocks lack"
+    assert not len(again.tiers.fetches), "blocks lack"
     again.run()
     assert state.num_cached_tokens == 192
     assert again.tokens[name] == said[0]
@@ -278,16 +186,7 @@ def test_a_deadline_ends_a_request_that_waits_for_kv(make):
     first.complete("a")
     again, reading, let_go = make(first.tier), threading.Event(), threading.Event()
     again.tier.before_read = lambda: (reading.set(), let_go.wait(20))[0]
-    (spec,) = make_requests(
-        again.parts.model,
-        PROMPT,
-        SamplingParams(),
-        request_id="b",
-        now=0.0,
-        terms=Terms(finish_by=again.core.clock.now()),
-    )
-    again.tokens["b"] = []
-    again.core.add(spec)
+    again.add("b", terms=Terms(finish_by=again.core.clock.now()))
     assert reading.wait(20)
     again.core.step()
     assert again.core.stats.num_blocks_used == 0
@@ -297,15 +196,12 @@ def test_a_deadline_ends_a_request_that_waits_for_kv(make):
 
 
 def test_storage_that_hangs_holds_no_blocks_and_is_not_waited_for_at_the_end(make, monkeypatch):
-    monkeypatch.setattr(kv_tiers, "DRAIN_S", 0.05)
+    monkeypatch.setattr(keeping, "DRAIN_S", 0.05)
     engine, let_go = make(), threading.Event()
     engine.tier.before_write = lambda: let_go.wait(20)
     engine.add("a")
     engine.run()
-    while engine.core.stats.num_blocks_used:  # until they are copied
-        assert engine.woken.wait(20)
-        engine.woken.clear()
-        engine.core.run_called()
+    engine.hear(lambda: not engine.core.stats.num_blocks_used)  # they are copied
     engine.tiers.close()
     assert engine.tiers.tier_views()[0].waiting_blocks == 13
     let_go.set()
@@ -339,10 +235,7 @@ def test_tiers_are_emptied_behind_what_is_being_stored(make):
     engine.add("a")
     engine.run()
     engine.tiers.clear_tiers(told.append)
-    while not told:
-        assert engine.woken.wait(20)
-        engine.woken.clear()
-        engine.core.run_called()
+    engine.hear(lambda: told)
     engine.rest()
     assert not engine.tier.blocks
     assert make(engine.tier).complete("b") == engine.complete("c")
