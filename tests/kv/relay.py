@@ -1,6 +1,6 @@
 """A relay on loopback between those who pull KV and its sources, which does something to the bytes of one transfer.
 
-Whoever dials it says first where it wants to go: `HOST:PORT` and a line's end.
+Whoever dials it says first where it wants to go, `HOST:PORT` and a line's end, unless the relay has one target.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Fault:
 class Relay:
     """Any number of connections; one fault at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: tuple[str, int] | None = None) -> None:
+        self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._fault: Fault | None = None
@@ -77,7 +78,7 @@ class Relay:
     def _serve(self, near: socket.socket) -> None:
         with near, socket.socket() as far, suppress(OSError):
             far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WINDOW_BYTES)
-            far.connect(_wanted(near))
+            far.connect(self._target or _wanted(near))
             self._ends |= {near, far}
             back = threading.Thread(target=self._pump, args=(near, far, SOURCE), daemon=True)
             back.start()

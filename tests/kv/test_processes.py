@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from maitred.kv.leases import Refusal
 from maitred.kv.puller import Pulled, Puller, connect, connect_any
 from maitred.kv.transports import Agent
 from tests.kv import source_process
+from tests.kv.relay import Relay, Strike, cut, flip
 from tests.kv.worlds import LAYERS, STAGING, Pool, dial, hold, identity, make_layout
 from tests.waiting import joined, until
 
@@ -183,52 +183,17 @@ def test_the_fastest_way_that_reaches_a_source_is_taken(peer: Peer) -> None:
 
 
 @contextmanager
-def between(address: str, *, after: int, flip: bool = False) -> Iterator[str]:
-    """The address of a relay to a TCP source that after so many of its bytes flips a bit of the next, or else cuts."""
+def between(address: str, strike: Strike, after: int) -> Iterator[str]:
+    """The address of a relay to a TCP source that strikes after so many of its bytes."""
     host, _, port = address.removeprefix("tcp:").rpartition(":")
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def run() -> None:
-        near, _ = listener.accept()
-        far = socket.create_connection((host, int(port)))
-        with near, far:
-            up = threading.Thread(target=pump, args=(near, far), daemon=True)
-            up.start()
-            left = after
-            with suppress(OSError):
-                while data := far.recv(min(65536, left) if left else 65536):
-                    if not left:
-                        if not flip:
-                            break
-                        data, left = bytes([data[0] ^ 1]) + data[1:], 2**62
-                    near.sendall(data)
-                    left -= len(data)
-            shut(near, far)
-            up.join()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield f"tcp:127.0.0.1:{listener.getsockname()[1]}"
-    joined(thread)
-    listener.close()
-
-
-def pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(65536):
-            target.sendall(data)
-    shut(target)
-
-
-def shut(*socks: socket.socket) -> None:
-    for sock in socks:
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+    with closing(Relay((host, int(port)))) as relay:
+        relay.fault(strike, after=after)
+        yield f"tcp:127.0.0.1:{relay.port}"
 
 
 def test_a_socket_that_is_cut_in_the_middle_of_a_layer_is_found_out(peer: Peer) -> None:
     pool = Pool(make_layout())
-    with between(peer.addresses["tcp"], after=9000) as address:
+    with between(peer.addresses["tcp"], cut, 9000) as address:
         puller = dial(address)
         pulled = puller.pull("prompt", LAYERS, range(ALL), hold(pool, ALL))
     assert pulled.failure == "cut"
@@ -243,7 +208,7 @@ def test_a_bit_that_flips_on_its_way_is_found_out_wherever_it_is(peer: Peer) -> 
     seen = set()
     for after in [*range(0, 900, 61), 1000, total // 2, total]:
         pool = Pool(make_layout())
-        with between(peer.addresses["tcp"], after=after, flip=True) as address:
+        with between(peer.addresses["tcp"], flip, after) as address:
             try:
                 puller = dial(address, timeout_s=0.2)
             except Refusal as refusal:
