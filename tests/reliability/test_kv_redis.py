@@ -11,7 +11,7 @@ import pytest
 
 from maitred.config import TiersConfig
 from maitred.core.errors import ConfigError
-from maitred.kv.wire import PREFIX
+from maitred.storage.redis import PREFIX
 from tests.conftest import ServerProcess, start_server
 from tests.storage.redis_server import RunningRedis, needs_redis
 from tests.waiting import HANGS_S, until
