@@ -17,7 +17,7 @@ from maitred.kv.manager import KVCacheManager
 from maitred.kv.prefix_cache import BlockHasher, TokenHasher
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import NumDrafts, Speculation
-from maitred.scheduler.stop import StopRule, stop_at_token
+from maitred.scheduler.state import StopRule, stop_at_token
 
 MODEL = "fake-model"
 _ids = count()

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from maitred.core.clock import ManualClock
-from maitred.core.cost_model import CostModel
+from maitred.core.cost_model import CostModel, SwapCosts
 from maitred.core.errors import ConfigError
 from maitred.core.request import NO_TERMS, FinishReason, RequestState, ResumePoint, SamplingParams
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
@@ -39,7 +39,6 @@ from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.reservations import GivenUp
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
-from maitred.scheduler.swap import SwapCosts
 from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, make_spec, token_at
 from tests.scheduler.test_scheduler_properties import postponing_some
 

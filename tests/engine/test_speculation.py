@@ -19,7 +19,7 @@ from maitred.executor.state import DraftAsk, Proposer
 from maitred.executor.text_drafts import NGramProposer
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.scheduler.stats import SchedulerStats
+from maitred.scheduler.state import SchedulerStats
 from tests.model.adapters import random_tensors, write_adapter
 
 VOCAB = 1536

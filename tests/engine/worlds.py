@@ -14,9 +14,8 @@ from maitred.engine import served_model as served
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.client import EngineClient
 from maitred.engine.engine_thread import in_thread
-from maitred.engine.held import Prepare
 from maitred.engine.intake import ServedModel, make_requests
-from maitred.engine.loop import LoadedEngine
+from maitred.engine.loop import LoadedEngine, Prepare
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.planning import plan_engine

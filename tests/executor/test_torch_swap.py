@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from maitred.core.cost_model import SwapCosts
 from maitred.core.errors import OutOfMemory
 from maitred.core.request import SamplingParams
 from maitred.core.step import BlockCopy
 from maitred.executor.torch_kv import PoolShape, TorchHostPool, TorchKVPool
-from maitred.scheduler.swap import SwapCosts
 from tests.executor.torch_worlds import make_decoder, make_executor, make_spec
 from tests.fakes import make_request, make_scheduler
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from maitred.core.cost_model import SwapCosts
 from maitred.core.errors import ConfigError
 from maitred.kv.host import KVHost, open_kv_host
 from maitred.kv.tiers import FetchMeter, KVFingerprint, break_even_tokens, worth_fetching
-from maitred.scheduler.swap import SwapCosts, worth_swapping
+from maitred.scheduler.planning import worth_swapping
 
 # -- tiers
 

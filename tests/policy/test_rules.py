@@ -12,8 +12,7 @@ from maitred.core.request import RequestState
 from maitred.policy.policies import MIN_COUNTERS_TO_PRUNE, POLICIES, VirtualTokenCounters, policy_for
 from maitred.policy.policy import KVNeed, UsedQuanta
 from maitred.scheduler.notes import PreemptionCause
-from maitred.scheduler.plan_builder import PlanBuilder
-from maitred.scheduler.preemption import preempt
+from maitred.scheduler.planning import PlanBuilder, preempt
 from tests.fakes import make_request, make_scheduler
 from tests.scheduler.running import Run, tokens_by_request
 

@@ -9,7 +9,7 @@ from typing import Any
 from maitred.core.request import RequestStatus
 from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest
 from maitred.policy.policy import Policy
-from maitred.scheduler.pace import LanePace
+from maitred.scheduler.lane import LanePace
 
 Key = tuple[str, int]
 Candidate = tuple[tuple[Any, ...], Key, LaneKey]  # place of its head, model, lane

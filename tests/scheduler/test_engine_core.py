@@ -12,6 +12,7 @@ import pytest
 import maitred
 from maitred.config import SchedulerConfig
 from maitred.core.clock import ManualClock
+from maitred.core.cost_model import SwapCosts
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder
@@ -19,7 +20,6 @@ from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.scheduler.engine_core import EngineCore, StepListener, StepTimes
 from maitred.scheduler.reservations import GivenUp
-from maitred.scheduler.swap import SwapCosts
 from tests.fakes import FakeExecutor, make_samples, make_scheduler, make_spec, token_at
 
 BOOKS = ("leases", "manager", "prefix_cache", "tiers")  # of kv/

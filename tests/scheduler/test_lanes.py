@@ -7,8 +7,8 @@ import pytest
 from maitred.core.errors import InvalidRequest, ModelNotFound, Overloaded
 from maitred.core.request import FinishReason
 from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, Instance, QueueRules
+from maitred.scheduler.lane import LanePace
 from maitred.scheduler.lanes import Lanes
-from maitred.scheduler.pace import LanePace
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.timing import split_us
 from tests.fakes import make_request, make_scheduler

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from maitred.core.cost_model import SwapCosts
 from maitred.core.request import Charges, FinishReason, RequestState, RequestStatus, ResumePoint, SamplingParams
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.queue_view import queue_view
 from maitred.scheduler.reservations import GivenUp, ReservedBlocks
-from maitred.scheduler.swap import SwapCosts
 from tests.fakes import make_request, make_samples, make_scheduler
 from tests.scheduler.checking import CheckingExecutor
 from tests.scheduler.running import Run, tokens_by_request

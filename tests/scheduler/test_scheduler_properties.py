@@ -10,12 +10,12 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.core.cost_model import SwapCosts
 from maitred.core.request import FinishReason, RequestState, SamplingParams
 from maitred.core.step import RequestProgress, ScheduledRow, SchedulerOutput
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.reservations import ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
-from maitred.scheduler.swap import SwapCosts
 from tests.fakes import make_request, make_samples, make_scheduler, token_at
 from tests.scheduler.checking import CheckingExecutor
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
+from maitred.core.cost_model import SwapCosts
 from maitred.core.request import FinishReason, RequestStatus
+from maitred.scheduler.planning import worth_swapping
 from maitred.scheduler.scheduler import Scheduler
-from maitred.scheduler.swap import SwapCosts, worth_swapping
 from tests.fakes import make_request, make_scheduler, token_at
 from tests.scheduler.running import Run
 from tests.scheduler.test_scheduler_properties import make_world

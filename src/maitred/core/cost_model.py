@@ -161,3 +161,12 @@ def native_token_budget(num_threads: int, *, tiles: bool = False) -> int:
     """
     budget = max(LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD * num_threads)
     return min(DEFAULT_TOKEN_BUDGET, 2 * budget if tiles else budget)
+
+
+class SwapCosts(NamedTuple):
+    """Costs of swapping and of recomputing on this machine; measured by the engine, told to the scheduler."""
+
+    bytes_per_block: int
+    out_bytes_per_s: float  # device to host
+    in_bytes_per_s: float  # host to device
+    prefill_s_per_token: float  # of a long prompt

@@ -16,12 +16,11 @@ import msgspec
 from msgspec.structs import replace
 
 from maitred.config import SchedulerConfig
-from maitred.core.cost_model import CostModel
+from maitred.core.cost_model import CostModel, SwapCosts
 from maitred.core.request import DEFAULT_SAMPLING, FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, TensorSpec
 from maitred.scheduler.engine_core import StepListener, StepTimes
-from maitred.scheduler.swap import SwapCosts
 
 WITH_PROMPT_LOGPROBS = SamplingParams(prompt_logprobs=0)  # such a request uses no prefix cache
 DIGEST_BYTES = (

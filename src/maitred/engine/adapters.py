@@ -1,7 +1,7 @@
 """LoRA adapters of an engine: the known ones, and an LRU cache of those in memory, within a bound of bytes.
 
 An adapter is read and packed in a thread; requests that need it are held outside the scheduler's queue until then
-(`held`). Room is made before anything is read, so that resident adapters and those being read never exceed the bound
+(`loop`). Room is made before anything is read, so that resident adapters and those being read never exceed the bound
 together; it goes to waiting requests in policy order. An adapter is known by a key of its name and its bytes: a load
 under the same name makes another adapter, for new requests, and files that have changed since are refused when they
 are read again.
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 
 from maitred.config import LoraConfig
 from maitred.core.errors import CheckpointError, ConfigError, MaitredError
-from maitred.engine.held import Done
 from maitred.engine.limits import STEP_SWITCH_INTERVAL_S, hand_over_quickly
 from maitred.engine.memory import format_bytes
 from maitred.engine.model_facts import AdapterFacts
@@ -27,6 +26,8 @@ from maitred.model.adapters import Adapter, read_adapter
 from maitred.model.spec import DecoderSpec
 from maitred.scheduler.engine_core import EngineCore, StepListener
 
+Done = Callable[[str], None]
+"""Told what is wrong, or nothing; in any thread."""
 Read = Callable[[Path, Path | None], Adapter]
 """(folder, where its files must lie); in any thread. Raises CheckpointError."""
 Place = Callable[[], tuple[Any, ...]]

@@ -23,9 +23,8 @@ from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
-from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
-from maitred.engine.loop import LoadedEngine
+from maitred.engine.loop import LoadedEngine, Prepare
 from maitred.engine.memory import (
     MemoryPlan,
     format_bytes,

@@ -11,10 +11,9 @@ from math import floor, log2
 from statistics import median
 from typing import NamedTuple
 
-from maitred.core.cost_model import CostModel, Knot
+from maitred.core.cost_model import CostModel, Knot, SwapCosts
 from maitred.core.step import ModelOutput, RequestProgress, ScheduledRow, SchedulerOutput
 from maitred.scheduler.engine_core import EngineCore, PrefillMeter, StepListener, StepTimes
-from maitred.scheduler.swap import SwapCosts
 
 NEWS = 1.25  # swapping: told again when a prompt's token takes this many times more or less than what was told
 STEP_NEWS = 1.1  # and steps

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from maitred.core.clock import Clock
-from maitred.core.cost_model import CostModel
+from maitred.core.cost_model import CostModel, SwapCosts
 from maitred.core.replica import HandoverCounts, TierView
 from maitred.core.request import RequestState, RequestStatus
 from maitred.kv.fetching import Fetch, Fetches, FetchSource, KVThread, KVThreads
@@ -27,7 +27,6 @@ from maitred.kv.tiers import FetchMeter, TierStats
 from maitred.kv.wire import Offered
 from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.reservations import GivenUp
-from maitred.scheduler.swap import SwapCosts
 
 logger = logging.getLogger(__name__)
 MAX_ARRIVED = 4096  # prompts whose KV came before the request that goes on with it

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock
-from maitred.core.cost_model import CostModel
+from maitred.core.cost_model import CostModel, SwapCosts
 from maitred.core.replica import TierView
 from maitred.core.request import FinishReason, RequestSpec, RequestState
 from maitred.core.step import Executor, ModelOutput, RequestProgress, SchedulerOutput
@@ -18,8 +18,7 @@ from maitred.core.tensor_request import Batch, BatchOutcome, BatchRules, TensorR
 from maitred.kv.tiers import FindableBlocks
 from maitred.scheduler.reservations import GivenUp, ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
-from maitred.scheduler.stats import SchedulerStats
-from maitred.scheduler.swap import SwapCosts
+from maitred.scheduler.state import SchedulerStats
 
 # Of the device's rate: so short ones pass long ones, and a request waits for others' 128 times its own work at most.
 AGEING_SHARE = 1 / 128

@@ -2,16 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from maitred.core.cost_model import SwapCosts
 from maitred.core.request import RequestState, RequestStatus
-from maitred.core.step import ScheduledRow
-from maitred.scheduler.notes import Blocked, Lack, PreemptionCause
-from maitred.scheduler.plan_builder import PlanBuilder, describe
-from maitred.scheduler.preemption import grow, preempt, preempt_for
-from maitred.scheduler.reserving import num_kept_before
+from maitred.core.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
+from maitred.kv.manager import Allocation
+from maitred.kv.tiers import worth_fetching
+from maitred.scheduler.notes import Blocked, Lack, Preemption, PreemptionCause
+from maitred.scheduler.reserving import give_up_one, num_kept_before
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.timing import resumed
+
+
+class Removed(NamedTuple):
+    """Row taken out of a plan, and what came with it."""
+
+    num_tokens: int
+    copied_from: Mapping[int, int]  # target of a copy -> its source
+
+
+NOT_PLANNED = Removed(0, {})
+
+
+@dataclass(slots=True, eq=False)
+class PlanBuilder:
+    """One step's rows, with the request of each, and the rest of the token budget."""
+
+    budget: int
+    now: float  # s, of the step
+    rows: list[ScheduledRow] = field(default_factory=list)
+    requests: list[RequestState] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    swap_outs: list[BlockCopy] = field(default_factory=list)
+    swap_ins: list[BlockCopy] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    settled: set[str] = field(default_factory=set)  # admitted in this step, so not preempted in it
+    out_of_blocks: bool = False  # a running request was preempted for its blocks: admit none
+    num_blocks_short: int = 0  # for the first in the queue, when that is why it was not admitted
+    preemptions: list[Preemption] = field(default_factory=list)
+
+    def remove(self, request: RequestState) -> Removed:
+        """Takes back the request's row, if it has one, before its blocks are freed."""
+        if request not in self.requests:
+            return NOT_PLANNED
+        index = self.requests.index(request)
+        num_tokens = self.rows[index].num_tokens
+        self.budget += num_tokens
+        del self.rows[index], self.requests[index]
+        # Its blocks may be handed out again in this step: two copies to one target would have no order.
+        table = set(request.block_table)
+        copied_from = {copy.target: copy.source for copy in self.copies if copy.target in table}
+        if copied_from:
+            self.copies = [copy for copy in self.copies if copy.target not in table]
+        return Removed(num_tokens, copied_from)
+
+    def plan(self, step: int, forgotten: Sequence[str]) -> SchedulerOutput:
+        """Return the plan as it stands; `forgotten` left their slots since the plan before."""
+        return SchedulerOutput(
+            step=step,
+            rows=tuple(self.rows),
+            new_requests=tuple(self.new_requests),
+            forgotten_request_ids=tuple(forgotten),
+            block_copies=tuple(self.copies),
+            swap_outs=tuple(self.swap_outs),
+            swap_ins=tuple(self.swap_ins),
+        )
+
+
+def describe(request: RequestState) -> NewRequest:
+    """Describe a request that the executor does not hold."""
+    return NewRequest(
+        request_id=request.request_id,
+        num_output_tokens=len(request.output_token_ids),
+        output_token_ids=tuple(request.output_token_ids),
+        spec=request.spec,
+    )
+
 
 RUNNING = RequestStatus.RUNNING
 
@@ -180,3 +249,92 @@ def _plan_admissions(
         builder.swap_ins += allocation.swap_ins
         state.counters.num_swapped_in_blocks += len(allocation.swap_ins)
         _plan_chunk(head, builder, allocation.new_block_ids)
+
+
+def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> Allocation | None:
+    """Room for one more token, taken from what is set aside, then from the worst running requests if need be; None if
+    it is itself the worst.
+    """
+    while (allocation := state.kv.allocate(request, 1)) is None:
+        if give_up_one(state):
+            continue
+        victim = state.worst_running()
+        builder.out_of_blocks = True
+        preempt(state, victim, builder, PreemptionCause.BLOCKS, by=request)
+        if victim is request:
+            return None
+    return allocation
+
+
+def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> bool:
+    """Preempt requests that `head` outranks, set-aside blocks first, then the worst; none if in vain."""
+    kv, victims = state.kv, _victims_for(state, head, builder)
+    if not victims and state.num_running:
+        return False
+    while state.reservations and kv.num_blocks_short(head, state.reusable(head)) and give_up_one(state, behind=head):
+        victims = _victims_for(state, head, builder)
+    for victim in victims:
+        preempt(state, victim, builder, PreemptionCause.OUTRANKED, by=head)
+    return not kv.num_blocks_short(head, state.reusable(head))
+
+
+def _victims_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> list[RequestState]:
+    """Return the requests that would make enough room for `head`; none if all would not, or when it has room."""
+    kv = state.kv
+    outranked = [r for r in state.order.outranked(head, state.running()) if r.request_id not in builder.settled]
+    hit = state.reusable(head)
+    short = kv.num_blocks_short(head, hit)
+    if not short and state.num_running < state.config.max_num_seqs:
+        return []
+    if not outranked or short > sum(len(r.block_table) for r in outranked):
+        return []
+    victims = []
+    for victim in outranked:
+        victims.append(victim)
+        short -= kv.num_freed_by(victim, hit)
+        if short <= 0:
+            break
+    return victims if short <= 0 else []
+
+
+def preempt(
+    state: SchedulerState,
+    request: RequestState,
+    builder: PlanBuilder,
+    cause: PreemptionCause,
+    *,
+    by: RequestState | None = None,
+) -> None:
+    """Back to the queue, to its old place; what it computed is lost, but for what prefix cache or host keep."""
+    builder.preemptions.append(Preemption(request.request_id, cause, by.request_id if by is not None else None))
+    _swap_out(state, request, builder, builder.remove(request), cause)
+    state.leave_running(request)
+    state.sample_groups.preempted(request)
+    request.num_preemptions += 1
+    request.stalled_at = builder.now
+    state.counters.num_preemptions += 1
+    state.enqueue(request)
+
+
+def _swap_out(
+    state: SchedulerState, request: RequestState, builder: PlanBuilder, removed: Removed, cause: PreemptionCause
+) -> None:
+    """Copy to the host what was computed before this plan, if that takes less time than computing it again will."""
+    kv, costs = state.kv, state.swap_costs
+    num_tokens = request.num_computed_tokens - removed.num_tokens
+    lacking = cause is PreemptionCause.BLOCKS or (cause is PreemptionCause.OUTRANKED and builder.num_blocks_short)
+    if not lacking and kv.finds_again(request):
+        return  # while no blocks lack, the prefix cache keeps what was computed
+    if costs is None or not kv.can_swap_out(num_tokens):
+        return
+    if worth_swapping(costs, kv.num_blocks_for(num_tokens), num_tokens):
+        copies = kv.swap_out(request, num_tokens, removed.copied_from)
+        builder.swap_outs += copies
+        state.counters.num_swapped_out_blocks += len(copies)
+
+
+def worth_swapping(costs: SwapCosts, num_blocks: int, num_tokens: int) -> bool:
+    """Copying so many blocks out and in again takes less time than computing so many tokens again."""
+    num_bytes = num_blocks * costs.bytes_per_block
+    out_s = num_bytes / costs.out_bytes_per_s
+    return worth_fetching(num_bytes, num_tokens, costs.in_bytes_per_s, out_s, costs.prefill_s_per_token)

@@ -11,8 +11,7 @@ from math import inf
 from typing import Any
 
 from maitred.policy.order import ServiceOrder
-from maitred.scheduler.candidates import Candidates
-from maitred.scheduler.lane import Lane
+from maitred.scheduler.lane import Candidates, Lane
 from maitred.scheduler.notes import LaneWait
 from maitred.scheduler.tensor_limits import Resources, TensorShare
 from maitred.scheduler.tensor_models import TensorModel

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from maitred.config import SchedulerConfig
-from maitred.core.cost_model import CostModel
+from maitred.core.cost_model import CostModel, SwapCosts
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
@@ -31,10 +31,7 @@ from maitred.scheduler.planning import build_plan, service_of, why_blocked
 from maitred.scheduler.reservations import NOTHING_GIVEN_UP, GivenUp, ReservedBlocks
 from maitred.scheduler.reserving import arrived, can_step, hold, join_fellow, release, reserve
 from maitred.scheduler.speculation import NumDrafts, Speculation, plan_drafts, speculate
-from maitred.scheduler.state import SchedulerState, check_state
-from maitred.scheduler.stats import SchedulerStats
-from maitred.scheduler.stop import StopRule, stop_at_token
-from maitred.scheduler.swap import SwapCosts
+from maitred.scheduler.state import SchedulerState, SchedulerStats, StopRule, check_state, stop_at_token
 from maitred.scheduler.timing import split_us
 from maitred.scheduler.update import apply_output, end, last_progress
 

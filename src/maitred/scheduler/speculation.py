@@ -17,7 +17,7 @@ from maitred.core.cost_model import CostModel, shape_of
 from maitred.core.request import RequestState
 from maitred.core.step import ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.policy.policies import expected_outputs
-from maitred.scheduler.plan_builder import PlanBuilder
+from maitred.scheduler.planning import PlanBuilder
 from maitred.scheduler.state import SchedulerState
 
 NumDrafts = Callable[[RequestState, int], int]

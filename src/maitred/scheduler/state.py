@@ -2,20 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
 from maitred.config import SchedulerConfig
-from maitred.core.request import RequestState, RequestStatus
+from maitred.core.cost_model import SwapCosts
+from maitred.core.replica import DraftCounts
+from maitred.core.request import FinishReason, RequestState, RequestStatus
 from maitred.kv.manager import KVCacheManager, PrefixHit
 from maitred.policy.order import ServiceOrder
 from maitred.policy.predictor import Predictor
 from maitred.scheduler.reservations import Reservations
 from maitred.scheduler.samples import SampleGroups
-from maitred.scheduler.stats import SchedulerCounters
-from maitred.scheduler.stop import StopRule
-from maitred.scheduler.swap import SwapCosts
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerCounters:
+    """Counters that only grow."""
+
+    num_steps: int = 0  # plans with at least one row
+    num_prompt_tokens: int = 0  # prompts admitted to a first step; that of n samples counts once
+    num_generated_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)  # of the executor's proposer
+    predicted_drafts: DraftCounts = field(default_factory=DraftCounts)  # of texts that requests predicted
+    num_preemptions: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def count_drafts(self, request: RequestState, num_made: int, num_accepted: int) -> None:
+        """Count so many drafts of a row, of which so many became output."""
+        request.num_draft_tokens += num_made
+        request.num_accepted_tokens += num_accepted
+        counts = self.predicted_drafts if request.spec.prediction_token_ids else self.drafts
+        counts.count(num_made, num_accepted)
+
+    def count_prompt(self, request: RequestState) -> None:
+        """Count a prompt admitted to a first step; `num_cached_tokens` is set."""
+        request.num_charged_prompt_tokens = request.num_prompt_tokens
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_prefix_queried_tokens += request.num_prompt_tokens
+        self.num_prefix_hit_tokens += request.num_cached_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A moment's gauges, and a copy of the counters, named as in `ReplicaState`."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_scheduled_tokens: int
+    drafts: DraftCounts
+    predicted_drafts: DraftCounts
+    num_preemptions: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_finished: Mapping[FinishReason, int]
+
+
+StopRule = Callable[[RequestState], FinishReason | None]
+"""Asked after each new output token; may set `stop_reason`. Replay has its own, that answers from the log."""
+
+
+def stop_at_token(request: RequestState) -> FinishReason | None:
+    """End-of-sequence, then stop tokens, then length. The first two count only from `min_tokens` tokens on."""
+    sampling, num_output = request.spec.sampling, len(request.output_token_ids)
+    if num_output >= sampling.min_tokens:
+        token = request.output_token_ids[-1]
+        if token in request.spec.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+        if token in sampling.stop_token_ids:
+            request.stop_reason = token
+            return FinishReason.STOP
+    return FinishReason.LENGTH if num_output >= request.max_tokens else None
 
 
 @dataclass(slots=True, eq=False)

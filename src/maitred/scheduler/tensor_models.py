@@ -10,9 +10,7 @@ from maitred.core.errors import InvalidRequest, ModelNotFound, Overloaded
 from maitred.core.tensor_request import Batch, BatchRules, LaneKey, TensorRequest, TensorSpec
 from maitred.policy.policy import Policy
 from maitred.policy.queue import MIN_DEAD_ENTRIES
-from maitred.scheduler.candidates import Candidates
-from maitred.scheduler.lane import Lane
-from maitred.scheduler.pace import LanePace
+from maitred.scheduler.lane import Candidates, Lane, LanePace
 from maitred.scheduler.tensor_limits import Instances
 
 MAX_PACES = 1024  # buckets of a model whose pace is remembered
