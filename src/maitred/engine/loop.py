@@ -78,18 +78,18 @@ class HeldRequests:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._held: dict[str, _Held] = {}
-        self._done: deque[tuple[_Held, str, bool]] = deque()
+        self.waiting: dict[str, _Held] = {}  # by request
+        self.done: deque[tuple[_Held, str, bool]] = deque()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.waiting)
 
     def hold(self, spec: RequestSpec, needs: Sequence[Need]) -> None:
         """Hold a request until all needs are met."""
-        held = self._held[spec.request_id] = _Held(spec, len(needs))
+        held = self.waiting[spec.request_id] = _Held(spec, len(needs))
 
         def done(error: str, is_requests_fault: bool = False) -> None:
-            self._done.append((held, error, is_requests_fault))
+            self.done.append((held, error, is_requests_fault))
             self._wake()
 
         for need in needs:
@@ -97,22 +97,22 @@ class HeldRequests:
 
     def drop(self, request_id: str) -> bool:
         """Ended from outside; whether it was here."""
-        return self._held.pop(request_id, None) is not None
+        return self.waiting.pop(request_id, None) is not None
 
     def ready(self) -> Iterator[Resolved]:
         """Requests whose needs are met, or failed, in that order."""
-        while self._done:
-            held, error, is_requests_fault = self._done.popleft()
+        while self.done:
+            held, error, is_requests_fault = self.done.popleft()
             held.num_needs -= 1
-            if (error or not held.num_needs) and self._held.get(held.spec.request_id) is held:
-                del self._held[held.spec.request_id]
+            if (error or not held.num_needs) and self.waiting.get(held.spec.request_id) is held:
+                del self.waiting[held.spec.request_id]
                 yield Resolved(held.spec, error, is_requests_fault)
 
     def expired(self, now: float) -> list[tuple[str, FinishReason]]:
         """Drop the requests whose time is over; their ids, and why."""
-        over = [(request_id, reason) for request_id, held in self._held.items() if (reason := _over(held.spec, now))]
+        over = [(request_id, reason) for request_id, held in self.waiting.items() if (reason := _over(held.spec, now))]
         for request_id, _ in over:
-            del self._held[request_id]
+            del self.waiting[request_id]
         return over
 
 
