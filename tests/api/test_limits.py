@@ -18,7 +18,7 @@ from maitred.config import AdmissionConfig
 from maitred.core.clock import ManualClock
 from maitred.core.errors import InvalidRequest
 from maitred.gate.admission import AdmissionController
-from maitred.gate.terms import TimeLimits
+from maitred.gate.gate import TimeLimits
 from maitred.scheduler.engine_core import EngineCore
 from tests.engine.worlds import client_of
 from tests.fakes import MODEL, GatedExecutor, make_scheduler

@@ -9,7 +9,7 @@ import pytest
 
 from maitred.api.http.fleet_headers import time_left, time_left_headers, vouching
 from maitred.core.request import RequestSpec
-from maitred.gate.terms import TimeLimits
+from maitred.gate.gate import TimeLimits
 from maitred.tenancy.caller import Caller
 from maitred.tenancy.quota import TenantQuota
 from maitred.tenancy.tenant import Tenant

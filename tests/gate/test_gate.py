@@ -13,8 +13,7 @@ from maitred.core.errors import InvalidRequest, MaitredError, Overloaded, Permis
 from maitred.core.request import FinishReason, RequestSpec, SamplingParams
 from maitred.core.step import RequestProgress
 from maitred.gate.admission import AdmissionController
-from maitred.gate.gate import Ask, Gate
-from maitred.gate.terms import TimeLimits
+from maitred.gate.gate import Ask, Gate, TimeLimits
 from maitred.tenancy.caller import Caller, anybody
 from maitred.tenancy.quota import TenantQuota
 from maitred.tenancy.tenant import Limits, Tenant

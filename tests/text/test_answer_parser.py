@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maitred.text.answer_format import AnswerFormat
-from maitred.text.chat_template import TOOL_FORMATS, ChatTemplate
-from maitred.text.messages import written_calls
+from maitred.text.chat_template import TOOL_FORMATS, ChatTemplate, written_calls
 from maitred.text.tool_format import read_answer_format
 from tests.text.answers import CALLS, Parsed, answer_of, parse, template_of, tokenizer_with, tool_calls
 

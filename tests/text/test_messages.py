@@ -7,8 +7,7 @@ import json
 import pytest
 
 from maitred.core.errors import InvalidRequest
-from maitred.text.chat_template import ChatTemplate
-from maitred.text.messages import with_tools
+from maitred.text.chat_template import ChatTemplate, with_tools
 from maitred.text.tool_format import read_answer_format
 from tests.text.answers import TOOLS, template_of, tokenizer_with, tool_calls
 

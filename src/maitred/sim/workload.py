@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 
 from maitred.core.errors import ConfigError
 from maitred.core.request import RequestSpec, SamplingParams, Terms
-from maitred.gate.gate import Ask
-from maitred.gate.terms import TimeLimits
+from maitred.gate.gate import Ask, TimeLimits
 from maitred.tenancy.tenant import Tenant
 
 

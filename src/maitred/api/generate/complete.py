@@ -22,7 +22,7 @@ from maitred.api.http.exchange import (
 )
 from maitred.core.errors import InvalidRequest, RequestError
 from maitred.engine.intake import make_requests, random_seed
-from maitred.gate.terms import NO_LIMITS, TimeLimits, cap_max_tokens
+from maitred.gate.gate import NO_LIMITS, TimeLimits, cap_max_tokens
 from maitred.text.shape import Shape
 
 # in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s

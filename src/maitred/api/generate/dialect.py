@@ -15,7 +15,7 @@ from maitred.core.errors import InvalidRequest
 from maitred.core.request import SamplingParams
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import TextDelta
-from maitred.gate.terms import TimeLimits
+from maitred.gate.gate import TimeLimits
 from maitred.text.shape import NO_SHAPE, Shape
 
 MAX_MS = 24 * 3600 * 1000

@@ -10,8 +10,7 @@ from maitred.api.generate.outcome import Outcome
 from maitred.api.http.app import App
 from maitred.core.errors import InvalidRequest, Overloaded, RateLimited
 from maitred.core.request import FinishReason, RequestSpec
-from maitred.gate.gate import Ask, Lease
-from maitred.gate.terms import TimeLimits
+from maitred.gate.gate import Ask, Lease, TimeLimits
 from maitred.tenancy.caller import Caller
 
 

@@ -36,7 +36,7 @@ from maitred.fleet.told import (
     head_line,
     usage_header,
 )
-from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.gate.gate import NO_LIMITS, TimeLimits
 
 Batches = list[list[RequestSpec]]
 Tokenise = Callable[[], Awaitable[Batches]]

@@ -32,7 +32,7 @@ from maitred.core.errors import (
     Unavailable,
     UnsupportedParameter,
 )
-from maitred.gate.terms import TimeLimits
+from maitred.gate.gate import TimeLimits
 from maitred.tenancy.caller import Caller
 
 PUSHBACK = "grpc-retry-pushback-ms"

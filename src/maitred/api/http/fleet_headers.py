@@ -18,7 +18,7 @@ from maitred.core.errors import ConfigError, InvalidRequest
 from maitred.core.request import Charges, RequestSpec, ResumePoint
 from maitred.fleet.launch import TOKEN_VARIABLE
 from maitred.fleet.told import SEED, TELL
-from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.gate.gate import NO_LIMITS, TimeLimits
 from maitred.tenancy.caller import ANYBODY, Caller
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.tenant import LEAST_URGENT, Tenant

@@ -27,8 +27,7 @@ from maitred.fleet.fleet_request import AnswerUsage, FleetRequest
 from maitred.fleet.prefix_keys import NO_KEYS, RoutedBody, generate_asked, prefix_keys, read_asked, read_body
 from maitred.fleet.told import SEED, TELL, Count
 from maitred.fleet.upstream import UpstreamFailed
-from maitred.gate.gate import Ask, Lease
-from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.gate.gate import NO_LIMITS, Ask, Lease, TimeLimits
 from maitred.tenancy.caller import Caller
 from maitred.tenancy.tenant import TIERS
 

@@ -19,7 +19,7 @@ from maitred.fleet.balance import Choice
 from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind
 from maitred.fleet.told import MAX_COUNT, BrokenFrame, ToldUsage, usage_in
 from maitred.fleet.upstream import UpstreamAnswer, UpstreamAsk, UpstreamFailed, request_head
-from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.gate.gate import NO_LIMITS, TimeLimits
 
 # of one connection, RFC 9110, 7.6.1, and what is written anew for each
 HOP_BY_HOP = frozenset(

@@ -12,8 +12,7 @@ from maitred.api.generate.lease import counting_refusals, enter
 from maitred.api.http.app import App
 from maitred.core.errors import ModelNotFound
 from maitred.core.tensor_request import InferRequest, InferResponse, TensorService
-from maitred.gate.gate import Ask, Lease
-from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.gate.gate import NO_LIMITS, Ask, Lease, TimeLimits
 from maitred.tenancy.caller import Caller
 
 

@@ -33,8 +33,8 @@ from maitred.engine.intake import ServedModel
 from maitred.engine.output import Piece
 from maitred.text.answer_format import AnswerFormat, call_id, plain
 from maitred.text.answer_parser import AnswerDelta, AnswerParser, CallBegun
+from maitred.text.chat_template import arguments_of, with_tools
 from maitred.text.folder import NAMED_TOKENS
-from maitred.text.messages import arguments_of, with_tools
 from maitred.text.schema import Source, json_source, source_of
 from maitred.text.shape import NO_CALLS, NO_SHAPE, Shape, Tool, ToolChoice, compose
 
