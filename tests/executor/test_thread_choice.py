@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.executor.native_plan import SILENCE_S, ThreadChoice, other_numbers
+from maitred.executor.native import SILENCE_S, ThreadChoice, other_numbers
 
 StepS = Callable[[int, int], float]
 """(threads, tokens) -> s"""

@@ -223,7 +223,7 @@ def open_terminal() -> Terminal:
 class PipeTerminal:
     """One question a line (a backslash at its end continues it), answers without colours."""
 
-    interactive = False
+    interactive: bool = False
 
     def __init__(self, source: TextIO, sink: TextIO) -> None:
         self._source, self._sink = source, sink
@@ -267,7 +267,7 @@ class PipeTerminal:
 class ScreenTerminal:
     """A person at a keyboard: line editing, history and completion by prompt_toolkit."""
 
-    interactive = True
+    interactive: bool = True
 
     def __init__(self) -> None:
         from prompt_toolkit import PromptSession

@@ -6,7 +6,7 @@ import asyncio
 import os
 import ssl
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Container, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -151,13 +151,15 @@ class HttpEndpoint:
     def get(self, path: str) -> AbstractAsyncContextManager[Reply]:
         return self._request("GET", path, b"")
 
-    async def whole(self, path: str, body: bytes | None = None, *, at_404: str = "") -> bytes:
+    async def whole(
+        self, path: str, body: bytes | None = None, *, hint: str = "", hint_at: Container[int] = (404,)
+    ) -> bytes:
         """The whole answer to a GET, or to a POST of `body`, of an administrator. Raises Refused, Unreachable."""
         async with self.get(path) if body is None else self.post(path, body) as reply:
             answer = await reply.read()
         if reply.status not in (200, 202):
-            hints = {401: ADMIN_HINT, 403: ADMIN_HINT, 404: at_404}
-            raise ServerRefused(reply.status, error_text(reply.status, answer) + hints.get(reply.status, ""))
+            more = ADMIN_HINT if reply.status in (401, 403) else hint if reply.status in hint_at else ""
+            raise ServerRefused(reply.status, error_text(reply.status, answer) + more)
         return answer
 
     @asynccontextmanager

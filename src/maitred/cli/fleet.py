@@ -96,7 +96,7 @@ def ask_router(router: RouterOptions, path: str, body: bytes | None = None) -> b
 
     async def asked() -> bytes:
         async with HttpEndpoint(router.url, api_key=router.api_key, timeout_s=30.0) as endpoint:
-            return await endpoint.whole(path, body, at_404="; is it maitred route that listens there?")
+            return await endpoint.whole(path, body, hint="; is it maitred route that listens there?")
 
     return asyncio.run(asked())
 

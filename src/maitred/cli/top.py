@@ -20,15 +20,16 @@ from maitred.core.errors import ServerError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from maitred.api.ops.live import LoadedModel, TensorModelState
+    from maitred.api.ops.live import LoadedModel, LoadedModels, TensorModelState
     from maitred.api.ops.live_feed import LiveFrame, Percentiles
-    from maitred.cli.endpoint import Endpoint
+    from maitred.cli.endpoint import HttpEndpoint
     from maitred.engine.live_view import LiveView, QueuedRequest, RunningRequest
     from maitred.scheduler.queue_view import LaneView, QueueView
 
 
 PLAIN_WIDTH = 120
 FLEET_POLL_S = 0.5  # between two views of a router's replicas
+MODELS_FROM = 24  # lines of a terminal, besides those of the models, from which on they are shown too
 RETRY_S = (1.0, 2.0, 5.0, 10.0)
 
 
@@ -72,6 +73,7 @@ async def _plain(asked: TopOptions) -> int:
     async with HttpEndpoint(asked.url, api_key=asked.api_key) as endpoint, aclosing(frames(endpoint)) as stream:
         if await _is_router(endpoint):
             return await _plain_fleet(endpoint, asked)
+        held = await _held(endpoint)
         async for frame in stream:
             rates.take(frame.engine)
             if not rates.known or (shown_at is not None and time.monotonic() - shown_at < asked.interval):
@@ -79,14 +81,14 @@ async def _plain(asked: TopOptions) -> int:
             if shown_at is not None:
                 print()
             shown_at = time.monotonic()
-            text = "\n".join(view(frame, rates, width=PLAIN_WIDTH))
+            text = "\n".join([*view(frame, rates, width=PLAIN_WIDTH), "", *model_lines(held, time.time())])
             print(text if draws else in_ascii(text), flush=True)
             if asked.once:
                 return 0
     raise ViewEnded("the server is going, so there is no more to see")
 
 
-async def _plain_fleet(router: Endpoint, asked: TopOptions) -> int:
+async def _plain_fleet(router: HttpEndpoint, asked: TopOptions) -> int:
     async with aclosing(_fleet_views(router, asked.interval)) as views:
         async for lines in views:
             print("\n".join(lines), flush=True)
@@ -174,7 +176,7 @@ async def _watch(asked: TopOptions) -> None:
             await asyncio.sleep(pause_s)
 
 
-async def _views(endpoint: Endpoint) -> AsyncGenerator[list[str], None]:
+async def _views(endpoint: HttpEndpoint) -> AsyncGenerator[list[str], None]:
     """The lines of one view after the other, as the terminal has room: of a router its fleet, else of the engine."""
 
     rates = Rates()
@@ -182,25 +184,29 @@ async def _views(endpoint: Endpoint) -> AsyncGenerator[list[str], None]:
         async with aclosing(_fleet_views(endpoint)) as views:
             async for lines in views:
                 yield lines
+    held = await _held(endpoint)
     async with aclosing(frames(endpoint)) as stream:
         async for frame in stream:
             rates.take(frame.engine)
-            size = shutil.get_terminal_size()
-            yield view(frame, rates, width=size.columns, height=size.lines - 2)
+            size, models = shutil.get_terminal_size(), ["", *model_lines(held, time.time())]
+            if size.lines - len(models) < MODELS_FROM:
+                models = []
+            lines = view(frame, rates, width=size.columns, height=size.lines - 2 - len(models))
+            yield [*lines, *(line[: size.columns] for line in models)]
 
 
-async def frames(endpoint: Endpoint) -> AsyncGenerator[LiveFrame, None]:
+async def frames(endpoint: HttpEndpoint) -> AsyncGenerator[LiveFrame, None]:
     """Frames until the server ends them. Raises Refused, Unreachable or Ended."""
     import msgspec
 
     from maitred.api.ops.live_feed import LiveFrame
-    from maitred.cli.endpoint import DONE, ServerRefused, SSEParser, error_text
+    from maitred.cli.endpoint import ADMIN_HINT, DONE, ServerRefused, SSEParser, error_text
 
     decoder, parser = msgspec.json.Decoder(LiveFrame), SSEParser()
     async with endpoint.get("/admin/live") as reply:
         if reply.status != 200:
             body = await reply.read()
-            hint = "; give an administrator's --api-key" if reply.status in (401, 403) else ""
+            hint = ADMIN_HINT if reply.status in (401, 403) else ""
             raise ServerRefused(reply.status, error_text(reply.status, body) + hint)
         async for piece in reply.body:
             for data in parser.feed(piece):
@@ -216,7 +222,7 @@ async def frames(endpoint: Endpoint) -> AsyncGenerator[LiveFrame, None]:
                     ) from None
 
 
-async def _is_router(endpoint: Endpoint) -> bool:
+async def _is_router(endpoint: HttpEndpoint) -> bool:
     """Whether `maitred route` listens there; what answers in another form does not. Raises Unreachable."""
     import msgspec
 
@@ -228,19 +234,14 @@ async def _is_router(endpoint: Endpoint) -> bool:
         return False
 
 
-async def _fleet_views(endpoint: Endpoint, poll_s: float = FLEET_POLL_S) -> AsyncGenerator[list[str], None]:
+async def _fleet_views(endpoint: HttpEndpoint, poll_s: float = FLEET_POLL_S) -> AsyncGenerator[list[str], None]:
     """The lines of one view after the other, for ever. Raises Refused, Unreachable."""
     import asyncio
 
-    from maitred.cli.endpoint import ServerRefused, error_text
     from maitred.cli.fleet import lines, read_fleet
 
     while True:
-        async with endpoint.get("/admin/fleet") as reply:
-            told = await reply.read()
-        if reply.status != 200:
-            hint = "; give an administrator's --api-key" if reply.status in (401, 403) else ""
-            raise ServerRefused(reply.status, error_text(reply.status, told) + hint)
+        told = await endpoint.whole("/admin/fleet")
         yield ["maitred routes", *map(inert, lines(read_fleet(told)))]
         await asyncio.sleep(poll_s)
 
@@ -281,31 +282,39 @@ async def _ps(asked: PsOptions) -> int:
     from maitred.cli.endpoint import HttpEndpoint
 
     async with HttpEndpoint(asked.url, api_key=asked.api_key, timeout_s=30.0) as endpoint:
-        body = await _answer(endpoint)
-        queue = None if asked.json else await _lanes(endpoint)
-    if asked.json:
-        print(body.decode())
-        return 0
+        if asked.json:
+            print((await _answer(endpoint)).decode())
+            return 0
+        held, queue = await _held(endpoint), await _lanes(endpoint)
+    lanes = lane_lines(queue.lanes, len(queue.lanes)) if queue is not None else []
+    for line in (*model_lines(held, time.time()), *lanes):
+        print(line)
+    return 0
+
+
+async def _held(endpoint: HttpEndpoint) -> LoadedModels:
+    """The models that the server holds. Raises ServerRefused, Unreachable, ServerError."""
     import msgspec
 
     from maitred.api.ops.live import LoadedModels
 
     try:
-        told = msgspec.json.decode(body, type=LoadedModels)
+        return msgspec.json.decode(await _answer(endpoint), type=LoadedModels)
     except msgspec.MsgspecError as error:
-        raise ServerError(f"{asked.url} answers /admin/models in a form unknown here: {error}") from None
-    if told.models or not told.tensor_models:
-        for line in table([MODEL_HEADINGS, *(model_row(model, time.time()) for model in told.models)]):
-            print(line)
-    if told.tensor_models:
-        for line in table([TENSOR_HEADINGS, *map(tensor_row, told.tensor_models)]):
-            print(line)
-    for line in lane_lines(queue.lanes, len(queue.lanes)) if queue is not None else ():
-        print(line)
-    return 0
+        raise ServerError(f"{endpoint.url} answers /admin/models in a form unknown here: {error}") from None
 
 
-async def _lanes(endpoint: Endpoint) -> QueueView | None:
+def model_lines(held: LoadedModels, now: float) -> list[str]:
+    """A table of models, and of tensor models; `now` in unix seconds."""
+    found: list[str] = []
+    if held.models or not held.tensor_models:
+        found += table([MODEL_HEADINGS, *(model_row(model, now) for model in held.models)])
+    if held.tensor_models:
+        found += table([TENSOR_HEADINGS, *map(tensor_row, held.tensor_models)])
+    return found
+
+
+async def _lanes(endpoint: HttpEndpoint) -> QueueView | None:
     """The queue, for its lanes of tensor models; None from a server without a queue, or with another form of it."""
     import msgspec
 
@@ -319,15 +328,8 @@ async def _lanes(endpoint: Endpoint) -> QueueView | None:
         return None
 
 
-async def _answer(endpoint: Endpoint) -> bytes:
-    from maitred.cli.endpoint import ServerRefused, error_text
-
-    async with endpoint.get("/admin/models") as reply:
-        body = await reply.read()
-    if reply.status != 200:
-        hint = "; give an administrator's --api-key" if reply.status in (401, 403) else "; is it maitred, and this new?"
-        raise ServerRefused(reply.status, error_text(reply.status, body) + hint)
-    return body
+async def _answer(endpoint: HttpEndpoint) -> bytes:
+    return await endpoint.whole("/admin/models", hint="; is it maitred, and this new?", hint_at=range(600))
 
 
 def model_row(model: LoadedModel, now: float) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ import numpy as np
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.core.errors import ConfigError
-from maitred.executor.native import NativeExecutor, RaggedStep, running_sums
+from maitred.executor.native import NativeExecutor
 from maitred.executor.native_plan import NativePlan, plan_native_executor
-from maitred.executor.native_program import Int32s, NativeProgram, most_logits
+from maitred.executor.native_program import Int32s, NativeProgram, RaggedStep, most_logits, running_sums
 from maitred.executor.sampler_state import RequestSampler
 from maitred.executor.state import ComputedRows, DraftAsk, HeldRequest, Ints, Proposer, TapRows
 from maitred.kernels import _native

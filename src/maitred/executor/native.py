@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from math import log2
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,8 @@ from maitred.core.errors import KernelError
 from maitred.core.step import BlockCopy, ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 from maitred.executor.grammar import Grammars
 from maitred.executor.native_lora import NativeAdapters, refuse
+from maitred.executor.native_program import NativeProgram, RaggedStep, running_sums
+from maitred.executor.ranks import Ranks
 from maitred.executor.rows import (
     PROMPT_LOGPROBS_CHUNK,
     accepted,
@@ -70,9 +74,6 @@ def _timed(copy: Callable[[], None]) -> float:
     return max(time.perf_counter() - started, 1e-9)
 
 
-Int32s = NDArray[np.int32]
-
-
 class Slice(NamedTuple):
     """Tokens [start, start + num_tokens) of a row; `samples` when the row does, with its last token and drafts in
     it.
@@ -88,18 +89,6 @@ class Slice(NamedTuple):
     def num_sampled(self) -> int:
         """Positions that are sampled: its last ones."""
         return 1 + len(self.work.drafts) if self.samples else 0
-
-
-@dataclass(slots=True)
-class RaggedStep:
-    """Rows as `StepRows` of the native library points to them; T tokens of R slices."""
-
-    token_ids: Int32s  # [T]
-    positions: Int32s  # [T]
-    first_tokens: Int32s  # [R + 1]
-    block_tables: Int32s  # block ids of slice 0, then of slice 1, ...
-    first_blocks: Int32s  # [R + 1]
-    adapters: Int32s | None = None  # [R] slots, -1 for none; None where no row has one
 
 
 def cut(works: Sequence[RowWork], max_tokens: int, skipped: Container[int] = ()) -> list[list[Slice]]:
@@ -160,12 +149,6 @@ def ragged_step(slices: Sequence[Slice], block_size: int) -> RaggedStep:
     )
 
 
-def running_sums(counts: Sequence[int]) -> Int32s:
-    sums = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=sums[1:])
-    return sums
-
-
 logger = logging.getLogger(__name__)
 Logits = NDArray[np.float32]
 
@@ -175,47 +158,112 @@ OnLogits = Callable[[str, int, Logits], None]
 SampleRows = Callable[[Logits, Sequence[RequestSampler]], list[SampledToken]]
 
 
-class Runner(Protocol):
-    """The compiled program; `kernels.program.NativeProgram` is one."""
+LOST_S, WON_S = 0.03, 0.1  # of a trial's steps: several time slices of another process; more to be believed
+WON_STEPS = 4
+LOST = 1.25  # a trial ends as soon as its steps take so many times what steps like them take
+WON = 0.95  # another number is taken where they take less than this
+LIKE_STEPS, MAX_UNLIKE_STEPS = 3, 16
+MAX_RECENT = 64  # steps with the present number
+SILENCE_S = 1.0  # what came before it tells nothing of the machine now
+FIRST_WAIT_S = 0.25  # of steps
+WAITS, MAX_DOUBLINGS = 4, 4  # 64 trials' time between two: where a trial takes twice the time, it costs under 1%
+
+
+class ThreadedShape(NamedTuple):
+    """Steps of one shape take about the same time with one number of threads."""
+
+    tokens: int  # in eighths of an octave
+    rows: int  # in quarters
+
+
+@dataclass(slots=True)
+class _Trial:
+    num_threads: int
+    num_steps: int = 0
+    num_unlike: int = 0
+    spent_s: float = 0.0
+    took_s: float = 0.0  # by steps whose like is known
+    usual_s: float = 0.0  # what these take with the present number
+
+
+class ThreadChoice:
+    """Decides by measured steps, given one after the other; needs no clock.
+
+    A trial takes another number for some steps. Its first step is not counted: threads awake and move then. A number
+    that was just taken is tried against others soon, and each time that it stays the wait for the next trial doubles.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._present = self._told = most
+        self._recent: deque[tuple[ThreadedShape, float]] = deque(maxlen=MAX_RECENT)  # steps with the present number
+        self._trial: _Trial | None = None
+        self._wait_s, self._waited_s = FIRST_WAIT_S, 0.0  # of steps
+        self._num_stayed = 0
+        self._ended_at = 0.0
 
     @property
-    def max_tokens(self) -> int:
-        """Most tokens of one call."""
-
-    @property
-    def max_logits(self) -> int:
-        """Most rows of logits of one call."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def run(self, step: RaggedStep, logits_tokens: Sequence[int]) -> Logits:
-        """Compute the step and [len(logits_tokens), V] logits of those tokens; a view, good until the next call."""
-
-    def more_logits(self, logits_tokens: Sequence[int]) -> Logits:
-        """The same of other tokens of the step that ran last."""
-
-    @property
-    def taps(self) -> NDArray[np.float32] | None:
-        """[max_tokens, width] of the step that ran last, for a head; None of a program without."""
-
-    def close(self) -> None: ...
-
-
-class ThreadNumbers(Protocol):
-    """Choice of the number of threads of a step; `thread_choice.ThreadChoice` is one."""
-
-    @property
-    def num_threads(self) -> int: ...
+    def num_threads(self) -> int:
+        """Return the number of threads for the next step."""
+        return self._trial.num_threads if self._trial is not None else self._present
 
     def took(self, num_tokens: int, num_rows: int, began_at: float, ended_at: float) -> int | None:
-        """Told of a step (times in s); a number of threads when people should know of it."""
+        """Takes in a step with `num_threads`; another number when it has proven itself, for people to be told."""
+        if self._most == 1:
+            return None
+        if began_at > self._ended_at + SILENCE_S:
+            self._recent.clear()
+            self._trial = None
+        self._ended_at = ended_at
+        shape, seconds = ThreadedShape(round(8 * log2(num_tokens)), round(4 * log2(num_rows))), ended_at - began_at
+        if self._trial is not None:
+            return self._tried(self._trial, shape, seconds)
+        self._recent.append((shape, seconds))
+        self._waited_s += seconds
+        if self._waited_s >= self._wait_s and self._usual_s(shape) is not None:
+            others = other_numbers(self._present, self._most)
+            self._trial = _Trial(others[self._num_stayed % len(others)])
+        return None
+
+    def _tried(self, trial: _Trial, shape: ThreadedShape, seconds: float) -> int | None:
+        trial.spent_s += seconds
+        trial.num_steps += 1
+        if trial.num_steps == 1:
+            return None
+        usual_s = self._usual_s(shape)
+        if usual_s is None:
+            trial.num_unlike += 1
+        else:
+            trial.took_s += seconds
+            trial.usual_s += usual_s
+        num_like = trial.num_steps - 1 - trial.num_unlike
+        lost = trial.took_s >= max(LOST_S, LOST * trial.usual_s)
+        if lost or trial.num_unlike == MAX_UNLIKE_STEPS or (trial.took_s >= WON_S and num_like >= WON_STEPS):
+            return self._end(trial, won=num_like >= WON_STEPS and trial.took_s < WON * trial.usual_s)
+        return None
+
+    def _end(self, trial: _Trial, *, won: bool) -> int | None:
+        self._trial, self._waited_s = None, 0.0
+        if won:
+            self._present, self._num_stayed = trial.num_threads, 0
+            self._recent.clear()
+        else:
+            self._num_stayed += 1
+        self._wait_s = max(FIRST_WAIT_S, WAITS * trial.spent_s * 2 ** min(self._num_stayed, MAX_DOUBLINGS))
+        if won or self._present == self._told:
+            return None
+        self._told = self._present
+        return self._present
+
+    def _usual_s(self, shape: ThreadedShape) -> float | None:
+        """Mean, since a stall in one of ten steps is what counts; None where too few are known."""
+        like = [seconds for other, seconds in self._recent if other == shape]
+        return sum(like) / len(like) if len(like) >= LIKE_STEPS else None
 
 
-class RankGroup(Protocol):
-    """Processes that compute with us; `ranks.Ranks` is one."""
-
-    def close(self) -> None: ...
+def other_numbers(present: int, most: int) -> list[int]:
+    """Return the numbers to be tried in turn: one thread more or less, half of them, all."""
+    return sorted({n for n in (present - 1, present // 2, present + 1, most) if 1 <= n <= most} - {present})
 
 
 class NativeExecutor:
@@ -229,7 +277,7 @@ class NativeExecutor:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: NativeProgram,
         pool: Any,
         sample_rows: SampleRows,
         *,
@@ -237,8 +285,8 @@ class NativeExecutor:
         host: NativeHostPool | None = None,
         on_logits: OnLogits | None = None,
         threads: Any = None,
-        choice: ThreadNumbers | None = None,
-        ranks: RankGroup | None = None,
+        choice: ThreadChoice | None = None,
+        ranks: Ranks | None = None,
         adapters: NativeAdapters | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -319,7 +367,7 @@ class NativeExecutor:
         self.adapters = self.on_taps = None
         del self.runner, self.pool, self._sample_rows, self.threads
 
-    def _choose_threads(self, choice: ThreadNumbers, num_tokens: int, num_rows: int, began_at: float) -> None:
+    def _choose_threads(self, choice: ThreadChoice, num_tokens: int, num_rows: int, began_at: float) -> None:
         """Choose the threads of the next step, by the time of this one."""
         news, most = choice.took(num_tokens, num_rows, began_at, self._clock()), self.threads.num_threads
         self.threads.use(choice.num_threads)
@@ -336,7 +384,9 @@ class NativeExecutor:
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """Take in all of the plan but the computing; return each row's block table."""
-        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars, self.proposer)
+        works = take_plan(
+            plan, self._states, self.vocab_size, self.pool.copy_blocks, self._host, self.grammars, self.proposer
+        )
         for work in works:
             work.state.take_blocks(work.row)
         return works  # what others left in unwritten slots is never read, so nothing is cleared

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maitred.core.errors import KernelError
-from maitred.executor.native_program import Int32s, LowRankPart
+from maitred.executor.native_program import Int32s, LowRankPart, NativeProgram
 from maitred.executor.sampler import SampledToken
 from maitred.executor.state import RowWork
 from maitred.kernels.linear import allocate
@@ -47,24 +47,6 @@ class PackedAdapter:
         return PackedAdapter(self.digest, self.num_bytes, parts, memory)
 
 
-class AdapterRunner(Protocol):
-    """A program that adapters may be loaded into; `kernels.program.NativeProgram` is one."""
-
-    @property
-    def adapted(self) -> tuple[Weight, ...]:
-        """Weights of the linears that adapters may add to."""
-
-    def load_adapter(self, slot: int, parts: Sequence[LowRankPart | None]) -> None: ...
-
-    def unload_adapter(self, slot: int) -> None: ...
-
-    @property
-    def adapter_memory(self) -> NDArray[np.uint8] | None:
-        """Memory for parts, because ranks share them; None: anywhere."""
-
-    def release_adapter_memory(self, offset: int, num_bytes: int) -> None: ...
-
-
 class Resident(NamedTuple):
     slot: int
     adapter: PackedAdapter  # as the library reads it
@@ -80,7 +62,7 @@ class NativeAdapters:
     """The resident adapters of an executor. `pack` and `num_bytes` are for any thread; the rest for the one that calls
     `execute`, between steps. An adapter that is unloaded must be no running request's, or that request ends."""
 
-    def __init__(self, runner: AdapterRunner) -> None:
+    def __init__(self, runner: NativeProgram) -> None:
         self._runner = runner
         self._adapted = runner.adapted
         self._resident: dict[str, Resident] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,15 +41,22 @@ LOGITS_BYTES = 48 * 2**20  # of the rows of logits of one run; more of them come
 Int32s = NDArray[np.int32]
 
 
-class Step(Protocol):
-    """`executor.ragged.RaggedStep`."""
+@dataclass(slots=True)
+class RaggedStep:
+    """Rows as `StepRows` of the native library points to them; T tokens of R slices."""
 
-    token_ids: Int32s
-    positions: Int32s
-    first_tokens: Int32s
-    block_tables: Int32s
-    first_blocks: Int32s
-    adapters: Int32s | None
+    token_ids: Int32s  # [T]
+    positions: Int32s  # [T]
+    first_tokens: Int32s  # [R + 1]
+    block_tables: Int32s  # block ids of slice 0, then of slice 1, ...
+    first_blocks: Int32s  # [R + 1]
+    adapters: Int32s | None = None  # [R] slots, -1 for none; None where no row has one
+
+
+def running_sums(counts: Sequence[int]) -> Int32s:
+    sums = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=sums[1:])
+    return sums
 
 
 class Chained(NamedTuple):
@@ -140,7 +148,7 @@ class NativeProgram:
         self.adapted = tuple(builder.adapted)
         """Weights of the linears that adapters may add to, in the order of `load_adapter`'s parts."""
 
-    def run(self, step: Step, logits_tokens: Sequence[int]) -> NDArray[np.float32]:
+    def run(self, step: RaggedStep, logits_tokens: Sequence[int]) -> NDArray[np.float32]:
         """Compute the step and [len(logits_tokens), V] logits of those tokens; a view, good until the next call."""
         self._native.run(
             step.token_ids,
@@ -157,7 +165,7 @@ class NativeProgram:
     def chain(
         self,
         sampler: Sampler,
-        step: Step,
+        step: RaggedStep,
         num_tokens_R: Int32s,
         settings_R4: NDArray[np.float64],
         sequences_R3: NDArray[np.uint64],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -158,13 +158,6 @@ class Proposer:
         """Give back memory; the proposer is not used again."""
 
 
-class Pool(Protocol):
-    """The KV pool of a device."""
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> object:
-        """(source, target) each."""
-
-
 class SwapBandwidth(NamedTuple):
     """Bytes a second between the pool and the host."""
 
@@ -184,7 +177,7 @@ def take_plan(
     plan: SchedulerOutput,
     states: dict[str, HeldRequest],
     vocab_size: int,
-    pool: Pool,
+    copy_blocks: Callable[[Sequence[tuple[int, int]]], object],
     host: HostPool | None,
     grammars: Grammars | None = None,
     proposer: Proposer | None = None,
@@ -208,7 +201,7 @@ def take_plan(
     if host is not None:
         host.copy_out(plan.swap_outs)
     if plan.block_copies:
-        pool.copy_blocks([(copy.source, copy.target) for copy in plan.block_copies])
+        copy_blocks([(copy.source, copy.target) for copy in plan.block_copies])
     if host is not None:
         host.copy_in(plan.swap_ins)
     return [RowWork(row, states[row.request_id]) for row in plan.rows]

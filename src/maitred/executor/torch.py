@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,25 +38,12 @@ from maitred.executor.torch_kv import (
 from maitred.kv.layout import CellLayout, HostLayers, LayerIO
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
-from maitred.model.torch_decoder import Attend, load_torch_decoder
+from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
 
 SMALL_WEIGHTS_BYTES = 2**30  # in float32
 
 # (request id, first position, logits [n, V] of positions first ..)
 OnLogits = Callable[[str, int, torch.Tensor], None]
-
-
-class Decoder(Protocol):
-    """Model as the executor needs it; `TorchDecoder` is one."""
-
-    @property
-    def spec(self) -> DecoderSpec: ...
-
-    def forward(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states [T, D]; calls `attend` once for each layer, in order."""
-
-    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, V] in float32."""
 
 
 class TorchExecutor:
@@ -73,7 +59,7 @@ class TorchExecutor:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: TorchDecoder,
         *,
         num_blocks: int,
         block_size: int,
@@ -153,7 +139,7 @@ class TorchExecutor:
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """Take in all of the plan but the computing: each row's block table too, and what of it must be cleared."""
-        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars)
+        works = take_plan(plan, self._states, self.vocab_size, self.pool.copy_blocks, self._host, self.grammars)
         works = with_drafts(works, None, self.vocab_size, 0)  # there are no drafts here
         for work in works:
             if work.state.adapter:

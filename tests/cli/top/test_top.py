@@ -220,6 +220,8 @@ def test_once_prints_one_view_for_a_script(server: RunningServer):
     assert "slots 2 of 2   waiting 1" in done.out
     assert "new tokens/s -" not in done.out
     assert "all 2 slots are taken" in done.out
+    assert "MODEL " in done.out.splitlines()[-2], "as maitred ps lists them"
+    assert done.out.splitlines()[-1].startswith("tiny")
     assert "\x1b" not in done.out
 
 
