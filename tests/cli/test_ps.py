@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from maitred.api.ops.live import LoadedModel
-from maitred.cli.console import table
+from maitred.cli.console import columns
 from maitred.cli.top import MODEL_HEADINGS, ago, model_row
 from maitred.core.clock import ManualClock
 from maitred.engine.intake import Footprint
@@ -52,7 +52,7 @@ def test_what_is_not_known_is_a_dash_and_names_are_inert():
 
 
 def test_columns_line_up():
-    lines = table([("A", "BB"), ("aaaa", "b")])
+    lines = columns([("A", "BB"), ("aaaa", "b")])
     assert lines == ["A      BB", "aaaa   b"]
 
 

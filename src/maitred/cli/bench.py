@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from maitred.cli.command import Command, Options, deferred
+from maitred.cli.command import Command, deferred
 from maitred.cli.flags import option
 from maitred.core.errors import ConfigError
 
@@ -188,43 +188,10 @@ class InferOptions:
                 raise ConfigError(f"{name} is {value}; it must be over 0")
 
 
-def _infer(options: Options) -> int:
-    import asyncio
-
-    import msgspec
-
-    from maitred.cli.load_tensors import InferTarget, lines, run_load
-
-    given = options[InferOptions]
-    asked = InferTarget(
-        url=given.url,
-        model=given.model,
-        protocol=given.protocol,
-        rows=given.rows,
-        length=given.length,
-        shm=given.shm,
-        api_key=given.api_key,
-    )
-    load = run_load(
-        asked,
-        concurrency=given.concurrency,
-        rate=given.rate,
-        num_requests=given.num_requests,
-        duration_s=given.duration_s,
-        seed=given.seed,
-    )
-    measured = asyncio.run(load)
-    if given.json:
-        print(msgspec.json.format(msgspec.json.encode(measured.to_json()), indent=2).decode())
-    else:
-        print("\n".join(lines(measured)))
-    return 0 if measured.latencies_s else 1
-
-
 INFER = Command(
     path="bench infer",
     summary="Load any KServe v2 server, Triton's too, and measure a model's latency and throughput.",
-    run=_infer,
+    run=deferred("maitred.cli.load_tensors:run_infer"),
     parts=(InferOptions,),
     first=("url", "model", "protocol", "shm", "rows", "length", "concurrency", "rate", "num_requests", "json"),
     examples=(

@@ -37,24 +37,15 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(lines)
+    """A table with its first column to the left and figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], gap: str = "   ") -> list[str]:
     """Columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "   ".join(cell.ljust(width) for cell, width in zip(model_row, widths, strict=True)).rstrip()
-        for model_row in rows
-    ]
+    return [gap.join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def dim(text: str) -> str:

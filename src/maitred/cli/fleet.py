@@ -115,7 +115,7 @@ def read_fleet(answer: bytes) -> FleetView:
 
 def lines(fleet: FleetView) -> list[str]:
     """The whole, a line per replica, and what is wrong with any."""
-    from maitred.cli.console import inert, table
+    from maitred.cli.console import columns, inert
 
     num_ready = sum(replica.state == "ready" for replica in fleet.replicas)
     held = f"{fleet.held:,} held" + (f", the oldest for {fleet.oldest_held_s:.1f} s" if fleet.held else "")
@@ -123,7 +123,7 @@ def lines(fleet: FleetView) -> list[str]:
     errors = [f"{inert(r.name)}: {inert(r.error)}" for r in fleet.replicas if r.error]
     return [
         f"{num_ready} ready{wanted}; {held}",
-        *table([HEADINGS, *(_row(replica) for replica in fleet.replicas)]),
+        *columns([HEADINGS, *(_row(replica) for replica in fleet.replicas)]),
         *errors,
     ]
 

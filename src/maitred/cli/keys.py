@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maitred.cli.command import Command, Options
+from maitred.cli.console import columns, note
 from maitred.cli.flags import UsageError, option
 from maitred.core.errors import ConfigError, did_you_mean
 
@@ -49,14 +50,14 @@ def _run(options: Options) -> int:
 
 def _create(asked: KeyOptions) -> None:
     """The secret alone goes to standard output, so that it can be piped to where it is needed."""
-    _note(f"key {_add(asked, None)}; its secret is shown this once")
+    note(f"key {_add(asked, None)}; its secret is shown this once")
 
 
 def _hash(asked: KeyOptions) -> None:
     secret = sys.stdin.readline().strip()
     if not secret:
         raise UsageError("keys hash reads the secret from standard input: maitred keys hash --tenant NAME < FILE")
-    _note(f"key {_add(asked, secret)}")
+    note(f"key {_add(asked, secret)}")
 
 
 def _add(asked: KeyOptions, secret: str | None) -> str:
@@ -81,21 +82,14 @@ def _list(asked: KeyOptions) -> None:
         for key in table.keys.keys
         if asked.tenant in (None, key.tenant)
     ]
-    columns = list(zip(("ID", "TENANT", "SECRET", "ROLE", "NAME"), *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    for row in (tuple(column[0] for column in columns), *rows):
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(columns([("ID", "TENANT", "SECRET", "ROLE", "NAME"), *rows], gap="  ")))
 
 
 def _revoke(asked: KeyOptions) -> None:
     from maitred.storage.key_files import remove_key
 
     key = remove_key(Path(asked.tenants), asked.key or "")
-    _note(f"key {key.id} of tenant {key.tenant} opens nothing any more, once running servers have read the file")
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr)
+    note(f"key {key.id} of tenant {key.tenant} opens nothing any more, once running servers have read the file")
 
 
 COMMAND = Command(

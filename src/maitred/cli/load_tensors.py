@@ -25,9 +25,12 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
 import grpc
+import msgspec
 import numpy as np
 from google.protobuf import json_format
 
+from maitred.cli.bench import InferOptions
+from maitred.cli.command import Options
 from maitred.cli.load import LoadFailure, LoadRun, PlannedRequest, Record, RequestLoad
 from maitred.core.errors import CheckpointError, ConfigError, MaitredError
 from maitred.core.objectives import percentile
@@ -47,19 +50,6 @@ from maitred.tensor.warmup import made_array
 REGION = "maitred-bench"
 MAX_REASON = 300  # characters
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferTarget:
-    """Request to send, and its server."""
-
-    url: str
-    model: str
-    protocol: str  # http or grpc
-    rows: int = 1
-    length: int = 16  # of dimensions of any length
-    shm: bool = False
-    api_key: str | None = None
 
 
 class InferCaller(Protocol):
@@ -88,7 +78,7 @@ class Server(Protocol):
 
 
 @asynccontextmanager
-async def connected(asked: InferTarget) -> AsyncIterator[Server]:
+async def connected(asked: InferOptions) -> AsyncIterator[Server]:
     """Return a connection of the URL's protocol."""
     if asked.protocol == "http":
         yield _HttpServer(asked)
@@ -119,7 +109,7 @@ class _Answer(NamedTuple):
 
 
 class _HttpServer:
-    def __init__(self, asked: InferTarget) -> None:
+    def __init__(self, asked: InferOptions) -> None:
         self._asked, parts = asked, urlsplit(asked.url if "//" in asked.url else f"//{asked.url}", "http")
         if parts.hostname is None:
             raise ConfigError(f"url is {asked.url!r}; write http://HOST:PORT")
@@ -223,7 +213,7 @@ def _line(text: str) -> str:
 
 
 class _GrpcServer:
-    def __init__(self, asked: InferTarget) -> None:
+    def __init__(self, asked: InferOptions) -> None:
         self._asked = asked
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self._channel = grpc.aio.insecure_channel(asked.url.rpartition("//")[2].rstrip("/"), options)
@@ -319,15 +309,17 @@ class InferFigures:
         return {**counts, **failed, **rates, **told}
 
 
-async def run_load(
-    asked: InferTarget,
-    *,
-    concurrency: int | None,
-    rate: float | None,
-    num_requests: int | None,
-    duration_s: float,
-    seed: int,
-) -> InferFigures:
+def run_infer(options: Options) -> int:
+    asked = options[InferOptions]
+    figures = asyncio.run(_run_load(asked))
+    if asked.json:
+        print(msgspec.json.format(msgspec.json.encode(figures.to_json()), indent=2).decode())
+    else:
+        print("\n".join(lines(figures)))
+    return 0 if figures.latencies_s else 1
+
+
+async def _run_load(asked: InferOptions) -> InferFigures:
     """Run so many clients, or so many requests a second whatever becomes of them; until `num_requests` were sent or
     the time is over. Raises ConfigError for a server that does not tell of the model.
     """
@@ -339,8 +331,9 @@ async def run_load(
             load = InferLoad(server)
             try:
                 server.prepare(tensors, in_region=region is not None)
-                run = LoadRun(load, _planned(rate, num_requests, random.Random(seed)), duration_s=duration_s)
-                await (run.closed_loop(concurrency or 1) if rate is None else run.open_loop())
+                plan = _planned(asked.rate, asked.num_requests, random.Random(asked.seed))
+                run = LoadRun(load, plan, duration_s=asked.duration_s)
+                await (run.closed_loop(asked.concurrency or 1) if asked.rate is None else run.open_loop())
                 return _measured(run.progress.records, load.now(), asked.rows)
             finally:
                 await load.close()
@@ -389,7 +382,7 @@ def _measured(records: Sequence[Record], span_s: float, rows: int) -> InferFigur
     return measured
 
 
-def made_tensors(inputs: Sequence[Tensor], asked: InferTarget) -> list[Tensor]:
+def made_tensors(inputs: Sequence[Tensor], asked: InferOptions) -> list[Tensor]:
     """Inputs with data. Of each the shape has the rows first already."""
     made = []
     for each in inputs:

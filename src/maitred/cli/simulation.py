@@ -191,7 +191,11 @@ def workers_of(
         if not 0 <= count <= MAX_WORKERS:
             raise UsageError(f"--{role.value}-workers is {count}; give from 0 to {MAX_WORKERS}")
     if not any(counts.values()):
-        _refuse_without_workers(options)
+        for flag in _changed(options):
+            if flag != "--kv-disk-bytes":  # which one engine may have too
+                raise UsageError(
+                    f"{flag} is for workers, and none were given; add --prefill-workers 1 --decode-workers 1"
+                )
         counts[Role.MIXED] = 1
     if (roles := {role for role, count in counts.items() if count}) in ({Role.PREFILL}, {Role.DECODE}):
         (role,) = roles
@@ -203,17 +207,6 @@ def workers_of(
         for _ in range(count)
     ]
     return WorkersAsked(workers, _link(options), options)
-
-
-def _refuse_without_workers(options: SimulatedWorkerOptions) -> None:
-    """Refuse flags of workers, all but the disk, which one engine may have too."""
-    defaults = type(options)()
-    for field in fields(options):
-        if field.name != "kv_disk_bytes" and getattr(options, field.name) != getattr(defaults, field.name):
-            flag = field.name.replace("_", "-")
-            raise UsageError(
-                f"--{flag} is for workers, and none were given; add --prefill-workers 1 --decode-workers 1"
-            )
 
 
 def _link(options: SimulatedWorkerOptions) -> SimulatedLink | None:
@@ -605,10 +598,19 @@ def _simulation(setup: EngineSetup, target: SimulatedTarget, inputs: Inputs) -> 
 def _admission(options: SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
     if options.admission:
         return admission
-    for field in fields(admission):
-        if getattr(admission, field.name) != getattr(AdmissionConfig(), field.name):
-            raise UsageError(f"--{field.name.replace('_', '-')} is for --admission, which was not given; add it")
+    for flag in _changed(admission):
+        raise UsageError(f"{flag} is for --admission, which was not given; add it")
     return None
+
+
+def _changed(options: Any) -> list[str]:
+    """Flags that are not at their defaults."""
+    plain = type(options)()
+    return [
+        f"--{field.name.replace('_', '-')}"
+        for field in fields(options)
+        if getattr(options, field.name) != getattr(plain, field.name)
+    ]
 
 
 def _policies(scheduler: SimulatedSchedulerConfig) -> list[str]:
@@ -673,8 +675,8 @@ def _tell(
 def bounds_of(options: SimulatedFleetOptions, has_workers: bool) -> Bounds | None:
     """None without --fleet. Raises UsageError for flags that need it, and for numbers that cannot be."""
     if options.fleet is None:
-        if not has_workers:
-            _refuse_without_fleet(options)
+        for flag in () if has_workers else _changed(options):
+            raise UsageError(f"{flag} is for --fleet, which was not given; add --fleet N|MIN:MAX")
         return None
     try:
         bounds = Bounds.parse(options.fleet)
@@ -683,15 +685,6 @@ def bounds_of(options: SimulatedFleetOptions, has_workers: bool) -> Bounds | Non
     if bounds.high > MAX_REPLICAS:
         raise UsageError(f"--fleet is {options.fleet!r}; at most {MAX_REPLICAS:,} replicas are simulated")
     return bounds
-
-
-def _refuse_without_fleet(options: SimulatedFleetOptions) -> None:
-    defaults = type(options)()
-    for field in fields(options):
-        if getattr(options, field.name) != getattr(defaults, field.name):
-            raise UsageError(
-                f"--{field.name.replace('_', '-')} is for --fleet, which was not given; add --fleet N|MIN:MAX"
-            )
 
 
 def devices_of(options: SimulatedFleetOptions, bounds: Bounds, device: str | None) -> list[str | None]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
-from maitred.cli.console import inert, table
+from maitred.cli.console import columns, inert
 from maitred.cli.flags import UsageError, option
 from maitred.core.errors import ServerError
 
@@ -308,9 +308,9 @@ def model_lines(held: LoadedModels, now: float) -> list[str]:
     """A table of models, and of tensor models; `now` in unix seconds."""
     found: list[str] = []
     if held.models or not held.tensor_models:
-        found += table([MODEL_HEADINGS, *(model_row(model, now) for model in held.models)])
+        found += columns([MODEL_HEADINGS, *(model_row(model, now) for model in held.models)])
     if held.tensor_models:
-        found += table([TENSOR_HEADINGS, *map(tensor_row, held.tensor_models)])
+        found += columns([TENSOR_HEADINGS, *map(tensor_row, held.tensor_models)])
     return found
 
 

@@ -124,7 +124,7 @@ def choice_lines(made: ChoicesMade) -> list[str]:
 
 
 def _attempt(choice: ChoiceMade) -> list[str]:
-    from maitred.cli.console import table
+    from maitred.cli.console import columns
 
     how = "goes on at" if choice.resumes else "sent to"
     rows = [
@@ -134,8 +134,8 @@ def _attempt(choice: ChoiceMade) -> list[str]:
     ]  # fmt: skip
     return [
         f"attempt {choice.attempt}: {how} {choice.replica}, after {choice.held_s:.3f} s of waiting in all",
-        *(table([HEADINGS, *rows]) if rows else []),
-        *(table(_ways(choice)) if choice.ways else []),
+        *(columns([HEADINGS, *rows]) if rows else []),
+        *(columns(_ways(choice)) if choice.ways else []),
     ]
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from heapq import heapify, heappop
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maitred.config import LoraConfig
 from maitred.core.errors import CheckpointError, ConfigError, MaitredError
@@ -28,23 +28,13 @@ from maitred.scheduler.engine_core import EngineCore, StepListener
 
 Done = Callable[[str], None]
 """Told what is wrong, or nothing; in any thread."""
+if TYPE_CHECKING:
+    from maitred.executor.native_lora import NativeAdapters
+
 Read = Callable[[Path, Path | None], Adapter]
 """(folder, where its files must lie); in any thread. Raises CheckpointError."""
 Place = Callable[[], tuple[Any, ...]]
 """Of a request in the policy's order as it is now; smaller is served first."""
-
-
-class AdapterStore(Protocol):
-    """An executor's adapters. `num_bytes` and `pack` are for any thread, the others for the engine's, between steps."""
-
-    def num_bytes(self, adapter: Any) -> int:
-        """Memory that it takes when it is loaded."""
-
-    def pack(self, adapter: Any) -> Any: ...
-
-    def load(self, name: str, adapter: Any) -> None: ...
-
-    def unload(self, name: str) -> None: ...
 
 
 class _Ask(NamedTuple):
@@ -58,7 +48,7 @@ class AdapterCache(StepListener):
 
     follows_steps = False
 
-    def __init__(self, store: AdapterStore, read: Read, max_bytes: int) -> None:
+    def __init__(self, store: NativeAdapters, read: Read, max_bytes: int) -> None:
         self._store, self._read, self._max_bytes = store, read, max_bytes
         self._known: dict[str, AdapterFacts] = {}
         self._resident: OrderedDict[str, int] = OrderedDict()  # key -> bytes; with those that are being read; LRU first
@@ -257,7 +247,7 @@ class AdapterCache(StepListener):
             self._unload(key)
 
 
-def adapter_cache(store: AdapterStore | None, spec: DecoderSpec, config: LoraConfig) -> AdapterCache | None:
+def adapter_cache(store: NativeAdapters | None, spec: DecoderSpec, config: LoraConfig) -> AdapterCache | None:
     """None where the executor has none. Raises ConfigError where adapters are wanted nevertheless."""
     if store is None:
         if config.lora or config.lora_dir is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -597,7 +597,7 @@ class HeadPlan:
         )
         weights = loaded.weights
         if self._shares_embedding:
-            embedding = cast(NativeProgram, executor.runner).weights["embedding"]
+            embedding = executor.runner.weights["embedding"]
             weights = PackedWeights({**weights.tensors, "embedding": embedding})
         program = NativeProgram(
             self.program,
