@@ -13,7 +13,6 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from maitred.api.http.auth import TenantSource
 from maitred.api.http.routes import RouteTable
 from maitred.api.http.server import HttpServer
 from maitred.api.serving import create_app
@@ -27,7 +26,7 @@ from maitred.engine.intake import ServedModel
 from maitred.engine.live_view import LiveView
 from maitred.engine.replica import Replica
 from maitred.gate.admission import AdmissionController
-from maitred.storage.key_files import make_key
+from maitred.storage.key_files import TenantFile, make_key
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable, read_tenants
 from maitred.text.chat_template import ChatTemplate
@@ -213,7 +212,7 @@ class RunningServer:
 
 @dataclass
 class FakeTenants:
-    """A TenantSource whose table is whatever a test puts there."""
+    """A TenantFile whose table is whatever a test puts there."""
 
     table: TenantTable
     num_failures: int = 0
@@ -226,7 +225,7 @@ def running_server(
     *,
     is_ready: Callable[[], bool] = lambda: True,
     admission: AdmissionController | None = None,
-    tenants: TenantSource | None = None,
+    tenants: TenantFile | None = None,
     ledger: Ledger | None = None,
     clock: Clock | None = None,
     policy: str | None = None,

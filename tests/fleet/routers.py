@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx
 
-from maitred.api.http.auth import Authenticator, TenantSource
+from maitred.api.http.auth import Authenticator
 from maitred.api.http.fleet_headers import FleetToken
 from maitred.api.route.router import Router
 from maitred.api.route.routes import make_server
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.fleet.config import FleetConfig, SharedConfig, parse_target
+from maitred.storage.key_files import TenantFile
 from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, FakeUpstream, Script, Seen, chunk, fake_upstream, whole
 from tests.waiting import HANGS_S, joined, until_async
 
@@ -41,7 +42,7 @@ class RunningRouter:
 def running_router(
     *urls: str,
     token: FleetToken | None = None,
-    tenants: TenantSource | None = None,
+    tenants: TenantFile | None = None,
     policy: str = "fcfs",
     redis: str | None = None,
     admission: AdmissionConfig | None = None,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from socket import socket
+from typing import TYPE_CHECKING
 
 from maitred.api.http.app import App
 from maitred.api.http.asgi import AsgiApp
-from maitred.api.http.auth import Authenticator, TenantSource
+from maitred.api.http.auth import Authenticator
 from maitred.api.http.logs import configure_logging
 from maitred.api.http.routes import Route, RouteTable
 from maitred.api.http.server import BesideServer, HttpServer
@@ -22,6 +23,9 @@ from maitred.engine.starting import Engine, StartingEngine
 from maitred.gate.admission import AdmissionController
 from maitred.storage.ledger import Ledger
 
+if TYPE_CHECKING:
+    from maitred.storage.key_files import TenantFile
+
 
 def create_app(
     replica: Replica,
@@ -31,7 +35,7 @@ def create_app(
     clock: Clock | None = None,
     is_ready: Callable[[], bool] | None = None,
     policy: str | None = None,
-    tenants: TenantSource | None = None,
+    tenants: TenantFile | None = None,
     ledger: Ledger | None = None,
     admission: AdmissionController | None = None,
     start_phases: Mapping[str, float] | None = None,
@@ -57,7 +61,7 @@ def serve(
     listener: socket | None = None,
     *,
     policy: str | None = None,
-    tenants: TenantSource | None = None,
+    tenants: TenantFile | None = None,
     ledger: Ledger | None = None,
     start_phases: Mapping[str, float] | None = None,
     salt_secret: bytes | None = None,
@@ -94,7 +98,7 @@ def serve(
 def _loading_app(
     config: ServerConfig,
     clock: Clock,
-    tenants: TenantSource | None,
+    tenants: TenantFile | None,
     ledger: Ledger | None,
     start_phases: Mapping[str, float] | None,
     *,

@@ -54,7 +54,7 @@ class Breaker:
 
 
 class RedisStore:
-    """A `SharedStore`, and the connection of all else that routers share. Belongs to one event loop."""
+    """Values that several routers share, and the connection of all else that they do. Belongs to one event loop."""
 
     def __init__(self, url: str, *, probe_s: float = PROBE_S, user: str = "the router") -> None:
         """Connects with `start`. Raises ConfigError for a wrong URL, or where redis-py is not installed."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -99,12 +99,11 @@ class Method:
     admin: str = ""  # what it takes an administrator's key for, in words
 
 
-class RpcService(Protocol):
-    @property
-    def name(self) -> str: ...
+class RpcService:
+    """A service of a protocol, by its name there."""
 
-    @property
-    def methods(self) -> Mapping[str, Method]: ...
+    name: str
+    methods: Mapping[str, Method]
 
 
 def handler_of(app: App, service: RpcService) -> grpc.GenericRpcHandler:

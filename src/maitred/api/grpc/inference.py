@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from maitred.api.dialects.kserve import told
 from maitred.api.dialects.kserve.told import Models
-from maitred.api.grpc.calls import Call, Method, grpc_error
+from maitred.api.grpc.calls import Call, Method, RpcService, grpc_error
 from maitred.api.http.app import LONG_BYTES, App
 from maitred.api.tensor.extensions import (
     CLASSIFICATION,
@@ -191,7 +191,7 @@ class _Decoded(NamedTuple):
 _Waiting = asyncio.Queue[asyncio.Task[bytes] | None]  # a stream's next answer; None ends it
 
 
-class InferenceService:
+class InferenceService(RpcService):
     """KServe's methods by name: each takes a message and its Call, and gives the answer, whole or encoded."""
 
     name = f"{INFERENCE}.GRPCInferenceService"
@@ -200,7 +200,7 @@ class InferenceService:
         self._app, self._with = app, extensions
         reads = "register shared memory"
         loads = "load and unload models"
-        self.methods: Mapping[str, Method] = {
+        self.methods = {
             "ServerLive": Method(_request("ServerLive"), self._live, is_open=True),
             "ServerReady": Method(_request("ServerReady"), self._ready, is_open=True),
             "ModelReady": Method(_request("ModelReady"), self._model_ready),

@@ -20,7 +20,7 @@ from maitred.tensor.protocol_fields import HEALTH, HEALTH_MESSAGES, NOT_SERVING,
 LOOK_S = 1.0  # watchers hear of a change within this time
 
 
-class HealthService:
+class HealthService(RpcService):
     """`grpc.health.v1.Health`: of the server, which is the empty name, and of each service."""
 
     name = f"{HEALTH}.Health"

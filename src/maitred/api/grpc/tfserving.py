@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from maitred.api.dialects.tfserving.rows import (
@@ -12,7 +11,7 @@ from maitred.api.dialects.tfserving.rows import (
     metadata,
     statuses,
 )
-from maitred.api.grpc.calls import Call, Method
+from maitred.api.grpc.calls import Call, Method, RpcService
 from maitred.api.http.app import App
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.core.errors import InvalidRequest, UnsupportedParameter
@@ -22,14 +21,14 @@ from maitred.tensor.tfs_fields import MESSAGES, PACKAGE
 from maitred.tensor.tfs_forms import tensor_from_proto, tensor_to_proto
 
 
-class PredictionService:
+class PredictionService(RpcService):
     """Models by name, and by version or label; version 0 and none are the default."""
 
     name = f"{PACKAGE}.PredictionService"
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self.methods: Mapping[str, Method] = {
+        self.methods = {
             "Predict": Method(MESSAGES["PredictRequest"].FromString, self._predict),
             "GetModelMetadata": Method(MESSAGES["GetModelMetadataRequest"].FromString, self._metadata),
         }
@@ -68,16 +67,14 @@ def _predicted(answer: InferResponse) -> ANY_MESSAGE:
     return told
 
 
-class ModelService:
+class ModelService(RpcService):
     """The state of a model's versions."""
 
     name = f"{PACKAGE}.ModelService"
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self.methods: Mapping[str, Method] = {
-            "GetModelStatus": Method(MESSAGES["GetModelStatusRequest"].FromString, self._status)
-        }
+        self.methods = {"GetModelStatus": Method(MESSAGES["GetModelStatusRequest"].FromString, self._status)}
 
     async def _status(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
         return statuses(tensors_of(self._app), *_spec(message))

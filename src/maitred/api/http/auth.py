@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from maitred.api.http.fleet_headers import vouched_caller
 from maitred.core.errors import InvalidApiKey
 from maitred.tenancy.caller import Caller, anybody
 from maitred.tenancy.keys import Key, KeyRing, digest_of
 from maitred.tenancy.quota import QuotaBook
-from maitred.tenancy.tenant import TenantTable
 
-
-class TenantSource(Protocol):
-    """Source of tenants and keys; `engine.key_files.TenantFile` is one."""
-
-    @property
-    def table(self) -> TenantTable:
-        """The current table; the next request may get another one."""
-
-    @property
-    def num_failures(self) -> int:
-        """Times a change could not be taken."""
+if TYPE_CHECKING:
+    from maitred.storage.key_files import TenantFile
 
 
 class Authenticator:
@@ -31,7 +21,7 @@ class Authenticator:
     def __init__(
         self,
         api_keys: Sequence[str] = (),
-        tenants: TenantSource | None = None,
+        tenants: TenantFile | None = None,
         spent_tokens: Mapping[str, int] | None = None,  # by tenant, before this process
     ) -> None:
         self._own = KeyRing([Key(id="", tenant="", digest=digest_of(key.encode()), admin=True) for key in api_keys])

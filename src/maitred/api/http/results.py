@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.types import Message
 
@@ -24,23 +24,14 @@ from maitred.storage.result_cache import (
     without_comments,
 )
 
+if TYPE_CHECKING:
+    from maitred.storage.redis import RedisStore
+
 HEADER = b"x-maitred-cache"
 CACHE_CONTROL = b"cache-control"
 KEPT_HEADERS = (b"content-type",)
 EVENTS = b"text/event-stream"
 ERROR_EVENT = b'data: {"error"'
-
-
-class SharedStore(Protocol):
-    """Values that several routers share; neither call raises."""
-
-    async def get(self, key: bytes) -> bytes | None:
-        """Returns within 30 ms, with None where it takes longer."""
-
-    def put(self, key: bytes, value: bytes, ttl_s: float) -> None:
-        """Write a value later, or drop it."""
-
-    def drop(self, key: bytes) -> None: ...
 
 
 @dataclass(slots=True)
@@ -60,7 +51,7 @@ class Results:
         ttl_s: float,
         clock: Clock,
         *,
-        shared: SharedStore | None = None,
+        shared: RedisStore | None = None,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         self.cache = ResultCache(max_bytes, ttl_s)
@@ -126,7 +117,7 @@ class Results:
             answer = await self._find_shared(self._shared, key)
         return answer if answer is not None and is_fresh(answer, wanted.control, now) else None
 
-    async def _find_shared(self, shared: SharedStore, key: bytes) -> CachedAnswer | None:
+    async def _find_shared(self, shared: RedisStore, key: bytes) -> CachedAnswer | None:
         value = await shared.get(key)
         if value is None:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,21 +26,29 @@ class StreamFormat(NamedTuple):
     keep_alive: bytes = b": keep-alive\n\n"  # what readers skip, for silent times; empty where there is no such thing
 
 
-class DialectFormat(Protocol):
+class DialectFormat(NamedTuple):
     """How the clients of a dialect are told of errors, and how their streams end. A route names its own."""
 
-    @property
-    def stream(self) -> StreamFormat: ...
-
-    @property
-    def error_schema(self) -> type[msgspec.Struct]:
-        """Schema of error bodies, for the OpenAPI document."""
+    stream: StreamFormat
+    error_schema: type[msgspec.Struct]
+    """Schema of error bodies, for the OpenAPI document."""
+    told: Callable[[HttpError], msgspec.Struct]
 
     def error_body(self, error: HttpError) -> bytes:
         """JSON, with the error's status."""
+        return msgspec.json.encode(self.told(error))
 
     def error_event(self, error: HttpError) -> bytes:
         """The error as an event of a stream that has begun, before its end: the status can't change any more."""
+        return b"data: " + self.error_body(error) + b"\n\n"
+
+
+class ErrorText(msgspec.Struct, frozen=True):
+    error: str
+
+
+TEXT_ERRORS = DialectFormat(StreamFormat(), ErrorText, lambda error: ErrorText(error.message))
+"""Errors as KServe v2 and TF Serving tell them: one text."""
 
 
 Handler = Callable[..., Awaitable[None]]  # of an App and an Exchange, which know routes

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.fleet_headers import FleetToken
-from maitred.api.http.results import Results, SharedStore
+from maitred.api.http.results import Results
 from maitred.api.ops.observer import HttpObserver
 from maitred.config import ServerConfig
 from maitred.core.clock import Clock
 from maitred.core.replica import ReplicaState
 from maitred.gate.gate import Gate
 from maitred.storage.ledger import Ledger
+
+if TYPE_CHECKING:
+    from maitred.storage.redis import RedisStore
 
 
 class Ending(Protocol):
@@ -59,7 +62,7 @@ class Service:
         gate: Gate,
         fleet_token: FleetToken,
         ledger: Ledger | None = None,
-        store: SharedStore | None = None,
+        store: RedisStore | None = None,
         salt_secret: bytes | None = None,
     ) -> None:
         """`store` keeps results for several routers. `salt_secret` None is the fleet's token, or is drawn."""

@@ -14,11 +14,10 @@ from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.logs import configure_logging
-from maitred.api.http.routes import Route, RouteTable
+from maitred.api.http.routes import TEXT_ERRORS, Route, RouteTable
 from maitred.api.http.server import HttpServer
 from maitred.api.route.generate import embed, generate, pass_through, post_kserve
 from maitred.api.route.router import Router
-from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.core.errors import (
     ConfigError,
     InvalidRequest,

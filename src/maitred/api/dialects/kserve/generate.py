@@ -24,7 +24,7 @@ from maitred.api.http.app import App
 from maitred.api.http.bodies import SMALL_BYTES, check_num_texts, decode_json
 from maitred.api.http.errors import UnsupportedMediaType, shortened
 from maitred.api.http.exchange import Exchange
-from maitred.api.tensor.error_text import TEXT_ERRORS
+from maitred.api.http.routes import TEXT_ERRORS
 from maitred.core.errors import InvalidRequest, ModelNotFound, RequestTooLarge, RouteNotFound, did_you_mean
 from maitred.engine.output import TextDelta
 from maitred.fleet.prefix_keys import GENERATE, GENERATE_ENDS, GENERATE_PATH, GENERATE_STREAM

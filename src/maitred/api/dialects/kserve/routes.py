@@ -30,8 +30,7 @@ from maitred.api.generate.dialect import time_limits
 from maitred.api.http.app import LONG_BYTES, App
 from maitred.api.http.errors import MethodNotAllowed
 from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
-from maitred.api.http.routes import Route
-from maitred.api.tensor.error_text import TEXT_ERRORS
+from maitred.api.http.routes import TEXT_ERRORS, Route
 from maitred.api.tensor.extensions import LOGS, TRACES, Extensions, check_unload, config_to_load, integer, version_of
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.core.errors import InvalidRequest, RequestTooLarge, RouteNotFound, UnsupportedParameter

@@ -26,7 +26,7 @@ from maitred.api.dialects.openai.schemas import (
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.http.errors import HttpError
 from maitred.api.http.exchange import REQUEST_ID
-from maitred.api.http.routes import StreamFormat
+from maitred.api.http.routes import DialectFormat, StreamFormat
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import FinishReason
 from maitred.core.step import RequestTiming, TokenLogprobs
@@ -54,21 +54,12 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorObject
 
 
-class OpenAIFormat:
-    """The `AnswerFormat` of OpenAI's routes, and of ours beside them."""
-
-    stream = StreamFormat(end=b"data: [DONE]\n\n")
-    error_schema = ErrorBody
-
-    def error_body(self, error: HttpError) -> bytes:
-        return msgspec.json.encode(ErrorBody(ErrorObject(error.message, _type_of(error), error.param, error.code)))
-
-    def error_event(self, error: HttpError) -> bytes:
-        """An error object, which clients raise."""
-        return b"data: " + self.error_body(error) + b"\n\n"
+def _told(error: HttpError) -> ErrorBody:
+    return ErrorBody(ErrorObject(error.message, _type_of(error), error.param, error.code))
 
 
-OPENAI = OpenAIFormat()
+OPENAI = DialectFormat(StreamFormat(end=b"data: [DONE]\n\n"), ErrorBody, _told)
+"""Format of OpenAI's routes, and of ours beside them."""
 
 
 def _type_of(error: HttpError) -> str:

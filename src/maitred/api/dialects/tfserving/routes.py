@@ -16,8 +16,7 @@ from maitred.api.dialects.tfserving.rows import as_json, metadata_json, statuses
 from maitred.api.generate.dialect import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
-from maitred.api.http.routes import Route
-from maitred.api.tensor.error_text import TEXT_ERRORS
+from maitred.api.http.routes import TEXT_ERRORS, Route
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.core.errors import RouteNotFound
 from maitred.core.tensor_request import InferRequest, Tensor, num_bytes_of
