@@ -223,14 +223,14 @@ class Fetches:
             self._core.call_soon(partial(self._ended, fetch))
 
     def _ended(self, fetch: Fetch) -> None:
-        """The thread is done with it."""
+        """Take in what a thread brought, or tried to."""
         fetch.source.is_stuck = False
         if not fetch.is_late:
             self._on_come(fetch)
             self._settle(fetch)
 
     def _overdue(self, fetch: Fetch) -> None:
-        """End a fetch whose thread hangs, or waited too long for others: what came counts, and the rest is computed."""
+        """End a fetch whose thread hangs, or waited too long behind others. What came counts; the rest is computed."""
         if self._fetches.get(fetch.request.request_id) is fetch:
             fetch.is_late = fetch.source.is_stuck = True
             fetch.end()

@@ -87,7 +87,7 @@ class KVTiers(StepListener):
         self._staging_bytes = staging_bytes
         self._requests: dict[str, RequestState] = {}
         self._stores: dict[str, StoreJob] = {}
-        self._wanting: dict[str, FoundBlocks] = {}  # for whose KV blocks lacked
+        self._wanting: dict[str, FoundBlocks] = {}  # requests that lacked blocks for their KV
         self._num_leases = 0
         self._thread = threading.current_thread()
         self._landed = memoryview(b"")
@@ -137,7 +137,7 @@ class KVTiers(StepListener):
             self._store(request, tier)
 
     def given_up(self, given_up: GivenUp) -> None:
-        """Returns when no thread touches those blocks any more."""
+        """Stop fetches and stores; no thread touches those blocks after this returns."""
         self.fetches.given_up(given_up.request_ids)
         for lease in given_up.leases:
             store = self._stores.get(lease)
@@ -181,7 +181,7 @@ class KVTiers(StepListener):
         return {"kv_tiers": KVFigures(by_tier)}
 
     def close(self) -> None:
-        """Stores what is queued, for a while; then the tiers are closed, but for one whose writing does not end."""
+        """Store what is queued, for a while; then close the tiers, unless writing does not end."""
         until = self._clock.now() + DRAIN_S
         self.fetches.close()
         self._threads.fetch.end(0.0)

@@ -70,8 +70,8 @@ class KVPeers(StepListener):
         self._source = FetchSource("peer", FetchMeter(bandwidth=FIRST_GUESS[0], latency_s=FIRST_GUESS[1]), PATIENCE_S)
         self._threads = threads.pulls
         self._pullers: dict[tuple[KVThread, Addresses], Puller] = {}  # connections, each for one thread
-        self._refused: set[Addresses] = set()  # the threads': whose first contact was told of
-        self._silent_at: dict[Addresses, float] = {}  # theirs too: s, when one was found to say nothing
+        self._refused: set[Addresses] = set()  # peers whose first contact was logged; written by pulling threads
+        self._silent_at: dict[Addresses, float] = {}  # s, when a peer was found to say nothing; likewise
         self._here: dict[str, RequestState] = {}
         self._along: dict[str, float] = {}  # requests that wait for what another one pulls -> s, since when
         self._arrived: dict[bytes, bool] = {}  # hashes of the last blocks that expecting pulls brought
@@ -105,7 +105,7 @@ class KVPeers(StepListener):
     # -- requests
 
     def added(self, request: RequestState, now: float) -> None:
-        """One that says where its KV is waits for it, if there are blocks to bring it into."""
+        """Begin a pull for a request that names its source, if there are blocks to bring KV into."""
         self._here[request.request_id] = request
         if not request.spec.kv_from:
             request.handover = "local" if request.spec.resumed is None else "recomputed"

@@ -61,7 +61,8 @@ MakeOutbox = Callable[[Channel, int], Outbox]
 
 
 class Offers:
-    """Offers; `offer`, `grow` and `revoke` are for the engine's thread: microseconds, but for one piece under copy.
+    """Leases on blocks of a pool. `offer`, `grow`, `revoke` are the engine thread's: microseconds, but for one piece
+    under copy.
 
     `find` answers a chain of hashes with a lease that it has offered; `on_end(lease, why)` is told when no thread reads
     one any more: released, expired. Both are called by threads of connections. A name is used once.
@@ -77,7 +78,7 @@ class Offers:
         on_end: Callable[[str, str], None] = lambda lease, why: None,
     ) -> None:
         self.epoch = secrets.randbits(63)
-        """Of this life of the process; leases of another are refused."""
+        """Number of this life of the process; leases of another life are refused."""
         self.io, self.find = io, find
         self.counts: Counter[str] = Counter()
         """Refusals by reason, and `bytes` and `pieces` that were sent; any thread may read it."""

@@ -30,11 +30,11 @@ from maitred.kv.layout import CellLayout
 from maitred.kv.leases import REASONS, Refusal
 
 VERSION = 2
-"""Of messages and of the layouts that `kv/layout.py` knows."""
+"""Version of messages and of the layouts that `kv/layout.py` knows."""
 PREFIX = struct.Struct("<4sI")  # magic, bytes of the message
 MAGIC = b"mtKV"
 MAX_FIRST_BYTES = 2**16
-"""Of a message before its sender is known."""
+"""Largest message of a sender that is not known yet."""
 MAX_MESSAGE_BYTES = 2**20  # the hashes of a prompt of 500,000 tokens in blocks of 16
 
 
@@ -280,7 +280,7 @@ class Channel:
         """Bytes of a message; `trust` raises it."""
         self.on_quiet: Callable[[], None] | None = None
         self.deadline: float | None = timeout_s + time.monotonic()
-        """Of first contact, however many bytes come; lifted when the peer is known."""
+        """End of first contact, however many bytes come; lifted when the peer is known."""
         self._is_aborted = False
         self._fds: list[int] = []
 
