@@ -19,7 +19,7 @@ from maitred.api.dialects.openai.embeddings import embedding_routes
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
 from maitred.config import ServerConfig
-from maitred.tensor.local import LocalTensorService
+from maitred.tensor.host import LocalTensorService
 from tests.api.test_tenants import table_of
 from tests.conftest import start_server
 from tests.fakes_api import FakeReplica, FakeTenants, make_model
@@ -226,7 +226,7 @@ async def test_prompt_tokens_count_against_the_tenants_limits(tmp_path):
 
 
 class Held:
-    """A TensorService whose models never answer."""
+    """A TensorModels whose models never answer."""
 
     def __init__(self, tensors):
         self._tensors, self.asked, self.left = tensors, [], []

@@ -29,9 +29,9 @@ from maitred.api.tensor.extensions import (  # noqa: E402
 )
 from maitred.config import ServerConfig  # noqa: E402
 from maitred.core.errors import Overloaded, RateLimited  # noqa: E402
-from maitred.tensor.control import ControlMode  # noqa: E402
-from maitred.tensor.local import LocalTensorService  # noqa: E402
+from maitred.tensor.host import LocalTensorService  # noqa: E402
 from maitred.tensor.protocol_fields import HEALTH_MESSAGES, MESSAGES  # noqa: E402
+from maitred.tensor.served_models import ControlMode  # noqa: E402
 from tests.api.test_tenants import table_of  # noqa: E402
 from tests.fakes_api import FakeReplica, FakeTenants, make_model  # noqa: E402
 from tests.tensor.models import write_model  # noqa: E402

@@ -16,7 +16,7 @@ from maitred.api.tensor.json_values import Numbers, array_of_json, flat_of_json,
 from maitred.core.errors import InvalidRequest
 from maitred.core.tensor_request import InferRequest
 from maitred.tensor.arrays import MOST_DIMS
-from maitred.tensor.config import TensorSpec
+from maitred.tensor.config import DeclaredTensor
 
 
 def no_text(name, value):
@@ -115,7 +115,7 @@ def test_a_shape_is_bounded_before_it_is_multiplied_and_deep_data_is_walked_once
 
 
 def test_rows_with_names_are_columns_of_equal_rows():
-    specs = (TensorSpec("a", "TYPE_FP32", (-1,)), TensorSpec("b", "TYPE_FP32", ()))
+    specs = (DeclaredTensor("a", "TYPE_FP32", (-1,)), DeclaredTensor("b", "TYPE_FP32", ()))
     rows = [{"a": [float(at)] * 100, "b": at} for at in range(100)]
     a, b = predict_inputs(json.dumps({"instances": rows}).encode(), specs).inputs
     assert (a.shape, b.shape) == ((100, 100), (100,)) if a.name == "a" else ((100,), (100, 100))

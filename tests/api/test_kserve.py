@@ -28,8 +28,8 @@ from maitred.config import ServerConfig
 from maitred.core.errors import InvalidRequest, RequestTooLarge
 from maitred.storage.key_files import make_key
 from maitred.tenancy.tenant import read_tenants
-from maitred.tensor.control import ControlMode
-from maitred.tensor.local import LocalTensorService
+from maitred.tensor.host import LocalTensorService
+from maitred.tensor.served_models import ControlMode
 from tests.api.test_tenants import table_of
 from tests.api.triton_cases import ANSWERS, CASES, MODELS
 from tests.api.triton_cases import told as told_by

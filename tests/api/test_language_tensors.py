@@ -18,8 +18,8 @@ from maitred.api.routes import make_routes  # noqa: E402
 from maitred.api.serving import create_app  # noqa: E402
 from maitred.api.tensor.extensions import Extensions, Labels  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
-from maitred.tensor.control import ControlMode  # noqa: E402
-from maitred.tensor.local import LocalTensorService  # noqa: E402
+from maitred.tensor.host import LocalTensorService  # noqa: E402
+from maitred.tensor.served_models import ControlMode  # noqa: E402
 from tests.api.test_generate import PROMPT, countdown  # noqa: E402
 from tests.api.test_grpc import CONFIG  # noqa: E402
 from tests.api.test_grpc import inputs as added  # noqa: E402

@@ -21,7 +21,7 @@ from maitred.api.grpc.tfserving import ModelService, PredictionService  # noqa: 
 from maitred.api.routes import make_routes  # noqa: E402
 from maitred.api.serving import create_app  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
-from maitred.tensor.local import LocalTensorService  # noqa: E402
+from maitred.tensor.host import LocalTensorService  # noqa: E402
 from maitred.tensor.tfs_fields import MESSAGES  # noqa: E402
 from tests.fakes_api import FakeReplica, make_model  # noqa: E402
 from tests.tensor.models import helper, model_of, write_model  # noqa: E402

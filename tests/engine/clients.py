@@ -13,9 +13,9 @@ from maitred.core.step import RequestProgress
 from maitred.engine.child_process import in_child_process
 from maitred.engine.client import EngineClient
 from maitred.engine.engine_thread import in_thread
+from maitred.engine.frames import OpenTransport
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.supervisor import Start
-from maitred.engine.transport import OpenTransport
 from tests.engine.fake_child import Habits, build_fake, command
 from tests.fakes import make_spec
 

@@ -24,11 +24,11 @@ from maitred.core.clock import WallClock
 from maitred.core.errors import CheckpointError
 from maitred.core.request import RequestSpec
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
-from maitred.engine import sockets
+from maitred.engine import child_process
 from maitred.engine.child import main
+from maitred.engine.child_process import REPORTS
 from maitred.engine.loop import Builder, LoadedEngine
 from maitred.engine.memory import MemoryPlan
-from maitred.engine.sockets import REPORTS
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.scheduler.engine_core import EngineCore
 from maitred.text.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class Habits:
     shout_at: int = -1  # the same, but it says a line of `shout_bytes` to the server
     shout_bytes: int = 0
     garbage: int = 0  # writes what is no frame before it loads, and as a stranger
-    max_frame_bytes: int = sockets.MAX_FRAME_BYTES
+    max_frame_bytes: int = child_process.MAX_FRAME_BYTES
     max_model_len: int = 512
 
     @classmethod
@@ -205,7 +205,7 @@ def _write_garbage(folder: Path) -> None:
         for garbage in (pickle.dumps(OSError("boom")), b"", b"\xc1" * 1000, msgspec.msgpack.encode(["Ready", 1])):
             socket.send(garbage)
         closed = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.send(bytes(2 * sockets.MAX_FRAME_BYTES + 1))
+        socket.send(bytes(2 * child_process.MAX_FRAME_BYTES + 1))
         assert closed.poll(HANGS_S * 1000)
         socket.close(linger=0)
 
@@ -217,7 +217,7 @@ def command(habits: str = "") -> tuple[str, ...]:
 
 if __name__ == "__main__":
     chosen = Habits.read(sys.argv[1])
-    sockets.MAX_FRAME_BYTES = chosen.max_frame_bytes
+    child_process.MAX_FRAME_BYTES = chosen.max_frame_bytes
     if chosen.garbage:  # now: when we have spoken, nobody finds the socket any more
         _write_garbage(Path(sys.argv[-1]))
     sys.exit(main(sys.argv[2:], build_fake(chosen)))

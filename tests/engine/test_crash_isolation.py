@@ -8,8 +8,7 @@ import pytest
 
 from maitred.core.request import FinishReason
 from maitred.core.tensor_request import InferRequest
-from maitred.engine.crash_isolation import SUSPECT_AFTER, TRIAL_TOKENS, CrashIsolation
-from maitred.engine.live_requests import Live, LiveRequest, LiveTensor
+from maitred.engine.live_requests import SUSPECT_AFTER, TRIAL_TOKENS, CrashIsolation, Live, LiveRequest, LiveTensor
 from tests.fakes import make_spec
 
 

@@ -19,6 +19,7 @@ from maitred.core.request import (
     RequestSpec,
     ResumePoint,
     SamplingParams,
+    Terms,
     ThinkingLimit,
 )
 from maitred.core.step import RequestProgress, RequestTiming, TokenLogprobs
@@ -83,6 +84,15 @@ resume_points = st.builds(
     stalled_prefill_s=times,
     stalled_decode_s=times,
 )
+terms_fields: dict[str, st.SearchStrategy] = {
+    "priority": st.integers(0, 3),
+    "tenant": st.text(max_size=5),
+    "weight": st.floats(0.1, 10),
+    "ttft_slo_s": st.none() | times,
+    "start_by": st.none() | times,
+    "finish_by": st.none() | times,
+    "key_id": st.text(max_size=5),
+}
 spec_fields: dict[str, st.SearchStrategy] = {
     "request_id": st.text(max_size=20),
     "arrived_at": times,
@@ -94,16 +104,10 @@ spec_fields: dict[str, st.SearchStrategy] = {
     "seed": st.integers(0, 2**63 - 1),
     "sample_index": st.integers(0, 127),
     "parent_id": st.none() | st.text(max_size=20),
-    "priority": st.integers(0, 3),
-    "tenant": st.text(max_size=5),
-    "weight": st.floats(0.1, 10),
-    "ttft_slo_s": st.none() | times,
-    "start_by": st.none() | times,
-    "finish_by": st.none() | times,
+    "terms": st.builds(Terms, **terms_fields),
     "features": st.lists(st.floats(-1, 1), max_size=3).map(tuple),
     "predicted_output_tokens": st.none() | times,
     "cache_salt": st.text(max_size=5),
-    "key_id": st.text(max_size=5),
     "eos_token_ids": token_ids.map(tuple),
     "bad_word_token_ids": st.lists(token_ids.map(tuple), max_size=2).map(tuple),
     "grammar": st.text(max_size=20),
@@ -137,6 +141,7 @@ def test_a_request_arrives_as_it_left(spec: RequestSpec):
 def test_the_requests_that_cross_differ_in_every_field():
     """Else the test before would not see a field that is dropped."""
     assert set(spec_fields) == set(RequestSpec.__struct_fields__)
+    assert set(terms_fields) == set(Terms.__struct_fields__)
     assert set(sampling_fields) == {field.name for field in fields(SamplingParams)}
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from maitred.core.step import RequestProgress, TokenLogprobs
-from maitred.engine.progress_streams import MAX_UNREAD_BYTES, UNREAD_MARK, ProgressStream, num_bytes
+from maitred.engine.live_requests import MAX_UNREAD_BYTES, UNREAD_MARK, ProgressStream, num_bytes
 
 
 class Aborted:
@@ -63,7 +63,7 @@ async def test_a_step_may_give_more_than_is_kept_to_who_takes_it():
 
 
 async def test_when_all_together_keep_too_much_those_who_fall_further_behind_end(monkeypatch):
-    monkeypatch.setattr("maitred.engine.progress_streams.MAX_UNREAD_BYTES_IN_ALL", 12 * UNREAD_MARK)
+    monkeypatch.setattr("maitred.engine.live_requests.MAX_UNREAD_BYTES_IN_ALL", 12 * UNREAD_MARK)
     open_stream = opener()
     behind = [open_stream() for _ in range(5)]
     for stream in behind:

@@ -15,11 +15,11 @@ import pytest
 import zmq
 
 from maitred.core.errors import EngineDead, RequestTooLarge
-from maitred.engine import child_process, sockets
+from maitred.engine import child_process
 from maitred.engine import restarts as supervisor
+from maitred.engine.child_process import REPORTS, SocketFolder
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import Told, decode_report, encode
-from maitred.engine.sockets import REPORTS, SocketFolder
 from maitred.engine.starting import StartingEngine
 from tests.engine.clients import POISON, PROMPT, ask, follow, running_client, start_of, tokens
 from tests.engine.fake_child import Gate, expected
@@ -32,7 +32,7 @@ UNDER_THE_CUT, OVER_IT = LIMIT + 1, 2 * LIMIT + 1
 @pytest.fixture(autouse=True)
 def _sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small limit here (the engine's process has its own); restarts come at once, and last words are waited for."""
-    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", LIMIT)
+    monkeypatch.setattr(child_process, "MAX_FRAME_BYTES", LIMIT)
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(child_process, "LAST_LINE_S", HANGS_S)
 
@@ -98,7 +98,7 @@ async def test_an_engine_that_has_too_much_to_say_says_so_and_ends():
 async def test_a_request_that_cannot_cross_is_refused_alone(monkeypatch):
     async with running_client() as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(sockets, "MAX_FRAME_BYTES", 100)
+            patched.setattr(child_process, "MAX_FRAME_BYTES", 100)
             with pytest.raises(RequestTooLarge, match=r"Submit takes .* the limit is 100"):
                 await follow(engine, ask("large"))
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
@@ -137,7 +137,7 @@ def test_an_engine_that_ends_waits_until_all_it_said_has_left(tmp_path: Path):
 
 MAKER = """
 import os, time
-from maitred.engine.sockets import SocketFolder
+from maitred.engine.child_process import SocketFolder
 folder = SocketFolder()
 (folder.path / "reports").touch()
 os.write(1, os.fsencode(folder.path) + b"\n")

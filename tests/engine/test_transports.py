@@ -193,7 +193,7 @@ async def test_a_request_that_can_never_fit_ends_alone(transport: str):
 
 
 async def test_who_does_not_read_is_ended_and_the_others_are_not(transport: str, monkeypatch):
-    monkeypatch.setattr("maitred.engine.progress_streams.MAX_UNREAD_BYTES", 20 * KIB)
+    monkeypatch.setattr("maitred.engine.live_requests.MAX_UNREAD_BYTES", 20 * KIB)
     async with running_client("max_model_len=8000", transport=transport) as client:
         unread = client.submit(ask("unread", max_tokens=7000))
         assert tokens(await follow(client, ask("read"))) == expected(PROMPT, 60)

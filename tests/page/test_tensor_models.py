@@ -16,7 +16,7 @@ from tests.page.test_live import LaneReplica
 
 
 class Repository:
-    """Three versions of two models, as a TensorService tells of them."""
+    """Three versions of two models, as a TensorModels tells of them."""
 
     def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
         return [

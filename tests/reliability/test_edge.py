@@ -417,7 +417,7 @@ def first_steps_of(executor: GatedExecutor) -> list[int]:
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "n": 2}])
 def test_what_is_kept_for_who_reads_nothing_is_bounded_whatever_was_asked(gated, monkeypatch, fields):
-    monkeypatch.setattr("maitred.engine.progress_streams.MAX_UNREAD_BYTES", 200 * 1024)
+    monkeypatch.setattr("maitred.engine.live_requests.MAX_UNREAD_BYTES", 200 * 1024)
     server, engine, steps = gated
     with unread(server, json.dumps({**LONG, **fields}).encode()) as reader:
         until(lambda: server.server.app.in_flight.num_watched == 1)
@@ -538,8 +538,8 @@ WALL_CLOCK_USERS = {
     "text/sandbox.py": "strftime_now of templates",
     "cli/bench_session.py": "the report's date",
     "cli/top.py": "since when",
-    "engine/tensors.py": "when an engine without a language model was made, as /v1/models tells",
-    "tensor/host.py": "when a model was last asked, as Triton's statistics tell",
+    "tensor/host.py": "when an engine without a language model was made, as /v1/models tells",
+    "engine/tensors.py": "when a model was last asked, as Triton's statistics tell",
 }
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from maitred.core.errors import CheckpointError
 from maitred.tensor.config import (
+    SCHEMA,
+    ModelConfig,
     complete,
     hints,
     inputs_of,
@@ -23,8 +25,7 @@ from maitred.tensor.config import (
     refusals,
     written,
 )
-from maitred.tensor.config_fields import SCHEMA, ModelConfig
-from maitred.tensor.config_page import with_fields
+from scripts.config_page import with_fields
 
 RANKER = """
 # a ranker, as its owner wrote it
@@ -199,4 +200,4 @@ def back(field, value):
 
 def test_the_page_tells_what_is_done_with_each_field():
     page = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text()
-    assert with_fields(page) == page, "write it anew: python -m maitred.tensor.config_page docs/tensor.md"
+    assert with_fields(page) == page, "write it anew: scripts/config_page.py docs/tensor.md"

@@ -14,9 +14,8 @@ pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
 from maitred.core.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
-from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.repository import RepositoryChanges
-from maitred.tensor.served_models import ServedModels
+from maitred.tensor.served_models import ControlMode, ModelControl, ServedModels
 from tests.tensor.models import write_model
 
 DATA = "zero_data: true"

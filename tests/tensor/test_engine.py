@@ -39,7 +39,7 @@ from maitred.engine.tensors import TensorCounts
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import UsageQuery
 from maitred.tensor.arrays import array_of
-from maitred.tensor.config_fields import ModelConfig
+from maitred.tensor.config import ModelConfig
 from maitred.tensor.host import COMMAND, with_tensors
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeTenants, make_model

@@ -7,13 +7,14 @@ import asyncio
 import numpy as np
 import pytest
 
+from maitred.core.clock import WallClock
 from maitred.core.errors import CheckpointError, InvalidRequest, ModelNotFound, Overloaded, QueueTimeout
 from maitred.core.tensor_request import InferRequest
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
 from maitred.tensor.config import parse_config
-from maitred.tensor.control import ControlMode
 from maitred.tensor.ensembles import EnsembleRun, plan_of
+from maitred.tensor.served_models import ControlMode
 from tests.fakes import with_terms
 from tests.tensor.ensembles import DIAMOND, scale_model, write_diamond
 from tests.tensor.models import write_model
@@ -150,7 +151,7 @@ def test_a_step_that_fails_ends_the_whole(tmp_path):
             with pytest.raises(asyncio.CancelledError):
                 await first
             with pytest.raises(QueueTimeout, match="Request timeout expired"):
-                await service.infer(ask("late", 1, start_by=service._clock.now() + 0.01))
+                await service.infer(ask("late", 1, start_by=WallClock().now() + 0.01))
             assert len(service.runner) == 0
 
     asyncio.run(story())

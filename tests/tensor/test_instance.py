@@ -15,10 +15,9 @@ pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
 from maitred.core.errors import CheckpointError, InvalidRequest
 from maitred.tensor.config import parse_config
-from maitred.tensor.instance import SessionInstance, reshaped
+from maitred.tensor.instance import CPU, CUDA, SessionInstance, SessionSettings, open_session, reshaped, settings_for
 from maitred.tensor.repository_files import model_of_file, read_model
 from maitred.tensor.served_models import open_onnx
-from maitred.tensor.session import CPU, CUDA, SessionSettings, open_session, settings_for
 from tests.tensor.models import TensorProto, add_model, helper, model_of, onnx, wheel_file, write_model
 
 
@@ -253,7 +252,7 @@ def test_texts_of_a_warm_up_have_their_lengths_before_them(tmp_path: Path):
 
 def test_no_telemetry_is_left_behind(tmp_path: Path):
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "ORT_DISABLE_TELEMETRY")}
-    command = [sys.executable, "-c", "import maitred.tensor.session"]
+    command = [sys.executable, "-c", "import maitred.tensor.instance"]
     subprocess.run(command, env={**environment, "TMPDIR": str(tmp_path)}, check=True)
     assert [*tmp_path.iterdir()] == []
 

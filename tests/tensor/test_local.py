@@ -1,4 +1,4 @@
-"""A TensorService that really infers: lanes, instances in threads, batches joined and split."""
+"""A TensorModels that really infers: lanes, instances in threads, batches joined and split."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest, ModelNotFound, QueueTimeout
 from maitred.core.tensor_request import InferRequest, Tensor
 from maitred.tensor.arrays import array_of, tensor_of
-from maitred.tensor.control import ControlMode
-from maitred.tensor.local import LocalTensorService
+from maitred.tensor.host import LocalTensorService
+from maitred.tensor.served_models import ControlMode
 from tests.fakes import with_terms
 from tests.tensor.models import add_model, write_model
 
@@ -111,7 +112,7 @@ def test_a_client_that_leaves_and_one_that_is_late_give_up_their_places(tmp_path
     async def ask():
         async with served(tmp_path) as service:
             gone = asyncio.ensure_future(service.infer(request("gone", rows(1), rows(1))))
-            late = service.infer(request("late", rows(1), rows(1), start_by=service._clock.now() + 0.01))
+            late = service.infer(request("late", rows(1), rows(1), start_by=WallClock().now() + 0.01))
             await asyncio.sleep(0)
             gone.cancel()
             with pytest.raises(QueueTimeout, match="Request timeout expired"):

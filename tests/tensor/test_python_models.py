@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 from maitred.core.clock import WallClock
-from maitred.core.errors import InstanceLost, InvalidRequest, KernelError
+from maitred.core.errors import EngineDead, InvalidRequest, KernelError
 from maitred.core.tensor_request import InferRequest, ModelState, SequenceControl
 from maitred.engine.client import EngineClient
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
-from maitred.tensor.config_fields import DATA_TYPES
+from maitred.tensor.config import DATA_TYPES
+from maitred.tensor.host import LocalTensorService
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.local import LocalTensorService
 from maitred.tensor.python.instance import python_opener
 from maitred.tensor.served_models import OPENERS
 from tests.tensor.test_engine import IN_PROCESS, start_of
@@ -85,7 +85,7 @@ async def served(repository, *, allow_code=True):
         yield service
     finally:
         for name in {entry.name for entry in service.index(ready_only=True)}:
-            service.models.drop(name)
+            service.host.models.drop(name)
         await service.close()
 
 
@@ -244,7 +244,7 @@ async def test_an_instance_that_hangs_is_ended_and_who_hangs_it_twice_is_told(tm
     limit = 'parameters { key: "execution_timeout_ms" value { string_value: "1500" } }'
     write(tmp_path, "m", triton_model(before="while array[0, 0] == 7: time.sleep(1)"), CONFIG + limit)
     async with served(tmp_path) as service:
-        with pytest.raises(InstanceLost, match=r"did not answer in 1.5 s"):
+        with pytest.raises(EngineDead, match=r"did not answer in 1.5 s"):
             await asked(service, "m", row(7))
         assert np.array_equal(await asked(service, "m", row(1)), row(2))
 
@@ -254,7 +254,7 @@ async def test_processes_end_with_their_model(tmp_path):
 
     async with served(tmp_path) as service:
         assert len(processes()) == 2
-        service.models.drop("double")
+        service.host.models.drop("double")
     await until_async(lambda: not processes())
 
 

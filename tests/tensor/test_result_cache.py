@@ -9,8 +9,8 @@ import numpy as np
 
 from maitred.storage.result_cache import ResultCache
 from maitred.tensor.arrays import array_of, tensor_of
-from maitred.tensor.control import ControlMode
-from maitred.tensor.local import LocalTensorService
+from maitred.tensor.host import LocalTensorService
+from maitred.tensor.served_models import ControlMode
 from tests.tensor.ensembles import scale_model, write_diamond
 from tests.tensor.models import write_model
 from tests.tensor.test_ensembles import ask

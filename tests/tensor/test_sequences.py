@@ -12,11 +12,12 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
+from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest, ModelNotFound, QueueTimeout
 from maitred.core.tensor_request import InferRequest, SequenceControl
 from maitred.tensor.arrays import array_of, tensor_of
-from maitred.tensor.control import ControlMode
 from maitred.tensor.sequences import SequenceBook, SequenceFlow
+from maitred.tensor.served_models import ControlMode
 from tests.fakes import with_terms
 from tests.tensor.models import model_of, wheel_file
 from tests.tensor.test_local import served
@@ -226,7 +227,7 @@ def test_a_request_without_a_slot_times_out_when_due_and_an_idle_sequence_gives_
         async with served(tmp_path) as service:
             await service.infer(ask("a", 1, 1, start=True))
             with pytest.raises(QueueTimeout, match="Request timeout expired"):
-                await service.infer(ask("late", 1, 2, start=True, start_by=service._clock.now() + 0.01))
+                await service.infer(ask("late", 1, 2, start=True, start_by=WallClock().now() + 0.01))
             assert value(await service.infer(ask("b", 1, 3, start=True, end=True))) == 1  # once the first was idle
             with pytest.raises(InvalidRequest, match="START"):
                 await service.infer(ask("a2", 1, 1))

@@ -8,8 +8,7 @@ pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
 
 from maitred.config import TensorConfig
 from maitred.core.errors import ConfigError
-from maitred.tensor.control import ControlMode, ModelControl
-from maitred.tensor.served_models import ServedModels
+from maitred.tensor.served_models import ControlMode, ModelControl, ServedModels
 from maitred.tensor.tfs_config import open_repository, read_batching, read_models
 from tests.tensor.models import write_model
 

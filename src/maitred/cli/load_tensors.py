@@ -36,16 +36,13 @@ from maitred.core.errors import CheckpointError, ConfigError, MaitredError
 from maitred.core.objectives import percentile
 from maitred.core.tensor_request import InferRequest, Tensor
 from maitred.engine.limits import hand_over_quickly
-from maitred.tensor.arrays import data_type_of, tensor_of
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD
-from maitred.tensor.config_fields import ModelConfig
-from maitred.tensor.control import ControlMode
+from maitred.tensor.arrays import data_type_of, made_array, tensor_of
+from maitred.tensor.config import ANY_MESSAGE, WILDCARD, ModelConfig
+from maitred.tensor.host import LocalTensorService
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.local import LocalTensorService
 from maitred.tensor.profiling import made_inputs
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES
-from maitred.tensor.served_models import OPENERS, Opener
-from maitred.tensor.warmup import made_array
+from maitred.tensor.served_models import OPENERS, ControlMode, Opener
 
 REGION = "maitred-bench"
 MAX_REASON = 300  # characters

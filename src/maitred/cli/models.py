@@ -13,7 +13,7 @@ from maitred.cli.flags import option
 from maitred.cli.local import ENGINE_PARTS, engine_config
 
 if TYPE_CHECKING:
-    from maitred.tensor.check import Checked
+    from maitred.tensor.check import CheckedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def _check(options: Options) -> int:
     return 0 if all(each.served for each in found) else 1
 
 
-def line(checked: Checked) -> str:
+def line(checked: CheckedModel) -> str:
     """One model, in words."""
     from maitred.cli.console import inert
 

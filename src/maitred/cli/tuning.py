@@ -31,14 +31,12 @@ from maitred.sim.synthetic import arrival_times
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, TensorProfile
 from maitred.sim.tensors import SimulatedModel, TensorArrival, TensorSimulation
 from maitred.tensor.batching import lengths_of, rules_of
-from maitred.tensor.config import ANY_MESSAGE, parameters_of
+from maitred.tensor.config import ANY_MESSAGE, SCHEMA, parameters_of
 from maitred.tensor.config_checks import PYTHON, is_ensemble
-from maitred.tensor.config_fields import SCHEMA
-from maitred.tensor.control import EVERY, ControlMode, ModelControl
 from maitred.tensor.profiling import POINT_S as PROFILE_POINT_S
 from maitred.tensor.profiling import lengths_to_try, measured_times, rows_to_try, set_batching
 from maitred.tensor.repository_files import CONFIG, ModelFolder, read_config, read_model
-from maitred.tensor.served_models import OPENERS, Opener, ServedModels
+from maitred.tensor.served_models import EVERY, OPENERS, ControlMode, ModelControl, Opener, ServedModels
 
 DELAYS_US = (0, 500, 1000, 2000, 5000)
 FIRST_REQUESTS, SECOND_REQUESTS, SECOND_ROUND = 400, 2500, 8

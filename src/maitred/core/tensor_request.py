@@ -1,5 +1,4 @@
-"""Tensor request: what a client asks of a model without tokens, what its scheduler knows, the batch that it runs in,
-and the service that every protocol asks.
+"""Tensor request: what a client asks of a model without tokens, what its scheduler knows, and the batch it runs in.
 
 A scheduler has no tensors: inputs and outputs stay with the batch's runner, and are found by request id. A tensor's
 bytes are as KServe v2 sends them raw (https://kserve.github.io/website: "binary tensor data"): numbers little-endian
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -333,38 +332,3 @@ class ModelChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     model: str
     loads: bool
     config: str | None = None  # in place of the folder's
-
-
-class ModelTable(Protocol):
-    """Models that there are."""
-
-    def config(self, model: str, version: int = 0, label: str = "") -> Any:
-        """The ModelConfig as it is served, gaps filled. Raises ModelNotFound."""
-        ...
-
-    def versions(self, model: str) -> Sequence[int]:
-        """Return the versions that answer now, ascending; none for a model that is not served."""
-        ...
-
-
-class TensorService(ModelTable, Protocol):
-    """The models of one server. All of it is asked on the event loop; what waits is a coroutine.
-
-    Errors are `maitred.core.errors`: ModelNotFound, InvalidRequest, Unavailable, Overloaded, RequestTimeout ...
-    """
-
-    async def infer(self, request: InferRequest) -> InferResponse:
-        """Waits for its batch. Cancelling it gives up its place at once."""
-        ...
-
-    def index(self, *, ready_only: bool = False) -> Sequence[IndexEntry]: ...
-
-    def statistics(self, model: str = "", version: int = 0) -> Sequence[ModelStatistics]:
-        """Return the statistics of all models, of one, or of one version. Raises ModelNotFound."""
-        ...
-
-    async def load(self, model: str, config: str | None = None) -> None:
-        """Load as `tensor.control.ModelControl.load`."""
-        ...
-
-    async def unload(self, model: str) -> None: ...

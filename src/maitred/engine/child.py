@@ -23,10 +23,9 @@ import msgspec
 import zmq
 
 from maitred.config import EngineConfig
-from maitred.engine.child_process import HIGH_WATER_MARK, LogLine
+from maitred.engine.child_process import COMMANDS, HIGH_WATER_MARK, REPORTS, LogLine, Receiver, Sender, address_of
 from maitred.engine.frames import Beat, Begin, Command, Hello, Report, decode_command
 from maitred.engine.loop import Builder, LoadedEngine, run_engine
-from maitred.engine.sockets import COMMANDS, REPORTS, Receiver, Sender, address_of
 from maitred.engine.timeline import process_age_s
 from maitred.executor.parent import end_with_parent
 

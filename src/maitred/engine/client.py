@@ -17,13 +17,19 @@ from msgspec.structs import replace
 from maitred.config import SchedulerConfig
 from maitred.core.clock import Clock
 from maitred.core.cost_model import CostModel
-from maitred.core.errors import EngineDead, InvalidRequest, MaitredError, RequestTooLarge, UnsupportedParameter
+from maitred.core.errors import (
+    EngineDead,
+    InvalidRequest,
+    MaitredError,
+    RequestTooLarge,
+    Unavailable,
+    UnsupportedParameter,
+)
 from maitred.core.replica import ReplicaState, TierView, WorkerView
 from maitred.core.request import Charges, FinishReason, RequestSpec
 from maitred.core.step import RequestProgress
 from maitred.core.tensor_request import InferRequest, InferResponse, ModelChange
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
-from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.frames import (
     Abort,
     Answer,
@@ -41,10 +47,17 @@ from maitred.engine.frames import (
     encode,
     error_of,
 )
-from maitred.engine.live_requests import Live, LiveRequest, LiveTensor
+from maitred.engine.live_requests import (
+    CrashIsolation,
+    Live,
+    LiveRequest,
+    LiveTensor,
+    ProgressStream,
+    refusal,
+    refusal_of_foreign,
+)
 from maitred.engine.live_view import LiveView
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
-from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import (
     CHANGE_MODEL,
     CLEAR_KV,
@@ -64,11 +77,11 @@ from maitred.engine.queries import (
 )
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.supervisor import Loss, Owner, Start, Supervisor
+from maitred.engine.tensors import TensorModels
 from maitred.scheduler.queue_view import QueueView
 
 if TYPE_CHECKING:
     from maitred.engine.tensor_memory import ServerMemory
-    from maitred.engine.tensors import TensorModels
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -90,7 +103,6 @@ class EngineClient(Replica, Owner):
         adapters: AdapterBook | None = None,  # that engines share; None is its own
         on_change: Callable[[], None] = lambda: None,  # told, on the event loop, when an engine has come or gone
     ) -> None:
-        self.tensors: TensorModels | None = None
         self._memory: ServerMemory | None = None  # where there are tensor models
         if start.config.tensors.serves:
             start = self._serve_tensors(start)
@@ -121,7 +133,6 @@ class EngineClient(Replica, Owner):
     def _serve_tensors(self, start: Start) -> Start:
         """What the engine begins with: memory for tensors is shared with it."""
         from maitred.engine.tensor_memory import ServerMemory  # noqa: PLC0415  numpy, of no use to a language model
-        from maitred.engine.tensors import TensorModels  # noqa: PLC0415
 
         self.tensors = TensorModels(self.infer, self.change_model, self._unanswered, start.read_config)
         self._memory = ServerMemory(start.config.tensors.tensor_arena_bytes)
@@ -158,7 +169,7 @@ class EngineClient(Replica, Owner):
 
         The first item raises EngineDead when there will be no engine any more. Raises ValueError for an id in use.
         """
-        stream = self._stream(request.request_id)
+        stream = ProgressStream(self, request.request_id, asyncio.get_running_loop(), self._streams)
         self._admit(LiveRequest(request, stream))
         return stream
 
@@ -166,23 +177,18 @@ class EngineClient(Replica, Owner):
         """Answer of a tensor model, whatever engines die meanwhile. Cancelling gives up the request's place at once."""
         if request.request_id in self._live:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        live = LiveTensor(request, self._stream(request.request_id))
+        live = LiveTensor(request, asyncio.get_running_loop().create_future())
         self._admit(live)
         try:
-            await anext(live.stream)
+            return await live.answer
         except asyncio.CancelledError:
-            await live.stream.aclose()
+            self.abort(request.request_id)
             raise
-        assert live.result is not None
-        return live.result
-
-    def _stream(self, request_id: str) -> ProgressStream:
-        return ProgressStream(self, request_id, asyncio.get_running_loop(), self._streams)
 
     def _admit(self, live: Live) -> None:
         self.attach(asyncio.get_running_loop())
         if self.supervisor.over or self.supervisor.stopping:
-            live.stream.fail(self.supervisor.death())
+            live.fail(self.supervisor.death())
             return
         if live.request_id in self._live:
             raise ValueError(f"request id {live.request_id!r} is already running")
@@ -423,11 +429,11 @@ class EngineClient(Replica, Owner):
         if isinstance(live, LiveRequest):
             self._deliver([ended])
         else:
-            live.stream.put(ended)
+            live.fail(Unavailable(f"model {live.spec.model!r}: the request was given up"))
             self._ended(live, ended)
 
     def _end_with_error(self, live: Live, error: MaitredError, now: float) -> None:
-        live.stream.fail(error)
+        live.fail(error)
         ended = live.ended(FinishReason.ERROR, now, str(error))
         if isinstance(live, LiveRequest):
             self._account([ended], self.counters.figures.num_waiting)
@@ -458,6 +464,7 @@ class EngineClient(Replica, Owner):
         self._account(progress, self.counters.figures.num_waiting if num_queued is None else num_queued)
         for item in progress:
             live = self._live[item.request_id]
+            assert isinstance(live, LiveRequest)
             live.stream.put(item)
             if item.finish_reason is not None:
                 self._ended(live, item)
@@ -479,14 +486,14 @@ class EngineClient(Replica, Owner):
             self._memory.answered(replace(ended, result=None))
             return
         ended = self._memory.answered(ended)
-        live.charges, live.result = ended.charges, ended.result
+        live.charges = ended.charges
         if self.tensors is not None:
             self.tensors.ended(live.spec, ended)
         last = live.ended(ended.finish_reason, self._clock.now(), ended.message or None)
         if ended.result is None:
-            live.stream.fail(error_of(ended.kind, ended.message))
-        else:
-            live.stream.put(last)
+            live.fail(error_of(ended.kind, ended.message))
+        elif not live.answer.done():
+            live.answer.set_result(ended.result)
         self._ended(live, last)
         self._isolation.stepped([live.request_id])
 
@@ -566,10 +573,10 @@ class Questions:
         """Raises EngineDead, and what the engine answers with."""
         number = next(self._numbers)
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        if not self._send(Ask(number, query.name, msgspec.Raw(encode(argument)))):
-            raise self._death()
-        self._open[number] = (query, answer)
+        self._open[number] = (query, answer)  # first: an engine on this very loop may answer at once
         try:
+            if not self._send(Ask(number, query.name, msgspec.Raw(encode(argument)))):
+                raise self._death()
             return await answer
         finally:
             self._open.pop(number, None)

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 
-from maitred.engine.frames import Beat, Begin, Command, Report, Stop
+from maitred.engine.frames import Beat, Begin, Command, OnExit, OpenTransport, Report, Stop
 from maitred.engine.loop import Builder, run_engine
-from maitred.engine.transport import OnExit, OpenTransport
 
 STOP_S = 3.0  # a step that lasts longer is left to its thread, which ends with this process
 

@@ -1,9 +1,11 @@
-"""Commands to an engine and its reports: msgspec structs, msgpack between processes; decoded by type, never pickle."""
+"""Commands to an engine, its reports, and the transport that carries them: msgspec structs, msgpack between processes;
+decoded by type, never pickle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -54,7 +56,7 @@ class Submit(Frame, frozen=True, tag=True):
     spec: RequestSpec
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class SharedPlace(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of the memory that server and engine share."""
 
     offset: int
@@ -65,7 +67,7 @@ class Infer(Frame, frozen=True, tag=True):
     """A request to a tensor model."""
 
     request: InferRequest  # without the data of inputs that have a place
-    places: tuple[Place | None, ...] = ()  # of its inputs
+    places: tuple[SharedPlace | None, ...] = ()  # of its inputs
 
 
 class Abort(Frame, frozen=True, tag=True):
@@ -224,7 +226,7 @@ class Ended(Frame, frozen=True, tag=True):
     message: str = ""
     charges: Charges = Charges()
     timing: RequestTiming | None = None
-    places: tuple[Place | None, ...] = ()  # of the result's outputs, whose data is there
+    places: tuple[SharedPlace | None, ...] = ()  # of the result's outputs, whose data is there
 
 
 class Ran(Frame, frozen=True, tag=True):
@@ -259,14 +261,14 @@ class ServedVersion(msgspec.Struct, frozen=True, array_like=True):
     labels: tuple[str, ...] = ()
 
 
-class Models(Frame, frozen=True, tag=True):
+class ModelsTold(Frame, frozen=True, tag=True):
     """All tensor models that are known, and those that answer now."""
 
     index: tuple[IndexEntry, ...]
     served: tuple[ServedVersion, ...]
 
 
-News = Ended | Ran | Looked | StepEnded | Models
+News = Ended | Ran | Looked | StepEnded | ModelsTold
 
 
 class TensorsTold(Frame, frozen=True, tag=True):
@@ -323,3 +325,71 @@ _KINDS: Mapping[str, type[MaitredError]] = {
 def error_of(kind: str, message: str) -> MaitredError:
     """The error that crossed; of a kind not known here, EngineDead."""
     return _KINDS.get(kind, EngineDead)(message)
+
+
+# ---- transports
+
+
+class Transport(Protocol):
+    """One engine, in a process or a thread, from its start to its end.
+
+    Its `on_exit` is called once, in a thread of its own, when the engine has ended. `send` and `receive` are for one
+    thread at a time.
+    """
+
+    last_words: str | None
+    """Why it ended or will, if that is known."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def name(self) -> str:
+        """`process 14021` or `thread`."""
+
+    @property
+    def num_wrong_frames(self) -> int:
+        """Messages on either side that were no frame."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when there may be reports; then call `receive` until it gives none."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def over(self) -> bool:
+        """Whether the engine has ended, and what it wrote was read."""
+
+    @property
+    def returncode(self) -> int:
+        """Exit status of an ended engine; minus the signal that killed it."""
+
+    def cause(self) -> str:
+        """Why it ended, in words that go on after its name."""
+
+    def send(self, command: Command) -> None:
+        """Never waits. For after its first report. Raises RequestTooLarge."""
+
+    def receive(self) -> Iterator[Report]:
+        """Reports that have come."""
+
+    def wait_readable(self, seconds: float) -> bool: ...
+
+    def heard_beat(self, num_wrong_commands: int) -> None:
+        """The engine beats, and has dropped so many commands that were none."""
+
+    def kill(self) -> None:
+        """End it as soon as can be."""
+
+    def stop(self) -> None:
+        """Ask it to end after its step, and see to it that it does; idempotent."""
+
+    def close(self) -> None:
+        """Give back what an ended one leaves; idempotent."""
+
+
+OnExit = Callable[[Transport], None]
+OpenTransport = Callable[[Begin, OnExit], Transport]
+"""Starts an engine that will load what it is told to."""

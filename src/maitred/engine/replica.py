@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -16,6 +16,7 @@ from maitred.core.step import RequestProgress
 from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.frames import BlockChanges, Ready
 from maitred.engine.live_view import LiveView
+from maitred.engine.tensors import TensorModels
 from maitred.scheduler.queue_view import QueueView
 
 OnProgress = Callable[[list[RequestProgress], int, float], None]
@@ -34,8 +35,8 @@ class Replica:
     """
 
     adapters: AdapterBook | None = None
-    tensors: Any = None
-    """The service of tensor models (`engine.tensors.TensorModels`); None where none are served."""
+    tensors: TensorModels | None = None
+    """The service of tensor models ; None where none are served."""
     on_progress: OnProgress
     """Called with all progress that comes at once, before the streams' readers are woken; an attribute to be set."""
     on_computed: OnComputed

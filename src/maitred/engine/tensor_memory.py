@@ -19,7 +19,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from maitred.core.tensor_request import Buffer, InferRequest, Tensor
-from maitred.engine.frames import Ended, Free, Infer, Keep, Place
+from maitred.engine.frames import Ended, Free, Infer, Keep, SharedPlace
 
 ALIGNMENT = 64  # bytes: a line of the processor's cache
 LARGEST_IN_FRAMES = 4096  # bytes of a tensor, while there is room elsewhere
@@ -57,13 +57,13 @@ class ServerMemory:
             if place is not None:
                 self._inputs.free(place.offset)
 
-    def _place(self, data: Buffer) -> Place | None:
+    def _place(self, data: Buffer) -> SharedPlace | None:
         view = memoryview(data)
         start = self._inputs.allocate(view.nbytes) if view.nbytes > LARGEST_IN_FRAMES else None
         if start is None or self._map is None:
             return None
         memoryview(self._map)[start : start + view.nbytes] = view.cast("B")
-        return Place(start, view.nbytes)
+        return SharedPlace(start, view.nbytes)
 
     # -- answers
 
@@ -80,7 +80,7 @@ class ServerMemory:
         outputs = tuple(each if place is None else replace(each, data=self._output(place)) for each, place in pairs)
         return replace(ended, result=replace(ended.result, outputs=outputs), places=())
 
-    def _output(self, place: Place) -> memoryview:
+    def _output(self, place: SharedPlace) -> memoryview:
         assert self._map is not None
         block = np.frombuffer(self._map, np.uint8, place.num_bytes, place.offset)
         weakref.finalize(block, self._returned.append, place.offset).atexit = False
@@ -131,24 +131,24 @@ class EngineMemory:
         )
         return replace(sent.request, inputs=tuple(inputs))
 
-    def written(self, outputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Place | None, ...]]:
+    def written(self, outputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[SharedPlace | None, ...]]:
         """Outputs as they cross, and where they were written."""
         places = tuple(self._write(memoryview(each.data)) for each in outputs)
         return _rest(outputs, places), places
 
-    def _write(self, data: memoryview) -> Place | None:
+    def _write(self, data: memoryview) -> SharedPlace | None:
         start = self._outputs.allocate(data.nbytes) if data.nbytes > LARGEST_IN_FRAMES else None
         if start is None:
             return None
-        place = Place(start, data.nbytes)
+        place = SharedPlace(start, data.nbytes)
         self._view(place)[:] = data.cast("B")
         return place
 
-    def _view(self, place: Place) -> memoryview:
+    def _view(self, place: SharedPlace) -> memoryview:
         return self._memory[place.offset : place.offset + place.num_bytes]
 
 
-def _rest(tensors: Sequence[Tensor], places: Sequence[Place | None]) -> tuple[Tensor, ...]:
+def _rest(tensors: Sequence[Tensor], places: Sequence[SharedPlace | None]) -> tuple[Tensor, ...]:
     """Tensors that are left to go in a frame."""
     return tuple(
         each if place is None else replace(each, data=b"") for each, place in zip(tensors, places, strict=True)

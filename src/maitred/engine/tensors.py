@@ -24,7 +24,7 @@ from maitred.core.tensor_request import (
     ModelStatistics,
     unknown_model,
 )
-from maitred.engine.frames import Ended, Looked, Models, News, Ran, StepEnded
+from maitred.engine.frames import Ended, Looked, ModelsTold, News, Ran, StepEnded
 
 Samples = dict[tuple[str, ...], float]
 
@@ -36,7 +36,10 @@ class _Served:
 
 
 class TensorModels:
-    """A TensorService. `infer` and `change` are the client's, as are the requests without an answer, `unanswered`."""
+    """Tensor models of one server, which every protocol asks, on the event loop; what waits is a coroutine.
+
+    Errors are `maitred.core.errors`: ModelNotFound, InvalidRequest, Unavailable, Overloaded, RequestTimeout ...
+    """
 
     def __init__(
         self,
@@ -45,7 +48,9 @@ class TensorModels:
         unanswered: Callable[[], Iterable[InferRequest]],
         read_config: Callable[[bytes], Any],
     ) -> None:
-        """`read_config` makes a ModelConfig of protobuf's wire format."""
+        """`infer`, `change` and `unanswered`, the requests without an answer, are the client's; `read_config` makes a
+        ModelConfig of protobuf's wire format.
+        """
         self._infer, self._change, self._unanswered, self._read_config = infer, change, unanswered, read_config
         self._index: tuple[IndexEntry, ...] = ()
         self._served: dict[str, _Served] = {}
@@ -53,9 +58,11 @@ class TensorModels:
         self.counts = TensorCounts()
 
     async def infer(self, request: InferRequest) -> InferResponse:
+        """Answer of a model. Cancelling gives up the request's place at once."""
         return await self._infer(request)
 
     async def load(self, model: str, config: str | None = None) -> None:
+        """Load as `tensor.served_models.ModelControl.load`."""
         await self._change(ModelChange(model=model, loads=True, config=config))
 
     async def unload(self, model: str) -> None:
@@ -66,6 +73,7 @@ class TensorModels:
         return [entry for entry in self._index if not ready_only or (entry.name, entry.version) in ready]
 
     def config(self, model: str, version: int = 0, label: str = "") -> Any:
+        """The ModelConfig as it is served, gaps filled. Raises ModelNotFound."""
         served = self._served.get(model)
         if served is None:
             raise unknown_model(model)
@@ -77,9 +85,11 @@ class TensorModels:
         return served.configs[number]
 
     def versions(self, model: str) -> Sequence[int]:
+        """Versions that answer now, ascending; none for a model that is not served."""
         return sorted(self._served[model].configs) if model in self._served else ()
 
     def statistics(self, model: str = "", version: int = 0) -> Sequence[ModelStatistics]:
+        """Statistics of all models, of one, or of one version. Raises ModelNotFound."""
         return self._statistics.of(model, version)
 
     def num_unanswered(self) -> Counter[tuple[str, int]]:
@@ -92,7 +102,7 @@ class TensorModels:
 
     def hear(self, news: News) -> None:
         match news:
-            case Models():
+            case ModelsTold():
                 self._models_changed(news)
             case Ran() | Looked() | StepEnded():
                 self._statistics.hear(news)
@@ -106,7 +116,7 @@ class TensorModels:
             version = request.version if ended.result is None else ended.result.version
             self._statistics.ended(request.model, version, ended.timing, succeeded=ended.result is not None)
 
-    def _models_changed(self, models: Models) -> None:
+    def _models_changed(self, models: ModelsTold) -> None:
         self._index, self._served = models.index, {}
         for each in models.served:
             served = self._served.setdefault(each.model, _Served())
@@ -182,7 +192,10 @@ class Statistics:
             durations["queue"].add(1, queue_ns)
 
     def _at(self, model: str, version: int) -> _Counts:
-        return self._counts.setdefault((model, version), _Counts())
+        key = (model, version)
+        if key not in self._counts:
+            self._counts[key] = _Counts()
+        return self._counts[key]
 
     def of(self, model: str = "", version: int = 0) -> list[ModelStatistics]:
         """Return the statistics of all, of a model, or of a version. Raises ModelNotFound."""

@@ -31,7 +31,7 @@ from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges, Command, Ready
 from maitred.engine.installed import installed_policies
-from maitred.engine.live_requests import LiveRequest
+from maitred.engine.live_requests import LiveRequest, ProgressStream
 from maitred.engine.live_view import (
     FIRST_OWNER,
     MAX_CELLS,
@@ -48,11 +48,9 @@ from maitred.engine.live_view import (
 )
 from maitred.engine.memory import available_memory_bytes
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
-from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import AdapterFolder
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
-from maitred.engine.sleep import SleepPhase
-from maitred.engine.supervisor import Start
+from maitred.engine.supervisor import SleepPhase, Start
 from maitred.fleet.actions import Action, Bind, ChoicesMade, Move, Refuse
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.core import ClusterCore

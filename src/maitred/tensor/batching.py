@@ -12,11 +12,9 @@ import numpy as np
 
 from maitred.core.errors import InstanceLost, InvalidRequest, MaitredError
 from maitred.core.tensor_request import BatchRules, InferRequest, Instance, QueueRules, Tensor
-from maitred.tensor.arrays import array_of, datatype_of, tensor_of
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of, parameters_of
-from maitred.tensor.config_fields import SCHEMA
+from maitred.tensor.arrays import array_of, datatype_of, kept_specs, tensor_of
+from maitred.tensor.config import ANY_MESSAGE, SCHEMA, WILDCARD, DeclaredTensor, inputs_of, outputs_of, parameters_of
 from maitred.tensor.instance import NUMPY_TYPES, ModelInstance
-from maitred.tensor.sequence_tensors import kept_specs
 
 US = 1e-6
 _DELAY = SCHEMA.enums["ModelQueuePolicy.TimeoutAction"]["DELAY"]
@@ -157,7 +155,7 @@ class Batching:
             if name not in self._outputs:
                 raise InvalidRequest(f"unexpected inference output {name!r} for model {self._name!r}")
 
-    def _input(self, spec: TensorSpec, tensor: Tensor) -> np.ndarray:
+    def _input(self, spec: DeclaredTensor, tensor: Tensor) -> np.ndarray:
         wanted, shape = datatype_of(spec.data_type), tensor.shape
         if tensor.datatype != wanted:
             raise InvalidRequest(
@@ -264,7 +262,7 @@ class Batching:
             tensor_of(name, array, self._outputs[name].data_type) for name, array in zip(names, cut, strict=True)
         )
 
-    def _cut(self, spec: TensorSpec, array: np.ndarray, length: int | None, longest: int | None) -> np.ndarray:
+    def _cut(self, spec: DeclaredTensor, array: np.ndarray, length: int | None, longest: int | None) -> np.ndarray:
         if length is None or length == longest or array.ndim != len(spec.dims) + 1:
             return array
         pairs = zip(spec.dims, array.shape[1:], strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, hints, written
 from maitred.tensor.config_checks import NO_CODE, faults, is_ensemble, runs_code
-from maitred.tensor.encoder_files import is_sentence_folder
+from maitred.tensor.encoder_config import is_sentence_folder
 from maitred.tensor.ensembles import plan_of
 from maitred.tensor.fill import filled_from_files, with_defaults
 from maitred.tensor.repository import version_of
@@ -28,7 +28,7 @@ from maitred.tensor.repository_files import (
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedModel:
     """Result for one model. `reason` tells why it is not served, or else which of its settings are ignored."""
 
     path: str
@@ -38,7 +38,7 @@ class Checked:
     config: dict[str, Any] | None = None  # as it is written; None where none is, or it cannot be read
 
 
-def check(path: Path, *, allow_code: bool = False) -> Iterator[Checked]:
+def check(path: Path, *, allow_code: bool = False) -> Iterator[CheckedModel]:
     """Check a model, or each model of a repository."""
     if not path.is_dir():
         yield _checked_file(path, allow_code=allow_code)
@@ -56,15 +56,17 @@ def _is_model(folder: Path) -> bool:
     )
 
 
-def _checked_repository(path: Path, *, allow_code: bool) -> Iterator[Checked]:
+def _checked_repository(path: Path, *, allow_code: bool) -> Iterator[CheckedModel]:
     names = scan(path)
     if not names:
-        yield Checked(str(path), False, False, "it holds no model: a model is a folder with versions or a config.pbtxt")
+        yield CheckedModel(
+            str(path), False, False, "it holds no model: a model is a folder with versions or a config.pbtxt"
+        )
     for name in names:
         yield _checked_folder(path / name, allow_code=allow_code)
 
 
-def _checked_file(path: Path, *, allow_code: bool) -> Checked:
+def _checked_file(path: Path, *, allow_code: bool) -> CheckedModel:
     if path.suffix == ".onnx":
         return _checked_graph(path)
     if path.name == CONFIG and path.exists() and any(version_of(each.name) for each in path.parent.iterdir()):
@@ -72,24 +74,24 @@ def _checked_file(path: Path, *, allow_code: bool) -> Checked:
     try:
         config = read_config_file(path)
     except CheckpointError as error:
-        return Checked(str(path), False, False, str(error))
+        return CheckedModel(str(path), False, False, str(error))
     filled = with_defaults(filled_from_files(config, path.stem, [MODEL_FILE]))  # as if a version had what is usual
     return _verdict(path, config, _refused(filled, faults(filled), allow_code=allow_code))
 
 
-def _checked_graph(path: Path) -> Checked:
+def _checked_graph(path: Path) -> CheckedModel:
     try:
         model_of_file(path)
     except CheckpointError as error:
-        return Checked(str(path), False, False, str(error))
-    return Checked(str(path), True, True)
+        return CheckedModel(str(path), False, False, str(error))
+    return CheckedModel(str(path), True, True)
 
 
-def _checked_folder(folder: Path, *, allow_code: bool) -> Checked:
+def _checked_folder(folder: Path, *, allow_code: bool) -> CheckedModel:
     try:
         config = read_config(folder)
     except CheckpointError as error:
-        return Checked(str(folder), False, False, str(error))
+        return CheckedModel(str(folder), False, False, str(error))
     try:
         model = read_model(folder, config)
     except CheckpointError as error:
@@ -125,10 +127,10 @@ def _refused(config: ANY_MESSAGE, found: tuple[str, ...], *, allow_code: bool) -
     return "; ".join((*found, NO_CODE) if runs_code(config) and not allow_code else found)
 
 
-def _verdict(path: Path, config: ANY_MESSAGE, refused: str, model: ModelFolder | None = None) -> Checked:
+def _verdict(path: Path, config: ANY_MESSAGE, refused: str, model: ModelFolder | None = None) -> CheckedModel:
     """A model of which one version of several cannot be served is served, with the reason."""
     some = model is not None and NO_CODE not in refused and any(not version.fault for version in model.versions)
     ignored = "; ".join(f"ignored: {hint}" for hint in hints(config))
-    return Checked(
+    return CheckedModel(
         str(path), True, some or not refused, refused or ignored, written(config) if config.ListFields() else None
     )

@@ -12,8 +12,7 @@ from itertools import chain, pairwise
 from math import prod
 
 from maitred.core.errors import CheckpointError
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, parameters_of, refusals
-from maitred.tensor.config_fields import DATA_TYPES, SCHEMA
+from maitred.tensor.config import ANY_MESSAGE, DATA_TYPES, SCHEMA, WILDCARD, parameters_of, refusals
 from maitred.tensor.encoder_config import encoder_of, is_encoder
 
 Rule = Callable[[ANY_MESSAGE], Iterator[str]]

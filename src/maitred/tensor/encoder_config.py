@@ -1,15 +1,20 @@
 """Encoder of texts: what a ModelConfig says of one (`parameters` `task` = "embedding"), checked against its tensors.
 
-The parameters that a config leaves out are filled from the files beside it (`maitred.tensor.encoder_files`).
+The parameters that a config leaves out are filled from the files beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from maitred.core.errors import CheckpointError
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of, parameters_of
+from maitred.tensor.config import ANY_MESSAGE, WILDCARD, DeclaredTensor, inputs_of, outputs_of, parameters_of
+from maitred.text.folder import read_json
 
 TASK = "embedding"
 MAX_LENGTH = 512  # tokens of a text, where nothing says how many the model takes
@@ -26,7 +31,7 @@ _POOLED = "sentence_embedding"  # as sentence-transformers and Optimum call the 
 class Encoder:
     """How a text's tokens become a model's inputs, and its output a vector."""
 
-    inputs: tuple[TensorSpec, ...]
+    inputs: tuple[DeclaredTensor, ...]
     output: str
     width: int | None  # of its vectors, where the graph tells
     pooling: str  # mean, cls, last; empty where the graph pools itself
@@ -63,7 +68,7 @@ def encoder_of(config: ANY_MESSAGE) -> Encoder:
     )
 
 
-def _length(config: ANY_MESSAGE, inputs: tuple[TensorSpec, ...]) -> int:
+def _length(config: ANY_MESSAGE, inputs: tuple[DeclaredTensor, ...]) -> int:
     """The one length of all inputs. Raises CheckpointError."""
     if IDS not in (spec.name for spec in inputs):
         raise CheckpointError(f"task is {TASK!r}, and it has no input {IDS!r}")
@@ -78,11 +83,11 @@ def _length(config: ANY_MESSAGE, inputs: tuple[TensorSpec, ...]) -> int:
     return lengths.pop()
 
 
-def _rank(config: ANY_MESSAGE, spec: TensorSpec) -> int:
+def _rank(config: ANY_MESSAGE, spec: DeclaredTensor) -> int:
     return len(spec.dims) + int(config.max_batch_size > 0)
 
 
-def _output(config: ANY_MESSAGE, pooling: str) -> tuple[TensorSpec, str]:
+def _output(config: ANY_MESSAGE, pooling: str) -> tuple[DeclaredTensor, str]:
     """The output and its pooling: the vectors of tokens, or those of texts where the graph pools itself."""
     floats = [spec for spec in outputs_of(config) if spec.data_type in _FLOATS and spec.dims]
     tokens = [spec for spec in floats if _rank(config, spec) == 3]
@@ -105,3 +110,130 @@ def with_length_buckets(config: ANY_MESSAGE) -> ANY_MESSAGE:
         sizes = (*(size for size in BUCKETS if size < most), most)
         config.parameters["length_buckets"].string_value = ",".join(map(str, sizes))
     return config
+
+
+# ---- a folder as sentence-transformers write it
+
+
+MODULES = "modules.json"
+TOKENIZER = "tokenizer.json"
+ONNX = "onnx"  # the folder of model.onnx
+MOST_LENGTH = 1 << 20  # tokenizer_config.json says 1e30 for unknown
+_POOLING_FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+_POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+
+
+class _Module(msgspec.Struct):
+    type: str
+    path: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition(".")[2]
+
+
+def is_sentence_folder(folder: Path) -> bool:
+    """Whether sentence-transformers saved it."""
+    return (folder / MODULES).is_file()
+
+
+def onnx_folder(folder: Path) -> Path:
+    """Folder of the ONNX graph that sentence-transformers saved. Raises CheckpointError."""
+    if not (folder / ONNX / "model.onnx").is_file():
+        told = 'save it with SentenceTransformer(..., backend="onnx"), or with `optimum-cli export onnx`'
+        raise CheckpointError(f"{folder} has {MODULES}, and no {ONNX}/model.onnx: {told}")
+    return folder / ONNX
+
+
+def with_encoder(config: ANY_MESSAGE, folder: Path, version: Path) -> ANY_MESSAGE:
+    """The config itself; of an encoder with what its files say, where it says nothing. Raises CheckpointError.
+
+    `version` is the folder of the version that texts are answered by: its files go before those beside the config.
+    """
+    if not is_encoder(config) and not is_sentence_folder(folder):
+        return config
+    modules = _modules(folder)
+    place = next((each for each in _places(folder, version, modules) if (each / TOKENIZER).is_file()), None)
+    if place is None:
+        raise CheckpointError(f"task is {TASK!r}, and {folder} has no {TOKENIZER}, nor has {version}")
+    told = {"task": TASK, **_of_modules(folder, modules), **_of_texts(place)}
+    for key, value in told.items():
+        if key not in config.parameters:
+            config.parameters[key].string_value = value
+    config.parameters["tokenizer"].string_value = str(place.absolute())
+    return config
+
+
+def _places(folder: Path, version: Path, modules: Sequence[_Module]) -> Iterator[Path]:
+    yield from (folder / module.path for module in modules if module.kind == "Transformer")
+    yield version
+    yield folder
+
+
+def _modules(folder: Path) -> list[_Module]:
+    """Return the modules in order; none for a folder not of sentence-transformers."""
+    path = folder / MODULES
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[_Module])
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _of_modules(folder: Path, modules: Sequence[_Module]) -> dict[str, str]:
+    """Raises CheckpointError for what would change vectors, and is not built."""
+    if not modules:
+        return {}
+    for module in modules:
+        if module.kind not in ("Transformer", "Pooling", "Normalize"):
+            raise CheckpointError(f"{folder / MODULES} has a module {module.type!r}, which is not supported")
+        if ".." in Path(module.path).parts or Path(module.path).is_absolute():
+            raise CheckpointError(f"{folder / MODULES}: {module.path!r} leads out of the model's folder")
+    _refuse(folder / "config_sentence_transformers.json", "default_prompt_name")
+    kinds = {module.kind: folder / module.path for module in modules}
+    told = {"normalize": str("Normalize" in kinds).lower()}
+    if "Transformer" in kinds:
+        _refuse(kinds["Transformer"] / "sentence_bert_config.json", "do_lower_case")
+    if "Pooling" in kinds:
+        told["pooling"] = _pooling(kinds["Pooling"] / "config.json")
+    return told
+
+
+def _refuse(path: Path, field: str) -> None:
+    if value := read_json(path).get(field):
+        raise CheckpointError(f"{path}: {field} is {value!r}, which is not supported")
+
+
+def _pooling(path: Path) -> str:
+    """Raises CheckpointError."""
+    config = read_json(path)
+    flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    known = _POOLING_FLAGS if flags else _POOLING_NAMES
+    modes = flags or [str(config.get("pooling_mode"))]
+    if len(modes) != 1 or modes[0] not in known:
+        raise CheckpointError(f"{path}: pooling by {' and '.join(modes)} is not supported; mean, cls and last are")
+    return known[modes[0]]
+
+
+def _of_texts(place: Path) -> dict[str, str]:
+    """How long they may be, and what pads them."""
+    model, told = read_json(place / "config.json"), {}
+    own = _size(read_json(place / "sentence_bert_config.json"), "max_seq_length")
+    limits = (
+        _size(read_json(place / "tokenizer_config.json"), "model_max_length"),
+        _size(model, "max_position_embeddings"),
+    )
+    known = [size for size in ((own,) if own else limits) if size]
+    if known:
+        told["max_length"] = str(min(known))
+    for name, field in (("pad.input_ids", "pad_token_id"), ("vocab_size", "vocab_size")):
+        if size := _size(model, field):
+            told[name] = str(size)
+    return told
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    """0 where it says nothing, or more than any model has."""
+    value = config.get(key)
+    return int(value) if isinstance(value, int | float) and 0 < value < MOST_LENGTH else 0

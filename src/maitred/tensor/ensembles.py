@@ -17,7 +17,7 @@ import msgspec
 
 from maitred.core.errors import CheckpointError
 from maitred.core.tensor_request import Tensor
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
+from maitred.tensor.config import ANY_MESSAGE, WILDCARD, DeclaredTensor, inputs_of, outputs_of
 
 ConfigOf = Callable[
     [str, int], ANY_MESSAGE | None
@@ -25,7 +25,7 @@ ConfigOf = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EnsembleStep:
     """A model's place in an ensemble. The maps lead from the model's names to those of the ensemble's tensors."""
 
     model: str
@@ -39,7 +39,7 @@ class Step:
 class EnsemblePlan:
     """An ensemble without faults."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[EnsembleStep, ...]
     outputs: tuple[str, ...]
     ranks: Mapping[str, int]  # dimensions of each output, the batch included
 
@@ -75,7 +75,7 @@ def plan_of(config: ANY_MESSAGE, config_of: ConfigOf) -> EnsemblePlan:
     if faults:
         raise CheckpointError("; ".join(faults))
     steps = [
-        Step(
+        EnsembleStep(
             each.model_name,
             max(0, each.model_version),
             dict(sorted(each.input_map.items())),
@@ -98,7 +98,7 @@ def _called(at: int, step: ANY_MESSAGE) -> str:
     return f"step[{at}] (model {step.model_name!r})"
 
 
-def _side(owner: str, dims: tuple[int, ...], spec: TensorSpec, config: ANY_MESSAGE) -> _Side:
+def _side(owner: str, dims: tuple[int, ...], spec: DeclaredTensor, config: ANY_MESSAGE) -> _Side:
     return _Side(owner, spec.data_type, dims, config.max_batch_size > 0)
 
 
@@ -213,7 +213,7 @@ class StepInputs(NamedTuple):
     """A step that may go: what its model is asked."""
 
     number: int
-    step: Step
+    step: EnsembleStep
     inputs: tuple[Tensor, ...]
 
 
@@ -234,7 +234,7 @@ class EnsembleRun:
         going = [number for number, step in self._left.items() if self._coming.isdisjoint(step.inputs.values())]
         return [self._started(number, self._left.pop(number)) for number in going]
 
-    def _started(self, number: int, step: Step) -> StepInputs:
+    def _started(self, number: int, step: EnsembleStep) -> StepInputs:
         inputs = []
         for name, tensor in step.inputs.items():
             if tensor in self._tensors:
@@ -248,7 +248,7 @@ class EnsembleRun:
         if not self._readers[tensor]:
             del self._tensors[tensor]
 
-    def answered(self, step: Step, outputs: Collection[Tensor]) -> None:
+    def answered(self, step: EnsembleStep, outputs: Collection[Tensor]) -> None:
         """`outputs` by the model's names."""
         self._coming.difference_update(step.outputs.values())
         for tensor in outputs:

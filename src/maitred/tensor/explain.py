@@ -13,12 +13,12 @@ from typing import Any
 
 from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, parameters_of
+from maitred.tensor.instance import SessionSettings, available_providers, one_line, open_session, settings_for
 from maitred.tensor.onnx_graph import read_graph
 from maitred.tensor.profiling import measured_times
 from maitred.tensor.quantized import FLOAT, Measured, made_up, measured_error, served_file
 from maitred.tensor.repository_files import ModelFolder, ModelVersion, model_of_file, read_model
 from maitred.tensor.served_models import open_onnx
-from maitred.tensor.session import SessionSettings, available_providers, one_line, open_session, settings_for
 
 MOST_NAMES = 12  # of operators in a line
 _INTEGER = ("Integer", "QLinear", "QuantizeLinear", "DynamicQuantize")  # within the names of quantised operators

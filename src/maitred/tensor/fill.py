@@ -11,9 +11,17 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
 from maitred.core.errors import CheckpointError
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
+from maitred.tensor.config import (
+    ANY_MESSAGE,
+    DATA_TYPES,
+    SCHEMA,
+    WILDCARD,
+    DeclaredTensor,
+    ModelConfig,
+    inputs_of,
+    outputs_of,
+)
 from maitred.tensor.config_checks import BACKENDS, is_ensemble
-from maitred.tensor.config_fields import DATA_TYPES, SCHEMA, ModelConfig
 from maitred.tensor.encoder_config import is_encoder
 from maitred.tensor.onnx_graph import Graph, GraphTensor
 
@@ -173,7 +181,7 @@ def _unknown(side: str, names: Collection[str], tensors: Collection[str]) -> Ite
 
 
 def _differing(
-    side: str, specs: Sequence[TensorSpec], tensors: dict[str, GraphTensor], batched: bool, *, exact: bool
+    side: str, specs: Sequence[DeclaredTensor], tensors: dict[str, GraphTensor], batched: bool, *, exact: bool
 ) -> Iterator[str]:
     yield from _unknown(side, [spec.name for spec in specs], tensors)
     for spec in specs:
@@ -184,7 +192,9 @@ def _differing(
             yield from _other_shape(side, spec, tensor.shape, batched, exact=exact)
 
 
-def _other_shape(side: str, spec: TensorSpec, shape: tuple[int, ...], batched: bool, *, exact: bool) -> Iterator[str]:
+def _other_shape(
+    side: str, spec: DeclaredTensor, shape: tuple[int, ...], batched: bool, *, exact: bool
+) -> Iterator[str]:
     """`exact`: a dimension of any length in the model is so in the config too, as Triton asks of outputs."""
     dims = (WILDCARD, *spec.model_dims) if batched else spec.model_dims
     where = f"{side} {spec.name!r}"

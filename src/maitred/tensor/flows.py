@@ -20,9 +20,9 @@ from maitred.storage.result_cache import CachedAnswer as Kept
 from maitred.storage.result_cache import ResultCache
 from maitred.tensor.batching import Batching
 from maitred.tensor.config import ANY_MESSAGE, inputs_of
-from maitred.tensor.ensembles import EnsembleRun, Step, StepInputs
+from maitred.tensor.ensembles import EnsembleRun, EnsembleStep, StepInputs
 from maitred.tensor.instance import reshaped
-from maitred.tensor.runner import Answer, Done, TensorRunner
+from maitred.tensor.runner import Done, TensorAnswer, TensorRunner
 from maitred.tensor.sequences import SequenceFlow
 from maitred.tensor.served_models import LoadedVersion
 
@@ -84,10 +84,10 @@ class CacheFlow:
         timing = RequestTiming(
             queue_s=0.0, prefill_s=0.0, decode_s=0.0, ttft_s=max(0.0, now - (request.arrived_at or now))
         )
-        done(Answer(response, FinishReason.STOP, Charges(), timing))
+        done(TensorAnswer(response, FinishReason.STOP, Charges(), timing))
         return None
 
-    def _keep(self, loaded: LoadedVersion, key: bytes, looked_ns: int, done: Done, answer: Answer) -> None:
+    def _keep(self, loaded: LoadedVersion, key: bytes, looked_ns: int, done: Done, answer: TensorAnswer) -> None:
         begun = perf_counter_ns()
         if isinstance(answer.result, InferResponse):
             if not loaded.replaced:
@@ -190,7 +190,7 @@ class EnsembleFlow:
             del whole.running[ready.number]
             self._fail(whole, error, FinishReason.ERROR)
 
-    def _answered(self, whole: _Whole, ready: StepInputs, answer: Answer) -> None:
+    def _answered(self, whole: _Whole, ready: StepInputs, answer: TensorAnswer) -> None:
         whole.running.pop(ready.number)
         if answer.timing is not None:
             total_ns, queue_ns = round(answer.timing.total_s * 1e9), round(answer.timing.queue_s * 1e9)
@@ -227,7 +227,7 @@ class EnsembleFlow:
             first_scheduled_at=whole.first_scheduled_at, num_rows=whole.num_rows, compute_us=whole.compute_us
         )
         result, reason = whole.failure or (self._response(whole, queue_s), FinishReason.STOP)
-        whole.done(Answer(result, reason, charges, timing))
+        whole.done(TensorAnswer(result, reason, charges, timing))
 
     def _response(self, whole: _Whole, queue_s: float) -> InferResponse:
         return InferResponse(
@@ -241,7 +241,7 @@ class EnsembleFlow:
 
 def _step_request(whole: _Whole, ready: StepInputs, request_id: str) -> InferRequest:
     """Return a step's request. The whole waits to start: once one of its steps has run, no other is late to start."""
-    step: Step = ready.step
+    step: EnsembleStep = ready.step
     terms = whole.request.terms
     if whole.first_scheduled_at is not None:
         terms = msgspec.structs.replace(terms, start_by=None)

@@ -1,14 +1,15 @@
-"""Tensor models in an engine: their lanes, loads in a thread of their own, and the engine's process with or without a
-language model, `python -m maitred.tensor.host FOLDER`.
+"""Tensor models in an engine: their lanes, loads in a thread of their own; the service over them on an event loop; and
+the engine's process with or without a language model, `python -m maitred.tensor.host FOLDER`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -17,18 +18,19 @@ from pathlib import Path
 
 import msgspec
 
-from maitred.config import NO_MODEL, EngineConfig, MachineShare, TensorConfig
-from maitred.core.clock import Clock, WallClock
-from maitred.core.errors import CheckpointError, ConfigError, MaitredError, RequestTooLarge
+from maitred.config import NO_MODEL, EngineConfig, MachineShare, SchedulerConfig, TensorConfig
+from maitred.core.clock import WallClock
+from maitred.core.errors import CheckpointError, ConfigError, EngineDead, MaitredError, RequestTooLarge
 from maitred.core.request import FinishReason
 from maitred.core.step import ModelOutput, SchedulerOutput
-from maitred.core.tensor_request import InferResponse, ModelChange
+from maitred.core.tensor_request import InferRequest, InferResponse, ModelChange
 from maitred.decisions.codec import Header
 from maitred.decisions.files import DecisionLogFile
 from maitred.decisions.log import Recorder
 from maitred.engine.build import load_engine
 from maitred.engine.child import build_from_config, main
 from maitred.engine.child_process import in_child_process
+from maitred.engine.client import Questions
 from maitred.engine.engine_thread import in_thread
 from maitred.engine.frames import (
     Abort,
@@ -38,13 +40,14 @@ from maitred.engine.frames import (
     Free,
     Infer,
     Keep,
-    Models,
+    ModelsTold,
     News,
     Refused,
     Report,
     ServedVersion,
     TensorsTold,
     encode,
+    error_of,
 )
 from maitred.engine.frames import Answer as Answered
 from maitred.engine.loop import Builder, LoadedEngine, TensorSide
@@ -53,16 +56,16 @@ from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import CHANGE_MODEL, Nothing
 from maitred.engine.supervisor import Start
 from maitred.engine.tensor_memory import EngineMemory
+from maitred.engine.tensors import TensorModels
 from maitred.scheduler.engine_core import EngineCore, TensorLanes
 from maitred.scheduler.scheduler import lone_scheduler
 from maitred.storage.result_cache import ResultCache
-from maitred.tensor.config_fields import ModelConfig
-from maitred.tensor.control import ControlMode, ModelControl
+from maitred.tensor.config import ModelConfig
 from maitred.tensor.flows import add_flows
 from maitred.tensor.python.instance import all_openers
 from maitred.tensor.repository_files import model_of_file
-from maitred.tensor.runner import Answer, TensorRunner
-from maitred.tensor.served_models import ServedModels
+from maitred.tensor.runner import TensorAnswer, TensorRunner
+from maitred.tensor.served_models import OPENERS, ControlMode, ModelControl, Opener, ServedModels
 from maitred.tensor.tfs_config import open_repository
 
 COMMAND = (sys.executable, "-P", "-m", "maitred.tensor.host")
@@ -78,12 +81,19 @@ def serving_tensors(start: Start) -> Start:
 class TensorHost(TensorSide):
     """Tensor models of an EngineLoop beside its language model; all but the loads is in the engine's thread."""
 
-    def __init__(self, config: TensorConfig, share: MachineShare, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: TensorConfig,
+        share: MachineShare,
+        *,
+        openers: Mapping[str, Opener] | None = None,
+        cache: ResultCache | None = None,
+    ) -> None:
         """Loads what is to be served at the start, and what an engine before this one was asked for. Raises
         CheckpointError where the repository cannot be read.
         """
-        self._config, self._clock = config, clock or WallClock()
-        self.models = ServedModels(all_openers(allow_code=config.allow_repository_code))
+        self._config, self._clock = config, WallClock()
+        self.models = ServedModels(all_openers(allow_code=config.allow_repository_code) if openers is None else openers)
         self._repository = open_repository(config)
         mode = ControlMode(config.model_control_mode)
         self._control = ModelControl(self._repository.folder, mode, self.models, rewrite=self._repository.rewrite)
@@ -92,8 +102,9 @@ class TensorHost(TensorSide):
         self._done: deque[Answered | Refused | None] = deque()  # changes of models, from the thread that loads
         self._news: list[News] = []
         self._closing = threading.Event()
-        self._cache = ResultCache(share.result_cache_bytes, share.result_cache_ttl_s)
+        share_cache = ResultCache(share.result_cache_bytes, share.result_cache_ttl_s)
         self._memory = EngineMemory(share.tensor_memory)
+        self._cache = share_cache if cache is None else cache
 
     def _start(self, repository: Path, changes: Sequence[ModelChange]) -> None:
         if not repository.is_file():
@@ -172,7 +183,7 @@ class TensorHost(TensorSide):
         except MaitredError as error:
             self._news.append(Ended(request_id, None, FinishReason.ERROR, type(error).__name__, str(error)))
 
-    def _ended(self, request_id: str, answer: Answer) -> None:
+    def _ended(self, request_id: str, answer: TensorAnswer) -> None:
         result, reason = answer.result, answer.finish_reason
         if isinstance(result, InferResponse):
             outputs, places = self._memory.written(result.outputs)
@@ -197,9 +208,10 @@ class TensorHost(TensorSide):
     def _poll(self) -> None:
         while not self._closing.wait(self._config.repository_poll_s):
             with suppress(RuntimeError):  # it was shut down meanwhile
-                self._loader.submit(self._poll_once)
+                self._loader.submit(self.poll)
 
-    def _poll_once(self) -> None:
+    def poll(self) -> None:
+        """Load and unload what changed in the repository; in the thread that loads."""
         changes = self._control.poll()
         if changes.load or changes.unload:
             self._done.append(None)
@@ -209,7 +221,7 @@ class TensorHost(TensorSide):
         self.runner.models_changed()
         ready = self.models.index(ready_only=True)
         served = tuple(self._told(entry.name, entry.version or 0) for entry in ready)
-        self._news.append(Models(tuple(self.models.index()), served))
+        self._news.append(ModelsTold(tuple(self.models.index()), served))
 
     def _told(self, name: str, number: int) -> ServedVersion:
         with self.models.lease(name, number) as loaded:
@@ -237,6 +249,105 @@ class TensorHost(TensorSide):
             if isinstance(news, Ended):
                 told = (type(error).__name__, str(error))
                 self._send(TensorsTold([msgspec.structs.replace(news, result=None, kind=told[0], message=told[1])]))
+
+
+# ---- on an event loop
+
+
+class LocalTensorService(TensorModels):
+    """TensorModels of a TensorHost in this process. Make, `start` and `close` it on the event loop that asks it."""
+
+    def __init__(
+        self,
+        repository: Path,
+        mode: ControlMode = ControlMode.NONE,
+        *,
+        openers: Mapping[str, Opener] = OPENERS,
+        cache: ResultCache | None = None,
+    ) -> None:
+        super().__init__(self._infer_here, self._change_here, self._requests, ModelConfig.FromString)
+        self._repository, self._mode, self._openers, self._cache = repository, mode, openers, cache
+        self._asked: dict[str, tuple[InferRequest, asyncio.Future[Ended]]] = {}
+        self._questions = Questions(self._obey, lambda: EngineDead("the models were closed"))
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self, load: Collection[str] = ()) -> None:
+        """Raises CheckpointError for a repository that cannot be read."""
+        loop = self._loop = asyncio.get_running_loop()
+        mode = self._mode.value
+        config = TensorConfig(model_repository=str(self._repository), model_control_mode=mode, load_model=tuple(load))
+        made = partial(TensorHost, config, MachineShare(), openers=self._openers, cache=self._cache)
+        self.host = await asyncio.to_thread(made)
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._turn)
+
+        core = EngineCore(lone_scheduler(SchedulerConfig()), _NoExecutor(), WallClock())
+        self.host.begin(core, self._hear, wake)
+
+    @property
+    def runner(self) -> TensorRunner:
+        return self.host.runner
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.to_thread(self.host.close)
+        for name in {entry.name for entry in self.host.models.index()}:
+            self.host.models.drop(name)
+
+    async def poll(self) -> None:
+        await asyncio.to_thread(self.host.poll)
+        self._turn()
+
+    async def _infer_here(self, request: InferRequest) -> InferResponse:
+        answer: asyncio.Future[Ended] = self._loop.create_future()
+        self._asked[request.request_id] = (request, answer)
+        self._obey(Infer(request))
+        try:
+            ended = await answer
+        except asyncio.CancelledError:
+            self._obey(Abort(request.request_id, FinishReason.ABORT))
+            raise
+        if ended.result is None:
+            raise error_of(ended.kind, ended.message)
+        return ended.result
+
+    async def _change_here(self, change: ModelChange) -> None:
+        await self._questions.ask(CHANGE_MODEL, change)
+
+    def _requests(self) -> list[InferRequest]:
+        return [request for request, _ in self._asked.values()]
+
+    def _obey(self, command: Command) -> bool:
+        self.host.obey(command)
+        self._turn()
+        return True
+
+    def _hear(self, report: Report) -> None:
+        match report:
+            case TensorsTold(news):
+                for each in news:
+                    self._take(each) if isinstance(each, Ended) else self.hear(each)
+            case Answered(number, result):
+                self._questions.answered(number, result)
+            case Refused(number, kind, message):
+                self._questions.settle(number, error_of(kind, message))
+
+    def _take(self, ended: Ended) -> None:
+        request, answer = self._asked.pop(ended.request_id)
+        self.ended(request, ended)
+        if not answer.done():
+            answer.set_result(ended)
+
+    def _turn(self) -> None:
+        """Run a turn, and again when something may be due."""
+        self.host.turn()
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_s = self.host.wake_in_s
+        self._timer = None if wait_s is None else self._loop.call_later(wait_s, self._turn)
 
 
 # ---- engines that serve a repository

@@ -11,13 +11,11 @@ from maitred.core.errors import CheckpointError, MaitredError
 from maitred.core.objectives import percentile
 from maitred.core.tensor_request import InferRequest, Tensor
 from maitred.sim.tensor_profile import ModelTimes, ShapeTimes
-from maitred.tensor.arrays import tensor_of
+from maitred.tensor.arrays import kept_specs, made_array, tensor_of
 from maitred.tensor.batching import Batching, BatchRun, Rows, lengths_of, run_batch
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of
+from maitred.tensor.config import ANY_MESSAGE, WILDCARD, DeclaredTensor, inputs_of
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.sequence_tensors import kept_specs
 from maitred.tensor.served_models import LoadedVersion
-from maitred.tensor.warmup import made_array
 
 POINT_S, LEAST_RUNS, MOST_RUNS = 0.15, 7, 400  # of each shape and number of rows
 WARM_RUNS = 2
@@ -125,7 +123,7 @@ def _quantiles(values: list[float]) -> tuple[float, ...]:
 
 def made_inputs(config: ANY_MESSAGE, num_rows: int, length: int) -> tuple[Tensor, ...]:
     """Numbers from 0 to 1, their open dimensions `length` long; whole ones may be places in a table."""
-    specs: Sequence[TensorSpec] = [*inputs_of(config), *kept_specs(config)[0].values()]
+    specs: Sequence[DeclaredTensor] = [*inputs_of(config), *kept_specs(config)[0].values()]
     rows = (num_rows,) if config.max_batch_size > 0 else ()
     return tuple(
         tensor_of(spec.name, made_array(NUMPY_TYPES[spec.data_type], rows + _dims(spec, length), random=True), kind)
@@ -134,7 +132,7 @@ def made_inputs(config: ANY_MESSAGE, num_rows: int, length: int) -> tuple[Tensor
     )
 
 
-def _dims(spec: TensorSpec, length: int) -> tuple[int, ...]:
+def _dims(spec: DeclaredTensor, length: int) -> tuple[int, ...]:
     return tuple(length if dim == WILDCARD else dim for dim in spec.dims)
 
 

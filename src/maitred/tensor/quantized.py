@@ -19,9 +19,8 @@ import numpy as np
 
 from maitred.core.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, parameters_of
-from maitred.tensor.instance import NUMPY_TYPES
+from maitred.tensor.instance import NUMPY_TYPES, SessionSettings, one_line, open_session
 from maitred.tensor.repository_files import ModelFolder, ModelVersion
-from maitred.tensor.session import SessionSettings, one_line, open_session
 
 FLOAT, DYNAMIC, STATIC = "float", "int8-dynamic", "int8-static"
 FOLDER = "calibration"

@@ -38,7 +38,7 @@ NEWS = 0.2  # weight of the last batch in what a row is believed to take
 PREFILL_S_PER_TOKEN = 1 / 2000  # until prompts were measured, or for good where there are none
 
 
-class Answer(NamedTuple):
+class TensorAnswer(NamedTuple):
     """Result of a request."""
 
     result: InferResponse | MaitredError
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
     timing: RequestTiming | None = None
 
 
-Done = Callable[[Answer], None]
+Done = Callable[[TensorAnswer], None]
 
 
 class Flow(Protocol):
@@ -273,7 +273,7 @@ class TensorRunner:
         assert reason is not None
         assert charges is not None
         assert timing is not None
-        waiting.done(Answer(self._result(waiting, progress, charges, timing), reason, charges, timing))
+        waiting.done(TensorAnswer(self._result(waiting, progress, charges, timing), reason, charges, timing))
         if waiting.held.loaded.replaced:
             self._drop_unloaded(waiting.held.loaded.name, waiting.held.loaded.number)
 

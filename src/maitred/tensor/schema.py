@@ -19,7 +19,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from maitred.tensor.extra import missing
+from maitred.core.errors import ConfigError
+
+
+def missing(package: str) -> ConfigError:
+    """Return the error to be raised in place of the ImportError of `package`."""
+    return ConfigError(f"tensor models need the package {package}; install it with: pip install 'maitred[tensor]'")
+
 
 try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory

@@ -21,10 +21,10 @@ from maitred.core.errors import InvalidRequest, MaitredError
 from maitred.core.request import FinishReason
 from maitred.core.tensor_request import InferRequest, InferResponse, SequenceControl, Tensor
 from maitred.scheduler.deadlines import Deadlines
+from maitred.tensor.arrays import MOST_ID_BYTES, control_tensors
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.fill import kept_tensors
-from maitred.tensor.runner import Answer, Done, why_ended
-from maitred.tensor.sequence_tensors import MOST_ID_BYTES, control_tensors
+from maitred.tensor.runner import Done, TensorAnswer, why_ended
 from maitred.tensor.served_models import LoadedVersion
 
 US = 1e-6
@@ -296,9 +296,9 @@ class SequenceFlow:
                 self._stand(_step_request(held, turn), partial(self._answered, held))
             except MaitredError as error:
                 left += held.model.book.answered(turn.request_id, None, self._clock.now())
-                held.done(Answer(error, FinishReason.ERROR))
+                held.done(TensorAnswer(error, FinishReason.ERROR))
 
-    def _answered(self, held: _Held, answer: Answer) -> None:
+    def _answered(self, held: _Held, answer: TensorAnswer) -> None:
         """The next one goes before this one is told."""
         model, states = held.model, None
         if isinstance(answer.result, InferResponse):
@@ -316,7 +316,7 @@ class SequenceFlow:
         held.finished = True
         self._deadlines.ended(held)
         self._begin(held.model.book.give_up(request_id, self._clock.now()))
-        held.done(Answer(why_ended(held.request.model, reason), reason))
+        held.done(TensorAnswer(why_ended(held.request.model, reason), reason))
 
 
 def _model_of(loaded: LoadedVersion) -> _Model:

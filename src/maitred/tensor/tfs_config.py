@@ -17,8 +17,7 @@ from google.protobuf import text_format
 
 from maitred.config import TensorConfig
 from maitred.core.errors import ConfigError
-from maitred.tensor.config import ANY_MESSAGE
-from maitred.tensor.config_fields import ModelConfig
+from maitred.tensor.config import ANY_MESSAGE, ModelConfig
 from maitred.tensor.repository import LABEL
 from maitred.tensor.schema import marked_fields
 from maitred.tensor.tfs_fields import FILE_MESSAGES, FILE_SCHEMA

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +42,6 @@ from maitred.tensor.arrays import MOST_DIMS, data_type_of, numbers_as_bytes, tex
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, outputs_of
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS, RAW_OUTPUT_CONTENTS
-from maitred.tensor.raw_contents import joined, split
 
 FINAL = "triton_final_response"
 
@@ -430,3 +429,76 @@ async def _refuse_cuda(message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
 async def _forget_cuda(message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
     """There are none to forget, and clients unregister all of them to begin with."""
     return MESSAGES["CudaSharedMemoryUnregisterResponse"]()
+
+
+# ---- raw contents: large fields of bytes are looked at where they lie, and written in one piece
+
+
+_VARINT, _BYTES = 0, 2
+_FIXED = {1: 8, 5: 4}
+
+
+class Split(NamedTuple):
+    """A message's bytes without one field, and the contents of that field, which are views."""
+
+    message: bytes
+    contents: list[memoryview]
+
+
+def split(content: bytes, number: int) -> Split:
+    """Takes the field of bytes `number` out of a message. Raises ValueError where bytes end early or fit no field."""
+    view, contents, kept, kept_from = memoryview(content), [], [], 0
+    for start, found, body, end in _fields(content):
+        if found == number:
+            contents.append(view[body:end])
+            kept.append(view[kept_from:start])
+            kept_from = end
+    return Split(b"".join([*kept, view[kept_from:]]) if contents else content, contents)
+
+
+def joined(message: bytes, number: int, contents: Iterable[Buffer]) -> bytes:
+    """A message with a repeated field of bytes after its other fields: each content is copied once."""
+    parts: list[Buffer] = [message]
+    for content in contents:
+        flat = memoryview(content).cast("B") if memoryview(content).nbytes else b""
+        parts += (_varint(number << 3 | _BYTES) + _varint(len(flat)), flat)
+    return b"".join(parts)
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """Yield for each field its start, number, and where its value starts and ends."""
+    at, size = 0, len(content)
+    while at < size:
+        start = at
+        key, at = _read_varint(content, at)
+        kind = key & 7
+        if kind == _VARINT:
+            length = _read_varint(content, at)[1] - at
+        elif kind == _BYTES:
+            length, at = _read_varint(content, at)
+        elif kind in _FIXED:
+            length = _FIXED[kind]
+        else:
+            raise ValueError(f"at byte {start} no field begins")
+        if length > size - at:
+            raise ValueError(f"at byte {start} a field has {length} bytes, and {size - at} are left")
+        yield start, key >> 3, at, at + length
+        at += length
+
+
+def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+    """The number, and where it ends."""
+    value = 0
+    for index, byte in enumerate(content[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value, at + index + 1
+    raise ValueError(f"at byte {at} a number does not end")
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*parts, value))

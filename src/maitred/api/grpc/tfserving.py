@@ -17,8 +17,7 @@ from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.core.errors import InvalidRequest, UnsupportedParameter
 from maitred.core.tensor_request import InferRequest, InferResponse, Tensor, num_bytes_of
 from maitred.tensor.config import ANY_MESSAGE
-from maitred.tensor.tfs_fields import MESSAGES, PACKAGE
-from maitred.tensor.tfs_forms import tensor_from_proto, tensor_to_proto
+from maitred.tensor.tfs_fields import MESSAGES, PACKAGE, tensor_from_proto, tensor_to_proto
 
 
 class PredictionService(RpcService):

@@ -30,8 +30,8 @@ from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel
+from maitred.engine.live_requests import MAX_UNREAD_BYTES, logprob_bytes
 from maitred.engine.model_facts import AdapterFacts
-from maitred.engine.progress_streams import MAX_UNREAD_BYTES, logprob_bytes
 from maitred.engine.replica import LOADING, LoadingReplica, Replica
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
@@ -39,7 +39,7 @@ from maitred.storage.ledger import Ledger
 from maitred.tenancy.caller import Caller
 
 if TYPE_CHECKING:
-    from maitred.core.tensor_request import TensorService  # which needs the extra
+    from maitred.engine.tensors import TensorModels  # which needs the extra
 
 T = TypeVar("T")
 LONG_BYTES = 16 * 1024  # of a body; tokenising so much takes some milliseconds
@@ -218,10 +218,9 @@ class App(Service):
         return [facts for facts in named if caller.tenant.may_use(facts.name)]
 
     @property
-    def tensors(self) -> TensorService | None:
+    def tensors(self) -> TensorModels | None:
         """The service of tensor models; None where none are served."""
-        tensors: TensorService | None = self.replica.tensors
-        return tensors
+        return self.replica.tensors
 
     @property
     def model(self) -> ServedModel:

@@ -27,6 +27,7 @@ from maitred.core.request import FinishReason
 from maitred.core.step import RequestTiming
 from maitred.engine.adapter_book import AtWork
 from maitred.engine.replica import Replica
+from maitred.engine.tensors import TensorModels
 from maitred.gate.admission import AdmissionController
 from maitred.tenancy.quota import TenantQuota
 
@@ -126,8 +127,8 @@ def _us(ns: int) -> float:
     return ns // 1000
 
 
-def triton_families(tensors: Any) -> Iterator[Family]:
-    """Triton's metrics of an `engine.tensors.TensorModels`, by model and version."""
+def triton_families(tensors: TensorModels) -> Iterator[Family]:
+    """Triton's metrics of tensor models, by model and version."""
     told = tensors.statistics()
     for name, (help_, figure) in TRITON_NAMES.items():
         family = Family(name, help_, "unknown")

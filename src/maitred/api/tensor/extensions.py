@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maitred.core.errors import InvalidRequest, Overloaded, RegionNotFound, UnsupportedParameter
-from maitred.core.tensor_request import Buffer, SequenceControl, Tensor, TensorService
+from maitred.core.tensor_request import Buffer, SequenceControl, Tensor
+from maitred.engine.tensors import TensorModels
 from maitred.tensor.arrays import array_of, texts_as_bytes
 from maitred.tensor.repository_files import leads_out
 
@@ -32,7 +33,7 @@ class Labels:
     def __init__(self, repository: Path | None) -> None:
         self._repository = repository
 
-    def classify(self, tensors: TensorService, model: str, output: Tensor, count: int) -> Tensor:
+    def classify(self, tensors: TensorModels, model: str, output: Tensor, count: int) -> Tensor:
         """The `count` largest of an output of `model`. Raises InvalidRequest."""
         config = tensors.config(model)
         file = next((each.label_filename for each in config.output if each.name == output.name), "")

@@ -11,12 +11,13 @@ from msgspec.structs import replace
 from maitred.api.generate.lease import counting_refusals, enter
 from maitred.api.http.app import App
 from maitred.core.errors import ModelNotFound
-from maitred.core.tensor_request import InferRequest, InferResponse, TensorService
+from maitred.core.tensor_request import InferRequest, InferResponse
+from maitred.engine.tensors import TensorModels
 from maitred.gate.gate import NO_LIMITS, Ask, Lease, TimeLimits
 from maitred.tenancy.caller import Caller
 
 
-def tensors_of(app: App) -> TensorService:
+def tensors_of(app: App) -> TensorModels:
     """Raises ModelNotFound from a server without a model repository, Unavailable before the engine is there."""
     app.check_loaded()
     if app.tensors is None:
@@ -45,7 +46,7 @@ class TensorLease:
             self._app.gate.let_in(self._lease, (), num_tokens, self._app.clock.now())
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """The model's answer. Cancelling gives up the request's place at once. Raises as `TensorService.infer`."""
+        """The model's answer. Cancelling gives up the request's place at once. Raises as `TensorModels.infer`."""
         asked = _under_terms(self._lease, request, self._app.clock.now(), self._limits)
         response = await tensors_of(self._app).infer(asked)
         self.num_tokens += request.num_tokens

@@ -11,21 +11,22 @@ from maitred.api.generate.dialect import Prompt
 from maitred.api.http.errors import shortened
 from maitred.api.tensor.lease import TensorLease, new_id
 from maitred.core.errors import InvalidRequest, ModelNotFound, PromptTooLong, TooManyTokens
-from maitred.core.tensor_request import InferRequest, TensorService
+from maitred.core.tensor_request import InferRequest
+from maitred.engine.tensors import TensorModels
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.encoder import check_dimensions, inputs_for, vector_of
 from maitred.tensor.encoder_config import Encoder, encoder_of, is_encoder
 from maitred.text.tokenizer import Tokenizer
 
 
-def encoders_of(tensors: TensorService) -> dict[str, Encoder]:
+def encoders_of(tensors: TensorModels) -> dict[str, Encoder]:
     """Encoders that answer now, by name."""
     names = dict.fromkeys(entry.name for entry in tensors.index(ready_only=True))
     configs = {name: tensors.config(name) for name in names}
     return {name: encoder_of(config) for name, config in configs.items() if is_encoder(config)}
 
 
-def encoder_named(tensors: TensorService, name: str | None) -> str | None:
+def encoder_named(tensors: TensorModels, name: str | None) -> str | None:
     """`name`, or the only one there is; None where no encoder is served at all. Raises ModelNotFound for another
     name, InvalidRequest where none of several is named.
     """

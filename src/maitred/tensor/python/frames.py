@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,7 +37,7 @@ class ArrayAt(msgspec.Struct, frozen=True, array_like=True):
     texts: tuple[bytes, ...] = ()
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadInstance(msgspec.Struct, frozen=True, tag=True):
     """The first frame: what the process is to be."""
 
     folder: str  # of the version
@@ -56,26 +57,28 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     outputs: tuple[str, ...]  # that are wanted; none is all
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class InstanceReady(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded."""
 
     config: dict[str, Any] | None = None  # as the model's code completes it
 
 
-class Ran(msgspec.Struct, frozen=True, tag=True):
+class InstanceRan(msgspec.Struct, frozen=True, tag=True):
     outputs: tuple[ArrayAt, ...]
     num_bytes: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class InstanceFailed(msgspec.Struct, frozen=True, tag=True):
     """Loading, or one batch, raised."""
 
     reason: str
     by_client: bool = False  # the model finds that the inputs are wrong
 
 
-decode_command: Callable[[bytes], Load | Run] = msgspec.msgpack.Decoder(Load | Run).decode
-decode_answer: Callable[[bytes], Ready | Ran | Failed] = msgspec.msgpack.Decoder(Ready | Ran | Failed).decode
+decode_command: Callable[[bytes], LoadInstance | Run] = msgspec.msgpack.Decoder(LoadInstance | Run).decode
+decode_answer: Callable[[bytes], InstanceReady | InstanceRan | InstanceFailed] = msgspec.msgpack.Decoder(
+    InstanceReady | InstanceRan | InstanceFailed
+).decode
 
 
 def send(connection: socket.socket, frame: msgspec.Struct) -> None:
@@ -156,3 +159,19 @@ def texts_array(texts: Iterable[bytes]) -> np.ndarray:
     array = np.empty(len(listed), object)
     array[:] = listed
     return array
+
+
+# ---- models of installed packages
+
+
+GROUP = "maitred.models"
+
+
+def installed(name: str) -> EntryPoint | None:
+    """Found in what packages tell of themselves: none of their code is run."""
+    return next(iter(entry_points(group=GROUP, name=name)), None)
+
+
+def not_installed(name: str) -> str:
+    known = ", ".join(sorted(entry.name for entry in entry_points(group=GROUP))) or "none"
+    return f"no installed package has {name!r} in the group {GROUP!r} of entry points; there are: {known}"

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maitred.core.errors import CheckpointError, InstanceLost, InvalidRequest, KernelError
+from maitred.tensor.arrays import kept_specs
 from maitred.tensor.config import (
     ANY_MESSAGE,
+    SCHEMA,
     WILDCARD,
-    TensorSpec,
+    DeclaredTensor,
+    ModelConfig,
     complete,
     config_from_json,
     inputs_of,
@@ -28,15 +31,14 @@ from maitred.tensor.config import (
     parameters_of,
 )
 from maitred.tensor.config_checks import ENTRY_POINT, NO_CODE, PYTHON, faults, runs_code
-from maitred.tensor.config_fields import SCHEMA, ModelConfig
 from maitred.tensor.fill import with_defaults
 from maitred.tensor.instance import NUMPY_TYPES, Arrays, check_inputs, reshaped
 from maitred.tensor.python.frames import (
     FINALIZE_S,
-    Failed,
-    Load,
-    Ran,
-    Ready,
+    InstanceFailed,
+    InstanceRan,
+    InstanceReady,
+    LoadInstance,
     Run,
     SharedArrays,
     decode_answer,
@@ -44,7 +46,6 @@ from maitred.tensor.python.frames import (
     send,
 )
 from maitred.tensor.repository_files import ModelFolder, ModelVersion
-from maitred.tensor.sequence_tensors import kept_specs
 from maitred.tensor.served_models import OPENERS, LoadedVersion, Opener, warm
 
 COMPLETED = ("max_batch_size", "dynamic_batching", "input", "output")  # fields that a model's code may complete
@@ -107,7 +108,7 @@ class PythonInstance:
         self._name, parameters = place.name, parameters_of(config)
         entry_point = parameters.get(ENTRY_POINT, "")
         self._timeout_s = int(parameters[TIMEOUT]) / 1e3 if TIMEOUT in parameters else TIMEOUT_S
-        self._load = Load(
+        self._load = LoadInstance(
             folder=str(version.path.parent),
             file="" if entry_point else str(version.path),
             entry_point=entry_point,
@@ -153,7 +154,7 @@ class PythonInstance:
             except (OSError, EOFError) as error:
                 raise self._lost(error) from None
             self._num_deaths = 0
-            if isinstance(answer, Failed):
+            if isinstance(answer, InstanceFailed):
                 raise (InvalidRequest if answer.by_client else KernelError)(f"model {self._name}: {answer.reason}")
             found = self._results.get(answer.outputs, answer.num_bytes)
             return {name: array.copy() for name, array in self._checked(found, inputs, wanted).items()}
@@ -168,7 +169,7 @@ class PythonInstance:
 
     # -- the process
 
-    def _start(self) -> Ready:
+    def _start(self) -> InstanceReady:
         try:
             self._begin()
             self._connection.settimeout(LOAD_TIMEOUT_S)
@@ -178,7 +179,7 @@ class PythonInstance:
             self._end()
             told = f": {error}" if str(error) else ""
             raise CheckpointError(f"the process of {self._name} ended before it was loaded{told}") from None
-        if not isinstance(answer, Ready):
+        if not isinstance(answer, InstanceReady):
             self._end()
             raise CheckpointError(f"{self._load.file or self._load.entry_point}: {getattr(answer, 'reason', answer)}")
         self._connection.settimeout(self._timeout_s)
@@ -208,11 +209,11 @@ class PythonInstance:
             self._num_deaths += 1
             raise InstanceLost(str(error)) from None
 
-    def _asked(self, inputs: Arrays, wanted: tuple[str, ...]) -> Ran | Failed:
+    def _asked(self, inputs: Arrays, wanted: tuple[str, ...]) -> InstanceRan | InstanceFailed:
         placed, num_bytes = self._given.put(inputs)
         send(self._connection, Run(placed, num_bytes, wanted))
         answer = decode_answer(receive(self._connection))
-        assert not isinstance(answer, Ready)
+        assert not isinstance(answer, InstanceReady)
         return answer
 
     def _lost(self, error: Exception) -> InstanceLost:
@@ -237,7 +238,7 @@ class PythonInstance:
         check_inputs(inputs, self._types, self._needed)
         return {name: self._reshaped(array, self._inputs[name], back=False) for name, array in inputs.items()}
 
-    def _reshaped(self, array: np.ndarray, spec: TensorSpec, *, back: bool) -> np.ndarray:
+    def _reshaped(self, array: np.ndarray, spec: DeclaredTensor, *, back: bool) -> np.ndarray:
         if spec.reshape is None:
             return array
         dims = (spec.reshape, spec.dims) if back else (spec.dims, spec.reshape)
@@ -288,7 +289,7 @@ def _completed(config: ANY_MESSAGE, found: Mapping[str, Any]) -> ANY_MESSAGE:
     return completed
 
 
-def _conforming(model: str, spec: TensorSpec, array: np.ndarray, rows: tuple[int, ...]) -> np.ndarray:
+def _conforming(model: str, spec: DeclaredTensor, array: np.ndarray, rows: tuple[int, ...]) -> np.ndarray:
     kind, dims = NUMPY_TYPES[spec.data_type], (*rows, *spec.model_dims)
     fits = array.ndim == len(dims) and all(dim in (WILDCARD, size) for dim, size in zip(dims, array.shape, strict=True))
     if array.dtype != kind or not fits:

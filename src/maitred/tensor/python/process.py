@@ -17,18 +17,19 @@ import numpy as np
 from maitred.core.errors import InvalidRequest
 from maitred.executor.parent import end_with
 from maitred.tensor.python import triton
-from maitred.tensor.python.entry_points import installed, not_installed
 from maitred.tensor.python.frames import (
     FINALIZE_S,
-    Failed,
-    Load,
+    InstanceFailed,
+    InstanceRan,
+    InstanceReady,
+    LoadInstance,
     Model,
     Predict,
-    Ran,
-    Ready,
     Run,
     SharedArrays,
     decode_command,
+    installed,
+    not_installed,
     receive,
     send,
 )
@@ -49,15 +50,15 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _told(connection: socket.socket, load: Callable[[Load], Model]) -> Model | None:
+def _told(connection: socket.socket, load: Callable[[LoadInstance], Model]) -> Model | None:
     asked = decode_command(receive(connection))
-    assert isinstance(asked, Load)
+    assert isinstance(asked, LoadInstance)
     try:
         model = load(asked)
     except Exception as error:
-        send(connection, Failed(_reason(error)))
+        send(connection, InstanceFailed(_reason(error)))
         return None
-    send(connection, Ready(model.config))
+    send(connection, InstanceReady(model.config))
     return model
 
 
@@ -70,9 +71,9 @@ def _run(connection: socket.socket, predict: Predict, inputs: SharedArrays, outp
             placed, num_bytes = outputs.put({name: _array(name, value) for name, value in given.items()})
         except Exception as error:
             traceback.print_exc()
-            send(connection, Failed(_reason(error), isinstance(error, InvalidRequest)))
+            send(connection, InstanceFailed(_reason(error), isinstance(error, InvalidRequest)))
         else:
-            send(connection, Ran(placed, num_bytes))
+            send(connection, InstanceRan(placed, num_bytes))
 
 
 def _array(name: str, value: Any) -> np.ndarray:
@@ -97,7 +98,7 @@ def _reason(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
-def _load(asked: Load) -> Model:
+def _load(asked: LoadInstance) -> Model:
     if asked.file:
         return triton.load(asked, _module(asked))
     found = installed(asked.entry_point)
@@ -108,7 +109,7 @@ def _load(asked: Load) -> Model:
     return Model(lambda inputs, wanted: model.predict(inputs))
 
 
-def _module(asked: Load) -> Any:
+def _module(asked: LoadInstance) -> Any:
     """Import the module; its own folder can be imported from, as Triton has it."""
     sys.path.insert(0, os.path.dirname(asked.file))
     spec = importlib.util.spec_from_file_location("model", asked.file)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from maitred.core.errors import InvalidRequest
-from maitred.tensor.python.frames import Load, Model
+from maitred.tensor.python.frames import LoadInstance, Model
 
 MODULE = "triton_python_backend_utils"
 CLASS = "TritonPythonModel"
@@ -32,7 +32,7 @@ _TYPES = tuple(TRITON_STRING_TO_NUMPY.values())
 _logger = logging.getLogger("maitred.python_model")
 
 
-def load(asked: Load, module: ModuleType) -> Model:
+def load(asked: LoadInstance, module: ModuleType) -> Model:
     """Load its class, initialized, with the config as the class completes it."""
     made = getattr(module, CLASS, None)
     if made is None:
@@ -65,7 +65,7 @@ def _completed(made: Any, config: dict[str, Any]) -> dict[str, Any]:
     return completed.as_dict()
 
 
-def _arguments(asked: Load, config: dict[str, Any]) -> dict[str, str]:
+def _arguments(asked: LoadInstance, config: dict[str, Any]) -> dict[str, str]:
     return {
         "model_config": json.dumps(config),
         "model_instance_kind": asked.kind,

@@ -12,11 +12,11 @@ from maitred.api.http.app import App
 from maitred.api.tensor.extensions import NAMES
 from maitred.api.tensor.lease import tensors_of
 from maitred.core.errors import InvalidRequest, ModelNotFound
-from maitred.core.tensor_request import DURATIONS, IndexEntry, ModelState, ModelStatistics, ModelTable, TensorService
+from maitred.core.tensor_request import DURATIONS, IndexEntry, ModelState, ModelStatistics
+from maitred.engine.tensors import TensorModels
 from maitred.tenancy.caller import Caller
 from maitred.tensor.arrays import datatype_of
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
-from maitred.tensor.config_fields import DATA_TYPES, ModelConfig
+from maitred.tensor.config import ANY_MESSAGE, DATA_TYPES, WILDCARD, DeclaredTensor, ModelConfig, inputs_of, outputs_of
 
 _FIELDS = {TEXT_INPUT: "TYPE_STRING", STREAM: "TYPE_BOOL", SAMPLING: "TYPE_STRING", EXCLUDE: "TYPE_BOOL"}  # generate's
 
@@ -72,13 +72,13 @@ def server_metadata(server_id: str) -> dict[str, Any]:
     return {"name": server_id, "version": maitred.__version__, "extensions": NAMES}
 
 
-def is_ready(models: ModelTable, model: str, version: int) -> bool:
+def is_ready(models: Models, model: str, version: int) -> bool:
     """Whether the model answers, in `version` unless that is 0."""
     versions = models.versions(model)
     return version in versions if version else bool(versions)
 
 
-def model_metadata(models: ModelTable, model: str, version: int) -> dict[str, Any]:
+def model_metadata(models: Models, model: str, version: int) -> dict[str, Any]:
     """Raises ModelNotFound."""
     config = models.config(model, version)
     batched = config.max_batch_size > 0
@@ -91,13 +91,13 @@ def model_metadata(models: ModelTable, model: str, version: int) -> dict[str, An
     }
 
 
-def tensor(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
+def tensor(spec: DeclaredTensor, *, batched: bool) -> dict[str, Any]:
     """Metadata of a tensor; if `batched`, its shape begins with the rows of a batch."""
     shape = (WILDCARD, *spec.dims) if batched else spec.dims
     return {"name": spec.name, "datatype": datatype_of(spec.data_type), "shape": shape}
 
 
-def statistics(tensors: TensorService, model: str = "", version: int = 0) -> dict[str, Any]:
+def statistics(tensors: TensorModels, model: str = "", version: int = 0) -> dict[str, Any]:
     """Statistics of `model`, or of all models. Raises InvalidRequest for one that is not served: Triton answers 400."""
     try:
         found = tensors.statistics(model, version)

@@ -21,7 +21,7 @@ from maitred.api.tensor.json_values import Numbers, flat_of_json, json_of_array,
 from maitred.core.errors import InvalidRequest
 from maitred.core.tensor_request import Buffer, InferRequest, InferResponse, Tensor
 from maitred.tensor.arrays import MOST_DIMS, array_of, data_type_of, datatype_of, tensor_of
-from maitred.tensor.config import WILDCARD, TensorSpec
+from maitred.tensor.config import WILDCARD, DeclaredTensor
 from maitred.tensor.instance import NUMPY_TYPES
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> 
     return Asked(found.id, whole, wanted, by_default)
 
 
-def raw_asked(body: bytes, request: InferRequest, specs: Sequence[TensorSpec], *, batched: bool) -> Asked:
+def raw_asked(body: bytes, request: InferRequest, specs: Sequence[DeclaredTensor], *, batched: bool) -> Asked:
     """The body is the data of the model's only input, and a batch of one. Raises InvalidRequest."""
     if len(specs) != 1:
         raise InvalidRequest(f"a raw binary request needs a model of one input, and this one has {len(specs)}")
@@ -105,7 +105,7 @@ def raw_asked(body: bytes, request: InferRequest, specs: Sequence[TensorSpec], *
     return Asked("", whole, {}, is_binary=True)
 
 
-def _raw_dims(spec: TensorSpec, num_bytes: int) -> tuple[int, ...]:
+def _raw_dims(spec: DeclaredTensor, num_bytes: int) -> tuple[int, ...]:
     """The shape of raw bytes; one dimension may be a wildcard, whose length the bytes give."""
     kind, known = NUMPY_TYPES[spec.data_type], math.prod(size for size in spec.dims if size != WILDCARD)
     if spec.dims.count(WILDCARD) > 1:

@@ -20,7 +20,7 @@ from maitred.api.http.routes import TEXT_ERRORS, Route
 from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.core.errors import RouteNotFound
 from maitred.core.tensor_request import InferRequest, Tensor, num_bytes_of
-from maitred.tensor.config import TensorSpec, inputs_of
+from maitred.tensor.config import DeclaredTensor, inputs_of
 
 _PATH = re.compile(
     r"(?P<model>[^/:]+)(?:/versions/(?P<version>\d{1,18})|/labels/(?P<label>[^/:]+))?"
@@ -76,20 +76,20 @@ async def post_model(app: App, exchange: Exchange) -> None:
     await exchange.answer(answer, 200, JSON_HEADERS)
 
 
-async def _predict(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[TensorSpec]) -> bytes:
+async def _predict(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[DeclaredTensor]) -> bytes:
     decoded = await app.text.run(exchange.num_body_bytes, partial(rows.predict_inputs, body, specs))
     outputs = await _outputs(app, exchange, asked, decoded.inputs)
     write = partial(rows.predictions, outputs, by_rows=decoded.by_rows)
     return await app.text.run(num_bytes_of(outputs), write)
 
 
-async def _classify(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[TensorSpec]) -> bytes:
+async def _classify(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[DeclaredTensor]) -> bytes:
     inputs = await app.text.run(exchange.num_body_bytes, partial(rows.example_inputs, body, specs))
     outputs = await _outputs(app, exchange, asked, inputs)
     return await app.text.run(num_bytes_of(outputs), partial(rows.classes, outputs))
 
 
-async def _regress(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[TensorSpec]) -> bytes:
+async def _regress(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[DeclaredTensor]) -> bytes:
     inputs = await app.text.run(exchange.num_body_bytes, partial(rows.example_inputs, body, specs))
     outputs = await _outputs(app, exchange, asked, inputs)
     return await app.text.run(num_bytes_of(outputs), partial(rows.regressions, outputs))

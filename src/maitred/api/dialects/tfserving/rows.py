@@ -15,12 +15,12 @@ from google.protobuf import json_format
 from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.tensor.json_values import Numbers, array_of_json, encoded, json_of_array, loaded
 from maitred.core.errors import InvalidRequest, ModelNotFound
-from maitred.core.tensor_request import IndexEntry, ModelState, Tensor, TensorService
+from maitred.core.tensor_request import IndexEntry, ModelState, Tensor
+from maitred.engine.tensors import TensorModels
 from maitred.tensor.arrays import array_of, datatype_of, tensor_of
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of, parameters_of
+from maitred.tensor.config import ANY_MESSAGE, WILDCARD, DeclaredTensor, inputs_of, outputs_of, parameters_of
 from maitred.tensor.repository import LABEL
-from maitred.tensor.tfs_fields import MESSAGES, PACKAGE
-from maitred.tensor.tfs_forms import TYPES
+from maitred.tensor.tfs_fields import MESSAGES, PACKAGE, TYPES
 
 SIGNATURE = "serving_default"  # a model has this one
 SIGNATURE_DEF = "signature_def"  # the one field of metadata that can be asked for
@@ -40,14 +40,14 @@ def check_signature(name: str) -> None:
         raise InvalidRequest(f"signature_name is {name[:80]!r}; models here have {SIGNATURE!r}", param="signature_name")
 
 
-def version_number(tensors: TensorService, model: str, version: int, label: str) -> int:
+def version_number(tensors: TensorModels, model: str, version: int, label: str) -> int:
     """The version that is meant; 0 is the default one. Raises ModelNotFound."""
     if version or not label:
         return version or max(tensors.versions(model), default=0)
     return int(parameters_of(tensors.config(model, 0, label))[LABEL + label])
 
 
-def statuses(tensors: TensorService, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
+def statuses(tensors: TensorModels, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
     """A GetModelStatusResponse, of every version where none is asked for. Raises ModelNotFound."""
     asked = version_number(tensors, model, version, label) if version or label else 0
     told = MESSAGES["GetModelStatusResponse"]()
@@ -68,7 +68,7 @@ def _add_status(told: ANY_MESSAGE, entry: IndexEntry) -> None:
     status.status.error_message = entry.reason if failed else ""
 
 
-def metadata(tensors: TensorService, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
+def metadata(tensors: TensorModels, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
     """A GetModelMetadataResponse. Raises ModelNotFound."""
     told = MESSAGES["GetModelMetadataResponse"]()
     signatures = _signatures(tensors.config(model, version, label))
@@ -79,7 +79,7 @@ def metadata(tensors: TensorService, model: str, version: int = 0, label: str = 
     return told
 
 
-def metadata_json(tensors: TensorService, model: str, version: int, label: str) -> dict[str, Any]:
+def metadata_json(tensors: TensorModels, model: str, version: int, label: str) -> dict[str, Any]:
     """Metadata of a model for REST, where numbers of 64 bits are strings. Raises ModelNotFound."""
     signatures = _signatures(tensors.config(model, version, label))
     number = str(version_number(tensors, model, version, label))
@@ -106,7 +106,7 @@ def _signatures(config: ANY_MESSAGE) -> ANY_MESSAGE:
     return told
 
 
-def _fill(infos: Any, specs: Sequence[TensorSpec], *, batched: bool) -> None:
+def _fill(infos: Any, specs: Sequence[DeclaredTensor], *, batched: bool) -> None:
     for spec in specs:
         info = infos[spec.name]
         info.name, info.dtype = spec.name, TYPES[datatype_of(spec.data_type)][0]
@@ -123,7 +123,7 @@ class Decoded(NamedTuple):
     by_rows: bool
 
 
-def object_of(body: bytes, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+def object_of(body: bytes, specs: Sequence[DeclaredTensor]) -> dict[str, Any]:
     """NaN and Infinity are numbers here; see `loaded` for a large body. Raises InvalidRequest."""
     try:
         names = ("instances", "inputs", *(spec.name for spec in specs))
@@ -139,7 +139,7 @@ def object_of(body: bytes, specs: Sequence[TensorSpec]) -> dict[str, Any]:
     return found
 
 
-def predict_inputs(body: bytes, specs: Sequence[TensorSpec]) -> Decoded:
+def predict_inputs(body: bytes, specs: Sequence[DeclaredTensor]) -> Decoded:
     """Raises InvalidRequest, which names the input."""
     found = object_of(body, specs)
     if ("instances" in found) == ("inputs" in found):
@@ -150,7 +150,7 @@ def predict_inputs(body: bytes, specs: Sequence[TensorSpec]) -> Decoded:
     return Decoded(tuple(_tensor(known[name], values) for name, values in columns.items()), by_rows)
 
 
-def _of_rows(rows: Any, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+def _of_rows(rows: Any, specs: Sequence[DeclaredTensor]) -> dict[str, Any]:
     if isinstance(rows, Numbers):
         return {_only(specs, "instances"): rows}
     if not isinstance(rows, list) or not rows:
@@ -166,7 +166,7 @@ def _of_rows(rows: Any, specs: Sequence[TensorSpec]) -> dict[str, Any]:
     return {name: [row[name] for row in rows] for name in names}
 
 
-def _of_columns(columns: Any, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+def _of_columns(columns: Any, specs: Sequence[DeclaredTensor]) -> dict[str, Any]:
     if not _is_named(columns):
         return {_only(specs, "inputs"): columns}
     _check_names(set(columns), specs)
@@ -177,14 +177,14 @@ def _is_named(value: Any) -> bool:
     return isinstance(value, dict) and set(value) != {B64}
 
 
-def _only(specs: Sequence[TensorSpec], key: str) -> str:
+def _only(specs: Sequence[DeclaredTensor], key: str) -> str:
     if len(specs) != 1:
         told = ", ".join(spec.name for spec in specs)
         raise InvalidRequest(f"{key} has values without names, and the model has the inputs {told}", param=key)
     return specs[0].name
 
 
-def _check_names(names: set[str], specs: Sequence[TensorSpec]) -> None:
+def _check_names(names: set[str], specs: Sequence[DeclaredTensor]) -> None:
     unknown = names - {spec.name for spec in specs}
     if unknown:
         raise InvalidRequest(f"{min(unknown)[:200]!r} is no input of the model")
@@ -193,11 +193,11 @@ def _check_names(names: set[str], specs: Sequence[TensorSpec]) -> None:
         raise InvalidRequest(f"the input {min(absent)!r} is missing")
 
 
-def _tensor(spec: TensorSpec, values: Any) -> Tensor:
+def _tensor(spec: DeclaredTensor, values: Any) -> Tensor:
     return tensor_of(spec.name, _array(spec, values), spec.data_type)
 
 
-def _array(spec: TensorSpec, values: Any) -> np.ndarray:
+def _array(spec: DeclaredTensor, values: Any) -> np.ndarray:
     return array_of_json(spec.name, spec.data_type, values, _text)
 
 
@@ -215,7 +215,7 @@ def _text(name: str, value: Any) -> bytes:
 # ---- classify and regress
 
 
-def example_inputs(body: bytes, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
+def example_inputs(body: bytes, specs: Sequence[DeclaredTensor]) -> tuple[Tensor, ...]:
     """A feature is an input; what `context` has is of every example. Raises InvalidRequest."""
     found = object_of(body, specs)
     context, examples = found.get("context", {}), found.get("examples")
@@ -230,7 +230,7 @@ def example_inputs(body: bytes, specs: Sequence[TensorSpec]) -> tuple[Tensor, ..
     return tuple(_feature(known[name], values) for name, values in columns.items())
 
 
-def _feature(spec: TensorSpec, values: list[Any]) -> Tensor:
+def _feature(spec: DeclaredTensor, values: list[Any]) -> Tensor:
     """Features are flat lists, or one value: they take the shape that the model has for a row."""
     array = _array(spec, [value if isinstance(value, list | Numbers) else [value] for value in values])
     if WILDCARD not in spec.dims and array.size == len(values) * prod(spec.dims):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from maitred.tensor.config_fields import SCHEMA
+from maitred.tensor.config import SCHEMA
 from maitred.tensor.schema import Field
 
 _PLACE = re.compile(r"(<!-- fields: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
