@@ -47,6 +47,7 @@ class AdapterCache(StepListener):
     """The adapters of one engine. `introduce` is for any thread, the rest for the engine's, between steps."""
 
     follows_steps = False
+    has_figures = False  # until a request has an adapter
 
     def __init__(self, store: NativeAdapters, read: Read, max_bytes: int) -> None:
         self._store, self._read, self._max_bytes = store, read, max_bytes
@@ -62,7 +63,6 @@ class AdapterCache(StepListener):
         self._read_now: deque[tuple[str, Any, str]] = deque()  # key, packed, what is wrong
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="maitred-adapters")
         self.num_loads = self.num_evictions = 0
-        self.is_used = False  # by a request, once
 
     def begin(self, core: EngineCore) -> None:
         self._core = core
@@ -115,11 +115,11 @@ class AdapterCache(StepListener):
         """`done` is told when it is resident; it stays so until `release`. Those of equal place wait in the order of
         these calls.
         """
-        self.is_used = True
         if key not in self._known:
             done(f"adapter {key.partition('@')[0]} is not loaded any more")
             return
         self._asks[request_id] = _Ask(key, done, place)
+        self.has_figures = True
         self._core.follow(self, True)
         if self._first is None or place() < self._first.place():
             self._give_out()

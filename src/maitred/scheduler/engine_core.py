@@ -49,6 +49,8 @@ class StepListener:
 
     follows_steps = True
     """False leaves out `scheduled`, `stepped`, `told` and `ended`; `EngineCore.follow` changes it."""
+    has_figures = True
+    """False leaves out `figures`; looked at when `follows_steps` changes."""
 
     def begin(self, core: EngineCore) -> None:
         """Called once, when the core is made."""
@@ -146,6 +148,7 @@ class Moments:
     def find(self) -> None:
         """Find the methods, anew when a listener begins or ends to follow steps."""
         listeners, following = self.listeners, [each for each in self.listeners if each.follows_steps]
+        self.telling = [each for each in listeners if each.has_figures]
         self.scheduled = overriding(following, StepListener.scheduled)
         self.stepped = overriding(following, StepListener.stepped)
         self.told = overriding(following, StepListener.told)
@@ -295,7 +298,7 @@ class EngineCore:
 
     def figures(self) -> dict[str, Any]:
         """Figures of `ReplicaState` beside the scheduler's, by name."""
-        return {name: each for listener in self._moments.listeners for name, each in listener.figures().items()}
+        return {name: each for listener in self._moments.telling for name, each in listener.figures().items()}
 
     def tier_views(self) -> tuple[TierView, ...]:
         """Views of KV that outlives requests, or comes from elsewhere."""
