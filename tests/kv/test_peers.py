@@ -16,7 +16,7 @@ from maitred.kv.host import KVHost
 from maitred.kv.leases import Readable
 from maitred.kv.tiers import FetchMeter
 from maitred.kv.transports import ShmOutbox
-from maitred.kv.wire import Piece
+from maitred.kv.wire import PieceHeader
 from tests.kv.engines import PROMPT, Engine, engines
 from tests.waiting import until
 
@@ -233,7 +233,7 @@ def test_a_bit_that_flips_in_shared_memory_costs_no_token(make, monkeypatch, sam
     first.rest_in_thread()
     show = ShmOutbox.send
 
-    def flipping(outbox: ShmOutbox, piece: Piece, rows: memoryview) -> None:
+    def flipping(outbox: ShmOutbox, piece: PieceHeader, rows: memoryview) -> None:
         rows[int(place * (len(rows) - 1))] ^= 16
         show(outbox, piece, rows)
 

@@ -31,11 +31,11 @@ from maitred.kv.wire import (
     VERSION,
     Challenge,
     Channel,
-    Hello,
     Offered,
     Progress,
     Pull,
-    Refused,
+    ReceiverHello,
+    RefusedPull,
     Renew,
     expect,
     frame,
@@ -370,9 +370,9 @@ def test_a_slot_that_the_ring_has_not_is_refused(transport: str) -> None:
         (PREFIX.pack(MAGIC, 40) + pickle.dumps(os.system).ljust(40, b"."), "garbage"),
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "garbage"),
         (frame(Renew(1)), "garbage"),
-        (frame(Hello(VERSION, b"n" * 32, b"p" * 32, b"")), "stranger"),
-        (frame(Hello(VERSION, b"", b"", b"")), "stranger"),
-        (frame(Hello(VERSION + 1, b"n" * 32, b"p" * 32, b"")), "unlike"),
+        (frame(ReceiverHello(VERSION, b"n" * 32, b"p" * 32, b"")), "stranger"),
+        (frame(ReceiverHello(VERSION, b"", b"", b"")), "stranger"),
+        (frame(ReceiverHello(VERSION + 1, b"n" * 32, b"p" * 32, b"")), "unlike"),
     ],
 )
 def test_strangers_are_refused_and_counted(world: World, transport: str, sent: bytes, reason: str) -> None:
@@ -399,11 +399,11 @@ def test_who_has_another_token_or_none_is_a_stranger_to_both_sides(world: World,
 
 def test_a_proof_that_was_heard_before_opens_nothing(world: World, transport: str) -> None:
     """Nor does one's own, sent back."""
-    heard: list[Hello] = []
+    heard: list[ReceiverHello] = []
 
     def listen(channel: Channel) -> None:
         channel.send(Challenge(VERSION, b"x" * 32))
-        heard.append(expect(channel.receive(), Hello))
+        heard.append(expect(channel.receive(), ReceiverHello))
 
     with scripted_source(transport, lambda *_: None, before=listen) as address, pytest.raises(Refusal):
         dial(address)
@@ -456,7 +456,7 @@ def test_a_peer_that_says_nothing_is_left(transport: str) -> None:
 
 def test_refusals_of_a_peer_are_taken_for_what_they_are(transport: str) -> None:
     with scripted_source(
-        transport, lambda channel, outbox, pull: channel.send(Refused(pull.number, "because", "I say so"))
+        transport, lambda channel, outbox, pull: channel.send(RefusedPull(pull.number, "because", "I say so"))
     ) as address:
         puller = dial(address)
         pulled = puller.pull("prompt", LAYERS, range(12), hold(Pool(make_layout())))

@@ -17,7 +17,7 @@ from maitred.kv.leases import Readable, Refusal, Span
 from maitred.kv.puller import Puller, connect
 from maitred.kv.source import KVSource, Offers
 from maitred.kv.transports import SLOT_BYTES, ShmOutbox, TcpOutbox, listen_shm, listen_tcp, shm_address, tcp_address
-from maitred.kv.wire import VERSION, Agreed, Channel, Identity, Layout, Piece, Pull, expect, greet
+from maitred.kv.wire import VERSION, Agreed, Channel, Identity, Layout, PieceHeader, Pull, expect, greet
 
 TOKEN = b"a token of 16 or more"
 NUM_LAYERS, NUM_BLOCKS, STAGING = 4, 24, 64 * 2**20
@@ -142,7 +142,7 @@ def send_piece(
     """`flip`: a bit of the bytes, after their checksum. `changes` are fields of the header."""
     slot, room = outbox.slot(len(rows))
     room[:] = rows
-    header = Piece(VERSION, pull.number, EPOCH, *span, len(rows), checksum(room), slot)
+    header = PieceHeader(VERSION, pull.number, EPOCH, *span, len(rows), checksum(room), slot)
     if flip:
         room[len(rows) // 2] ^= 4
     outbox.send(msgspec.structs.replace(header, **changes), room)

@@ -39,7 +39,7 @@ class PeerConfig(NamedTuple):
     listen: tuple[str, int] | None = None  # host and port for engines of other hosts
 
 
-class _Asked(NamedTuple):
+class _PeerAsk(NamedTuple):
     hashes: Sequence[bytes]
     tell: Callable[[Offered], None]
 
@@ -78,7 +78,7 @@ class GivenKV(StepListener):
         self._source = KVSource(config.identity, self.offers, staging_bytes=config.staging_bytes, timeout_s=TIMEOUT_S)
         self.growing: dict[str, _Growing] = {}  # by lease
         self._num_leases = 0
-        self._loading: dict[str, _Asked] = {}  # by the request that brings it
+        self._loading: dict[str, _PeerAsk] = {}  # by the request that brings it
 
     def begin(self, core: EngineCore) -> None:
         """Listen for other engines."""
@@ -122,13 +122,13 @@ class GivenKV(StepListener):
 
     def _find(self, hashes: Sequence[bytes]) -> Offered:
         found: SimpleQueue[Offered] = SimpleQueue()
-        self._core.call_soon(partial(self._look, _Asked(hashes, found.put)))
+        self._core.call_soon(partial(self._look, _PeerAsk(hashes, found.put)))
         try:
             return found.get(timeout=ANSWER_S)
         except Empty:
             return Offered("", 0)
 
-    def _look(self, asked: _Asked) -> None:
+    def _look(self, asked: _PeerAsk) -> None:
         """Answer a peer; blocks in a tier alone are brought into the pool first, by a request that computes nothing."""
         offered = self._lease(asked.hashes)
         rest = asked.hashes[offered.num_blocks :]

@@ -15,14 +15,14 @@ from maitred.kv.leases import Front, Refusal, Span
 from maitred.kv.transports import Agent, Inbox, NixlInbox, ShmInbox, TcpInbox, check_user, dial_shm, dial_tcp
 from maitred.kv.wire import (
     VERSION,
-    Ask,
+    AskForBlocks,
     Channel,
     Identity,
     Offered,
-    Piece,
+    PieceHeader,
     Progress,
     Pull,
-    Refused,
+    RefusedPull,
     Release,
     Renew,
     TransferTerms,
@@ -59,7 +59,7 @@ class Puller:
     def ask(self, hashes: Sequence[bytes]) -> Offered:
         """A lease on the longest prefix that the peer has of a chain of hashes. Raises Refusal."""
         try:
-            self._channel.send(Ask(tuple(hashes)))
+            self._channel.send(AskForBlocks(tuple(hashes)))
             return expect(self._channel.receive(), Offered)
         except Refusal:
             self.close()
@@ -116,10 +116,10 @@ class Puller:
         message = self._channel.receive()
         if isinstance(message, Progress):
             return 0
-        if isinstance(message, Refused) and message.number == self._number:
+        if isinstance(message, RefusedPull) and message.number == self._number:
             raise _PullRefused(message)
         began_at = time.monotonic()
-        piece = expect(message, Piece)
+        piece = expect(message, PieceHeader)
         span = self._checked(piece, front)
         rows = self._inbox.rows_of(piece)
         try:
@@ -133,7 +133,7 @@ class Puller:
         self.busy_s += time.monotonic() - began_at
         return piece.num_bytes
 
-    def _checked(self, piece: Piece, front: Front) -> Span:
+    def _checked(self, piece: PieceHeader, front: Front) -> Span:
         """Span of a piece by its header, before a byte of it is read. Raises Refusal."""
         if piece.version != VERSION or piece.epoch != self.epoch or piece.number != self._number:
             raise Refusal("old_epoch", "a piece of an earlier life of the peer, or of an earlier pull")
@@ -162,7 +162,7 @@ class Puller:
 class _PullRefused(Refusal):
     """Refusal by the source, which goes on with other pulls."""
 
-    def __init__(self, message: Refused) -> None:
+    def __init__(self, message: RefusedPull) -> None:
         refusal = refusal_of(message)
         super().__init__(refusal.reason, str(refusal))
 

@@ -34,14 +34,14 @@ from maitred.kv.transports import (
 )
 from maitred.kv.wire import (
     VERSION,
-    Ask,
+    AskForBlocks,
     Channel,
     Identity,
     Offered,
-    Piece,
+    PieceHeader,
     Progress,
     Pull,
-    Refused,
+    RefusedPull,
     Release,
     Renew,
     Ring,
@@ -301,7 +301,7 @@ def _serve(offers: Offers, channel: Channel, outbox: Outbox, found: list[str]) -
         match message:
             case Pull():
                 _pull(offers, channel, outbox, message)
-            case Ask():
+            case AskForBlocks():
                 offered = offers.find(message.hashes)
                 found[:] = [lease for lease in found if offers.has(lease)] + [offered.lease]
                 channel.send(offered)
@@ -330,7 +330,7 @@ def _pull(offers: Offers, channel: Channel, outbox: Outbox, pull: Pull) -> None:
         if refusal.reason not in _OF_A_PULL:
             raise
         offers.count(refusal.reason)
-        channel.send(Refused(pull.number, refusal.reason, str(refusal)))
+        channel.send(RefusedPull(pull.number, refusal.reason, str(refusal)))
 
 
 def _front(offers: Offers, pull: Pull, outbox: Outbox) -> Front:
@@ -350,7 +350,7 @@ def _send(offers: Offers, outbox: Outbox, pull: Pull, held: HeldBlocks, span: Sp
     num_bytes = span.num_cells * offers.io.layout.layer_bytes
     number, rows = outbox.slot(num_bytes)
     held.read(span.layers, span.blocks, rows)
-    piece = Piece(VERSION, pull.number, offers.epoch, *span, num_bytes, checksum(rows), number)
+    piece = PieceHeader(VERSION, pull.number, offers.epoch, *span, num_bytes, checksum(rows), number)
     outbox.send(piece, rows)
     offers.renew(pull.lease)
     offers.count("pieces")

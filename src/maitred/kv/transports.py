@@ -24,7 +24,7 @@ import numpy as np
 
 from maitred.core.errors import ConfigError
 from maitred.kv.leases import Refusal
-from maitred.kv.wire import Ack, AnyMessage, Channel, Piece, Renew, Ring, Welcome, expect
+from maitred.kv.wire import Ack, AnyMessage, Channel, PieceHeader, Renew, Ring, Welcome, expect
 
 NUM_SLOTS = 8
 SLOT_BYTES = 2**19  # a copy, its checksum and the kernel's copy of it stay in a second-level cache
@@ -45,7 +45,7 @@ class Outbox(Protocol):
     def take(self, message: AnyMessage) -> None:
         """Take the receiver's news of slots. Raises Refusal for what it cannot have said."""
 
-    def send(self, piece: Piece, rows: memoryview) -> None: ...
+    def send(self, piece: PieceHeader, rows: memoryview) -> None: ...
 
     def close(self) -> None: ...
 
@@ -53,9 +53,9 @@ class Outbox(Protocol):
 class Inbox(Protocol):
     """Memory that pieces arrive in."""
 
-    def rows_of(self, piece: Piece) -> memoryview: ...
+    def rows_of(self, piece: PieceHeader) -> memoryview: ...
 
-    def done_with(self, piece: Piece) -> None: ...
+    def done_with(self, piece: PieceHeader) -> None: ...
 
     def close(self) -> None: ...
 
@@ -74,7 +74,7 @@ class TcpOutbox:
         """Take the news that the receiver waits."""
         expect(message, Renew)
 
-    def send(self, piece: Piece, rows: memoryview) -> None:
+    def send(self, piece: PieceHeader, rows: memoryview) -> None:
         self._channel.send(piece, rows)
 
     def close(self) -> None:
@@ -87,12 +87,12 @@ class TcpInbox:
     def __init__(self, channel: Channel, welcome: Welcome) -> None:
         self._channel, self._slot = channel, memoryview(bytearray(welcome.slot_bytes))
 
-    def rows_of(self, piece: Piece) -> memoryview:
+    def rows_of(self, piece: PieceHeader) -> memoryview:
         rows = self._slot[: piece.num_bytes]
         self._channel.read_into(rows)
         return rows
 
-    def done_with(self, piece: Piece) -> None:
+    def done_with(self, piece: PieceHeader) -> None:
         """Nothing to send: the memory is ours."""
 
     def close(self) -> None:
@@ -164,13 +164,13 @@ class RingInbox:
     def __init__(self, channel: Channel, welcome: Welcome) -> None:
         self._channel, self._welcome = channel, welcome
 
-    def offset_of(self, piece: Piece) -> int:
+    def offset_of(self, piece: PieceHeader) -> int:
         """(bytes) Raises Refusal for a slot that is none."""
         if not 0 <= piece.slot < self._welcome.num_slots:
             raise Refusal("garbage", f"slot {piece.slot} of a ring of {self._welcome.num_slots}")
         return piece.slot * self._welcome.slot_bytes
 
-    def done_with(self, piece: Piece) -> None:
+    def done_with(self, piece: PieceHeader) -> None:
         self._channel.send(Ack(piece.slot))
 
 
@@ -190,7 +190,7 @@ class ShmOutbox(RingOutbox):
         super().__init__(channel, slot_bytes, memoryview(self._map))
         self.ring = Ring(slot_bytes, NUM_SLOTS, self._fd)
 
-    def send(self, piece: Piece, rows: memoryview) -> None:
+    def send(self, piece: PieceHeader, rows: memoryview) -> None:
         rows.release()
         self._channel.send(piece)
 
@@ -221,7 +221,7 @@ class ShmInbox(RingInbox):
             os.close(fd)
         self._memory = memoryview(self._map)
 
-    def rows_of(self, piece: Piece) -> memoryview:
+    def rows_of(self, piece: PieceHeader) -> memoryview:
         return self._memory[self.offset_of(piece) :][: piece.num_bytes]
 
     def close(self) -> None:
@@ -335,7 +335,7 @@ class NixlOutbox(RingOutbox):
         self._agent, self._regions = agent, agent.register(memory)
         self.ring = Ring(slot_bytes, NUM_SLOTS, agent=agent.described(self._regions), base=memory.ctypes.data)
 
-    def send(self, piece: Piece, rows: memoryview) -> None:
+    def send(self, piece: PieceHeader, rows: memoryview) -> None:
         self._channel.send(piece)
 
     def close(self) -> None:
@@ -352,7 +352,7 @@ class NixlInbox(RingInbox):
         self._regions = agent.register(self._memory)
         self._peer = agent.meet(welcome.agent)
 
-    def rows_of(self, piece: Piece) -> memoryview:
+    def rows_of(self, piece: PieceHeader) -> memoryview:
         at = self._welcome.base + self.offset_of(piece)
         self._agent.read(self._peer, at, self._memory.ctypes.data, piece.num_bytes, self._channel)
         return self._memory.data[: piece.num_bytes]

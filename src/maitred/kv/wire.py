@@ -39,7 +39,7 @@ MAX_MESSAGE_BYTES = 2**20  # the hashes of a prompt of 500,000 tokens in blocks 
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A message: on the wire an array that begins with the name of its class."""
+    """A message: on the wire an array that begins with its tag."""
 
 
 # -- first contact; a source speaks first, so that strangers learn a number
@@ -50,7 +50,7 @@ class Challenge(Message, frozen=True, tag=True):
     nonce: bytes
 
 
-class Hello(Message, frozen=True, tag=True):
+class ReceiverHello(Message, frozen=True, tag="Hello"):
     """A receiver that wants to pull; `proof` is over both nonces and `layout`, a `Layout` as msgpack."""
 
     version: int
@@ -74,7 +74,7 @@ class Welcome(Message, frozen=True, tag=True):
 # -- of the receiver
 
 
-class Ask(Message, frozen=True, tag=True):
+class AskForBlocks(Message, frozen=True, tag="Ask"):
     """Asks for the longest prefix of a chain of blocks, by their hashes."""
 
     hashes: tuple[bytes, ...]
@@ -129,7 +129,7 @@ class Progress(Message, frozen=True, tag=True):
     num_layers: int
 
 
-class Piece(Message, frozen=True, tag=True):
+class PieceHeader(Message, frozen=True, tag="Piece"):
     """Header; `slot` is where in the ring it lies."""
 
     version: int
@@ -144,7 +144,7 @@ class Piece(Message, frozen=True, tag=True):
     slot: int = 0
 
 
-class Refused(Message, frozen=True, tag=True):
+class RefusedPull(Message, frozen=True, tag="Refused"):
     """The pull of that number, or with 0 the peer itself."""
 
     number: int
@@ -153,7 +153,8 @@ class Refused(Message, frozen=True, tag=True):
 
 
 AnyMessage = (
-    Challenge | Hello | Welcome | Ask | Pull | Renew | Ack | Release | Offered | Progress | Piece | Refused
+    Challenge | ReceiverHello | Welcome | AskForBlocks | Pull | Renew | Ack | Release | Offered | Progress
+    | PieceHeader | RefusedPull
 )  # fmt: skip
 _message: Callable[[bytes | memoryview], AnyMessage] = msgspec.msgpack.Decoder(AnyMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -416,7 +417,7 @@ def greet(channel: Channel, own: Identity, epoch: int, ring_for: Callable[[Trans
     """The source's part. Raises Refusal, which the peer was told."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     channel.send(Challenge(VERSION, nonce))
-    hello = expect(channel.receive(), Hello)
+    hello = expect(channel.receive(), ReceiverHello)
     try:
         _check_version(hello.version)
         if not _is_proof(hello.proof, own.token, _RECEIVER, nonce + hello.nonce, hello.layout):
@@ -424,7 +425,7 @@ def greet(channel: Channel, own: Identity, epoch: int, ring_for: Callable[[Trans
         terms = agree(own.layout, layout_of(hello.layout), receives=False)
         ring = ring_for(terms)
     except Refusal as refusal:
-        channel.send(Refused(0, refusal.reason, str(refusal)))
+        channel.send(RefusedPull(0, refusal.reason, str(refusal)))
         raise
     layout = msgspec.msgpack.encode(own.layout)
     proof = _proof(own.token, _SOURCE, hello.nonce + nonce, layout)
@@ -439,7 +440,7 @@ def introduce(channel: Channel, own: Identity) -> tuple[TransferTerms, Welcome]:
     challenge = expect(channel.receive(), Challenge)
     _check_version(challenge.version)
     nonce, layout = secrets.token_bytes(NONCE_BYTES), msgspec.msgpack.encode(own.layout)
-    channel.send(Hello(VERSION, nonce, _proof(own.token, _RECEIVER, challenge.nonce + nonce, layout), layout))
+    channel.send(ReceiverHello(VERSION, nonce, _proof(own.token, _RECEIVER, challenge.nonce + nonce, layout), layout))
     welcome = expect(channel.receive(), Welcome)
     if not _is_proof(welcome.proof, own.token, _SOURCE, nonce + challenge.nonce, welcome.layout):
         raise Refusal("stranger", "the source does not know this fleet's token; give both --fleet-token-file")
@@ -450,14 +451,14 @@ def introduce(channel: Channel, own: Identity) -> tuple[TransferTerms, Welcome]:
 
 def expect(message: AnyMessage, kind: type[M]) -> M:
     """The message, if it is of that kind. Raises Refusal for others; the peer's own, if it refused."""
-    if isinstance(message, Refused):
+    if isinstance(message, RefusedPull):
         raise refusal_of(message)
     if not isinstance(message, kind):
         raise Refusal("garbage", f"the peer sent {type(message).__name__} where {kind.__name__} belongs")
     return message
 
 
-def refusal_of(message: Refused) -> Refusal:
+def refusal_of(message: RefusedPull) -> Refusal:
     """The peer's refusal; its reason counts as ours if we have it too."""
     return Refusal(message.reason if message.reason in REASONS else "garbage", message.text)
 
