@@ -17,7 +17,7 @@ from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.exchange import EventStream, Exchange, Header
 from maitred.api.http.fleet_headers import KV_EXPECTED, placed_by_router, time_left
-from maitred.api.http.results import Wanted
+from maitred.api.http.results import WantedAnswer
 from maitred.api.ops.fleet_feed import identity
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import MAX_SEED, Charges, RequestSpec, ResumePoint, Terms
@@ -121,7 +121,7 @@ class Noted(Way):
 class Cached(Way):
     """An answer that the result cache may have, or keep."""
 
-    def __init__(self, app: App, exchange: Exchange, ask: GenerationAsk, wanted: Wanted) -> None:
+    def __init__(self, app: App, exchange: Exchange, ask: GenerationAsk, wanted: WantedAnswer) -> None:
         self._app, self._exchange, self._ask, self._wanted = app, exchange, ask, wanted
 
     async def replayed(self, lease: HttpLease) -> bool:
@@ -145,7 +145,7 @@ class Cached(Way):
         self._app.results.keep(self._exchange, self._wanted)
 
 
-def _wanted(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> Wanted | None:
+def _wanted(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> WantedAnswer | None:
     """What the result cache may answer; None too where a quota may cut the answer short: another time it is longer."""
     if exchange.from_router and TELL in exchange.headers:  # it keeps answers itself, without what is told beside them
         return None

@@ -16,8 +16,8 @@ from maitred.api.tensor.extensions import (
     LOGS,
     TRACES,
     Extensions,
-    Place,
     RegionPart,
+    RegionPlace,
     View,
     check_unload,
     config_to_load,
@@ -122,11 +122,11 @@ def _typed(each: ANY_MESSAGE) -> bytes:
         raise InvalidRequest(f"input {each.name!r} has a number that is no {each.datatype}") from None
 
 
-def _place(each: ANY_MESSAGE) -> Place | None:
+def _place(each: ANY_MESSAGE) -> RegionPlace | None:
     return place_of(each.name, parameters_of(each))
 
 
-def _output_place(output: ANY_MESSAGE) -> Place | None:
+def _output_place(output: ANY_MESSAGE) -> RegionPlace | None:
     place = _place(output)
     if place is not None and CLASSIFICATION in output.parameters:
         raise InvalidRequest(f"output {output.name!r} goes to shared memory, so it is not classified")
@@ -151,7 +151,7 @@ def infer_response(
     return told, contents
 
 
-def _kept(output: ANY_MESSAGE, tensor: Tensor, place: Place, into: RegionPart) -> bytes:
+def _kept(output: ANY_MESSAGE, tensor: Tensor, place: RegionPlace, into: RegionPart) -> bytes:
     for name, value in place.told(keep(tensor, place, into)).items():
         setattr(output.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
     return b""

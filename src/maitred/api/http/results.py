@@ -35,7 +35,7 @@ ERROR_EVENT = b'data: {"error"'
 
 
 @dataclass(slots=True)
-class Wanted:
+class WantedAnswer:
     """An answer that may be replayed, or kept for later."""
 
     key: bytes
@@ -61,15 +61,15 @@ class Results:
 
     def wanted(
         self, exchange: Exchange, body: bytes, *, revision: str, temperature: float | None, seed: int | None
-    ) -> Wanted | None:
+    ) -> WantedAnswer | None:
         """The answer's key; None for what is never cached. `revision` says what besides the body makes the answer."""
         if not self.is_on or not is_exact(temperature, seed):
             return None
         path, tenant = exchange.scope["path"], exchange.caller.tenant.name
         key = result_key(body, path=path, tenant=tenant, revision=revision)
-        return Wanted(key, cache_control(exchange.headers.get(CACHE_CONTROL)))
+        return WantedAnswer(key, cache_control(exchange.headers.get(CACHE_CONTROL)))
 
-    async def replay(self, exchange: Exchange, wanted: Wanted | None) -> bool:
+    async def replay(self, exchange: Exchange, wanted: WantedAnswer | None) -> bool:
         """Answer from the cache, if it is there; else note what is answered, until `keep`. Tells the client which."""
         if wanted is None:
             return False
@@ -94,7 +94,7 @@ class Results:
         await exchange.answer(answer.body, 200, headers)
         return True
 
-    def keep(self, exchange: Exchange, wanted: Wanted | None) -> None:
+    def keep(self, exchange: Exchange, wanted: WantedAnswer | None) -> None:
         """Keep the answer sent; call it once the last byte of a complete and right answer was sent."""
         recording = exchange.recording
         if wanted is None or wanted.control.no_store or not isinstance(recording, Recording):
@@ -108,7 +108,7 @@ class Results:
             value = packed(wanted.key, answer, self._wall_time(), now)
             self._shared.put(wanted.key, value, self.cache.ttl_s)
 
-    async def _find(self, wanted: Wanted) -> CachedAnswer | None:
+    async def _find(self, wanted: WantedAnswer) -> CachedAnswer | None:
         key, now = wanted.key, self._clock.now()
         if wanted.control.max_age_s == 0:
             return None

@@ -13,7 +13,7 @@ import msgspec
 from maitred.api.generate.dialect import HEADERS
 from maitred.api.http.exchange import Exchange, Header
 from maitred.api.http.fleet_headers import vouching
-from maitred.api.http.results import Wanted
+from maitred.api.http.results import WantedAnswer
 from maitred.api.ops.metrics_page import TenantCounts
 from maitred.api.route.fleet import RoutedRequest
 from maitred.api.route.messages import Outgoing, towards_replica
@@ -250,7 +250,7 @@ async def _route(
             router.results.keep(exchange, wanted)
 
 
-def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -> Wanted | None:
+def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -> WantedAnswer | None:
     """What the result cache may answer; None where a quota may cut an answer short, as another time it is longer."""
     tenant = exchange.caller.tenant
     limits = tenant.limits

@@ -266,7 +266,7 @@ _EMPTY_FINAL = "triton_enable_empty_final_response"  # no final answer here is e
 View = Callable[[str, int, int], RegionPart]  # of a registered region: its name, an offset, so many bytes
 
 
-class Place(NamedTuple):
+class RegionPlace(NamedTuple):
     """A part of a registered region."""
 
     region: str
@@ -305,14 +305,14 @@ def terms_of(parameters: Mapping[str, Any]) -> InferTerms:
 _NO_TERMS = InferTerms(0, None, None)
 
 
-def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
+def place_of(name: str, parameters: Mapping[str, Any]) -> RegionPlace | None:
     """Place of the tensor `name` in shared memory; None where it stands in the message."""
     if REGION not in parameters:
         return None
     region, size = parameters[REGION], integer(parameters, REGION_SIZE)
     if not isinstance(region, str) or not size:
         raise InvalidRequest(f"{name!r} names a {REGION} and must say its {REGION_SIZE}")
-    return Place(region, integer(parameters, REGION_OFFSET), size)
+    return RegionPlace(region, integer(parameters, REGION_OFFSET), size)
 
 
 def config_to_load(parameters: Mapping[str, Any]) -> str | None:
@@ -357,7 +357,7 @@ def _sequence(parameters: Mapping[str, Any]) -> SequenceControl | None:
     return SequenceControl(correlation_id=known, start=start, end=end) if known else None
 
 
-def keep(tensor: Tensor, place: Place, into: RegionPart) -> int:
+def keep(tensor: Tensor, place: RegionPlace, into: RegionPart) -> int:
     """Writes an output into its region; how many bytes. Raises InvalidRequest where it is larger than its place."""
     num_bytes = memoryview(tensor.data).nbytes
     if num_bytes > place.byte_size:

@@ -128,7 +128,7 @@ class KServe:
             headers = (*_BINARY_HEADERS, (HEADER_LENGTH, str(answer.header_bytes).encode()))
         await _answer(app, exchange, answer.body, headers)
 
-    async def _asked(self, app: App, exchange: Exchange, model: _Model, body: bytes) -> wire.Asked:
+    async def _asked(self, app: App, exchange: Exchange, model: _Model, body: bytes) -> wire.InferAsked:
         request = InferRequest(request_id=new_id(), model=model.name, version=model.version)
         num_json_bytes = header_length(exchange.headers.get(HEADER_LENGTH), len(body))
         if num_json_bytes or not body:
@@ -139,7 +139,7 @@ class KServe:
         config = Models(app, exchange.caller).config(model.name, model.version)
         return wire.raw_asked(body, request, inputs_of(config), batched=config.max_batch_size > 0)
 
-    async def _written(self, app: App, asked: wire.Asked, response: InferResponse) -> wire.Answer:
+    async def _written(self, app: App, asked: wire.InferAsked, response: InferResponse) -> wire.InferAnswer:
         classes = partial(self._with.labels.classify, tensors_of(app))
         work = partial(wire.answered, asked, response, classes)
         return await app.text.run(num_bytes_of(response.outputs), work)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from maitred.api.http.bodies import SMALL_BYTES
-from maitred.api.tensor.extensions import CLASSIFICATION, Place, View, flag, integer, keep, place_of, terms_of
+from maitred.api.tensor.extensions import CLASSIFICATION, RegionPlace, View, flag, integer, keep, place_of, terms_of
 from maitred.api.tensor.json_values import Numbers, flat_of_json, json_of_array, loaded
 from maitred.core.errors import InvalidRequest
 from maitred.core.tensor_request import Buffer, InferRequest, InferResponse, Tensor
@@ -53,27 +53,27 @@ class _Body(msgspec.Struct):
     outputs: tuple[_Output, ...] = ()
 
 
-class Wanted(NamedTuple):
+class WantedOutput(NamedTuple):
     """How one output is to be answered."""
 
-    place: Place | None
+    place: RegionPlace | None
     num_classes: int  # 0 is all of it
     is_binary: bool
 
 
-class Asked(NamedTuple):
+class InferAsked(NamedTuple):
     """A request, and what its answer needs of it."""
 
     id: str
     request: InferRequest
-    wanted: Mapping[str, Wanted]
+    wanted: Mapping[str, WantedOutput]
     is_binary: bool  # outputs that are not named
 
 
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> Asked:
+def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> InferAsked:
     """Parse `body`; `request` gives the caller and the model. Raises InvalidRequest."""
     content = memoryview(body)
     found = object_of(content[:header_bytes], _decoder, ("data",))
@@ -90,10 +90,10 @@ def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> 
         timeout_s=terms.timeout_s,
         sequence=terms.sequence,
     )
-    return Asked(found.id, whole, wanted, by_default)
+    return InferAsked(found.id, whole, wanted, by_default)
 
 
-def raw_asked(body: bytes, request: InferRequest, specs: Sequence[DeclaredTensor], *, batched: bool) -> Asked:
+def raw_asked(body: bytes, request: InferRequest, specs: Sequence[DeclaredTensor], *, batched: bool) -> InferAsked:
     """The body is the data of the model's only input, and a batch of one. Raises InvalidRequest."""
     if len(specs) != 1:
         raise InvalidRequest(f"a raw binary request needs a model of one input, and this one has {len(specs)}")
@@ -102,7 +102,7 @@ def raw_asked(body: bytes, request: InferRequest, specs: Sequence[DeclaredTensor
     data = len(body).to_bytes(_LENGTH_BYTES, "little") + body if datatype == "BYTES" else body
     shape = (1, *_raw_dims(spec, len(body))) if batched else _raw_dims(spec, len(body))
     whole = msgspec.structs.replace(request, inputs=(Tensor(spec.name, datatype, shape, memoryview(data)),))
-    return Asked("", whole, {}, is_binary=True)
+    return InferAsked("", whole, {}, is_binary=True)
 
 
 def _raw_dims(spec: DeclaredTensor, num_bytes: int) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def _inputs(inputs: Sequence[_Input], binary: memoryview, view: View) -> tuple[T
     return tuple(tensors)
 
 
-def _one_source(each: _Input) -> Place | None:
+def _one_source(each: _Input) -> RegionPlace | None:
     """The input's place in shared memory, if any. Raises InvalidRequest unless its data is in exactly one place."""
     place = place_of(each.name, each.parameters) if each.parameters else None
     sources = (each.data is not msgspec.UNSET, BINARY_SIZE in each.parameters, place is not None)
@@ -164,27 +164,27 @@ def _text(name: str, value: Any) -> bytes:
     return value.encode("utf-8", "surrogatepass")
 
 
-def _wanted(output: _Output) -> Wanted:
+def _wanted(output: _Output) -> WantedOutput:
     place = place_of(output.name, output.parameters)
     num_classes, is_binary = integer(output.parameters, CLASSIFICATION), flag(output.parameters, BINARY)
     if place is not None and (num_classes or is_binary):
         raise InvalidRequest(f"output {output.name[:80]!r} goes to shared memory, so it is not classified nor binary")
-    return Wanted(place, num_classes, is_binary)
+    return WantedOutput(place, num_classes, is_binary)
 
 
 # ---- answers
 
 
-class Answer(NamedTuple):
+class InferAnswer(NamedTuple):
     """A body; `header_bytes` of it are JSON where binary data follows, else None."""
 
     body: bytes
     header_bytes: int | None
 
 
-def answered(of: Asked, response: InferResponse, classes: Classes) -> Answer:
+def answered(of: InferAsked, response: InferResponse, classes: Classes) -> InferAnswer:
     """Raises InvalidRequest for what cannot be answered as it was asked for."""
-    by_default = Wanted(None, 0, of.is_binary)
+    by_default = WantedOutput(None, 0, of.is_binary)
     outputs: list[dict[str, Any]] = []
     binary: list[Buffer] = []
     for each in response.outputs:
@@ -202,7 +202,7 @@ def answered(of: Asked, response: InferResponse, classes: Classes) -> Answer:
     named = {"id": of.id} if of.id else {}
     told = {**named, "model_name": response.model, "model_version": str(response.version), "outputs": outputs}
     header = msgspec.json.encode(told)
-    return Answer(b"".join((header, *binary)), len(header)) if any(map(len, binary)) else Answer(header, None)
+    return InferAnswer(b"".join((header, *binary)), len(header)) if any(map(len, binary)) else InferAnswer(header, None)
 
 
 def _as_json(tensor: Tensor) -> msgspec.Raw:

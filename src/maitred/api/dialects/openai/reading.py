@@ -381,7 +381,7 @@ def text_shape(checker: GrammarChecker, body: GenerationFields) -> Shape:
     )
 
 
-class Wanted(NamedTuple):
+class WantedShape(NamedTuple):
     """The answer shape that a body asks for."""
 
     tools: Sequence[Tool]
@@ -390,7 +390,7 @@ class Wanted(NamedTuple):
     is_raw: bool  # `content` binds all that the model writes, thoughts and marks too
 
 
-NOTHING = Wanted((), NO_CALLS, None, False)
+NOTHING = WantedShape((), NO_CALLS, None, False)
 
 
 class ChatReading:
@@ -403,13 +403,13 @@ class ChatReading:
         self._emptied: tuple[str, ...] = ()
 
     @cached_property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> WantedShape:
         """Raises InvalidRequest for what cannot be asked."""
         if not is_shaped(self._body):
             return NOTHING
         tools = tools_of(self._body)
         content, is_raw = content_source(self._body)
-        return Wanted(tools, choice_of(self._body, tools), content, is_raw)
+        return WantedShape(tools, choice_of(self._body, tools), content, is_raw)
 
     @property
     def format(self) -> AnswerFormat:
