@@ -87,7 +87,7 @@ def leftovers() -> set[str]:
             links.add(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:  # the listing's own
             continue
-    named = {name for name in os.listdir("/dev/shm") if "maitred" in name}
+    named = {name for name in os.listdir("/dev/shm") if "maitred-kv" in name}  # tensors of other servers have names
     return maps | {link for link in links if "maitred-kv" in link} | named
 
 
