@@ -200,7 +200,8 @@ class EngineCore:
         self.host_s = 0.0  # total time of steps outside it
         self.last_step_at: float | None = None  # s, when a step last ended
         self._expired: list[RequestProgress] = []  # in the step under way
-        self._times = StepTimes(0.0, 0.0, 0.0)  # of the step under way, as far as it is
+        self._scheduled_at = 0.0  # s, the step under way
+        self._times = StepTimes(0.0, 0.0, 0.0)  # of the plan executed last
         self._ageing, self._speed = Ageing(), SpeedMeter()
         self._moments = Moments((*listeners, self._speed, self._ageing, HostShares()))
         scheduler.kv_cache.evicted = {} if self._moments.evicted else None
@@ -220,9 +221,11 @@ class EngineCore:
         now = self.clock.now()
         self._expired = self._expire(now)
         plan = self._scheduler.schedule(now)
-        self._times = StepTimes(now, now, now)
-        self._tell_given_up()
-        self._tell_evicted()
+        self._scheduled_at = now
+        if self._moments.given_up:
+            self._tell_given_up()
+        if self._moments.evicted:
+            self._tell_evicted()
         for tell in self._moments.scheduled:
             tell(plan)
         return plan
@@ -231,7 +234,7 @@ class EngineCore:
         """Execute the plan; the only part of a step that another thread may run."""
         began_at = self.clock.now()
         output = self._executor.execute(plan)
-        self._times = StepTimes(self._times.scheduled_at, began_at, self.clock.now())
+        self._times = StepTimes(self._scheduled_at, began_at, self.clock.now())
         return output
 
     def update(self, plan: SchedulerOutput, output: ModelOutput) -> list[RequestProgress]:
@@ -449,7 +452,8 @@ class EngineCore:
 
     def _expire(self, now: float) -> list[RequestProgress]:
         expired = self._scheduler.expire(now)
-        self._tell_given_up()
+        if self._moments.given_up:
+            self._tell_given_up()
         for progress in expired:
             assert progress.finish_reason is not None
             for tell in self._moments.stopped:
