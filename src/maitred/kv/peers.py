@@ -29,6 +29,7 @@ from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.reservations import GivenUp
 
 logger = logging.getLogger(__name__)
+CLOSE_S = 0.2  # that a thread may take to end, until it is left to the end of the process
 MAX_ARRIVED = 4096  # prompts whose KV came before the request that goes on with it
 PATIENCE_S = 2 * TIMEOUT_S  # more than a pull should take: of a silent peer it hears before
 ASK_AGAIN_S = (0.02, 0.05, 0.1, 0.2, 0.4)
@@ -162,10 +163,12 @@ class KVPeers(StepListener):
 
     def close(self) -> None:
         self._pulls.close()
-        for thread in self._threads:
-            thread.end(0.0)
         for puller in list(self._pullers.values()):
             puller.abort()
+        done = {thread for thread in self._threads if thread.end(CLOSE_S)}
+        for (thread, _), puller in list(self._pullers.items()):
+            if thread in done:
+                puller.close()
 
     def _watch(self, pull: Fetch) -> None:
         """Nothing is abandoned until computing was measured, nor what is being computed."""
