@@ -529,7 +529,7 @@ WALL_CLOCK_USERS = {
     "api/ops/metrics_page.py": "`vllm:lora_requests_info` has the date for its value",
     "api/http/results.py": "the age of an answer that another machine kept; a wrong one costs a hit",
     "storage/ledger.py": "rows tell when",
-    "engine/checkpoint_facts.py": "when the model was made",
+    "engine/planning.py": "when the model was made",
     "api/dialects/openai/usage.py": "asks for days",
     "api/http/server.py": "certificates expire on a date; it is told, and nothing else",
     "api/ops/tracing.py": "spans have dates",

@@ -20,7 +20,6 @@ from maitred.decisions.codec import Header
 from maitred.decisions.files import DecisionLogFile
 from maitred.decisions.log import Recorder
 from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
-from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
 from maitred.engine.installed import installed_policies
@@ -30,7 +29,7 @@ from maitred.engine.memory import (
     format_bytes,
 )
 from maitred.engine.model_facts import ModelFacts
-from maitred.engine.planning import EnginePlan, OnEvent, plan_engine
+from maitred.engine.planning import EnginePlan, OnEvent, check_overrides, facts_of, plan_engine
 from maitred.engine.step_meter import StepMeter, SwapMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
