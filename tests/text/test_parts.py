@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from maitred.core.errors import CheckpointError
-from maitred.engine.build import _tokenizers_eos
+from maitred.engine.planning import _tokenizers_eos
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.text.folder import added_token_id, read_chat_template, read_named_tokens
 from maitred.text.parts import FolderText
