@@ -157,6 +157,8 @@ def lone_protocols(classes: Iterable[ast.ClassDef]) -> list[str]:
             for item in node.body
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         }
+        constants = (target for item in node.body if isinstance(item, ast.Assign) for target in item.targets)
+        members |= {target.id for target in constants if isinstance(target, ast.Name)}
         members |= {
             attribute.attr
             for attribute in ast.walk(node)

@@ -44,10 +44,12 @@ class Alone(Protocol):
     def go(self): ...
 class Pair(Protocol):
     here: int
+    name: str
     async def stay(self): ...
 class First(Base):
     def go(self): ...
 class Base:
+    name = "base"
     async def stay(self): self.here = 1
 """
     assert lone_protocols(ast.parse(source).body) == ["Alone"]
