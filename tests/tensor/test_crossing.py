@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from maitred.api.tensor.extensions import Place, SystemRegions, keep
+from maitred.api.tensor.extensions import RegionPlace, SystemRegions, keep
 from maitred.core.clock import WallClock
 from maitred.core.errors import InvalidRequest, Overloaded
 from maitred.core.request import FinishReason
@@ -262,7 +262,7 @@ def test_a_region_that_its_owner_made_shorter_at_any_time_fails_its_request_alon
                 answer = (await waiting).outputs[0]
                 assert np.array_equal(array_of(answer)[0], wanted)
                 with pytest.raises(InvalidRequest, match="has 4096 bytes by now, and 49152 are needed"):
-                    keep(answer, Place("mine", 8 * WIDTH, 4 * WIDTH), into)
+                    keep(answer, RegionPlace("mine", 8 * WIDTH, 4 * WIDTH), into)
                 with pytest.raises(InvalidRequest, match="has 4096 bytes by now, and 16384 are needed"):
                     in_region(regions, "again")
                 assert client.supervisor.pid == pid
