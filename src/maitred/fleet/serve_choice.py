@@ -90,7 +90,7 @@ class ServeScaling:
         self._num_arrived = 0.0
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """How many replicas there shall be, by Ray's `AutoscalingContext`, and the state that Serve keeps of policies."""
+        """Wanted replicas, by Ray's `AutoscalingContext`, and the state that Serve keeps of policies."""
         self._read(context.raw_metrics or {})
         return self._autoscaler(self._figures(context), context.current_time or 0.0), {}
 
