@@ -24,8 +24,8 @@ from tests.fleet.fleets import Driver, facts, make_core, make_request
 
 @pytest.mark.parametrize(("number", "name"), enumerate(sorted(POLICIES)))
 def test_a_policy_keeps_its_promises_over_several_replicas(number: int, name: str):
-    """Each before two of the six balances, and each balance with several policies."""
-    check_fleet_policy(POLICIES[name], (number % 6, (number + 3) % 6))
+    """Each before one of the six balances, and each balance with a policy or two."""
+    check_fleet_policy(POLICIES[name], (number % 6,))
 
 
 @pytest.mark.soak

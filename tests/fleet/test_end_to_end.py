@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from maitred.cli.main import main
 from tests.conftest import ROOT, SERVE, ServerProcess, start_server
 from tests.waiting import HANGS_S, until
 
@@ -194,18 +195,10 @@ def test_one_that_is_killed_costs_no_request_that_had_no_byte_and_one_that_hangs
     until(lambda: fleet.states == ["ejected", "ready"])
 
 
-def test_wrong_words_are_told_at_once(tmp_path: Path):
+def test_wrong_words_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def error(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "maitred", "route", *words],
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=HANGS_S,
-        )
-        assert done.returncode in (1, 2)
-        return done.stderr
+        assert main(["route", *words]) in (1, 2)
+        return capsys.readouterr().err
 
     assert "a router needs a replica" in error()
     assert "no URL of a server" in error("localhost:8000")

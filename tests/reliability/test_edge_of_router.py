@@ -69,6 +69,7 @@ def test_slow_clients_are_all_hung_up_on_while_good_ones_are_served():
     assert sorted(counted) == [("/v1/completions", "100.0"), ("other", "100.0")]
 
 
+@pytest.mark.soak
 def test_slow_readers_are_dropped_and_what_is_kept_for_them_is_bounded_at_router_and_server():
     """R15: what a client does not take its router does not take either, and the server hears of its end."""
     with attacked_router("--send-timeout-s", "2", "--sse-keep-alive-s", "0") as (router, server):

@@ -80,7 +80,7 @@ def texts(served: ServerProcess) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("victim", ["engine", "rank"])
+@pytest.mark.parametrize("victim", [pytest.param("engine", marks=pytest.mark.soak), "rank"])
 def test_every_stream_goes_on_exactly(served: ServerProcess, texts: dict[str, list[str]], victim: str):
     before = metric(served, "requests_resumed_total")
     streams = begun(served, asked("sql")) + begun(served, asked(MODEL))

@@ -266,9 +266,7 @@ def mumbling(config: SchedulerConfig) -> Policy:
 BROKEN: list[tuple[PolicyFactory, str, str]] = [
     (last_come_first_served, "steps", "starvation bound"),
     (last_come_first_served, "endless load", "starvation bound"),
-    (strict_priority, "endless load", "starvation bound"),
     (honest_strict_priority, "steps", "starvation bound"),
-    (honest_strict_priority, "endless load", "starvation bound"),
     (trusting_shortest_first, "steps", "starvation bound"),
     (with_global_state, "determinism", "determinism"),
     (with_levels_of_its_own, "swap", "swap"),
@@ -280,8 +278,6 @@ BROKEN: list[tuple[PolicyFactory, str, str]] = [
     (with_counters(TiesByName), "endless load", "starvation bound"),
     (mumbling, "statement", "statement"),
     (last_come_first_served, "busy lane", "starvation bound"),
-    (strict_priority, "busy lane", "starvation bound"),
-    (honest_strict_priority, "busy lane", "starvation bound"),
     (with_counters(ForOutputsOnly), "busy lane", "fair share"),
     (with_global_state, "lanes", "lanes"),
 ]
