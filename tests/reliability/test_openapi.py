@@ -8,7 +8,6 @@ import pytest
 
 from tests.reliability.openapi import NUM_OPERATIONS, documented_server, num_restarts, run_schemathesis
 
-
 # Few are the same every time; those that a schema's bounds make are for `make soak`.
 FEW = ("--generation-deterministic", "--phases", "fuzzing,stateful", "--max-examples", "5", "--request-timeout", "200")
 MANY = ("--max-examples", "1000", "--request-timeout", "10")
