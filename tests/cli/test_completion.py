@@ -3,10 +3,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from maitred.cli.completion import SHELLS, completion_script
+from maitred.cli.completion import SHELLS, completion_script, with_flags
 from maitred.cli.main import COMMANDS, load, main
 
 
@@ -91,6 +92,12 @@ def test_every_flag_is_in_the_script_of_every_shell(shell, capsys):
             assert (f"-l {flag.key}" if shell == "fish" else flag.name) in script
 
 
-def test_an_unknown_shell_lists_the_known(capsys):
-    assert main(["completion", "tcsh"]) == 2
-    assert "choose one of bash, zsh, fish" in capsys.readouterr().err
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def test_the_page_has_every_flag_of_every_command():
+    text = PAGE.read_text(encoding="utf-8")
+    assert with_flags(text) == text, "write it anew: python -m maitred.cli.completion docs/cli.md"
+    for path in COMMANDS:
+        assert f"### `maitred {path}`" in text
+        assert all(f"`{flag.name}`" in text for flag in load(path).flags())

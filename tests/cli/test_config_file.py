@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from maitred.cli.flags import UsageError
-from maitred.cli.main import load, main
+from maitred.cli.main import load
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 
 SERVE = load("serve")
@@ -51,11 +51,9 @@ def test_the_command_line_wins(tmp_path):
     assert options[CacheConfig].enable_prefix_caching
 
 
-def test_an_empty_file_changes_nothing(tmp_path):
+def test_what_says_nothing_changes_nothing(tmp_path):
     assert parse(tmp_path, "# nothing\n")[ServerConfig] == ServerConfig()
 
-
-def test_null_leaves_the_default_and_a_required_flag_required(tmp_path):
     assert parse(tmp_path, "port: null\nmax-num-seqs: ~\n")[ServerConfig] == ServerConfig()
     path = tmp_path / "run.yaml"
     path.write_text("input: null\noutput: out.jsonl\n")
@@ -85,11 +83,3 @@ def test_a_slip_names_file_line_and_key(tmp_path, text, message):
     with pytest.raises(UsageError) as caught:
         parse(tmp_path, text)
     assert message in str(caught.value)
-
-
-def test_a_missing_file_is_one_line(capsys):
-    assert main(["serve", "--config", "/no/such.yaml"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: --config /no/such.yaml: No such file or directory; give the path of a YAML file\n"
-    )

@@ -10,14 +10,19 @@ import msgspec
 import pytest
 
 from maitred.cli.main import main
+from maitred.cli.why import choice_lines
 from maitred.core.clock import ManualClock
 from maitred.core.step import ModelOutput, SchedulerOutput
 from maitred.decisions.codec import Header
 from maitred.decisions.files import DecisionLogFile, log_parts, read_frames
 from maitred.decisions.log import Recorder
+from maitred.fleet.actions import Bind, Choices
+from maitred.fleet.balance import Choice
+from maitred.fleet.disagg import WorkAsked, options
 from maitred.scheduler.engine_core import EngineCore
 from tests.cli.running import maitred_process
 from tests.fakes import FakeExecutor, make_scheduler, make_spec
+from tests.fleet.workers import worker
 
 
 class SecondsExecutor(FakeExecutor):
@@ -160,3 +165,17 @@ def test_the_log_is_found_where_the_server_was_told_to_keep_it(folder: Path):
     assert (told.code, told.err) == (0, "")
     assert "put out    +0.000 s: 1.chatcmpl-slow (priority 2 of acme)" in told.out
     assert maitred_process("replay", MAITRED_DECISION_LOG=str(folder)).code == 0
+
+
+def test_why_tells_each_way_that_was_foretold_and_its_terms():
+    there = [worker("p", "prefill", prefill_share=0.7), worker("d", "decode", rows=40, context_tokens=40_000)]
+    ways = options(WorkAsked(num_inputs=4000, num_outputs=200.0), there)
+    choices = Choices()
+    choices.bound(Bind("r", Choice("d", "p", foretold=tuple(ways)), 1), 0.25)
+    made = choices.of("r")
+    assert made is not None
+    told = choice_lines(made)
+    assert told[0] == "attempt 1: sent to d, after 0.250 s of waiting in all"
+    assert told[1].split() == ["WAY", "COST", "TTFT", "TPOT", "FETCH", "TRANSFER", "HARM"]
+    assert told[2].split()[:4] == ["->", "p", ">", "d"]
+    assert len(told) == 2 + len(ways)

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maitred.cli.endpoint import (
+    DONE,
     AppEndpoint,
     HttpEndpoint,
     ServerRefused,
+    SSEParser,
     TimedOut,
     Unreachable,
     Untrusted,
@@ -56,11 +61,6 @@ def test_a_url_that_is_none_is_refused(given):
 )
 def test_the_cause_is_found_in_any_shape_of_error(body, text):
     assert error_text(502, body) == text
-
-
-async def test_the_model_is_asked_from_the_server():
-    async with serving(FakeServer(model="m")) as fake, HttpEndpoint(fake.url) as endpoint:
-        assert await first_model(endpoint) == "m"
 
 
 async def test_the_key_is_sent_and_a_wrong_one_is_told():
@@ -134,15 +134,11 @@ async def test_an_application_answers_as_a_server_would():
     assert app.heard == [b"hello"]
     assert app.finished  # also what comes after the last byte
 
-
-async def test_leaving_early_is_a_disconnect_for_the_application():
     app = App()
     async with AppEndpoint(app).post("/slow", b"") as reply:
         assert await anext(reply.body) == b"one"
     assert not app.finished
 
-
-async def test_an_application_that_breaks_raises_its_error():
     with pytest.raises(ZeroDivisionError):
         async with AppEndpoint(App()).post("/raise", b""):
             pass
@@ -156,3 +152,16 @@ async def test_a_list_of_models_that_is_none_is_told():
 
     with pytest.raises(ServerError, match="--model"):
         await first_model(AppEndpoint(Silly()))
+
+
+STREAM = b': keep-alive\n\ndata: {"a": 1}\n\nevent: x\ndata: one\ndata: two\n\ndata:[DONE]\n\n'
+EVENTS = [b'{"a": 1}', b"one\ntwo", DONE]
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=8), st.booleans())
+def test_events_do_not_depend_on_where_the_bytes_were_cut(cuts, carriage_returns):
+    stream = STREAM.replace(b"\n", b"\r\n") if carriage_returns else STREAM
+    edges = [0, *sorted(cuts), len(stream)]
+    parser = SSEParser()
+    pieces = [stream[start:end] for start, end in pairwise(edges)]
+    assert [event for piece in pieces for event in parser.feed(piece)] == EVENTS

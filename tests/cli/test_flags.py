@@ -70,12 +70,7 @@ def test_without_words_the_defaults_hold():
 def test_words_become_typed_values():
     words = "--num-cooks 5 --oven-bytes 1.5GiB --patience-s 2 --no-open --dishes soup --dishes pie --prices soup=3"
     assert cook(*words.split()) == Kitchen(
-        num_cooks=5,
-        oven_bytes=3 * 2**29,
-        patience_s=2.0,
-        open=False,
-        dishes=("soup", "pie"),
-        prices={"soup": 3},
+        num_cooks=5, oven_bytes=3 * 2**29, patience_s=2.0, open=False, dishes=("soup", "pie"), prices={"soup": 3}
     )
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import zmq
@@ -33,10 +34,18 @@ def test_help_imports_nothing_heavy():
     assert told == [[words, 0, []] for words in HELP_WORDS]
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
+def test_help_lists_every_command_and_is_there_for_one_and_for_a_group(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(path in text for path in cli.COMMANDS)
+
+    assert cli.main(["bench"]) == 0
+    text = capsys.readouterr().out
+    assert "bench serve" in text
+    assert "chat" not in text
+
+    assert cli.main(["help", "chat"]) == 0
+    assert "usage: maitred chat" in capsys.readouterr().out
 
 
 LONG = [path for path in cli.COMMANDS if len(list(cli.load(path).flags())) > 15]
@@ -67,18 +76,6 @@ def test_version_and_python_m():
     assert maitred_process("--version") == (0, f"maitred {maitred.__version__}\n", "")
 
 
-def test_a_group_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["bench"]) == 0
-    text = capsys.readouterr().out
-    assert "bench serve" in text
-    assert "chat" not in text
-
-
-def test_help_before_a_command_is_its_help(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["help", "chat"]) == 0
-    assert "usage: maitred chat" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -88,10 +85,7 @@ def test_help_before_a_command_is_its_help(capsys: pytest.CaptureFixture[str]):
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["run", "--concurency=3"], "did you mean --concurrency?"),
         (["serve", ""], "--model is ''; name a folder or hub id, or leave it out for the built-in model"),
-        (
-            ["serve", "none"],
-            "give --model-repository too, or leave out none for the built-in model",
-        ),
+        (["serve", "none"], "give --model-repository too, or leave out none for the built-in model"),
         (["serve", "--api-key", ""], "--api-key is ''; no request can bring a key that is empty"),
         (["chat", "--api-key", " a"], "leave out --api-key (and unset MAITRED_API_KEY)"),
         (["chat", "--model", " "], "or leave it out for the built-in model"),
@@ -113,6 +107,12 @@ def test_help_before_a_command_is_its_help(capsys: pytest.CaptureFixture[str]):
         (["serve", "--predictor", "rankr"], "--predictor is 'rankr' (did you mean ranker?)"),
         (["serve", "--dtype", "half"], "float16 is not computed here, bfloat16 takes as many bytes"),
         (["serve", "--kv-dtype", "fp16"], "bfloat16 takes as many bytes"),
+        (["serve", "--config", "/no/such.yaml"], "/no/such.yaml: No such file or directory; give the path of a YAML"),
+        (["roofline", "--context", "0"], "error: --context is 0; it must be at least 1\n"),
+        (["roofline", "--prompt", "0"], "error: --prompt is 0; it must be at least 1\n"),
+        (["profile", "-o", "p", "--seconds", "0.5"], "at least 1"),
+        (["completion", "tcsh"], "choose one of bash, zsh, fish"),
+        (["models", "check"], "PATH is required"),
     ],
 )
 def test_a_slip_of_the_pen_is_one_line_with_a_remedy_and_exit_code_2(words, hint, capsys):
@@ -208,3 +208,15 @@ def test_every_command_of_the_table_is_there():
         assert CommonOptions in {flag.owner for flag in command.flags()}
         names = [flag.name for flag in command.flags()]
         assert len(names) == len(set(names))
+
+
+LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
+
+
+@pytest.mark.parametrize("words", [["chat"], ["run", "-i", "in.jsonl", "-o", "out.jsonl"]])
+def test_engine_flags_beside_a_url_are_refused_by_name(words: list[str], tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text(LINE)
+    words = [str(tmp_path / word) if word.endswith(".jsonl") else word for word in words]
+    done = maitred_process(*words, "--url", "http://127.0.0.1:9", "--dtype", "float32")
+    assert done.code == 2
+    assert "--dtype: with --url the model runs elsewhere" in done.err

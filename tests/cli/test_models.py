@@ -48,8 +48,3 @@ def test_without_the_extra_one_line_names_it(tmp_path: Path):
         done.stderr
         == "error: tensor models need the package protobuf; install it with: pip install 'maitred[tensor]'\n"
     )
-
-
-def test_no_path_is_a_slip(capsys: pytest.CaptureFixture[str]):
-    assert main(["models", "check"]) == 2
-    assert "PATH is required" in capsys.readouterr().err

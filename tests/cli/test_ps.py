@@ -6,9 +6,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maitred.api.ops.live import LoadedModel
-from maitred.cli.console import columns
+from maitred.cli.console import columns, inert
 from maitred.cli.top import MODEL_HEADINGS, ago, model_row
 from maitred.core.clock import ManualClock
 from maitred.engine.intake import Footprint
@@ -124,3 +126,16 @@ def test_another_server_is_told_apart():
     with running_server(FakeReplica()) as server:
         url = server.url
     assert "cannot reach" in maitred_process("ps", url).err
+
+
+def test_what_steers_a_terminal_becomes_plain_text_and_the_rest_stays():
+    assert inert("a\x1b[31mred\x07\r\x9b2J\x00z") == "a[31mred2Jz"
+    assert inert("user\u202etxt.exe\u2066") == "usertxt.exe"
+
+    for text in ("plain", "two\nlines\tand a tab", "Grüße 世界 👩‍🍳", "عربي"):
+        assert inert(text) == text
+
+
+@given(st.text())
+def test_no_control_character_survives(text):
+    assert not any(c not in {"\n", "\t"} and (ord(c) < 32 or 127 <= ord(c) < 160) for c in inert(text))

@@ -50,18 +50,14 @@ async def test_tokens_and_times_of_one_answer():
     assert len(record.itls_s()) == 5
 
 
-async def test_chunks_of_many_tokens_are_counted_by_the_servers_usage():
+async def test_chunks_and_tokens_are_counted_as_the_server_counts_them():
     record = await one_request(FakeServer(tokens_per_chunk=4, token_s=0.01))
     assert [chunk.num_tokens for chunk in record.chunks] == [4, 2]
     assert len(record.itls_s()) == 2
 
-
-async def test_without_usage_a_chunk_is_a_token():
     record = await one_request(FakeServer(sends_usage=False), endpoint="chat")
     assert (record.output_tokens, len(record.chunks)) == (6, 6)
 
-
-async def test_tokens_without_text_count_when_the_server_counts_them():
     record = await one_request(FakeServer(text_of=lambda position: "" if position == 0 else "x"))
     assert len(record.chunks) == 6
 

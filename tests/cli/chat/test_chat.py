@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import re
 import signal
@@ -14,9 +15,10 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from maitred.cli.chat import Conversation
-from maitred.cli.chat_session import PipeTerminal, ScreenTerminal, StreamedAnswer, history_file, talk
+from maitred.cli.chat import COMMANDS, ChatOptions, Conversation, Next
+from maitred.cli.chat_session import PipeTerminal, ScreenTerminal, StreamedAnswer, history_file, shape_of, talk
 from maitred.cli.endpoint import HttpEndpoint
+from maitred.cli.flags import UsageError
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import maitred_process
 from tests.waiting import HANGS_S, until_async
@@ -179,3 +181,215 @@ def test_the_history_is_its_owners_alone(tmp_path):
     path = history_file({"XDG_STATE_HOME": str(tmp_path)})
     assert path == tmp_path / "maitred" / "chat_history"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def answered(*questions: str) -> Conversation:
+    conversation = Conversation()
+    for question in questions:
+        assert conversation.take(question).next is Next.ASK
+        conversation.answered({"role": "assistant", "content": f"answer to {question}"})
+    return conversation
+
+
+def test_a_line_is_a_question_and_the_request_carries_all_so_far():
+    conversation = answered("one")
+    conversation.system = "be brief"
+    conversation.take("/set temperature 0.2")
+    conversation.take("two")
+    request = conversation.request("m")
+    assert request["temperature"] == 0.2
+    assert [message["role"] for message in request["messages"]] == ["system", "user", "assistant", "user"]
+
+
+def test_slashes_and_blanks():
+    conversation = Conversation()
+    assert conversation.take("//etc/passwd is what?").next is Next.ASK
+    assert conversation.messages[-1]["content"] == "/etc/passwd is what?"
+
+    assert Conversation().take("  \n ").next is Next.READ
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("/set temperature 0.5", "temperature", 0.5),
+        ("/set top_k=40", "top_k", 40),
+        ("/set stop a b", "stop", "a b"),
+        ("/set max_tokens  7", "max_tokens", 7),
+    ],
+)
+def test_set_reads_the_type_of_the_setting(line, name, value):
+    conversation = Conversation()
+    conversation.take(line)
+    assert conversation.settings == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("/hepl", "did you mean /help?"),
+        ("/set temprature 1", "did you mean temperature?"),
+        ("/set top_k 0.5", "must be a whole number"),
+        ("/set temperature warm", "must be a number"),
+        ("/set temperature", "needs a value"),
+        ("/unset seed", "is not set"),
+        ("/save", "needs a file name"),
+        ("/save /no/such/folder/x", "choose another name"),
+        ("/retry", "no question"),
+    ],
+)
+def test_a_slip_is_told_and_changes_nothing(line, hint):
+    conversation = Conversation()
+    outcome = conversation.take(line)
+    assert outcome.next is Next.READ
+    assert hint in outcome.text
+    assert conversation == Conversation()
+
+
+def test_commands_show_unset_and_forget():
+    conversation = answered("one")
+    conversation.take("/set seed 3")
+    conversation.take("/set system be kind")
+    assert conversation.take("/show").text == "seed = 3\nsystem = be kind\n2 messages"
+    conversation.take("/unset seed")
+    conversation.take("/unset system")
+    conversation.take("/reset")
+    assert conversation == Conversation()
+
+    conversation = answered("one")
+    conversation.take("/set seed 3")
+    assert conversation.take("/clear").next is Next.READ
+    assert (conversation.messages, conversation.settings) == ([], {"seed": 3})
+    assert conversation.take("/bye").next is Next.LEAVE
+
+    text = Conversation().take("/help").text
+    assert all(name in text for name in COMMANDS if name != "/quit")
+    assert Conversation().take("/quit").next is Next.LEAVE
+
+
+def test_retry_asks_the_last_question_anew_and_a_failed_one_is_taken_back():
+    conversation = answered("one", "two")
+    assert conversation.take("/retry").next is Next.ASK
+    assert [message["content"] for message in conversation.messages] == ["one", "answer to one", "two"]
+
+    conversation = answered("one")
+    conversation.take("two")
+    conversation.failed()
+    assert len(conversation.messages) == 2
+
+
+def test_save_writes_messages_or_a_transcript_and_overwrites_nothing(tmp_path):
+    conversation = answered("one")
+    assert "saved" in conversation.take(f"/save {tmp_path}/talk.json").text
+    assert json.loads((tmp_path / "talk.json").read_text()) == conversation.messages
+    conversation.take(f"/save {tmp_path}/talk.txt")
+    assert (tmp_path / "talk.txt").read_text() == "user:\none\n\nassistant:\nanswer to one\n\n"
+    assert "exists" in conversation.take(f"/save {tmp_path}/talk.json").text
+
+
+THINKS = [{"reasoning_content": "hm, ", "reasoning": "hm, "}, {"reasoning": "\x1b[5mso"}, {"content": "Soup."}]
+
+
+def call(index: int, name: str, *arguments: str) -> list[dict]:
+    pieces = [{"id": "same", "function": {"name": name}}, *({"function": {"arguments": part}} for part in arguments)]
+    return [{"tool_calls": [{"index": index, **piece}]} for piece in pieces]
+
+
+class Listener(ScreenTerminal):
+    """A screen without a keyboard: it reads what a test wrote down."""
+
+    def __init__(self, *lines: str) -> None:
+        self._lines = iter(lines)
+
+    async def read(self) -> str | None:
+        return next(self._lines, None)
+
+
+async def test_thoughts_are_dim_on_a_screen_and_sent_back_apart_from_the_text(capsys):
+    async with serving(FakeServer(deltas=lambda number: THINKS)) as fake, HttpEndpoint(fake.url) as endpoint:
+        assert await talk(endpoint, fake.model, Conversation(), Listener("one", "two")) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("\x1b[2mhm, \x1b[0m\x1b[2m[5mso\x1b[0m\x1b[2m\n\n\x1b[0mSoup.\n")
+    answer = {"role": "assistant", "content": "Soup.", "reasoning_content": "hm, \x1b[5mso"}
+    assert fake.bodies[1]["messages"][1] == answer
+
+
+async def test_a_pipe_gets_the_answer_without_the_thoughts():
+    async with serving(FakeServer(deltas=lambda number: THINKS)) as fake:
+        assert await piped(fake, "one\n") == (0, "Soup.\n")
+
+
+async def test_a_call_is_shown_and_the_next_line_is_its_result(capsys):
+    calls = call(0, "get_price", '{"dish": ', '"soup"}') + call(1, "clock")
+    async with serving(FakeServer(deltas=lambda number: [{"content": "5 euros."}] if number else calls)) as fake:
+        failed, said = await piped(fake, "how much?\n{}\n5\nand now?\n")
+    assert (failed, said) == (0, "5 euros.\n5 euros.\n")
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == 'calls get_price({"dish": "soup"}); what does it give?'
+    assert told[1] == "calls clock({}); what does it give?"
+    question, answer, *results, last = fake.bodies[1]["messages"]
+    assert question["content"] == "how much?"
+    assert [one["function"]["arguments"] for one in answer["tool_calls"]] == ['{"dish": "soup"}', "{}"]
+    assert [(one["tool_call_id"], one["content"]) for one in [*results, last]] == [("same", "{}"), ("call_1", "5")]
+
+
+async def test_a_refused_result_is_typed_again_and_a_retry_drops_half_given_ones():
+    calls = call(0, "clock") + call(1, "date")
+    conversation = Conversation()
+    fake = FakeServer(deltas=lambda number: calls, refuse=lambda number: 400 if number == 1 else None)
+    async with serving(fake):
+        failed, _ = await piped(fake, "when?\nnine\nmonday\ntuesday\n", conversation)
+        assert failed == 1
+        assert [message["content"] for message in fake.bodies[2]["messages"][2:]] == ["nine", "tuesday"]
+        await piped(fake, "ten\n/retry\n", conversation)
+    assert [message["role"] for message in fake.bodies[3]["messages"]] == ["user", "assistant", "tool", "tool"]
+
+
+async def test_a_call_that_broke_off_is_none():
+    """Text that came before it stays."""
+    deltas = [{"content": "Well"}, *call(0, "clock", '{"a')]
+    conversation = Conversation()
+    async with serving(FakeServer(deltas=lambda number: deltas, break_stream=True)) as fake:
+        assert (await piped(fake, "when?\n", conversation))[0] == 1
+    assert conversation.messages[-1] == {"role": "assistant", "content": "Well"}
+
+
+def test_a_transcript_has_the_calls(tmp_path):
+    conversation = Conversation()
+    conversation.take("when?")
+    function = {"name": "clock", "arguments": "{}"}
+    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": function}]}
+    assert conversation.answered(message) == "calls clock({}); what does it give?"
+    conversation.take("nine")
+    conversation.take(f"/save {tmp_path}/talk.txt")
+    assert (tmp_path / "talk.txt").read_text() == "user:\nwhen?\n\nassistant:\nclock({})\n\ntool:\nnine\n\n"
+
+
+async def test_the_schema_and_the_tools_of_files_go_along(tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    (tmp_path / "tools.json").write_text('[{"type": "function"}]')
+    async with serving(FakeServer()) as fake:
+        flags = ("--url", fake.url, "--schema", str(tmp_path / "schema.json"), "--tools", str(tmp_path / "tools.json"))
+        result = await asyncio.to_thread(maitred_process, "chat", *flags, stdin="hello\n")
+    assert result.code == 0
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+    assert (fake.bodies[0]["response_format"], fake.bodies[0]["tools"]) == (form, [{"type": "function"}])
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "told"),
+    [
+        ("schema", None, "No such file"),
+        ("schema", "{", "not valid JSON"),
+        ("schema", "[]", "a JSON schema is an object, this is list"),
+        ("tools", "{}", "tools are an array, as the API takes them, this is dict"),
+        ("tools", "\udcff", "not valid JSON"),
+    ],
+)
+def test_a_file_that_is_no_such_thing_is_told_before_anything_starts(tmp_path, flag, text, told):
+    path = tmp_path / "shape.json"
+    if text is not None:
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UsageError, match=told) as raised:
+        shape_of(ChatOptions(**{flag: str(path)}))
+    assert str(raised.value).startswith(f"--{flag} {path}: ")

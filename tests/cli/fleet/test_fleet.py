@@ -74,7 +74,7 @@ def routing(status: int = 202, answer: dict[str, Any] | None = None) -> Iterator
             server.shutdown()
 
 
-def test_the_status_is_a_table_and_what_is_wrong(capsys):
+def test_the_status_is_a_table_or_the_routers_own_json(capsys):
     with routing(200, FLEET) as router:
         assert main(["fleet", "status", router.url]) == 0
         assert router.asked == [("/admin/fleet", None)]
@@ -87,8 +87,6 @@ def test_the_status_is_a_table_and_what_is_wrong(capsys):
     assert "ejected (foreign)" in second
     assert error == "vllm: reset[31m"
 
-
-def test_the_status_as_json_is_the_routers_own(capsys):
     with routing(200, FLEET) as router:
         assert main(["fleet", "status", "--url", router.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == FLEET

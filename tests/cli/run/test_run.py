@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from maitred.cli.batch import _wait_s
+from maitred.cli.batch import LINE_START, BadLine, OutputFile, _wait_s, answer_line, error_line, read_request, scan
+from maitred.core.errors import ConfigError
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import environment, maitred_process, maitred_thread
 from tests.waiting import HANGS_S, until
@@ -203,3 +204,131 @@ def test_in_process_a_line_is_answered_as_the_server_would(tmp_path):
     assert found["good"]["request_id"]
     assert found["bad"]["status_code"] == 400
     assert "temperature" in found["bad"]["body"]["error"]["message"]
+
+
+BODY = {"model": "m", "messages": []}
+
+
+def written(tmp_path: Path, *lines: object) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def line(custom_id: object = "a", **fields: object) -> dict[str, object]:
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": BODY} | fields
+
+
+def test_lines_are_found_by_number_and_place(tmp_path):
+    path = written(tmp_path, line("a"), "", line("ü"), line("c"))
+    found = scan(path)
+    assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (3, "ü"), (4, "c")]
+    with path.open("rb") as file:
+        for each in reversed(found):
+            request = read_request(file, each)
+            assert (request.url, json.loads(request.body)) == ("/v1/chat/completions", BODY)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = written(tmp_path, line("a"), line("b"))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    found = scan(path)
+    assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (2, "b")]
+    with path.open("rb") as file:
+        assert [json.loads(read_request(file, each).body) for each in found] == [BODY, BODY]
+
+
+def test_a_custom_id_that_stands_twice_is_refused_with_both_lines(tmp_path):
+    with pytest.raises(ConfigError, match="'a' stands in line 1 and again in line 3"):
+        scan(written(tmp_path, line("a"), line("b"), line("a")))
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "message"),
+    [
+        ("{oops", "invalid_json_line", "line 1 is not valid JSON"),
+        ("[1]", "invalid_json_line", "line 1 is not a JSON object"),
+        (line(None), "missing_custom_id", "no custom_id"),
+        (line(7), "missing_custom_id", "no custom_id that is a string"),
+        (line(method="GET"), "invalid_method", "'GET'; it must be POST"),
+        (line(url="/v1/embeddings"), "invalid_url", "/v1/chat/completions, /v1/completions"),
+        (line(url=["x"]), "invalid_url", "['x']"),
+        (line(body="x"), "invalid_body", "body is not a JSON object"),
+        (line(body=BODY | {"stream": True}), "invalid_body", "cannot stream"),
+    ],
+)
+def test_a_bad_line_says_what_is_wrong_with_it(tmp_path, bad, code, message):
+    path = written(tmp_path, bad)
+    with path.open("rb") as file, pytest.raises(BadLine) as caught:
+        read_request(file, scan(path)[0])
+    assert caught.value.code == code
+    assert message in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_a_bad_line(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"custom_id": "\xff\xfe"}\n')
+    with path.open("rb") as file, pytest.raises(BadLine):
+        read_request(file, scan(path)[0])
+
+
+def test_files_that_are_not_there_are_told(tmp_path):
+    with pytest.raises(ConfigError, match="--input"):
+        scan(tmp_path / "none")
+
+    with pytest.raises(ConfigError, match="--output"):
+        OutputFile(tmp_path / "none" / "out")
+
+
+def test_what_is_written_begins_as_the_output_file_expects(tmp_path):
+    found = scan(written(tmp_path, line("a"), "{oops"))
+    assert answer_line(found[0], 200, {}, {"x": 1}).startswith(LINE_START)
+    assert error_line(found[1], BadLine("code", "message")).startswith(LINE_START)
+
+
+def answer(number: int, custom_id: str | None, status_code: int = 200) -> bytes:
+    response = {"status_code": status_code, "body": "x" * 50}
+    line = {"id": f"batch_req_line_{number}", "custom_id": custom_id, "response": response, "error": None}
+    return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+
+def test_what_is_there_is_done(tmp_path: Path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(answer(1, "a") + answer(2, None))
+    with OutputFile(path) as output:
+        assert output.done == {"custom_id a", "batch_req_line_2"}
+        output.append(answer(3, "c"))
+    assert path.read_bytes() == answer(1, "a") + answer(2, None) + answer(3, "c")
+
+
+def test_what_is_done_and_failed_is_known(tmp_path: Path):
+    path = tmp_path / "out.jsonl"
+    error = b'{"id":"batch_req_line_3","custom_id":"c","response":null,"error":{"code":"timeout","message":""}}\n'
+    path.write_bytes(answer(1, "a") + answer(2, "b", status_code=404) + error)
+    with OutputFile(path) as output:
+        assert output.failed == {"custom_id b", "custom_id c"}
+
+
+@pytest.mark.parametrize("cut", range(1, len(answer(2, "b"))))
+def test_a_line_torn_anywhere_is_cut_off_and_asked_again(tmp_path: Path, cut: int):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(answer(1, "a") + answer(2, "b")[:cut])
+    with OutputFile(path) as output:
+        assert output.done == {"custom_id a"}
+        output.append(answer(2, "b"))
+    assert path.read_bytes() == answer(1, "a") + answer(2, "b")
+
+
+@pytest.mark.parametrize("text", ["my notes\nand more", "one line without an end"])
+def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path, text: str):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"notes.txt:1: is not a line of a batch's output"):
+        OutputFile(path)
+    assert path.read_text() == text
+
+
+def test_two_runs_cannot_write_one_file(tmp_path: Path):
+    with OutputFile(tmp_path / "out"), pytest.raises(ConfigError, match="another run writes it"):
+        OutputFile(tmp_path / "out")
+    OutputFile(tmp_path / "out").__exit__(None, None, None)

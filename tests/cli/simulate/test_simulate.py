@@ -74,7 +74,7 @@ def test_policies_are_compared_as_json(trace: str, capsys):
 LLAMA = ("--model", "llama-3.1-8b", "--json")
 
 
-def test_balances_of_a_fleet_are_compared_as_json(trace: str, capsys):
+def test_fleets_are_compared_as_json(trace: str, capsys):
     words = ("--workload", trace, "--fleet", "2", "--fleet-devices", "h100:1,a100:1", *LLAMA)
     compared = figures(capsys, *words, "--balance", "round_robin,prefix")
     assert set(compared) == {"round_robin", "prefix"}
@@ -82,22 +82,18 @@ def test_balances_of_a_fleet_are_compared_as_json(trace: str, capsys):
         assert whole["num_finished"] == 30
         assert {"prefix_hit_ratio", "load_max_over_mean", "replica_s", "num_starts"} < set(whole)
 
-
-def test_policies_of_a_fleet_that_scales_name_the_figures(trace: str, capsys):
     words = ("--workload", trace, "--fleet", "0:2", "--cold-start-s", "1", "--device", "h100", *LLAMA)
     compared = figures(capsys, *words, "--policy", "fcfs,srpt")
     assert set(compared) == {"fcfs", "srpt"}
     assert all(whole["num_starts"] >= 1 for whole in compared.values())
 
 
-def test_workers_hand_over_and_tell_what_came_of_it(trace: str, capsys):
+def test_workers_hand_over_and_engines_may_have_a_disk(trace: str, capsys):
     words = ("--workload", trace, "--device", "h100", *LLAMA, "--handover", "always", "--link", "100gbe")
     told = figures(capsys, *words, "--prefill-workers", "1", "--decode-workers", "1")["always"]
     assert 0 < told["handovers"]["moved"] <= told["num_finished"]
     assert told["kv_transfer_bytes"] > 0
 
-
-def test_one_engine_may_have_a_disk(trace: str, capsys):
     words = ("--workload", trace, "--device", "h100", *LLAMA)
     assert "kv_disk_blocks" in figures(capsys, *words, "--kv-disk-bytes", "1000000000")["auto"]
 
@@ -182,9 +178,8 @@ def test_a_table_in_which_nothing_waited_says_so_and_what_to_try(trace: str, cap
     assert "nothing waited" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("predictor", ["oracle", "max_tokens", "quantile", "ranker", "adversarial"])
-def test_every_predictor_can_be_tried(trace: str, predictor: str, capsys):
-    assert figures(capsys, "--workload", trace, "--policy", "srpt", "--predictor", predictor, "--json")
+def test_a_predictor_that_learns_can_be_tried(trace: str, capsys):
+    assert figures(capsys, "--workload", trace, "--policy", "srpt", "--predictor", "ranker", "--json")
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_what_clients_wrote_cannot_steer_the_terminal():
     assert as_text(text.splitlines()).plain == text + "\n", "brackets are text, not markup"
 
 
-def test_rates_come_out_of_counters_and_begin_anew_with_another_engine():
+def test_rates_come_out_of_counters_of_one_engine_and_forget_what_is_old():
     rates, one = Rates(), live_view(make_scheduler(), 10.0)
     rates.take(one)
     assert rates.tokens_per_s is None
@@ -152,8 +152,6 @@ def test_rates_come_out_of_counters_and_begin_anew_with_another_engine():
     rates.take(msgspec.structs.replace(one, now=1.0))
     assert not rates.known
 
-
-def test_old_frames_leave_the_rate():
     rates, one = Rates(), live_view(make_scheduler(), 0.0)
     for second in range(20):
         tokens = 1000 * second if second < 10 else 10_000
@@ -178,12 +176,10 @@ def test_durations_in_words(value: float | None, words: str):
     assert seconds(value) == words
 
 
-def test_what_is_too_long_loses_its_middle():
+def test_long_words_lose_their_middle_and_a_poor_terminal_gets_ascii():
     assert fit("abc", 5) == "abc  "
     assert fit("abcdefghijkl", 9) == "abcde…jkl"
 
-
-def test_a_poor_terminal_gets_ascii():
     assert in_ascii("KV ·░▓█… é") == "KV .:+#~ ?"
 
 
