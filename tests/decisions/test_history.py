@@ -196,7 +196,7 @@ def test_every_story_of_a_wild_run_adds_up(seed: int):
                     assert told == pytest.approx(wait.total_s)
 
 
-def test_a_wait_for_kv_from_elsewhere_is_told_and_no_other_cause_is():
+def test_a_wait_for_kv_from_elsewhere_is_told_until_it_comes_or_is_given_up():
     engine = LoggedEngine(max_num_seqs=1)
     engine.add("before", max_tokens=2)
     for sample in make_samples("p", 2, prompt=13, max_tokens=1):
@@ -212,8 +212,6 @@ def test_a_wait_for_kv_from_elsewhere_is_told_and_no_other_cause_is():
     assert engine.history("p-0").starts[0].num_reused_tokens == 12
     assert engine.history("p-1").waits[0].for_kv_s == 5.0
 
-
-def test_a_wait_for_kv_that_was_given_up_ends_there():
     engine = LoggedEngine(num_blocks=8)
     engine.add("running", prompt=4, max_tokens=28)
     engine.add("waiting", prompt=21)

@@ -195,11 +195,9 @@ def test_what_is_not_served_is_refused_by_its_key(fault: str, tmp_path: Path):
         read(a_folder(tmp_path, **config))
 
 
-def test_a_regular_expression_for_targets_is_what_the_tensors_say(tmp_path: Path):
+def test_training_settings_do_not_matter_and_targets_may_be_a_pattern(tmp_path: Path):
     assert read(a_folder(tmp_path, target_modules=r".*\.(q|k|v|o|gate|up|down)_proj")).rank == RANK
 
-
-def test_training_settings_do_not_matter(tmp_path: Path):
     config = {
         "lora_dropout": 0.1,
         "init_lora_weights": "gaussian",
@@ -250,14 +248,12 @@ def test_a_file_that_is_no_safetensors_is_refused(content: bytes, tmp_path: Path
         read(folder)
 
 
-def test_a_pickle_is_refused_as_one(tmp_path: Path):
+def test_a_folder_that_lacks_a_file_or_has_a_pickle_or_is_none_is_refused(tmp_path: Path):
     folder = a_folder(tmp_path)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"only as pickle \(adapter_model.bin\)"):
         read(folder)
 
-
-def test_a_folder_that_lacks_a_file_or_is_none_is_refused(tmp_path: Path):
     folder = a_folder(tmp_path / "a")
     (folder / "adapter_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"adapter_config.json cannot be read \(No such file"):
@@ -265,16 +261,17 @@ def test_a_folder_that_lacks_a_file_or_is_none_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="there is no folder"):
         read(tmp_path / "b")
 
+    with pytest.raises(CheckpointError, match="there is no folder xxx"):
+        read_adapter(Path("x" * 5000), spec_from_config(open_checkpoint(None).config), max_rank=64)
 
-def test_a_file_larger_than_any_adapter_is_not_read(tmp_path: Path):
+
+def test_a_file_larger_than_any_adapter_and_a_pipe_are_not_read(tmp_path: Path):
     folder = a_folder(tmp_path)
     with (folder / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(2**40)  # takes no room
     with pytest.raises(CheckpointError, match="has 1,099,511,627,776 bytes; of an adapter for this model"):
         read(folder)
 
-
-def test_a_pipe_holds_nobody_up(tmp_path: Path):
     folder = a_folder(tmp_path)
     (folder / "adapter_model.safetensors").unlink()
     os.mkfifo(folder / "adapter_model.safetensors")
@@ -282,7 +279,7 @@ def test_a_pipe_holds_nobody_up(tmp_path: Path):
         read(folder)
 
 
-def test_links_lead_nowhere_outside(tmp_path: Path):
+def test_links_are_followed_within_the_folder_and_lead_nowhere_outside(tmp_path: Path):
     outside, allowed = a_folder(tmp_path / "outside"), tmp_path / "allowed"
     inside = a_folder(allowed / "inside")
     assert read(inside, inside=allowed).rank == RANK
@@ -294,9 +291,6 @@ def test_links_lead_nowhere_outside(tmp_path: Path):
         with pytest.raises(CheckpointError, match="is outside the folder that adapters may be loaded from"):
             read(folder, inside=allowed)
 
-
-def test_a_link_within_the_folder_is_followed(tmp_path: Path):
-    """As in the Hugging Face cache, whose snapshots are links to blobs."""
     folder = a_folder(tmp_path / "blobs")
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
@@ -330,8 +324,3 @@ def test_a_file_that_changes_under_the_reader_is_refused(name: str, change: Any,
     monkeypatch.setattr("maitred.model.adapters.json.loads", while_it_is_read)
     with pytest.raises(CheckpointError, match=f"{name} changed while it was read"):
         read(folder)
-
-
-def test_a_path_that_no_file_can_have_is_no_folder():
-    with pytest.raises(CheckpointError, match="there is no folder xxx"):
-        read_adapter(Path("x" * 5000), spec_from_config(open_checkpoint(None).config), max_rank=64)

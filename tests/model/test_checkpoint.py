@@ -48,7 +48,7 @@ def refusal(model: str | Path) -> str:
     return str(caught.value)
 
 
-def test_tensors_are_views_of_the_mapped_file(folder: Path) -> None:
+def test_tensors_are_views_of_the_mapped_file_and_outlive_its_closing(folder: Path):
     checkpoint = open_checkpoint(str(folder))
     assert set(checkpoint.tensor_names()) == set(TENSORS)
     for name, expected in TENSORS.items():
@@ -60,8 +60,12 @@ def test_tensors_are_views_of_the_mapped_file(folder: Path) -> None:
     assert checkpoint.weight_bytes == 12 * 4 + 2 * 2
     assert checkpoint.file_of("a.weight") == folder / "model.safetensors"
 
+    with open_checkpoint(str(folder)) as checkpoint:
+        raw = checkpoint.tensor("a.weight")
+    assert bytes(raw.data) == TENSORS["a.weight"].tobytes()
 
-def test_a_checkpoint_knows_its_configs_name_and_dtype(folder: Path) -> None:
+
+def test_a_checkpoint_knows_its_configs_name_and_dtype(folder: Path):
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.name == folder.name
     assert checkpoint.revision is None
@@ -74,23 +78,15 @@ def test_a_checkpoint_knows_its_configs_name_and_dtype(folder: Path) -> None:
     assert again.generation_config == {"temperature": 0.6}
     assert again.dtype == "float32"  # what most bytes are
 
+    (folder / "config.json").write_text('{"dtype": "auto"}')
+    assert open_checkpoint(str(folder)).dtype == "float32"
+
 
 @pytest.mark.parametrize("named", ["float13", "int8", 7, ["float32"]])
 def test_a_dtype_that_no_weights_have_is_refused(folder: Path, named: Any) -> None:
     (folder / "config.json").write_text(json.dumps({"torch_dtype": named}))
     with pytest.raises(CheckpointError, match=r"config.json: dtype is .*one of float64, float32, float16, bfloat16"):
         _ = open_checkpoint(str(folder)).dtype
-
-
-def test_a_dtype_that_the_config_leaves_open_is_that_of_most_bytes(folder: Path) -> None:
-    (folder / "config.json").write_text('{"dtype": "auto"}')
-    assert open_checkpoint(str(folder)).dtype == "float32"
-
-
-def test_closing_leaves_tensors_in_use_alone(folder: Path) -> None:
-    with open_checkpoint(str(folder)) as checkpoint:
-        raw = checkpoint.tensor("a.weight")
-    assert bytes(raw.data) == TENSORS["a.weight"].tobytes()
 
 
 def test_the_identity_is_that_of_the_weights(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -157,15 +153,14 @@ def test_the_index_names_the_shards(folder: Path) -> None:
     assert "lacks 1 of 2 weight files (model-00002-of-00002.safetensors)" in refusal(folder)
 
 
-def test_an_index_that_leaves_the_folder_is_refused(folder: Path) -> None:
+def test_an_index_that_leaves_the_folder_and_a_tensor_in_two_files_are_refused(folder: Path):
     index = folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
     assert "outside the folder" in refusal(folder)
     index.write_text('{"weight_map": 3}')
     assert "no weight_map" in refusal(folder)
 
-
-def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
+    index.unlink()
     (folder / "model.safetensors").rename(folder / "one.safetensors")
     write_tensors(folder / "two.safetensors", TENSORS)
     assert "a.weight is in one.safetensors and in two.safetensors" in refusal(folder)
@@ -221,17 +216,6 @@ def test_pickle_is_refused_with_the_way_to_convert_it(folder: Path) -> None:
     assert "save_pretrained" in message
 
 
-def test_missing_parts_are_named(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no tokenizer.json; make one"):
-        open_checkpoint(str(folder)).tokenizer_file()
-    (folder / "tokenizer.json").write_text("{}")
-    assert open_checkpoint(str(folder)).tokenizer_file() == folder / "tokenizer.json"
-    (folder / "model.safetensors").unlink()
-    assert "no safetensors weights" in refusal(folder)
-    (folder / "config.json").unlink()
-    assert "no config.json" in refusal(folder)
-
-
 def test_a_revision_is_for_hub_ids_only(folder: Path) -> None:
     for model in (str(folder), None):
         with pytest.raises(CheckpointError, match=r"'v1' is for hub ids"):
@@ -244,11 +228,21 @@ def test_the_built_in_model_opens() -> None:
     assert checkpoint.tokenizer_file().is_file()
 
 
-def test_json_that_is_none_is_refused(folder: Path) -> None:
+def test_missing_parts_and_json_that_is_none_are_named(folder: Path):
     (folder / "config.json").write_text("{")
     assert "no valid JSON" in refusal(folder)
     (folder / "config.json").write_text("[1]")
     assert "a list" in refusal(folder)
+
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no tokenizer.json; make one"):
+        open_checkpoint(str(folder)).tokenizer_file()
+    (folder / "tokenizer.json").write_text("{}")
+    assert open_checkpoint(str(folder)).tokenizer_file() == folder / "tokenizer.json"
+    (folder / "model.safetensors").unlink()
+    assert "no safetensors weights" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert "no config.json" in refusal(folder)
 
 
 def test_what_looks_like_a_path_gets_an_error_about_paths(

@@ -56,7 +56,7 @@ def test_both_layouts_hold_the_same_head(tmp_path: Path, served: Checkpoint, dra
             assert shapes_of(head)["output.weight"] == [(len(draft_ids), 72)]
 
 
-def test_a_head_without_an_embedding_has_the_models(tmp_path: Path, served: Checkpoint):
+def test_a_head_without_an_embedding_has_the_models_and_its_identity(tmp_path: Path, served: Checkpoint):
     head = opened(tmp_path, served)
     model = served.tensor("model.embed_tokens.weight")
     assert head.tensor("embed_tokens.weight").data == model.data
@@ -66,8 +66,6 @@ def test_a_head_without_an_embedding_has_the_models(tmp_path: Path, served: Chec
     assert own.tensor("embed_tokens.weight").data != model.data
     assert own.tensor_names().count("embed_tokens.weight") == 1
 
-
-def test_a_heads_identity_covers_the_embedding_that_it_borrows(tmp_path: Path, served: Checkpoint):
     folder = make_head(tmp_path / "head", served.folder)
     tuned = make_checkpoint("llama", tmp_path / "tuned", seed=1)
     with open_checkpoint(str(tuned)) as other:
@@ -85,7 +83,7 @@ def test_the_norms_of_a_head_are_read(tmp_path: Path, served: Checkpoint):
     assert [shapes_of(each)[f"tap_norms.{i}.weight"] for i in range(3)] == [[(72,)]] * 3
 
 
-def test_a_head_that_names_no_layers_reads_those_that_its_package_reads(tmp_path: Path):
+def test_a_head_that_names_no_layers_reads_those_that_its_package_reads_if_the_model_is_deep_enough(tmp_path: Path):
     model = make_checkpoint("llama", tmp_path / "deep", num_hidden_layers=8)
     unsaid: dict[str, dict[str, Any]] = {
         "speculators": {"eagle_aux_hidden_state_layer_ids": None},
@@ -96,8 +94,6 @@ def test_a_head_that_names_no_layers_reads_those_that_its_package_reads(tmp_path
             folder = make_head(tmp_path / layout, model, layout=layout, **unsaid[layout])
             assert open_head(folder, deep).spec.taps == (2, 4, 5)
 
-
-def test_a_model_too_shallow_for_that_needs_them_named(tmp_path: Path):
     model = make_checkpoint("llama", tmp_path / "shallow", num_hidden_layers=4)
     folder = make_head(tmp_path / "head", model, eagle_aux_hidden_state_layer_ids=None)
     with (

@@ -66,15 +66,13 @@ def test_logits_equal_transformers_at_far_positions(family: str, tmp_path: Path)
     assert_close(ours, theirs)
 
 
-def test_dynamic_rope_equals_transformers_at_the_served_context(tmp_path: Path) -> None:
+def test_ropes_that_look_at_the_served_context_equal_transformers(tmp_path: Path):
     folder = make_checkpoint("llama_dynamic", tmp_path, max_position_embeddings=32)
     tokens = random_tokens(70)
     assert_close(logits_of(load(folder), tokens[:32]), reference_logits(folder, tokens[:32]))
     assert_close(logits_of(load(folder, max_model_len=70), tokens), reference_logits(folder, tokens))
 
-
-def test_longrope_takes_the_short_factors_when_the_served_context_is_the_original_one(tmp_path: Path) -> None:
-    folder = make_checkpoint("phi3_longrope", tmp_path)
+    folder = make_checkpoint("phi3_longrope", tmp_path / "long")
     tokens = random_tokens(16)
     short = logits_of(load(folder, max_model_len=16), tokens)
     assert_close(short, reference_logits(folder, tokens))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from random import Random
+from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from maitred.config import SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.core.request import RequestState
-from maitred.policy.policies import MIN_COUNTERS_TO_PRUNE, POLICIES, VirtualTokenCounters, policy_for
-from maitred.policy.policy import KVNeed, UsedQuanta
+from maitred.policy.parameters import Range, make_policy, parameters_of
+from maitred.policy.policies import MIN_COUNTERS_TO_PRUNE, POLICIES, VirtualTokenCounters, heeding_priority, policy_for
+from maitred.policy.policy import KVNeed, Policy, UsedQuanta, arrival_term, by_arrival
+from maitred.policy.queue import MIN_DEAD_ENTRIES, RequestQueue
 from maitred.scheduler.notes import PreemptionCause
 from maitred.scheduler.planning import PlanBuilder, preempt
 from tests.fakes import make_request, make_scheduler
@@ -373,3 +379,178 @@ def test_vtcs_bound_is_less_where_the_longest_output_or_the_kv_pool_bounds_what_
     assert gap is not None
     assert gap(2000, 10, 64, num_blocks * 16) == expected
     assert gap(8, 2, 1, 10_000) == 2 * max(8, 2 * (8 + 2))  # the paper's, where that is less
+
+
+def tips_first(
+    config: SchedulerConfig,
+    *,
+    tip_s: Annotated[float, Range(0.0, 600.0)] = 60.0,
+    guests: int = 4,
+    by: Literal["sum", "share"] = "sum",
+    ageing_s: float,
+) -> Policy:
+    def effective_arrival(request: Any) -> float:
+        return request.arrived_at + tip_s * (request.priority > 0)
+
+    return Policy(
+        source="a restaurant",
+        bound="tip_s",
+        order=lambda r: (effective_arrival(r), r.request_id),
+        overtaken_until=effective_arrival,
+        terms=arrival_term,
+    )
+
+
+THIRD: dict[str, Any] = {"tips_first": tips_first}
+
+
+def config(**args: Any) -> SchedulerConfig:
+    return SchedulerConfig(policy="tips_first", policy_args=args)
+
+
+def test_a_factory_declares_its_parameters_by_keyword():
+    declared = parameters_of(tips_first)
+    assert list(declared) == ["tip_s", "guests", "by", "ageing_s"]
+    assert [p.allowed for p in declared.values()] == [
+        "from 0 to 600",
+        "an integer",
+        "one of sum, share",
+        "from 0.001 to 1e+09",
+    ]
+
+
+def test_arguments_are_those_given_and_else_the_defaults_of_factory_and_config():
+    made = policy_for(SchedulerConfig(policy="tips_first", ageing_s=7.0, policy_args={"tip_s": 5}), THIRD)
+    assert made.arguments == {"tip_s": 5.0, "guests": 4, "by": "sum", "ageing_s": 7.0}
+
+
+def test_an_argument_that_has_a_setting_of_its_own_is_the_same_spelled_otherwise():
+    by_setting = policy_for(SchedulerConfig(policy="mlfq", quantum_tokens=9, ageing_s=3.0))
+    by_argument = policy_for(SchedulerConfig(policy="mlfq", policy_args={"quantum_tokens": 9, "ageing_s": 3}))
+    assert by_argument.arguments == by_setting.arguments == {"quantum_tokens": 9, "mlfq_levels": 6, "ageing_s": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"tips": 5.0}, r"tips_first has no argument 'tips' \(did you mean tip_s\?\); choose from tip_s, guests"),
+        ({"tip_s": 601.0}, "policy argument tip_s is 601.0; it must be from 0 to 600"),
+        ({"tip_s": float("nan")}, "policy argument tip_s is nan; it must be from 0 to 600"),
+        ({"tip_s": "much"}, "policy argument tip_s is 'much'; it must be a number"),
+        ({"tip_s": True}, "policy argument tip_s is True; it must be a number"),
+        ({"guests": 1.5}, "policy argument guests is 1.5; it must be an integer"),
+        ({"by": "sun"}, "policy argument by is 'sun'; choose one of sum, share"),
+        ({"ageing_s": 0.0}, "policy argument ageing_s is 0.0; it must be from 0.001"),
+    ],
+)
+def test_what_a_policy_has_no_use_for_is_refused_with_the_choices(args: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        policy_for(config(**args), THIRD)
+
+
+def test_a_policy_without_parameters_says_so():
+    with pytest.raises(ConfigError, match="the policy fcfs has no argument 'ageing_s'; it has none"):
+        policy_for(SchedulerConfig(policy_args={"ageing_s": 1.0}))
+
+
+def test_a_parameter_that_could_not_be_given_is_the_factorys_mistake():
+    def odd(config: SchedulerConfig, *, tables: list[int]) -> Policy:
+        raise AssertionError("is not asked")
+
+    with pytest.raises(ConfigError, match="parameter 'tables' of the policy is declared list"):
+        parameters_of(odd)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_parameter_of_ours_without_a_default_is_a_setting(name: str):
+    settings = {field.name for field in fields(SchedulerConfig)}
+    open_ones = {p.name for p in parameters_of(POLICIES[name]).values() if p.default is None}
+    assert open_ones <= settings
+    assert (
+        make_policy(POLICIES[name], SchedulerConfig(policy=name)).arguments.keys()
+        == parameters_of(POLICIES[name]).keys()
+    )
+
+
+def test_a_policy_says_whether_it_heeds_priority():
+    assert heeding_priority() == ["priority", "interactive", "edf", "least_slack"]
+    assert policy_for(config(), THIRD).heeds_priority  # of another's nobody knows better than itself
+
+
+class Served:
+    """A group for each tenant; the least served is next."""
+
+    def __init__(self) -> None:
+        self.service: dict[str, float] = {}
+
+    def group_of(self, request: RequestState) -> str:
+        return request.tenant
+
+    def rank(self, group: str) -> tuple[float, ...]:
+        return (self.service.get(group, 0.0),)
+
+    def on_queued(self, request: RequestState) -> None: ...
+
+    def on_started(self, request: RequestState) -> None: ...
+
+    def on_scheduled(self, request: RequestState, num_tokens: int) -> None: ...
+
+    def on_finished(self, request: RequestState) -> None: ...
+
+
+def push(queue: RequestQueue, **fields: object) -> RequestState:
+    request = make_request(**fields)
+    queue.push(request, by_arrival(request))
+    return request
+
+
+def test_a_removed_request_is_passed_over_and_an_empty_queue_has_no_next():
+    queue = RequestQueue()
+    assert (queue.peek(), len(queue)) == (None, 0)
+    with pytest.raises(IndexError):
+        queue.pop()
+
+    queue = RequestQueue()
+    push(queue, request_id="a", arrived_at=1.0)
+    queue.remove("a")
+    again = push(queue, request_id="a", arrived_at=1.0)
+    assert queue.pop() is again
+    assert queue.peek() is None
+
+
+def test_removed_entries_do_not_pile_up():
+    queue = RequestQueue()
+    push(queue, arrived_at=0.0)
+    for i in range(10 * MIN_DEAD_ENTRIES):
+        queue.remove(push(queue, arrived_at=1.0 + i).request_id)
+    assert queue._num_entries <= 2 * MIN_DEAD_ENTRIES
+
+
+@settings(deadline=None)
+@given(chooser=st.randoms(use_true_random=False), num_acts=st.integers(1, 150))
+def test_the_queue_agrees_with_sorting_all_of_it_each_time(chooser: Random, num_acts: int):
+    rule = Served()
+    queue, waiting = RequestQueue(rule), list[RequestState]()
+
+    def place(request: RequestState) -> tuple[object, ...]:
+        return (rule.rank(request.tenant), request.tenant, by_arrival(request))
+
+    for _ in range(num_acts):
+        act = chooser.choice(["push", "push", "pop", "remove", "serve"])
+        if act == "push":
+            waiting.append(push(queue, arrived_at=chooser.randint(0, 5), tenant=chooser.choice("abc")))
+        elif act == "pop" and waiting:
+            first = min(waiting, key=place)
+            assert queue.pop() is first
+            waiting.remove(first)
+        elif act == "remove" and waiting:
+            queue.remove(waiting.pop(chooser.randrange(len(waiting))).request_id)
+        elif act == "serve":
+            tenant = chooser.choice("abc")
+            rule.service[tenant] = rule.service.get(tenant, 0.0) + chooser.randint(-2, 3)
+            queue.note_rank(tenant)
+        waiting.sort(key=place)
+        assert queue.in_order() == waiting
+        assert queue.peek() is (waiting[0] if waiting else None)
+        assert len(queue) == len(waiting)
+        assert sorted(r.request_id for r in queue) == sorted(r.request_id for r in waiting)

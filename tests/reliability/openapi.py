@@ -37,13 +37,7 @@ def run_schemathesis(url: str, folder: Path, *flags: str) -> subprocess.Complete
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SCHEMATHESIS_HOOKS": HOOKS}
     words = [*SCHEMATHESIS, "--no-color", "--config-file", str(CONFIG), "run", f"{url}/openapi.json", *flags]
     return subprocess.run(
-        words,
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
+        words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )
 
 

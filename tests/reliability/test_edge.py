@@ -505,13 +505,7 @@ def test_answers_that_cannot_be_written_are_told_in_one_line(tmp_path: Path):
     with attacked() as server:
         words = [sys.executable, "-m", "maitred", "run", "-i", str(source), "-o", str(out), "--url", server.url]
         done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=HANGS_S,
-            cwd=ROOT,
-            check=False,
-            preexec_fn=small_files_only,
+            words, capture_output=True, text=True, timeout=HANGS_S, cwd=ROOT, check=False, preexec_fn=small_files_only
         )
         assert server.is_well()
         again = subprocess.run(words, capture_output=True, timeout=HANGS_S, cwd=ROOT, check=False)

@@ -228,12 +228,7 @@ def test_workers_of_hosts_that_cannot_be_are_refused_with_a_remedy(settings: dic
         ("0.0.0.0:0", CacheConfig(), None, "the same --fleet-token-file"),
         ("127.0.0.1:0", CacheConfig(), None, "the same --fleet-token-file"),
         ("127.0.0.1:0", CacheConfig(kv_transport="shm"), TOKEN.encode(), "leave it at auto"),
-        (
-            "127.0.0.1:0",
-            CacheConfig(enable_prefix_caching=False),
-            TOKEN.encode(),
-            "leave enable_prefix_caching on",
-        ),
+        ("127.0.0.1:0", CacheConfig(enable_prefix_caching=False), TOKEN.encode(), "leave enable_prefix_caching on"),
         ("192.0.2.7:0", CacheConfig(), TOKEN.encode(), "cannot listen on 192.0.2.7:0"),
     ],
 )

@@ -108,10 +108,7 @@ def hosts_apart(folder: Path, alone: Alone) -> Iterator[Hosts]:
     flags = {role: (*token, "--role", role, *worker, "--port", str(free_port())) for role in ROLES}
     router = ("--handover", "always", "--silence-s", "1.5")
     command = faulty_server.command(relay.port, Hosts.pull_timeout_s)
-    with (
-        ThreadPoolExecutor(16) as pool,
-        real_fleet(folder, list(flags.values()), *router, command=command) as fleet,
-    ):
+    with ThreadPoolExecutor(16) as pool, real_fleet(folder, list(flags.values()), *router, command=command) as fleet:
         hosts = dict(zip(ROLES, fleet.replicas, strict=True))
         made = Hosts(fleet.router, alone, relay, pool, hosts=hosts, begins=flags, fleet=fleet)
         made.settle()

@@ -81,7 +81,7 @@ def test_a_replica_to_which_nothing_is_sent_gets_no_engine():
     assert num_engines[0] == num_engines[1] <= 8
 
 
-def test_prefixes_are_found_where_they_were_told_of():
+def test_prefixes_are_found_where_they_were_told_of_and_only_there():
     spans = chain(["system"], 256)
     asked = [arrival(f"r{i}", at=i * 1.0, prompt=320, spans=spans) for i in range(6)]
     simulated = fleet(3, one=LARGE)
@@ -89,14 +89,12 @@ def test_prefixes_are_found_where_they_were_told_of():
     assert results.num_cached_tokens == 5 * 256
     assert simulated.to_json()["prefix_hit_ratio"] == pytest.approx(5 * 256 / (6 * 320))
 
-
-def test_what_was_not_told_yet_is_not_known():
     spans = chain(["system"], 256)
     together = [arrival(f"r{i}", at=i * 0.001, prompt=320, spans=spans) for i in range(3)]
     assert fleet(3, one=LARGE).run(iter(together)).num_cached_tokens == 0
 
 
-def test_a_fleet_goes_to_zero_and_comes_back():
+def test_a_fleet_goes_to_zero_and_comes_back_sooner_from_sleep():
     asked = [arrival("early"), arrival("late", at=60.0)]
     simulated = scaled(0, 2)
     results = simulated.run(iter(asked))
@@ -106,8 +104,6 @@ def test_a_fleet_goes_to_zero_and_comes_back():
     assert results.total.ttft_s.quantile(0.0) == pytest.approx(2.0, abs=0.1)  # both waited for a start
     assert figures["replica_s"] < 25.0
 
-
-def test_a_replica_kept_asleep_is_back_sooner():
     asked = [arrival("early"), arrival("late", at=60.0)]
     total = scaled(0, 2, num_asleep=1).run(iter(asked)).total
     assert total.ttft_s.largest == pytest.approx(2.0, abs=0.1)
@@ -125,15 +121,13 @@ def test_a_faster_device_gets_more_when_its_speed_is_known():
     assert waits[0] < waits[1]
 
 
-def test_the_most_loaded_replica_is_measured_against_the_mean():
+def test_the_most_loaded_replica_is_measured_against_the_mean_but_not_when_they_run_empty():
     asked = [arrival(f"r{i}", output=400, max_tokens=400, prompt=8) for i in range(40)]
     one = replace(LARGE, engine=setup(max_num_seqs=20, num_blocks=4096), cost_model=replace(COSTS, fixed_s=0.05))
     even = fleet(2, balance="least_load", one=one)
     even.run(iter([*asked, arrival("last", at=10.0)]))
     assert even.to_json()["load_max_over_mean"] == pytest.approx(1.0, abs=0.01)
 
-
-def test_how_uneven_replicas_run_empty_when_nobody_comes_any_more_is_no_fault_of_the_balance():
     one = replace(LARGE, engine=setup(max_num_seqs=20, num_blocks=4096), cost_model=replace(COSTS, fixed_s=0.05))
     long_and_short = [arrival(f"r{i}", output=400 if i % 2 else 40, max_tokens=400, prompt=8) for i in range(40)]
     uneven = fleet(2, balance="round_robin", one=one)

@@ -1,26 +1,31 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maitred.config import AdmissionConfig
 from maitred.core.clock import ManualClock
 from maitred.core.cost_model import Band, CostModel, Slowness, shape_of
-from maitred.core.request import RequestState
+from maitred.core.errors import ConfigError
+from maitred.core.request import RequestSpec, RequestState
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.decisions.codec import Header, LogEncoder, read_log
 from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
+from maitred.gate.admission import AdmissionController
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.engine_core import EngineCore
 from maitred.sim.engine import Simulation
 from maitred.sim.fit import measured_steps, read_run
 from maitred.sim.profile import Jitter
 from maitred.sim.results import Objectives, SimulatedResults
-from maitred.sim.workload import Arrival, Turn
-from maitred.tenancy.tenant import Limits, Tenant
+from maitred.sim.traces import TraceLine, TraceWorkload
+from maitred.sim.workload import Arrival, Turn, of_known_tenants
+from maitred.tenancy.tenant import Tenant, read_tenants
 from tests.fakes import make_request, make_scheduler
 from tests.sim.worlds import COSTS, PlanKeeper, arrival, setup, simulation, workload
 
@@ -101,13 +106,11 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another():
     assert run(1) != run(2)
 
 
-def test_a_request_that_could_never_run_fails_and_the_others_go_on():
+def test_what_could_never_run_fails_and_ends_its_conversation_while_the_others_go_on():
     results = simulation(num_blocks=8).run(iter([arrival("large", prompt=900), arrival("small", at=1.0)]))
     assert (results.total.num_finished, results.total.failures) == (1, {"too_long": 1})
     assert results.total.slo_attainment == 0.5
 
-
-def test_a_conversation_ends_with_a_turn_that_fails():
     turn = Turn(think_s=1.0, new_tokens=4, output_tokens=2, max_tokens=16)
     results = simulation(num_blocks=8).run(iter([arrival("chat", prompt=900, turns=(turn, turn))]))
     assert (results.total.num_finished, results.total.num_failed) == (0, 1)
@@ -117,14 +120,6 @@ def test_deadlines_are_kept_as_the_engine_keeps_them():
     late = arrival("late", output=400, max_tokens=400, deadline_s=0.01)
     results = simulation(num_blocks=200).run(iter([late, arrival("other", at=0.001)]))
     assert (results.total.num_finished, results.total.num_failed) == (1, 1)
-
-
-def test_limits_of_a_tenant_turn_away_what_is_over_them():
-    tenants = {"a": Tenant(name="a", limits=Limits(concurrency=2))}
-    asked = [arrival(f"r{i}", tenant=name) for i, name in enumerate("aaabbb")] + [arrival("later", at=9.0, tenant="a")]
-    results = Simulation(setup(), COSTS, SimulatedResults(), tenants=tenants).run(iter(asked))
-    assert (results.tenants["a"].num_finished, results.tenants["a"].failures) == (3, {"concurrency": 1})
-    assert results.tenants["b"].num_finished == 3
 
 
 def test_objectives_decide_what_is_good():
@@ -210,7 +205,7 @@ def test_a_recorded_run_has_the_figures_of_the_simulation_it_was_made_of():
     assert recorded["goodput_rps"] == pytest.approx(results.to_json()["goodput_rps"])
 
 
-def test_a_slow_machine_takes_longer_for_prompts_and_for_the_rest_as_it_is_told():
+def test_a_slow_machine_takes_longer_as_it_is_told_at_each_step():
     """One request: a step with its prompt of 8 tokens, then three of a token each."""
 
     def end_of(slowness: Slowness | None) -> float:
@@ -223,8 +218,6 @@ def test_a_slow_machine_takes_longer_for_prompts_and_for_the_rest_as_it_is_told(
     assert end_of(Slowness(prompts=3.0)) == pytest.approx(3 * prompts_s + rest_s)
     assert end_of(Slowness(rest=2.0)) == pytest.approx(prompts_s + 2 * rest_s)
 
-
-def test_slowness_is_asked_at_the_time_of_each_step():
     asked = []
 
     def slowness(now: float) -> Slowness:
@@ -249,3 +242,87 @@ def test_drafts_that_are_accepted_save_steps_and_those_that_are_not_cost_next_to
     assert wrong.num_accepted_drafts == 0
     assert (without.num_drafts, "num_drafts" in without.to_json()) == (0, False)
     assert right.to_json()["num_drafts"] == right.num_drafts
+
+
+def asked(terms: Mapping[str, object], **fields: object) -> RequestSpec:
+    """What the simulator's scheduler is given of a request that a trace tells of."""
+    given = read_tenants({"tenants": {"acme": terms}}, "t.yaml").tenants
+    line = TraceLine(timestamp=0, input_length=8, output_length=4, tenant="acme", **fields)  # type: ignore[arg-type]
+    seen = SpecKeeper()
+    workload = TraceWorkload([line])
+    Simulation(setup(num_blocks=512), COSTS, SimulatedResults(), tenants=given, listener=seen).run(workload.arrivals())
+    (spec,) = seen.specs
+    return spec
+
+
+class SpecKeeper(PlanKeeper):
+    """Notes what the scheduler was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specs: list[RequestSpec] = []
+
+    def added(self, request: object, now: float) -> None:
+        self.specs.append(request.spec)  # type: ignore[attr-defined]
+
+
+def test_a_trace_leaves_to_its_tenants_what_is_theirs():
+    gold = {"tier": "priority", "weight": 4, "ttft_slo_s": 2, "queue_timeout_s": 3, "timeout_s": 9}
+    plain = asked(gold).terms
+    own = asked(gold, priority=7, ttft_slo_s=0.5, deadline_s=20).terms
+    assert (plain.priority, plain.weight, plain.ttft_slo_s) == (0, 4, 2)
+    assert (plain.start_by, plain.finish_by) == (3, 9)
+    assert (own.priority, own.ttft_slo_s, own.finish_by) == (7, 0.5, 9)
+
+    cheap = {"tier": "flex", "priorities": [2, 5]}
+    assert [asked(cheap, priority=priority).terms.priority for priority in (None, 0, 9)] == [2, 2, 5]
+
+    assert asked({"default_max_tokens": 2, "tokens_per_minute": 5000}).max_tokens == 1024
+
+
+def test_a_tenant_without_terms_is_an_error_that_names_request_and_tenants():
+    (gold,) = TraceWorkload([TraceLine(timestamp=0, input_length=8, output_length=4, tenant="silver")]).arrivals()
+    with pytest.raises(ConfigError, match=r"request t0 is of tenant 'silver'.*gold"):
+        list(of_known_tenants(iter([gold]), {"gold": Tenant(name="gold")}))
+
+
+def test_without_a_file_the_workloads_own_tenants_stay_as_they_are():
+    described = workload(tenants={"a": {"concurrency": 1, "weight": 2}}, num_requests=1)
+    assert described.tenants["a"].limits.concurrency == 1
+    seen = SpecKeeper()
+    Simulation(setup(num_blocks=1024), COSTS, SimulatedResults(), tenants=described.tenants, listener=seen).run(
+        described.arrivals()
+    )
+    assert [(spec.terms.tenant, spec.terms.priority, spec.terms.weight) for spec in seen.specs] == [("a", 0, 2)]
+
+
+def refused(config: AdmissionConfig, arrivals: list[Arrival], policy: str = "fcfs") -> dict[str, int]:
+    world = setup(max_num_seqs=1, policy=policy)
+    controller = AdmissionController(config, max_num_seqs=1, priority_first=policy == "priority")
+    results = Simulation(world, COSTS, SimulatedResults(), admission=controller).run(iter(arrivals))
+    assert results.total.num_finished + results.total.num_failed == len(arrivals)
+    assert controller.num_inside == 0
+    return dict(results.total.failures)
+
+
+def test_admission_turns_away_what_is_over_its_caps_and_sheds_the_less_urgent():
+    at_once = [arrival(f"r{i}") for i in range(6)]
+    assert refused(AdmissionConfig(max_queued_requests=2), at_once) == {"requests": 4}
+    assert refused(AdmissionConfig(max_queued_tokens=16), at_once) == {"tokens": 4}
+    assert refused(AdmissionConfig(max_queued_by_priority={"0": 3}), at_once) == {"class": 3}
+    assert refused(AdmissionConfig(), at_once) == {}
+
+    arrivals = [*(arrival(f"low{i}", priority=5) for i in range(2)), arrival("high", priority=0)]
+    assert refused(AdmissionConfig(max_queued_requests=2), arrivals) == {"shed": 1}
+
+
+def test_an_objective_refuses_who_would_be_late():
+    slow = CostModel(fixed_s=0.1)
+    arrivals = [arrival(f"r{i}", at=0.05 * i, output=10) for i in range(60)]
+    config = AdmissionConfig(ttft_objective_s=2.0)
+    controller = AdmissionController(config, max_num_seqs=2)
+    simulation = Simulation(setup(max_num_seqs=2), slow, SimulatedResults(), admission=controller)
+    total = simulation.run(iter(arrivals)).total
+    assert total.failures["objective"] > 30
+    assert total.num_finished > 5
+    assert total.ttft_s.largest < 2.0

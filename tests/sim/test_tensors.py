@@ -82,21 +82,17 @@ def of_ensemble(arrivals, **rules):
     return simulation.run()
 
 
-def test_an_ensemble_is_done_when_its_last_step_is_and_steps_that_wait_for_nobody_overlap():
+def test_ensembles_share_batches_and_may_be_steps_of_another():
     figures = of_ensemble([ask(0.0, 0, "whole"), ask(0.0, 1, "sum")])
     assert figures["whole"].latency_s.largest == pytest.approx(0.031 + 0.021)
     assert (figures["sum"].num_batches, figures["sum"].latency_s.count) == (2, 1), "a step's answer is nobody's"
     assert (figures["left"].num_rows, figures["left"].latency_s.count) == (1, 0)
 
-
-def test_steps_of_several_requests_share_batches_and_one_that_is_late_ends_the_whole():
     figures = of_ensemble([ask(0.0, number, "whole") for number in range(3)], delay_s=0.001)
     assert [figures[name].num_batches for name in ("left", "right", "sum")] == [1, 1, 1]
     late = of_ensemble([ask(0.0, 0, "whole", deadline_s=0.02)])
     assert (late["whole"].latency_s.count, late["whole"].failures, late["sum"].num_batches) == (0, {"timeout": 1}, 0)
 
-
-def test_an_ensemble_within_another_is_a_step_of_it():
     outer = SimulatedEnsemble("outer", (SimulatedStep("whole", 0), SimulatedStep("sum", 0, (0,))))
     models = [model(name, model_times=times(name, beside=APART)) for name in ("left", "right", "sum")]
     simulation = TensorSimulation(make_scheduler(), models, NO_HOST, ensembles=[DIAMOND, outer])
@@ -134,10 +130,13 @@ def test_the_next_of_a_client_comes_when_it_was_answered():
     assert (figures.latency_s.count, figures.ended_at) == (4, pytest.approx(4 * 0.011))
 
 
-def test_requests_that_are_late_or_too_many_count_as_failed():
+def test_requests_that_are_late_fail_and_a_model_that_is_not_served_is_named():
     late = simulated([model()], [ask(0.0, 0), ask(0.001, 1, deadline_s=0.005)])["m"]
     assert dict(late.failures) == {"timeout": 1}
     assert late.latency_s.count == 1
+
+    with pytest.raises(ModelNotFound, match="'other'"):
+        simulated([model()], [ask(0.0, 0, "other")])
 
 
 def test_the_spread_of_a_profile_is_drawn_and_the_same_seed_is_the_same_run():
@@ -145,11 +144,6 @@ def test_the_spread_of_a_profile_is_drawn_and_the_same_seed_is_the_same_run():
     arrivals = [ask(0.1 * number, number) for number in range(50)]
     runs = [simulated([spread], arrivals, rng=Random(seed))["m"].latency_s.total for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
-
-
-def test_a_model_that_is_not_served_is_named():
-    with pytest.raises(ModelNotFound, match="'other'"):
-        simulated([model()], [ask(0.0, 0, "other")])
 
 
 def test_a_step_of_the_language_model_and_a_batch_take_the_cores_from_each_other():
@@ -169,23 +163,19 @@ def test_a_step_of_the_language_model_and_a_batch_take_the_cores_from_each_other
     assert figures.latency_s.largest > 0.011
 
 
-def test_work_is_conserved_on_the_machine():
-    machine = SimulatedMachine()
-    for number in range(3):
-        machine.begin(number, float, 1.0 + number, 1.0, 0.0)
-    machine.advance(100.0)
-    assert [at for at, _ in machine.ended] == pytest.approx([3.0, 5.0, 6.0])
-
-
-def test_times_between_measured_ones_are_on_the_line():
+def test_times_between_measured_ones_are_on_the_line_and_work_is_conserved():
     known = times(lengths=(8, 16))
     assert known.seconds(3, 8) == pytest.approx(0.01 + 0.024)
     assert known.seconds(2, 12) == pytest.approx(0.01 + 0.024)
     assert known.seconds(16, 8) == pytest.approx(2 * known.seconds(8, 8))
     assert times(beside=((1, 1.0), (2, 1.2))).times_as_long(4) == pytest.approx(2.4)
 
+    machine = SimulatedMachine()
+    for number in range(3):
+        machine.begin(number, float, 1.0 + number, 1.0, 0.0)
+    machine.advance(100.0)
+    assert [at for at, _ in machine.ended] == pytest.approx([3.0, 5.0, 6.0])
 
-def test_a_file_that_is_no_profile_is_refused():
     with pytest.raises(ConfigError, match="model-repository"):
         decode_tensor_profile(b"{}", "x.json")
 

@@ -51,16 +51,17 @@ def test_what_no_id_covers_and_what_other_tenants_ask_is_shared_with_nobody():
     assert not set(first) & set(other)
 
 
-def test_a_trace_is_put_in_order_and_begins_at_zero():
+def test_a_trace_is_put_in_order_begins_at_zero_and_may_go_faster():
     arrivals = list(trace(line(3000), line(1000, priority=2, tenant="x", deadline_s=5.0), line(2000)).arrivals())
     assert [arrival.at for arrival in arrivals] == [0.0, 1.0, 2.0]
     assert (arrivals[0].priority, arrivals[0].tenant, arrivals[0].deadline_s) == (2, "x", 5.0)
     assert arrivals[0].max_tokens == 1024
 
-
-def test_a_faster_trace_has_shorter_gaps():
     lines = parse_trace([json.dumps(line(t)).encode() for t in (0, 4000)], "t")
     assert [arrival.at for arrival in TraceWorkload(lines, 4.0).arrivals()] == [0.0, 1.0]
+
+    with pytest.raises(ConfigError, match="holds no requests"):
+        parse_trace([b"\n"], "t")
 
 
 @pytest.mark.parametrize(
@@ -79,11 +80,6 @@ def test_a_bad_line_is_named_by_its_number(bad: bytes, told: str):
     with pytest.raises(ConfigError, match="t:2: ") as error:
         trace(line(), bad)
     assert told in str(error.value)
-
-
-def test_an_empty_trace_is_refused():
-    with pytest.raises(ConfigError, match="holds no requests"):
-        parse_trace([b"\n"], "t")
 
 
 # ---- descriptions
@@ -139,7 +135,7 @@ def test_shares_weights_and_tenants_are_drawn_as_described():
     assert {(a.tenant, a.weight, a.priority) for a in arrivals} == {("own", 1.0, 2), ("a", 5, None), ("b", 1.0, 1)}
 
 
-def test_a_conversation_grows_and_its_blocks_are_the_same_all_through():
+def test_conversations_and_shared_prefixes_share_their_blocks_and_no_others():
     world = workload(num_requests=6, classes={"chat": {"turns": 6, "input": 10, "output": 7, "prefix_tokens": 9}})
     (first,) = world.arrivals()
     turns = [first]
@@ -151,8 +147,6 @@ def test_a_conversation_grows_and_its_blocks_are_the_same_all_through():
     for shorter, longer in itertools.pairwise(hashes):
         assert longer[: len(shorter)] == shorter
 
-
-def test_requests_that_share_a_prefix_share_its_blocks_and_no_others():
     world = workload(num_requests=40, classes={"chat": {"prefix_tokens": 32, "num_prefixes": 2, "input": 32}})
     hashes = [request_of(arrival, 16).block_hashes for arrival in world.arrivals()]
     assert len({tuple(h[:2]) for h in hashes}) == 2

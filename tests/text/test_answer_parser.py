@@ -156,16 +156,19 @@ def test_a_call_that_is_cut_before_its_arguments_leaves_nothing_in_the_content(b
         assert parse(format_of("qwen3_coder"), list(letters)).content == ""
 
 
-def test_a_call_behind_what_looks_like_one():
+def test_calls_and_thoughts_may_be_cut_short_and_stand_in_each_other():
     parsed = hermes("<tool_call>" + CALL)
     assert parsed.content == "<tool_call>"
     assert [call[1] for call in parsed.calls] == ["get_weather"]
 
-
-def test_a_call_that_is_cut_short_has_its_arguments_as_far_as_they_are_written():
     assert hermes(CALL[:61]).calls == [["id0", "get_weather", '{"city": "Pa']]
     pairs = "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"
     assert parse(format_of("qwen3_coder"), list(pairs)).calls == [["id0", "get_weather", '{"city": "Par']]
+
+    parsed = hermes("<think>\nI look. " + CALL + " Good.\n</think>\n\nFine.")
+    assert parsed.reasoning == "I look.Good."
+    assert parsed.content == "Fine."
+    assert [call[1] for call in parsed.calls] == ["get_weather"]
 
 
 def test_arguments_are_as_the_model_wrote_them():
@@ -193,25 +196,14 @@ def test_no_arguments_are_an_empty_object():
         assert parse(format_of(name), [written(name, ["list_all"])]).calls[0][2] == "{}"
 
 
-def test_a_call_in_thoughts_is_found_and_the_thoughts_go_on():
-    parsed = hermes("<think>\nI look. " + CALL + " Good.\n</think>\n\nFine.")
-    assert parsed.reasoning == "I look.Good."
-    assert parsed.content == "Fine."
-    assert [call[1] for call in parsed.calls] == ["get_weather"]
-
-
-def test_thoughts_that_the_prompt_began():
+def test_thoughts_begin_an_answer_or_were_begun_by_the_prompt():
     assert hermes("\nHm.\n</think>\n\nYes.", starts_in_reasoning=True) == Parsed("Yes.", "Hm.")
     assert hermes("Hm.", starts_in_reasoning=True) == Parsed("", "Hm.")
     assert hermes("<think>\nHm.</think>", starts_in_reasoning=True) == Parsed("", "Hm.")
 
-
-def test_thoughts_begin_an_answer_and_are_letters_behind_content():
     assert hermes("<think></think>Yes.") == Parsed("Yes.")
     assert hermes("See <think>x</think>.") == Parsed("See <think>x</think>.")
 
-
-def test_calls_and_thoughts_that_nobody_asked_for_are_content():
     assert hermes("<think>a</think>" + CALL, parse_calls=False) == Parsed(CALL, "a")
     assert hermes("<think>a</think>b", parse_reasoning=False) == Parsed("<think>a</think>b")
 

@@ -126,15 +126,13 @@ def test_the_prompt_equals_that_of_transformers(
         assert template.render(chat, **options) == expected
 
 
-def test_a_refusal_by_the_template_is_the_clients_fault_in_the_templates_words():
+def test_messages_that_the_template_refuses_or_cannot_use_are_the_clients_fault():
     with pytest.raises(InvalidRequest, match="Conversation roles must alternate") as refused:
         ChatTemplate(MISTRAL, NAMED).render([USER, USER])
     assert refused.value.param == "messages"
     with pytest.raises(InvalidRequest, match="System role not supported"):
         ChatTemplate(GEMMA, NAMED).render([SYSTEM, USER])
 
-
-def test_a_message_the_template_cannot_use_is_the_clients_fault():
     with pytest.raises(InvalidRequest, match="cannot render these messages: TypeError"):
         ChatTemplate(CHATML).render([{"role": "user", "content": None}])
     with pytest.raises(InvalidRequest, match="refuses these messages: list object has no element 0"):
@@ -239,13 +237,11 @@ def test_a_broken_entry_of_templates_names_file_and_field(tmp_path: Path, named:
     assert "\n" not in str(caught.value)
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path):
+def test_a_pipe_or_a_template_with_a_mistake_is_told(tmp_path: Path):
     os.mkfifo(tmp_path / "tokenizer_config.json")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no file"):
         ChatTemplate.from_folder(tmp_path)
 
-
-def test_a_template_with_a_mistake_names_the_line():
     with pytest.raises(CheckpointError, match="error in line 2"):
         ChatTemplate("fine\n{% for %}")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from maitred.text.detokenizer import Detokenizer
+from maitred.text.detokenizer import Detokenizer, StopResult, StopStringMatcher
 from maitred.text.tokenizer import Tokenizer
 from tests.text.kinds import KINDS, byte_level, llama_2
 
@@ -79,20 +81,6 @@ def test_a_run_of_bytes_is_read_from_its_beginning_however_long_it_is(kind: str,
     assert "\ufffd" not in added
 
 
-def test_a_character_of_four_tokens_comes_whole():
-    tokenizer = byte_level()
-    detokenizer = Detokenizer(tokenizer)
-    ids = [tokenizer.token_id(c) for c in "ðŁĳį"]
-    assert None not in ids
-    assert [detokenizer.push([i]) for i in ids if i is not None] == ["", "", "", "👍"]
-
-
-def test_a_character_begun_in_the_prompt_is_finished_whole():
-    tokenizer = byte_level()
-    ids = tokenizer.encode("a你")
-    assert stream(Detokenizer(tokenizer, prompt_token_ids=ids[:-1]), [ids[-1:]]) == "你"
-
-
 def test_an_unfinished_character_is_given_at_the_end_as_a_replacement():
     for tokenizer in (byte_level(), llama_2()):
         ids = tokenizer.encode("a你好")[:-1] if tokenizer.byte_level else [*tokenizer.encode("a"), 1 + 0xE5]
@@ -111,13 +99,6 @@ def test_a_leading_space_is_kept_after_a_prompt_and_dropped_without_one():
     bos = tokenizer.bos_token_id
     assert bos is not None
     assert Detokenizer(tokenizer, prompt_token_ids=[bos]).push([hi]) == "hi"
-
-
-def test_special_tokens_are_left_out_or_shown():
-    tokenizer = byte_level()
-    ids = [*tokenizer.encode("a"), tokenizer.eos_token_id or 0, *tokenizer.encode("b")]
-    assert stream(Detokenizer(tokenizer), [ids]) == "ab"
-    assert stream(Detokenizer(tokenizer, skip_special_tokens=False), [ids]) == "a</s>b"
 
 
 def test_a_flushed_stream_can_go_on():
@@ -149,3 +130,64 @@ def test_time_is_linear_in_the_tokens(kind: str, text: str, monkeypatch: pytest.
         detokenizer.push([token])
     detokenizer.flush()
     assert decoded <= 12 * len(ids) + 100
+
+
+few = st.text(alphabet="ab👍", max_size=30)
+stops = st.lists(st.text(alphabet="ab👍", min_size=1, max_size=6), max_size=5)
+
+
+def slow_find(text: str, stop: list[str]) -> tuple[str, str] | None:
+    """(text before it, stop string) of the first to be complete, the longest of several."""
+    for end in range(1, len(text) + 1):
+        complete = [s for s in stop if text[:end].endswith(s)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return None
+
+
+def slow_hold(text: str, stop: list[str]) -> int:
+    """The most characters at the end that could still become a stop string."""
+    return max((n for s in stop for n in range(len(s)) if n <= len(text) and text.endswith(s[:n])), default=0)
+
+
+@settings(max_examples=500, deadline=None)
+@given(few, stops, st.lists(st.integers(0, 30), max_size=8), st.booleans())
+def test_any_pieces_give_what_the_whole_text_gives(text: str, stop: list[str], cuts: list[int], include: bool):
+    matcher = StopStringMatcher(stop, include=include)
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    shown, stopped = "", None
+    for start, end in itertools.pairwise(bounds):
+        result = matcher.push(text[start:end])
+        shown += result.text
+        stopped = stopped or result.stopped
+        if stopped is None:
+            assert shown == text[: end - slow_hold(text[:end], stop)]
+    shown += matcher.flush()
+    found = slow_find(text, stop)
+    if found is None:
+        assert (shown, stopped) == (text, None)
+    else:
+        assert (shown, stopped) == (found[0] + (found[1] if include else ""), found[1])
+
+
+def test_a_stop_string_is_found_across_pieces_never_shown_in_part_and_ends_the_text():
+    matcher = StopStringMatcher(["</end>"])
+    assert matcher.push("one <") == StopResult("one ", None)
+    assert matcher.push("/en") == StopResult("", None)
+    assert matcher.push("d>two") == StopResult("", "</end>")
+    assert matcher.flush() == ""
+
+    matcher = StopStringMatcher(["x"])
+    matcher.push("ax")
+    assert matcher.push("more") == StopResult("", "x")
+
+
+@pytest.mark.parametrize("stop", ["a" * 5000 + "b", "ab" * 2500 + "a!"])
+def test_long_stop_strings_over_a_long_text_take_linear_time(stop: str):
+    matcher = StopStringMatcher([stop])
+    text = stop[:-1] * 20  # always nearly there
+    began = time.thread_time()
+    shown = "".join(matcher.push(character).text for character in text[:100_000:1])
+    assert shown + matcher.flush() == text[:100_000]
+    assert time.thread_time() - began < 30

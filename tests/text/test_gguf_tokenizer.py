@@ -132,18 +132,20 @@ def test_a_piece_that_is_a_token_is_one_where_the_kind_says_so():
     assert pieces(read(byte_level("llama-bpe", add_bos_token=False)), "heyhey") == ["heyhey"]
 
 
-def test_control_tokens_are_special_and_user_defined_ones_are_text():
+def test_control_and_named_tokens_are_special_and_user_defined_ones_are_text():
     tokenizer = read(byte_level())
     assert tokenizer.special_token_ids == {258}
     ids = tokenizer.encode("hey<|end|><tool>")
     assert ids == [257, 258, 259]
     assert tokenizer.decode(ids) == "hey<tool>"
 
-
-def test_named_tokens_are_special_whatever_their_type():
     untyped = byte_level(eot_token_id=257)
     del untyped["tokenizer.ggml.token_type"]
     assert read(untyped).special_token_ids == {257, 258}
+
+    metadata = byte_level(padding_token_id=0)
+    named = gguf_named_tokens(metadata, metadata["tokenizer.ggml.tokens"])
+    assert named == {"bos_token": "<|end|>", "eos_token": "<|end|>", "pad_token": byte_alphabet()[0]}
 
 
 def test_tokens_around_a_text_are_those_that_the_file_wants():
@@ -162,19 +164,15 @@ def test_pairs_are_merged_by_score_and_what_is_no_token_becomes_bytes():
     assert tokenizer.decode(tokenizer.encode("aba é")) == "aba é"
 
 
-def test_runs_of_spaces_grow_from_the_left_and_special_texts_are_no_pairs():
+def test_spaces_and_special_tokens_stand_where_the_kind_of_vocabulary_has_them():
     tokenizer = read(sentencepiece(add_bos_token=False, add_space_prefix=False))
     assert pieces(tokenizer, " " * 8) == ["   ", "   ", "  "]
     assert tokenizer.encode("<s>") == [1]
     assert tokenizer.special_token_ids == {0, 1, 2}
 
-
-def test_a_space_stands_before_a_text_and_behind_each_special_token():
     tokenizer = read(sentencepiece(add_bos_token=False))
     assert [tokenizer._inner.id_to_token(token) for token in tokenizer.encode("a</s>a")] == ["▁a", "</s>", "▁a"]
 
-
-def test_phi_3s_special_tokens_take_the_white_space_behind():
     metadata = sentencepiece(add_bos_token=False, add_space_prefix=False) | {"general.name": "Phi-3 mini"}
     assert read(metadata).encode("</s> \n a") == [2, 260]
     assert read(metadata).encode("<s> a") == [1, 263]
@@ -198,12 +196,6 @@ def test_phi_3s_special_tokens_take_the_white_space_behind():
 def test_metadata_that_do_not_fit_together_are_told_by_key(metadata: dict[str, Any], told: str):
     with pytest.raises(CheckpointError, match=told):
         tokenizer_of(metadata)
-
-
-def test_named_tokens_are_texts():
-    metadata = byte_level(padding_token_id=0)
-    named = gguf_named_tokens(metadata, metadata["tokenizer.ggml.tokens"])
-    assert named == {"bos_token": "<|end|>", "eos_token": "<|end|>", "pad_token": byte_alphabet()[0]}
 
 
 @needs_smollm2

@@ -82,16 +82,19 @@ def test_nothing_binds_an_answer_to_which_nothing_was_asked():
     assert composed(None, None, tools=TOOLS, choice=AUTO) == ""
 
 
-def test_json_is_spaced_as_dumps_writes_it():
+def test_json_is_spaced_as_dumps_writes_it_and_escaped_as_json_may_be():
     grammar = composed(content=ADDRESS)
     assert takes(grammar, '{"zip": 12345}')
     assert not takes(grammar, '{"zip":12345}')
     assert not takes(grammar, ' {"zip": 12345}')
 
-
-def test_a_text_may_be_escaped_as_json_has_it():
     grammar = composed(content=json_source({"type": "string"}, "schema"))
     assert takes(grammar, '"\\u00e9\\u202f\\n\\"é"')
+
+    source = source_of(StructuredOutputsParams(json=ADDRESS.text, whitespace_pattern="[ ]*"), "structured_outputs")
+    grammar = composed(content=source)
+    assert takes(grammar, '{   "zip"  :1}')
+    assert not takes(grammar, '{"zip"' + 40 * " " + ":1}")
 
 
 @pytest.mark.parametrize("form", [LETTERS, PAIRS])
@@ -131,14 +134,12 @@ def test_a_mark_that_is_a_token_is_not_met_by_its_letters():
     assert not takes(grammar, MARK, arguments, "</call>")
 
 
-def test_a_bare_object_is_a_call_and_other_text_is_not():
+def test_a_bare_object_is_a_call_and_beside_a_schema_content_fits():
     grammar = composed(BARE, tools=TOOLS, choice=AUTO)
     assert takes(grammar, '{"name": "weather", "parameters": {"city": "Rome", "days": 3}}')
     assert takes(grammar, "No { call.")
     assert not takes(grammar, '{"name": "other", "parameters": {}}')
 
-
-def test_with_tools_and_a_schema_the_answer_is_calls_or_content_that_fits():
     for form in (LETTERS, BARE):
         grammar = composed(form, tools=TOOLS, choice=AUTO, content=ADDRESS)
         assert takes(grammar, '{"zip": 1}')
@@ -232,13 +233,6 @@ def test_harmonys_channels_hold_thoughts_then_a_call_or_content():
 )
 def test_blanks_are_always_bounded(pattern: str, bounded: str):
     assert bounded_pattern(pattern) == bounded
-
-
-def test_a_pattern_for_blanks_takes_the_place_of_dumps():
-    source = source_of(StructuredOutputsParams(json=ADDRESS.text, whitespace_pattern="[ ]*"), "structured_outputs")
-    grammar = composed(content=source)
-    assert takes(grammar, '{   "zip"  :1}')
-    assert not takes(grammar, '{"zip"' + 40 * " " + ":1}")
 
 
 def test_what_is_no_schema_is_refused_with_its_place():

@@ -39,9 +39,14 @@ def test_a_folder_gives_tokenizer_and_named_tokens(tmp_path: Path):
     assert tokenizer.encode("hi the") == byte_level().encode("hi the")
 
 
-def test_the_older_special_tokens_map_is_read_too(tmp_path: Path):
+def test_the_older_map_is_read_too_and_byte_order_marks_are_no_part_of_a_file(tmp_path: Path):
     save(byte_level(), tmp_path)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}', encoding="utf-8")
+    assert Tokenizer.from_folder(tmp_path).eos_token_id == byte_level().eos_token_id
+
+    save(byte_level(), tmp_path, eos_token="</s>")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert Tokenizer.from_folder(tmp_path).eos_token_id == byte_level().eos_token_id
 
 
@@ -62,15 +67,13 @@ def test_the_json_of_a_folder_makes_the_tokenizer_of_the_folder(tmp_path: Path, 
     assert whole.get_vocab(with_added_tokens=True) == own._inner.get_vocab(with_added_tokens=True)
 
 
-def test_the_json_of_a_folder_truncates_and_pads_nothing(tmp_path: Path):
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path):
     inner = tokenizers.Tokenizer.from_str(byte_level()._inner.to_str())
     inner.enable_truncation(3)
     inner.enable_padding(length=8)
     inner.save(str(tmp_path / "tokenizer.json"))
     assert len(tokenizers.Tokenizer.from_str(whole_json(tmp_path)).encode("abcdef").ids) == 6
 
-
-def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path):
     inner = tokenizers.Tokenizer.from_str(byte_level()._inner.to_str())
     inner.enable_truncation(3)
     inner.enable_padding(length=8)
@@ -121,13 +124,6 @@ def test_a_broken_entry_is_one_line_with_file_and_field(tmp_path: Path, config: 
     with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {told}") as caught:
         Tokenizer.from_folder(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path):
-    save(byte_level(), tmp_path, eos_token="</s>")
-    path = tmp_path / "tokenizer_config.json"
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert Tokenizer.from_folder(tmp_path).eos_token_id == byte_level().eos_token_id
 
 
 # --- ids and text -----------------------------------------------------------------------------------------------------
@@ -193,7 +189,7 @@ def test_the_bytes_of_the_tokens_join_to_the_text(make: object, text: str):
         assert b"".join(map(tokenizer.token_bytes, ids)).decode() == tokenizer.decode(ids)
 
 
-def test_a_token_shows_its_leading_space_and_partial_characters():
+def test_a_token_shows_what_it_adds_leading_space_and_partial_characters_included():
     tokenizer = llama_2()
     for written, text, data in (
         ("▁hi", " hi", b" hi"),
@@ -211,8 +207,6 @@ def test_a_token_shows_its_leading_space_and_partial_characters():
     assert byte_level().token_bytes(token) == b"\xe4\xbd"
     assert byte_level().token_text(token) == "\ufffd"
 
-
-def test_a_token_of_a_word_tokenizer_shows_what_it_adds():
     token = wordpiece().token_id("##cat")
     assert token is not None
     assert wordpiece().token_text(token) == "cat"
@@ -277,14 +271,12 @@ def test_there_is_no_bound_where_splitting_drops_text(pre_tokenizer: object):
     assert Tokenizer(inner).max_chars_per_token is None
 
 
-def test_there_is_no_bound_where_an_added_token_swallows_spaces():
+def test_there_is_no_bound_where_an_added_token_swallows_spaces_or_unknown_bytes_vanish():
     inner = tokenizers.Tokenizer.from_str(byte_level()._inner.to_str())
     inner.add_special_tokens([AddedToken("<mask>", lstrip=True)])
     assert len(inner.encode(" " * 1000 + "<mask>").ids) == 1
     assert Tokenizer(inner).max_chars_per_token is None
 
-
-def test_there_is_no_bound_where_unknown_bytes_vanish():
     inner = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert inner.encode("xyz").ids == []

@@ -42,19 +42,20 @@ def turns(seed: int) -> tuple[Chat, list[Turn]]:
 
 
 @given(seeds)
-def test_a_call_is_of_a_listed_tool_and_fits_its_schema(seed: int):
+def test_calls_fit_their_schemas_and_what_is_said_after_them_is_what_their_results_say(seed: int):
     chat, said = turns(seed)
     listed = {tool["function"]["name"] for tool in chat.tools}
     for turn in said:
+        assert not is_held_out(turn.key)
+        messages = turn.replies()
+        calls = messages[0].get("tool_calls", [])
+        results = [message for message in messages if message["role"] == "tool"]
+        assert [call["id"] for call in calls] == [result["tool_call_id"] for result in results]
+        for call, told in zip(calls, results, strict=True):
+            assert told["content"] == result_of(call["function"]["name"], call["function"]["arguments"])
         for call in turn.calls:
             assert call.name in listed
             jsonschema.validate(call.arguments, PARAMETERS[call.name])
-
-
-@given(seeds)
-def test_what_is_said_after_calls_is_what_their_results_say(seed: int):
-    for turn in turns(seed)[1]:
-        for call in turn.calls:
             result = json.loads(result_of(*call))
             if "error" in result:
                 assert f"I am sorry, {result['error']}." in turn.assistant
@@ -64,22 +65,8 @@ def test_what_is_said_after_calls_is_what_their_results_say(seed: int):
                 assert f"for {result['total']} euros." in turn.assistant
             if "booked" in result:
                 assert f"for {call.arguments['people']} at {call.arguments['time']}" in turn.assistant
-
-
-@given(seeds)
-def test_results_follow_their_calls_in_order(seed: int):
-    for turn in turns(seed)[1]:
-        messages = turn.replies()
-        calls = messages[0].get("tool_calls", [])
-        results = [message for message in messages if message["role"] == "tool"]
-        assert [call["id"] for call in calls] == [result["tool_call_id"] for result in results]
-        for call, result in zip(calls, results, strict=True):
-            assert result["content"] == result_of(call["function"]["name"], call["function"]["arguments"])
-
-
-@given(seeds)
-def test_nothing_in_training_is_held_out(seed: int):
-    assert not any(is_held_out(turn.key) for turn in turns(seed)[1])
+        for a, sign, b, sum_ in re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", turn.thoughts):
+            assert int(sum_) == (int(a) + int(b) if sign == "+" else int(a) - int(b)), turn
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -104,13 +91,6 @@ def test_an_orders_json_fits_its_schema_and_is_spaced_as_json_dumps():
         jsonschema.validate(value, ORDER_SCHEMA)
         assert json.dumps(value) == chat.turns[-1].assistant
         assert all(line["dish"] in BY_NAME for line in value["items"])
-
-
-@given(seeds)
-def test_sums_in_thoughts_are_right(seed: int):
-    for turn in turns(seed)[1]:
-        for a, sign, b, result in re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", turn.thoughts):
-            assert int(result) == (int(a) + int(b) if sign == "+" else int(a) - int(b)), turn
 
 
 def test_a_thought_out_answer_has_its_steps_before_it():

@@ -26,14 +26,13 @@ def training_turns(num_chats: int) -> list:
 
 
 @given(seeds)
-def test_a_seed_decides_the_whole_chat(seed: int):
+def test_a_seed_decides_a_whole_chat_whose_sums_are_right_and_of_which_nothing_is_held_out(seed: int):
     assert training_chat(Random(seed), 8) == training_chat(Random(seed), 8)
     assert plain_text(Random(seed)) == plain_text(Random(seed))
-
-
-@given(seeds)
-def test_no_training_turn_is_held_out(seed: int):
-    assert not any(is_held_out(turn.key) for turn in training_chat(Random(seed), 20).turns)
+    for turn in training_chat(Random(seed), 20).turns:
+        assert not is_held_out(turn.key)
+        for a, sign, b, result in re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", turn.assistant):
+            assert int(result) == (int(a) + int(b) if sign == "+" else int(a) - int(b)), turn
 
 
 @pytest.mark.parametrize("category", SCORED)
@@ -66,21 +65,9 @@ def test_a_tenth_of_the_fact_wordings_is_held_out():
 
 
 @given(seeds)
-def test_an_order_has_one_key_in_whatever_sequence_it_is_given(seed: int):
+def test_an_order_has_one_key_and_its_bill_multiplies_adds_and_totals_rightly(seed: int):
     order = random_order(Random(seed))
     assert order_key(dict(reversed(order.items()))) == order_key(order)
-
-
-@given(seeds)
-def test_every_sum_in_a_chat_is_right(seed: int):
-    for turn in training_chat(Random(seed), 20).turns:
-        for a, sign, b, result in re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", turn.assistant):
-            assert int(result) == (int(a) + int(b) if sign == "+" else int(a) - int(b)), turn
-
-
-@given(seeds)
-def test_a_bill_multiplies_adds_and_totals_rightly(seed: int):
-    order = random_order(Random(seed))
     text = bill_text(order)
     costs = [
         int(q) * int(price) == int(cost) for q, price, cost in re.findall(r"(\d+) \D+ at (\d+) makes? (\d+)", text)
@@ -115,15 +102,13 @@ def test_a_cancelled_dish_is_named_first_and_then_what_stays():
         assert name not in stays
 
 
-def test_what_must_be_remembered_is_said_before():
+def test_what_must_be_remembered_is_said_before_and_names_keep_their_capitals():
     rng = Random(0)
     for _ in range(20):
         *before, last = held_out_question(rng, "recall name").turns
         name = last.assistant.removeprefix("Your name is ").rstrip(".")
         assert any(name in turn.user for turn in before)
 
-
-def test_names_keep_their_capitals_in_careless_typing():
     assert {"name", "table", "repeat"} == set(CASE_MATTERS)
     for turn in training_turns(500):
         if turn.category == "name":
