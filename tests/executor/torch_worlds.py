@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from maitred.core.request import SamplingParams
 from maitred.core.step import BlockCopy, NewRequest, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.executor.torch import TorchExecutor
 from maitred.model.spec import DecoderSpec, LayerSpec, RopeSpec, RopeType
-from maitred.model.torch_decoder import TorchDecoder, dense_attend
+from maitred.model.torch_decoder import Attend, TorchDecoder
 from tests.fakes import make_new
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
@@ -35,6 +36,26 @@ def make_spec(*, windows: Sequence[int | None] = (None, None), **changes: Any) -
     } | changes
     rope = RopeSpec(rope_type=RopeType.DEFAULT, theta=10000.0, dim=fields["head_dim"])
     return DecoderSpec(layers=tuple(LayerSpec(window=w, rope=rope) for w in windows), **fields)
+
+
+def dense_attend(spec: DecoderSpec) -> Attend:
+    """Causal attention over the T tokens of one whole sequence, the obvious way."""
+
+    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        num_tokens, group = q_TNH.shape[0], spec.num_heads // spec.num_kv_heads
+        k_TNH, v_TNH = k_TKH.repeat_interleave(group, dim=1), v_TKH.repeat_interleave(group, dim=1)
+        scores_NTS = torch.einsum("tnh,snh->nts", q_TNH.float(), k_TNH.float()) * spec.attention_scale
+        if spec.attention_softcap is not None:
+            scores_NTS = torch.tanh(scores_NTS / spec.attention_softcap) * spec.attention_softcap
+        behind_TS = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)[None, :]
+        hidden_TS = behind_TS < 0
+        window = spec.layers[layer].window
+        if window is not None:
+            hidden_TS |= behind_TS >= window
+        scores_NTS = scores_NTS.masked_fill(hidden_TS.to(scores_NTS.device), float("-inf"))
+        return torch.einsum("nts,snh->tnh", scores_NTS.softmax(-1), v_TNH.float()).to(q_TNH.dtype)
+
+    return attend
 
 
 def make_decoder(spec: DecoderSpec, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:

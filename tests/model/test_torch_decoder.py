@@ -15,7 +15,8 @@ from maitred.core.errors import CheckpointError
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import QKNorm, parameter_shapes
-from maitred.model.torch_decoder import TorchDecoder, dense_attend, load_torch_decoder
+from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
+from tests.executor.torch_worlds import dense_attend
 from tests.model.checkpoints import FAMILIES, VOCAB_SIZE, load_reference, make_checkpoint
 
 LONGER_THAN_ALL = 90  # over every window and every original context, within every context

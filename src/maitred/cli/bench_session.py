@@ -444,14 +444,7 @@ def make_bench(target: TargetOptions, load: LoadOptions, prompts: PromptOptions,
     )
     slos = dict(parse_slo(text) for text in report.slo)
     return Bench(
-        target=target,
-        load=load,
-        prompts=prompts,
-        report=report,
-        workload=workload,
-        warmup=warmup,
-        slos=slos,
-        seed=seed,
+        target=target, load=load, prompts=prompts, report=report, workload=workload, warmup=warmup, slos=slos, seed=seed
     )
 
 

@@ -75,9 +75,7 @@ FLEET_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # heading,
 )
 
 
-def _fleet_columns(
-    figures: Mapping[str, Mapping[str, Any]],
-) -> tuple[tuple[str, str, Callable[[Any], str]], ...]:
+def _fleet_columns(figures: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[str, str, Callable[[Any], str]], ...]:
     return FLEET_COLUMNS if all("replica_s" in whole for whole in figures.values()) else ()
 
 

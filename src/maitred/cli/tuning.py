@@ -271,11 +271,7 @@ def simulate(
 ) -> RunFigures:
     """The config's model alone, on a scheduler of its own."""
     model = SimulatedModel(
-        name=times.model,
-        version=times.version,
-        rules=rules_of(config),
-        times=times,
-        buckets=lengths_of(config).buckets,
+        name=times.model, version=times.version, rules=rules_of(config), times=times, buckets=lengths_of(config).buckets
     )
     left = [num_requests - target.concurrency]
 

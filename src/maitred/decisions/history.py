@@ -223,10 +223,7 @@ class _HistoryBuilder:
         row = next(row for row in step.replayed.rows if row.request_id == self._request_id)
         self.history.starts.append(
             Start(
-                step.step.scheduled_at,
-                step.scheduler.config.policy,
-                row.start,
-                step.scheduler.terms(self._request_id),
+                step.step.scheduled_at, step.scheduler.config.policy, row.start, step.scheduler.terms(self._request_id)
             )
         )
         self._close_wait()

@@ -112,11 +112,7 @@ def _sampled_row(outcome: Outcome) -> SampledRow | None:
         num_accepted = outcome.num_tokens - 1 - num_forced
     tokens = (0,) * max(outcome.num_tokens, num_accepted + 1 + num_forced)
     return SampledRow(
-        outcome.request_id,
-        tokens,
-        num_accepted=num_accepted,
-        num_forced=num_forced,
-        num_drafts=outcome.num_drafts,
+        outcome.request_id, tokens, num_accepted=num_accepted, num_forced=num_forced, num_drafts=outcome.num_drafts
     )
 
 

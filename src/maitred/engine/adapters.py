@@ -82,10 +82,6 @@ class AdapterCache(StepListener):
         """Bytes of the adapters that are resident or being read."""
         return sum(self._resident.values())
 
-    @property
-    def num_resident(self) -> int:
-        return len(self._resident) - len(self._reading)
-
     def introduce(self, name: str, path: str, inside: str | None = None) -> AdapterFacts:
         """Read and check a folder, keeping nothing. Raises CheckpointError, or ConfigError for one that never fits."""
         adapter = self._read(Path(path), None if inside is None else Path(inside))

@@ -24,10 +24,7 @@ from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
 from maitred.engine.installed import installed_policies
 from maitred.engine.loop import LoadedEngine, Prepare
-from maitred.engine.memory import (
-    MemoryPlan,
-    format_bytes,
-)
+from maitred.engine.memory import MemoryPlan, format_bytes
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.planning import EnginePlan, OnEvent, check_overrides, facts_of, plan_engine
 from maitred.engine.step_meter import StepMeter, SwapMeter
@@ -214,11 +211,7 @@ def told_now_and_then(tell: OnEvent, clock: Clock, every_s: float = 2.0) -> Call
 
 
 def _build_executor(
-    plan: EnginePlan,
-    timeline: Timeline,
-    tell: OnEvent,
-    on_packed: Callable[[int, int], None],
-    on_lost: OnLost | None,
+    plan: EnginePlan, timeline: Timeline, tell: OnEvent, on_packed: Callable[[int, int], None], on_lost: OnLost | None
 ) -> BuiltExecutor:
     """Loads the weights and allocates the cache; each phase ends on the timeline."""
 

@@ -174,10 +174,7 @@ def import_engine() -> None:
 
 
 def build_from_config(
-    config: EngineConfig,
-    served_model_names: tuple[str, ...],
-    tell: Callable[[str], None],
-    wake: Callable[[], None],
+    config: EngineConfig, served_model_names: tuple[str, ...], tell: Callable[[str], None], wake: Callable[[], None]
 ) -> LoadedEngine:
     """The engine that `config` describes, as in one process."""
     from maitred.engine.build import load_engine  # noqa: PLC0415  (the parent's imports must not come here)

@@ -166,11 +166,7 @@ def make_proposer(
 
 
 def _make(
-    plan: DraftPlan,
-    executor: BuiltExecutor,
-    num_blocks: int,
-    max_model_len: int,
-    on_packed: Callable[[int, int], None],
+    plan: DraftPlan, executor: BuiltExecutor, num_blocks: int, max_model_len: int, on_packed: Callable[[int, int], None]
 ) -> tuple[Proposer, str]:
     if plan.head is not None:
         from maitred.executor.drafter import head_proposer  # noqa: PLC0415  the library itself

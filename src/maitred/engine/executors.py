@@ -143,11 +143,7 @@ def plan_executor(
 
 
 def _plan_native(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    spec: DecoderSpec,
-    tell: Callable[[str], None],
-    taps: tuple[int, ...],
+    config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, tell: Callable[[str], None], taps: tuple[int, ...]
 ) -> ExecutorPlan:
     if importlib.util.find_spec("maitred.kernels._native") is None:
         raise KernelError("the native library was not built; install maitred from a wheel, or with a C++17 compiler")
@@ -176,11 +172,7 @@ def _plan_torch(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec)
     from maitred.executor.torch import plan_torch_executor  # noqa: PLC0415  a second, and gigabytes
 
     return plan_torch_executor(
-        config.model,
-        checkpoint,
-        spec,
-        block_size=config.cache.block_size,
-        num_threads=own_threads(config, spec),
+        config.model, checkpoint, spec, block_size=config.cache.block_size, num_threads=own_threads(config, spec)
     )
 
 

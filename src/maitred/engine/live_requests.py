@@ -14,14 +14,7 @@ from weakref import WeakSet
 from msgspec.structs import replace
 
 from maitred.core.errors import MaitredError, ReadTooSlowly
-from maitred.core.request import (
-    NO_CHARGES,
-    Charges,
-    FinishReason,
-    RequestSpec,
-    RequestState,
-    ResumePoint,
-)
+from maitred.core.request import NO_CHARGES, Charges, FinishReason, RequestSpec, RequestState, ResumePoint
 from maitred.core.step import RequestProgress, TokenLogprobs
 from maitred.core.tensor_request import InferRequest, InferResponse
 from maitred.engine.frames import Infer

@@ -52,9 +52,7 @@ class SampleText:
         self.index, self.request_id = request.sample_index, request.request_id
         self._tokenizer, self._marks = tokenizer, marks
         self._detokenizer = Detokenizer(
-            tokenizer,
-            prompt_token_ids=request.prompt_token_ids,
-            skip_special_tokens=sampling.skip_special_tokens,
+            tokenizer, prompt_token_ids=request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
         self._matcher = StopStringMatcher(sampling.stop, include=sampling.include_stop_str_in_output)
         self._stops = any(sampling.stop)

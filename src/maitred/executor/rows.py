@@ -19,11 +19,7 @@ from maitred.executor.state import DraftAsk, HeldRequest, Proposer, RowWork
 
 
 def with_drafts(
-    works: list[RowWork],
-    proposer: Proposer | None,
-    vocab_size: int,
-    most: int,
-    grammars: Grammars | None = None,
+    works: list[RowWork], proposer: Proposer | None, vocab_size: int, most: int, grammars: Grammars | None = None
 ) -> list[RowWork]:
     """Return the works, each row as long as its drafts: at most `most`. Grammars are told of theirs. Without planned
     drafts the result is `works` itself.

@@ -28,14 +28,7 @@ from maitred.core.request import SamplingParams, check_sampling_tokens
 from maitred.core.step import TokenLogprobs
 from maitred.executor.sampler_state import LogitsRow, RequestSampler, TokenIds
 
-__all__ = [
-    "RequestSampler",
-    "SampledToken",
-    "check_sampling_tokens",
-    "sample_rows",
-    "token_logprobs",
-    "uniform",
-]
+__all__ = ["RequestSampler", "SampledToken", "check_sampling_tokens", "sample_rows", "token_logprobs", "uniform"]
 
 _MASK_64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15

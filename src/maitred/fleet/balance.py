@@ -275,12 +275,7 @@ def prefix(fleet: Replicas) -> Balance:
     anew. Of two devices the one of twice the speed gets twice the load: to divide the second factor too would make it
     four times.
     """
-    return Balance(
-        source="LMetric, arXiv:2603.15202",
-        score=_prefix_scores,
-        looks_at_prefixes=True,
-        is_alike=True,
-    )
+    return Balance(source="LMetric, arXiv:2603.15202", score=_prefix_scores, looks_at_prefixes=True, is_alike=True)
 
 
 def _prefix_scores(request: FleetRequest, candidates: Sequence[FleetReplica], cached: Cached) -> list[float]:

@@ -143,10 +143,7 @@ class Lessons:
         expected = self._expected.get(request.request_id)
         if expected is not None and usage.num_cached_tokens is not None and usage.num_prompt_tokens:
             self._history.told(
-                replica.bit,
-                expected,
-                cached_tokens=usage.num_cached_tokens,
-                prompt_tokens=usage.num_prompt_tokens,
+                replica.bit, expected, cached_tokens=usage.num_cached_tokens, prompt_tokens=usage.num_prompt_tokens
             )
         if self.predictor is not None and usage.complete and request.num_outputs:
             self.predictor.observe(request)

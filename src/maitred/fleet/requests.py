@@ -91,13 +91,7 @@ class Requests:
     """All requests. Methods that return actions have updated the state; the core's driver carries the actions out."""
 
     def __init__(
-        self,
-        config: FleetConfig,
-        fleet: Replicas,
-        binder: Binder,
-        lessons: Lessons,
-        health: Health,
-        sizing: Sizing,
+        self, config: FleetConfig, fleet: Replicas, binder: Binder, lessons: Lessons, health: Health, sizing: Sizing
     ) -> None:
         self._config, self._fleet, self._binder = config, fleet, binder
         self._lessons, self._health, self._sizing = lessons, health, sizing

@@ -146,12 +146,7 @@ class ServedEngine:
         await send({"type": "lifespan.shutdown.complete"})
 
     def counters(self) -> dict[str, float]:
-        return {
-            ARRIVED: self._num_arrived,
-            ENDED: self._num_ended,
-            SERVED_S: self._served_s,
-            START_S: self._start_s,
-        }
+        return {ARRIVED: self._num_arrived, ENDED: self._num_ended, SERVED_S: self._served_s, START_S: self._start_s}
 
     def check(self) -> None:
         """Raises EngineDead when it is given up: Serve then makes another replica."""

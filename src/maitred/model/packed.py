@@ -74,13 +74,7 @@ def is_matrix(weight: Weight) -> bool:
 
 def shape_of(weight: Weight) -> Any:
     """Raises KernelError for a matrix that no kernel takes."""
-    return linear_shape(
-        weight.format.dtype,
-        weight.rows,
-        weight.width,
-        gated=weight.gated,
-        bias=bool(weight.bias),
-    )
+    return linear_shape(weight.format.dtype, weight.rows, weight.width, gated=weight.gated, bias=bool(weight.bias))
 
 
 def packed_bytes(weight: Weight) -> int:

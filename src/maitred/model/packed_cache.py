@@ -123,13 +123,7 @@ def load_weights(
 
 def cache_key(program: Program, checkpoint: Checkpoint, isa: str) -> str:
     """Return the key of everything that decides the packed bytes."""
-    parts = [
-        FILE_VERSION,
-        PACK_VERSION,
-        isa,
-        checkpoint.identity,
-        [repr(weight) for weight in program.weights],
-    ]
+    parts = [FILE_VERSION, PACK_VERSION, isa, checkpoint.identity, [repr(weight) for weight in program.weights]]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
 
 

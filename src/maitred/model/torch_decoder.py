@@ -1,6 +1,6 @@
 """A DecoderSpec as a PyTorch module, without a cache: attention is a function that the caller passes in.
 
-So one module serves the tests (`dense_attend`), the paged executor and CUDA graphs. T tokens (of any number of
+So one module serves the tests, the paged executor and CUDA graphs. T tokens (of any number of
 sequences), N query heads, K key/value heads, H head size, D hidden size, V vocabulary.
 """
 
@@ -220,26 +220,6 @@ def _distinct_ropes(spec: DecoderSpec) -> list[RopeSpec]:
     return list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
 
 
-def dense_attend(spec: DecoderSpec) -> Attend:
-    """Causal attention over the T tokens of one whole sequence, the obvious way: the tests' oracle."""
-
-    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        num_tokens, group = q_TNH.shape[0], spec.num_heads // spec.num_kv_heads
-        k_TNH, v_TNH = k_TKH.repeat_interleave(group, dim=1), v_TKH.repeat_interleave(group, dim=1)
-        scores_NTS = torch.einsum("tnh,snh->nts", q_TNH.float(), k_TNH.float()) * spec.attention_scale
-        if spec.attention_softcap is not None:
-            scores_NTS = torch.tanh(scores_NTS / spec.attention_softcap) * spec.attention_softcap
-        behind_TS = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)[None, :]
-        hidden_TS = behind_TS < 0
-        window = spec.layers[layer].window
-        if window is not None:
-            hidden_TS |= behind_TS >= window
-        scores_NTS = scores_NTS.masked_fill(hidden_TS.to(scores_NTS.device), float("-inf"))
-        return torch.einsum("nts,snh->tnh", scores_NTS.softmax(-1), v_TNH.float()).to(q_TNH.dtype)
-
-    return attend
-
-
 def load_torch_decoder(
     spec: DecoderSpec,
     checkpoint: Checkpoint,
@@ -273,12 +253,7 @@ def load_torch_decoder(
     return decoder
 
 
-_TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def tensor_from_raw(raw: RawTensor, name: str) -> Tensor:

@@ -140,9 +140,7 @@ def _deadline_of(default_s: float, ageing_s: float) -> Callable[[Queued], float]
     return deadline
 
 
-def _by(
-    at: Callable[[Queued], float],
-) -> tuple[Callable[[Queued], tuple[Any, ...]], Callable[[Queued, Queued], bool]]:
+def _by(at: Callable[[Queued], float]) -> tuple[Callable[[Queued], tuple[Any, ...]], Callable[[Queued, Queued], bool]]:
     """Order and preemption rule for a time that is smallest for the most pressing request."""
 
     def order(request: Queued) -> tuple[Any, ...]:
@@ -399,10 +397,7 @@ def rr(config: SchedulerConfig, *, quantum_tokens: int) -> Policy:
         "token comes after at most (n / s + 1) quanta and n + 1 prompts, which share one budget",
         order=order,
         overtaken_until=joined_at,
-        terms=lambda request: {
-            **arrival_term(request),
-            "since_quantum_s": joined_at(request) - request.arrived_at,
-        },
+        terms=lambda request: {**arrival_term(request), "since_quantum_s": joined_at(request) - request.arrived_at},
         quantum_end=lambda request: max(request.num_computed, request.num_inputs) + quantum_tokens,
         quanta=quanta,
         heeds_priority=False,

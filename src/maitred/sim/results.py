@@ -346,10 +346,7 @@ class Tickets:
         self.kept: list[Ticket] = []
 
     def add(
-        self,
-        request: RequestState,
-        slots: Sequence[Sequence[float]] = (),
-        moves: Sequence[tuple[float, float]] = (),
+        self, request: RequestState, slots: Sequence[Sequence[float]] = (), moves: Sequence[tuple[float, float]] = ()
     ) -> None:
         if len(self.kept) >= self.LIMIT:
             return

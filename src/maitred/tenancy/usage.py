@@ -9,11 +9,7 @@ from typing import NamedTuple
 from maitred.core.errors import InvalidRequest
 
 # bucket width -> seconds, default number of buckets, most buckets; as OpenAI has them
-WIDTHS: dict[str, tuple[int, int, int]] = {
-    "1m": (60, 60, 1440),
-    "1h": (3600, 24, 168),
-    "1d": (86400, 7, 31),
-}
+WIDTHS: dict[str, tuple[int, int, int]] = {"1m": (60, 60, 1440), "1h": (3600, 24, 168), "1d": (86400, 7, 31)}
 # what usage may be grouped and filtered by: OpenAI's name -> ours
 DIMENSIONS: dict[str, str] = {"project_id": "tenant", "api_key_id": "key_id", "model": "model", "service_tier": "tier"}
 MAX_TIME = 2**40  # unix seconds

@@ -30,7 +30,6 @@ class TensorWorld:
         self.world, self.dice = world, Dice(world.scenario.seed ^ 0x7E4502)
         self.requests: dict[str, TensorRequest] = {}  # all there ever were
         self.num_finished = 0
-        self.num_batched = 0  # requests that shared a batch
         self._num_models = self.dice.between(1, 3)
         for number in range(self._num_models):
             self.lanes.load(f"m{number}", 1, self._draw_rules())
@@ -97,7 +96,6 @@ class TensorWorld:
         for progress in self.world.scheduler.expire_tensors(now):
             self._note(progress)
         batches = self.world.scheduler.dispatch(now)
-        self.num_batched += sum(len(batch.request_ids) for batch in batches if len(batch.request_ids) > 1)
         return self._fault_of_order(batches) or self._fault_of_waiting(now) or self._fault_of_places()
 
     def _note(self, progress: RequestProgress | None) -> None:

@@ -120,7 +120,6 @@ class Moment:
 
     world: World
     plan: SchedulerOutput
-    waiting_before: tuple[RequestState, ...]
     places_before: dict[str, tuple[str, tuple[Any, ...]]]  # id -> (group, key) of those that waited or ran
     quanta_before: dict[str, int]
     started: list[RequestState] = field(default_factory=list)
@@ -284,7 +283,6 @@ class World:
         before = [*scheduler.waiting, *scheduler.running]
         moment = Moment(
             world=self,
-            waiting_before=scheduler.waiting,
             places_before={r.request_id: self.place(r) for r in before},
             quanta_before={r.request_id: self.num_quanta(r) for r in before},
             plan=scheduler.schedule(self.now),

@@ -300,11 +300,7 @@ TOOL_FORMATS: dict[str, str] = {
         "</function>\n</tool_call>" + _LINE,
     ),
     "glm45": _paired(
-        "<tool_call>{{ c.name }}\n",
-        "<arg_key>",
-        "</arg_key>\n<arg_value>",
-        "</arg_value>\n",
-        "</tool_call>" + _LINE,
+        "<tool_call>{{ c.name }}\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>" + _LINE
     ),
     "glm47": _paired("<tool_call>{{ c.name }}", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "</tool_call>"),
     "gemma4": "{% for c in calls %}<|tool_call>call:{{ c.name }}{{ '{' }}"

@@ -12,14 +12,7 @@ from maitred.api.generate.lease import HttpLease, cache_salt, leased
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.generate.ways import Batches, Way, ways_of
 from maitred.api.http.app import App
-from maitred.api.http.exchange import (
-    ARGUMENTS_EMPTIED,
-    JSON_HEADERS,
-    SCHEMA_IGNORED,
-    EventStream,
-    Exchange,
-    names_told,
-)
+from maitred.api.http.exchange import ARGUMENTS_EMPTIED, JSON_HEADERS, SCHEMA_IGNORED, EventStream, Exchange, names_told
 from maitred.core.errors import InvalidRequest, RequestError
 from maitred.engine.intake import make_requests, random_seed
 from maitred.gate.gate import NO_LIMITS, TimeLimits, cap_max_tokens
@@ -160,12 +153,7 @@ def _server_timing(outcome: Outcome) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def _make_batches(
-    app: App,
-    ask: GenerationAsk,
-    cache_salt: str,
-    limits: TimeLimits,
-    new_seed: Callable[[], int],
-    ways: Sequence[Way],
+    app: App, ask: GenerationAsk, cache_salt: str, limits: TimeLimits, new_seed: Callable[[], int], ways: Sequence[Way]
 ) -> Batches:
     """The samples of each prompt. Ids are unique even when clients repeat theirs. Raises RequestError."""
     try:

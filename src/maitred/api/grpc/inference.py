@@ -305,11 +305,7 @@ class InferenceService(RpcService):
             await asyncio.gather(*left, return_exceptions=True)  # none may ask anything of a call that has ended
 
     async def _read_stream(
-        self,
-        requests: AsyncIterator[_Decoded],
-        call: Call,
-        waiting: _Waiting,
-        running: set[asyncio.Task[bytes]],
+        self, requests: AsyncIterator[_Decoded], call: Call, waiting: _Waiting, running: set[asyncio.Task[bytes]]
     ) -> None:
         try:
             async for decoded in requests:

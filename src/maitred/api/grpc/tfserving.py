@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from maitred.api.dialects.tfserving.rows import (
-    SIGNATURE,
-    SIGNATURE_DEF,
-    check_signature,
-    metadata,
-    statuses,
-)
+from maitred.api.dialects.tfserving.rows import SIGNATURE, SIGNATURE_DEF, check_signature, metadata, statuses
 from maitred.api.grpc.calls import Call, Method, RpcService
 from maitred.api.http.app import App
 from maitred.api.tensor.lease import infer, new_id, tensors_of

@@ -156,7 +156,4 @@ def _when_to_retry(after_s: float | None) -> tuple[tuple[bytes, bytes], ...]:
     if after_s is None:
         return ((b"x-should-retry", b"false"),)
     milliseconds = max(1, math.ceil(after_s * 1000))
-    return (
-        (b"retry-after", str(max(1, math.ceil(after_s))).encode()),
-        (b"retry-after-ms", str(milliseconds).encode()),
-    )
+    return ((b"retry-after", str(max(1, math.ceil(after_s))).encode()), (b"retry-after-ms", str(milliseconds).encode()))

@@ -37,10 +37,7 @@ def openapi_document(table: RouteTable) -> dict[str, Any]:
             "unknown_parameter.",
         },
         "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
 

@@ -267,12 +267,7 @@ def _names_no_limit(read: RoutedBody) -> bool:
 
 
 def _request(
-    router: Router,
-    exchange: Exchange,
-    body: bytes,
-    read: RoutedBody,
-    keys: tuple[int, ...],
-    granted: RouteLease,
+    router: Router, exchange: Exchange, body: bytes, read: RoutedBody, keys: tuple[int, ...], granted: RouteLease
 ) -> FleetRequest:
     now = router.clock.now()
     num_bytes = _num_prompt_bytes(body, read)

@@ -96,10 +96,7 @@ class RouteMetrics(HttpMetrics):
             m.FLEET_OLDEST_HELD: {(): view.oldest_held_s},
             m.FLEET_PREFIX_KEYS: {("hit",): float(self._num_keys_hit), ("miss",): float(self._num_keys_missed)},
             m.FLEET_LOAD_RATIO: {(): _load_ratio([r.in_flight for r in view.replicas if r.state == "ready"])},
-            m.FLEET_CONNECTIONS: {
-                ("new",): float(connections.num_new),
-                ("reused",): float(connections.num_reused),
-            },
+            m.FLEET_CONNECTIONS: {("new",): float(connections.num_new), ("reused",): float(connections.num_reused)},
         }
 
 

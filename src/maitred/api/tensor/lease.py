@@ -56,12 +56,7 @@ class TensorLease:
 
 @contextmanager
 def leased(
-    app: App,
-    caller: Caller,
-    *,
-    num_requests: int = 1,
-    priority: int | None = None,
-    limits: TimeLimits = NO_LIMITS,
+    app: App, caller: Caller, *, num_requests: int = 1, priority: int | None = None, limits: TimeLimits = NO_LIMITS
 ) -> Iterator[TensorLease]:
     """A lease for so many inferences, until they have their answers. `priority` None is the tenant's default.
 
@@ -80,12 +75,7 @@ def leased(
 
 
 async def infer(
-    app: App,
-    caller: Caller,
-    request: InferRequest,
-    *,
-    priority: int | None = None,
-    limits: TimeLimits = NO_LIMITS,
+    app: App, caller: Caller, request: InferRequest, *, priority: int | None = None, limits: TimeLimits = NO_LIMITS
 ) -> InferResponse:
     """A lease for one inference, and what the model answers."""
     with leased(app, caller, priority=priority, limits=limits) as lease:

@@ -46,10 +46,7 @@ def load(asked: LoadInstance, module: ModuleType) -> Model:
         tensors = [Tensor(name, array) for name, array in inputs.items()]
         names = wanted or tuple(each["name"] for each in config["output"])
         request = InferenceRequest(
-            inputs=tensors,
-            requested_output_names=list(names),
-            model_name=config["name"],
-            model_version=asked.version,
+            inputs=tensors, requested_output_names=list(names), model_name=config["name"], model_version=asked.version
         )
         return _outputs(model.execute([request]))
 

@@ -58,10 +58,7 @@ def _adapter_card(app: App, adapter: AdapterFacts) -> ModelCard:
 def _card(app: App, name: str) -> ModelCard:
     canonical = app.model.names[0]
     return ModelCard(
-        id=name,
-        created=app.model.created,
-        root=app.model.root or canonical,
-        max_model_len=app.model.max_model_len,
+        id=name, created=app.model.created, root=app.model.root or canonical, max_model_len=app.model.max_model_len
     )
 
 

@@ -100,11 +100,7 @@ _METHODS = {"predict": _predict, "classify": _classify, "regress": _regress}
 
 async def _outputs(app: App, exchange: Exchange, asked: _Asked, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     request = InferRequest(
-        request_id=new_id(),
-        model=asked.model,
-        version=asked.version,
-        label=asked.label,
-        inputs=inputs,
+        request_id=new_id(), model=asked.model, version=asked.version, label=asked.label, inputs=inputs
     )
     limits = time_limits(None, exchange.headers)
     return (await infer(app, exchange.caller, request, limits=limits)).outputs
