@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -100,16 +99,12 @@ def test_the_list_has_source_bound_and_parameters_of_each(capsys: pytest.Capture
         (["--policy", "mlfq", "--policy-arg", "mlfq_levels=33"], "it must be from 1 to 32"),
     ],
 )
-def test_an_argument_that_a_policy_cannot_take_is_refused_before_anything_starts(
-    command: list[str], words: list[str], refusal: str, capsys: pytest.CaptureFixture[str]
-):
+def test_an_argument_that_a_policy_cannot_take_is_refused_before_anything_starts(command, words, refusal, capsys):
     assert main([*command, *words]) != 0
     assert refusal in capsys.readouterr().err
 
 
-def test_a_comparison_gives_an_argument_to_those_policies_that_have_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_comparison_gives_an_argument_to_those_policies_that_have_it(tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2}\n')
     words = ["simulate", "--workload", str(trace), "--policy", "fcfs,sjf", "--policy-arg", "kv_block_weight=2"]

@@ -65,14 +65,6 @@ def test_the_log_holds_no_text_and_no_tokens(tmp_path: Path):
     assert not {"prompt", "prompt_token_ids", "tokens", "features"} & set(arrived)
 
 
-def test_two_logs_of_one_second_do_not_meet(tmp_path: Path):
-    logs = [DecisionLogFile(tmp_path, HEADER) for _ in range(3)]
-    for log in logs:
-        log.close()
-    assert len({log.run for log in logs}) == len(list(tmp_path.iterdir())) == 3
-    assert log_parts(tmp_path) == [logs[-1].path]  # the newest run
-
-
 @pytest.fixture
 def flushed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part's size is looked at after each record, and so is no matter of time."""
@@ -99,15 +91,30 @@ def test_old_parts_go_and_what_is_left_says_that_it_needs_them(tmp_path: Path):
         first_difference(read_frames(parts))
 
 
-def test_a_part_is_an_ordinary_gzip_file(tmp_path: Path):
-    log = run_with_log(tmp_path, 3)
+def test_a_part_is_an_ordinary_gzip_file_and_runs_of_one_second_do_not_meet(tmp_path: Path):
+    log = run_with_log(tmp_path / "one", 3)
     assert b"r2" in gzip.decompress(log.path.read_bytes())
 
+    folder = tmp_path / "three"
+    logs = [DecisionLogFile(folder, HEADER) for _ in range(3)]
+    for log in logs:
+        log.close()
+    assert len({log.run for log in logs}) == len(list(folder.iterdir())) == 3
+    assert log_parts(folder) == [logs[-1].path]  # the newest run
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path):
+
+def test_folders_and_files_that_are_none_are_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write the decision log in .*file"):
         DecisionLogFile(tmp_path / "file", HEADER)
+
+    with pytest.raises(ConfigError, match="holds no decision log"):
+        log_parts(tmp_path)
+    with pytest.raises(ConfigError, match="there is no decision log"):
+        log_parts(tmp_path / "nothing")
+    (tmp_path / "a.decisions").write_text("once upon a time")
+    with pytest.raises(ConfigError, match="is this a decision log"):
+        list(read_frames(log_parts(tmp_path / "a.decisions")))
 
 
 def test_what_a_crash_left_is_read_up_to_the_last_whole_record(tmp_path: Path):
@@ -130,16 +137,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path):
         log.path.write_bytes(gzip.compress(bytes(broken)))
         with pytest.raises(ConfigError, match="what is before it is good"):
             list(read_frames([log.path]))
-
-
-def test_a_file_that_is_no_log_and_a_folder_without_one_are_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match="holds no decision log"):
-        log_parts(tmp_path)
-    with pytest.raises(ConfigError, match="there is no decision log"):
-        log_parts(tmp_path / "nothing")
-    (tmp_path / "a.decisions").write_text("once upon a time")
-    with pytest.raises(ConfigError, match="is this a decision log"):
-        list(read_frames(log_parts(tmp_path / "a.decisions")))
 
 
 WRITE_PAST_A_LIMIT = """

@@ -55,7 +55,7 @@ class LoggedEngine:
         return history_of(self.frames, request_id)
 
 
-def test_a_request_that_finds_room_waits_for_nothing():
+def test_waits_for_slots_blocks_and_budget_are_timed_and_told():
     engine = LoggedEngine()
     engine.add("a", max_tokens=3)
     history = engine.history("a")
@@ -63,8 +63,6 @@ def test_a_request_that_finds_room_waits_for_nothing():
     assert (history.first_token_at, history.ended_at, history.num_tokens) == (1.0, 3.0, 3)
     assert history.finish_reason is FinishReason.LENGTH
 
-
-def test_a_wait_for_slots_is_timed_and_those_before_it_are_named():
     engine = LoggedEngine(max_num_seqs=1)
     engine.add("a", max_tokens=4)
     engine.steps(1)
@@ -79,22 +77,24 @@ def test_a_wait_for_slots_is_timed_and_those_before_it_are_named():
     assert wait.as_first_s == 2.0  # once b had started
     assert history.terms == history.starts[0].terms == {"arrived_at_s": 1.0}
 
-
-def test_a_wait_for_blocks_says_how_many():
     engine = LoggedEngine(num_blocks=4)
     engine.add("a", prompt=10, max_tokens=3)
     engine.add("b", prompt=9, max_tokens=1)
     (wait,) = engine.history("b").waits
     assert (wait.for_lack, wait.most_blocks_short, wait.as_first_s) == ({Lack.BLOCKS: 3.0}, 2, 3.0)
 
-
-def test_a_wait_for_the_budget_and_for_the_step_under_way():
     engine = LoggedEngine(max_num_batched_tokens=8)
     engine.add("a", prompt=24, max_tokens=1)
     engine.steps(1)
     engine.core.add(make_spec("b", arrived_at=0.25, max_tokens=1))
     (wait,) = engine.history("b").waits
     assert (wait.until_step_s, wait.for_lack) == (0.75, {Lack.BUDGET: 2.0})
+
+    engine = LoggedEngine(max_num_batched_tokens=8)
+    for sample in make_samples("p", 2, prompt=24, max_tokens=2):
+        engine.core.add(sample.spec)
+    (wait,) = engine.history("p-1").waits
+    assert wait.for_leader_s == 3.0
 
 
 def test_a_preemption_names_whom_it_was_for():
@@ -112,14 +112,6 @@ def test_a_preemption_names_whom_it_was_for():
     assert engine.history("urgent").preempted_others[0].preemption.request_id == "slow"
 
 
-def test_samples_wait_for_the_prompt_they_share():
-    engine = LoggedEngine(max_num_batched_tokens=8)
-    for sample in make_samples("p", 2, prompt=24, max_tokens=2):
-        engine.core.add(sample.spec)
-    (wait,) = engine.history("p-1").waits
-    assert wait.for_leader_s == 3.0
-
-
 def test_overtaking_a_change_of_policy_and_an_abort_are_told():
     engine = LoggedEngine(max_num_seqs=1)
     engine.add("a", max_tokens=3)
@@ -135,8 +127,6 @@ def test_overtaking_a_change_of_policy_and_an_abort_are_told():
     assert (history.waits[0].overtaking, history.waits[0].total_s) == ({"c"}, 4.0)
     assert (history.finish_reason, history.starts) == (FinishReason.ABORT, [])
 
-
-def test_one_that_overtakes_and_starts_again_after_a_preemption_has_overtaken_once():
     engine = LoggedEngine(max_num_seqs=1, policy="priority")
     engine.add("first", max_tokens=2)
     engine.add("patient", priority=3)

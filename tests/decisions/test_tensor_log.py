@@ -270,7 +270,7 @@ def test_each_millisecond_of_a_wait_has_its_reason():
     ]
 
 
-def test_a_lost_batch_is_told_and_the_wait_after_it():
+def test_waits_behind_lost_and_many_batches_are_told():
     run = Told(BatchRules(max_batch_size=8))
     run.add("mine", 1, 0.0)
     run.add("other", 1, 0.001)
@@ -281,8 +281,6 @@ def test_a_lost_batch_is_told_and_the_wait_after_it():
     assert [line.split()[0] for line in lost[1:]].count("waited") == 2
     assert any(line.endswith("the instance died or hung, and it ran again") for line in lost)
 
-
-def test_whoever_waits_behind_many_batches_is_told_their_sum():
     run = Told(BatchRules(max_batch_size=2, dynamic=True))
     for number in range(4):
         run.add(f"r{number}", 2, 0.0)

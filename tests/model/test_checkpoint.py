@@ -190,9 +190,7 @@ def test_a_damaged_header_is_refused(folder: Path, header: bytes, part: str) -> 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_no_damage_to_a_header_ends_in_another_error(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_no_damage_to_a_header_ends_in_another_error(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged")
     (folder / "config.json").write_text("{}")
     write_tensors(folder / "model.safetensors", TENSORS)
@@ -245,9 +243,7 @@ def test_missing_parts_and_json_that_is_none_are_named(folder: Path):
     assert "no config.json" in refusal(folder)
 
 
-def test_what_looks_like_a_path_gets_an_error_about_paths(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_looks_like_a_path_gets_an_error_about_paths(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for model in ("./absent", "/absent/model", "models/absent", "a/b/c", "~/absent-model", "absent/"):

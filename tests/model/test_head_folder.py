@@ -134,9 +134,7 @@ OTHER_MODELS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("numbers", OTHER_MODELS)
-def test_a_head_of_another_model_is_refused_with_both_numbers(
-    tmp_path: Path, served: Checkpoint, layout: str, numbers: str
-):
+def test_a_head_of_another_model_is_refused_with_both_numbers(tmp_path, served, layout, numbers):
     with pytest.raises(ConfigError, match=f"the head head is not for served: it .*{numbers}"):
         opened(tmp_path, served, layout=layout, layer=OTHER_MODELS[numbers])
 

@@ -40,7 +40,7 @@ def ask(page, text: str = "What is there?") -> None:
     page.keyboard.press("Enter")
 
 
-def test_an_answer_is_shown_as_markdown_with_its_times(server, open_page, expect):
+def test_an_answer_is_shown_as_markdown_with_its_times_and_outlives_a_reload(server, open_page, expect):
     page = open_page(server.url)
     expect(page.locator("#model")).to_have_value("tiny")
     ask(page)
@@ -58,6 +58,12 @@ def test_an_answer_is_shown_as_markdown_with_its_times(server, open_page, expect
     expect(answer.locator("tbody td").first).to_have_css("text-align", "left")
     expect(answer.locator("tbody td").last).to_have_css("text-align", "right")
     expect(page.locator(".turn.user")).to_have_text("What is there?")
+    page.reload()
+    expect(page.locator(".turn.assistant strong")).to_have_text("soup")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator(".turn")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#welcome")).to_be_visible()
 
 
 TIMING_MS = {"queue": 2.0, "schedule": 1.0, "prefill": 30.0, "decode": 380.0, "stall": 20.0, "ttft": 33.0}
@@ -152,19 +158,7 @@ def test_suggestions_are_made_for_the_built_in_model_alone(server, open_page, ex
         expect(page.locator(".turn.assistant .text")).to_have_text("An LLM serving system.")
 
 
-def test_the_conversation_outlives_a_reload_and_ends_when_told(server, open_page, expect):
-    page = open_page(server.url)
-    ask(page)
-    expect(page.locator(".turn.assistant .facts")).to_contain_text("tokens")
-    page.reload()
-    expect(page.locator(".turn.assistant strong")).to_have_text("soup")
-    page.get_by_role("button", name="New conversation").click()
-    expect(page.locator(".turn")).to_have_count(0)
-    page.reload()
-    expect(page.locator("#welcome")).to_be_visible()
-
-
-def test_stop_frees_the_slot_and_the_blocks(talker, open_page, expect):
+def test_stopping_or_leaving_frees_the_slot_and_the_blocks(talker, open_page, expect):
     page = open_page(talker.url)
     ask(page)
     expect(page.locator(".turn.assistant .text")).to_contain_text("and so on")
@@ -179,6 +173,12 @@ def test_stop_frees_the_slot_and_the_blocks(talker, open_page, expect):
     page.keyboard.press("Escape")
     until(lambda: state().num_blocks_used == 0)
     expect(page.locator(".facts", has_text="stopped by you")).to_have_count(2)
+
+    page = open_page(talker.url)
+    ask(page)
+    until(lambda: talker.replica.state().num_running == 1)
+    page.close()
+    until(lambda: talker.replica.state().num_blocks_used == 0)
 
 
 def test_enter_during_an_answer_says_that_nothing_was_sent_and_keeps_the_message(talker, open_page, expect):
@@ -205,14 +205,6 @@ def test_a_new_conversation_has_nothing_of_the_answer_it_stopped(talker, open_pa
     page.reload()
     expect(page.locator("#state")).to_have_text("live")
     expect(page.locator(".turn")).to_have_count(0)
-
-
-def test_leaving_the_page_frees_the_blocks_too(talker, open_page, expect):
-    page = open_page(talker.url)
-    ask(page)
-    until(lambda: talker.replica.state().num_running == 1)
-    page.close()
-    until(lambda: talker.replica.state().num_blocks_used == 0)
 
 
 def test_what_is_set_is_what_is_asked(open_page, expect):

@@ -100,23 +100,27 @@ def test_inline_scripts_styles_and_strangers_are_refused_by_the_policy(attacked,
     assert page.evaluate("window.pwned") is None
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("red \x1b[31malert\x1b[0m \x07bell \x00nul", "red [31malert[0m bell nul"),
-        ("left \u202eright\u202c \u2066isolate\u2069 end", "left right isolate end"),
-        ("a\x9b31mb\x85c", "a31mbc"),
-        ("مرحبا (abc) שלום", "مرحبا (abc) שלום"),
-        ("👩‍👩‍👧 e\u0301 \u200d", "👩‍👩‍👧 e\u0301 \u200d"),
-    ],
-)
-def test_control_characters_go_and_scripts_of_the_world_stay(open_page, expect, said, shown):
-    with running_server(FakeReplica(says(said))) as server:
+SAID_AND_SHOWN = {
+    "red \x1b[31malert\x1b[0m \x07bell \x00nul": "red [31malert[0m bell nul",
+    "left \u202eright\u202c \u2066isolate\u2069 end": "left right isolate end",
+    "a\x9b31mb\x85c": "a31mbc",
+    "مرحبا (abc) שלום": "مرحبا (abc) שלום",
+    "👩‍👩‍👧 e\u0301 \u200d": "👩‍👩‍👧 e\u0301 \u200d",
+}
+
+
+def test_control_characters_go_and_scripts_of_the_world_stay(open_page, expect):
+    replica = FakeReplica()
+    with running_server(replica) as server:
         page = open_page(server.url, expected=NO_ENGINE)
-        ask(page, said)
-        expect(page.locator(".turn.assistant .facts")).to_contain_text("token")
-        assert page.evaluate("document.querySelector('.turn.assistant .text').textContent") == shown
-        assert page.evaluate("document.querySelector('.turn.user').textContent") == shown
+        for number, (said, shown) in enumerate(SAID_AND_SHOWN.items(), 1):
+            replica.answer = says(said)
+            ask(page, said)
+            expect(page.locator(".turn.assistant .facts")).to_have_count(number)
+            expect(page.locator(".turn.assistant .facts").last).to_contain_text("token")
+            last = "[...document.querySelectorAll('{}')].at(-1)"
+            assert page.evaluate(f"{last.format('.turn.assistant .text')}.textContent") == shown
+            assert page.evaluate(f"{last.format('.turn.user')}.textContent") == shown
         assert page.evaluate("getComputedStyle(document.querySelector('.text')).unicodeBidi") == "isolate"
 
 

@@ -216,7 +216,7 @@ def test_code_is_coloured_by_its_language_and_copied_as_it_is(open_page, expect)
         assert page.evaluate("navigator.clipboard.readText()") == text
 
 
-def test_where_the_browser_has_no_clipboard_for_pages_copying_works_all_the_same(open_page, expect):
+def test_copying_works_without_a_clipboard_for_pages_and_copies_arguments_of_what_only_calls(open_page, expect):
     """As on a plain http address of another machine."""
     with scripted(says("Soup.")) as script:
         page = open_page(script.url, expected=NO_ENGINE)
@@ -227,8 +227,6 @@ def test_where_the_browser_has_no_clipboard_for_pages_copying_works_all_the_same
         page.get_by_label("Message").press("ControlOrMeta+v")
         expect(page.get_by_label("Message")).to_have_value("Soup.")
 
-
-def test_of_an_answer_that_only_calls_the_arguments_are_copied(open_page, expect):
     with scripted(calls("weather", '{"city": "Oslo"}')) as script:
         page = open_page(script.url, expected=NO_ENGINE)
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])

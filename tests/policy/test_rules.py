@@ -349,9 +349,7 @@ def wait_under_rr(num_before: int, num_slots: int, prompt: int, budget: int, qua
 @pytest.mark.parametrize(
     ("num_before", "num_slots", "prompt"), [(1, 1, 8), (1, 5, 40), (4, 1, 40), (4, 2, 1), (11, 2, 8), (11, 5, 1)]
 )
-def test_round_robins_wait_is_quanta_side_by_side_and_prompts_one_after_another(
-    num_before: int, num_slots: int, prompt: int
-):
+def test_round_robins_wait_is_quanta_side_by_side_and_prompts_one_after_another(num_before, num_slots, prompt):
     quantum, budget = 6, 8
     prompt_steps = -(-prompt // (budget - num_slots + 1))  # a budget that decoding requests have their part of
     waited = wait_under_rr(num_before, num_slots, prompt, budget, quantum)
@@ -372,9 +370,7 @@ def test_prompts_are_not_computed_side_by_side_under_round_robin():
         (2, 2 * (2 * 2000 + 2 * (32 + 16 + 10 + 8 + 6 + 5 + 4 + 4 + 3 + 3))),  # the pool holds 32 tokens
     ],
 )
-def test_vtcs_bound_is_less_where_the_longest_output_or_the_kv_pool_bounds_what_is_to_come(
-    num_blocks: int, expected: float
-):
+def test_vtcs_bound_is_less_where_the_longest_output_or_the_kv_pool_bounds_what_is_to_come(num_blocks, expected):
     gap = policy_for(SchedulerConfig(policy="vtc", output_token_weight=2.0)).max_service_gap
     assert gap is not None
     assert gap(2000, 10, 64, num_blocks * 16) == expected

@@ -166,15 +166,20 @@ def test_slow_clients_are_all_hung_up_on_while_good_ones_are_served():
         attacked(header_timeout_s=3.0, body_timeout_s=3.0) as server,
         opened([kind(server) for kind in (silent, slow_head, slow_body) for _ in range(100)]) as bad,
     ):
-        waiting = set(bad)
-        while waiting:
-            assert server.is_well()
-            readable, _, _ = select.select(list(waiting), [], [], 0)  # they are answered and closed, or only closed
-            waiting -= {connection for connection in readable if _is_over(connection)}
-        until(lambda: server.in_flight() == 0)
+        hung_up_on(server, bad)
         page = httpx.get(f"{server.url}/metrics", timeout=HANGS_S).text
     counted = re.findall(r'maitred_http_requests_total{route="(.*)",status="408"} (.*)', page)
     assert sorted(counted) == [("/v1/completions", "100.0"), ("other", "100.0")]
+
+
+def hung_up_on(server: Attacked, bad: list[socket.socket]) -> None:
+    """Return when all of them were, and good requests were served meanwhile."""
+    waiting = set(bad)
+    while waiting:
+        assert server.is_well()
+        readable, _, _ = select.select(list(waiting), [], [], 0)  # they are answered and closed, or only closed
+        waiting -= {connection for connection in readable if _is_over(connection)}
+    until(lambda: server.in_flight() == 0)
 
 
 def _is_over(connection: socket.socket) -> bool:
@@ -449,16 +454,23 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised():
 HOSTILE = ["a\r\nset-cookie: x", "\x1b[2J", "${jndi:ldap://x/y}", "x" * 5000, "\u202e", "\x00"]
 
 
+def refused_hostile(url: str) -> list[int]:
+    """The status of each; no header has anything of what was sent."""
+    found = []
+    for text in HOSTILE:
+        body = {"model": text, "prompt": "hi", "user": text, "request_id": text, "session_id": text}
+        refused = httpx.post(f"{url}/v1/completions", json=body, timeout=HANGS_S)
+        found.append(refused.status_code)
+        assert len(refused.content) < 2000
+        assert not any(text in value or "set-cookie" in name for name, value in refused.headers.items())
+    return found
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_what_a_client_names_reaches_no_header_and_forges_no_line(tmp_path: Path, log_format: str):
     log = tmp_path / "log"
     with log.open("wb") as stderr, attacked(stderr.fileno(), log_level="info", log_format=log_format) as server:
-        for text in HOSTILE:
-            body = {"model": text, "prompt": "hi", "user": text, "request_id": text}
-            refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANGS_S)
-            assert 400 <= refused.status_code < 500
-            assert len(refused.content) < 2000
-            assert not any(text in value or "set-cookie" in name for name, value in refused.headers.items())
+        assert {400 <= status < 500 for status in refused_hostile(server.url)} == {True}
     lines = log.read_text().splitlines()
     assert len([line for line in lines if "/v1/completions" in line]) == len(HOSTILE)
     assert "\x1b" not in log.read_text()

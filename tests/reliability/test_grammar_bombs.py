@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import ServerProcess
 from tests.reliability.grammar_bombs import BOMBS
 from tests.reliability.test_served_engine import engine_of
 from tests.waiting import HANGS_S
@@ -59,9 +58,7 @@ async def ask(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
         pytest.param(LONG, id="long", marks=pytest.mark.soak),
     ],
 )
-async def test_hostile_grammars_are_refused_or_answered_and_no_stream_and_no_process_notices(
-    server: ServerProcess, names: list[str]
-):
+async def test_hostile_grammars_are_refused_or_answered_and_no_stream_and_no_process_notices(server, names):
     engine = engine_of(server).pid
     async with httpx.AsyncClient(base_url=server.url, timeout=HANGS_S) as client:
         undisturbed = [await streamed(client, seed) for seed in range(NUM_STREAMS)]

@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -232,9 +233,7 @@ def test_workers_of_hosts_that_cannot_be_are_refused_with_a_remedy(settings: dic
         ("192.0.2.7:0", CacheConfig(), TOKEN.encode(), "cannot listen on 192.0.2.7:0"),
     ],
 )
-def test_a_port_that_nobody_could_use_is_refused_before_anything_loads(
-    listen: str, cache: CacheConfig, token: bytes | None, remedy: str
-):
+def test_a_port_that_nobody_could_use_is_refused_before_anything_loads(listen, cache, token, remedy):
     with pytest.raises(ConfigError, match=remedy):
         kv_share(listen, cache, FleetToken(token))
 
@@ -242,3 +241,19 @@ def test_a_port_that_nobody_could_use_is_refused_before_anything_loads(
 def test_an_address_of_every_interface_is_that_of_its_server():
     told = ("tcp:0.0.0.0:9100", "tcp::::9100", "tcp:10.0.0.5:9100", "shm:maitred-kv")
     assert reached_by(told, "worker-1") == ("tcp:worker-1:9100", "tcp:worker-1:9100", *told[2:])
+
+
+SAME = ("--kv-listen", "127.0.0.1:0", "--kv-dtype", "float32", "--max-model-len", "2048")
+
+
+@pytest.mark.soak
+def test_blocks_of_another_size_give_the_answers_of_a_lone_engine(tmp_path: Path):
+    flags = [("--role", role, "--block-size", size, *SAME) for role, size in (("prefill", "64"), ("decode", "16"))]
+    with real_fleet(tmp_path, flags, "--handover", "always") as fleet:
+        until(lambda: len(workers(fleet)) == 2)
+        alone = [ask(replica.url, GREEDY, stream=False)[0] for replica in fleet.replicas]
+        assert [ask(fleet.router.url, GREEDY, stream=stream)[0] for stream in (True, False)] == alone
+        moved = LONG | {"prompt": "Moved. " + STORY}
+        told = ask(fleet.router.url, moved, stream=True)[0]
+        until(lambda: all_handovers(fleet)["moved"])
+        assert told == ask(fleet.replicas[0].url, moved, stream=False)[0]

@@ -124,9 +124,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, server: ServerProcess) -> It
 
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(60.0, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("role", "moment"), WHO_AND_WHEN)
-def test_a_host_that_stands_still_costs_no_token_and_is_not_waited_for(
-    hosts: Hosts, role: str, moment: str, seconds: float
-):
+def test_a_host_that_stands_still_costs_no_token_and_is_not_waited_for(hosts, role, moment, seconds):
     still = hosts.stands_still(role)
     try:
         hosts.struck(f"Stands still, {role}, {moment}, {seconds}", stopped(still), **MOMENTS[moment]).check()

@@ -95,9 +95,7 @@ def test_every_stream_goes_on_exactly(served: ServerProcess, texts: dict[str, li
     until(lambda: is_gone(engine) and is_gone(rank))
 
 
-def test_an_adapter_deleted_while_in_use_ends_no_other_request(
-    served: ServerProcess, texts: dict[str, list[str]], folders: Path
-):
+def test_an_adapter_deleted_while_in_use_ends_no_other_request(served, texts, folders):
     """In memory it is used to the end. After a death it would have to be read again, and who needs it is told."""
     doomed = begun(served, asked("gone"))
     shutil.rmtree(folders / "gone")

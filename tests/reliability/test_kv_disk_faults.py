@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import SERVE, ServerProcess, start_server
 from tests.kv.test_disk import flip
-from tests.reliability.test_read_only import READ_ONLY
+from tests.reliability.test_surroundings import READ_ONLY
 from tests.waiting import HANGS_S, until
 
 STORY = "The maître d' decides who is seated next, keeps every table full, and knows the regulars. " * 4

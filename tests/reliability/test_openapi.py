@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.reliability.openapi import NUM_OPERATIONS, documented_server, num_restarts, run_schemathesis
+from tests.conftest import ROOT, ServerProcess, start_server
+from tests.waiting import HANGS_S, until
 
 # Few are the same every time; those that a schema's bounds make are for `make soak`.
 FEW = ("--generation-deterministic", "--phases", "fuzzing,stateful", "--max-examples", "5", "--request-timeout", "200")
@@ -25,3 +32,36 @@ def test_the_server_does_what_its_openapi_document_says(tmp_path: Path, flags: t
         assert ran.returncode == 0, ran.stdout
         assert f"Tested: {NUM_OPERATIONS}" in ran.stdout
         assert num_restarts(server.url) == 0
+
+
+SCHEMATHESIS = (sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()")
+CONFIG = Path(__file__).with_name("schemathesis.toml")
+HOOKS = "tests.reliability.openapi_hooks"
+NUM_OPERATIONS = 30  # at least; all but the endless streams
+
+
+@contextmanager
+def documented_server(folder: Path) -> Iterator[ServerProcess]:
+    """The built-in model with a context so short that no answer takes long, and with a ledger to ask."""
+    server = start_server("--max-model-len", "64", "--ledger", str(folder / "ledger.sqlite"))
+    try:
+        until(lambda: httpx.get(f"{server.url}/ready", timeout=HANGS_S).status_code == 200)
+        yield server
+    finally:
+        ended = server.stop()
+    assert ended == 0
+
+
+def run_schemathesis(url: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """All checks, all phases: exit code 0 when nothing was found. `folder` takes what it leaves behind."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SCHEMATHESIS_HOOKS": HOOKS}
+    words = [*SCHEMATHESIS, "--no-color", "--config-file", str(CONFIG), "run", f"{url}/openapi.json", *flags]
+    return subprocess.run(
+        words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+
+
+def num_restarts(url: str) -> float:
+    """Of the engine, so far."""
+    page = httpx.get(f"{url}/metrics", timeout=HANGS_S).text
+    return float(page.split("\nmaitred_engine_restarts_total ")[1].split("\n")[0])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +11,8 @@ import psutil
 import pytest
 
 from tests.conftest import ServerProcess, start_server
-from tests.waiting import HANGS_S, is_gone, joined, until
+from tests.model.checkpoints import make_checkpoint
+from tests.waiting import HANGS_S, is_gone, until
 
 BODY = {"model": "maitred-mini", "prompt": "The maître d'", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -87,53 +84,9 @@ def test_a_killed_engine_is_replaced_and_says_in_one_line_what_happened(served: 
     until(lambda: len(psutil.Process(served.process.pid).children()) == 1)  # no zombie is kept
 
 
-@pytest.mark.parametrize(("n", "temperature"), [(1, 0.0), (3, 1.0)])
-def test_a_stream_that_its_engine_leaves_goes_on_exactly_or_ends_with_a_reason(
-    served: ServerProcess, n: int, temperature: float
-):
-    """The executor says which (the native one goes on, PyTorch's cannot promise to); never silence."""
-    body = {**BODY, "max_tokens": 80, "n": n, "temperature": temperature, "seed": 42}
-    calm = httpx.post(f"{served.url}/v1/completions", json=body, timeout=HANGS_S).json()
-    texts, errors, ends = dict.fromkeys(range(n), ""), [], []
-    begun = threading.Event()
-
-    def read() -> None:
-        streamed = {**body, "stream": True}
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=streamed, timeout=HANGS_S) as answer:
-            for line in answer.iter_lines():
-                if line == "data: [DONE]":
-                    ends.append(line)
-                elif line.startswith("data: ") and "error" in (chunk := json.loads(line[6:])):
-                    errors.append(chunk["error"]["code"])
-                elif line.startswith("data: "):
-                    for choice in chunk["choices"]:
-                        texts[choice["index"]] += choice["text"]
-                    begun.set()
-
-    reading = threading.Thread(target=read)
-    reading.start()
-    assert begun.wait(HANGS_S)
-    engine = engine_of(served)
-    engine.kill()
-    joined(reading)
-    assert len(ends) == 1
-    assert errors in ([], ["engine_dead"])
-    if not errors:
-        assert texts == {choice["index"]: choice["text"] for choice in calm["choices"]}
-    until(lambda: engine_of(served).pid != engine.pid and status(served, "/ready") == 200)
-
-
 def test_both_processes_end_together_and_leave_nothing(served: ServerProcess):
     engine = engine_of(served)
     assert served.stop() == 0
-    until(lambda: is_gone(engine))
-
-
-def test_a_server_that_is_killed_takes_its_engine_along():
-    server = start_server()
-    engine = engine_of(server)
-    os.kill(server.process.pid, signal.SIGKILL)
-    server.process.wait(HANGS_S)
     until(lambda: is_gone(engine))
 
 
@@ -142,3 +95,38 @@ def test_in_process_is_one_process():
     assert complete(server).status_code == 200
     assert psutil.Process(server.process.pid).children() == []
     assert server.stop() == 0
+
+
+MOST_BYTES = 150e6  # besides weights and KV cache
+VOCAB = 4096
+
+
+@pytest.fixture(scope="module")
+def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of random weights that has had all its slots and its largest steps."""
+    folder = make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+    flags = ("--kv-cache-memory-bytes", "8MiB", "--executor", "native", "--served-model-name", "small")
+    server = start_server(str(folder), *flags)
+    prompts = [[(7 * i + j) % 200 for j in range(60)] for i in range(32)]
+    body = {"model": "small", "prompt": prompts, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANGS_S)
+    assert answer.status_code == 200, answer.text
+    yield server
+    server.stop()
+
+
+@on_linux
+def test_besides_weights_and_kv_cache_it_holds_less_than_150_mb(worked: ServerProcess):
+    (held,) = httpx.get(f"{worked.url}/admin/models", timeout=HANGS_S).json()["models"]
+    taken = psutil.Process(engine_of(worked).pid).memory_info().rss
+    others = taken - held["weights_bytes"] - held["kv_bytes"]
+    assert others < MOST_BYTES, f"{taken / 1e6:.0f} MB, of which {others / 1e6:.0f} are neither weights nor KV cache"
+
+
+@on_linux
+def test_it_has_closed_the_checkpoint_and_reads_no_text(worked: ServerProcess):
+    mapped = Path(f"/proc/{engine_of(worked).pid}/maps").read_text()
+    assert "_native" in mapped
+    assert ".safetensors" not in mapped
+    for library in ("tokenizers", "markupsafe", "libtorch", "uvloop", "httptools"):
+        assert library not in mapped

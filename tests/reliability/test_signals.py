@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -64,9 +64,7 @@ def flooded(process: subprocess.Popen[str], number: int) -> int:
 @pytest.mark.parametrize(
     ("moment", "number"), [(hears, signal.SIGTERM), (has_child, signal.SIGTERM), (listens, signal.SIGINT)]
 )
-def test_a_server_that_is_told_to_end_while_it_starts_does_so_well(
-    serving: ServerProcess, moment: Callable[[subprocess.Popen[str]], bool], number: int, tmp_path: Path
-):
+def test_a_server_that_is_told_to_end_while_it_starts_does_so_well(serving, moment, number, tmp_path):
     until(lambda: moment(serving.process))
     children = psutil.Process(serving.process.pid).children()
     assert flooded(serving.process, number) == 0

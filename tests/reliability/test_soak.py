@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
 from benchmarks.soak_server import Tally, holds_no_more_than, is_idle, load, sample
+from benchmarks.soak_tenants import Welch, welch
 from tests.conftest import start_server
 from tests.reliability.test_served_engine import on_linux
 from tests.waiting import until
@@ -32,3 +34,37 @@ def test_under_mixed_load_and_a_kill_every_answer_is_whole_and_nothing_is_left(s
     finally:
         ended = server.stop()
     assert ended == 0
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "p"),  # of printed tables of Student's t
+    [
+        (0.0, 50, 1.0),
+        (12.7062, 1, 0.05),
+        (2.2281, 10, 0.05),
+        (4.5869, 10, 0.001),
+        (3.3735, 120, 0.001),
+        (3.2905, 1e7, 0.001),
+    ],
+)
+def test_probabilities_are_those_of_the_tables(t: float, freedom: float, p: float):
+    assert Welch(t, 1.0, freedom).p == pytest.approx(p, rel=1e-3)
+    assert Welch(-t, 1.0, freedom).p == pytest.approx(p, rel=1e-3)
+
+
+def test_unequal_variances_have_the_degrees_of_freedom_of_the_textbook():
+    found = welch([1.0, 2.0, 3.0, 4.0, 5.0], [10.0, 20.0])  # 2.5 / 5 and 50 / 2
+    assert found.difference == -12.0
+    assert found.error == pytest.approx(25.5**0.5)
+    assert found.freedom == pytest.approx(25.5**2 / (0.5**2 / 4 + 25.0**2 / 1))
+
+
+def test_a_difference_is_seen_and_none_where_there_is_none():
+    chooser = random.Random(3)
+    quick, slow = ([chooser.gauss(mean, 0.5) for _ in range(200)] for mean in (0.0, 0.25))
+    assert welch(slow, quick).p < 1e-4
+    found_by_chance = 0
+    for _ in range(300):
+        ones, others = ([chooser.gauss(0.0, 0.5) for _ in range(50)] for _ in range(2))
+        found_by_chance += welch(ones, others).p < 0.05
+    assert 5 <= found_by_chance <= 27, "one in twenty"

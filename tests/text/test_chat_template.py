@@ -113,9 +113,7 @@ def theirs() -> Any:
     ],
     ids="-".join,
 )
-def test_the_prompt_equals_that_of_transformers(
-    theirs: Any, name: str, chat: list[dict[str, Any]], options: dict[str, Any]
-):
+def test_the_prompt_equals_that_of_transformers(theirs, name, chat, options):
     template = ChatTemplate(TEMPLATES[name], NAMED)
     try:
         expected = theirs.apply_chat_template(chat, chat_template=TEMPLATES[name], tokenize=False, **options)

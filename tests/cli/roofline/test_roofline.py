@@ -37,9 +37,7 @@ def test_tables_name_machine_model_floors_and_the_engines_share(capsys: pytest.C
         assert line.rstrip().endswith("%"), "the engine ran"
 
 
-def test_what_lies_in_the_cache_is_held_against_the_caches_stream_and_a_busy_machine_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_lies_in_the_cache_is_held_against_the_caches_stream_and_a_busy_machine_is_told(capsys, monkeypatch):
     near, asked = replace(HOST, cache_bytes_per_s=800e9, unsteady=("memory", "int8 product")), []
     monkeypatch.setattr(machine, "measure", lambda num_threads, model_bytes: asked.append(model_bytes) or near)
     words = ("--dtype", "int8")
