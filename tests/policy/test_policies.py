@@ -65,7 +65,7 @@ def test_an_urgent_request_that_lacks_blocks_takes_them_from_less_urgent_ones():
     run.to_end()
 
 
-def test_nobody_is_preempted_when_that_would_not_make_enough_room():
+def test_blocks_that_a_victim_shares_or_the_urgent_one_would_reuse_do_not_count_as_room():
     peer = make_request("peer", prompt=16, max_tokens=12, priority=0, arrived_at=0.0)
     low = make_request("low", prompt=4, max_tokens=12, priority=1, arrived_at=0.0)
     large = make_request("large", prompt=20, priority=0, arrived_at=1.0)
@@ -76,8 +76,6 @@ def test_nobody_is_preempted_when_that_would_not_make_enough_room():
     assert low.num_preemptions == 0
     run.to_end()
 
-
-def test_blocks_that_a_victim_shares_with_others_do_not_count_as_room():
     peer = make_request("peer", prompt=16, max_tokens=12, priority=0, arrived_at=0.0)
     low = make_request("low", prompt=[*peer.spec.prompt_token_ids, 1], max_tokens=12, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(num_blocks=8, policy="priority"), peer)
@@ -89,8 +87,6 @@ def test_blocks_that_a_victim_shares_with_others_do_not_count_as_room():
     assert low.num_preemptions == 0
     run.to_end()
 
-
-def test_blocks_that_the_urgent_one_would_reuse_do_not_count_as_room():
     peer = make_request("peer", prompt=6, max_tokens=3, priority=0, arrived_at=0.0)
     low = make_request("low", prompt=17, max_tokens=3, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(num_blocks=8, policy="priority"), peer, low)
@@ -101,7 +97,7 @@ def test_blocks_that_the_urgent_one_would_reuse_do_not_count_as_room():
     run.to_end()
 
 
-def test_a_long_prompt_under_way_does_not_keep_an_urgent_request_waiting():
+def test_long_prompts_under_way_let_the_urgent_by_and_go_on_in_order():
     long = make_request("long", prompt=60, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(max_num_batched_tokens=8, policy="priority"), long)
     run.steps(2)
@@ -112,8 +108,6 @@ def test_a_long_prompt_under_way_does_not_keep_an_urgent_request_waiting():
     run.to_end()
     assert long.num_preemptions == 0
 
-
-def test_prompts_under_way_go_on_in_order():
     first = make_request("first", prompt=60, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(max_num_batched_tokens=8, policy="priority"), first)
     run.step()

@@ -404,7 +404,7 @@ def config(**args: Any) -> SchedulerConfig:
     return SchedulerConfig(policy="tips_first", policy_args=args)
 
 
-def test_a_factory_declares_its_parameters_by_keyword():
+def test_a_factory_declares_its_parameters_and_arguments_are_those_given_or_defaults():
     declared = parameters_of(tips_first)
     assert list(declared) == ["tip_s", "guests", "by", "ageing_s"]
     assert [p.allowed for p in declared.values()] == [
@@ -414,13 +414,9 @@ def test_a_factory_declares_its_parameters_by_keyword():
         "from 0.001 to 1e+09",
     ]
 
-
-def test_arguments_are_those_given_and_else_the_defaults_of_factory_and_config():
     made = policy_for(SchedulerConfig(policy="tips_first", ageing_s=7.0, policy_args={"tip_s": 5}), THIRD)
     assert made.arguments == {"tip_s": 5.0, "guests": 4, "by": "sum", "ageing_s": 7.0}
 
-
-def test_an_argument_that_has_a_setting_of_its_own_is_the_same_spelled_otherwise():
     by_setting = policy_for(SchedulerConfig(policy="mlfq", quantum_tokens=9, ageing_s=3.0))
     by_argument = policy_for(SchedulerConfig(policy="mlfq", policy_args={"quantum_tokens": 9, "ageing_s": 3}))
     assert by_argument.arguments == by_setting.arguments == {"quantum_tokens": 9, "mlfq_levels": 6, "ageing_s": 3.0}
@@ -444,12 +440,10 @@ def test_what_a_policy_has_no_use_for_is_refused_with_the_choices(args: dict[str
         policy_for(config(**args), THIRD)
 
 
-def test_a_policy_without_parameters_says_so():
+def test_parameters_that_a_policy_does_not_have_or_could_not_be_given_are_refused():
     with pytest.raises(ConfigError, match="the policy fcfs has no argument 'ageing_s'; it has none"):
         policy_for(SchedulerConfig(policy_args={"ageing_s": 1.0}))
 
-
-def test_a_parameter_that_could_not_be_given_is_the_factorys_mistake():
     def odd(config: SchedulerConfig, *, tables: list[int]) -> Policy:
         raise AssertionError("is not asked")
 

@@ -227,12 +227,9 @@ def test_harmonys_channels_hold_thoughts_then_a_call_or_content():
     assert takes(free, "<|channel|>final<|message|>text")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "bounded"),
-    [("[ \\n]*", "[ \\n]{0,16}"), ("\\s+", "\\s{1,16}"), ("a{20,}", "a{20,20}"), ("[*+]?", "[*+]?")],
-)
-def test_blanks_are_always_bounded(pattern: str, bounded: str):
-    assert bounded_pattern(pattern) == bounded
+def test_blanks_are_always_bounded():
+    bounded = ["[ \\n]{0,16}", "\\s{1,16}", "a{20,20}", "[*+]?"]
+    assert list(map(bounded_pattern, ("[ \\n]*", "\\s+", "a{20,}", "[*+]?"))) == bounded
 
 
 def test_what_is_no_schema_is_refused_with_its_place():

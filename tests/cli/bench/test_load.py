@@ -255,18 +255,9 @@ def test_errors_are_counted_by_kind_with_an_example():
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "slo"),
-    [
-        ("ttft:200ms", ("ttft", 0.2)),
-        ("e2e:2.5s", ("e2e", 2.5)),
-        ("itl: 50 ms", ("itl", 0.05)),
-        ("tpot:900us", ("tpot", 9e-4)),
-    ],
-)
-def test_an_objective_has_a_name_and_a_time(text, slo):
-    name, bound = parse_slo(text)
-    assert (name, bound) == (slo[0], pytest.approx(slo[1]))
+def test_an_objective_has_a_name_and_a_time():
+    told = dict(map(parse_slo, ("ttft:200ms", "e2e:2.5s", "itl: 50 ms", "tpot:900us")))
+    assert told == pytest.approx({"ttft": 0.2, "e2e": 2.5, "itl": 0.05, "tpot": 9e-4})
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:200", "ttft:fast", "latency:1s", "ttft:-1ms"])
