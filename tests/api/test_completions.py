@@ -44,8 +44,7 @@ def test_the_default_is_sixteen_tokens(http, served):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("ab", 1), (["ab"], 1), (["ab", "c"], 2), ([97, 98], 1), ([[97, 98], [99]], 2)],
+    ("prompt", "prompts"), [("ab", 1), (["ab"], 1), (["ab", "c"], 2), ([97, 98], 1), ([[97, 98], [99]], 2)]
 )
 def test_each_form_of_prompt_is_taken(client, prompt, prompts):
     answer = client.completions.create(model="tiny", prompt=prompt, n=2)

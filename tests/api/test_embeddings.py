@@ -23,15 +23,7 @@ from maitred.tensor.host import LocalTensorService
 from tests.api.test_tenants import table_of
 from tests.conftest import start_server
 from tests.fakes_api import FakeReplica, FakeTenants, make_model
-from tests.tensor.encoders import (
-    WIDTH,
-    alone,
-    encoder_model,
-    ids_of,
-    parameters,
-    write_encoder,
-    write_sentence_folder,
-)
+from tests.tensor.encoders import WIDTH, alone, encoder_model, ids_of, parameters, write_encoder, write_sentence_folder
 from tests.tensor.models import write_model
 
 TEXTS = ["w1", "w2 w3 w4", "w5 unknown w7 w8 w9 w10", " ".join(f"w{at}" for at in range(30)), "w11 w12"]

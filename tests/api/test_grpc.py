@@ -22,11 +22,7 @@ from maitred.api.grpc.inference import InferenceService  # noqa: E402
 from maitred.api.grpc.server import HealthService, grpc_server  # noqa: E402
 from maitred.api.grpc.tfserving import ModelService, PredictionService  # noqa: E402
 from maitred.api.serving import create_app  # noqa: E402
-from maitred.api.tensor.extensions import (  # noqa: E402
-    NAMES,
-    Extensions,
-    Labels,
-)
+from maitred.api.tensor.extensions import NAMES, Extensions, Labels  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
 from maitred.core.errors import Overloaded, RateLimited  # noqa: E402
 from maitred.tensor.host import LocalTensorService  # noqa: E402

@@ -12,8 +12,7 @@ from maitred.tenancy.tenant import Limits, Tenant
 
 # what happens: wait (s), samples, prompt + max_tokens, share of it that is used, how many requests later it ends
 events = st.lists(
-    st.tuples(st.floats(0, 30), st.integers(1, 3), st.integers(1, 120), st.floats(0, 1), st.integers(0, 4)),
-    max_size=60,
+    st.tuples(st.floats(0, 30), st.integers(1, 3), st.integers(1, 120), st.floats(0, 1), st.integers(0, 4)), max_size=60
 )
 
 
