@@ -18,8 +18,8 @@ from maitred.engine.live_requests import LiveRequest
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.queries import AdapterFolder
 from maitred.storage.ledger import Ledger
+from tests.api.test_pages import page_at
 from tests.api.test_tenants import table_of
-from tests.api.test_watched import page_at
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server
 
 MESSAGES = [{"role": "user", "content": "hi"}]

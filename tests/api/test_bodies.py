@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import json
 import socket
+import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import UNSET, Raw, UnsetType
 
+from maitred.api.dialects.kserve.generate import GenerateRequest
 from maitred.api.dialects.openai.refusals import (
     CHAT_REFUSED,
     COMPLETION_REFUSED,
@@ -512,3 +517,198 @@ def test_a_whole_number_with_a_point_is_an_integer(sent: bytes, read: int | None
             decode_json(sent, decoder)
         return
     assert decode_json(sent, decoder) == _Counted('20.0, "20.0"', read, [1, -2, 3])
+
+
+class Options(msgspec.Struct):
+    fast: bool | None = None
+
+
+class Item(msgspec.Struct):
+    text: str
+
+
+class Order(msgspec.Struct, kw_only=True):
+    name: str
+    items: list[Item] = []
+    options: Options | None = None
+    told: Options | UnsetType = UNSET
+    either: str | list[int] | None = None
+    kept: Raw | UnsetType = UNSET
+
+
+ORDERS = BodyDecoder(Order, ("later", "never"))
+LONG_NAME = "x" * SMALL_BYTES
+NAMES = ("later", "never", "nmae", "x y", 'a"b', "ä", "", "items.x", "options.fast")
+values = st.sampled_from([None, True, 1, 0.5, "", "null", [], {}, {"name": 1}])
+options = st.dictionaries(st.sampled_from(["fast", "slow", 'a"b']), st.sampled_from([None, True, False]))
+orders = st.builds(
+    lambda order, others: order | others,
+    st.fixed_dictionaries(
+        {"name": st.sampled_from(["a", LONG_NAME])},
+        optional={
+            "items": st.lists(st.fixed_dictionaries({"text": st.just("a")}, optional={"more": values}), max_size=2),
+            "options": st.none() | options,
+            "told": options,
+            "either": st.sampled_from([None, "a", [1]]),
+            "kept": values,
+        },
+    ),
+    st.dictionaries(st.sampled_from(NAMES), values),
+)
+
+
+@given(orders)
+def test_every_other_field_is_found_and_the_body_is_as_if_there_were_none(order: dict[str, Any]):
+    body = json.dumps(order).encode()
+    sent = ORDERS.decode(body)
+    own = {name: value for name, value in order.items() if name in Order.__struct_fields__}
+    assert as_plain(sent.body) == as_plain(msgspec.json.decode(json.dumps(own), type=Order))
+    assert {name: msgspec.json.decode(value) for name, value in sent.refused.items()} == {
+        name: order[name] for name in ("later", "never") if name in order
+    }
+    assert sorted(sent.unknown) == sorted(unknown_in(order))
+
+
+def unknown_in(order: dict[str, Any]) -> list[str]:
+    """The slow way."""
+    expected = {*Order.__struct_fields__, "later", "never"}
+    nested = [(name, order.get(name) or {}) for name in ("options", "told")]
+    return [
+        *(name for name, value in order.items() if name not in expected and value is not None),
+        *(f"{at}.{name}" for at, of in nested for name, value in of.items() if name != "fast" and value is not None),
+    ]
+
+
+def as_plain(order: Order) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(order))
+
+
+def test_the_fields_of_what_a_list_holds_are_not_looked_through():
+    assert ORDERS.decode(b'{"name":"a","items":[{"text":"b","more":1}]}').unknown == ()
+
+
+def test_of_a_field_that_is_there_twice_the_last_counts():
+    for pad in ("", LONG_NAME):
+        sent = ORDERS.decode(b'{"later":1,"name":"","later":2,"other":1,"name":"%b","other":2}' % pad.encode())
+        assert (sent.body.name, bytes(sent.refused["later"]), sent.unknown) == (pad, b"2", ("other",))
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.sampled_from([2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 256, 257, 512]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from([0.0, -0.0, 1e-300, 1e300, 5e-324, 0.5, 1.0, 2.0]),
+    st.text(max_size=5),
+    st.sampled_from(["", "none", "auto", "tiny", "text", "x" * 2000, "\u202e\x1b[31m", "</s>", "\x00"]),
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.one_of(st.text(string.ascii_lowercase, max_size=4), st.integers(-2, 300).map(str)), inner),
+        st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url", "json_object"]), "text": inner}),
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "x"]), "content": inner}),
+    ),
+    max_leaves=5,
+)
+
+
+def names_of(body: type[msgspec.Struct], refused: Collection[str] = ()) -> list[str]:
+    return [*body.__struct_fields__, *refused, "nobody_knows"]
+
+
+BASES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        names_of(ChatCompletionRequest, CHAT_REFUSED),
+        {"model": "tiny", "messages": MESSAGES, "max_tokens": 2},
+    ),
+    "/v1/completions": (
+        names_of(CompletionRequest, COMPLETION_REFUSED),
+        {"model": "tiny", "prompt": "ab", "max_tokens": 2},
+    ),
+    "/v2/models/tiny/generate": (
+        names_of(GenerateRequest, [*CompletionRequest.__struct_fields__, *COMPLETION_REFUSED]),
+        {"text_input": "ab", "parameters": {"max_tokens": 2}},
+    ),
+    "/tokenize": (names_of(TokenizeRequest, TOKENIZE_REFUSED), {"prompt": "ab"}),
+    "/detokenize": (names_of(DetokenizeRequest), {"tokens": [1, 2]}),
+}
+
+
+def check(response: httpx.Response) -> None:
+    assert response.status_code < 500, response.text
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        if isinstance(error, str):  # of a dialect with nothing but its text
+            error = dict.fromkeys(("type", "param", "code"), None) | {"message": error}
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert len(error["message"]) < 1200
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_no_value_of_any_field_makes_a_5xx(http, path):
+    names, base = BASES[path]
+
+    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.dictionaries(st.sampled_from(names), anything, min_size=1, max_size=3))
+    def run(fields: dict[str, Any]) -> None:
+        check(http.post(path, json={**base, **fields}))
+
+    run()
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_no_body_at_all_makes_a_5xx(http, path):
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.binary(max_size=200))
+    def run(body: bytes) -> None:
+        check(http.post(path, content=body, headers={"content-type": "application/json"}))
+
+    run()
+
+
+POST_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /%ff%fe%00 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /v1/models/%00%0d%0aset-cookie:x HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"CONNECT evil:443 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"BREW /pot HTTP/1.1\r\nhost: x\r\n\r\n",
+        POST_HEAD + b"content-length: -1\r\n\r\n",
+        POST_HEAD + b"content-length: 1e3\r\n\r\n",
+        POST_HEAD + b"content-length: 99999999999999999999999\r\n\r\n",
+        POST_HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}   ",
+        POST_HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        POST_HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+        POST_HEAD + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n{}",
+        POST_HEAD + b"transfer-encoding: gzip\r\n\r\n{}",
+        POST_HEAD + b"content-encoding: gzip\r\ncontent-length: 2\r\n\r\n\x1f\x8b",
+        POST_HEAD + b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-key: x\r\ncontent-length: 2\r\n\r\n{}",
+        POST_HEAD + b"x-request-id: a\r\nx-request-id: b\r\ncontent-length: 2\r\n\r\n{}",
+        POST_HEAD + b"bad header\r\ncontent-length: 2\r\n\r\n{}",
+        POST_HEAD + b"x: a\x00b\r\ncontent-length: 2\r\n\r\n{}",
+        POST_HEAD + b"content-length: 2\r\n\r\n{}" * 3,
+    ],
+)
+def test_bytes_that_are_hardly_http_do_no_harm(served, request_bytes):
+    with socket.create_connection(("127.0.0.1", served.port), timeout=HANGS_S) as connection:
+        connection.sendall(request_bytes)
+        answer = b""
+        with contextlib.suppress(OSError):  # the server may have hung up already
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(65536)
+    assert not answer or answer.startswith(b"HTTP/1.1 4"), answer
+    assert b"set-cookie" not in answer.split(b"\r\n\r\n")[0]
+    assert httpx.get(f"{served.url}/health").status_code == 200

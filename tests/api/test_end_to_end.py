@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,8 +22,10 @@ from maitred.engine.starting import Engine, StartingEngine
 from maitred.engine.supervisor import Start
 from maitred.scheduler.engine_core import EngineCore
 from tests.api.conftest import strict_client
+from tests.api.other_clients import CLIENTS
 from tests.api.test_completions import complete, streamed
 from tests.api.test_disconnect import close, half_close, reset, send
+from tests.conftest import ServerProcess
 from tests.fakes_api import RunningServer, running_server
 from tests.waiting import HANGS_S, until
 
@@ -247,3 +252,23 @@ def test_the_gauges_tell_what_the_engine_does(real, paced):
     assert "maitred_requests_running 0.0" in page
     assert "maitred_kv_blocks_used 0.0" in page
     assert "maitred_requests_waiting 0.0" in page
+
+
+PYTHON = os.environ.get("MAITRED_OTHER_CLIENTS", "")
+SCRIPT = Path(__file__).with_name("other_clients.py")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not PYTHON, reason="MAITRED_OTHER_CLIENTS names no interpreter: make soak installs the clients")
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_has_its_schema_and_its_tool_whole_and_streamed(server: ServerProcess, client: str):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [PYTHON, str(SCRIPT), client, f"{server.url}/v1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * HANGS_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr

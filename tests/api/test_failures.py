@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from maitred.api.http.app import LONG_BYTES
+from maitred.api.http.app import LONG_BYTES, TINY_BYTES, TINY_S, TextThreads
+from maitred.core.clock import ManualClock
 from maitred.text.tokenizer import Tokenizer
 from tests.api.conftest import MESSAGES, strict_client
 from tests.api.test_disconnect import endless, send
@@ -246,3 +250,51 @@ def test_tokenize_and_detokenize_are_inverse(http):
 def test_the_text_routes_refuse_what_they_cannot_do(http, path, body):
     assert http.post(path, json=body).status_code == 400
     assert http.post(path, json={**body, "model": "other", "prompt": "a", "tokens": [1]}).status_code == 404
+
+
+@contextmanager
+def texts(clock: ManualClock) -> Iterator[TextThreads]:
+    threads = TextThreads(clock.now)
+    try:
+        yield threads
+    finally:
+        threads.close()
+
+
+def test_short_texts_stay_on_the_loop_once_one_was_quick_and_leave_it_when_one_was_not():
+    clock = ManualClock()
+
+    def work(seconds: float = 0.0) -> bool:
+        """Whether it is done on the event loop."""
+        clock.advance(seconds)
+        return threading.current_thread() is threading.main_thread()
+
+    async def run(threads: TextThreads) -> None:
+        assert not await threads.run(10, work)  # which may have to read the tokenizer first
+        assert await threads.run(10, work)
+        assert not await threads.run(TINY_BYTES + 1, work)
+        assert not await threads.run(10, work, may_take_long=True)
+        assert await threads.run(10, lambda: work(2 * TINY_S))
+        assert not await threads.run(10, lambda: work(2 * TINY_S))
+        assert not await threads.run(10, work)
+        assert await threads.run(10, work)
+
+    with texts(clock) as threads:
+        asyncio.run(run(threads))
+
+
+def test_a_short_text_that_fails_tells_how_long_it_took_too():
+    clock = ManualClock()
+
+    def fail() -> None:
+        clock.advance(2 * TINY_S)
+        raise ValueError
+
+    async def run(threads: TextThreads) -> None:
+        await threads.run(10, threading.get_ident)
+        failed = await asyncio.gather(threads.run(10, fail), return_exceptions=True)
+        assert isinstance(failed[0], ValueError)
+        assert await threads.run(10, threading.get_ident) != threading.get_ident()
+
+    with texts(clock) as threads:
+        asyncio.run(run(threads))

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
+import os
 import re
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import msgspec
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.parser import text_string_to_metric_families as parse
 
 import maitred
-from maitred.api.http.logs import JsonFormatter, TextFormatter
+from maitred.api.http.logs import MAX_KEPT_CHARS, JsonFormatter, LogStream, TextFormatter
+from maitred.api.ops.metrics_page import VLLM_NAMES
 from maitred.api.ops.openapi import openapi_document
 from maitred.api.routes import make_routes
+from maitred.config import ServerConfig
+from maitred.core.errors import ConfigError
 from maitred.core.metrics import METRICS, MetricKind, metrics_document
+from maitred.core.objectives import broken_by, met, new_pace, percentile
+from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
 from tests.api.conftest import MESSAGES
-from tests.fakes_api import FakeReplica, running_server, says
+from tests.cli.running import maitred_thread
+from tests.fakes_api import FakeReplica, RunningServer, running_server, says
+from tests.waiting import HANGS_S, until
 
 ROUTES = make_routes()
 
@@ -182,3 +197,232 @@ def test_a_path_cannot_forge_a_log_line():
         assert ("\x1b" not in line and "\u202e" not in line) or isinstance(formatter, JsonFormatter)
         assert line.count("\n") == 0
         assert "404" in line
+
+
+LINE = "x" * 999 + "\n"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+def test_what_is_written_is_read_in_order(pipe):
+    reader, writer = pipe
+    stream = LogStream(writer)
+    for text in ("one\n", "tw", "o", "\nthree\n\udc80", "\n"):
+        stream.write(text)
+    assert stream.drain(HANGS_S)
+    assert os.read(reader, 1000) == b"one\ntwo\nthree\n\\udc80\n"
+    assert stream.num_dropped == 0
+
+
+def test_a_line_that_is_not_whole_is_seen_when_its_writer_flushes(pipe):
+    reader, writer = pipe
+    stream = LogStream(writer)
+    stream.write("packing: 50%")
+    stream.flush()
+    assert os.read(reader, 1000) == b"packing: 50%"
+
+
+def test_nobody_waits_for_a_reader_that_does_not_read_and_it_hears_what_it_missed(pipe, caplog):
+    reader, writer = pipe
+    stream = LogStream(writer)
+    num_lines = 3 * MAX_KEPT_CHARS // len(LINE)
+    for _ in range(num_lines):
+        stream.write(LINE)
+    assert not stream.drain(0.01)
+    num_dropped = stream.num_dropped
+    assert num_lines / 2 < num_dropped < num_lines
+    num_read = 0
+    while num_read < (num_lines - num_dropped) * len(LINE):
+        num_read += len(os.read(reader, 1 << 16))
+    until(lambda: f"{num_dropped} of its lines were dropped" in caplog.text)
+    stream.write("and on\n")
+    assert os.read(reader, 1000) == b"and on\n"
+    assert stream.num_dropped == num_dropped
+
+
+def test_a_reader_that_left_is_no_error(pipe):
+    reader, writer = pipe
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, reader)  # the pipe has no reader any more
+    os.close(null)
+    stream = LogStream(writer)
+    stream.write("lost\n")
+    assert stream.drain(HANGS_S)
+    assert stream.num_dropped == 1
+
+
+ASK = {"model": "tiny", "prompt": "hello"}
+
+
+Page = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def page_at(url: str) -> Page:
+    families = parse(httpx.get(f"{url}/metrics").text)
+    return {family.name: [(s.labels, s.value) for s in family.samples] for family in families}
+
+
+def families_of(**config: object) -> Page:
+    with running_server(**config) as server:
+        httpx.post(f"{server.url}/v1/completions", json=ASK).raise_for_status()
+        return page_at(server.url)
+
+
+@contextmanager
+def in_flight(server: RunningServer, count: int) -> Iterator[None]:
+    """So many samples of a client that leaves when the block ends."""
+    body = json.dumps({**ASK, "n": count}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head % len(body) + body)
+        until(lambda: len(server.replica.live) == count)
+        yield
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+@pytest.mark.parametrize(("queued", "load"), [(False, (0.06, 0, 3)), (True, (0, 3, 0))], ids=["running", "waiting"])
+def test_a_balancer_that_asks_is_told_the_load_as_text(path: str, queued: bool, load: tuple[float, int, int]):
+    replica = FakeReplica(held=True, queued=queued)
+    with running_server(replica) as server, in_flight(server, 3):
+        told = httpx.get(server.url + path, headers={"endpoint-load-metrics-format": "TEXT"}).headers
+    assert told["endpoint-load-metrics"] == (
+        "TEXT named_metrics.kv_cache_usage_perc={}, named_metrics.num_requests_waiting={}, "
+        "named_metrics.num_requests_running={}".format(*load)
+    )
+
+
+def test_and_as_json_with_the_answer_to_a_request():
+    with running_server() as server:
+        told = httpx.post(
+            f"{server.url}/v1/completions", json=ASK, headers={"endpoint-load-metrics-format": "json"}
+        ).headers["endpoint-load-metrics"]
+    form, _, body = told.partition(" ")
+    assert form == "JSON"
+    assert set(json.loads(body)["named_metrics"]) == {
+        "kv_cache_usage_perc",
+        "num_requests_waiting",
+        "num_requests_running",
+    }
+
+
+@pytest.mark.parametrize("form", ["", "BIN", "TEXT\tx"])
+def test_a_form_nobody_knows_is_passed_over(form: str):
+    with running_server() as server:
+        answer = httpx.get(f"{server.url}/health", headers={"endpoint-load-metrics-format": form})
+    assert answer.status_code == 200
+    assert "endpoint-load-metrics" not in answer.headers
+
+
+def test_those_who_do_not_ask_are_told_nothing():
+    with running_server() as server:
+        assert "endpoint-load-metrics" not in httpx.get(f"{server.url}/health").headers
+
+
+def test_the_page_has_vllms_names_only_when_asked():
+    assert not [name for name in families_of() if name.startswith("vllm")]
+    page = families_of(metrics_compat="vllm")
+    assert set(VLLM_NAMES.values()) <= set(page)
+    assert {metric.name.removesuffix("_total") for metric in METRICS} <= set(page), "ours stay"
+
+
+def test_aliases_say_the_same_with_vllms_labels():
+    page = families_of(metrics_compat="vllm")
+    assert ({"model_name": "tiny", "engine": "0", "finished_reason": "stop"}, 3.0) in page["vllm:request_success"]
+    ours = {labels["le"]: value for labels, value in page["maitred_request_ttft_seconds"] if "le" in labels}
+    theirs = {labels["le"]: value for labels, value in page["vllm:time_to_first_token_seconds"] if "le" in labels}
+    assert theirs == ours
+    assert max(theirs.values()) == 1
+
+
+@pytest.mark.parametrize(("queued", "load"), [(False, (0.06, 0, 3)), (True, (0, 3, 0))], ids=["running", "waiting"])
+def test_a_gateway_finds_queue_running_and_cache(queued: bool, load: tuple[float, int, int]):
+    replica = FakeReplica(held=True, queued=queued)
+    with running_server(replica) as server, in_flight(server, 3):
+        page = page_at(server.url)
+    names = ("maitred_kv_usage_ratio", "maitred_requests_waiting", "maitred_requests_running")
+    assert [page[name] for name in names] == [[({}, value)] for value in load]
+    assert page["maitred_cache_config_info"] == [({"block_size": "16", "num_blocks": "100"}, 1.0)]
+
+
+def test_an_unknown_compatibility_is_refused_with_the_choices():
+    with pytest.raises(ConfigError, match="none, vllm, triton"):
+        ServerConfig(metrics_compat="sglang")
+
+
+SLOS = {"ttft": 2.0, "itl": 10.0, "tpot": 10.0, "e2e": 20.0}
+LOAD = "--endpoint chat --num-requests 40 --concurrency 40 --input-len 8 --output-len 8"
+WORDS = [word for name, bound in SLOS.items() for word in ("--slo", f"{name}:{bound}s")]
+
+
+class Uneven(FakeReplica):
+    """Of four requests one has its first token too late, and one fails."""
+
+    async def _progress(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
+        number = self.submitted.index(request)
+        if number % 4 == 1:
+            await asyncio.sleep(1.5 * SLOS["ttft"])
+        if number % 4 == 3:
+            yield RequestProgress(request.request_id, finish_reason=FinishReason.ERROR, error="logits are NaN")
+            return
+        async for progress in super()._progress(request):
+            yield progress
+
+
+def counted(url: str) -> dict[tuple[str, bool], float]:
+    """By objective, and whether it was met."""
+    page = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    samples = next(family for family in page if family.name == "maitred_requests_in_objective").samples
+    return {(sample.labels["objective"], sample.labels["met"] == "true"): sample.value for sample in samples}
+
+
+async def test_the_server_counts_as_its_load_test_does(tmp_path: Path):
+    path = tmp_path / "run.json"
+    with running_server(Uneven(), slo=tuple(f"{name}:{bound}s" for name, bound in SLOS.items())) as server:
+        words = ("bench", "serve", "--url", server.url, "--json", str(path), *LOAD.split(), *WORDS)
+        assert await maitred_thread(*words) == 0
+        counts = counted(server.url)
+    result = json.loads(path.read_text())["result"]
+    assert 0 < result["num_good"] < 40
+    assert sum(counts["all", was_met] for was_met in (True, False)) == 40
+    assert counts["all", True] / 40 == pytest.approx(result["num_good"] / 40, abs=0.02)
+    assert counts["ttft", False] == counts["itl", False] + 10  # who failed met none; who was late has other merits
+
+
+def test_what_the_client_did_wrong_counts_for_nobody():
+    with running_server(FakeReplica(), slo=("ttft:10s",)) as server:
+        for body in ({"model": "tiny"}, {"model": "nobody's", "prompt": "x"}):
+            assert httpx.post(f"{server.url}/v1/completions", json=body).is_client_error
+        assert counted(server.url) == {}
+        httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "x"}).raise_for_status()
+        assert counted(server.url) == {
+            ("ttft", True): 1, ("ttft", False): 0, ("all", True): 1, ("all", False): 0
+        }  # fmt: skip
+
+
+def test_an_objective_bounds_what_the_load_test_measures():
+    pace = new_pace(keeps_gaps=True)
+    for now, num_tokens in ((10.5, 2), (10.6, 1), (10.9, 3)):
+        pace.came(now, num_tokens)
+    gaps = [0.1, 0.1, 0.1, 0.1]
+    assert pace.itl_p99_s() == pytest.approx(percentile(gaps, 99))
+    assert pace.tpot_s() == pytest.approx(0.1)
+    bounds = {"ttft": 0.4, "itl": 0.11, "tpot": 0.09, "e2e": 1.0}
+    assert met(bounds, [pace], 10.0) == {"ttft": False, "itl": True, "tpot": False, "e2e": True}
+
+
+@pytest.mark.parametrize(("gone_after_s", "objectives"), [(0.5, set()), (1.5, {"ttft"}), (9.0, {"ttft", "e2e"})])
+def test_who_waited_longer_than_promised_and_left_was_not_served(gone_after_s: float, objectives: set[str]):
+    for paces in ([], [new_pace(keeps_gaps=False)]):
+        broken = broken_by({"ttft": 1.0, "e2e": 5.0}, paces, 0.0, gone_after_s)
+        assert {name for name, is_broken in broken.items() if is_broken} == objectives
+
+
+def test_an_objective_that_is_none_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="ttft:200ms"):
+        ServerConfig(slo=("first:1s",))

@@ -22,7 +22,7 @@ from maitred.fleet.disagg import WorkAsked, options
 from maitred.scheduler.engine_core import EngineCore
 from tests.cli.running import maitred_process
 from tests.fakes import FakeExecutor, make_scheduler, make_spec
-from tests.fleet.workers import worker
+from tests.fleet.fleets import worker
 
 
 class SecondsExecutor(FakeExecutor):

@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 from maitred.config import SchedulerConfig
+from maitred.core.cost_model import CostModel
 from maitred.fleet.actions import Action, Bind, Move, Refuse
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.core import ClusterCore
+from maitred.fleet.disagg import Role, WorkerFacts, WorkerLoad
 from maitred.fleet.fleet_request import AnswerUsage, FleetRequest
 from maitred.fleet.replicas import ReplicaFacts
 from tests.fakes import with_terms
@@ -114,3 +116,18 @@ class Driver:
 
 def facts(name: str, **fields: Any) -> ReplicaFacts:
     return replace(ReplicaFacts(name=name, models=("m",)), **fields)
+
+
+COSTS = CostModel(fixed_s=2e-3, weights_s=6e-3, prefill_token_s=3e-5, decode_token_s=3e-5, context_token_s=5e-8)
+
+
+def worker_facts(role: str = "mixed", **fields: Any) -> WorkerFacts:
+    given = {"costs": COSTS, "token_budget": 2048, "num_blocks": 4096, "block_size": 16, "bytes_per_token": 1e5}
+    return WorkerFacts(role=Role(role), **given | {"num_layers": 32, "bandwidth": 10e9, "latency_s": 1e-4} | fields)
+
+
+def worker(name: str, role: str = "mixed", **load: Any) -> WorkerLoad:
+    """Idle and empty but for what is said; a field of WorkerFacts may be given too."""
+    told = {key: load.pop(key) for key in list(load) if key not in WorkerLoad._fields}
+    of = worker_facts(role, **told)
+    return WorkerLoad(name, of, **{"free_blocks": of.num_blocks} | load)

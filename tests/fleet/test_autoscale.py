@@ -15,8 +15,7 @@ from maitred.fleet.actions import Action, Sleep, Start, Stop
 from maitred.fleet.replicas import ReplicaFacts, State
 from maitred.fleet.sizing import AimedAt, AutoscaleConfig, Autoscaler, FleetFigures, as_asked
 from tests.fleet.fleets import Driver, facts, make_core
-from tests.fleet.kubernetes_hpa import HpaRule, Metric
-from tests.fleet.scaling import Arrivals, Run, World
+from tests.fleet.scaling import Arrivals, HpaRule, Metric, Run, World
 
 
 def scaler(**fields: Any) -> Autoscaler:

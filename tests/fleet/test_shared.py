@@ -17,18 +17,22 @@ from maitred.storage.redis import PREFIX
 from tests.api.test_tenants import table_of
 from tests.conftest import ServerProcess, start_server
 from tests.fakes_api import FakeTenants
-from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, chunk, says, whole
 from tests.fleet.routers import (
     DONE,
+    LAST_CHUNK,
+    STREAM_HEAD,
     WHOLE_STREAM,
     RunningRouter,
     asked,
     chat,
+    chunk,
     client_of,
     completion,
     event,
     routed,
     running_router,
+    says,
+    whole,
 )
 from tests.fleet.test_end_to_end import start_router
 from tests.reliability.test_rolling_restart import Proxy, haproxy

@@ -10,8 +10,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.api.test_tracing import ASK, PARENT, TRACE, attributes, collector
 from tests.fakes_api import FakeReplica, running_server
-from tests.fleet.fake_upstream import says, whole
-from tests.fleet.routers import asked, chat, client_of, completion, routed, running_router
+from tests.fleet.routers import asked, chat, client_of, completion, routed, running_router, says, whole
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"

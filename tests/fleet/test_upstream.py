@@ -13,7 +13,7 @@ from maitred.core.errors import ConfigError
 from maitred.fleet import upstream as u
 from maitred.fleet.config import Origin, RouteTarget, parse_target
 from maitred.fleet.upstream import Broken, ConnectionCounts, Upstream, UpstreamAsk, UpstreamFailed, request_head
-from tests.fleet.fake_upstream import LAST_CHUNK, STREAM_HEAD, Seen, chunk, fake_upstream, says, whole
+from tests.fleet.routers import LAST_CHUNK, STREAM_HEAD, Seen, chunk, fake_upstream, says, whole
 from tests.waiting import until_async
 
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from maitred.core.errors import ConfigError
+from maitred.core.clock import ManualClock
+from maitred.core.errors import ConfigError, RateLimited
+from maitred.kv.redis import open_kv_redis
 from maitred.storage import redis
-from maitred.storage.redis import LOOK_UP_S, MAX_FAILURES, MAX_QUEUED, Breaker, RedisStore
+from maitred.storage.redis import LOOK_UP_S, MAX_FAILURES, MAX_QUEUED, PREFIX, Breaker, RedisStore
 from maitred.storage.redis_notices import Bound, Notices
-from tests.storage.redis_server import RunningRedis, needs_redis, running_redis, slow_proxy
-from tests.waiting import until_async
+from maitred.storage.redis_quota import QuotaExchange
+from maitred.tenancy.quota import QuotaBook
+from maitred.tenancy.shared import SharedQuotas
+from maitred.tenancy.tenant import Limits, Tenant
+from tests.kv.test_disk import BLOCK, found, keys_of, rows_of
+from tests.storage.redis_server import RunningRedis, free_port, needs_redis, running_redis, slow_proxy
+from tests.waiting import until, until_async
 
 pytestmark = needs_redis
 KEY = b"key"
@@ -219,3 +227,131 @@ async def test_a_wrong_url_and_a_missing_package_are_told_plainly(monkeypatch: p
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(ConfigError, match=r"pip install 'maitred\[redis\]'"):
         RedisStore("redis://127.0.0.1")
+
+
+LIMIT = 40
+TENANT = Tenant(name="a", limits=Limits(requests_per_minute=LIMIT))
+
+
+def let_in(book: QuotaBook, wanted: int, now: float) -> int:
+    for number in range(wanted):
+        try:
+            book.of(TENANT).enter(1, now).end(0)
+        except RateLimited:
+            return number
+    return wanted
+
+
+async def test_two_routers_share_a_limit_and_each_has_its_own_while_redis_is_gone(tmp_path: Path):
+    clock = ManualClock(1000.0)
+    books = [QuotaBook({}), QuotaBook({})]
+    with running_redis(tmp_path) as server:
+        async with store_at(server.url) as one, store_at(server.url) as other:
+            exchanges = []
+            for book, store in zip(books, (one, other), strict=True):
+                book.shared = SharedQuotas()
+                exchanges.append(QuotaExchange(store, book.shared, clock))
+            total = [0, 0]
+            for _ in range(LIMIT):
+                for number, (book, exchange) in enumerate(zip(books, exchanges, strict=True)):
+                    total[number] += let_in(book, 2, clock.now())
+                    await exchange.exchange()
+            assert LIMIT <= sum(total) <= LIMIT + 2, "one exchange's worth beyond at most"
+            assert min(total) >= LIMIT // 4
+            for _ in range(3):
+                await exchanges[0].exchange()
+            key = PREFIX + b"quota:{a}:requests"
+            (entries,) = await one.ask([("HVALS", key)]) or [[]]
+            assert sum(map(int, entries)) == sum(total), "what was leased and not used went back"
+
+            server.kill()
+            while one.is_up:
+                await exchanges[0].exchange()
+            assert let_in(books[0], LIMIT, clock.now()) == LIMIT - total[0]
+
+
+async def test_a_bucket_of_another_type_limits_nobody(tmp_path: Path):
+    clock, book = ManualClock(1000.0), QuotaBook({})
+    book.shared = SharedQuotas()
+    with running_redis(tmp_path) as server:
+        async with store_at(server.url) as store:
+            exchange = QuotaExchange(store, book.shared, clock)
+            await store.ask([("SET", PREFIX + b"quota:{a}:requests", "x")])
+            assert let_in(book, 1, 1000.0) == 1
+            await exchange.exchange()
+            assert let_in(book, LIMIT, 1000.0) == LIMIT - 1
+            assert store.is_up
+
+
+NUM_KEYS = 40  # over all primaries
+
+
+def cli(node: RunningRedis, *words: str) -> str:
+    command = ["redis-cli", "-p", str(node.port), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False).stdout
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[RunningRedis]]:
+    with ExitStack() as stack:
+        servers = []
+        for number in range(6):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            bus = ("--cluster-port", str(free_port()))  # by itself 10,000 above the other, which may be too high
+            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *bus)
+            servers.append(stack.enter_context(running_redis(folder, *options)))
+        addresses = [f"127.0.0.1:{server.port}" for server in servers]
+        cli(servers[0], "--cluster", "create", *addresses, "--cluster-replicas", "1", "--cluster-yes")
+        until(lambda: all("cluster_state:ok" in cli(server, "cluster", "info") for server in servers))
+        until(lambda: all("master_link_status:down" not in cli(server, "info", "replication") for server in servers))
+        yield servers
+
+
+@pytest.mark.soak
+async def test_a_cluster_serves_and_goes_on_without_one_of_its_primaries(nodes: list[RunningRedis]):
+    heard: list[Bound] = []
+    bound = Bound("http://a:1", 1, ())
+    url = nodes[1].url.replace("redis://", "redis+cluster://")
+    keys = [f"key{number}".encode() for number in range(NUM_KEYS)]
+    async with store_at(url) as one, store_at(url) as other:
+        quotas = SharedQuotas()
+        exchange, listener = QuotaExchange(one, quotas, ManualClock(1000.0)), Notices(other, heard.append)
+        listener.start()
+        for key in keys:
+            await written(one, key)
+        quotas.of("a").requests.left(1000.0, 80)
+        await exchange.exchange()
+        assert quotas.of("a").requests.left(1000.0, 80) == 80
+        Notices(one, heard.append).tell(bound)
+        await until_async(lambda: heard == [bound])
+
+        nodes[0].kill()
+        await _all_written(one, keys)
+        await _all_written(other, keys)
+        listener.stop()
+
+
+async def _all_written(store, keys: list[bytes]) -> None:
+    """Within the test's own limit every key can be written and read again."""
+    async with asyncio.timeout(60.0):
+        for key in keys:
+            while await store.get(key) != b"again":
+                store.put(key, b"again", 60.0)
+                await asyncio.sleep(0.02)
+
+
+@pytest.mark.soak
+def test_kv_blocks_lie_on_all_primaries_and_outlive_one(nodes: list[RunningRedis]):
+    keys = keys_of(NUM_KEYS)
+    url = nodes[1].url.replace("redis://", "redis+cluster://")
+    tier = open_kv_redis(url, max_block_bytes=BLOCK, bytes_per_block=BLOCK, fingerprint="")
+    try:
+        until(lambda: tier.write(keys, "", rows_of(keys)) == NUM_KEYS)
+        assert found(tier, keys) == NUM_KEYS
+        nodes[0].kill()
+        until(lambda: tier.write(keys, "", rows_of(keys)) == found(tier, keys) == NUM_KEYS, limit_s=30.0)
+        assert tier.clear() == NUM_KEYS
+        assert found(tier, keys) == 0
+    finally:
+        tier.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.core.errors import InsufficientQuota, RateLimited
+from maitred.core.errors import InsufficientQuota, InvalidRequest, RateLimited
 from maitred.tenancy.quota import SLOT_S, WINDOW_S, QuotaBook, SlidingWindow, TenantQuota, duration_text
+from maitred.tenancy.shared import EXCHANGE_S, STALE_S, SharedQuotas, SharedWindow
 from maitred.tenancy.tenant import Limits, Tenant
+from maitred.tenancy.usage import UsageKey, UsageSum, fill_buckets, usage_pages
 
 # what happens: wait (s), samples, prompt + max_tokens, share of it that is used, how many requests later it ends
 events = st.lists(
@@ -224,3 +228,149 @@ def test_new_limits_hold_at_once_and_forget_nothing():
     with pytest.raises(RateLimited):
         held.enter(1, 0.0)
     assert book.of(Tenant(name="other")).spent_tokens == 0
+
+
+SHARED_LIMIT = 800
+SHARING = Tenant(name="a", limits=Limits(requests_per_minute=SHARED_LIMIT, tokens_per_minute=10 * SHARED_LIMIT))
+
+
+class Bucket:
+    """What Redis counts, for less than a minute."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def exchange(self, window: SharedWindow, now: float) -> None:
+        owed, wanted, limit = window.order()
+        granted = max(0, min(wanted, limit - self.total - owed))
+        self.total += owed + granted + min(0, wanted)
+        window.told(granted, max(0, limit - self.total), now)
+
+
+@settings(max_examples=60)
+@given(
+    st.booleans(),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["take", "exchange", "back"]), st.integers(1, 300)), max_size=40
+    ),
+)
+def test_nothing_is_lost_between_routers_and_with_fresh_news_they_stay_within_the_limit(is_fresh, steps):
+    bucket, routers, used = Bucket(), [SharedWindow() for _ in range(3)], [0, 0, 0]
+    for number, what, amount in steps:
+        router = routers[number]
+        others = [other for other in routers if other is not router]  # told before: a router's news is of all of theirs
+        for each in [*others, router] if is_fresh else [router] if what == "exchange" else []:
+            bucket.exchange(each, 0.0)
+        left = router.left(0.0, SHARED_LIMIT)
+        if what == "back":
+            given_back = min(amount, used[number])
+            router.give_back(given_back)
+            used[number] -= given_back
+        elif what == "take" and (left is None or amount <= left):
+            router.take(amount)
+            used[number] += amount
+        assert bucket.total + sum(r.owed for r in routers) == sum(used) + sum(r.leased for r in routers)
+        if is_fresh and all(r.heard_at is not None and r.limit for r in routers):
+            assert sum(used) <= SHARED_LIMIT
+
+
+def test_a_lease_covers_what_comes_next_and_goes_back_when_nothing_does():
+    bucket, window = Bucket(), SharedWindow()
+    window.left(0.0, SHARED_LIMIT)
+    window.take(5)
+    bucket.exchange(window, 0.0)
+    assert (window.leased, bucket.total) == (20, 25)
+    window.take(20)
+    assert window.owed == 0
+    for _ in range(2):
+        bucket.exchange(window, EXCHANGE_S)
+    assert (window.leased, bucket.total) == (0, 25)
+    assert not window.is_due(STALE_S + 1)
+
+
+def test_of_a_bucket_not_heard_of_lately_nothing_is_known():
+    window = SharedWindow()
+    assert window.left(0.0, SHARED_LIMIT) is None
+    Bucket().exchange(window, 0.0)
+    assert window.left(STALE_S, SHARED_LIMIT) == SHARED_LIMIT
+    assert window.left(STALE_S + 0.1, SHARED_LIMIT) is None
+    window.told(0, 0, 2.0)
+    window.lost()
+    assert window.left(2.0, SHARED_LIMIT) is None
+
+
+def test_what_others_let_in_is_refused_here_and_what_was_not_used_comes_back():
+    book = QuotaBook({})
+    book.shared = SharedQuotas()
+    quota = book.of(SHARING)
+    assert quota.shared is not None
+    lease = quota.enter(1, 0.0)
+    assert [name for name, _ in book.shared.due(0.0)] == ["{a}:requests"]
+    quota.shared.tokens.limit = 10 * SHARED_LIMIT
+    quota.shared.tokens.told(0, 100, 0.0)
+    with pytest.raises(RateLimited, match="other routers") as refused:
+        lease.reserve(101, 0.0)
+    assert refused.value.retry_after_s == 1.0
+    lease.reserve(100, 0.0)
+    lease.end(40)
+    assert quota.shared.tokens.left(0.0, 10 * SHARED_LIMIT) == 60
+    quota.shared.requests.told(0, 0, 0.5)
+    quota.shared.requests.owed = 0
+    with pytest.raises(RateLimited, match="requests_per_minute"):
+        quota.enter(1, 0.5)
+    quota.check_invariants()
+
+
+T0 = 1_700_000_000
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**6), st.sampled_from(["1m", "1h", "1d"]), st.integers(1, 31))
+def test_pages_of_buckets_cover_the_time_once(start, length, width, limit):
+    end, at, edges = start + length, start, []
+    for _ in range(200):
+        query, following = usage_pages(start_time=at, end_time=end, now=0, bucket_width=width, limit=limit)
+        buckets = list(query.buckets())
+        assert len(buckets) <= limit
+        assert all(query.bucket_of(second) == first for first, last in buckets for second in (first, last - 1))
+        edges += buckets
+        if following is None:
+            assert edges[-1][1] == end
+            break
+        at = following
+    assert edges[0][0] == start
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(edges))
+
+
+def test_sums_stand_in_their_bucket_by_key():
+    query, following = usage_pages(start_time=T0, end_time=T0 + 7200, now=0, bucket_width="1h", group_by=["project_id"])
+    a, b = UsageKey(tenant="a"), UsageKey(tenant="b")
+    one = UsageSum(1, 10, 4, 5)
+    first = query.bucket_of(T0)
+    buckets = fill_buckets(query, [(first, b, one), (first, a, one), (first, b, one)])
+    assert following is None
+    assert buckets[0].sums == [(a, one), (b, UsageSum(2, 20, 8, 10))]
+    assert [bucket.sums for bucket in buckets[1:]] == [[]] * (len(buckets) - 1)
+
+
+def test_without_an_end_the_last_bucket_is_the_present_one():
+    query, following = usage_pages(start_time=T0, end_time=None, now=T0 + 90, bucket_width="1m")
+    assert (query.end, following) == ((T0 + 90) // 60 * 60 + 60, None)
+    assert query.bucket_of(T0 + 90.7) == list(query.buckets())[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"bucket_width": "1w"}, "bucket_width"),
+        ({"limit": 0}, "limit"),
+        ({"limit": 32}, "limit"),
+        ({"end_time": T0}, "end_time"),
+        ({"start_time": -1}, "start_time"),
+        ({"end_time": 2**63}, "start_time"),
+        ({"group_by": ["line_item"]}, "group_by"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(fields, param):
+    with pytest.raises(InvalidRequest) as caught:
+        usage_pages(**{"start_time": T0, "end_time": T0 + 10**6, "now": T0, **fields})
+    assert caught.value.param == param
