@@ -80,24 +80,12 @@ def test_a_bytes_key_that_is_no_text_is_only_wrong():
 @pytest.mark.parametrize(
     "target",
     [
-        b"/v1//models",
-        b"//v1/models",
-        b"/v1/models;x",
-        b"/v1/%6dodels",
-        b"/%76%31/models",
-        b"/health/../v1/models",
-        b"/v1/models/..%2f",
-        b"http://x/v1/models",
-        b"http://x/health/../v1/models",
-        b"/health/",
-        b"/health;/../v1/models",
-        b"/health%2f..%2fv1%2fmodels",
-        b"/nothing",
-        b"*",
-        b"/metrics?x=/health",
+        b"/v1//models", b"//v1/models", b"/v1/models;x", b"/v1/%6dodels", b"/%76%31/models", b"/health/../v1/models",
+        b"/v1/models/..%2f", b"http://x/v1/models", b"http://x/health/../v1/models", b"/health/",
+        b"/health;/../v1/models", b"/health%2f..%2fv1%2fmodels", b"/nothing", b"*", b"/metrics?x=/health",
         b"/v1/models#/health",
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("host", [b"x", b"health", b"x/health?", b"a@b:8000/health#", b""])
 def test_no_spelling_of_a_path_or_host_passes_the_key_check(locked, target, host):
     status = raw(locked.port, b"GET " + target + b" HTTP/1.1\r\nhost: " + host + b"\r\n\r\n").split(b" ")[1]
@@ -161,8 +149,7 @@ def test_no_redirect_is_ever_made_from_the_host_header(served):
 
 
 def test_head_is_get_without_a_body(http):
-    assert http.head("/health").status_code == 200
-    assert http.head("/v1/models").text == ""
+    assert (http.head("/health").status_code, http.head("/v1/models").text) == (200, "")
 
 
 @pytest.mark.parametrize("sent", ["", "a b", "a\tb", "x" * 129, "a;b", "a/b", 'a"b', "${jndi:ldap://x}"])

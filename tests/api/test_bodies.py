@@ -114,8 +114,7 @@ def test_duplicate_keys_are_tolerated(http):
 def test_fifty_thousand_messages_are_refused_as_too_long(http):
     body = json.dumps({"model": "tiny", "messages": MESSAGES * 50_000}).encode()
     response = http.post(PATHS[0], content=body, headers={"content-type": "application/json"})
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
@@ -123,8 +122,7 @@ def test_only_announced_json_is_taken(http, kind):
     """A page elsewhere can make a browser send these without asking; application/json needs a CORS preflight."""
     headers = {} if kind is None else {"content-type": kind}
     response = http.post(PATHS[1], content=b'{"model":"tiny","prompt":"ab"}', headers=headers)
-    assert response.status_code == 415
-    assert response.json()["error"]["code"] == "unsupported_media_type"
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 def test_json_with_a_charset_is_taken(http):

@@ -81,8 +81,7 @@ def test_a_stream_ends_with_usage_when_asked(client):
             model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
         )
     )
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == 14
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 14)
     assert all(chunk.usage is None and chunk.choices for chunk in chunks[:-1])
 
 
@@ -140,8 +139,7 @@ def test_part_of_a_character_is_spelled_in_bytes():
     with running_server(FakeReplica(says("é"))) as server:
         answer = strict_client(server.url).chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True)
     content = answer.choices[0].logprobs.content
-    assert answer.choices[0].message.content == "é"
-    assert [at.token for at in content[:2]] == ["\\xc3", "\\xa9"]
+    assert (answer.choices[0].message.content, [at.token for at in content[:2]]) == ("é", ["\\xc3", "\\xa9"])
     assert bytes(byte for at in content[:2] for byte in at.bytes).decode() == "é"
 
 
@@ -167,8 +165,7 @@ def test_a_stop_string_ends_the_text_and_is_named(http, stream):
     else:
         choice = response.json()["choices"][0]
         text = choice["message"]["content"]
-    assert text == "Hello, "
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "wor")
+    assert (text, choice["finish_reason"], choice["stop_reason"]) == ("Hello, ", "stop", "wor")
 
 
 def test_unset_sampling_is_the_models_and_unset_max_tokens_fills_the_context(http, served):
@@ -180,23 +177,11 @@ def test_unset_sampling_is_the_models_and_unset_max_tokens_fills_the_context(htt
 
 def test_every_sampling_field_arrives(http, served):
     fields = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": -0.2,
-        "logit_bias": {"65": 1.5},
-        "seed": -(2**63),
-        "stop_token_ids": [7],
-        "include_stop_str_in_output": True,
-        "ignore_eos": True,
-        "min_tokens": 1,
-        "skip_special_tokens": False,
-        "allowed_token_ids": [65, 66],
-        "bad_words": ["x"],
-    }
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
+        "presence_penalty": 0.2, "frequency_penalty": -0.2, "logit_bias": {"65": 1.5}, "seed": -(2**63),
+        "stop_token_ids": [7], "include_stop_str_in_output": True, "ignore_eos": True, "min_tokens": 1,
+        "skip_special_tokens": False, "allowed_token_ids": [65, 66], "bad_words": ["x"],
+    }  # fmt: skip
     chat(http, **fields, stop="Z", max_tokens=4, priority=3, cache_salt="pepper")
     request = served.replica.submitted[-1]
     for name, value in fields.items():
@@ -209,23 +194,11 @@ def test_every_sampling_field_arrives(http, served):
 
 def test_harmless_fields_change_nothing(http):
     answer = chat(
-        http,
-        user="u",
-        metadata={"a": "b"},
-        store=True,
-        service_tier="auto",
-        safety_identifier="s",
-        prompt_cache_key="k",
-        parallel_tool_calls=True,
-        tools=[],
-        tool_choice="none",
-        response_format={"type": "text"},
-        modalities=["text"],
-        future_field={"deep": [1]},
-        length_penalty=1.0,
-    )
-    assert answer["choices"][0]["message"]["content"] == "Hello, world!"
-    assert answer["service_tier"] == "default"
+        http, user="u", metadata={"a": "b"}, store=True, service_tier="auto", safety_identifier="s",
+        prompt_cache_key="k", parallel_tool_calls=True, tools=[], tool_choice="none",
+        response_format={"type": "text"}, modalities=["text"], future_field={"deep": [1]}, length_penalty=1.0,
+    )  # fmt: skip
+    assert (answer["choices"][0]["message"]["content"], answer["service_tier"]) == ("Hello, world!", "default")
 
 
 def test_text_parts_are_joined_by_newlines(http, served):
@@ -289,8 +262,7 @@ def test_the_request_id_names_the_completion(http):
     answer = http.post(
         "/v1/chat/completions", json={"model": "tiny", "messages": MESSAGES}, headers={"x-request-id": "abc.1-Z_"}
     )
-    assert answer.headers["x-request-id"] == "abc.1-Z_"
-    assert answer.json()["id"] == "chatcmpl-abc.1-Z_"
+    assert (answer.headers["x-request-id"], answer.json()["id"]) == ("abc.1-Z_", "chatcmpl-abc.1-Z_")
     assert chat(http, request_id="mine")["id"] == "chatcmpl-mine"
 
 
@@ -402,16 +374,9 @@ class DraftingReplica(FakeReplica):
 
 def test_the_metrics_page_counts_drafts_by_proposer_and_those_from_predictions_apart():
     held = Footprint(
-        architecture="LlamaForCausalLM",
-        num_parameters=4,
-        executor="native",
-        device="cpu",
-        dtype="float32",
-        kv_dtype="float32",
-        weights_bytes=16,
-        kv_bytes=64,
-        proposer="ngram",
-    )
+        architecture="LlamaForCausalLM", num_parameters=4, executor="native", device="cpu", dtype="float32",
+        kv_dtype="float32", weights_bytes=16, kv_bytes=64, proposer="ngram",
+    )  # fmt: skip
     with running_server(DraftingReplica(), make_model(footprint=held), metrics_compat="vllm") as server:
         lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     assert 'maitred_draft_tokens_total{proposer="ngram"} 30.0' in lines

@@ -70,14 +70,12 @@ def test_prompts_times_n_come_prompt_major():
     with running_server(by_prompt_and_sample) as server, httpx.Client(base_url=server.url) as http:
         whole = [c["text"] for c in complete(http, prompt=["a", "b"], n=2)["choices"]]
         stream = streamed(http, prompt=["a", "b"], n=2)
-    assert whole == ["a0", "a1", "b0", "b1"]
-    assert [stream[index]["text"] for index in range(4)] == whole
+    assert (whole, [stream[index]["text"] for index in range(4)]) == (["a0", "a1", "b0", "b1"], whole)
 
 
 def test_logprobs_are_parallel_lists(client):
     logprobs = client.completions.create(model="tiny", prompt="ab", logprobs=2, max_tokens=2).choices[0].logprobs
-    assert logprobs.tokens == ["H", "e"]
-    assert logprobs.text_offset == [0, 1]
+    assert (logprobs.tokens, logprobs.text_offset) == (["H", "e"], [0, 1])
     assert logprobs.token_logprobs == [-1.5, -1.5]
     assert logprobs.top_logprobs == [{"Z": -0.5, "H": -1.5}, {"Z": -0.5, "e": -1.5}]
 
@@ -114,16 +112,11 @@ def test_scoring_generates_nothing(http, served):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"echo": True},
-        {"logprobs": 2},
-        {"echo": True, "logprobs": 2},
-        {"echo": True, "logprobs": 2, "n": 3},
-        {"echo": True, "logprobs": 0, "max_tokens": 0},
-        {"stop": "wor"},
+        {}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 2, "n": 3},
+        {"echo": True, "logprobs": 0, "max_tokens": 0}, {"stop": "wor"},
         {"prompt": ["ab", "cd"], "n": 2, "logprobs": 1},
     ],
-)
+)  # fmt: skip
 def test_a_stream_adds_up_to_the_whole_answer(http, fields):
     fields = {"prompt": "ab", **fields}
     whole = complete(http, **fields)["choices"]
@@ -170,8 +163,7 @@ def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(
 
 def test_token_ids_and_prompt_logprobs_stand_in_the_choice(http):
     choice = complete(http, prompt="ab", return_token_ids=True, prompt_logprobs=0, max_tokens=1)["choices"][0]
-    assert choice["prompt_token_ids"] == [97, 98]
-    assert choice["token_ids"] == [72]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [72])
     assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -1.5, "rank": 2, "decoded_token": "b"}}]
 
 
@@ -182,8 +174,7 @@ def test_best_of_that_equals_n_is_taken(http):
 def test_a_stream_has_usage_at_its_end_when_asked(http):
     body = {"model": "tiny", "prompt": "ab", "stream": True, "stream_options": {"include_usage": True}}
     events = events_of(http.post("/v1/completions", json=body).text)
-    assert events[-1]["choices"] == []
-    assert events[-1]["usage"]["prompt_tokens"] == 2
+    assert (events[-1]["choices"], events[-1]["usage"]["prompt_tokens"]) == ([], 2)
     assert all(event["usage"] is None for event in events[:-1])
 
 

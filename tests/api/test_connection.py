@@ -339,8 +339,7 @@ def test_who_offers_another_protocol_is_answered_in_this_one_and_no_request_is_i
     sent = POST + UPGRADE + framing + b"\r\n" + body
     for start in range(0, len(sent), piece):
         world.send(sent[start : start + piece])
-    assert world.loop.num_requests == 1
-    assert world.connection.cycle.body == GET + b"\r\n"
+    assert (world.loop.num_requests, world.connection.cycle.body) == (1, GET + b"\r\n")
     assert not world.connection.cycle.more_body
     assert world.connection.scope["path"] == "/v1/completions"
     world.answered()
@@ -495,21 +494,11 @@ def test_nothing_is_waited_for_when_the_client_left():
 
 # what of uvicorn 0.53 and 0.54 connection.py overrides, with the arguments, and what it reads or calls
 OVERRIDDEN = {
-    "__init__": "config server_state app_state _loop",
-    "_start_asgi_task": "cycle app",
-    "connection_made": "transport",
-    "connection_lost": "exc",
-    "data_received": "data",
-    "on_message_begin": "",
-    "on_url": "url",
-    "on_header": "name value",
-    "on_headers_complete": "",
-    "on_body": "body",
-    "on_message_complete": "",
-    "on_response_complete": "",
-    "pause_writing": "",
-    "resume_writing": "",
-}
+    "__init__": "config server_state app_state _loop", "_start_asgi_task": "cycle app",
+    "connection_made": "transport", "connection_lost": "exc", "data_received": "data", "on_message_begin": "",
+    "on_url": "url", "on_header": "name value", "on_headers_complete": "", "on_body": "body",
+    "on_message_complete": "", "on_response_complete": "", "pause_writing": "", "resume_writing": "",
+}  # fmt: skip
 READ = {
     "self": {
         *("_unset_keepalive_if_required", "client", "connections", "cycle", "flow", "headers", "loop", "parser"),

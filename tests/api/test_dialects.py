@@ -78,16 +78,11 @@ def decode(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     if question.poems:
         raise UnsupportedParameter("poems are not written here", param="poems")
     return GenerationAsk(
-        id=exchange.request_id,
-        answer=Reply(),
-        stream=question.piecemeal,
-        sampling=SamplingParams(max_tokens=question.budget),
-        prompts=lambda: [question.words],
-        add_special_tokens=False,
-        priority=question.hurry,
-        default_max_tokens=4,
+        id=exchange.request_id, answer=Reply(), stream=question.piecemeal,
+        sampling=SamplingParams(max_tokens=question.budget), prompts=lambda: [question.words],
+        add_special_tokens=False, priority=question.hurry, default_max_tokens=4,
         field_names={"prompt": "words", "max_tokens": "budget"},
-    )
+    )  # fmt: skip
 
 
 LINES = Dialect(Lines(), decode)
@@ -114,8 +109,7 @@ def test_its_words_reach_the_engine_and_the_engine_s_come_back_in_its_own(http: 
     answer = http.post("/ask", json={"words": "A table?", "budget": 7, "hurry": 2})
     assert answer.json() == {"reply": "A table", "spent": 7}
     request = replica.submitted[-1]
-    assert bytes(request.prompt_token_ids) == b"A table?"
-    assert (request.max_tokens, request.terms.priority) == (7, 2)
+    assert (bytes(request.prompt_token_ids), request.max_tokens, request.terms.priority) == (b"A table?", 7, 2)
     assert http.post("/ask", json={"words": "A table?"}).json()["spent"] == 4  # its own default
 
 
@@ -163,8 +157,7 @@ def test_its_stream_has_its_own_content_type_events_and_end(http: httpx.Client):
 )
 def test_its_errors_have_its_own_body_and_name_its_own_fields(http: httpx.Client, sent, status: int, about: str | None):
     answer = http.post("/ask", **sent)
-    assert answer.status_code == status
-    assert answer.json().keys() == {"complaint", "about"}
+    assert (answer.status_code, answer.json().keys()) == (status, {"complaint", "about"})
     assert answer.json()["about"] == about
 
 

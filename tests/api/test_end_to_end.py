@@ -189,8 +189,7 @@ def test_a_stop_string_cuts_the_text_and_frees_the_request(real):
 def test_a_prompt_over_the_context_is_refused_and_one_within_it_fills_it(real, web, engine):
     limit = engine.model.max_model_len
     answer = web.post("/v1/completions", json={"model": "mini", "prompt": SENTENCE * limit})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert str(limit) in answer.json()["error"]["message"]
     whole = complete(web, model="mini", prompt=[5] * (limit - 3), max_tokens=3, ignore_eos=True)
     assert whole["usage"]["total_tokens"] == limit
@@ -264,11 +263,7 @@ SCRIPT = Path(__file__).with_name("other_clients.py")
 def test_a_client_has_its_schema_and_its_tool_whole_and_streamed(server: ServerProcess, client: str):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(
-        [PYTHON, str(SCRIPT), client, f"{server.url}/v1"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=2 * HANGS_S,
-        check=False,
-    )
+        [PYTHON, str(SCRIPT), client, f"{server.url}/v1"], env=environment, capture_output=True, text=True,
+        timeout=2 * HANGS_S, check=False,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -54,8 +54,7 @@ def test_a_stream_whose_logits_become_nan_ends_with_an_error_object():
 def test_a_stream_that_fails_before_its_first_token_has_a_status():
     with running_server(FakeReplica(fail_after=0)) as server:
         answer = post(server, stream=True)
-    assert answer.status_code == 500
-    assert answer.headers["content-type"] == "application/json"
+    assert (answer.status_code, answer.headers["content-type"]) == (500, "application/json")
 
 
 def test_one_bad_sample_of_four_ends_the_other_three():
@@ -104,11 +103,9 @@ def test_health_and_readiness_are_not_the_same():
         for path in ("/ready", "/readyz"):
             assert httpx.get(server.url + path).status_code == 503
         answer = post(server)
-        assert answer.status_code == 503
-        assert answer.headers["retry-after"] == "1"
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         welcome = True
-        assert httpx.get(f"{server.url}/ready").status_code == 200
-        assert post(server).status_code == 200
+        assert (httpx.get(f"{server.url}/ready").status_code, post(server).status_code) == (200, 200)
 
 
 def test_more_requests_than_the_server_holds_are_turned_away_at_once():
@@ -152,8 +149,7 @@ def test_comments_can_be_turned_off():
 def test_headers_of_a_stream(http):
     answer = http.post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert answer.headers["cache-control"] == "no-cache"
-    assert answer.headers["x-accel-buffering"] == "no"
+    assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
 
 
 def test_an_error_of_ours_tells_nothing_of_our_inside(caplog):
@@ -162,8 +158,7 @@ def test_an_error_of_ours_tells_nothing_of_our_inside(caplog):
 
     with running_server(FakeReplica(broken)) as server:
         answer = post(server)
-    assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "internal_error"
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert "secret" not in answer.text
     assert "secret" in caplog.text
 
@@ -225,8 +220,7 @@ def test_a_short_prompt_waits_for_no_long_one():
 def test_tokenize_and_detokenize_are_inverse(http):
     tokens = http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True}).json()
     assert tokens["count"] == len(tokens["tokens"]) == 6
-    assert tokens["max_model_len"] == 512
-    assert tokens["token_strs"][0] == "h"
+    assert (tokens["max_model_len"], tokens["token_strs"][0]) == (512, "h")
     assert http.post("/detokenize", json={"model": "tiny", "tokens": tokens["tokens"]}).json() == {"prompt": "héllo"}
     chat = http.post("/tokenize", json={"model": "tiny", "messages": MESSAGES}).json()
     assert chat["tokens"][8] == EOS
@@ -236,17 +230,11 @@ def test_tokenize_and_detokenize_are_inverse(http):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/tokenize", {}),
-        ("/tokenize", {"prompt": "a", "messages": MESSAGES}),
-        ("/tokenize", {"prompt": 3}),
-        ("/tokenize", {"prompt": "x" * 40_000}),
-        ("/detokenize", {}),
-        ("/detokenize", {"tokens": "a"}),
-        ("/detokenize", {"tokens": [257]}),
-        ("/detokenize", {"tokens": [-1]}),
-        ("/detokenize", {"tokens": [10**40]}),
+        ("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": MESSAGES}), ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {"prompt": "x" * 40_000}), ("/detokenize", {}), ("/detokenize", {"tokens": "a"}),
+        ("/detokenize", {"tokens": [257]}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [10**40]}),
     ],
-)
+)  # fmt: skip
 def test_the_text_routes_refuse_what_they_cannot_do(http, path, body):
     assert http.post(path, json=body).status_code == 400
     assert http.post(path, json={**body, "model": "other", "prompt": "a", "tokens": [1]}).status_code == 404

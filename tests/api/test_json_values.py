@@ -49,16 +49,11 @@ def test_numbers_that_json_has_not_and_large_ones_are_read_as_before():
 @pytest.mark.parametrize(
     ("data_type", "values"),
     [
-        ("TYPE_INT8", [300] * 40),
-        ("TYPE_UINT8", [-1] * 40),
-        ("TYPE_INT32", [1.5] * 40),
-        ("TYPE_FP32", [True] * 40),
-        ("TYPE_BOOL", [0] * 80),
-        ("TYPE_FP32", [None] * 40),
-        ("TYPE_STRING", [1] * 80),
+        ("TYPE_INT8", [300] * 40), ("TYPE_UINT8", [-1] * 40), ("TYPE_INT32", [1.5] * 40), ("TYPE_FP32", [True] * 40),
+        ("TYPE_BOOL", [0] * 80), ("TYPE_FP32", [None] * 40), ("TYPE_STRING", [1] * 80),
         ("TYPE_FP32", [[1] * 40, [1] * 41]),
     ],
-)
+)  # fmt: skip
 def test_numbers_of_another_kind_are_refused_in_pieces_too(data_type, values):
     found = apart(values)
     assert isinstance(found, Numbers)

@@ -139,8 +139,7 @@ async def test_json_gives_json_and_binary_gives_binary(tmp_path):
         assert [(each["version"], each["inference_count"]) for each in stats] == [("3", 3)]
         assert stats[0]["inference_stats"]["success"]["count"] == 2
         batches = {each["batch_size"]: each["compute_infer"]["count"] for each in stats[0]["batch_stats"]}
-        assert batches == {1: 1, 2: 1}
-        assert len((await http.get("/models/stats")).json()["model_stats"]) == 4
+        assert (batches, len((await http.get("/models/stats")).json()["model_stats"])) == ({1: 1, 2: 1}, 4)
 
 
 async def test_numbers_that_json_has_not_and_texts_go_there_and_back(tmp_path):
@@ -235,10 +234,8 @@ async def test_bodies_are_compressed_both_ways_and_bombs_are_refused(tmp_path):
 
 
 def test_the_encoding_is_the_one_that_the_client_likes_best():
-    assert accepted(b"gzip, deflate") == b"gzip"
-    assert accepted(b"gzip;q=0.5, deflate; q=0.8") == b"deflate"
-    assert accepted(b"br, identity, gzip;q=0.1") == b""
-    assert accepted(b"") == b""
+    assert (accepted(b"gzip, deflate"), accepted(b"gzip;q=0.5, deflate; q=0.8")) == (b"gzip", b"deflate")
+    assert (accepted(b"br, identity, gzip;q=0.1"), accepted(b"")) == (b"", b"")
 
 
 def test_a_stream_that_ends_early_or_goes_on_is_refused():

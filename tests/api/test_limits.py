@@ -114,8 +114,7 @@ def test_a_request_that_waited_too_long_may_come_again():
         place.clock.advance(0.031)
         until(lambda: place.steps.let(1) or late.done())
         answer = late.result()
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "queue_timeout"
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_timeout")
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.headers["x-should-retry"] == "true"
 
@@ -126,8 +125,7 @@ def test_a_request_that_took_too_long_need_not_come_again():
         place.clock.advance(0.051)
         place.steps.let(1)
         answer = late.result(HANGS_S)
-        assert answer.status_code == 504
-        assert answer.json()["error"]["code"] == "request_timeout"
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
         assert answer.headers["x-should-retry"] == "false"
         place.steps.open()
         assert complete(place.url).status_code == 200, "its slot is free again"
@@ -160,8 +158,7 @@ def test_who_finds_the_queue_full_hears_it_at_once_and_when_to_come_again():
         waiting = pool.submit(complete, place.url)
         until(lambda: place.admission.num_waiting == 1)
         answer = complete(place.url)  # at once: no step passes before it is there
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "server_overloaded"
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_overloaded")
         assert answer.headers["x-should-retry"] == "true"
         assert 1 <= int(answer.headers["retry-after"]) <= 120
         page = httpx.get(place.url + "/metrics").text
@@ -268,8 +265,7 @@ def test_the_queue_shows_place_class_age_cost_reason_and_score(server: httpx.Cli
     assert first["num_prompt_tokens"] == 8
     assert 8 < first["predicted_cost_tokens"] <= 14
     assert first["reason"] == "first in line: all 1 slots are taken"
-    assert second["reason"] == "behind 1 other by policy priority"
-    assert first["terms"]["priority_s"] == AGEING_S
+    assert (second["reason"], first["terms"]["priority_s"]) == ("behind 1 other by policy priority", AGEING_S)
     assert [w["request_id"] for w in page["waiting"]] == [second["request_id"]]
     joined(*threads)
     assert [answer.status_code for answer in answers] == [200] * 2

@@ -68,8 +68,7 @@ def test_frames_tell_what_the_engine_does_and_where_each_request_sits(kitchen):
         body = {"model": "tiny", "prompt": "soup", "max_tokens": 100_000, "stream": True}
         with httpx.stream("POST", f"{kitchen.url}/v1/completions", json=body, timeout=HANGS_S):
             frame = next(frame for frame in stream if frame["engine"]["running"])
-            assert frame["seats"] == [0]
-            assert frame["engine"]["running"][0]["num_prompt_tokens"] == 4
+            assert (frame["seats"], frame["engine"]["running"][0]["num_prompt_tokens"]) == ([0], 4)
             later = next(frame for frame in stream if frame["engine"]["running"][0]["num_output_tokens"] > 5)
             assert later["sequence"] > frame["sequence"]
             assert later["tokens_by_tenant"][""] > 0
@@ -146,15 +145,9 @@ def test_an_engine_that_dies_ends_the_watch_with_an_error(kitchen):
 
 def test_the_table_of_models_has_what_is_known():
     held = Footprint(
-        architecture="LlamaForCausalLM",
-        num_parameters=4_000_000,
-        executor="torch",
-        device="cpu",
-        dtype="float32",
-        kv_dtype="float32",
-        weights_bytes=16_000_000,
-        kv_bytes=64_000_000,
-    )
+        architecture="LlamaForCausalLM", num_parameters=4_000_000, executor="torch", device="cpu", dtype="float32",
+        kv_dtype="float32", weights_bytes=16_000_000, kv_bytes=64_000_000,
+    )  # fmt: skip
     with running_server(FakeReplica(), make_model(footprint=held)) as server:
         (row,) = httpx.get(f"{server.url}/admin/models").json()["models"]
     assert (row["id"], row["aliases"], row["since"], row["max_model_len"]) == (
@@ -206,8 +199,7 @@ def view_with(cost_s: float, *, busy: bool) -> LiveView:
 
 
 def test_the_engine_is_asked_so_seldom_that_it_costs_half_a_percent_at_most():
-    assert pause_s(view_with(0.0, busy=True)) == FRAME_S
-    assert pause_s(view_with(0.0, busy=False)) == IDLE_S
+    assert (pause_s(view_with(0.0, busy=True)), pause_s(view_with(0.0, busy=False))) == (FRAME_S, IDLE_S)
     assert pause_s(view_with(0.005, busy=True)) == 0.005 * COST_FACTOR == 1.0
     assert pause_s(view_with(0.125, busy=True)) == MAX_PAUSE_S
 
@@ -218,8 +210,7 @@ async def test_all_who_watch_share_one_look(monkeypatch):
     feed = make_feed(replica)
     watching = [feed.frames() for _ in range(5)]
     events = [await anext(frames) for frames in watching]
-    assert len(set(events)) == 1
-    assert (replica.looks, feed.num_watchers) == (1, 5)
+    assert (len(set(events)), replica.looks, feed.num_watchers) == (1, 1, 5)
     for frames_ in watching:
         await frames_.aclose()
     assert feed.num_watchers == 0
@@ -349,16 +340,13 @@ def test_tokens_are_told_apart_for_so_many_tenants_only():
     for i in range(2 * MAX_TENANTS):
         latencies.tokens_came(f"t{i}", 1)
     latencies.tokens_came("t0", 5)
-    assert len(latencies.tokens_by_tenant) == MAX_TENANTS
-    assert latencies.tokens_by_tenant["t0"] == 6
+    assert (len(latencies.tokens_by_tenant), latencies.tokens_by_tenant["t0"]) == (MAX_TENANTS, 6)
 
 
 def test_a_request_keeps_its_row_and_newcomers_take_the_lowest():
     plan = SlotRows()
-    assert plan.rows_of(["a", "b", "c"]) == [0, 1, 2]
-    assert plan.rows_of(["c", "a"]) == [2, 0]
-    assert plan.rows_of(["d", "c", "a", "e"]) == [1, 2, 0, 3]
-    assert plan.rows_of([]) == []
+    assert (plan.rows_of(["a", "b", "c"]), plan.rows_of(["c", "a"])) == ([0, 1, 2], [2, 0])
+    assert (plan.rows_of(["d", "c", "a", "e"]), plan.rows_of([])) == ([1, 2, 0, 3], [])
     assert plan.rows_of(["a"]) == [0]
 
 

@@ -163,8 +163,7 @@ def test_keys_count_before_the_engine_is_there():
         assert server.post("/v1/completions", ASK).status_code == 401
         assert server.get("/metrics").status_code == 401
         told = server.post("/v1/completions", ASK, headers={"authorization": "Bearer secret"})
-        assert told.status_code == 503
-        assert server.get("/ready").status_code == 503
+        assert (told.status_code, server.get("/ready").status_code) == (503, 503)
 
 
 def test_what_keeps_the_engine_from_loading_ends_the_server():
@@ -243,8 +242,7 @@ def test_a_server_that_lacks_a_role_is_healthy_and_not_ready():
     with running_server(MoodyReplica(mood=ReplicaState(lacking="no decode worker is there yet"))) as server:
         assert get(server, "/health").status_code == 200
         ready = get(server, "/ready")
-        assert ready.status_code == 503
-        assert ready.json()["error"]["message"] == "no decode worker is there yet"
+        assert (ready.status_code, ready.json()["error"]["message"]) == (503, "no decode worker is there yet")
 
 
 def test_an_engine_that_loads_is_neither_healthy_nor_ready_and_says_so():
@@ -270,8 +268,7 @@ def test_an_engine_that_is_silent_is_not_healthy():
 def test_one_token_through_the_scheduler_as_the_least_urgent_request():
     with running_server() as server:
         answer = get(server, "/health/decode")
-        assert answer.status_code == 200
-        assert answer.json()["status"] == "ok"
+        assert (answer.status_code, answer.json()["status"]) == (200, "ok")
         assert answer.json()["seconds"] >= 0
         (request,) = server.replica.submitted
         assert (request.terms.priority, request.max_tokens, request.num_prompt_tokens) == (LEAST_URGENT, 1, 1)

@@ -49,8 +49,7 @@ def test_every_declared_metric_is_on_the_page_with_its_kind(served):
     families = {family.name: family for family in text_string_to_metric_families(page_of(served.url))}
     for metric in METRICS:
         family = families.pop(metric.name.removesuffix("_total"))
-        assert family.type == metric.kind.value
-        assert family.documentation == metric.help
+        assert (family.type, family.documentation) == (metric.kind.value, metric.help)
     assert not families
 
 
@@ -169,13 +168,9 @@ def test_one_json_object_is_logged_per_request_without_the_prompt():
     (line,) = access_lines(JsonFormatter(), "/v1/completions", body)
     entry = json.loads(line)
     assert {name: entry[name] for name in ("event", "method", "path", "status", "request_id", "level")} == {
-        "event": "access",
-        "method": "POST",
-        "path": "/v1/completions",
-        "status": 200,
-        "request_id": "id-1",
+        "event": "access", "method": "POST", "path": "/v1/completions", "status": 200, "request_id": "id-1",
         "level": "info",
-    }
+    }  # fmt: skip
     assert (entry["prompt_tokens"], entry["completion_tokens"], entry["model"]) == (9, 3, "tiny")
     assert "secret" not in line
     assert "Hel" not in line
@@ -216,8 +211,7 @@ def test_what_is_written_is_read_in_order(pipe):
     for text in ("one\n", "tw", "o", "\nthree\n\udc80", "\n"):
         stream.write(text)
     assert stream.drain(HANGS_S)
-    assert os.read(reader, 1000) == b"one\ntwo\nthree\n\\udc80\n"
-    assert stream.num_dropped == 0
+    assert (os.read(reader, 1000), stream.num_dropped) == (b"one\ntwo\nthree\n\\udc80\n", 0)
 
 
 def test_a_line_that_is_not_whole_is_seen_when_its_writer_flushes(pipe):
@@ -242,8 +236,7 @@ def test_nobody_waits_for_a_reader_that_does_not_read_and_it_hears_what_it_misse
         num_read += len(os.read(reader, 1 << 16))
     until(lambda: f"{num_dropped} of its lines were dropped" in caplog.text)
     stream.write("and on\n")
-    assert os.read(reader, 1000) == b"and on\n"
-    assert stream.num_dropped == num_dropped
+    assert (os.read(reader, 1000), stream.num_dropped) == (b"and on\n", num_dropped)
 
 
 def test_a_reader_that_left_is_no_error(pipe):
@@ -336,8 +329,7 @@ def test_aliases_say_the_same_with_vllms_labels():
     assert ({"model_name": "tiny", "engine": "0", "finished_reason": "stop"}, 3.0) in page["vllm:request_success"]
     ours = {labels["le"]: value for labels, value in page["maitred_request_ttft_seconds"] if "le" in labels}
     theirs = {labels["le"]: value for labels, value in page["vllm:time_to_first_token_seconds"] if "le" in labels}
-    assert theirs == ours
-    assert max(theirs.values()) == 1
+    assert (theirs, max(theirs.values())) == (ours, 1)
 
 
 @pytest.mark.parametrize(("queued", "load"), [(False, (0.06, 0, 3)), (True, (0, 3, 0))], ids=["running", "waiting"])

@@ -31,35 +31,18 @@ def refused(http, path: str, fields: dict[str, Any]) -> dict[str, Any]:
     response = http.post(path, json={**base, **fields})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+    assert (set(error), error["type"]) == ({"message", "type", "param", "code"}, "invalid_request_error")
     return error
 
 
 UNBUILT: dict[str, Any] = {
-    "functions": [{"name": "f"}],
-    "function_call": "auto",
-    "modalities": ["text", "audio"],
-    "audio": {"voice": "x", "format": "wav"},
-    "web_search_options": {},
-    "verbosity": "high",
-    "use_beam_search": True,
-    "length_penalty": 0.5,
-    "truncate_prompt_tokens": -1,
-    "logprob_token_ids": [1],
-    "prompt_embeds": "AAAA",
-    "chat_template": "{{ messages }}",
-    "documents": [{"text": "x"}],
-    "stream_interval": 4,
-    "kv_transfer_params": {"a": 1},
-    "spaces_between_special_tokens": False,
-    "guided_json": {},
-    "guided_regex": "a",
-    "guided_choice": ["a"],
-    "guided_grammar": "a",
-    "guided_decoding_backend": "a",
-    "guided_whitespace_pattern": "a",
-}
+    "functions": [{"name": "f"}], "function_call": "auto", "modalities": ["text", "audio"],
+    "audio": {"voice": "x", "format": "wav"}, "web_search_options": {}, "verbosity": "high", "use_beam_search": True,
+    "length_penalty": 0.5, "truncate_prompt_tokens": -1, "logprob_token_ids": [1], "prompt_embeds": "AAAA",
+    "chat_template": "{{ messages }}", "documents": [{"text": "x"}], "stream_interval": 4,
+    "kv_transfer_params": {"a": 1}, "spaces_between_special_tokens": False, "guided_json": {}, "guided_regex": "a",
+    "guided_choice": ["a"], "guided_grammar": "a", "guided_decoding_backend": "a", "guided_whitespace_pattern": "a",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNBUILT)
@@ -92,16 +75,11 @@ def test_what_clients_send_by_default_is_accepted(http, name):
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ("max_new_tokens", "max_tokens"),
-        ("repeat_penalty", "repetition_penalty"),
-        ("n_predict", "max"),
-        ("grammar", "structured_outputs"),
-        ("json_schema", "response_format"),
-        ("rid", "request_id"),
-        ("enable_thinking", "chat_template_kwargs"),
-        ("t_max_predict_ms", "timeout_ms"),
+        ("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty"), ("n_predict", "max"),
+        ("grammar", "structured_outputs"), ("json_schema", "response_format"), ("rid", "request_id"),
+        ("enable_thinking", "chat_template_kwargs"), ("t_max_predict_ms", "timeout_ms"),
     ],
-)
+)  # fmt: skip
 def test_a_field_that_has_another_name_here_is_told_it(http, path, theirs, ours):
     """Left alone, it would change nothing, and nobody would hear of it."""
     error = refused(http, path, {theirs: 3})
@@ -303,25 +281,15 @@ def test_chat_names_the_wrong_field(http, fields, param):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1, "echo": True}, "max_tokens"),
-        ({"best_of": 1, "n": 2}, "best_of"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt[1]"),
-        ({"prompt": [[1], "a"]}, "prompt[1]"),
-        ({"prompt": ["a"] * 1025}, "prompt"),
-        ({"prompt": [97, 257]}, "prompt"),
-        ({"prompt": [97, -1]}, "prompt"),
-        ({"prompt": [[97], [10**30]]}, "prompt[1][0]"),
-        ({"prompt": ["a", ""]}, "prompt[1]"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"), ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"), ({"best_of": 1, "n": 2}, "best_of"),
+        ({"prompt": []}, "prompt"), ({"prompt": ["a", 1]}, "prompt[1]"), ({"prompt": [[1], "a"]}, "prompt[1]"),
+        ({"prompt": ["a"] * 1025}, "prompt"), ({"prompt": [97, 257]}, "prompt"), ({"prompt": [97, -1]}, "prompt"),
+        ({"prompt": [[97], [10**30]]}, "prompt[1][0]"), ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": ""}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": [1.5]}, "prompt[0]"),
         ({"prompt": {"a": 1}}, "prompt"),
     ],
-)
+)  # fmt: skip
 def test_completions_name_the_wrong_field(http, fields, param):
     assert refused(http, TEXT, fields)["param"] == param
 
@@ -333,8 +301,7 @@ def test_best_of_more_than_n_is_not_built(http):
 def test_missing_fields_are_named(http):
     for path, param in ((CHAT, "messages"), (TEXT, "prompt")):
         response = http.post(path, json={})
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == param
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (TEXT, "prompt")])
@@ -349,8 +316,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(http, path, fiel
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_prompt_and_max_tokens_over_the_context_are_refused(http, path):
     error = refused(http, path, {"max_tokens": 511})
-    assert error["code"] == "context_length_exceeded"
-    assert error["param"] == "max_tokens"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
     assert "512" in error["message"]
     assert "511" in error["message"]
 
@@ -524,6 +490,5 @@ def test_the_field_is_named_and_a_stop_string_needs_no_token(rowless):
     def param(body: dict[str, object]) -> object:
         return rowless.post("/v1/chat/completions", json=PLAIN | body).json()["error"]["param"]
 
-    assert param({"prediction": PREDICTED}) == "prediction"
-    assert param({"bad_words": [EXTRA]}) == "bad_words"
+    assert (param({"prediction": PREDICTED}), param({"bad_words": [EXTRA]})) == ("prediction", "bad_words")
     assert rowless.post("/v1/chat/completions", json=PLAIN | {"stop": [EXTRA]}).status_code == 200

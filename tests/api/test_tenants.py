@@ -89,8 +89,7 @@ def test_a_request_carries_its_tenants_name_and_terms(house):
 
 
 def test_only_keys_of_the_table_open(house):
-    assert post(house, "nobody").status_code == 401
-    assert httpx.get(f"{house.url}/v1/models").status_code == 401
+    assert (post(house, "nobody").status_code, httpx.get(f"{house.url}/v1/models").status_code) == (401, 401)
 
 
 @pytest.mark.parametrize(("method", "path"), [(route.method, route.path) for route in ROUTES.routes])
@@ -136,8 +135,7 @@ def test_another_table_is_in_force_at_the_next_request():
 )
 def test_a_service_tier_is_a_priority_within_bounds_and_the_answer_tells_which(house, tenant, fields, priority, tier):
     answer = post(house, tenant, **fields)
-    assert answer.json()["service_tier"] == tier
-    assert house.replica.submitted[-1].terms.priority == priority
+    assert (answer.json()["service_tier"], house.replica.submitted[-1].terms.priority) == (tier, priority)
     stream = post(house, tenant, stream=True, **fields)
     assert f'"service_tier":"{tier}"' in stream.text
 
@@ -151,8 +149,7 @@ def test_no_service_tier_is_told_to_those_who_did_not_ask(house):
 def test_a_priority_the_key_may_not_ask_is_refused_with_the_range(house, tenant, priority):
     with pytest.raises(openai.PermissionDeniedError) as refused:
         ask(house, tenant, extra_body={"priority": priority})
-    assert refused.value.param == "priority"
-    assert refused.value.code == "permission_denied"
+    assert (refused.value.param, refused.value.code) == ("priority", "permission_denied")
     low, high = {"free": (1, 1000), "batch": (2, 5)}[tenant]
     assert f"may ask for {low} (most urgent) to {high}" in refused.value.message
 
@@ -190,8 +187,7 @@ def test_every_answer_of_a_limited_tenant_tells_what_is_left(house):
         assert limits_of(answer)["remaining-requests"] == str(left)
         assert limits_of(answer)["reset-requests"] in ("1m0s", "1m1s")
     refused = post(house, "rpm")
-    assert refused.status_code == 429
-    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert refused.json()["error"]["type"] == "rate_limit_error"
     assert limits_of(refused)["remaining-requests"] == "0"
     assert 55 <= int(refused.headers["retry-after"]) <= 61
@@ -225,8 +221,7 @@ def test_tokens_are_taken_before_and_given_back_after(house):
     used = answer.json()["usage"]["total_tokens"]
     assert limits_of(answer)["remaining-tokens"] == str(400 - used)
     too_many = post(house, "tpm", max_tokens=300, n=2)
-    assert too_many.status_code == 429
-    assert too_many.headers["x-should-retry"] == "false"
+    assert (too_many.status_code, too_many.headers["x-should-retry"]) == (429, "false")
     later = post(house, "tpm", max_tokens=370)
     assert later.status_code == 429
     assert "retry-after" in later.headers

@@ -267,8 +267,7 @@ def test_kill_9_under_load_loses_what_came_after_the_last_checkpoint_and_counts_
     for _ in range(3):
         house.complete("a")
     until(lambda: house.sums(2) == house.counters() and house.sums(2)[2] > 0)
-    assert house.sums(1) == first
-    assert house.server.stop() == 0
+    assert (house.sums(1), house.server.stop()) == (first, 0)
     house.open()
     assert not any("of a server that was killed" in line for line in house.server.lines)
     assert house.sums(1) == first, "a third start changes nothing"

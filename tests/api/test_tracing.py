@@ -71,11 +71,9 @@ def traced(replica: FakeReplica | None = None, **fields: object) -> tuple[list[S
 def test_a_request_is_a_span_below_the_callers_with_the_conventions_names():
     spans, answer = traced(temperature=0.5, max_tokens=50)
     (request,) = [span for span in spans if span.kind == Span.SPAN_KIND_SERVER]
-    assert request.name == "chat tiny"
-    assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
+    assert (request.name, request.trace_id.hex(), request.parent_span_id.hex()) == ("chat tiny", TRACE, PARENT)
     told = attributes(request)
-    assert told["gen_ai.operation.name"] == "chat"
-    assert told["gen_ai.request.temperature"] == 0.5
+    assert (told["gen_ai.operation.name"], told["gen_ai.request.temperature"]) == ("chat", 0.5)
     assert told["gen_ai.request.max_tokens"] == 50
     assert told["gen_ai.usage.output_tokens"] == answer.json()["usage"]["completion_tokens"]
     assert told["http.response.status_code"] == 200
@@ -111,8 +109,7 @@ def test_a_failure_is_an_error_with_its_type():
 
 def test_a_request_refused_before_generation_has_a_span_without_stages():
     spans, answer = traced(n=0)
-    assert answer.status_code == 400
-    assert [span.name for span in spans] == ["chat"]
+    assert (answer.status_code, [span.name for span in spans]) == (400, ["chat"])
 
 
 def test_no_receiver_hinders_nobody(monkeypatch: pytest.MonkeyPatch):

@@ -52,15 +52,10 @@ def running_router(
     """On a free loopback port; the block ends with a graceful stop. `fleet` and `server` are fields of configs."""
     config = ServerConfig(**{"port": 0, "log_level": "warning", "drain_timeout_s": 1.0, **(server or {})})
     router = Router(
-        config,
-        FleetConfig(**fleet),
-        SchedulerConfig(policy=policy),
-        tuple(parse_target(url) for url in urls),
-        admission=admission,
-        token=token,
-        authenticator=Authenticator(config.api_keys, tenants),
+        config, FleetConfig(**fleet), SchedulerConfig(policy=policy), tuple(parse_target(url) for url in urls),
+        admission=admission, token=token, authenticator=Authenticator(config.api_keys, tenants),
         shared=SharedConfig(redis=redis),
-    )
+    )  # fmt: skip
     listening = threading.Event()
     where: list[int] = []
 

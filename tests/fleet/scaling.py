@@ -183,15 +183,10 @@ class HpaRule:
         window = re.search(r"_sum\{.*?\}\[(\d+)m\]", adapter["data"]["config.yaml"])
         assert window is not None
         return cls(
-            read,
-            low=low,
-            high=high,
-            target_s=int(target["value"].removesuffix("m")) / 1000,
-            window_s=60.0 * int(window[1]),
-            up=UP | spec["behavior"]["scaleUp"],
-            down=DOWN | spec["behavior"]["scaleDown"],
-            num=low,
-        )
+            read, low=low, high=high, target_s=int(target["value"].removesuffix("m")) / 1000,
+            window_s=60.0 * int(window[1]), up=UP | spec["behavior"]["scaleUp"],
+            down=DOWN | spec["behavior"]["scaleDown"], num=low,
+        )  # fmt: skip
 
     def __call__(self, figures: FleetFigures, now: float) -> int:
         self.seen.append((now, self.read()))

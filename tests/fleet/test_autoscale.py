@@ -178,8 +178,7 @@ def test_a_warm_one_takes_over_at_once_and_another_is_made_warm_for_it():
     assert fleet.arrive("r") == "replica-1"
     assert of(fleet, Start)[-2:] == [Start("replica-1", "warm"), Start("replica-2", "cold")]
     get_ready(fleet)
-    assert states(fleet) == ["ready", "warm"]
-    assert fleet.core.fleet.by_name["replica-2"].in_flight == {}
+    assert (states(fleet), fleet.core.fleet.by_name["replica-2"].in_flight) == (["ready", "warm"], {})
 
 
 def test_one_asleep_is_woken_before_a_new_one_is_started():
@@ -217,8 +216,7 @@ def test_what_a_spare_tells_of_itself_brings_it_into_no_rotation():
     before = {r.name: r.state for r in fleet.core.fleet}
     for name in before:
         fleet.do(fleet.core.joined(told(name, State.READY), 1.0))
-    assert {r.name: r.state for r in fleet.core.fleet} == before
-    assert of(fleet, Start)[3:] == []
+    assert ({r.name: r.state for r in fleet.core.fleet}, of(fleet, Start)[3:]) == (before, [])
 
 
 def test_a_restart_replaces_spares_too_and_leaves_as_many():

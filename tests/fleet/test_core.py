@@ -219,8 +219,7 @@ def tiered() -> Driver:
 
 def test_a_tier_is_asked_before_the_next_which_gets_the_long_ones_at_once():
     fleet = tiered()
-    assert fleet.arrive("short") == "e"
-    assert fleet.arrive("long", **LONG) == "c"
+    assert (fleet.arrive("short"), fleet.arrive("long", **LONG)) == ("e", "c")
 
 
 def test_who_has_waited_past_its_tier_goes_to_the_next():
@@ -476,8 +475,7 @@ def test_a_drain_moves_who_has_no_token_lets_others_finish_and_moves_them_at_the
     assert fleet.bound == {"begun": "a", "elsewhere": "b", "fresh": "b"}
     fleet.end("fresh")
     fleet.wait(6.0)
-    assert fleet.bound["begun"] == "b"
-    assert fleet.core.request("begun").num_retries == 0
+    assert (fleet.bound["begun"], fleet.core.request("begun").num_retries) == ("b", 0)
 
 
 def test_who_could_go_nowhere_else_stays_with_the_one_that_drains():
@@ -604,8 +602,7 @@ def test_a_refused_request_is_told_once_and_forgotten():
     fleet = Driver(make_core("a", max_retries=0))
     fleet.arrive("r")
     fleet.fail("r", ERROR)
-    assert [type(action) for action in fleet.log] == [Bind, Refuse]
-    assert fleet.core.aborted("r", 1.0) == []
+    assert ([type(action) for action in fleet.log], fleet.core.aborted("r", 1.0)) == ([Bind, Refuse], [])
     assert fleet.core.num_requests == 0
 
 
@@ -634,14 +631,9 @@ class Fleet(RuleBasedStateMachine):
     )
     def begin(self, balance: str, policy: str, tiers: dict[str, Any], ratio: float) -> None:
         self.core = make_core(
-            policy=policy,
-            balance=balance,
-            tiers=tiers,
-            max_load_ratio=ratio,
-            slots=3,
-            reserve=0.125,
+            policy=policy, balance=balance, tiers=tiers, max_load_ratio=ratio, slots=3, reserve=0.125,
             hold_timeout_s=9.0,
-        )
+        )  # fmt: skip
         self.recording = Recording(self.core)
         self.driver = Driver(self.core)
         for number, name in enumerate(["a", "b", "c"]):
@@ -683,18 +675,11 @@ class Fleet(RuleBasedStateMachine):
         self.do(self.core.reported(name, Report(num_in_flight=load, stored=keys[:4], removed=keys[4:]), self.now))
 
     @rule(
-        count=st.integers(1, 12),
-        model=MODELS,
-        num_bytes=st.integers(1, 2000),
-        num_samples=st.integers(1, 3),
-        num_keys=st.integers(0, 6),
-        priority=st.integers(0, 2),
-        tenant=st.sampled_from("tuv"),
-        slack=st.sampled_from([None, 0.0, 2.0]),
-        can_resume=st.booleans(),
-        is_local=st.booleans(),
+        count=st.integers(1, 12), model=MODELS, num_bytes=st.integers(1, 2000), num_samples=st.integers(1, 3),
+        num_keys=st.integers(0, 6), priority=st.integers(0, 2), tenant=st.sampled_from("tuv"),
+        slack=st.sampled_from([None, 0.0, 2.0]), can_resume=st.booleans(), is_local=st.booleans(),
         hash_key=st.sampled_from([None, 1, 2**63]),
-    )
+    )  # fmt: skip
     def arrive(self, count: int, num_keys: int, slack: float | None, **fields: Any) -> None:
         by = None if slack is None else self.now + slack
         for _ in range(count):

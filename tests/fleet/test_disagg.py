@@ -20,14 +20,8 @@ from tests.fleet.fleets import make_request, worker, worker_facts
 LONG = WorkAsked(num_inputs=4000, num_outputs=200)
 loads = st.builds(
     lambda role, queued, rows, free, share, cached, sent: {
-        "role": role,
-        "queued_tokens": float(queued),
-        "rows": rows,
-        "context_tokens": rows * 1000,
-        "free_blocks": free,
-        "prefill_share": share,
-        "num_cached": cached * 16,
-        "bytes_in_flight": sent,
+        "role": role, "queued_tokens": float(queued), "rows": rows, "context_tokens": rows * 1000,
+        "free_blocks": free, "prefill_share": share, "num_cached": cached * 16, "bytes_in_flight": sent,
     },
     st.sampled_from(["prefill", "decode", "mixed"]),
     st.integers(0, 20_000),
@@ -36,7 +30,7 @@ loads = st.builds(
     st.floats(0, 1),
     st.integers(0, 200),
     st.floats(0, 1e9),
-)
+)  # fmt: skip
 asks = st.builds(
     WorkAsked,
     st.integers(1, 8000),
@@ -223,8 +217,7 @@ def test_a_prompt_whose_tokens_nobody_sees_counts_as_computed_when_it_is_told(co
     assert prefill is not None
     core.handed_over("a", 0.1, is_computed=True)
     loads = {name: core.fleet.work.load(name, worker_facts(), 0.1) for name in (prefill, "d1")}
-    assert [load.queued_tokens for load in loads.values()] == [0, 0]
-    assert loads["d1"].rows == 1
+    assert ([load.queued_tokens for load in loads.values()], loads["d1"].rows) == ([0, 0], 1)
 
 
 def test_nothing_is_moved_between_workers_of_unlike_numbers():

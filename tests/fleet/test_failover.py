@@ -235,8 +235,7 @@ async def test_a_stream_goes_on_where_the_client_has_it():
         asked = json.loads(second.body)
         assert asked["path"] == CHAT_GOING_ON
         assert json.dumps(asked["body"], separators=(",", ":")).encode() == first.body
-        assert asked["samples"] == [{"index": 0, "token_ids": [11]}]
-        assert asked["head"]["seeds"] == [5]
+        assert (asked["samples"], asked["head"]["seeds"]) == ([{"index": 0, "token_ids": [11]}], [5])
         assert 0 <= asked["ttft_s"] <= asked["age_s"]
 
 
@@ -304,14 +303,9 @@ def _has_beats(running: RunningRouter) -> bool:
 
 
 LONG_LEAVING = {
-    "prompt": "Once upon",
-    "max_tokens": 1500,
-    "n": 2,
-    "seed": 7,
-    "ignore_eos": True,
-    "stream": True,
+    "prompt": "Once upon", "max_tokens": 1500, "n": 2, "seed": 7, "ignore_eos": True, "stream": True,
     "stream_options": {"include_usage": True},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -349,8 +343,7 @@ def test_its_streams_go_on_elsewhere_when_its_time_is_over(fleet_leaving: RealFl
             leaving.process.send_signal(signal.SIGTERM)
         had = first + b"".join(pieces)
     assert without_what_differs(client_has(had)) == without_what_differs(undisturbed)
-    assert num_resumed(fleet_leaving) == before + 1
-    assert leaving.process.wait(HANGS_S) == 0
+    assert (num_resumed(fleet_leaving), leaving.process.wait(HANGS_S)) == (before + 1, 0)
 
 
 TOLD_HEAD = StreamHead("chatcmpl-1", 1700000000, "rev native", (11, 12), (16, 16))
@@ -432,8 +425,7 @@ def test_what_is_no_frame_is_not_believed():
         with pytest.raises(BrokenFrame):
             ToldTokens().feed(sent)
         told, good = ToldTokens(), frame([ToldSample(0, [1])], b"data: 1\n\n")
-        assert told.feed(good + sent) == b"data: 1\n\n"
-        assert told.num_tokens == 1
+        assert (told.feed(good + sent), told.num_tokens) == (b"data: 1\n\n", 1)
         with pytest.raises(BrokenFrame):
             told.feed(b"")
 
@@ -459,7 +451,5 @@ def test_the_end_of_a_stream_is_of_its_last_tokens():
     end = b"data: [DONE]\n\n"
     sent = frame([ToldSample(0, [9], ended=True)], b"data: last\n\n", len(end)) + end
     told = ToldTokens()
-    assert told.feed(sent[:-3]) == b""
-    assert told.num_tokens == 0
-    assert told.feed(sent[-3:]) == b"data: last\n\n" + end
+    assert (told.feed(sent[:-3]), told.num_tokens, told.feed(sent[-3:])) == (b"", 0, b"data: last\n\n" + end)
     assert msgspec.json.decode(sent[len(b": tokens ") : sent.index(b"\n")], type=ToldFrame).num_bytes == 12 + len(end)

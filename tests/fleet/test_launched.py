@@ -170,8 +170,7 @@ def test_spares_are_kept_warm_and_asleep_and_taken_before_new_ones_are_started()
         (asleep,) = (psutil.Process(r["pid"]) for r in replicas(client) if r["state"] == "asleep")
         until(lambda: not asleep.children())
         warm = next(name for name, state in states(client).items() if state == "warm")
-        assert ask(client).headers["x-maitred-replica"] == warm
-        assert started(client)["warm"] == 1
+        assert (ask(client).headers["x-maitred-replica"], started(client)["warm"]) == (warm, 1)
         order(client, "scale", "3")
         until(lambda: sorted(states(client).values()) == ["asleep", "ready", "ready", "ready", "warm"])
         assert started(client)["asleep"] == 1

@@ -407,8 +407,7 @@ def test_a_text_prompt_is_found_at_its_beginning():
 def test_a_prompt_of_token_ids_is_counted():
     ids = list(range(100, 400))
     _, counts, _ = counted_prompt(BYTES, read_body(json.dumps({"prompt": ids}).encode()), ids)
-    assert counts[0] == 51
-    assert counts[-1] == 299
+    assert (counts[0], counts[-1]) == (51, 299)
 
 
 def test_several_prompts_have_the_places_of_the_first():

@@ -68,8 +68,7 @@ async def test_an_answer_comes_as_the_replica_gave_it():
         assert told.content == completion()
         assert told.headers["x-maitred-replica"] == fake.url.removeprefix("http://")
         assert told.headers["x-maitred-held-ms"].isdigit()
-        assert told.headers["x-request-id"] == "mine"
-        assert told.headers["x-kept"] == "yes"
+        assert (told.headers["x-request-id"], told.headers["x-kept"]) == ("mine", "yes")
         assert told.headers["x-maitred-ignored-fields"] == "poems"
         assert not {"x-private", "x-maitred-tenant"} & set(told.headers)
         [seen] = asked(fake)
@@ -130,8 +129,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_after_its_last_whole_
         told = await client.post(CHAT, json=chat(stream=True))
         first, error, done = told.content.split(b"\n\n", 2)
         assert first + b"\n\n" == event("one")
-        assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
-        assert done == DONE
+        assert (json.loads(error.removeprefix(b"data: "))["error"]["type"], done) == ("server_error", DONE)
 
 
 CUT = {
@@ -148,8 +146,7 @@ async def test_a_foreign_stream_that_has_not_ended_does_not_look_complete(rest):
         told = await client.post(CHAT, json=chat(stream=True))
         first, error, done = told.content.split(b"\n\n", 2)
         assert first + b"\n\n" == event("one")
-        assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
-        assert done == DONE
+        assert (json.loads(error.removeprefix(b"data: "))["error"]["type"], done) == ("server_error", DONE)
 
 
 @pytest.mark.parametrize("nothing", [b"", b": ping\n\n", b'data: {"error":{"message":"engine died"}}\n\n'])
@@ -193,8 +190,7 @@ async def test_a_429_of_a_foreign_server_is_tried_elsewhere_and_passed_on_where_
     async with routed(LIMITED, LIMITED) as (running, fakes), client_of(running) as client:
         told = await client.post(CHAT, json=chat())
         assert (told.status_code, told.headers["retry-after"]) == (429, "7")
-        assert told.json()["error"]["message"] == "slow"
-        assert [len(asked(fake)) for fake in fakes] == [1, 1]
+        assert (told.json()["error"]["message"], [len(asked(fake)) for fake in fakes]) == ("slow", [1, 1])
 
 
 async def test_a_replica_sets_no_cookie_and_sends_no_client_elsewhere():
@@ -239,8 +235,7 @@ async def test_who_finds_all_full_is_held_until_one_has_room():
         told = await client.post(CHAT, json=chat())
         assert told.content == completion()
         assert int(told.headers["x-maitred-held-ms"]) >= 900
-        assert running.states == ["ready"]
-        assert len(asked(fake)) == 2
+        assert (running.states, len(asked(fake))) == (["ready"], 2)
 
 
 async def test_with_nobody_there_requests_are_held_and_served_when_somebody_comes():
@@ -394,8 +389,7 @@ async def test_a_tenants_limits_hold_at_the_router_and_replicas_are_told_who_ask
                 assert (await client.get("/admin/fleet", headers=keys["poor"])).status_code == 403
         first, *_, last = asked(fake)
         assert first.headers["x-maitred-fleet-token"] == "0123456789abcdef"
-        assert first.headers["x-maitred-tenant"] == "small"
-        assert first.headers["x-maitred-weight"] == "3"
+        assert (first.headers["x-maitred-tenant"], first.headers["x-maitred-weight"]) == ("small", "3")
         assert first.headers["x-maitred-salt"] != last.headers["x-maitred-salt"]
         assert "authorization" not in first.headers
         quota = running.router.authenticator.quotas
@@ -465,12 +459,10 @@ async def test_a_pinned_request_stays_in_its_tier_and_out_of_the_cache():
 
                 assert await told(LONG_WORDS, **LOCAL) == (200, None)
                 assert await told(LONG_WORDS) == (200, "miss"), "what was pinned was kept"
-                assert await told(MANY_WORDS) == (200, "miss")
-                assert await told(MANY_WORDS) == (200, "hit")
+                assert (await told(MANY_WORDS), await told(MANY_WORDS)) == ((200, "miss"), (200, "hit"))
                 assert await told(MANY_WORDS, **LOCAL) == (400, None)
                 assert await told("hello", **{"x-maitred-privacy": "locol"}) == (400, None)
-        assert counted == [LONG_WORDS, MANY_WORDS]
-        assert len(asked(cloud)) == 2
+        assert (counted, len(asked(cloud))) == ([LONG_WORDS, MANY_WORDS], 2)
 
 
 async def test_a_tenants_limit_of_tokens_refuses_no_prompt_by_an_estimate():
@@ -560,16 +552,14 @@ async def test_the_router_counts_the_promises_that_its_fleet_kept():
                 assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
             assert (await client.post("/v1/chat/completions", json=chat("fail"))).status_code == 500
         counts = await asyncio.to_thread(counted, running.url)
-    assert counts["ttft", True] == 2
-    assert counts["ttft", False] == 1
+    assert (counts["ttft", True], counts["ttft", False]) == (2, 1)
     assert counts["e2e", False] == counts["all", False] == 3  # nobody answers in a microsecond
 
 
 async def test_a_router_without_objectives_counts_none():
     async with routed(answers) as (running, _):
         httpx_answer = await asyncio.to_thread(httpx.post, f"{running.url}/v1/chat/completions", json=chat())
-        assert httpx_answer.status_code == 200
-        assert await asyncio.to_thread(counted, running.url) == {}
+        assert (httpx_answer.status_code, await asyncio.to_thread(counted, running.url)) == (200, {})
 
 
 TOKEN = FleetToken(b"0123456789abcdef0123456789abcdef")
@@ -724,5 +714,4 @@ async def test_a_replica_that_dies_before_it_answers_costs_nothing(path):
         return chosen
 
     async with two(until_asked(well), until_asked(well)) as (client, _):
-        assert (await client.post(path, json={"inputs": []})).json() == {"inputs": []}
-        assert len(dead) == 1
+        assert ((await client.post(path, json={"inputs": []})).json(), len(dead)) == ({"inputs": []}, 1)

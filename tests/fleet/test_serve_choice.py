@@ -24,8 +24,7 @@ def test_a_conversation_goes_to_the_same_replica_whichever_proxy_it_came_through
     proxies[1].ranked(seen(c=0, a=0), 7, "earlier", 0.0)
     for key in range(0, 2**63, 2**58):
         first, second = (proxy.ranked(seen(a=1, b=0, c=2), key, "r", 1.0) for proxy in proxies)
-        assert first[0] == second[0]
-        assert sorted(first) == ["a", "b", "c"]
+        assert (first[0], sorted(first)) == (second[0], ["a", "b", "c"])
 
 
 def test_those_without_a_conversation_go_by_load_and_a_full_replica_is_passed_over():
@@ -34,8 +33,7 @@ def test_those_without_a_conversation_go_by_load_and_a_full_replica_is_passed_ov
     owner = choice.ranked(seen(a=0, b=0), 42, "r", 0.0)[0]
     other = "b" if owner == "a" else "a"
     assert choice.ranked(seen(**{owner: 8, other: 7}), 42, "r", 0.0)[0] == other
-    assert choice.ranked(seen(a=8, b=8), 42, "r", 0.0)[0] == owner
-    assert choice.ranked([], 42, "r", 0.0) == []
+    assert (choice.ranked(seen(a=8, b=8), 42, "r", 0.0)[0], choice.ranked([], 42, "r", 0.0)) == (owner, [])
 
 
 def test_conversations_spread_and_few_move_when_a_replica_goes():
@@ -75,8 +73,7 @@ def counted(**values: float) -> dict[str, dict[str, list[Any]]]:
 
 def test_serve_starts_one_for_whoever_is_held_at_zero_and_stops_it_when_it_is_idle():
     scaling = ServeScaling(slots=8, idle_s=5.0)
-    assert scaling(Context())[0] == 0
-    assert scaling(Context(current_time=1.0, total_queued_requests=1.0))[0] == 1
+    assert (scaling(Context())[0], scaling(Context(current_time=1.0, total_queued_requests=1.0))[0]) == (0, 1)
     busy = counted(arrived=1, ended=0, served_s=0.0, start_s=2.0)
     assert scaling(Context(2.0, 1, ["a"], raw_metrics=busy))[0] == 1
     done = counted(arrived=1, ended=1, served_s=0.5, start_s=2.0)
@@ -89,14 +86,12 @@ def test_serve_starts_more_for_a_backlog_and_never_more_than_there_may_be():
     told = counted(arrived=12, ended=10, served_s=100.0, start_s=1.0)
     scaling(Context(0.0, 1, ["a"], raw_metrics=told))
     num, state = scaling(Context(1.0, 1, ["a"], total_queued_requests=500.0, raw_metrics=told))
-    assert num == 4
-    assert state == {}
+    assert (num, state) == (4, {})
 
 
 def test_arguments_are_settings_of_serve_by_name():
     options = read_options({"model": "m", "max_replicas": 3, "max_num_seqs": 16, "api_keys": ["k"]})
-    assert options.max_replicas == 3
-    assert options.part(ModelConfig).model == "m"
+    assert (options.max_replicas, options.part(ModelConfig).model) == (3, "m")
     assert options.engine.scheduler == SchedulerConfig(max_num_seqs=16)
     assert options.part(ServerConfig).api_keys == ("k",)
 

@@ -35,20 +35,13 @@ def test_an_address_is_read(text, target):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("one:8000", "no URL of a server"),
-        ("ftp://one", "no URL of a server"),
-        ("http://", "no URL of a server"),
-        ("http://one:99999", "no URL"),
-        ("http://one:8000=fast", "is a weight"),
-        ("http://one:8000=0", "above 0"),
-        ("http://one:8000=nan", "above 0"),
-        ("http://user:word@one", "no user"),
-        ("http://one/?a", "no user, query or fragment"),
-        ("dns://one", "has a port"),
-        ("dns://one:80/path", "no path"),
-        ("http://o ne:80", "no URL of a server"),
+        ("one:8000", "no URL of a server"), ("ftp://one", "no URL of a server"), ("http://", "no URL of a server"),
+        ("http://one:99999", "no URL"), ("http://one:8000=fast", "is a weight"), ("http://one:8000=0", "above 0"),
+        ("http://one:8000=nan", "above 0"), ("http://user:word@one", "no user"),
+        ("http://one/?a", "no user, query or fragment"), ("dns://one", "has a port"),
+        ("dns://one:80/path", "no path"), ("http://o ne:80", "no URL of a server"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_address_says_how_one_looks(text, complaint):
     with pytest.raises(ConfigError, match=complaint):
         parse_target(text)
@@ -87,13 +80,10 @@ async def failed(upstream: Upstream) -> Broken:
 async def test_one_connection_serves_one_after_another():
     async with fake_upstream(says(whole(b"yes"))) as fake:
         upstream = client(fake.port)
-        assert [await answered(upstream) for _ in range(5)] == [b"yes"] * 5
-        assert fake.num_connections == 1
-        assert upstream._counts.num_new == 1
-        assert upstream._counts.num_reused == 4
+        assert ([await answered(upstream) for _ in range(5)], fake.num_connections) == ([b"yes"] * 5, 1)
+        assert (upstream._counts.num_new, upstream._counts.num_reused) == (1, 4)
         seen = fake.requests[0]
-        assert seen.start == "POST /v1/completions HTTP/1.1"
-        assert seen.body == b"{}"
+        assert (seen.start, seen.body) == ("POST /v1/completions HTTP/1.1", b"{}")
         assert seen.headers == {"host": f"127.0.0.1:{fake.port}", "content-length": "2", "x-request-id": "7"}
         upstream.close()
 
@@ -112,9 +102,7 @@ async def test_pieces_are_given_as_they_come():
         assert (b"content-type", b"text/event-stream") in answer.headers
         assert await answer.piece() == b"one"
         turn.set()
-        assert await answer.piece() == b"twothree"
-        assert await answer.piece() == b""
-        assert upstream.num_idle == 1
+        assert (await answer.piece(), await answer.piece(), upstream.num_idle) == (b"twothree", b"", 1)
 
 
 async def test_a_kept_connection_that_died_costs_a_retry_and_no_failure():
@@ -129,8 +117,7 @@ async def test_a_kept_connection_that_died_costs_a_retry_and_no_failure():
                 writer.write(whole(b"again"))
 
         fake.script = hang_up
-        assert await answered(upstream) == b"again"
-        assert fake.num_connections == 2
+        assert (await answered(upstream), fake.num_connections) == (b"again", 2)
 
 
 async def test_a_connection_that_the_replica_closed_is_not_used_again():
@@ -138,8 +125,7 @@ async def test_a_connection_that_the_replica_closed_is_not_used_again():
         upstream = client(fake.port)
         await answered(upstream)
         await until_async(lambda: upstream.num_idle == 0)
-        assert await answered(upstream) == b"yes"
-        assert upstream._counts.num_reused == 0
+        assert (await answered(upstream), upstream._counts.num_reused) == (b"yes", 0)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +179,7 @@ async def test_bodies_without_a_length_end_with_the_connection():
 async def test_an_interim_answer_is_passed_over():
     async with fake_upstream(says(b"HTTP/1.1 100 Continue\r\n\r\n" + whole(b"yes"))) as fake:
         upstream = client(fake.port)
-        assert await answered(upstream) == b"yes"
-        assert upstream.num_idle == 1
+        assert (await answered(upstream), upstream.num_idle) == (b"yes", 1)
 
 
 async def test_an_answer_to_head_has_no_body():

@@ -205,8 +205,7 @@ async def test_routers_hear_of_each_others_sessions_and_prefixes(server: Running
         one.write(("XADD", redis.PREFIX + b"notices", "*", "notice", b"\xc1"))
         listener.start()
         await until_async(lambda: len(heard) == 2 and listener.num_unreadable == 1)
-        assert heard == sent
-        assert await speaker.look() == 3
+        assert (heard, await speaker.look()) == (sent, 3)
         assert heard == sent, "its own are no news to it"
         listener.stop()
 
@@ -351,7 +350,6 @@ def test_kv_blocks_lie_on_all_primaries_and_outlive_one(nodes: list[RunningRedis
         assert found(tier, keys) == NUM_KEYS
         nodes[0].kill()
         until(lambda: tier.write(keys, "", rows_of(keys)) == found(tier, keys) == NUM_KEYS, limit_s=30.0)
-        assert tier.clear() == NUM_KEYS
-        assert found(tier, keys) == 0
+        assert (tier.clear(), found(tier, keys)) == (NUM_KEYS, 0)
     finally:
         tier.close()

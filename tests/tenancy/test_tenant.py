@@ -28,21 +28,10 @@ def test_a_bare_tenant_has_no_limits_and_the_default_tier():
 
 def test_every_field_is_read():
     tenant = table(
-        tier="priority",
-        weight=2,
-        priorities=[0, 5],
-        default_priority=3,
-        default_max_tokens=100,
-        ttft_slo_s=0.5,
-        queue_timeout_s=10,
-        timeout_s=60,
-        shared_cache_group="family",
-        requests_per_minute=60,
-        tokens_per_minute=1000,
-        concurrency=4,
-        max_queue=2,
-        token_budget=0,
-    ).tenants["acme"]
+        tier="priority", weight=2, priorities=[0, 5], default_priority=3, default_max_tokens=100, ttft_slo_s=0.5,
+        queue_timeout_s=10, timeout_s=60, shared_cache_group="family", requests_per_minute=60, tokens_per_minute=1000,
+        concurrency=4, max_queue=2, token_budget=0,
+    ).tenants["acme"]  # fmt: skip
     assert tenant == Tenant(
         name="acme",
         tier="priority",
@@ -106,19 +95,14 @@ def test_a_file_of_another_shape_is_refused(parsed):
 @pytest.mark.parametrize(
     ("tier", "asked", "priority", "told"),
     [
-        ("default", None, 1, "default"),
-        ("default", "auto", 1, "default"),
-        ("default", "priority", 1, "default"),
-        ("default", "flex", 2, "flex"),
-        ("priority", "priority", 0, "priority"),
-        ("priority", "default", 1, "default"),
-        ("flex", "default", 2, "flex"),
+        ("default", None, 1, "default"), ("default", "auto", 1, "default"), ("default", "priority", 1, "default"),
+        ("default", "flex", 2, "flex"), ("priority", "priority", 0, "priority"),
+        ("priority", "default", 1, "default"), ("flex", "default", 2, "flex"),
     ],
-)
+)  # fmt: skip
 def test_a_service_tier_is_bounded_by_what_the_tenant_may_ask(tier, asked, priority, told):
     tenant = table(tier=tier).tenants["acme"]
-    assert tenant.priority_of_tier(asked) == priority
-    assert tier_of_priority(priority) == told
+    assert (tenant.priority_of_tier(asked), tier_of_priority(priority)) == (priority, told)
 
 
 def test_salts_part_tenants_unless_they_share_a_group():
