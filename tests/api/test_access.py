@@ -12,7 +12,7 @@ from maitred.api.http.auth import Authenticator
 from maitred.api.routes import make_routes
 from maitred.core.errors import InvalidApiKey
 from tests.api.conftest import MESSAGES, strict_client
-from tests.fakes_api import running_server
+from tests.fakes_api import FakeTenants, running_server, table_of
 from tests.waiting import HANGS_S
 
 ROUTES = make_routes()
@@ -33,9 +33,19 @@ def raw(port: int, request: bytes) -> bytes:
         return connection.recv(4096)
 
 
+@pytest.fixture(scope="module")
+def of_tenants():
+    with running_server(tenants=FakeTenants(table_of({"a": {}}))) as server:
+        yield server
+
+
 @pytest.mark.parametrize(("method", "path"), [(route.method, route.path) for route in ROUTES.routes])
-def test_every_route_but_the_open_ones_needs_a_key(locked, method, path):
-    response = httpx.request(method, locked.url + path.replace("{model:path}", "tiny"), json={})
+def test_every_route_but_the_open_ones_needs_a_key(locked, of_tenants, method, path):
+    servers = (locked, of_tenants)
+    response, other = (
+        httpx.request(method, each.url + path.replace("{model:path}", "tiny"), json={}) for each in servers
+    )
+    assert other.status_code == response.status_code
     if not ROUTES.look("GET", path).needs_key:
         assert response.status_code == 200
     else:
@@ -137,19 +147,13 @@ def test_paths_and_methods_that_are_not_there_get_the_usual_error(http, method, 
         assert response.headers["allow"]
 
 
-def test_a_path_with_two_methods_names_both(http):
+def test_a_path_names_all_its_methods_head_has_no_body_and_no_redirect_is_made_from_the_host_header(http, served):
     response = http.delete("/admin/policy")
     assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD, POST")
-
-
-def test_no_redirect_is_ever_made_from_the_host_header(served):
+    assert (http.head("/health").status_code, http.head("/v1/models").text) == (200, "")
     answer = raw(served.port, b"GET /health/ HTTP/1.1\r\nhost: evil.example\r\n\r\n")
     assert b" 404 " in answer
     assert b"evil" not in answer
-
-
-def test_head_is_get_without_a_body(http):
-    assert (http.head("/health").status_code, http.head("/v1/models").text) == (200, "")
 
 
 @pytest.mark.parametrize("sent", ["", "a b", "a\tb", "x" * 129, "a;b", "a/b", 'a"b', "${jndi:ldap://x}"])

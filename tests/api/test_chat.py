@@ -7,7 +7,6 @@ import os.path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -55,17 +54,7 @@ def test_a_content_cannot_end_its_turn(http, served):
     )
 
 
-async def test_the_asynchronous_client_is_served_too(served):
-    async with openai.AsyncOpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
-    ) as client:
-        answer = await client.chat.completions.create(model="tiny", messages=MESSAGES)
-        stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-    assert answer.choices[0].message.content == text == "Hello, world!"
-
-
-def test_a_stream_says_the_same_as_a_whole_answer(client):
+def test_a_stream_says_the_same_as_a_whole_answer_and_ends_with_usage_when_asked(client, http):
     chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello, world!"
@@ -73,9 +62,6 @@ def test_a_stream_says_the_same_as_a_whole_answer(client):
     assert chunks[-1].choices[0].delta.content is None, "the chunk with the reason carries no text"
     assert len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None for chunk in chunks)
-
-
-def test_a_stream_ends_with_usage_when_asked(client):
     chunks = list(
         client.chat.completions.create(
             model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
@@ -83,9 +69,6 @@ def test_a_stream_ends_with_usage_when_asked(client):
     )
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 14)
     assert all(chunk.usage is None and chunk.choices for chunk in chunks[:-1])
-
-
-def test_usage_null_is_written_and_continuous_usage_grows(http):
     body = {"model": "tiny", "messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
     plain = events_of(http.post("/v1/chat/completions", json=body).text)
     assert all(event["usage"] is None for event in plain[:-1])
@@ -110,7 +93,7 @@ def test_n_samples_come_with_their_index(client, stream):
     assert texts == dict.fromkeys(range(3), "Hello, world!")
 
 
-def test_logprobs_name_token_bytes_and_alternatives(client):
+def test_logprobs_name_token_bytes_and_alternatives(client, http):
     answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=2
     )
@@ -118,11 +101,17 @@ def test_logprobs_name_token_bytes_and_alternatives(client):
     assert (first.token, first.bytes, first.logprob) == ("H", [72], -1.5)
     assert [(top.token, top.logprob) for top in first.top_logprobs] == [("Z", -0.5), ("H", -1.5)]
     assert second.token == "e"
-
-
-def test_logprobs_without_alternatives(client):
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, max_tokens=1)
     assert answer.choices[0].logprobs.content[0].top_logprobs == []
+    with running_server(FakeReplica(says("é"))) as server:
+        answer = strict_client(server.url).chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True)
+    content = answer.choices[0].logprobs.content
+    assert (answer.choices[0].message.content, [at.token for at in content[:2]]) == ("é", ["\\xc3", "\\xa9"])
+    assert bytes(byte for at in content[:2] for byte in at.bytes).decode() == "é"
+    top = chat(http, logprobs=True, top_logprobs=4, max_tokens=1)["choices"][0]["logprobs"]["content"][0]
+    assert top["top_logprobs"][3]["logprob"] == -9999.0
+    answer = chat(http, logprobs=True, return_tokens_as_token_ids=True, max_tokens=1)
+    assert answer["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:72"
 
 
 def test_streamed_logprobs_join_to_the_whole_ones(client):
@@ -135,23 +124,14 @@ def test_streamed_logprobs_join_to_the_whole_ones(client):
     assert pieces == whole
 
 
-def test_part_of_a_character_is_spelled_in_bytes():
-    with running_server(FakeReplica(says("é"))) as server:
-        answer = strict_client(server.url).chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True)
-    content = answer.choices[0].logprobs.content
-    assert (answer.choices[0].message.content, [at.token for at in content[:2]]) == ("é", ["\\xc3", "\\xa9"])
-    assert bytes(byte for at in content[:2] for byte in at.bytes).decode() == "é"
-
-
-def test_minus_infinity_is_written_as_a_number(http):
-    top = chat(http, logprobs=True, top_logprobs=4, max_tokens=1)["choices"][0]["logprobs"]["content"][0]
-    assert top["top_logprobs"][3]["logprob"] == -9999.0
-
-
-def test_length_is_the_reason_when_max_tokens_is_reached(client):
+def test_length_is_the_reason_when_max_tokens_is_reached_and_unset_max_tokens_fills_the_context(client, http, served):
     for name in ("max_tokens", "max_completion_tokens"):
         answer = client.chat.completions.create(model="tiny", messages=MESSAGES, **{name: 5})
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Hello", "length")
+    chat(http)
+    request = served.replica.submitted[-1]
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.7, 20, 1.0)
+    assert request.max_tokens == 512 - request.num_prompt_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -166,13 +146,6 @@ def test_a_stop_string_ends_the_text_and_is_named(http, stream):
         choice = response.json()["choices"][0]
         text = choice["message"]["content"]
     assert (text, choice["finish_reason"], choice["stop_reason"]) == ("Hello, ", "stop", "wor")
-
-
-def test_unset_sampling_is_the_models_and_unset_max_tokens_fills_the_context(http, served):
-    chat(http)
-    request = served.replica.submitted[-1]
-    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.7, 20, 1.0)
-    assert request.max_tokens == 512 - request.num_prompt_tokens
 
 
 def test_every_sampling_field_arrives(http, served):
@@ -201,15 +174,16 @@ def test_harmless_fields_change_nothing(http):
     assert (answer["choices"][0]["message"]["content"], answer["service_tier"]) == ("Hello, world!", "default")
 
 
-def test_text_parts_are_joined_by_newlines(http, served):
+def test_text_parts_are_joined_a_developer_is_the_system_and_variables_reach_the_template(http, served):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     chat(http, messages=[{"role": "user", "content": parts}])
     assert bytes(served.replica.submitted[-1].prompt_token_ids[:13]) == b"<user>one\ntwo"
-
-
-def test_a_developer_speaks_as_system_to_templates_that_know_no_other(http, served):
     chat(http, messages=[{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}])
     assert bytes(t for t in served.replica.submitted[-1].prompt_token_ids if t < EOS).startswith(b"<system>x<user>y")
+    chat(http, chat_template_kwargs={"loud": True, "unknown": 1})
+    assert bytes(t for t in served.replica.submitted[-1].prompt_token_ids if t < EOS).endswith(b"<assistant>!")
+    chat(http, add_generation_prompt=False)
+    assert served.replica.submitted[-1].prompt_token_ids[-1] == EOS
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -225,14 +199,7 @@ def test_the_last_message_can_be_continued_and_echoed(http, served, stream):
     assert bytes(t for t in served.replica.submitted[-1].prompt_token_ids if t < EOS).endswith(b"<assistant>Well: ")
 
 
-def test_template_variables_reach_the_template(http, served):
-    chat(http, chat_template_kwargs={"loud": True, "unknown": 1})
-    assert bytes(t for t in served.replica.submitted[-1].prompt_token_ids if t < EOS).endswith(b"<assistant>!")
-    chat(http, add_generation_prompt=False)
-    assert served.replica.submitted[-1].prompt_token_ids[-1] == EOS
-
-
-def test_token_ids_are_returned_when_asked(http, served):
+def test_token_ids_and_prompt_logprobs_are_returned_when_asked(http, served):
     answer = chat(http, return_token_ids=True, max_tokens=2)
     assert answer["choices"][0]["token_ids"] == [72, 101]
     assert answer["prompt_token_ids"] == list(served.replica.submitted[-1].prompt_token_ids)
@@ -243,14 +210,6 @@ def test_token_ids_are_returned_when_asked(http, served):
     events = events_of(http.post("/v1/chat/completions", json=body).text)
     assert events[0]["prompt_token_ids"] == answer["prompt_token_ids"]
     assert [t for event in events for t in event["choices"][0].get("token_ids", [])] == [72, 101]
-
-
-def test_tokens_are_named_by_id_when_asked(http):
-    answer = chat(http, logprobs=True, return_tokens_as_token_ids=True, max_tokens=1)
-    assert answer["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:72"
-
-
-def test_prompt_logprobs_are_keyed_by_token_id(http, served):
     answer = chat(http, prompt_logprobs=1, max_tokens=1)
     first, second = answer["prompt_logprobs"][:2]
     assert first is None
@@ -258,15 +217,12 @@ def test_prompt_logprobs_are_keyed_by_token_id(http, served):
     assert len(answer["prompt_logprobs"]) == len(served.replica.submitted[-1].prompt_token_ids)
 
 
-def test_the_request_id_names_the_completion(http):
+def test_the_request_id_names_the_completion_and_may_be_in_flight_twice(http, served):
     answer = http.post(
         "/v1/chat/completions", json={"model": "tiny", "messages": MESSAGES}, headers={"x-request-id": "abc.1-Z_"}
     )
     assert (answer.headers["x-request-id"], answer.json()["id"]) == ("abc.1-Z_", "chatcmpl-abc.1-Z_")
     assert chat(http, request_id="mine")["id"] == "chatcmpl-mine"
-
-
-def test_one_request_id_may_be_in_flight_twice(http, served):
     for _ in range(2):
         chat(http, request_id="same", n=2)
     ids = [request.request_id for request in served.replica.submitted[-4:]]
@@ -309,28 +265,19 @@ def predicted(text: str) -> dict[str, object]:
     return {"prediction": {"type": "content", "content": text}}
 
 
-def test_usage_tells_what_of_a_prediction_became_output(client):
+def test_usage_tells_what_of_a_prediction_became_output_whole_and_streamed(client, http, served):
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES, **predicted("Hello, folks"))
     details = answer.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (len("Hello, o"), len("flks"))
     assert answer.choices[0].message.content == "Hello, world!"
     assert answer.usage.completion_tokens == len("Hello, world!") + 1, "what was rejected is on no bill"
-
-
-def test_without_one_there_is_nothing_to_tell(client):
     details = client.chat.completions.create(model="tiny", messages=MESSAGES).usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
-
-
-def test_the_parts_of_a_prediction_are_one_text(http, served):
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo<|x|>"}]
     usage = chat(http, n=2, prediction={"type": "content", "content": parts})["usage"]
     first, second = served.replica.submitted[-2:]
     assert bytes(first.prediction_token_ids) == bytes(second.prediction_token_ids) == b"Hello<|x|>"
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == 2 * len("Hello")
-
-
-def test_a_stream_tells_it_at_the_end(http):
     asked = {"model": "tiny", "messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
     events = events_of(http.post(CHAT, json={**asked, **predicted("Hello!")}).text)
     details = events[-1]["usage"]["completion_tokens_details"]

@@ -73,14 +73,11 @@ def test_prompts_times_n_come_prompt_major():
     assert (whole, [stream[index]["text"] for index in range(4)]) == (["a0", "a1", "b0", "b1"], whole)
 
 
-def test_logprobs_are_parallel_lists(client):
+def test_logprobs_are_parallel_lists_and_zero_reports_the_chosen_token(client):
     logprobs = client.completions.create(model="tiny", prompt="ab", logprobs=2, max_tokens=2).choices[0].logprobs
     assert (logprobs.tokens, logprobs.text_offset) == (["H", "e"], [0, 1])
     assert logprobs.token_logprobs == [-1.5, -1.5]
     assert logprobs.top_logprobs == [{"Z": -0.5, "H": -1.5}, {"Z": -0.5, "e": -1.5}]
-
-
-def test_logprobs_zero_reports_the_chosen_token(client):
     logprobs = client.completions.create(model="tiny", prompt="ab", logprobs=0, max_tokens=1).choices[0].logprobs
     assert logprobs.top_logprobs == [{"H": -1.5}]
 
@@ -90,7 +87,7 @@ def test_echo_repeats_the_prompt(client, prompt):
     assert client.completions.create(model="tiny", prompt=prompt, echo=True).choices[0].text == "abHello, world!"
 
 
-def test_echo_with_logprobs_covers_the_prompt_from_its_second_token(http):
+def test_an_echo_with_logprobs_covers_the_prompt_and_scoring_generates_nothing(http, served):
     choice = complete(http, prompt="ab", echo=True, logprobs=1, max_tokens=2)["choices"][0]
     assert choice["text"] == "abHe"
     assert choice["logprobs"] == {
@@ -99,9 +96,6 @@ def test_echo_with_logprobs_covers_the_prompt_from_its_second_token(http):
         "token_logprobs": [None, -1.5, -1.5, -1.5],
         "top_logprobs": [None, {"Z": -0.5, "b": -1.5}, {"Z": -0.5, "H": -1.5}, {"Z": -0.5, "e": -1.5}],
     }
-
-
-def test_scoring_generates_nothing(http, served):
     answer = complete(http, prompt="abc", echo=True, logprobs=0, max_tokens=0)
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
@@ -133,9 +127,17 @@ def test_offsets_count_characters_when_tokens_are_bytes():
     assert logprobs["text_offset"] == [0, 0, 1, 1, 2, 3]
 
 
-def test_special_tokens_are_added_unless_told_not_to(http, served):
+def test_token_ids_prompt_logprobs_and_usage_are_told_when_asked(http, served):
     complete(http, prompt="ab", add_special_tokens=False, return_token_ids=True)
     assert list(served.replica.submitted[-1].prompt_token_ids) == [97, 98]
+    choice = complete(http, prompt="ab", return_token_ids=True, prompt_logprobs=0, max_tokens=1)["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [72])
+    assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -1.5, "rank": 2, "decoded_token": "b"}}]
+    assert len(complete(http, prompt="ab", n=2, best_of=2)["choices"]) == 2
+    body = {"model": "tiny", "prompt": "ab", "stream": True, "stream_options": {"include_usage": True}}
+    events = events_of(http.post("/v1/completions", json=body).text)
+    assert (events[-1]["choices"], events[-1]["usage"]["prompt_tokens"]) == ([], 2)
+    assert all(event["usage"] is None for event in events[:-1])
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -159,23 +161,6 @@ def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(
     assert half > 0
     assert not any(name.startswith("maitred-long-text") for name in writers[:half])
     assert all(name.startswith("maitred-long-text") for name in writers[half:])
-
-
-def test_token_ids_and_prompt_logprobs_stand_in_the_choice(http):
-    choice = complete(http, prompt="ab", return_token_ids=True, prompt_logprobs=0, max_tokens=1)["choices"][0]
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [72])
-    assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -1.5, "rank": 2, "decoded_token": "b"}}]
-
-
-def test_best_of_that_equals_n_is_taken(http):
-    assert len(complete(http, prompt="ab", n=2, best_of=2)["choices"]) == 2
-
-
-def test_a_stream_has_usage_at_its_end_when_asked(http):
-    body = {"model": "tiny", "prompt": "ab", "stream": True, "stream_options": {"include_usage": True}}
-    events = events_of(http.post("/v1/completions", json=body).text)
-    assert (events[-1]["choices"], events[-1]["usage"]["prompt_tokens"]) == ([], 2)
-    assert all(event["usage"] is None for event in events[:-1])
 
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -161,20 +161,14 @@ def test_its_errors_have_its_own_body_and_name_its_own_fields(http: httpx.Client
     assert answer.json()["about"] == about
 
 
-def test_a_wrong_method_on_its_path_is_told_in_its_words_and_other_paths_keep_theirs(http: httpx.Client):
+def test_errors_of_methods_of_streams_and_in_the_document_are_its_own(http: httpx.Client):
     assert "complaint" in http.get("/ask").json()
     assert http.post("/v1/chat/completions", json={}).json()["error"]["param"] == "messages"
     assert "error" in http.get("/nowhere").json()
-
-
-def test_a_stream_that_breaks_ends_with_its_own_error_and_end():
     with running_server(FakeReplica(fail_after=1), routes=BOTH) as server:
         answer = httpx.post(f"{server.url}/ask", json={"words": "Hi", "budget": 5, "piecemeal": True})
     first, broken, end = answer.text.splitlines()
     assert (first, end) == ('{"more":"H"}', '{"over":true}')
     assert msgspec.json.decode(broken, type=Complaint).complaint == "logits are NaN"
-
-
-def test_the_document_tells_its_errors_as_it_has_them():
     errors = openapi_document(BOTH)["paths"]["/ask"]["post"]["responses"]["401"]["content"]["application/json"]
     assert errors["schema"] == {"$ref": "#/components/schemas/Complaint"}

@@ -83,7 +83,7 @@ async def test_texts_of_several_clients_share_a_batch(tmp_path):
         assert (told.inference_count, told.execution_count) == (16, 1)
 
 
-async def test_token_ids_are_taken_as_they_are(tmp_path):
+async def test_token_ids_base64_and_dimensions_are_taken_as_they_are_asked(tmp_path):
     write_encoder(tmp_path, "texts")
     async with served(tmp_path) as (client, _, _asgi):
         text = await client.embeddings.create(model="texts", input=TEXTS[1])
@@ -92,17 +92,11 @@ async def test_token_ids_are_taken_as_they_are(tmp_path):
         bare = await client.embeddings.create(model="texts", input="w3", extra_body={"add_special_tokens": False})
     assert vectors(text)[0] == vectors(tokens)[0]
     np.testing.assert_allclose(vectors(lists), [vectors(text)[0], vectors(bare)[0]], atol=1e-5)
-
-
-async def test_base64_has_the_same_floats(tmp_path):
     write_encoder(tmp_path, "texts")
     async with served(tmp_path) as (_, http, _asgi):
         bodies = [{"input": "w1 w2", "encoding_format": form} for form in ("float", "base64")]
         floats, packed = [(await http.post("/embeddings", json=body)).json()["data"][0] for body in bodies]
     assert np.frombuffer(base64.b64decode(packed["embedding"]), "<f4").tolist() == floats["embedding"]
-
-
-async def test_dimensions_are_the_first_ones(tmp_path):
     write_encoder(tmp_path, "texts")
     async with served(tmp_path) as (client, _, _asgi):
         answer = await client.embeddings.create(model="texts", input="w1 w2", dimensions=3)
@@ -185,7 +179,7 @@ async def test_a_token_without_a_row_in_the_encoders_embedding_is_refused(tmp_pa
         assert (await http.post("/embeddings", json={"input": "w1"})).status_code == 200
 
 
-async def test_without_an_encoder_the_route_says_what_to_set(tmp_path):
+async def test_without_an_encoder_that_can_be_read_the_route_says_what_to_set(tmp_path):
     write_model(tmp_path, "add")
     async with served(tmp_path) as (client, _, _asgi):
         with pytest.raises(openai.NotFoundError, match='"task" = "embedding"'):

@@ -28,40 +28,36 @@ def post(server: Any, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, **fields}, timeout=HANGS_S)
 
 
-def test_a_request_whose_logits_are_nan_gets_a_500():
-    with running_server(FakeReplica(fail_after=3)) as server:
-        answer = post(server)
-        assert answer.status_code == 500
+def test_a_request_whose_logits_are_nan_gets_a_500_and_a_stream_ends_with_an_error_object():
+    replica = FakeReplica(fail_after=3)
+    with running_server(replica) as server:
+        answer, stream = post(server), post(server, stream=True)
         error = answer.json()["error"]
-        assert (error["type"], error["code"], error["param"]) == ("server_error", "generation_failed", None)
-        assert "NaN" in error["message"]
-        with pytest.raises(openai.InternalServerError):
-            strict_client(server.url).chat.completions.create(**CHAT)
-
-
-def test_a_stream_whose_logits_become_nan_ends_with_an_error_object():
-    with running_server(FakeReplica(fail_after=3)) as server:
-        answer = post(server, stream=True)
-        assert answer.status_code == 200
-        *chunks, error, done = [line for line in answer.text.split("\n\n") if line]
+        assert (answer.status_code, error["type"], error["code"]) == (500, "server_error", "generation_failed")
+        assert (error["param"], "NaN" in error["message"], stream.status_code) == (None, True, 200)
+        *chunks, error, done = [line for line in stream.text.split("\n\n") if line]
         assert len(chunks) == 4, "the role and three tokens"
         assert '"error":{"message":"logits are NaN"' in error
         assert done == "data: [DONE]"
+        with pytest.raises(openai.InternalServerError):
+            strict_client(server.url).chat.completions.create(**CHAT)
         with pytest.raises(openai.APIError, match="NaN"):
             list(strict_client(server.url).chat.completions.create(**CHAT, stream=True))
+        replica.fail_after = 0
+        answer = post(server, stream=True)  # before its first token
+        assert (answer.status_code, answer.headers["content-type"]) == (500, "application/json")
 
 
-def test_a_stream_that_fails_before_its_first_token_has_a_status():
-    with running_server(FakeReplica(fail_after=0)) as server:
-        answer = post(server, stream=True)
-    assert (answer.status_code, answer.headers["content-type"]) == (500, "application/json")
-
-
-def test_one_bad_sample_of_four_ends_the_other_three():
-    replica = FakeReplica(lambda r: [ord("x")] * (100 if r.sample_index else 1), token_s=0.01)
-    replica.fail_after = 5
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", {**CHAT, "n": 4}), ("/v1/completions", {"prompt": ["b", "a", "c"], "max_tokens": 300})],
+)
+def test_one_bad_sample_or_prompt_ends_the_others(path, body):
+    replica = FakeReplica(lambda r: [ord("x")] * (300 if r.sample_index or r.prompt_token_ids[0] == ord("a") else 1))
+    replica.token_s, replica.fail_after = 0.01, 5
     with running_server(replica) as server:
-        assert post(server, n=4).status_code == 500
+        answer = httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=HANGS_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
         until(lambda: not replica.live)
 
 
@@ -84,16 +80,6 @@ def test_an_engine_that_dies_in_a_stream_is_told_in_it():
     assert '"code":"engine_dead"' in streamed.text
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert whole.status_code == 503
-
-
-def test_one_bad_prompt_of_a_list_ends_the_others():
-    replica = FakeReplica(lambda r: [ord("x")] * (300 if r.prompt_token_ids[0] == ord("a") else 1), token_s=0.01)
-    replica.fail_after = 5
-    with running_server(replica) as server:
-        body = {"model": "tiny", "prompt": ["b", "a", "c"], "max_tokens": 300}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
-        until(lambda: not replica.live)
 
 
 def test_health_and_readiness_are_not_the_same():
@@ -141,12 +127,9 @@ def test_a_silent_stream_is_kept_open_by_comments():
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "ok"
 
 
-def test_comments_can_be_turned_off():
+def test_comments_can_be_turned_off_and_a_stream_has_its_headers(http):
     with running_server(FakeReplica(says("l"), token_s=0.3), sse_keep_alive_s=0.0) as server:
         assert "keep-alive" not in post(server, stream=True).text
-
-
-def test_headers_of_a_stream(http):
     answer = http.post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")

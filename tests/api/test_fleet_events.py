@@ -205,7 +205,7 @@ def test_the_events_say_just_what_the_cache_holds_while_it_evicts(real, engine, 
         assert hits[0].num_keys >= len(keys_of(bodies[-1])) - 1
 
 
-def test_a_second_router_gets_what_the_first_one_has(real, engine, cores):
+def test_a_second_router_and_one_that_comes_again_know_what_the_first_did(real, engine, cores):
     body = body_of(words(20), words(21), words(22, 20))
     with listening(real) as first:
         post(real, body)
@@ -214,9 +214,6 @@ def test_a_second_router_gets_what_the_first_one_has(real, engine, cores):
             assert second.keys == first.keys
             post(real, body_of(words(23)))
             until(lambda: second.keys == first.keys != set() and set(keys_of(body_of(words(23)))) & second.keys)
-
-
-def test_a_router_that_comes_again_finds_what_it_knew(real):
     body = body_of(words(30))
     with listening(real) as router:
         post(real, body)
@@ -238,7 +235,7 @@ def test_nothing_is_kept_for_nobody(real, engine, cores, monkeypatch):
     assert feed.keys.stored == set()
 
 
-def test_a_beat_tells_load_and_speed(real, engine):
+def test_a_beat_and_the_version_tell_load_speed_and_what_the_server_is(real, engine):
     with listening(real) as router:
         began = router.began[0].replica
         assert (began.name, began.models, began.slots, began.block_size) == ("maitred", ("mini",), 4, 16)
@@ -248,9 +245,17 @@ def test_a_beat_tells_load_and_speed(real, engine):
         post(real, body_of(words(50), max_tokens=40))
         until(lambda: router.beat().prefill_tokens_per_s > 0 and router.loads[-1].decode_tokens_per_s > 0)
         assert router.loads[-1].state == "ready"
+    told = httpx.get(f"{real.url}/version").json()
+    assert (told["version"], told["name"], told["models"], told["slots"]) == (
+        maitred.__version__,
+        "maitred",
+        ["mini"],
+        4,
+    )
+    assert told["fingerprint"]["revision"] == engine.model.revision
 
 
-def test_text_prompts_and_token_prompts_have_keys_too(real):
+def test_prompts_of_all_kinds_have_keys_salted_as_a_trusted_router_says(real):
     text = {"model": "mini", "prompt": words(60), "max_tokens": 1}
     tokens = {"model": "mini", "prompt": [7 + i % 90 for i in range(200)], "max_tokens": 1}
     several = {"model": "mini", "prompt": [words(61), words(62)], "max_tokens": 1}
@@ -258,9 +263,6 @@ def test_text_prompts_and_token_prompts_have_keys_too(real):
         for body in (text, tokens, several):
             post(real, body, "/v1/completions")
             until(lambda body=body: len(router.index.hits(keys_of(body), 1)) == 1)
-
-
-def test_keys_are_salted_as_a_trusted_router_says(real):
     body = body_of(words(70))
     with listening(real) as router:
         post(real, body, **{"x-maitred-salt": "group", "x-maitred-fleet-token": TOKEN})
@@ -270,7 +272,7 @@ def test_keys_are_salted_as_a_trusted_router_says(real):
         assert not set(keys_of(body, "forged")) & router.keys
 
 
-def test_only_the_token_opens_the_events_where_there_is_one(token_file):
+def test_only_the_token_or_an_administrator_opens_the_events(token_file):
     with running_server(FakeReplica(), api_keys=("key",), fleet_token_file=token_file) as server:
 
         def status(**headers: str) -> int:
@@ -284,9 +286,6 @@ def test_only_the_token_opens_the_events_where_there_is_one(token_file):
         assert models.status_code == 401  # it opens nothing of clients'
         version = httpx.get(f"{server.url}/version", headers={"x-maitred-fleet-token": TOKEN})
         assert version.json()["name"] == "maitred"
-
-
-def test_without_a_token_it_takes_an_administrator():
     tenants = FakeTenants(table_of({"cook": {}, "boss": {}}))
     with running_server(FakeReplica(), tenants=tenants) as server:
         for key, status in (("cook", 403), ("boss", 200)):
@@ -295,10 +294,14 @@ def test_without_a_token_it_takes_an_administrator():
                 assert answer.status_code == status
 
 
-def test_a_launched_replica_has_its_token_from_the_environment(monkeypatch):
+def test_a_launched_replica_has_its_token_from_the_environment_and_tells_its_load(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     with running_server(FakeReplica()) as server, listening(server) as router:
         assert router.beat().state == "ready"
+    with running_server(FakeReplica()) as server, listening(server) as router:
+        post(server, {**body_of("hi"), "model": "tiny"})
+        assert router.beat().num_blocks == 100
+        assert router.keys == set()
 
 
 @pytest.mark.parametrize("content", [None, "", "short", "two lines of token\nand another line"])
@@ -308,24 +311,6 @@ def test_a_token_file_that_is_none_is_said_at_the_start(tmp_path, content):
         path.write_text(content)
     with pytest.raises(ConfigError, match="token"), running_server(FakeReplica(), fleet_token_file=str(path)):
         pass
-
-
-def test_a_replica_without_an_engine_of_its_own_tells_its_load():
-    with running_server(FakeReplica()) as server, listening(server) as router:
-        post(server, {**body_of("hi"), "model": "tiny"})
-        assert router.beat().num_blocks == 100
-        assert router.keys == set()
-
-
-def test_the_version_says_what_the_server_is(real, engine):
-    told = httpx.get(f"{real.url}/version").json()
-    assert (told["version"], told["name"], told["models"], told["slots"]) == (
-        maitred.__version__,
-        "maitred",
-        ["mini"],
-        4,
-    )
-    assert told["fingerprint"]["revision"] == engine.model.revision
 
 
 def test_the_events_go_on_when_the_engine_is_killed_and_begin_again_with_the_next(monkeypatch):

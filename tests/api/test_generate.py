@@ -72,7 +72,7 @@ def test_the_engine_is_asked_as_by_a_completion(served, ask, body):
         assert (asked.max_tokens, asked.seed) == (wanted.max_tokens, wanted.seed)
 
 
-def test_the_text_goes_before_its_continuation_unless_it_is_excluded_or_streamed(ask):
+def test_a_text_goes_before_its_continuation_unless_streamed_and_several_are_a_list(ask):
     plain = generate(ask, exclude_input_in_output=True).json()["text_output"]
     assert generate(ask).json()["text_output"] == PROMPT + plain
     assert generate(ask, exclude_input_in_output=False).json()["text_output"] == PROMPT + plain
@@ -81,9 +81,6 @@ def test_the_text_goes_before_its_continuation_unless_it_is_excluded_or_streamed
     pieces = events(generate(ask, "generate_stream"))
     assert "".join(each["text_output"] for each in pieces) == plain
     assert len(pieces) > 2
-
-
-def test_several_samples_are_a_list(ask):
     answer = generate(ask, model="tiny/versions/1", exclude_input_in_output=True, parameters={"n": 2}).json()
     first, second = answer["text_output"]
     assert first == second
@@ -122,15 +119,12 @@ def test_what_the_client_does_wrong_is_one_text(ask, path, body, status, says):
     assert list(answer.json()) == ["error"]
 
 
-def test_a_body_need_not_say_that_it_is_json_but_for_pages_of_other_origins(served):
+def test_a_body_need_not_say_that_it_is_json_and_a_fault_within_a_stream_is_its_last_event(served):
     content = json.dumps({"text_input": PROMPT}).encode()
     path, form = f"{served.url}/v2/models/tiny/generate", {"content-type": "application/x-www-form-urlencoded"}
     assert httpx.post(path, content=content, headers=form).status_code == 200
     assert httpx.post(path, content=content, headers=form | {"origin": "http://evil"}).status_code == 415
     assert httpx.post(path, content=b"{", headers=form).json()["error"].startswith("the body is not valid JSON")
-
-
-def test_what_goes_wrong_within_a_stream_is_its_last_event():
     with running_server(FakeReplica(fail_after=3)) as server:
         answer = httpx.post(f"{server.url}/v2/models/tiny/generate_stream", json={"text_input": "a"})
         *_, last = events(answer)
@@ -149,7 +143,7 @@ def test_a_client_that_leaves_frees_its_place(action):
         until(lambda: replica.aborted and not replica.live)
 
 
-def test_keys_and_their_limits_hold():
+def test_keys_limits_and_the_result_cache_hold_here_too():
     table = table_of({"one": {"requests_per_minute": 1}, "boss": {}})
     with running_server(tenants=FakeTenants(table), clock=ManualClock(1000.0)) as server:
         path, body = f"{server.url}/v2/models/tiny/generate", {"text_input": "a"}
@@ -158,9 +152,6 @@ def test_keys_and_their_limits_hold():
         assert all(list(answer.json()) == ["error"] for answer in (answers[0], answers[2]))
         assert server.replica.submitted[-1].terms.tenant == "one"
         assert "maitred_tenant_" in httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer boss"}).text
-
-
-def test_the_same_question_is_answered_from_the_result_cache():
     with running_server(FakeReplica(), result_cache_bytes=1 << 20) as server:
         path = f"{server.url}/v2/models/tiny/generate_stream"
         body = {"text_input": "a", "parameters": {"temperature": 0}}

@@ -99,7 +99,7 @@ def kserve(**fields):
     return np.frombuffer(tensor.data, np.float32)
 
 
-def test_a_shape_is_bounded_before_it_is_multiplied_and_deep_data_is_walked_once():
+def test_a_shape_is_bounded_before_it_is_multiplied_and_rows_with_names_are_columns():
     deep = 1.0
     for _ in range(200):
         deep = [deep]
@@ -107,9 +107,6 @@ def test_a_shape_is_bounded_before_it_is_multiplied_and_deep_data_is_walked_once
     for num_dims in (MOST_DIMS + 1, 100_000, 400_000):
         with pytest.raises(InvalidRequest, match=r"length <= 32|values in JSON"):
             kserve(shape=[2] * num_dims, data=[1.0])
-
-
-def test_rows_with_names_are_columns_of_equal_rows():
     specs = (DeclaredTensor("a", "TYPE_FP32", (-1,)), DeclaredTensor("b", "TYPE_FP32", ()))
     rows = [{"a": [float(at)] * 100, "b": at} for at in range(100)]
     a, b = predict_inputs(json.dumps({"instances": rows}).encode(), specs).inputs

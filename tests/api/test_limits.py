@@ -39,15 +39,19 @@ def asked(headers: dict[str, str] | None = None, **fields: Any) -> TimeLimits:
     return time_limits(body, {name.encode(): value.encode() for name, value in (headers or {}).items()})
 
 
-def test_who_asks_for_no_limits_has_none_of_its_own():
+def test_limits_come_from_fields_or_headers_and_reach_the_engine():
     assert asked() == TimeLimits(None, None, None)
     assert asked(ttft_slo_ms=500, queue_timeout_ms=1000, timeout_ms=2000) == TimeLimits(0.5, 1.0, 2.0)
-
-
-def test_headers_say_the_same_and_fields_go_first():
     headers = {"x-slo-ttft-ms": "250", "x-queue-timeout-ms": "1e3", "x-request-timeout-ms": "1500.5"}
     assert asked(headers) == TimeLimits(0.25, 1.0, 1.5005)
     assert asked(headers, timeout_ms=700).timeout_s == 0.7
+    replica = FakeReplica()
+    with running_server(replica) as server:
+        complete(server.url, {"x-slo-ttft-ms": "400"}, timeout_ms=5000, queue_timeout_ms=1000)
+    (request,) = replica.submitted
+    assert request.terms.ttft_slo_s == 0.4
+    assert request.terms.start_by == pytest.approx(request.arrived_at + 1.0)
+    assert request.terms.finish_by == pytest.approx(request.arrived_at + 5.0)
 
 
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "86400001", "\xb2", "9" * 400])
@@ -181,16 +185,6 @@ def test_who_is_shed_for_a_more_urgent_one_hears_it_and_may_come_again():
         assert urgent.result(HANGS_S).status_code == 200
 
 
-def test_limits_reach_the_engine():
-    replica = FakeReplica()
-    with running_server(replica) as server:
-        complete(server.url, {"x-slo-ttft-ms": "400"}, timeout_ms=5000, queue_timeout_ms=1000)
-    (request,) = replica.submitted
-    assert request.terms.ttft_slo_s == 0.4
-    assert request.terms.start_by == pytest.approx(request.arrived_at + 1.0)
-    assert request.terms.finish_by == pytest.approx(request.arrived_at + 5.0)
-
-
 @pytest.mark.parametrize("fields", [{"timeout_ms": 0}, {"ttft_slo_ms": -5}, {"queue_timeout_ms": 1e12}])
 def test_limits_out_of_range_are_refused_with_the_field(fields: dict[str, float]):
     with running_server() as server:
@@ -286,7 +280,7 @@ def test_a_policy_changes_under_load_and_nobody_is_lost(server: httpx.Client):
     assert [answer.json()["choices"][0]["text"] for answer in answers] == ["a" * 10] * 12
 
 
-def test_a_policys_arguments_come_and_go_with_it(server: httpx.Client):
+def test_a_policys_arguments_come_and_go_with_it_and_a_key_is_needed(server: httpx.Client):
     asked = {"policy": "sjf", "policy_args": {"kv_block_weight": 2, "ageing_tokens_per_s": 50}}
     view = server.post("/admin/policy", json=asked).json()
     assert view["parameters"]["policy_args"] == {"kv_block_weight": 2, "ageing_tokens_per_s": 50}
@@ -295,13 +289,12 @@ def test_a_policys_arguments_come_and_go_with_it(server: httpx.Client):
     assert by_name["arguments"]["ageing_tokens_per_s"] == 70.0
     assert by_name["arguments"]["kv_block_weight"] == 2.0
     assert server.post("/admin/policy", json={"policy": "fcfs"}).json()["arguments"] == {}
-
-
-def test_a_priority_that_was_heeded_is_no_error_after_a_change_of_policy(server: httpx.Client):
     assert server.post("/admin/policy", json={"policy": "fcfs"}).status_code == 200
     answers: list[httpx.Response] = []
     joined(complete_in_thread(server, 2, 1, answers))
     assert answers[0].status_code == 200, answers[0].text
+    for path in ("/admin/queue", "/admin/policy"):
+        assert httpx.get(f"{server.base_url}{path}").status_code == 401
 
 
 def test_admission_heeds_the_policy_in_force():
@@ -356,18 +349,10 @@ def test_a_page_that_cannot_be_is_refused(server: httpx.Client, query: str):
     assert server.get(f"/admin/queue?{query}").status_code == 400
 
 
-def test_a_key_is_needed(server: httpx.Client):
-    for path in ("/admin/queue", "/admin/policy"):
-        assert httpx.get(f"{server.base_url}{path}").status_code == 401
-
-
-def test_a_replica_without_an_engine_of_its_own_says_so():
+def test_a_replica_without_an_engine_says_so_and_a_stopped_one_answers_503():
     with running_server(FakeReplica()) as running:
         answer = httpx.get(f"{running.url}/admin/queue")
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
-
-
-def test_a_stopped_engine_answers_503():
     engine = make_engine()
     with running_server(engine, make_model(block_size=4)) as running:
         loop = running.server.servers[0].get_loop()  # which listens to the engine until it is told that it ends

@@ -257,14 +257,6 @@ def test_an_engine_that_loads_is_neither_healthy_nor_ready_and_says_so():
         assert [get(server, path).status_code for path in ("/health", "/ready", "/readyz")] == [200, 200, 200]
 
 
-def test_an_engine_that_is_silent_is_not_healthy():
-    replica = MoodyReplica(mood=ReplicaState(alive=False, error="the engine's process has been silent for 7 s"))
-    with running_server(replica) as server:
-        answer = get(server, "/health")
-        assert answer.status_code == 503
-        assert "silent for 7 s" in answer.json()["error"]["message"]
-
-
 def test_one_token_through_the_scheduler_as_the_least_urgent_request():
     with running_server() as server:
         answer = get(server, "/health/decode")

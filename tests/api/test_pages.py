@@ -45,12 +45,16 @@ def page_of(url: str, accept: str = "") -> str:
     return httpx.get(f"{url}/metrics", headers={"accept": accept} if accept else {}).text
 
 
-def test_every_declared_metric_is_on_the_page_with_its_kind(served):
+def test_every_metric_is_on_the_page_in_both_forms_and_in_the_documentation(served):
     families = {family.name: family for family in text_string_to_metric_families(page_of(served.url))}
     for metric in METRICS:
         family = families.pop(metric.name.removesuffix("_total"))
         assert (family.type, family.documentation) == (metric.kind.value, metric.help)
     assert not families
+    page = page_of(served.url, "application/openmetrics-text; version=1.0.0")
+    assert page.endswith("# EOF\n")
+    assert list(parse_openmetrics(page))
+    assert (DOCS / "metrics.md").read_text() == metrics_document(), "python -m maitred.core.metrics > docs/metrics.md"
 
 
 def test_names_follow_the_prometheus_rules():
@@ -66,16 +70,6 @@ def test_names_follow_the_prometheus_rules():
         if metric.kind is MetricKind.HISTOGRAM:
             assert not metric.name.endswith(("_count", "_sum", "_bucket", "_info"))
     assert len({metric.name for metric in METRICS}) == len(METRICS)
-
-
-def test_openmetrics_is_spoken_when_asked_for(served):
-    page = page_of(served.url, "application/openmetrics-text; version=1.0.0")
-    assert page.endswith("# EOF\n")
-    assert list(parse_openmetrics(page))
-
-
-def test_the_documentation_is_the_declaration():
-    assert (DOCS / "metrics.md").read_text() == metrics_document(), "python -m maitred.core.metrics > docs/metrics.md"
 
 
 def test_gauges_show_the_engine_and_histograms_the_requests():
@@ -100,22 +94,19 @@ def test_gauges_show_the_engine_and_histograms_the_requests():
     assert values["maitred_info", "tiny", maitred.__version__] == 1
 
 
-def test_unknown_paths_make_no_new_series(served):
+def test_unknown_paths_make_no_new_series_and_two_apps_live_in_one_process(served):
     for index in range(20):
         httpx.get(f"{served.url}/made-up-{index}")
     page = page_of(served.url)
     assert "made-up" not in page
     assert 'route="other",status="404"' in page
-
-
-def test_two_apps_live_in_one_process():
     with running_server() as one, running_server() as other:
         httpx.get(f"{one.url}/version")
         assert 'route="/version"' in page_of(one.url)
         assert 'route="/version"' not in page_of(other.url)
 
 
-def test_the_openapi_document_names_every_route_and_resolves(http):
+def test_the_openapi_document_names_every_route_and_its_schemas_hold_the_answers(http):
     document = http.get("/openapi.json").json()
     assert document == json.loads(msgspec.json.encode(openapi_document(ROUTES)))
     assert document["openapi"].startswith("3.1")
@@ -128,18 +119,11 @@ def test_the_openapi_document_names_every_route_and_resolves(http):
     assert sorted(error["required"]) == ["code", "message", "param", "type"]
     ids = {document["paths"][route.template][route.method.lower()]["operationId"] for route in ROUTES.routes}
     assert len(ids) == len(ROUTES.routes)
-
-
-def test_the_schemas_hold_the_answers(http):
-    """A cheap check without a validator: every required property is in a real answer, and no other is."""
     schemas = http.get("/openapi.json").json()["components"]["schemas"]
     answer = http.post("/v1/chat/completions", json={"model": "tiny", "messages": MESSAGES}).json()
     assert set(schemas["ChatCompletion"]["required"]) <= set(answer) <= set(schemas["ChatCompletion"]["properties"])
     text = http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).json()
     assert set(schemas["Completion"]["required"]) <= set(text) <= set(schemas["Completion"]["properties"])
-
-
-def test_version(http):
     assert http.get("/version").json()["version"] == maitred.__version__
 
 
@@ -205,16 +189,13 @@ def pipe() -> Iterator[tuple[int, int]]:
     os.close(writer)
 
 
-def test_what_is_written_is_read_in_order(pipe):
+def test_what_is_written_is_read_in_order_and_a_part_of_a_line_after_a_flush(pipe):
     reader, writer = pipe
     stream = LogStream(writer)
     for text in ("one\n", "tw", "o", "\nthree\n\udc80", "\n"):
         stream.write(text)
     assert stream.drain(HANGS_S)
     assert (os.read(reader, 1000), stream.num_dropped) == (b"one\ntwo\nthree\n\\udc80\n", 0)
-
-
-def test_a_line_that_is_not_whole_is_seen_when_its_writer_flushes(pipe):
     reader, writer = pipe
     stream = LogStream(writer)
     stream.write("packing: 50%")

@@ -87,21 +87,14 @@ def test_a_field_that_has_another_name_here_is_told_it(http, path, theirs, ours)
     assert f"send {ours}" in error["message"]
 
 
-def test_what_is_refused_is_no_field_of_the_route():
+def test_what_is_refused_is_no_field_of_the_route_and_stands_on_the_page():
     assert not set(CHAT_REFUSED) & set(ChatCompletionRequest.__struct_fields__)
     assert not set(COMPLETION_REFUSED) & set(CompletionRequest.__struct_fields__)
     assert not set(TOKENIZE_REFUSED) & set(TokenizeRequest.__struct_fields__)
-
-
-def test_the_page_lists_as_refused_what_is_and_sends_to_what_there_is():
     table = [row.split("|")[1:3] for row in (ROOT / "docs/api.md").read_text().splitlines() if row.startswith("| `")]
     names = [set(re.findall(r"`([a-z_]+)", column)) for column in map(" ".join, zip(*table, strict=True))]
     assert names[0] - {"guided_"} <= set(CHAT_REFUSED)
     assert names[1] - {"system"} <= {*ChatCompletionRequest.__struct_fields__, *CHAT_REFUSED}
-
-
-def test_removed_fields_are_told_their_successor(http):
-    assert "structured_outputs" in refused(http, CHAT, {"guided_json": {}})["message"]
 
 
 @pytest.mark.parametrize(
@@ -294,14 +287,15 @@ def test_completions_name_the_wrong_field(http, fields, param):
     assert refused(http, TEXT, fields)["param"] == param
 
 
-def test_best_of_more_than_n_is_not_built(http):
+def test_missing_fields_and_those_that_were_removed_are_named(http):
     assert refused(http, TEXT, {"best_of": 3, "n": 2})["code"] == "unsupported_parameter"
-
-
-def test_missing_fields_are_named(http):
+    assert "structured_outputs" in refused(http, CHAT, {"guided_json": {}})["message"]
     for path, param in ((CHAT, "messages"), (TEXT, "prompt")):
         response = http.post(path, json={})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    response = http.post(CHAT, json={"model": "m" * 100_000, "messages": MESSAGES})
+    assert response.status_code == 404
+    assert len(response.text) < 1500
 
 
 @pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (TEXT, "prompt")])
@@ -319,12 +313,6 @@ def test_prompt_and_max_tokens_over_the_context_are_refused(http, path):
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
     assert "512" in error["message"]
     assert "511" in error["message"]
-
-
-def test_a_message_never_repeats_much_of_what_was_sent(http):
-    response = http.post(CHAT, json={"model": "m" * 100_000, "messages": MESSAGES})
-    assert response.status_code == 404
-    assert len(response.text) < 1500
 
 
 HEADER = "x-maitred-ignored-fields"
@@ -350,27 +338,21 @@ def test_an_unknown_field_is_served_and_named(http: httpx.Client, path: str):
     assert HEADER not in http.post(path, json=BASES[path]).headers
 
 
-def test_a_stream_and_an_error_name_it_as_well(http: httpx.Client):
+def test_streams_errors_and_options_name_unknown_fields_but_no_null_and_none_refused_elsewhere(http: httpx.Client):
     with http.stream("POST", CHAT, json=BASES[CHAT] | {"poems": 1, "stream": True}) as answer:
         assert answer.headers[HEADER] == "poems"
         assert answer.read().endswith(b"data: [DONE]\n\n")
     wrong = http.post(CHAT, json=BASES[CHAT] | {"poems": 1, "temperature": 9})
     assert (wrong.status_code, wrong.headers[HEADER]) == (400, "poems")
-
-
-def test_an_unknown_field_of_the_stream_options_is_named_by_its_path(http: httpx.Client):
     options = {"include_usage": True, "include_usages": True, "chunk": None}
     for more in ({}, {"user": "x" * SMALL_BYTES}):
         answer = http.post(CHAT, json=BASES[CHAT] | more | {"stream": True, "stream_options": options})
         assert answer.headers[HEADER] == "stream_options.include_usages"
-
-
-def test_an_unknown_field_that_is_null_is_not_named(http: httpx.Client):
     assert HEADER not in http.post(CHAT, json=BASES[CHAT] | {"poems": None}).headers
-
-
-def test_what_is_refused_elsewhere_is_not_told_as_unknown(http: httpx.Client):
     assert HEADER not in http.post(CHAT, json=BASES[CHAT] | {"typical_p": 1.0, "tools": []}).headers
+    paths = http.get("/openapi.json").json()["paths"]
+    told = {path for path, methods in paths.items() for operation in methods.values() if _tells(operation)}
+    assert told == {*BASES, "/v1/embeddings"}
 
 
 @pytest.mark.parametrize("more", [{}, {"user": "x" * SMALL_BYTES}], ids=["small", "large"])
@@ -385,7 +367,7 @@ def test_names_that_no_header_may_have_are_only_counted():
     assert names_told(["a.b-c_D", "x" * 64]) == b"a.b-c_D, " + b"x" * 64
 
 
-def test_the_log_guesses_once_what_was_meant(caplog: pytest.LogCaptureFixture):
+def test_the_log_guesses_once_what_was_meant_and_a_flood_does_not_fill_it(caplog: pytest.LogCaptureFixture):
     with running_server() as server, caplog.at_level(logging.INFO, "maitred.api"):
         for _ in range(2):
             httpx.post(f"{server.url}{CHAT}", json=BASES[CHAT] | {"temprature": 0.5, "poems": 1})
@@ -394,9 +376,6 @@ def test_the_log_guesses_once_what_was_meant(caplog: pytest.LogCaptureFixture):
         ("WARNING", "field temprature is unknown and was ignored (did you mean temperature?)"),
         ("INFO", "field poems is unknown and was ignored"),
     ]
-
-
-def test_a_flood_of_names_does_not_fill_the_log(caplog: pytest.LogCaptureFixture):
     with running_server() as server, caplog.at_level(logging.INFO, "maitred.api"):
         for first in range(0, MAX_LOGGED + 100, 10):
             fields = {f"f{number}": 1 for number in range(first, first + 10)}
@@ -415,22 +394,13 @@ def test_a_strict_server_refuses_it_and_says_what_may_be_meant(strict: RunningSe
     assert strict.replica.aborted == []
 
 
-def test_a_strict_server_says_of_a_refused_field_why(strict: RunningServer):
+def test_a_strict_server_says_why_and_repeats_no_name_that_is_none(strict: RunningServer):
     with httpx.Client(base_url=strict.url) as http:
         assert refused(http, CHAT, {"poems": 1, "typical_p": 0.5})["param"] == "typical_p"
-
-
-def test_a_strict_server_never_repeats_a_name_that_is_none(strict: RunningServer):
     with httpx.Client(base_url=strict.url) as http:
         error = http.post(TEXT, json=BASES[TEXT] | {"\x1b" * 100_000: 1}).json()["error"]
     assert error["param"] is None
     assert len(error["message"]) < 300
-
-
-def test_the_document_tells_of_the_header(http: httpx.Client):
-    paths = http.get("/openapi.json").json()["paths"]
-    told = {path for path, methods in paths.items() for operation in methods.values() if _tells(operation)}
-    assert told == {*BASES, "/v1/embeddings"}
 
 
 def _tells(operation: dict[str, dict[str, dict[str, object]]]) -> bool:

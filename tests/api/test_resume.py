@@ -117,7 +117,7 @@ def texts_of(events: bytes) -> list[str]:
     return ["".join(parts) for parts in zip(*([one] if isinstance(one, str) else one for one in told), strict=True)]
 
 
-def test_a_large_body_goes_on_as_it_came(replica):
+def test_a_large_body_and_a_resumed_stream_go_on_too(replica):
     body = json.dumps({"messages": SAYS, "stream": True, "max_tokens": 48, "seed": 4}).encode()
     body = body[:-1] + b" " * 20_000 + b"}"
     pieces = writes(told_stream(replica, CHAT, body))
@@ -125,9 +125,6 @@ def test_a_large_body_goes_on_as_it_came(replica):
     relayed = told.feed(b"".join(pieces[:2]))
     rest = ToldTokens().feed(resumed(replica, CHAT, body, told))
     assert client_has(relayed + rest)["choices"] == client_has(ToldTokens().feed(b"".join(pieces)))["choices"]
-
-
-def test_a_resumed_stream_breaks_off_and_goes_on_too(replica):
     body = json.dumps({"messages": SAYS, "stream": True, "max_tokens": 12, "seed": 4, "n": 2}).encode()
     pieces = writes(told_stream(replica, CHAT, body))
     told = ToldTokens()

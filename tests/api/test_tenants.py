@@ -13,7 +13,6 @@ import openai
 import pytest
 
 from maitred.api.http.fleet_headers import time_left, time_left_headers, vouching
-from maitred.api.routes import make_routes
 from maitred.core.clock import ManualClock
 from maitred.core.request import Charges, FinishReason, RequestSpec
 from maitred.core.step import RequestProgress
@@ -28,8 +27,6 @@ from tests import ROOT
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server, says, table_of
 from tests.waiting import HANGS_S, joined, until
-
-ROUTES = make_routes()
 
 TENANTS: dict[str, dict[str, Any]] = {
     "free": {},
@@ -90,19 +87,6 @@ def test_a_request_carries_its_tenants_name_and_terms(house):
 
 def test_only_keys_of_the_table_open(house):
     assert (post(house, "nobody").status_code, httpx.get(f"{house.url}/v1/models").status_code) == (401, 401)
-
-
-@pytest.mark.parametrize(("method", "path"), [(route.method, route.path) for route in ROUTES.routes])
-def test_every_route_but_the_open_ones_needs_a_key_of_a_tenant(http_of_house, method, path):
-    response = http_of_house.request(method, path.replace("{model:path}", "tiny"), json={})
-    assert response.status_code == (200 if not ROUTES.look("GET", path).needs_key else 401)
-
-
-@pytest.fixture(scope="module")
-def http_of_house() -> Iterator[httpx.Client]:
-    source = FakeTenants(table_of(TENANTS))
-    with running_server(tenants=source) as server, httpx.Client(base_url=server.url) as client:
-        yield client
 
 
 def test_another_table_is_in_force_at_the_next_request():

@@ -43,23 +43,21 @@ def test_a_newcomer_takes_its_share_and_no_key_moves_between_the_others(count: i
     assert len(moved) / len(KEYS) == pytest.approx(1 / (count + 1), rel=0.5)
 
 
-def test_who_leaves_takes_no_key_but_its_own():
+def test_who_leaves_or_is_passed_over_moves_no_key_but_its_own():
     ring = make_ring(a=1.0, b=1.0, c=1.0)
     before = owners(ring, "abc")
     ring.set_weights({"a": 1.0, "c": 1.0})
     assert all(last in ("b", now) for last, now in zip(before, owners(ring, "ac"), strict=True))
-
-
-def test_who_is_passed_over_keeps_all_other_keys_where_they_are():
     ring = make_ring(a=1.0, b=1.0, c=1.0)
     before, without = owners(ring, "abc"), owners(ring, "ac")
     assert all(last in ("b", now) for last, now in zip(before, without, strict=True))
     assert len(set(without)) == 2
 
 
-def test_shares_follow_the_weights():
+def test_shares_follow_the_weights_and_an_empty_ring_has_no_owners():
     counts = Counter(owners(make_ring(a=1.0, b=3.0), "ab"))
     assert counts["b"] / counts["a"] == pytest.approx(3.0, rel=0.35)
+    assert make_ring().owner(5, {"a"}) is None
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 2.0])), min_size=1, max_size=5))
@@ -68,10 +66,6 @@ def test_a_ring_is_the_same_whatever_was_on_it_before(history: list[dict[str, fl
     for weights in history:
         ring.set_weights(weights)
     assert owners(ring, "abcd")[:200] == owners(make_ring(**history[-1]), "abcd")[:200]
-
-
-def test_an_empty_ring_has_no_owners():
-    assert make_ring().owner(5, {"a"}) is None
 
 
 KEYS_BALANCE = tuple(range(100, 110))
@@ -104,40 +98,31 @@ def test_nobody_is_bound_over_the_bound_while_another_has_room(balance: str):
     assert max(where.values()) <= 1.25 * 25 + 2
 
 
-def test_round_robin_takes_turns():
+def test_round_robin_takes_turns_and_gives_no_arrears():
     fleet = make_fleet("round_robin")
     assert [fleet.arrive(f"r{i}") for i in range(6)] == ["a", "b", "c", "d", "a", "b"]
-
-
-def test_round_robin_gives_no_arrears_to_one_that_was_away():
     fleet = make_fleet("round_robin", "a", "b")
     send_and_end(fleet, 20)
     fleet.do(fleet.core.joined(facts("c"), 0.0))
     assert send_and_end(fleet, 6) == {"a": 2, "b": 2, "c": 2}
 
 
-def test_least_load_goes_where_fewest_are_in_flight():
+def test_least_load_goes_where_fewest_are_in_flight_and_two_choices_is_nearly_even():
     fleet = make_fleet("least_load", "a", "b")
     send(fleet, 4)
     for request_id in [r for r, at in fleet.bound.items() if at == "b"]:
         fleet.end(request_id)
     assert fleet.arrive("next") == "b"
-
-
-def test_two_choices_is_nearly_even_and_tells_of_two():
     fleet = make_fleet("two_choices")
     where = send(fleet, 100)
     assert max(where.values()) <= 30
     assert all(len(a.choice.candidates) == 2 for a in fleet.log[:50] if isinstance(a, Bind))
 
 
-def test_hash_sends_equal_keys_to_one_replica_and_unlike_ones_to_many():
+def test_hash_goes_by_the_key_or_the_first_prefix_key():
     fleet = make_fleet("hash")
     assert len(send_and_end(fleet, 20, hash_key=77)) == 1
     assert len({next(iter(send_and_end(fleet, 1, hash_key=key << 56))) for key in range(64)}) == 4
-
-
-def test_hash_without_a_key_goes_by_the_first_prefix_key():
     fleet = make_fleet("hash")
     assert len(send_and_end(fleet, 20, keys=KEYS_BALANCE)) == 1
 
@@ -151,29 +136,20 @@ def test_a_session_stays_where_it_was_and_is_rebound_when_that_is_gone():
     assert send_and_end(fleet, 20, hash_key=5) == {second: 20}
 
 
-def test_prefix_goes_where_least_is_left_to_compute():
+def test_prefix_weighs_what_is_left_to_compute_with_who_is_there_and_tells_its_terms():
     fleet = make_fleet("prefix")
     fleet.core.reported("b", Report(stored=KEYS_BALANCE[:3]), 0.0)
     fleet.core.reported("c", Report(stored=KEYS_BALANCE[:7]), 0.0)
     assert fleet.arrive("r", keys=KEYS_BALANCE) == "c"
-
-
-def test_prefix_weighs_what_is_left_to_compute_with_who_is_there():
     fleet = make_fleet("prefix", "a", "b")
     fleet.core.reported("b", Report(stored=KEYS_BALANCE[:5]), 0.0)  # half: worth one in flight
     assert [fleet.arrive(f"r{i}", keys=KEYS_BALANCE) for i in range(3)] == ["b", "a", "b"]
-
-
-def test_a_choice_tells_its_terms():
     fleet = make_fleet("prefix", "a", "b")
     fleet.core.reported("b", Report(stored=KEYS_BALANCE[:5]), 0.0)
     fleet.arrive("r", keys=KEYS_BALANCE, num_bytes=4000)
     bind = fleet.log[-1]
     assert isinstance(bind, Bind)
     assert bind.choice.candidates == [Candidate("b", 500.0, 0.0, 500), Candidate("a", 1000.0, 0.0, 0)]
-
-
-def test_what_a_broken_stream_of_events_told_is_forgotten():
     fleet = make_fleet("prefix", "a", "b")
     fleet.core.reported("b", Report(stored=KEYS_BALANCE), 0.0)
     fleet.core.reported("b", Report(is_broken=True), 0.0)

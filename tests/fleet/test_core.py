@@ -49,19 +49,13 @@ LONG = {"num_bytes": 4000}
 # -- late binding
 
 
-def test_a_request_is_held_until_a_replica_has_room():
+def test_a_request_is_held_until_a_replica_has_room_for_all_its_samples():
     fleet = Driver(make_core("a", "b", slots=1))
     assert [fleet.arrive(f"r{i}") for i in range(3)] == ["a", "b", None]
     fleet.end("r1")
     assert fleet.bound["r2"] == "b"
-
-
-def test_a_replica_is_given_a_small_reserve_beyond_its_slots():
     fleet = Driver(make_core("a", slots=8, reserve=0.125))
     assert [fleet.arrive(f"r{i}") for i in range(10)].count("a") == 9
-
-
-def test_samples_take_a_slot_each():
     fleet = Driver(make_core("a", slots=4))
     fleet.arrive("four", num_samples=4)
     assert fleet.arrive("one") is None
@@ -91,13 +85,10 @@ def test_another_policy_orders_those_held_anew():
     fleet.core.check_invariants()
 
 
-def test_the_backlog_of_one_model_does_not_hold_up_another():
+def test_a_models_backlog_holds_up_no_other_and_who_may_preempt_is_bound_at_once():
     fleet = Driver(make_core(facts("a", models=("m",)), facts("b", models=("n",)), slots=1))
     assert [fleet.arrive(f"m{i}", model="m") for i in range(3)] == ["a", None, None]
     assert fleet.arrive("n", model="n") == "b"
-
-
-def test_who_may_preempt_is_bound_at_once_and_takes_each_slot_once():
     fleet = Driver(make_core("a", slots=2, policy="priority"))
     for i in range(2):
         fleet.arrive(f"batch{i}", priority=2)
@@ -127,7 +118,7 @@ def test_service_counts_for_all_replicas_together():
     assert fleet.bound == {"modest1": "a", "modest2": "b"}
 
 
-def test_a_full_replica_gets_nobody_until_its_retry_after_is_over():
+def test_full_replicas_get_nobody_until_their_time_and_load_of_others_takes_some_room():
     fleet = Driver(make_core("a"))
     fleet.arrive("r")
     fleet.fail("r", Failure(FailureKind.FULL, retry_after_s=5.0))
@@ -136,15 +127,9 @@ def test_a_full_replica_gets_nobody_until_its_retry_after_is_over():
     assert "r" in fleet.held
     fleet.wait(0.2)
     assert fleet.bound["r"] == "a"
-
-
-def test_load_that_others_bring_takes_room_but_never_all_of_it():
     fleet = Driver(make_core("a", slots=4))
     fleet.core.reported("a", Report(num_in_flight=1000), 0.0)
     assert [fleet.arrive(f"r{i}") for i in range(2)] == ["a", None]
-
-
-def test_an_id_in_use_is_refused():
     core = make_core("a")
     core.arrived(make_request("r"), 0.0)
     with pytest.raises(InvalidRequest, match="'r' is in use"):
@@ -154,16 +139,13 @@ def test_an_id_in_use_is_refused():
 # -- time
 
 
-def test_who_has_no_slot_by_its_start_by_is_refused_as_by_an_engine():
+def test_deadlines_end_who_has_no_slot_or_is_not_done():
     fleet = Driver(make_core("a", slots=1))
     fleet.arrive("running")
     fleet.arrive("r", start_by=2.0)
     fleet.wait(3.0)
     assert isinstance(fleet.refused["r"].error, QueueTimeout)
     assert "running" in fleet.bound
-
-
-def test_who_is_not_done_by_its_finish_by_is_ended_wherever_it_is():
     fleet = Driver(make_core("a", slots=1))
     fleet.arrive("running", finish_by=2.0)
     fleet.wait(3.0)
@@ -171,16 +153,13 @@ def test_who_is_not_done_by_its_finish_by_is_ended_wherever_it_is():
     assert fleet.core.num_requests == 0
 
 
-def test_with_nobody_there_a_request_is_held_and_then_refused():
+def test_a_request_is_held_for_so_long_with_nobody_there_and_for_ever_in_a_busy_fleet():
     fleet = Driver(make_core(hold_timeout_s=10.0))
     fleet.arrive("r")
     fleet.wait(9.0)
     assert "r" in fleet.held
     fleet.wait(2.0)
     assert isinstance(fleet.refused["r"].error, QueueTimeout)
-
-
-def test_in_a_busy_fleet_the_hold_timeout_refuses_nobody():
     fleet = Driver(make_core("a", slots=1, hold_timeout_s=10.0))
     fleet.arrive("running")
     fleet.arrive("r")
@@ -191,7 +170,7 @@ def test_in_a_busy_fleet_the_hold_timeout_refuses_nobody():
 # -- models and tiers
 
 
-def test_before_any_replica_has_told_its_models_every_name_is_held():
+def test_names_are_held_until_models_are_told_and_known_while_nobody_is_there():
     fleet = Driver(make_core(facts("a", models=None)))
     assert fleet.arrive("mine", model="m") is None
     assert fleet.arrive("other", model="x") is None
@@ -200,9 +179,6 @@ def test_before_any_replica_has_told_its_models_every_name_is_held():
     error = fleet.refused["other"].error
     assert isinstance(error, ModelNotFound)
     assert "there are: m" in str(error)
-
-
-def test_models_are_known_while_nobody_is_there():
     fleet = Driver(make_core("a"))
     fleet.do(fleet.core.left("a", 0.0))
     fleet.arrive("known", model="m")
@@ -217,12 +193,9 @@ def tiered() -> Driver:
     return Driver(make_core(facts("e", url="e"), facts("c", url="c"), slots=1, tiers=TIERS))
 
 
-def test_a_tier_is_asked_before_the_next_which_gets_the_long_ones_at_once():
+def test_a_tier_is_asked_before_the_next_which_gets_long_ones_and_who_waited():
     fleet = tiered()
     assert (fleet.arrive("short"), fleet.arrive("long", **LONG)) == ("e", "c")
-
-
-def test_who_has_waited_past_its_tier_goes_to_the_next():
     fleet = tiered()
     fleet.arrive("first")
     assert fleet.arrive("second") is None
@@ -230,7 +203,7 @@ def test_who_has_waited_past_its_tier_goes_to_the_next():
     assert fleet.bound["second"] == "c"
 
 
-def test_what_is_local_never_leaves_the_first_tier():
+def test_what_is_local_never_leaves_the_first_tier_and_no_estimate_refuses_it():
     fleet = tiered()
     fleet.arrive("first")
     fleet.arrive("second", is_local=True)
@@ -240,9 +213,6 @@ def test_what_is_local_never_leaves_the_first_tier():
     error = fleet.refused["long"].error
     assert isinstance(error, PromptTooLong)
     assert "501 tokens; at most 500 in edge" in str(error)
-
-
-def test_an_estimate_of_a_prompts_length_refuses_nothing():
     fleet = tiered()
     assert fleet.core.counter(make_request("short", is_local=True)) is None
     assert fleet.core.counter(make_request("long", **LONG)) is None, "for the cloud it is not"
@@ -255,7 +225,7 @@ def test_an_estimate_of_a_prompts_length_refuses_nothing():
 # -- faults
 
 
-def test_a_reset_takes_a_replica_out_and_one_good_probe_brings_it_back():
+def test_a_reset_takes_a_replica_out_and_probes_go_on_until_one_is_good():
     fleet = Driver(make_core("a", "b"))
     assert fleet.arrive("r") == "a"
     fleet.fail("r", RESET)
@@ -265,9 +235,6 @@ def test_a_reset_takes_a_replica_out_and_one_good_probe_brings_it_back():
     assert fleet.log[-1] == Probe("a")
     fleet.do(fleet.core.probed("a", True, fleet.now))
     assert fleet.core.fleet.by_name["a"].state is State.READY
-
-
-def test_probes_of_one_that_stays_away_go_on():
     fleet = Driver(make_core("a", "b"))
     fleet.arrive("r")
     fleet.fail("r", RESET)
@@ -340,7 +307,7 @@ def test_when_all_fall_silent_at_once_probes_are_asked_before_the_last_half_is_t
     assert not fleet.core.fleet.ready
 
 
-def test_a_request_is_tried_three_times_and_not_twice_at_one_replica():
+def test_a_request_is_tried_three_times_and_given_to_nobody_after_two_deaths():
     fleet = Driver(make_core("a", "b", "c", "d"))
     seen = [fleet.arrive("r")]
     for _ in range(2):
@@ -349,9 +316,6 @@ def test_a_request_is_tried_three_times_and_not_twice_at_one_replica():
     assert len(set(seen)) == 3
     fleet.fail("r", ERROR)
     assert fleet.refused["r"].failure is ERROR
-
-
-def test_who_saw_two_replicas_die_is_given_to_no_third():
     fleet = Driver(make_core("a", "b", "c", max_retries=9))
     fleet.arrive("poison")
     fleet.fail("poison", RESET)
@@ -360,7 +324,7 @@ def test_who_saw_two_replicas_die_is_given_to_no_third():
     assert fleet.core.fleet.ready.bit_count() == 1
 
 
-def test_retries_are_a_tenth_of_requests_beyond_those_of_one_replica():
+def test_retries_are_a_tenth_of_requests_beyond_those_of_one_full_replica():
     fleet = Driver(make_core("a", "b", slots=30, reserve=0.0, max_failures=1000))
     num_tried_again = 0
     for i in range(100):
@@ -370,9 +334,6 @@ def test_retries_are_a_tenth_of_requests_beyond_those_of_one_replica():
             num_tried_again += 1
             fleet.end(f"r{i}")
     assert 30 <= num_tried_again <= 40
-
-
-def test_the_death_of_a_full_replica_can_be_paid_at_once():
     fleet = Driver(make_core("a", "b", slots=40))
     for i in range(40):
         fleet.arrive(f"r{i}")
@@ -406,14 +367,11 @@ def test_where_numerics_differ_the_rule_decides(rule: str, goes_on: bool):
     assert ("r" in fleet.bound) == goes_on
 
 
-def test_a_part_of_an_answer_waits_for_nobody_who_will_not_come():
+def test_a_part_of_an_answer_waits_for_nobody_and_a_foreign_one_ends_with_an_error():
     fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="y")))
     begin(fleet, "r", can_resume=True)
     fleet.do(fleet.core.left("a", 0.0))
     assert "no replica that is left computes the same numbers" in str(fleet.refused["r"].error)
-
-
-def test_a_foreign_stream_that_breaks_ends_with_an_error():
     fleet = Driver(make_core(facts("a", kind=Kind.FOREIGN), facts("b", kind=Kind.FOREIGN)))
     begin(fleet, "r", can_resume=False)
     fleet.fail("r", RESET)
@@ -478,12 +436,18 @@ def test_a_drain_moves_who_has_no_token_lets_others_finish_and_moves_them_at_the
     assert (fleet.bound["begun"], fleet.core.request("begun").num_retries) == ("b", 0)
 
 
-def test_who_could_go_nowhere_else_stays_with_the_one_that_drains():
+def test_who_could_go_nowhere_else_stays_and_one_told_to_end_is_left_before():
     fleet = Driver(make_core("a"))
     fleet.arrive("r")
     fleet.do(fleet.core.drained("a", 0.0))
     assert fleet.bound == {"r": "a"}
     assert fleet.arrive("new") is None
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x"), replica_drain_s=50.0))
+    begin(fleet, "begun", can_resume=True)
+    fleet.do(fleet.core.drained("a", 0.0))
+    fleet.do(fleet.core.leaving("a", 1.0, 0.0))
+    fleet.wait(0.6)
+    assert fleet.bound["begun"] == "b"
 
 
 def test_one_that_drains_by_itself_is_left_shortly_before_it_ends_and_used_again_when_it_is_back():
@@ -506,15 +470,6 @@ def test_one_that_drains_by_itself_is_left_shortly_before_it_ends_and_used_again
     assert fleet.arrive("later") == "a"
 
 
-def test_one_that_was_drained_and_is_told_to_end_is_left_before_it_does():
-    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x"), replica_drain_s=50.0))
-    begin(fleet, "begun", can_resume=True)
-    fleet.do(fleet.core.drained("a", 0.0))
-    fleet.do(fleet.core.leaving("a", 1.0, 0.0))
-    fleet.wait(0.6)
-    assert fleet.bound["begun"] == "b"
-
-
 def ready(fleet: Driver, start: Start) -> None:
     fleet.do(fleet.core.joined(facts(start.name, is_launched=True), fleet.now))
 
@@ -523,7 +478,7 @@ def starts(fleet: Driver) -> list[Start]:
     return [action for action in fleet.log if isinstance(action, Start)]
 
 
-def test_from_zero_one_start_serves_all_who_come():
+def test_from_zero_one_start_serves_all_and_one_that_is_gone_is_replaced():
     fleet = Driver(make_core(slots=8))
     fleet.do(fleet.core.scaled(0, 2, 0.0))
     for i in range(5):
@@ -531,9 +486,6 @@ def test_from_zero_one_start_serves_all_who_come():
     assert len(starts(fleet)) == 1
     ready(fleet, starts(fleet)[0])
     assert len(fleet.bound) == 5
-
-
-def test_a_launched_replica_that_is_gone_is_replaced():
     fleet = Driver(make_core())
     fleet.do(fleet.core.scaled(2, 2, 0.0))
     for start in starts(fleet):
@@ -589,16 +541,13 @@ def test_the_view_has_the_fields_of_the_admin_route():
     assert (replica.tier, replica.prefix_keys, replica.error) == ("", 2, None)
 
 
-def test_usage_teaches_how_many_bytes_a_token_has():
+def test_usage_teaches_bytes_of_a_token_and_a_refusal_is_told_once():
     fleet = Driver(make_core("a"))
     for i in range(300):
         fleet.arrive(f"r{i}", num_bytes=800)
         fleet.end(f"r{i}", AnswerUsage(num_prompt_tokens=100, num_output_tokens=5))
     fleet.arrive("r", num_bytes=800)
     assert fleet.core.request("r").num_inputs == pytest.approx(100, abs=5)
-
-
-def test_a_refused_request_is_told_once_and_forgotten():
     fleet = Driver(make_core("a", max_retries=0))
     fleet.arrive("r")
     fleet.fail("r", ERROR)

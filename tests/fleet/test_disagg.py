@@ -88,39 +88,24 @@ def test_without_a_link_nothing_is_handed_over_whatever_was_asked_for(ask, descr
             assert way.fetch_from is None
 
 
-def test_a_long_prompt_is_kept_from_those_who_decode():
+def test_a_prompt_is_computed_where_that_costs_least():
     busy = worker("d", "decode", rows=40, context_tokens=40_000)
     assert best(LONG, worker("p", "prefill", prefill_share=0.7), busy).name == "p > d"
-
-
-def test_a_short_prompt_stays_where_it_is_answered_while_another_computes_long_ones():
     busy = worker("p", "prefill", queued_tokens=16_000.0)
     assert best(WorkAsked(40, 200), busy, worker("d", "decode", rows=4, context_tokens=4000)).name == "d"
-
-
-def test_a_prompt_that_the_decode_worker_has_stays_there():
     there = worker("d", "decode", rows=10, context_tokens=10_000, num_cached=3984)
     assert best(LONG, worker("p", "prefill", prefill_share=0.5), there).name == "d"
-
-
-def test_a_worker_that_only_prefills_decodes_when_the_decode_side_is_full():
     assert best(LONG, worker("p", "prefill"), worker("d", "decode", has_slot=False)).name == "p"
-
-
-def test_a_prefix_is_fetched_from_the_peer_that_has_it_when_that_is_quicker_than_computing_it():
     has_it = worker("d1", "decode", num_cached=3200, has_slot=False)
     way = best(LONG, worker("d2", "decode"), has_it)
     assert (way.replica, way.prefill, way.fetch_from) == ("d2", None, "d1")
     assert best(LONG, worker("d2", "decode", bandwidth=1e6), has_it).fetch_from is None
 
 
-def test_always_waits_for_room_rather_than_compute_where_it_is_answered():
+def test_always_waits_for_room_but_for_what_no_block_could_be_moved_of():
     full = worker("d", "decode", free_blocks=10)
     assert options(LONG, [worker("p", "prefill"), full], "always") == []
     assert best(LONG, worker("p", "prefill"), full, handover="auto").name == "p"
-
-
-def test_always_computes_what_no_block_could_be_moved_of_where_it_is_answered():
     assert best(WorkAsked(8, 20), worker("p", "prefill"), worker("d", "decode"), handover="always").prefill is None
 
 
@@ -227,7 +212,7 @@ def test_nothing_is_moved_between_workers_of_unlike_numbers():
     }
 
 
-def test_admission_is_foretold_the_first_token_of_the_way_that_is_chosen(core: ClusterCore):
+def test_a_first_token_is_foretold_where_workers_hand_over_and_nothing_elsewhere(core: ClusterCore):
     told = []
     for name in "abc":
         told.append(core.foretold_ttft_s(2000, 0.0))
@@ -235,9 +220,6 @@ def test_admission_is_foretold_the_first_token_of_the_way_that_is_chosen(core: C
         assert told[-1] == pytest.approx(choice.foretold[0].ttft_s)
     assert told == sorted(told)
     assert told[2] > told[0]
-
-
-def test_nothing_is_foretold_where_workers_hand_nothing_over():
     core = ClusterCore(FleetConfig(), SchedulerConfig(), handover=HandoverConfig(handover="never"))
     core.joined(host("m1", "mixed"), 0.0)
     assert core.foretold_ttft_s(2000, 0.0) is None

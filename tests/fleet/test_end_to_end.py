@@ -108,13 +108,17 @@ def without_names(told: bytes) -> bytes:
     return re.sub(rb'"(id|created|cached_tokens|timing_ms|engine_ms)":("[^"]*"|[\d.]+|{[^}]*})', b"", told)
 
 
-def test_the_router_knows_its_replicas_for_ours(fleet):
+def test_the_router_knows_its_replicas_and_other_paths_and_models_are_answered(fleet):
     for replica in fleet.view()["replicas"]:
         assert (replica["kind"], replica["slots"]) == ("maitred", 8)
         assert replica["models"]
+    model = fleet.client.get("/v1/models").json()["data"][0]["id"]
+    assert fleet.client.get(f"/v1/models/{model}").json()["id"] == model
+    assert fleet.client.post("/tokenize", json={"model": model, "prompt": "a b"}).json()["count"] > 0
+    assert fleet.client.get("/version").json()["name"] != "maitred"
 
 
-def test_answers_are_those_of_a_replica_byte_for_byte(fleet):
+def test_answers_and_errors_are_those_of_a_replica_byte_for_byte(fleet):
     direct = fleet.replicas[0].url
     for fields in (
         {},
@@ -128,22 +132,12 @@ def test_answers_are_those_of_a_replica_byte_for_byte(fleet):
         assert without_steps(told.content) == without_steps(expected.content)
         assert told.headers["content-type"] == expected.headers["content-type"]
         assert told.headers["x-maitred-replica"] in {r["name"] for r in fleet.view()["replicas"]}
-
-
-def test_errors_are_those_of_a_replica(fleet):
     wrong = body(max_tokens=-1)
     told, expected = fleet.client.post(CHAT, json=wrong), httpx.post(fleet.replicas[0].url + CHAT, json=wrong)
     assert (told.status_code, told.content) == (expected.status_code, expected.content) != 200
     assert fleet.client.post(CHAT, content=b"{nonsense").status_code == 415
     headers = {"content-type": "application/json"}
     assert fleet.client.post(CHAT, content=b"{nonsense", headers=headers).json()["error"]["code"] == "invalid_json"
-
-
-def test_other_paths_and_models_are_answered(fleet):
-    model = fleet.client.get("/v1/models").json()["data"][0]["id"]
-    assert fleet.client.get(f"/v1/models/{model}").json()["id"] == model
-    assert fleet.client.post("/tokenize", json={"model": model, "prompt": "a b"}).json()["count"] > 0
-    assert fleet.client.get("/version").json()["name"] != "maitred"
 
 
 def test_equal_prefixes_go_where_they_are(fleet):

@@ -391,7 +391,7 @@ def test_wherever_a_stream_is_cut_the_client_has_the_text_of_the_tokens_that_wer
         assert told.num_tokens == sum(len(tokens) for _, tokens in writes)
 
 
-def test_a_body_goes_on_as_it_came():
+def test_a_body_goes_on_as_it_came_and_one_without_tokens_begins_anew():
     body = '{"prompt": "é\\u00e9 \\n",  "seed":1}'.encode()
     told = ToldTokens()
     told.feed(head_line(TOLD_HEAD) + frame([ToldSample(0, [5], num_cached_tokens=3)], b"data: 1\n\n"))
@@ -399,9 +399,6 @@ def test_a_body_goes_on_as_it_came():
     asked = told.resume_body("/v1/completions", body, age_s=2.0, ttft_s=1.0)
     assert body in asked
     assert json.loads(asked)["samples"] == [{"index": 0, "token_ids": [5, 6, 7], "ended": True, "num_cached_tokens": 3}]
-
-
-def test_a_stream_without_tokens_begins_anew_with_another_head():
     told = ToldTokens()
     assert not told.can_resume
     told.feed(head_line(TOLD_HEAD))

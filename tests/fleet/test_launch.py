@@ -49,11 +49,13 @@ def test_what_is_no_announcement_is_said_to_be_none(wrong: bytes):
         AnnouncementReader().feed(wrong)
 
 
-def test_a_launcher_that_is_gone_needs_no_news():
+def test_a_launcher_that_is_gone_needs_no_news_and_a_json_line_stays_json():
     reading, writing = os.pipe()
     os.close(reading)
     announce(writing, Loaded({}))
     os.close(writing)
+    assert prefixed("a", '{"level":"info"}') == '{"replica":"a","level":"info"}'
+    assert prefixed("a", "ready") == "[a] ready"
 
 
 @pytest.fixture(autouse=True)
@@ -114,15 +116,14 @@ def test_no_replica_outlives_a_router_that_is_killed():
         until(lambda: all(map(is_gone, family)))
 
 
-async def test_one_that_dies_while_it_starts_is_started_again(tmp_path: Path):
+async def test_one_that_dies_while_it_starts_is_started_again_and_never_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     async with faking("dies_once", str(tmp_path / "died")) as (launcher, told):
         launcher._any_was_ready = True
         launcher.start("a")
         await told.wait_for(IsReady)
         assert [event.again_in_s for event in told.of(Exited, "a")] == [0.0]
-
-
-async def test_one_that_keeps_dying_is_never_given_up_and_comes_within_ten_seconds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "MAX_RESTART_DELAY_S", 0.04)
     async with faking("dies") as (launcher, told):
         launcher.start("a")
@@ -161,7 +162,7 @@ async def test_one_that_says_something_else_or_nothing_is_killed(way: str, monke
         assert ("did not say" if way == "silent" else "what it announced is no announcement") in ended.cause
 
 
-async def test_one_that_does_not_hear_is_killed_in_the_end():
+async def test_one_that_does_not_hear_is_killed_in_the_end_also_without_a_loop():
     async with faking("deaf", stop_s=0.1) as (launcher, told):
         launcher.start("a")
         await told.wait_for(IsReady)
@@ -169,9 +170,6 @@ async def test_one_that_does_not_hear_is_killed_in_the_end():
         ended = await told.wait_for(Exited)
         assert ended.as_told
         assert "had not ended after 0.1 s" in ended.cause
-
-
-async def test_all_end_at_once_without_a_loop_also_those_that_do_not_hear():
     async with faking("deaf", stop_s=0.1) as (launcher, told):
         launcher.start("a")
         launcher.start("b")
@@ -199,8 +197,3 @@ async def test_replicas_get_the_token_and_no_key_of_clients(monkeypatch: pytest.
         assert told.lines == ["[a] {'MAITRED_FLEET_TOKEN': 'secret', 'MAITRED_API_KEY': None}"]
         with pytest.raises(ValueError, match="is there already"):
             launcher.start("a")
-
-
-def test_a_line_of_a_json_log_stays_json():
-    assert prefixed("a", '{"level":"info"}') == '{"replica":"a","level":"info"}'
-    assert prefixed("a", "ready") == "[a] ready"

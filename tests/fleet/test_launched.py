@@ -179,14 +179,11 @@ def test_spares_are_kept_warm_and_asleep_and_taken_before_new_ones_are_started()
         assert asleep.children(), "its engine is there again"
 
 
-def test_flags_that_no_replica_can_start_with_end_the_router_with_one_line():
+def test_flags_that_no_replica_can_start_with_or_that_exclude_each_other_are_told():
     ended = maitred_process("route", "--port", "0", "--replicas", "1", "--log-level", "error", "--", "--bogus")
     assert ended.code == 1
     assert "error: replica-1 cannot be started" in ended.err
     assert "--bogus" in ended.err
-
-
-def test_urls_and_replicas_exclude_each_other():
     assert maitred_process("route", "http://127.0.0.1:1", "--replicas", "1").code == 2
     assert "add --replicas N" in maitred_process("route", "http://127.0.0.1:1", "--", "--max-num-seqs", "4").err
 

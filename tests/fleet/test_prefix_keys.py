@@ -28,22 +28,17 @@ JSON = st.recursive(
 )
 
 
-def test_what_the_router_needs_is_read_and_the_rest_skipped():
+def test_what_the_router_needs_is_read_and_what_is_wrong_as_if_it_were_not_there():
     read = read_body(
         b'{"model": "m", "stream": true, "max_tokens": 7, "messages": [ {"a": 1} ], "logit_bias": {"1": 2}}'
     )
     assert (read.model, read.stream, read.max_tokens) == ("m", True, 7)
     assert bytes(read.messages) == b'[ {"a": 1} ]'  # as it stands
-
-
-def test_a_whole_number_with_a_point_is_an_integer_as_replicas_take_it():
     assert read_body(b'{"max_tokens": 20.0, "n": 2.5}') == RoutedBody(max_tokens=20)
-
-
-def test_a_field_of_the_wrong_type_is_as_if_it_were_not_there():
     read = read_body(b'{"model": "m", "n": "many", "messages": [1], "user": 5, "temperature": 1}')
     assert (read.model, read.n, read.user, read.temperature) == ("m", None, None, 1.0)
     assert bytes(read.messages) == b"[1]"
+    prefix_keys(read_body(b'{"model": "\\ud800", "prompt": "\\ud800"}'))
 
 
 def test_tritons_generate_is_read_by_the_names_of_completions():
@@ -88,10 +83,6 @@ def test_a_number_that_takes_long_is_read_once_however_often_a_large_body_has_it
     assert (read.n, read.temperature, bytes(read.prompt)) == (2, 0.5, b'"a"')
 
 
-def test_half_a_surrogate_pair_breaks_nothing():
-    prefix_keys(read_body(b'{"model": "\\ud800", "prompt": "\\ud800"}'))
-
-
 def keys_of(messages, salt="", **fields):
     return prefix_keys(read_body(json.dumps({"model": "m", "messages": messages, **fields}).encode()), salt)
 
@@ -113,12 +104,6 @@ def test_a_conversation_that_grows_keeps_all_its_keys(texts, more):
     after = keys_of([user(text) for text in [*texts, more]])
     assert after.keys[: len(before.keys)] == before.keys
     assert len(after.keys) > len(before.keys)
-
-
-def test_keys_part_with_the_first_piece_that_differs():
-    left, right = user("a" * 1000), user("a" * 600 + "b" * 400)
-    num_shared = shared(keys_of([left]).keys, keys_of([right]).keys)
-    assert num_shared == (len('{"role": "user", "content": "') + 600) // PIECE_BYTES
 
 
 @given(st.lists(st.binary(max_size=700), min_size=1, max_size=4))
@@ -145,13 +130,17 @@ def test_who_differs_in_what_comes_before_the_messages_shares_no_key(other):
     assert not set(keys_of(messages, salt="a").keys) & set(keys_of(messages, **{"salt": "a", **other}).keys)
 
 
-def test_what_does_not_change_the_prompt_does_not_change_the_keys():
+def test_keys_are_of_the_prompt_alone_every_so_many_bytes_and_at_most_so_many():
     assert keys_of([user("hello")], temperature=1, n=3) == keys_of([user("hello")], stream=True)
-
-
-def test_a_text_is_cut_every_so_many_bytes():
     found = prefix_keys(read_body(b'{"prompt": "' + b"x" * 1000 + b'"}'))
     assert found.ends == (256, 512, 768, 1002)
+    one = keys_of([user("x" * 2 * MAX_KEYS * PIECE_BYTES)])
+    many = keys_of([user("x")] * (MAX_KEYS + 1))
+    assert len(one.keys) == len(many.keys) == len(one.ends) == MAX_KEYS
+    assert prefix_keys(read_body(b'{"input": "x"}')) == NO_KEYS
+    left, right = user("a" * 1000), user("a" * 600 + "b" * 400)
+    num_shared = shared(keys_of([left]).keys, keys_of([right]).keys)
+    assert num_shared == (len('{"role": "user", "content": "') + 600) // PIECE_BYTES
 
 
 @pytest.mark.parametrize("first", ["x" * 1000, 'a "quoted" text, [not] a list', list(range(500))])
@@ -161,16 +150,6 @@ def test_several_prompts_have_the_keys_of_the_first(first):
 
     assert keys([first, "another"]) == keys([first]) == keys(first) != NO_KEYS
     assert keys(["x"] * 70_000) == NO_KEYS, "too many to be told apart"
-
-
-def test_there_are_at_most_so_many_keys():
-    one = keys_of([user("x" * 2 * MAX_KEYS * PIECE_BYTES)])
-    many = keys_of([user("x")] * (MAX_KEYS + 1))
-    assert len(one.keys) == len(many.keys) == len(one.ends) == MAX_KEYS
-
-
-def test_without_a_prompt_there_are_no_keys():
-    assert prefix_keys(read_body(b'{"input": "x"}')) == NO_KEYS
 
 
 NUM_REPLICAS = 4
@@ -258,29 +237,28 @@ def chain(name, num_keys=10):
     return [1000 * name + depth for depth in range(num_keys)]
 
 
-def test_what_was_sent_is_found_there():
+def test_what_was_sent_is_found_until_forgotten_least_recent_first_and_from_its_end():
     index, history = make_history()
     history.sent(1, chain(1))
     assert index.hits([*chain(1), 5], 0b11) == [Hit(10, 0b10)]
-
-
-def test_the_least_recently_used_is_forgotten_first_and_a_chain_from_its_end():
+    index, history = make_history()
+    history.sent(0, chain(1))
+    history.sent(1, chain(1))
+    history.forgot(0)
+    assert index.hits(chain(1), 0b11) == [Hit(10, 0b10)]
     index, history = make_history(max_keys=25)
     for name in (1, 2, 1, 3):
         history.sent(0, chain(name))
     assert [index.hits(chain(name), 1) for name in (1, 2, 3)] == [[Hit(10, 1)], [Hit(5, 1)], [Hit(10, 1)]]
 
 
-def test_a_miss_that_usage_tells_makes_all_older_ones_forgotten():
+def test_a_miss_that_usage_tells_makes_older_ones_forgotten_and_the_server_smaller():
     index, history = make_history()
     for name in (1, 2, 3):
         history.sent(0, chain(name))
     expected = history.sent(0, chain(2))
     history.told(0, expected, cached_tokens=0, prompt_tokens=640)
     assert [len(index.hits(chain(name), 1)) for name in (1, 2, 3)] == [0, 1, 1]  # 2 is there again
-
-
-def test_a_server_that_was_seen_to_forget_is_believed_to_hold_less():
     index, history = make_history()
     for name in range(8):
         history.sent(0, chain(name))
@@ -288,22 +266,11 @@ def test_a_server_that_was_seen_to_forget_is_believed_to_hold_less():
     for name in range(20, 30):
         history.sent(0, chain(name))
     assert index.num_keys_of(0) < 80
-
-
-def test_usage_as_expected_changes_nothing():
     index, history = make_history()
     history.sent(0, chain(1))
     history.sent(0, chain(2))
     history.told(0, history.sent(0, chain(2)), cached_tokens=600, prompt_tokens=640)
     assert index.num_keys == 20
-
-
-def test_another_server_is_not_concerned():
-    index, history = make_history()
-    history.sent(0, chain(1))
-    history.sent(1, chain(1))
-    history.forgot(0)
-    assert index.hits(chain(1), 0b11) == [Hit(10, 0b10)]
 
 
 @given(
@@ -391,36 +358,24 @@ def test_a_message_between_two_that_are_found_ends_between_them():
     assert counts[2] == len("<one two three><6><four five six")
 
 
-def test_contents_in_parts_are_found_too():
+def test_contents_in_parts_text_prompts_and_token_ids_are_found():
     chat = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}, user("3")]
     _, counts, _ = counted(BYTES, chat)
     assert counts == [len("<user>one\ntwo"), len("<user>one\ntwo") + len("</s>") - 3 + len("<user>3")]
-
-
-def test_a_text_prompt_is_found_at_its_beginning():
     prompt = "a\nb" * 300
     _, counts, ids = counted_prompt(BYTES, read_body(json.dumps({"prompt": prompt}).encode()), prompt)
     assert counts[-1] == len(ids) == 900
     assert counts[0] == 190  # of 255 bytes of JSON every fourth escapes; the last token could be another
-
-
-def test_a_prompt_of_token_ids_is_counted():
     ids = list(range(100, 400))
     _, counts, _ = counted_prompt(BYTES, read_body(json.dumps({"prompt": ids}).encode()), ids)
     assert (counts[0], counts[-1]) == (51, 299)
-
-
-def test_several_prompts_have_the_places_of_the_first():
     ids = list(range(100, 400))
     body = read_body(json.dumps({"prompt": [ids, [3, 4]]}).encode())
     assert tokens_of_keys(body, prefix_keys(body), ids, list) == [51, 102, 153, 204, 256, 299]
 
 
-def test_a_token_put_before_the_prompt_has_no_bytes():
+def test_tokens_put_before_the_prompt_have_no_bytes_and_too_many_bytes_are_scaled():
     assert ends_of_tokens("abc", [9, 1, 2], {9: 3, 1: 1, 2: 2}) == [0, 1, 3]
-
-
-def test_tokens_that_stand_for_more_bytes_than_there_are_are_scaled():
     assert ends_of_tokens("abcd", [1, 1, 1, 1], {1: 2}) == [1, 2, 3, 4]
 
 
@@ -487,7 +442,7 @@ TestReplica = Replica.TestCase
 TestReplica.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_key_is_told_when_its_block_is_there_whichever_comes_first():
+def test_a_key_is_told_when_its_block_is_there_and_with_those_behind_it():
     keys = StoredKeys()
     keys.blocks_changed([b"a"], [])
     keys.note([KeyBlock(1, b"a"), KeyBlock(2, b"b")])
@@ -496,17 +451,11 @@ def test_a_key_is_told_when_its_block_is_there_whichever_comes_first():
     assert keys.stored == {1, 2}
     keys.blocks_changed([], [b"b"])
     assert keys.stored == {1}
-
-
-def test_a_key_before_the_first_full_block_is_stored_with_those_behind_it():
     keys = StoredKeys()
     keys.note([KeyBlock(1, None), KeyBlock(2, b"a")])
     assert keys.stored == set()
     keys.blocks_changed([b"a"], [])
     assert keys.stored == {1, 2}
-
-
-def test_a_block_that_comes_back_brings_its_key_back():
     keys = StoredKeys()
     keys.note([KeyBlock(1, b"a")])
     for stored, removed in (([b"a"], []), ([], [b"a"]), ([b"a"], [])):

@@ -209,15 +209,12 @@ async def test_a_replica_sets_no_cookie_and_sends_no_client_elsewhere():
         assert running.states == ["ready"], "a path that redirects is no fault of the replica"
 
 
-async def test_clients_are_not_told_where_replicas_are(caplog: pytest.LogCaptureFixture):
+async def test_clients_hear_an_error_of_all_replicas_but_not_where_these_are(caplog: pytest.LogCaptureFixture):
     async with routed(says(then="reset")) as (running, [fake]), client_of(running) as client:
         told = await client.post(CHAT, json=chat())
         assert told.status_code == 503
         assert str(fake.port) not in told.text
         assert "the replica that had it failed" in told.text
-
-
-async def test_an_error_that_all_replicas_give_is_the_replicas_own():
     async with routed(says(whole(b'{"error":"mine"}', "500 Oh"))) as (running, _), client_of(running) as client:
         told = await client.post(CHAT, json=chat())
         assert (told.status_code, told.content) == (500, b'{"error":"mine"}')
@@ -271,7 +268,7 @@ async def test_held_streams_are_kept_open():
             assert rest.replace(b": keep-alive\n\n", b"") == event("one") + event("two") + DONE
 
 
-async def test_who_leaves_frees_the_slot_and_the_replica_hears():
+async def test_who_leaves_while_held_or_streaming_is_forgotten_and_frees_the_slot():
     async with routed(says(STREAM_HEAD + chunk(event("one")), then="wait"), slots=1, reserve=0.0) as (running, [fake]):
         async with client_of(running) as client:
             async with client.stream("POST", CHAT, json=chat(stream=True)) as told:
@@ -282,9 +279,6 @@ async def test_who_leaves_frees_the_slot_and_the_replica_hears():
                 fake.script = a_server(WELL)
             assert (await held).content == completion()
         await until_async(lambda: running.router.fleet.core.num_requests == 0)
-
-
-async def test_who_leaves_while_held_is_forgotten():
     with running_router(f"http://127.0.0.1:{free_port()}") as running:
         async with client_of(running) as client:
             task = asyncio.create_task(client.post(CHAT, json=chat()))
@@ -341,7 +335,7 @@ async def test_a_drained_replica_gets_no_more():
             assert "run elsewhere" in (await client.post(f"/admin/fleet/{path}", json=body)).json()["error"]["message"]
 
 
-async def test_the_limits_of_a_server_hold_here_too():
+async def test_the_limits_of_a_server_hold_and_without_keys_a_clients_is_the_replicas_affair():
     async with routed(WELL, server={"api_keys": ("key",), "max_body_bytes": 1000}) as (running, [fake]):
         async with client_of(running) as client:
             assert (await client.post(CHAT, json=chat())).status_code == 401
@@ -355,9 +349,6 @@ async def test_the_limits_of_a_server_hold_here_too():
         writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 400")
         writer.close()
-
-
-async def test_a_clients_key_is_the_replicas_affair_where_the_router_asks_for_none():
     async with routed(WELL) as (running, [fake]), client_of(running) as client:
         await client.post(CHAT, json=chat(), headers={"authorization": "Bearer theirs"})
         assert asked(fake)[0].headers["authorization"] == "Bearer theirs"
@@ -545,7 +536,7 @@ async def answers(seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(whole(completion(), "500 Broken" if b"fail" in seen.body else "200 OK"))
 
 
-async def test_the_router_counts_the_promises_that_its_fleet_kept():
+async def test_the_router_counts_the_promises_that_its_fleet_kept_or_none():
     async with routed(answers, server={"slo": ("ttft:60s", "e2e:0.000001s")}) as (running, _):
         async with client_of(running) as client:
             for fields in ({"stream": True}, {}):
@@ -554,9 +545,6 @@ async def test_the_router_counts_the_promises_that_its_fleet_kept():
         counts = await asyncio.to_thread(counted, running.url)
     assert (counts["ttft", True], counts["ttft", False]) == (2, 1)
     assert counts["e2e", False] == counts["all", False] == 3  # nobody answers in a microsecond
-
-
-async def test_a_router_without_objectives_counts_none():
     async with routed(answers) as (running, _):
         httpx_answer = await asyncio.to_thread(httpx.post, f"{running.url}/v1/chat/completions", json=chat())
         assert (httpx_answer.status_code, await asyncio.to_thread(counted, running.url)) == (200, {})

@@ -19,12 +19,19 @@ def seen(**loads: int) -> list[Seen]:
     return [Seen(name, load, slots=8) for name, load in loads.items()]
 
 
-def test_a_conversation_goes_to_the_same_replica_whichever_proxy_it_came_through():
+def test_a_conversation_stays_with_a_replica_and_few_move_when_one_goes():
     proxies = [ServeChoice(), ServeChoice()]
     proxies[1].ranked(seen(c=0, a=0), 7, "earlier", 0.0)
     for key in range(0, 2**63, 2**58):
         first, second = (proxy.ranked(seen(a=1, b=0, c=2), key, "r", 1.0) for proxy in proxies)
         assert (first[0], sorted(first)) == (second[0], ["a", "b", "c"])
+    choice = ServeChoice()
+    keys = [key_of(f"s{n}") for n in range(300)]
+    before = [choice.ranked(seen(a=0, b=0, c=0), key, "r", 0.0)[0] for key in keys]
+    after = [choice.ranked(seen(a=0, b=0), key, "r", 0.0)[0] for key in keys]
+    assert min(Counter(before).values()) > 50
+    assert all(now == then for now, then in zip(after, before, strict=True) if then != "c")
+    assert key_of("") is None
 
 
 def test_those_without_a_conversation_go_by_load_and_a_full_replica_is_passed_over():
@@ -34,19 +41,6 @@ def test_those_without_a_conversation_go_by_load_and_a_full_replica_is_passed_ov
     other = "b" if owner == "a" else "a"
     assert choice.ranked(seen(**{owner: 8, other: 7}), 42, "r", 0.0)[0] == other
     assert (choice.ranked(seen(a=8, b=8), 42, "r", 0.0)[0], choice.ranked([], 42, "r", 0.0)) == (owner, [])
-
-
-def test_conversations_spread_and_few_move_when_a_replica_goes():
-    choice = ServeChoice()
-    keys = [key_of(f"s{n}") for n in range(300)]
-    before = [choice.ranked(seen(a=0, b=0, c=0), key, "r", 0.0)[0] for key in keys]
-    after = [choice.ranked(seen(a=0, b=0), key, "r", 0.0)[0] for key in keys]
-    assert min(Counter(before).values()) > 50
-    assert all(now == then for now, then in zip(after, before, strict=True) if then != "c")
-
-
-def test_who_names_no_session_has_no_key():
-    assert key_of("") is None
 
 
 @dataclass
@@ -71,7 +65,7 @@ def counted(**values: float) -> dict[str, dict[str, list[Any]]]:
     return {name: {"a": [Sample(0.0), Sample(value)]} for name, value in values.items()}
 
 
-def test_serve_starts_one_for_whoever_is_held_at_zero_and_stops_it_when_it_is_idle():
+def test_serve_starts_for_those_held_and_a_backlog_and_stops_what_is_idle():
     scaling = ServeScaling(slots=8, idle_s=5.0)
     assert (scaling(Context())[0], scaling(Context(current_time=1.0, total_queued_requests=1.0))[0]) == (0, 1)
     busy = counted(arrived=1, ended=0, served_s=0.0, start_s=2.0)
@@ -79,9 +73,6 @@ def test_serve_starts_one_for_whoever_is_held_at_zero_and_stops_it_when_it_is_id
     done = counted(arrived=1, ended=1, served_s=0.5, start_s=2.0)
     assert scaling(Context(3.0, 1, ["a"], raw_metrics=done))[0] == 1
     assert scaling(Context(9.0, 1, ["a"], raw_metrics=done))[0] == 0
-
-
-def test_serve_starts_more_for_a_backlog_and_never_more_than_there_may_be():
     scaling = ServeScaling(slots=2)
     told = counted(arrived=12, ended=10, served_s=100.0, start_s=1.0)
     scaling(Context(0.0, 1, ["a"], raw_metrics=told))

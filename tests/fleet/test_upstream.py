@@ -47,11 +47,8 @@ def test_what_is_no_address_says_how_one_looks(text, complaint):
         parse_target(text)
 
 
-def test_an_origin_writes_itself_as_a_url():
+async def test_an_origin_writes_itself_as_a_url_and_a_name_stands_for_its_addresses():
     assert Origin("::1", 80, prefix="/a").url == "http://[::1]:80/a"
-
-
-async def test_a_name_stands_for_its_addresses():
     assert Origin("127.0.0.1", 8000) in await resolve(Origin("localhost", 8000))
 
 
@@ -105,7 +102,7 @@ async def test_pieces_are_given_as_they_come():
         assert (await answer.piece(), await answer.piece(), upstream.num_idle) == (b"twothree", b"", 1)
 
 
-async def test_a_kept_connection_that_died_costs_a_retry_and_no_failure():
+async def test_a_kept_connection_that_died_costs_a_retry_and_a_closed_one_is_not_used_again():
     async with fake_upstream(says(whole(b"yes"))) as fake:
         upstream = client(fake.port)
         await answered(upstream)
@@ -118,9 +115,6 @@ async def test_a_kept_connection_that_died_costs_a_retry_and_no_failure():
 
         fake.script = hang_up
         assert (await answered(upstream), fake.num_connections) == (b"again", 2)
-
-
-async def test_a_connection_that_the_replica_closed_is_not_used_again():
     async with fake_upstream(says(whole(b"yes"), then="close")) as fake:
         upstream = client(fake.port)
         await answered(upstream)
@@ -157,39 +151,30 @@ async def test_what_is_no_whole_answer_has_a_name(script, broken):
         assert upstream.num_idle == 0
 
 
-async def test_half_a_head_is_not_waited_for(monkeypatch):
+async def test_half_a_head_nobody_listening_and_too_long_an_answer_are_told(monkeypatch):
     monkeypatch.setattr(u, "HEAD_TIMEOUT_S", 0.01)
     async with fake_upstream(says(b"HTTP/1.1 200 OK\r\ncontent-", then="wait")) as fake:
         assert await failed(client(fake.port)) is Broken.WRONG
-
-
-async def test_nobody_listening_is_told_with_the_url():
     async with fake_upstream(says()) as fake:
         port = fake.port
     with pytest.raises(UpstreamFailed, match=f"cannot connect to http://127.0.0.1:{port}") as error:
         await answered(client(port))
     assert error.value.broken is Broken.REFUSED
+    async with fake_upstream(says(whole(b"x" * 1000))) as fake:
+        with pytest.raises(UpstreamFailed, match="over 999 bytes"):
+            await answered(client(fake.port), max_bytes=999)
 
 
-async def test_bodies_without_a_length_end_with_the_connection():
+async def test_answers_without_a_length_interim_ones_and_to_head_are_understood():
     async with fake_upstream(says(b"HTTP/1.0 200 OK\r\n\r\nold", b" style", then="close")) as fake:
         assert await answered(client(fake.port)) == b"old style"
-
-
-async def test_an_interim_answer_is_passed_over():
     async with fake_upstream(says(b"HTTP/1.1 100 Continue\r\n\r\n" + whole(b"yes"))) as fake:
         upstream = client(fake.port)
         assert (await answered(upstream), upstream.num_idle) == (b"yes", 1)
-
-
-async def test_an_answer_to_head_has_no_body():
     async with fake_upstream(says(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n")) as fake:
         answer = await (upstream := client(fake.port)).send(ask(upstream, b"", "HEAD"))
         assert (b"content-length", b"10") in answer.headers
         assert await answer.piece() == b""
-
-
-async def test_what_nobody_asked_for_ends_the_connection():
     async with fake_upstream(says(whole(b"yes") + whole(b"and more"))) as fake:
         upstream = client(fake.port)
         assert await answered(upstream) == b"yes"
@@ -218,12 +203,6 @@ async def test_an_answer_that_nobody_takes_stops_coming():
             assert await answer.piece()
         answer.abort()
         await until_async(lambda: fake.num_open == 0)
-
-
-async def test_an_answer_over_the_bound_is_wrong():
-    async with fake_upstream(says(whole(b"x" * 1000))) as fake:
-        with pytest.raises(UpstreamFailed, match="over 999 bytes"):
-            await answered(client(fake.port), max_bytes=999)
 
 
 async def test_who_stops_waiting_hangs_up():

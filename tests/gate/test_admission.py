@@ -59,7 +59,7 @@ def busy_admission(objective_s: float = 1.0, **fields: Any) -> AdmissionControll
 NOW = 40 * 0.04
 
 
-def test_as_many_may_wait_as_the_cap_says_and_those_that_run_do_not_count():
+def test_waiting_requests_tokens_and_classes_are_capped():
     admission = make_admission(max_queued_requests=2)
     admit(admission, "a", "b")
     with pytest.raises(Overloaded, match="2 requests wait, the limit is 2"):
@@ -67,9 +67,6 @@ def test_as_many_may_wait_as_the_cap_says_and_those_that_run_do_not_count():
     stepped(admission, [first_token("a")], 0, 1.0)
     admit(admission, "c")
     assert (admission.num_inside, admission.num_waiting, admission.num_refused["requests"]) == (3, 2, 1)
-
-
-def test_prompt_tokens_are_capped_but_one_prompt_of_any_length_may_wait():
     admission = make_admission(max_queued_tokens=100)
     admit(admission, "long", prompt=300)
     with pytest.raises(Overloaded, match="300 tokens, the limit is 100"):
@@ -77,9 +74,6 @@ def test_prompt_tokens_are_capped_but_one_prompt_of_any_length_may_wait():
     stepped(admission, [end("long", FinishReason.ABORT)], 0, 1.0)
     admit(admission, "short", prompt=60)
     admit(admission, "other", prompt=40)
-
-
-def test_a_class_leaves_room_for_those_above():
     admission = make_admission(max_queued_requests=4, max_queued_by_priority={"1": 2})
     admit(admission, "a", "b", priority=1)
     for priority in (1, 2):
@@ -89,7 +83,7 @@ def test_a_class_leaves_room_for_those_above():
     assert admission.num_refused["class"] == 2
 
 
-def test_the_least_urgent_and_latest_is_shed_for_a_more_urgent_one():
+def test_the_least_urgent_and_latest_is_shed_for_a_more_urgent_one_and_never_in_vain():
     admission = make_admission(max_queued_requests=4)
     admit(admission, "low", "low2", priority=2)
     admit(admission, "mid", priority=1)
@@ -99,9 +93,6 @@ def test_the_least_urgent_and_latest_is_shed_for_a_more_urgent_one():
     with pytest.raises(Overloaded):
         admit(admission, "mid3", priority=1)
     assert admission.num_waiting == 4
-
-
-def test_nobody_is_shed_in_vain():
     admission = make_admission(max_queued_tokens=100)
     admit(admission, "urgent", prompt=90)
     admit(admission, "low", prompt=10, priority=1)
@@ -121,7 +112,7 @@ def test_the_samples_of_a_prompt_go_in_together_or_not_at_all():
     assert admission.num_inside == 0
 
 
-def test_who_would_wait_longer_than_the_objective_is_turned_away():
+def test_who_would_wait_longer_than_its_objective_is_turned_away():
     admission = busy_admission()
     assert admission.drain_per_s == pytest.approx(100, rel=0.02)
     admit(admission, "next", prompt=4, max_tokens=10, now=NOW)  # 11 tokens: 0.11 s for those behind
@@ -129,17 +120,11 @@ def test_who_would_wait_longer_than_the_objective_is_turned_away():
     with pytest.raises(Overloaded, match="too many for a first token within the objective"):
         admit(admission, "late", prompt=4, max_tokens=10, now=NOW)  # foretold 0.23 s, and 0.6 s of unknown slack
     assert admission.foretold_wait_s() == pytest.approx(0.22, rel=0.05)
-
-
-def test_a_request_may_ask_for_less_time_or_for_more():
     admission = busy_admission()
     admit(admission, "next", prompt=4, max_tokens=10, now=NOW)
     with pytest.raises(Overloaded):
         admit(admission, "tight", prompt=4, max_tokens=10, now=NOW, ttft_slo_s=0.2)
     admit(admission, "loose", prompt=4, max_tokens=10, now=NOW, ttft_slo_s=60.0)
-
-
-def test_a_free_place_is_never_refused():
     admission = busy_admission()
     stepped(admission, [end(name) for name in "abc"], 0, NOW + 0.04)
     admit(admission, "x", "y", "z", prompt=4000, now=NOW + 0.04, ttft_slo_s=0.001)
@@ -147,13 +132,10 @@ def test_a_free_place_is_never_refused():
         admit(admission, "one too many", now=NOW + 0.04, ttft_slo_s=0.001)
 
 
-def test_the_less_urgent_are_shed_so_that_an_urgent_one_is_in_time():
+def test_the_less_urgent_are_shed_for_an_urgent_one_unless_the_queue_heeds_priorities():
     admission = busy_admission()
     admit(admission, "low", prompt=4, max_tokens=50, priority=1, now=NOW)
     assert admit(admission, "urgent", prompt=4, max_tokens=10, now=NOW) == ["low"]
-
-
-def test_where_the_queue_heeds_priorities_those_behind_need_not_leave():
     admission = busy_admission(priority_first=True)
     admit(admission, "low", prompt=4, max_tokens=500, priority=1, now=NOW)
     assert admit(admission, "urgent", prompt=4, max_tokens=10, now=NOW) == []
@@ -197,15 +179,12 @@ def test_forecasts_that_were_wrong_make_admission_more_careful_and_better_ones_l
     assert late.slack_s == 0.1
 
 
-def test_idle_time_teaches_nothing_about_the_rate():
+def test_the_rate_follows_a_slower_machine_and_learns_nothing_while_idle():
     admission = busy_admission()
     rate = admission.drain_per_s
     stepped(admission, [RequestProgress("a", (7,))], 0, NOW + 50)
     stepped(admission, [RequestProgress("a", (7,))], 1, NOW + 100)
     assert admission.drain_per_s == rate
-
-
-def test_the_rate_follows_a_machine_that_slows_down():
     rate = DrainRate()
     for _ in range(100):
         rate.served(10, 0.1)
@@ -259,7 +238,7 @@ def test_what_admission_counts_is_who_is_there(data: st.DataObject):
         )
 
 
-def test_where_first_tokens_are_foretold_by_who_places_requests_nobody_is_let_in_to_be_late():
+def test_where_first_tokens_are_foretold_nobody_is_let_in_to_be_late():
     admission = make_admission(ttft_objective_s=1.0)
     ahead_s = 0.0
     admission.foretell = lambda num_tokens: ahead_s + 0.001 * num_tokens
@@ -271,9 +250,6 @@ def test_where_first_tokens_are_foretold_by_who_places_requests_nobody_is_let_in
     assert admission.foretold_wait_s() == ahead_s
     ahead_s = 0.0
     admit(admission, "third", prompt=10)
-
-
-def test_who_can_foretell_nothing_leaves_it_to_the_rate_at_which_work_leaves():
     admission = busy_admission()
     admission.foretell = lambda num_tokens: None
     admit(admission, "next", "after", prompt=4, max_tokens=10, now=NOW)

@@ -44,21 +44,15 @@ def admitted(who: Caller, spec: RequestSpec, ask: Ask | None = None, **config: A
     return only
 
 
-def test_what_a_request_leaves_open_is_its_tenants():
+def test_the_strictest_terms_of_request_tenant_and_server_hold():
     own = {"weight": 4.0, "ttft_slo_s": 2.0, "queue_timeout_s": 3.0, "timeout_s": 9.0}
     terms = admitted(caller(**own, default_priority=2), make_spec("r", arrived_at=5.0)).terms
     assert (terms.tenant, terms.weight, terms.key_id, terms.priority) == ("acme", 4.0, "k1", 2)
     assert (terms.ttft_slo_s, terms.start_by, terms.finish_by) == (2.0, 8.0, 14.0)
-
-
-def test_the_strictest_of_request_tenant_and_server_holds():
     who = caller(ttft_slo_s=2.0, timeout_s=9.0)
     own = make_spec("r", arrived_at=5.0, ttft_slo_s=0.5, start_by=25.0, finish_by=25.0)
     terms = admitted(who, own, ttft_objective_s=1.0, queue_timeout_s=4.0, request_timeout_s=60.0).terms
     assert (terms.ttft_slo_s, terms.start_by, terms.finish_by) == (0.5, 9.0, 14.0)
-
-
-def test_a_request_of_nobody_is_under_the_servers_terms_alone():
     terms = admitted(anybody(), make_spec("r", tenant="named", weight=3.0), ttft_objective_s=1.0).terms
     assert (terms.tenant, terms.weight, terms.key_id, terms.ttft_slo_s) == ("named", 3.0, "", 1.0)
 
@@ -92,7 +86,7 @@ def test_a_request_of_which_only_the_length_is_known_is_admitted_as_any_other():
 # ---- refusals, in the order in which they are looked for
 
 
-def test_the_tenants_limits_go_before_the_servers():
+def test_the_tenants_limits_go_before_the_servers_which_keep_nothing_of_the_tenant():
     who, gate = caller(Limits(concurrency=1)), make_gate(max_concurrent_requests=1)
     gate.enter(who, Ask(), 0.0)
     with pytest.raises(RateLimited, match="its concurrency is 1"):
@@ -101,9 +95,6 @@ def test_the_tenants_limits_go_before_the_servers():
         gate.enter(anybody(), Ask(), 0.0)
     with pytest.raises(InvalidRequest, match="prompts times n is 2; this server holds at most 1 at once"):
         gate.enter(anybody(), Ask(num_samples=2), 0.0)
-
-
-def test_the_server_refuses_without_keeping_anything_of_the_tenant():
     who, gate = caller(Limits(concurrency=4, max_queue=4)), make_gate(max_concurrent_requests=2)
     for _ in range(3):
         with pytest.raises(InvalidRequest):

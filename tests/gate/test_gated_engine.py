@@ -130,14 +130,11 @@ async def test_a_queued_request_ends_when_its_time_is_up():
     await engine.client.close()
 
 
-def test_the_gate_learns_of_another_number_of_slots():
+def test_the_gate_counts_the_slots_of_all_engines_and_learns_of_another_number():
     gate = Gate(AdmissionController(AdmissionConfig(), max_num_seqs=1))
     gate.reconfigure(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, policy="priority"))
     assert gate.admission is not None
     assert (gate.admission._max_num_seqs, gate.admission._priority_first) == (3, True)
-
-
-def test_the_gate_in_front_of_several_engines_counts_the_slots_of_all():
     gate = Gate(admission_of(AdmissionConfig(), SchedulerConfig(max_num_seqs=2), 3))
     assert gate.admission is not None
     assert gate.admission._max_num_seqs == 6

@@ -56,25 +56,19 @@ def test_a_new_key_is_one_line_more_and_opens(path, tenant):
         assert path.read_text() == FILE
 
 
-def test_the_first_key_of_an_empty_list_is_one_line_more(path):
+def test_keys_come_into_empty_lists_forms_without_room_and_merged_tenants(path):
     path.write_text(FILE.replace("  bare:\n", "  bare:\n    keys: []   # none yet\n    tier: flex\n"))
     made = make_key("bare")
     add_key(path, made.key)
     assert read_tenant_file(path).keys.find(made.secret.encode()) == made.key
     assert {"# who may ask", "    tier: flex"} <= set(path.read_text().splitlines())
     assert "# none yet" in path.read_text()
-
-
-def test_a_form_without_room_for_a_line_is_written_anew_and_loses_nothing(path):
     before = read_tenant_file(path)
     made = make_key("flow")
     add_key(path, made.key)
     after = read_tenant_file(path)
     assert after.tenants == before.tenants
     assert set(after.keys.keys) == {*before.keys.keys, made.key}
-
-
-def test_a_tenant_that_is_merged_in_gets_its_key_too(path):
     path.write_text("tenants:\n  bare: &bare {}\n  <<: {acme: *bare}\n")
     made = make_key("acme")
     add_key(path, made.key)
@@ -89,20 +83,11 @@ def test_a_revoked_key_is_gone_and_the_others_stay(path, key_id):
     assert "# pays" in path.read_text()
 
 
-def test_the_last_key_of_a_tenant_can_go(path):
-    for key_id in ("key_a", "key_b"):
-        remove_key(path, key_id)
-    assert not read_tenant_file(path).keys.keys
-
-
-def test_the_first_key_makes_the_file(tmp_path):
+def test_the_first_key_makes_the_file_also_behind_a_link(tmp_path):
     made = make_key("acme", secret="a secret of old")
     add_key(tmp_path / "new.yaml", made.key)
     assert read_tenant_file(tmp_path / "new.yaml").keys.find(b"a secret of old") == made.key
     assert made.key.prefix == "", "a short secret is not shown in part"
-
-
-def test_a_file_without_a_last_newline_and_behind_a_link(tmp_path):
     target, link = tmp_path / "real.yaml", tmp_path / "link.yaml"
     target.write_text("tenants:\n  acme:")
     link.symlink_to(target)
@@ -112,12 +97,15 @@ def test_a_file_without_a_last_newline_and_behind_a_link(tmp_path):
     assert read_tenant_file(target).keys.find(made.secret.encode()) == made.key
 
 
-def test_keys_of_nobody_and_nothing_are_refused(path):
+def test_keys_of_nobody_and_nothing_are_refused_and_the_last_one_can_go(path):
     with pytest.raises(ConfigError, match="has no tenant 'acm'; write it there first, or choose acme, bare"):
         add_key(path, make_key("acm").key)
     with pytest.raises(ConfigError, match="has no key 'x'"):
         remove_key(path, "x")
     assert path.read_text() == FILE
+    for key_id in ("key_a", "key_b"):
+        remove_key(path, key_id)
+    assert not read_tenant_file(path).keys.keys
 
 
 @pytest.mark.parametrize(
@@ -208,13 +196,10 @@ def test_no_file_raises_anything_but_a_config_error(tmp_path, text):
         assert read_tenant_file(file).tenants
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+def test_a_pipe_a_missing_and_a_binary_file_are_told(tmp_path):
     os.mkfifo(tmp_path / "t.yaml")
     with pytest.raises(ConfigError, match="is a pipe or a device"):
         TenantFile(tmp_path / "t.yaml")
-
-
-def test_a_missing_or_binary_file_is_told(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         TenantFile(tmp_path / "none.yaml")
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe")

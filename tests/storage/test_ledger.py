@@ -298,7 +298,7 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path, content):
         Ledger(path.parent / "nowhere" / "x", model="m")
 
 
-def test_only_its_owner_may_read_it(path):
+def test_a_pipe_is_refused_and_only_its_owner_may_read_a_ledger(path):
     Ledger(path, model="m").close()
     assert path.stat().st_mode & 0o777 == 0o600
 

@@ -93,12 +93,16 @@ def told(caplog: pytest.LogCaptureFixture) -> Any:
     ]
 
 
-async def test_what_one_router_writes_another_finds(server: RunningRedis):
+async def test_what_one_router_writes_another_finds_and_a_value_of_another_type_is_no_failure(server: RunningRedis):
     async with store_at(server.url) as one, store_at(server.url) as other:
         await written(one)
         assert await other.get(KEY) == b"value"
         other.drop(KEY)
         await gone(one)
+    async with store_at(server.url) as store:
+        store.write(("LPUSH", redis.PREFIX + KEY, b"x"))
+        await written(store)
+        assert store.is_up
 
 
 async def test_killed_and_started_again_it_is_used_again_and_each_is_told_once(server: RunningRedis, told: Any):
@@ -147,7 +151,7 @@ async def test_one_that_answers_late_is_given_up_until_it_is_faster(server: Runn
     assert told() == [1, 1]
 
 
-async def test_a_full_one_that_takes_no_writes_is_given_up(tmp_path: Path, told: Any):
+async def test_a_full_one_and_a_wrong_password_are_given_up_and_told(tmp_path: Path, told: Any):
     with running_redis(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction") as full:
         async with store_at(full.url) as store:
             while store.is_up:
@@ -168,23 +172,7 @@ async def test_a_wrong_password_is_told_and_harms_nobody(tmp_path: Path, caplog:
     assert ":wrong" not in caplog.text
 
 
-async def test_flushed_it_is_empty_and_works(server: RunningRedis, told: Any):
-    async with store_at(server.url) as store:
-        await written(store)
-        store.write(("FLUSHALL",))
-        await until_async(lambda: not store._queue)
-        await written(store, b"after")
-    assert told() == [0, 0]
-
-
-async def test_a_value_of_another_type_is_deleted_and_no_failure(server: RunningRedis):
-    async with store_at(server.url) as store:
-        store.write(("LPUSH", redis.PREFIX + KEY, b"x"))
-        await written(store)
-        assert store.is_up
-
-
-async def test_what_waits_to_be_written_is_bounded(server: RunningRedis):
+async def test_what_waits_is_bounded_and_flushed_it_is_empty_and_works(server: RunningRedis, told: Any):
     async with store_at(server.url) as store:
         await written(store)
         before = store.num_dropped
@@ -193,6 +181,12 @@ async def test_what_waits_to_be_written_is_bounded(server: RunningRedis):
         assert store.num_dropped - before >= 10
         await until_async(lambda: not store._queue)
         await written(store, b"after")
+    async with store_at(server.url) as store:
+        await written(store)
+        store.write(("FLUSHALL",))
+        await until_async(lambda: not store._queue)
+        await written(store, b"after")
+    assert told() == [0, 0]
 
 
 async def test_routers_hear_of_each_others_sessions_and_prefixes(server: RunningRedis):

@@ -28,12 +28,9 @@ def answer(body: bytes = b"{}", stored_at: float = 0.0) -> CachedAnswer:
     return CachedAnswer(JSON, body, stored_at)
 
 
-def test_only_temperature_zero_or_a_seed_is_exact():
+def test_only_exact_requests_have_a_key_of_tenant_revision_path_and_body():
     assert all(is_exact(*case) for case in [(0, None), (0.0, None), (1.0, 7), (None, 0)])
     assert not any(is_exact(*case) for case in [(None, None), (0.01, None)])
-
-
-def test_a_key_is_of_tenant_revision_path_and_every_byte_of_the_body():
     base = {"path": "/v1/completions", "tenant": "a", "revision": "r"}
     keys = {
         result_key(b"x", **base),
@@ -71,7 +68,7 @@ def test_an_answer_is_found_until_its_time_is_over_and_one_too_large_never():
     assert cache.find(KEY, 1.0) is None
 
 
-def test_cache_control_is_read_as_the_rfc_has_it():
+def test_cache_control_is_read_as_the_rfc_has_it_and_events_lose_their_comments():
     assert cache_control(None) == cache_control(b"max-stale, x=1") == CacheControl(False, None)
     assert cache_control(b"No-Store") == CacheControl(no_store=True)
     assert cache_control(b"no-cache, max-age=60").max_age_s == 0
@@ -80,9 +77,6 @@ def test_cache_control_is_read_as_the_rfc_has_it():
     assert is_fresh(answer(), cache_control(b"max-age=60"), 59.0)
     assert not is_fresh(answer(), cache_control(b"max-age=60"), 60.0)
     assert not is_fresh(answer(), cache_control(b"no-cache"), 0.0)
-
-
-def test_events_lose_their_comments_and_nothing_else():
     events = b": keep-alive\n\n: tokens 0 1\ndata: a: b\n\n: keep-alive\n\ndata: [DONE]\n\n"
     assert without_comments(events) == b"data: a: b\n\ndata: [DONE]\n\n"
     assert without_comments(b"data: x\n: tokens 1 2\n\n") == b"data: x\n\n"

@@ -88,7 +88,7 @@ def test_a_budget_is_never_overdrawn(budget, wanted):
         lease.end(tokens)
 
 
-def test_what_was_not_used_comes_back_while_the_minute_lasts():
+def test_what_was_not_used_comes_back_while_the_minute_lasts_and_not_after():
     held = quota(tokens_per_minute=100)
     lease = held.enter(1, 0.0)
     lease.reserve(90, 0.0)
@@ -98,9 +98,6 @@ def test_what_was_not_used_comes_back_while_the_minute_lasts():
     lease.end(30)
     held.enter(1, 5.0).reserve(70, 5.0)
     assert dict(held.headers(5.0))["x-ratelimit-remaining-tokens"] == "0"
-
-
-def test_ending_after_the_minute_changes_no_window():
     held = quota(tokens_per_minute=100)
     lease = held.enter(1, 0.0)
     lease.reserve(90, 0.0)
@@ -111,7 +108,7 @@ def test_ending_after_the_minute_changes_no_window():
     held.check_invariants()
 
 
-def test_more_than_a_limit_is_never_worth_a_retry():
+def test_a_refusal_takes_nothing_and_is_never_worth_a_retry_over_a_limit():
     for limits in ({"concurrency": 2}, {"max_queue": 2}):
         with pytest.raises(RateLimited) as refused:
             quota(**limits).enter(3, 0.0)
@@ -119,6 +116,13 @@ def test_more_than_a_limit_is_never_worth_a_retry():
     with pytest.raises(RateLimited) as refused:
         quota(tokens_per_minute=10).enter(1, 0.0).reserve(11, 0.0)
     assert refused.value.retry_after_s is None
+    held = quota(requests_per_minute=1)
+    held.enter(1, 0.0).end(0)
+    for _ in range(3):
+        with pytest.raises(RateLimited) as refused:
+            held.enter(1, 10.0)
+    assert refused.value.retry_after_s == pytest.approx(50.5)
+    held.enter(1, 60.5)
 
 
 def test_queue_room_comes_back_with_the_first_token_and_slots_with_the_end():
@@ -161,16 +165,6 @@ def test_who_names_no_max_tokens_gets_a_share_of_what_is_left_and_no_crumbs():
     assert (held.silent_max_tokens(10, 1, 0.0), held.silent_max_tokens(10, 3, 0.0)) == (256, 256)
     assert quota(spent=40, token_budget=100).silent_max_tokens(10, 1, 0.0) == 50
     assert quota(spent=40, token_budget=100, tokens_per_minute=9000).silent_max_tokens(10, 2, 0.0) == 25
-
-
-def test_a_refusal_on_arrival_takes_nothing():
-    held = quota(requests_per_minute=1)
-    held.enter(1, 0.0).end(0)
-    for _ in range(3):
-        with pytest.raises(RateLimited) as refused:
-            held.enter(1, 10.0)
-    assert refused.value.retry_after_s == pytest.approx(50.5)
-    held.enter(1, 60.5)
 
 
 def test_what_was_computed_is_counted_when_it_ends_and_over_the_limit_the_next_one_waits():
@@ -337,7 +331,7 @@ def test_pages_of_buckets_cover_the_time_once(start, length, width, limit):
     assert all(before[1] == after[0] for before, after in itertools.pairwise(edges))
 
 
-def test_sums_stand_in_their_bucket_by_key():
+def test_sums_stand_in_their_bucket_by_key_and_the_last_one_is_the_present():
     query, following = usage_pages(start_time=T0, end_time=T0 + 7200, now=0, bucket_width="1h", group_by=["project_id"])
     a, b = UsageKey(tenant="a"), UsageKey(tenant="b")
     one = UsageSum(1, 10, 4, 5)
@@ -346,9 +340,6 @@ def test_sums_stand_in_their_bucket_by_key():
     assert following is None
     assert buckets[0].sums == [(a, one), (b, UsageSum(2, 20, 8, 10))]
     assert [bucket.sums for bucket in buckets[1:]] == [[]] * (len(buckets) - 1)
-
-
-def test_without_an_end_the_last_bucket_is_the_present_one():
     query, following = usage_pages(start_time=T0, end_time=None, now=T0 + 90, bucket_width="1m")
     assert (query.end, following) == ((T0 + 90) // 60 * 60 + 60, None)
     assert query.bucket_of(T0 + 90.7) == list(query.buckets())[-1][0]
