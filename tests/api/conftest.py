@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from maitred.api.http.asgi import AsgiApp
+from maitred.api.serving import create_app
+from maitred.config import ServerConfig
 from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server
 from tests.waiting import HANGS_S
 
@@ -37,3 +43,32 @@ def client(served: RunningServer) -> Iterator[openai.OpenAI]:
 
 def strict_client(url: str, api_key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, _strict_response_validation=True)
+
+
+@asynccontextmanager
+async def with_tensors(
+    folder: Path,
+    *,
+    model: Any = None,
+    config: Any = None,
+    wrap: Any = None,
+    mode: Any = None,
+    load: Any = (),
+    **of: Any,
+) -> AsyncIterator[tuple[AsgiApp, httpx.AsyncClient]]:
+    """A server of this repository of tensor models, and a client of it; `of` goes to `create_app`."""
+    from maitred.tensor.host import LocalTensorService
+
+    tensors = LocalTensorService(folder) if mode is None else LocalTensorService(folder, mode)
+    await tensors.start(load)
+    replica = of.pop("replica", None) or FakeReplica()
+    replica.tensors = tensors if wrap is None else wrap(tensors)
+    asgi = create_app(replica, model or make_model(), config or ServerConfig(), **of)
+    accepting = {"accept-encoding": "identity"}
+    try:
+        transport = httpx.ASGITransport(asgi)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=accepting) as http:
+            yield asgi, http
+    finally:
+        await tensors.close()
+        asgi.app.close()

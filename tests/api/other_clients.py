@@ -118,12 +118,9 @@ async def _use_agents(url: str) -> None:
     settings = agents.ModelSettings(tool_choice="required")
     plain = agents.Agent(name="waiter", model=model, output_type=Dish)
     calling: Any = agents.Agent(
-        name="waiter",
-        model=model,
-        output_type=Dish,
-        tools=[agents.function_tool(kitchen.cook)],
+        name="waiter", model=model, output_type=Dish, tools=[agents.function_tool(kitchen.cook)],
         model_settings=settings,
-    )
+    )  # fmt: skip
     for agent in (plain, calling):
         assert isinstance((await agents.Runner.run(agent, QUESTION)).final_output, Dish)
         num_cooked = len(kitchen.cooked)
@@ -135,11 +132,9 @@ async def _use_agents(url: str) -> None:
 
 
 CLIENTS: dict[str, Callable[[str], None]] = {
-    "openai-agents": use_agents,
-    "instructor": use_instructor,
-    "langchain-openai": use_langchain,
+    "openai-agents": use_agents, "instructor": use_instructor, "langchain-openai": use_langchain,
     "pydantic-ai": use_pydantic_ai,
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     CLIENTS[sys.argv[1]](sys.argv[2])

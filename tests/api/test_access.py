@@ -87,15 +87,12 @@ def test_a_bytes_key_that_is_no_text_is_only_wrong():
         Authenticator(KEYS).check(b"Bearer \xff\xfe")
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        b"/v1//models", b"//v1/models", b"/v1/models;x", b"/v1/%6dodels", b"/%76%31/models", b"/health/../v1/models",
-        b"/v1/models/..%2f", b"http://x/v1/models", b"http://x/health/../v1/models", b"/health/",
-        b"/health;/../v1/models", b"/health%2f..%2fv1%2fmodels", b"/nothing", b"*", b"/metrics?x=/health",
-        b"/v1/models#/health",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("target", [
+    b"/v1//models", b"//v1/models", b"/v1/models;x", b"/v1/%6dodels", b"/%76%31/models", b"/health/../v1/models",
+    b"/v1/models/..%2f", b"http://x/v1/models", b"http://x/health/../v1/models", b"/health/",
+    b"/health;/../v1/models", b"/health%2f..%2fv1%2fmodels", b"/nothing", b"*", b"/metrics?x=/health",
+    b"/v1/models#/health",
+])  # fmt: skip
 @pytest.mark.parametrize("host", [b"x", b"health", b"x/health?", b"a@b:8000/health#", b""])
 def test_no_spelling_of_a_path_or_host_passes_the_key_check(locked, target, host):
     status = raw(locked.port, b"GET " + target + b" HTTP/1.1\r\nhost: " + host + b"\r\n\r\n").split(b" ")[1]
@@ -127,18 +124,15 @@ def test_there_is_no_cors_by_default(http):
     assert preflight.status_code == 405
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
-        ("GET", "/nothing", 404, "not_found"),
-        ("GET", "/v1/models/", 404, "model_not_found"),
-        ("GET", "/v1/models/other/name", 404, "model_not_found"),
-        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
-        ("DELETE", "/v1/models", 405, "method_not_allowed"),
-        ("POST", "/health", 405, "method_not_allowed"),
-        ("PATCH", "/v1/completions", 405, "method_not_allowed"),
-    ],
-)
+@pytest.mark.parametrize(("method", "path", "status", "code"), [
+    ("GET", "/nothing", 404, "not_found"),
+    ("GET", "/v1/models/", 404, "model_not_found"),
+    ("GET", "/v1/models/other/name", 404, "model_not_found"),
+    ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+    ("DELETE", "/v1/models", 405, "method_not_allowed"),
+    ("POST", "/health", 405, "method_not_allowed"),
+    ("PATCH", "/v1/completions", 405, "method_not_allowed"),
+])  # fmt: skip
 def test_paths_and_methods_that_are_not_there_get_the_usual_error(http, method, path, status, code):
     response = http.request(method, path)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)

@@ -87,7 +87,7 @@ def test_a_key_sees_and_uses_its_own_adapters_and_others_are_not_there(house: Ru
     assert {spec.adapter for spec in house.replica.submitted} == {"sql@5555555555555555"}
 
 
-def test_an_unknown_model_is_answered_with_the_names_that_this_key_may_use(house: RunningServer):
+def test_an_administrator_loads_and_unloads_as_with_vllm_and_an_unknown_name_is_told_the_choices(house: RunningServer):
     for key, choices in (
         ("sql", "tiny, tiny-alias, sql"),
         ("all", "tiny, tiny-alias, sql"),
@@ -95,9 +95,6 @@ def test_an_unknown_model_is_answered_with_the_names_that_this_key_may_use(house
     ):
         answer = ask(house, "/v1/completions", key, {"model": "gpt-4", "prompt": "hi"})
         assert answer.json()["error"]["message"] == f"the model 'gpt-4' is not served here; choose one of {choices}"
-
-
-def test_an_administrator_loads_and_unloads_as_with_vllm(house: RunningServer):
     load = {"lora_name": "chat", "lora_path": "chat"}
     assert ask(house, "/v1/load_lora_adapter", "all", load).status_code == 403
     assert ask(house, "/v1/load_lora_adapter", "boss", load).text == "Success: LoRA adapter 'chat' added successfully."
@@ -130,15 +127,12 @@ def test_without_a_folder_nothing_is_loaded_while_the_server_runs():
         assert names(server) == ["sql"]  # a server without keys shows all
 
 
-def test_metrics_name_the_adapter(house: RunningServer):
+def test_metrics_name_the_adapter_and_a_gateway_that_knows_vllm_finds_it(house: RunningServer):
     body = {"model": "sql", "prompt": "hi", "max_tokens": 3}
     assert ask(house, "/v1/completions", "sql", body).status_code == 200
     page = ask(house, "/metrics", "boss").text
     assert 'maitred_lora_requests_total{adapter="sql"} 1.0' in page
     assert 'maitred_lora_tokens_total{adapter="sql",kind="generated"} 3.0' in page
-
-
-def test_a_gateway_that_knows_vllm_finds_the_adapters_at_work():
     replica = AdapterReplica(None)
     replica.adapters.at_work = lambda: AtWork(("sql", "chat"), ("sql",))
     with running_server(replica, make_model(max_num_seqs=8), metrics_compat="vllm") as server:

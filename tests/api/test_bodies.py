@@ -277,11 +277,9 @@ def processor_s(call: Callable[..., object], *args: object) -> float:
 CHAT_BODY = BodyDecoder(ChatCompletionRequest, CHAT_REFUSED)
 TEXT_BODY = BodyDecoder(CompletionRequest, COMPLETION_REFUSED)
 DECODERS: dict[str, BodyDecoder[Any]] = {
-    PATHS[0]: CHAT_BODY,
-    PATHS[1]: TEXT_BODY,
-    PATHS[2]: BodyDecoder(TokenizeRequest, TOKENIZE_REFUSED),
+    PATHS[0]: CHAT_BODY, PATHS[1]: TEXT_BODY, PATHS[2]: BodyDecoder(TokenizeRequest, TOKENIZE_REFUSED),
     PATHS[3]: BodyDecoder(DetokenizeRequest),
-}
+}  # fmt: skip
 
 
 def decode_as_sent(path: str, body: bytes) -> None:
@@ -305,11 +303,9 @@ def test_a_long_text_and_a_long_field_without_effect_are_taken_whole(http):
         body = {"model": "tiny", "prompt": text, "max_tokens": 1, "echo": True}
         for sent in (json.dumps(body), json.dumps(body, ensure_ascii=False)):
             answer = httpx.post(
-                f"{server.url}{PATHS[1]}",
-                content=sent.encode(),
-                headers={"content-type": "application/json"},
+                f"{server.url}{PATHS[1]}", content=sent.encode(), headers={"content-type": "application/json"},
                 timeout=HANGS_S,
-            )
+            )  # fmt: skip
             assert answer.json()["choices"][0]["text"].startswith(text)
     body = PROMPT + b'"ab","user":"' + b"\\n" * 4_000_000 + b'","metadata":{"a":"b"}}'
     answer = http.post(PATHS[1], content=body, headers={"content-type": "application/json"})
@@ -477,16 +473,13 @@ class _Counted(msgspec.Struct):
     ids: list[int] = []
 
 
-@pytest.mark.parametrize(
-    ("sent", "read"),
-    [
-        (b'{"text": "20.0, \\"20.0\\"", "count": 20.0, "ids": [1.0, -2.00, 3]}', 20),
-        (b'{"text": "a", "count": 20.5}', None),
-        (b'{"text": "a", "count": 20.0e1}', None),
-        (b'{"text": "a", "count": "20.0"}', None),
-        (b'{"text": "a", "count": 20.0, "ids": [1.5]}', None),
-    ],
-)
+@pytest.mark.parametrize(("sent", "read"), [
+    (b'{"text": "20.0, \\"20.0\\"", "count": 20.0, "ids": [1.0, -2.00, 3]}', 20),
+    (b'{"text": "a", "count": 20.5}', None),
+    (b'{"text": "a", "count": 20.0e1}', None),
+    (b'{"text": "a", "count": "20.0"}', None),
+    (b'{"text": "a", "count": 20.0, "ids": [1.5]}', None),
+])  # fmt: skip
 def test_a_whole_number_with_a_point_is_an_integer(sent: bytes, read: int | None):
     decoder = msgspec.json.Decoder(_Counted)
     if read is None:
@@ -647,35 +640,32 @@ def test_no_body_at_all_makes_a_5xx(http, path):
 POST_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
 
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET /%ff%fe%00 HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET /v1/models/%00%0d%0aset-cookie:x HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"CONNECT evil:443 HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"BREW /pot HTTP/1.1\r\nhost: x\r\n\r\n",
-        POST_HEAD + b"content-length: -1\r\n\r\n",
-        POST_HEAD + b"content-length: 1e3\r\n\r\n",
-        POST_HEAD + b"content-length: 99999999999999999999999\r\n\r\n",
-        POST_HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}   ",
-        POST_HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        POST_HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-        POST_HEAD + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n{}",
-        POST_HEAD + b"transfer-encoding: gzip\r\n\r\n{}",
-        POST_HEAD + b"content-encoding: gzip\r\ncontent-length: 2\r\n\r\n\x1f\x8b",
-        POST_HEAD + b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-key: x\r\ncontent-length: 2\r\n\r\n{}",
-        POST_HEAD + b"x-request-id: a\r\nx-request-id: b\r\ncontent-length: 2\r\n\r\n{}",
-        POST_HEAD + b"bad header\r\ncontent-length: 2\r\n\r\n{}",
-        POST_HEAD + b"x: a\x00b\r\ncontent-length: 2\r\n\r\n{}",
-        POST_HEAD + b"content-length: 2\r\n\r\n{}" * 3,
-    ],
-)
+@pytest.mark.parametrize("request_bytes", [
+    b"\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET /%ff%fe%00 HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET /v1/models/%00%0d%0aset-cookie:x HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"CONNECT evil:443 HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"BREW /pot HTTP/1.1\r\nhost: x\r\n\r\n",
+    POST_HEAD + b"content-length: -1\r\n\r\n",
+    POST_HEAD + b"content-length: 1e3\r\n\r\n",
+    POST_HEAD + b"content-length: 99999999999999999999999\r\n\r\n",
+    POST_HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}   ",
+    POST_HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    POST_HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    POST_HEAD + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n{}",
+    POST_HEAD + b"transfer-encoding: gzip\r\n\r\n{}",
+    POST_HEAD + b"content-encoding: gzip\r\ncontent-length: 2\r\n\r\n\x1f\x8b",
+    POST_HEAD + b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-key: x\r\ncontent-length: 2\r\n\r\n{}",
+    POST_HEAD + b"x-request-id: a\r\nx-request-id: b\r\ncontent-length: 2\r\n\r\n{}",
+    POST_HEAD + b"bad header\r\ncontent-length: 2\r\n\r\n{}",
+    POST_HEAD + b"x: a\x00b\r\ncontent-length: 2\r\n\r\n{}",
+    POST_HEAD + b"content-length: 2\r\n\r\n{}" * 3,
+])  # fmt: skip
 def test_bytes_that_are_hardly_http_do_no_harm(served, request_bytes):
     with socket.create_connection(("127.0.0.1", served.port), timeout=HANGS_S) as connection:
         connection.sendall(request_bytes)

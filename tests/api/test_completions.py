@@ -103,14 +103,11 @@ def test_an_echo_with_logprobs_covers_the_prompt_and_scoring_generates_nothing(h
     assert answer["usage"]["completion_tokens"] == 0
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 2, "n": 3},
-        {"echo": True, "logprobs": 0, "max_tokens": 0}, {"stop": "wor"},
-        {"prompt": ["ab", "cd"], "n": 2, "logprobs": 1},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields", [
+    {}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 2}, {"echo": True, "logprobs": 2, "n": 3},
+    {"echo": True, "logprobs": 0, "max_tokens": 0}, {"stop": "wor"},
+    {"prompt": ["ab", "cd"], "n": 2, "logprobs": 1},
+])  # fmt: skip
 def test_a_stream_adds_up_to_the_whole_answer(http, fields):
     fields = {"prompt": "ab", **fields}
     whole = complete(http, **fields)["choices"]
@@ -193,14 +190,11 @@ def test_written_piece_by_piece_log_probabilities_are_the_same(num):
     assert encode(writer().packed_output(known)) == encode(writer().output(known))
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        (TEXT, {"prompt": "ab", "logprobs": 20, "n": 2}),
-        (TEXT, {"prompt": ["ab", "cd"], "logprobs": 20}),
-        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "n": 2}),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields"), [
+    (TEXT, {"prompt": "ab", "logprobs": 20, "n": 2}),
+    (TEXT, {"prompt": ["ab", "cd"], "logprobs": 20}),
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "n": 2}),
+])  # fmt: skip
 def test_an_answer_with_more_log_probabilities_than_are_kept_ends_unless_it_is_streamed(monkeypatch, path, fields):
     limit = 2000 * NUM_TOKENS  # one sample has less, two have more
     monkeypatch.setattr("maitred.api.http.app.MAX_KEPT_BYTES", limit)

@@ -246,25 +246,22 @@ def test_an_answer_that_did_not_wait_for_the_body_does_not_make_it_endless():
 TOO_LARGE, NO_HTTP = (431, "head_too_large"), (400, "invalid_http")
 
 
-@pytest.mark.parametrize(
-    ("head", "told"),
-    [
-        (b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n", TOO_LARGE),
-        (b"GET /" + b"a" * MAX_HEAD_BYTES, TOO_LARGE),
-        (GET + b"x: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n", TOO_LARGE),
-        (GET + b"a" * (MAX_HEAD_BYTES + 1), TOO_LARGE),
-        (GET + b"".join(b"x-%d: %s\r\n" % (i, b"a" * 1000) for i in range(70)) + b"\r\n", TOO_LARGE),
-        (GET + b"x: y\r\n" * MAX_HEADERS + b"\r\n", TOO_LARGE),
-        (b"\r\n" * MAX_HEAD_BYTES, TOO_LARGE),
-        *((b"GET /health%b\r\nhost: x\r\n\r\n" % version, NO_HTTP) for version in (b"", b" HTTP/0.9", b" HTTP/2.0")),
-        *(
-            (b"GET /version HTTP/1.1\r\n%b\r\n" % hosts, (400, None))
-            for hosts in (b"", b"host: a\r\nhost: b\r\n", b"host: a/b\r\n", b"host: a b\r\n", b"host: a@b\r\n")
-        ),
-        (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n" + GET + b"\r\n", (400, None)),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", NO_HTTP),
-    ],
-)
+@pytest.mark.parametrize(("head", "told"), [
+    (b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n", TOO_LARGE),
+    (b"GET /" + b"a" * MAX_HEAD_BYTES, TOO_LARGE),
+    (GET + b"x: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n", TOO_LARGE),
+    (GET + b"a" * (MAX_HEAD_BYTES + 1), TOO_LARGE),
+    (GET + b"".join(b"x-%d: %s\r\n" % (i, b"a" * 1000) for i in range(70)) + b"\r\n", TOO_LARGE),
+    (GET + b"x: y\r\n" * MAX_HEADERS + b"\r\n", TOO_LARGE),
+    (b"\r\n" * MAX_HEAD_BYTES, TOO_LARGE),
+    *((b"GET /health%b\r\nhost: x\r\n\r\n" % version, NO_HTTP) for version in (b"", b" HTTP/0.9", b" HTTP/2.0")),
+    *(
+        (b"GET /version HTTP/1.1\r\n%b\r\n" % hosts, (400, None))
+        for hosts in (b"", b"host: a\r\nhost: b\r\n", b"host: a/b\r\n", b"host: a b\r\n", b"host: a@b\r\n")
+    ),
+    (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n" + GET + b"\r\n", (400, None)),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", NO_HTTP),
+])  # fmt: skip
 @pytest.mark.parametrize("piece", [10**9, 5000])
 def test_a_head_without_measure_or_sense_is_refused_and_reaches_nobody(head, told, piece):
     world = World()
@@ -326,13 +323,10 @@ UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-setting
 
 
 @pytest.mark.parametrize("piece", [10**9, 1])
-@pytest.mark.parametrize(
-    ("framing", "body"),
-    [
-        (b"content-length: 34\r\n", GET + b"\r\n"),
-        (b"transfer-encoding: chunked\r\n", b"22\r\n" + GET + b"\r\n\r\n0\r\n\r\n"),
-    ],
-)
+@pytest.mark.parametrize(("framing", "body"), [
+    (b"content-length: 34\r\n", GET + b"\r\n"),
+    (b"transfer-encoding: chunked\r\n", b"22\r\n" + GET + b"\r\n\r\n0\r\n\r\n"),
+])  # fmt: skip
 def test_who_offers_another_protocol_is_answered_in_this_one_and_no_request_is_in_the_body(framing, body, piece):
     """As Java's own client does with every request."""
     world = World()

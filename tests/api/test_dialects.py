@@ -113,17 +113,14 @@ def test_its_words_reach_the_engine_and_the_engine_s_come_back_in_its_own(http: 
     assert http.post("/ask", json={"words": "A table?"}).json()["spent"] == 4  # its own default
 
 
-@pytest.mark.parametrize(
-    ("asked", "meant"),
-    [
-        ("/chat/completions", "/v1/chat/completions"),  # a base URL without /v1
-        ("/v1/v1/chat/completions", "/v1/chat/completions"),  # and with one too many
-        ("/v1/chat/completions/", "/v1/chat/completions"),
-        ("/v1/chat/completion", "/v1/chat/completions"),
-        ("/models", "/v1/models"),
-        ("/api/tokenize", "/tokenize"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "meant"), [
+    ("/chat/completions", "/v1/chat/completions"),  # a base URL without /v1
+    ("/v1/v1/chat/completions", "/v1/chat/completions"),  # and with one too many
+    ("/v1/chat/completions/", "/v1/chat/completions"),
+    ("/v1/chat/completion", "/v1/chat/completions"),
+    ("/models", "/v1/models"),
+    ("/api/tokenize", "/tokenize"),
+])  # fmt: skip
 def test_a_path_that_is_not_there_is_told_the_one_that_was_meant(http: httpx.Client, asked: str, meant: str):
     answer = http.post(asked, json={})
     assert answer.status_code == 404

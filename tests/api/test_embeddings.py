@@ -19,7 +19,7 @@ from maitred.api.dialects.openai.embeddings import embedding_routes
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
 from maitred.config import ServerConfig
-from maitred.tensor.host import LocalTensorService
+from tests.api.conftest import with_tensors
 from tests.api.test_tenants import table_of
 from tests.conftest import start_server
 from tests.fakes_api import FakeReplica, FakeTenants, make_model
@@ -30,24 +30,11 @@ TEXTS = ["w1", "w2 w3 w4", "w5 unknown w7 w8 w9 w10", " ".join(f"w{at}" for at i
 
 
 @asynccontextmanager
-async def served(folder, *, tenants=None, replace=None):
+async def served(folder, **fields):
     """OpenAI's client, the bare one, and the App."""
-    tensors = LocalTensorService(folder)
-    await tensors.start()
-    replica = FakeReplica()
-    replica.tensors = tensors if replace is None else replace(tensors)
-    routes = make_routes(embedding_routes())
-    asgi = create_app(replica, make_model(), ServerConfig(), routes=routes, tenants=tenants)
-    try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://test/v1") as http:
-            yield (
-                openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=http, max_retries=0),
-                http,
-                asgi,
-            )
-    finally:
-        await tensors.close()
-        asgi.app.close()
+    async with with_tensors(folder, routes=make_routes(embedding_routes()), **fields) as (asgi, http):
+        http.base_url = "http://test/v1"
+        yield openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=http, max_retries=0), http, asgi
 
 
 def vectors(answer):
@@ -85,20 +72,16 @@ async def test_texts_of_several_clients_share_a_batch(tmp_path):
 
 async def test_token_ids_base64_and_dimensions_are_taken_as_they_are_asked(tmp_path):
     write_encoder(tmp_path, "texts")
-    async with served(tmp_path) as (client, _, _asgi):
+    async with served(tmp_path) as (client, http, _asgi):
         text = await client.embeddings.create(model="texts", input=TEXTS[1])
         tokens = await client.embeddings.create(model="texts", input=ids_of(TEXTS[1]))
         lists = await client.embeddings.create(model="texts", input=[ids_of(TEXTS[1]), [7]])
         bare = await client.embeddings.create(model="texts", input="w3", extra_body={"add_special_tokens": False})
-    assert vectors(text)[0] == vectors(tokens)[0]
-    np.testing.assert_allclose(vectors(lists), [vectors(text)[0], vectors(bare)[0]], atol=1e-5)
-    write_encoder(tmp_path, "texts")
-    async with served(tmp_path) as (_, http, _asgi):
+        assert vectors(text)[0] == vectors(tokens)[0]
+        np.testing.assert_allclose(vectors(lists), [vectors(text)[0], vectors(bare)[0]], atol=1e-5)
         bodies = [{"input": "w1 w2", "encoding_format": form} for form in ("float", "base64")]
         floats, packed = [(await http.post("/embeddings", json=body)).json()["data"][0] for body in bodies]
-    assert np.frombuffer(base64.b64decode(packed["embedding"]), "<f4").tolist() == floats["embedding"]
-    write_encoder(tmp_path, "texts")
-    async with served(tmp_path) as (client, _, _asgi):
+        assert np.frombuffer(base64.b64decode(packed["embedding"]), "<f4").tolist() == floats["embedding"]
         answer = await client.embeddings.create(model="texts", input="w1 w2", dimensions=3)
         np.testing.assert_allclose(vectors(answer)[0], alone(ids_of("w1 w2"), num_dimensions=3), atol=1e-5)
         with pytest.raises(openai.BadRequestError, match=f"dimensions is {WIDTH + 1}; it must be at most {WIDTH}"):
@@ -137,36 +120,36 @@ async def test_what_sentence_transformers_saved_is_served_and_listed(tmp_path):
         assert (refused.value.param, refused.value.code) == ("input[1]", "context_length_exceeded")
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "told"),
-    [
-        ({"input": "w1", "model": "other"}, 404, "is no encoder of texts that is served here; choose one of texts"),
-        ({"input": "w1", "model": "add"}, 404, "choose one of texts"),
-        ({"input": []}, 400, "input has 0 prompts"),
-        ({"input": [[]]}, 400, "input has no tokens"),
-        ({"input": [5, 64]}, 400, "input has token 64; the vocabulary has ids 0 to 63"),
-        ({"input": ["w1", 7]}, 400, "input"),
-        ({"input": {"text": "w1"}}, 400, "input must be a text"),
-        ({"input": [[5]] * 2049}, 400, "input has 2049 prompts; it must have 1 to 2048"),
-        ({"input": [5] * 513}, 400, "input has 513 tokens, and the model takes 512"),
-        ({"input": "w1", "dimensions": 0}, 400, "dimensions is 0"),
-        ({"input": "w1", "encoding_format": "hex"}, 400, "hex"),
-        ({"input": "\ud800"}, 400, "not valid JSON"),
-        ({"input": "w1", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens is not supported"),
-        ({"input": "w1", "priority": -1}, 400, "priority is -1"),
-        ({"input": "w1", "timeout_ms": -1}, 400, "timeout_ms is -1"),
-        ({}, 400, "input"),
-    ],
-)
-async def test_bad_input_is_told_and_takes_nothing(tmp_path, body, status, told):
+BAD = [
+    ({"input": "w1", "model": "other"}, 404, "is no encoder of texts that is served here; choose one of texts"),
+    ({"input": "w1", "model": "add"}, 404, "choose one of texts"),
+    ({"input": []}, 400, "input has 0 prompts"),
+    ({"input": [[]]}, 400, "input has no tokens"),
+    ({"input": [5, 64]}, 400, "input has token 64; the vocabulary has ids 0 to 63"),
+    ({"input": ["w1", 7]}, 400, "input"),
+    ({"input": {"text": "w1"}}, 400, "input must be a text"),
+    ({"input": [[5]] * 2049}, 400, "input has 2049 prompts; it must have 1 to 2048"),
+    ({"input": [5] * 513}, 400, "input has 513 tokens, and the model takes 512"),
+    ({"input": "w1", "dimensions": 0}, 400, "dimensions is 0"),
+    ({"input": "w1", "encoding_format": "hex"}, 400, "hex"),
+    ({"input": "\ud800"}, 400, "not valid JSON"),
+    ({"input": "w1", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens is not supported"),
+    ({"input": "w1", "priority": -1}, 400, "priority is -1"),
+    ({"input": "w1", "timeout_ms": -1}, 400, "timeout_ms is -1"),
+    ({}, 400, "input"),
+]
+
+
+async def test_bad_input_is_told_and_takes_nothing(tmp_path):
     write_encoder(tmp_path, "texts")
     write_model(tmp_path, "add")
     async with served(tmp_path) as (_, http, asgi):
-        sent = {"content": json.dumps(body), "headers": {"content-type": "application/json"}}
-        answer = await http.post("/embeddings", **sent)
-        assert (answer.status_code, told in answer.json()["error"]["message"]) == (status, True), answer.text
-        assert asgi.app.gate.num_in_flight == 0
-        assert (await http.post("/embeddings", json={"input": "w1"})).status_code == 200
+        for body, status, told in BAD:
+            sent = {"content": json.dumps(body), "headers": {"content-type": "application/json"}}
+            answer = await http.post("/embeddings", **sent)
+            assert (answer.status_code, told in answer.json()["error"]["message"]) == (status, True), answer.text
+            assert asgi.app.gate.num_in_flight == 0
+            assert (await http.post("/embeddings", json={"input": "w1"})).status_code == 200
 
 
 @pytest.mark.parametrize("sent", ["w1 w20", [5, 20]])
@@ -234,7 +217,7 @@ class Held:
 async def test_a_client_that_leaves_frees_all_its_places(tmp_path):
     write_encoder(tmp_path, "texts")
     table = table_of({"a": {"weight": 2.0, "priorities": [0, 5], "default_priority": 4}})
-    async with served(tmp_path, tenants=FakeTenants(table), replace=Held) as (client, _, asgi):
+    async with served(tmp_path, tenants=FakeTenants(table), wrap=Held) as (client, _, asgi):
         asking = asyncio.create_task(client.embeddings.create(model="texts", input=["w1", "w2 w3"], timeout=None))
         held = asgi.app.tensors
         await held.has_two.wait()

@@ -24,7 +24,6 @@ from maitred.scheduler.engine_core import EngineCore
 from tests.api.conftest import strict_client
 from tests.api.other_clients import CLIENTS
 from tests.api.test_completions import complete, streamed
-from tests.api.test_disconnect import close, half_close, reset, send
 from tests.conftest import ServerProcess
 from tests.fakes_api import RunningServer, running_server
 from tests.waiting import HANGS_S, until
@@ -195,31 +194,6 @@ def paced(engine: Engine, cores: list[EngineCore]) -> Iterator[None]:
     core._executor = Paced()
     yield
     core._executor = executor
-
-
-@pytest.mark.parametrize("leave", [close, reset, half_close])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 4])
-def test_leaving_frees_the_blocks(real, paced, leave, stream, n):
-    """In prefill: 1,500 tokens at 64 a step; then in decode."""
-    for prompt in ([*range(300, 400)] * 15, [300]):
-        body = {"prompt": prompt, "max_tokens": 500, "n": n, "stream": stream, "ignore_eos": True}
-        connection = send(real, "/v1/completions", {**body, "model": "mini"})
-        until(lambda: blocks_used(real) > 0)
-        leave(connection)
-        until(lambda: blocks_used(real) == 0)
-        connection.close()
-
-
-def test_leaving_the_queue_leaves_nothing(real, paced):
-    """Eight run, the others wait; all go away."""
-    body = {"model": "mini", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
-    connections = [send(real, "/v1/completions", body) for _ in range(20)]
-    until(lambda: real.replica.state().num_waiting == 12)
-    for connection in reversed(connections):
-        connection.close()
-    until(lambda: real.replica.state().num_waiting == real.replica.state().num_running == 0)
-    assert blocks_used(real) == 0
 
 
 def test_the_gauges_tell_what_the_engine_does(real, paced):

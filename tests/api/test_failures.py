@@ -210,14 +210,11 @@ def test_tokenize_and_detokenize_are_inverse(http):
     assert chat["token_strs"] is None
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": MESSAGES}), ("/tokenize", {"prompt": 3}),
-        ("/tokenize", {"prompt": "x" * 40_000}), ("/detokenize", {}), ("/detokenize", {"tokens": "a"}),
-        ("/detokenize", {"tokens": [257]}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [10**40]}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body"), [
+    ("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": MESSAGES}), ("/tokenize", {"prompt": 3}),
+    ("/tokenize", {"prompt": "x" * 40_000}), ("/detokenize", {}), ("/detokenize", {"tokens": "a"}),
+    ("/detokenize", {"tokens": [257]}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [10**40]}),
+])  # fmt: skip
 def test_the_text_routes_refuse_what_they_cannot_do(http, path, body):
     assert http.post(path, json=body).status_code == 400
     assert http.post(path, json={**body, "model": "other", "prompt": "a", "tokens": [1]}).status_code == 404

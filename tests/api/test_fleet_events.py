@@ -247,11 +247,8 @@ def test_a_beat_and_the_version_tell_load_speed_and_what_the_server_is(real, eng
         assert router.loads[-1].state == "ready"
     told = httpx.get(f"{real.url}/version").json()
     assert (told["version"], told["name"], told["models"], told["slots"]) == (
-        maitred.__version__,
-        "maitred",
-        ["mini"],
-        4,
-    )
+        maitred.__version__, "maitred", ["mini"], 4,
+    )  # fmt: skip
     assert told["fingerprint"]["revision"] == engine.model.revision
 
 

@@ -48,17 +48,14 @@ def events(answer):
     return [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n") if event]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"sampling_parameters": SAMPLING},
-        {"sampling_parameters": json.dumps(SAMPLING)},
-        {"parameters": SAMPLING},
-        SAMPLING,
-        {"parameters": {"sampling_parameters": SAMPLING, "temperature": "1.5", "stream": False}},
-        {"sampling_parameters": SAMPLING | {"temperature": "0.5", "max_tokens": "12", "top_p": "0.9"}},
-    ],
-)
+@pytest.mark.parametrize("body", [
+    {"sampling_parameters": SAMPLING},
+    {"sampling_parameters": json.dumps(SAMPLING)},
+    {"parameters": SAMPLING},
+    SAMPLING,
+    {"parameters": {"sampling_parameters": SAMPLING, "temperature": "1.5", "stream": False}},
+    {"sampling_parameters": SAMPLING | {"temperature": "0.5", "max_tokens": "12", "top_p": "0.9"}},
+])  # fmt: skip
 def test_the_engine_is_asked_as_by_a_completion(served, ask, body):
     whole = ask("/v1/completions", prompt=PROMPT, **SAMPLING).json()["choices"][0]["text"]
     wanted = served.replica.submitted[-1]
@@ -88,30 +85,27 @@ def test_a_text_goes_before_its_continuation_unless_streamed_and_several_are_a_l
     assert ["".join(each["text_output"][at] for each in pieces) for at in range(2)] == [first, second]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "says"),
-    [
-        ("tiny/generate", {"stream": True}, 400, "ask generate_stream"),
-        ("tiny/generate_stream", {"stream": True, "exclude_input_in_output": False}, 400, "exclude_input_in_output"),
-        ("tiny/generate", {"text_input": ["a"]}, 400, "text_input"),
-        ("tiny/generate", {"text_input": None}, 400, "text_input"),
-        ("tiny/generate", {"stream": "yes"}, 400, "stream"),
-        ("tiny/generate", {"parameters": {"temprature": 1}}, 400, "temperature"),
-        ("tiny/generate", {"temprature": 1}, 400, "temperature"),
-        ("tiny/generate", {"sampling_parameters": {"stream": True}}, 400, "beside sampling_parameters"),
-        ("tiny/generate", {"sampling_parameters": {"prompt": "a"}}, 400, "text_input"),
-        ("tiny/generate", {"sampling_parameters": {"logprobs": 1}}, 400, "text_output alone"),
-        ("tiny/generate", {"sampling_parameters": {"use_beam_search": True}}, 400, "use_beam_search"),
-        ("tiny/generate", {"sampling_parameters": {"temperature": "hot"}}, 400, "temperature is 'hot'"),
-        ("tiny/generate", {"sampling_parameters": {"temperature": 9}}, 400, "temperature is 9"),
-        ("tiny/generate", {"sampling_parameters": "{"}, 400, "sampling_parameters is no object"),
-        ("tiny/generate", {"sampling_parameters": 3}, 400, "sampling_parameters"),
-        ("tiny/generate", {"parameters": []}, 400, "parameters"),
-        ("other/generate", {}, 404, "other"),
-        ("tiny/versions/2/generate", {}, 404, "version 1"),
-        ("tiny/infer", {}, 404, "generate_stream"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "status", "says"), [
+    ("tiny/generate", {"stream": True}, 400, "ask generate_stream"),
+    ("tiny/generate_stream", {"stream": True, "exclude_input_in_output": False}, 400, "exclude_input_in_output"),
+    ("tiny/generate", {"text_input": ["a"]}, 400, "text_input"),
+    ("tiny/generate", {"text_input": None}, 400, "text_input"),
+    ("tiny/generate", {"stream": "yes"}, 400, "stream"),
+    ("tiny/generate", {"parameters": {"temprature": 1}}, 400, "temperature"),
+    ("tiny/generate", {"temprature": 1}, 400, "temperature"),
+    ("tiny/generate", {"sampling_parameters": {"stream": True}}, 400, "beside sampling_parameters"),
+    ("tiny/generate", {"sampling_parameters": {"prompt": "a"}}, 400, "text_input"),
+    ("tiny/generate", {"sampling_parameters": {"logprobs": 1}}, 400, "text_output alone"),
+    ("tiny/generate", {"sampling_parameters": {"use_beam_search": True}}, 400, "use_beam_search"),
+    ("tiny/generate", {"sampling_parameters": {"temperature": "hot"}}, 400, "temperature is 'hot'"),
+    ("tiny/generate", {"sampling_parameters": {"temperature": 9}}, 400, "temperature is 9"),
+    ("tiny/generate", {"sampling_parameters": "{"}, 400, "sampling_parameters is no object"),
+    ("tiny/generate", {"sampling_parameters": 3}, 400, "sampling_parameters"),
+    ("tiny/generate", {"parameters": []}, 400, "parameters"),
+    ("other/generate", {}, 404, "other"),
+    ("tiny/versions/2/generate", {}, 404, "version 1"),
+    ("tiny/infer", {}, 404, "generate_stream"),
+])  # fmt: skip
 def test_what_the_client_does_wrong_is_one_text(ask, path, body, status, says):
     answer = ask(f"/v2/models/{path}", **{"text_input": PROMPT, **body})
     assert answer.status_code == status

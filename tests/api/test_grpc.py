@@ -17,17 +17,19 @@ client = pytest.importorskip("tritonclient.grpc.aio", reason="tritonclient is no
 from tritonclient.grpc import InferInput, InferRequestedOutput  # noqa: E402
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
+from maitred.api.dialects.kserve.routes import kserve_routes  # noqa: E402
 from maitred.api.grpc.calls import PUSHBACK, grpc_error  # noqa: E402
 from maitred.api.grpc.inference import InferenceService  # noqa: E402
 from maitred.api.grpc.server import HealthService, grpc_server  # noqa: E402
 from maitred.api.grpc.tfserving import ModelService, PredictionService  # noqa: E402
-from maitred.api.serving import create_app  # noqa: E402
+from maitred.api.routes import make_routes  # noqa: E402
 from maitred.api.tensor.extensions import NAMES, Extensions, Labels  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
 from maitred.core.errors import Overloaded, RateLimited  # noqa: E402
-from maitred.tensor.host import LocalTensorService  # noqa: E402
 from maitred.tensor.protocol_fields import HEALTH_MESSAGES, MESSAGES  # noqa: E402
 from maitred.tensor.served_models import ControlMode  # noqa: E402
+from tests.api.conftest import with_tensors  # noqa: E402
+from tests.api.test_generate import PROMPT, countdown  # noqa: E402
 from tests.api.test_tenants import table_of  # noqa: E402
 from tests.fakes_api import FakeReplica, FakeTenants, make_model  # noqa: E402
 from tests.tensor.models import write_model  # noqa: E402
@@ -39,26 +41,28 @@ KEY = {"authorization": "Bearer secret"}
 
 
 @asynccontextmanager
-async def served(repository, *, config=None, mode=ControlMode.NONE, load=(), tenants=None):
-    """A channel's address, and the app behind it."""
-    tensors = LocalTensorService(repository, mode)
-    await tensors.start(load)
-    replica = FakeReplica()
-    replica.tensors = tensors
-    app = create_app(replica, make_model(), config or ServerConfig(), tenants=tenants).app
-    server = grpc_server(Extensions("maitred", Labels(repository)), app)
-    port = await server.start("127.0.0.1", 0)
-    try:
-        yield f"127.0.0.1:{port}", app
-    finally:
-        await server.stop(0)
-        await tensors.close()
-        app.close()
+async def served_both(folder, **fields):
+    """Its address by gRPC, the App, and a client by HTTP."""
+    extensions = Extensions("maitred", Labels(folder))
+    routes = make_routes(kserve_routes(extensions))
+    async with with_tensors(folder, routes=routes, **fields) as (asgi, http):
+        server = grpc_server(extensions, asgi.app)
+        port = await server.start("127.0.0.1", 0)
+        try:
+            yield f"127.0.0.1:{port}", asgi.app, http
+        finally:
+            await server.stop(0)
 
 
 @asynccontextmanager
-async def asked(repository, **kwargs):
-    async with served(repository, **kwargs) as (address, app), client.InferenceServerClient(address) as triton:
+async def served(folder, **fields):
+    async with served_both(folder, **fields) as (address, app, _):
+        yield address, app
+
+
+@asynccontextmanager
+async def asked(folder, **fields):
+    async with served_both(folder, **fields) as (address, app, _), client.InferenceServerClient(address) as triton:
         yield triton, app
 
 
@@ -109,19 +113,16 @@ async def test_raw_and_typed_contents_give_the_same_answer_and_statistics_count_
         assert stats.inference_stats.success.ns > 0
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "says"),
-    [
-        ({"model_name": "nothing"}, "NOT_FOUND", "nothing"),
-        ({"model_version": "two"}, "INVALID_ARGUMENT", "no model version"),
-        ({"parameters": {"sequence_start": 3}}, "INVALID_ARGUMENT", "sequence_start"),
-        ({"parameters": {"priority": -1}}, "INVALID_ARGUMENT", "priority"),
-        ({"parameters": {"triton_mine": 1}}, "INVALID_ARGUMENT", "Triton's own"),
-        ({"shape": [1 << 62, 1 << 62]}, "INVALID_ARGUMENT", "INPUT0"),
-        ({"contents": 0}, "INVALID_ARGUMENT", "raw_input_contents"),
-        ({"region": "none"}, "NOT_FOUND", "none"),
-    ],
-)
+@pytest.mark.parametrize(("change", "code", "says"), [
+    ({"model_name": "nothing"}, "NOT_FOUND", "nothing"),
+    ({"model_version": "two"}, "INVALID_ARGUMENT", "no model version"),
+    ({"parameters": {"sequence_start": 3}}, "INVALID_ARGUMENT", "sequence_start"),
+    ({"parameters": {"priority": -1}}, "INVALID_ARGUMENT", "priority"),
+    ({"parameters": {"triton_mine": 1}}, "INVALID_ARGUMENT", "Triton's own"),
+    ({"shape": [1 << 62, 1 << 62]}, "INVALID_ARGUMENT", "INPUT0"),
+    ({"contents": 0}, "INVALID_ARGUMENT", "raw_input_contents"),
+    ({"region": "none"}, "NOT_FOUND", "none"),
+])  # fmt: skip
 async def test_what_the_client_does_wrong_has_its_status(tmp_path, change, code, says):
     write_model(tmp_path, "add", config=CONFIG)
     message = MESSAGES["ModelInferRequest"](model_name=change.get("model_name", "add"))
@@ -213,16 +214,10 @@ async def test_regions_hold_inputs_and_outputs_and_cuda_has_none(tmp_path):
             assert raised.value.status() == "StatusCode.UNIMPLEMENTED"
 
 
-@pytest.mark.parametrize(
-    ("key", "offset", "size", "says"),
-    [
-        ("/../../etc/passwd", 0, 64, "needs"),
-        ("/absent-region", 0, 64, "cannot be opened"),
-        (None, 0, 1 << 63, "are registered"),
-        (None, (1 << 64) - 1, 64, "are registered"),
-        (None, 0, 0, "byte_size"),
-    ],
-)
+@pytest.mark.parametrize(("key", "offset", "size", "says"), [
+    ("/../../etc/passwd", 0, 64, "needs"), ("/absent-region", 0, 64, "cannot be opened"),
+    (None, 0, 1 << 63, "are registered"), (None, (1 << 64) - 1, 64, "are registered"), (None, 0, 0, "byte_size"),
+])  # fmt: skip
 async def test_a_region_is_checked_against_its_memory(tmp_path, key, offset, size, says):
     with shared(64) as memory:
         async with asked(tmp_path) as (triton, _):
@@ -405,3 +400,59 @@ async def test_a_tenants_terms_go_with_its_requests_and_its_limits_end_them(tmp_
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+
+
+# ---- the language model among them: described, and asked by generate alone
+
+
+async def test_a_model_that_speaks_no_text_is_told_apart_from_one_that_is_not_there(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    async with served_both(tmp_path) as (_, _, http):
+        for model, status, says in (("add", 400, "post to /v2/models/add/infer"), ("other", 404, "not served here")):
+            answer = await http.post(f"/v2/models/{model}/generate", json={"text_input": PROMPT})
+            assert (answer.status_code, says in answer.json()["error"]) == (status, True)
+
+
+async def test_the_model_is_described_by_either_protocol(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    async with served_both(tmp_path) as (address, _, http), client.InferenceServerClient(address) as triton:
+        assert await triton.is_model_ready("tiny")
+        assert await triton.is_model_ready("tiny", "1")
+        assert not await triton.is_model_ready("tiny", "2")
+        assert await triton.is_model_ready("add")
+        config = (await triton.get_model_config("tiny")).config
+        assert (config.model_transaction_policy.decoupled, config.max_batch_size) == (True, 0)
+        told = await triton.get_model_metadata("tiny", as_json=True)
+        assert told["inputs"][:2] == [
+            {"name": "text_input", "datatype": "BYTES", "shape": ["1"]},
+            {"name": "stream", "datatype": "BOOL", "shape": ["1"]},
+        ]
+        assert (told["versions"], told["outputs"][0]["name"]) == (["1"], "text_output")
+        over_http = (await http.get("/v2/models/tiny")).json()
+        assert [each["name"] for each in over_http["inputs"]] == [each["name"] for each in told["inputs"]]
+        assert (await http.get("/v2/models/tiny/ready")).status_code == 200
+        assert (await http.get("/v2/models/tiny/versions/3/config")).status_code == 404
+
+
+async def test_tensors_sent_to_it_are_told_where_text_is_taken(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+
+    async def requests():
+        for model in ("org/tiny", "add"):
+            yield {"model_name": model, "inputs": inputs(1), "request_id": model}
+
+    model = make_model(names=("org/tiny",))
+    async with (
+        served_both(tmp_path, model=model, replica=FakeReplica(countdown)) as (address, _, http),
+        client.InferenceServerClient(address) as triton,
+    ):
+        refused = await http.post("/v2/models/org/tiny/versions/1/infer", json={"inputs": []})
+        assert (refused.status_code, "/v2/models/org/tiny/generate" in refused.json()["error"]) == (400, True)
+        with pytest.raises(InferenceServerException, match="/v2/models/org/tiny/generate") as raised:
+            await triton.infer("org/tiny", inputs(1))
+        assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
+        (nothing, refusal), (result, error) = [told async for told in triton.stream_infer(requests())]
+        assert (nothing, "/v2/models/org/tiny/generate" in str(refusal)) == (None, True)
+        assert (result.get_response().id, error) == ("add", None)
+        spoken = await http.post("/v2/models/org/tiny/generate", json={"text_input": PROMPT, "max_tokens": 5})
+        assert spoken.json()["text_output"].startswith(PROMPT)

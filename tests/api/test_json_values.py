@@ -46,14 +46,11 @@ def test_numbers_that_json_has_not_and_large_ones_are_read_as_before():
     assert np.isinf(array_of_json("x", "TYPE_FP32", apart([1e300] * 40), no_text)).all()
 
 
-@pytest.mark.parametrize(
-    ("data_type", "values"),
-    [
-        ("TYPE_INT8", [300] * 40), ("TYPE_UINT8", [-1] * 40), ("TYPE_INT32", [1.5] * 40), ("TYPE_FP32", [True] * 40),
-        ("TYPE_BOOL", [0] * 80), ("TYPE_FP32", [None] * 40), ("TYPE_STRING", [1] * 80),
-        ("TYPE_FP32", [[1] * 40, [1] * 41]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("data_type", "values"), [
+    ("TYPE_INT8", [300] * 40), ("TYPE_UINT8", [-1] * 40), ("TYPE_INT32", [1.5] * 40), ("TYPE_FP32", [True] * 40),
+    ("TYPE_BOOL", [0] * 80), ("TYPE_FP32", [None] * 40), ("TYPE_STRING", [1] * 80),
+    ("TYPE_FP32", [[1] * 40, [1] * 41]),
+])  # fmt: skip
 def test_numbers_of_another_kind_are_refused_in_pieces_too(data_type, values):
     found = apart(values)
     assert isinstance(found, Numbers)

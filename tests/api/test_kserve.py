@@ -22,19 +22,18 @@ from onnx import TensorProto
 from maitred.api.dialects.kserve.generate import accepted, deflated, inflated
 from maitred.api.dialects.kserve.routes import kserve_routes
 from maitred.api.routes import make_routes
-from maitred.api.serving import create_app
 from maitred.api.tensor.extensions import NAMES, Extensions, Labels
 from maitred.config import ServerConfig
 from maitred.core.errors import InvalidRequest, RequestTooLarge
 from maitred.storage.key_files import make_key
 from maitred.tenancy.tenant import read_tenants
-from maitred.tensor.host import LocalTensorService
 from maitred.tensor.served_models import ControlMode
+from tests.api.conftest import with_tensors
 from tests.api.test_tenants import table_of
 from tests.api.triton_cases import ANSWERS, CASES, MODELS
 from tests.api.triton_cases import told as told_by
 from tests.conftest import start_server
-from tests.fakes_api import FakeReplica, FakeTenants, make_model
+from tests.fakes_api import FakeTenants, make_model
 from tests.tensor.models import helper, model_of, write_model
 from tests.waiting import HANGS_S, until
 
@@ -57,20 +56,11 @@ def repository(folder):
 
 
 @asynccontextmanager
-async def served(folder, *, config=None, mode=ControlMode.NONE, tenants=None, load=(), model=None):
-    tensors = LocalTensorService(folder, mode)
-    await tensors.start(load)
-    replica = FakeReplica()
-    replica.tensors = tensors
+async def served(folder, **fields):
     routes = make_routes(kserve_routes(Extensions("maitred", Labels(folder))))
-    asgi = create_app(replica, model or make_model(), config or ServerConfig(), routes=routes, tenants=tenants)
-    try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://test/v2") as http:
-            http.headers["accept-encoding"] = "identity"
-            yield http
-    finally:
-        await tensors.close()
-        asgi.app.close()
+    async with with_tensors(folder, routes=routes, **fields) as (_, http):
+        http.base_url = "http://test/v2"
+        yield http
 
 
 def adding(rows=1, **fields):
@@ -133,31 +123,31 @@ async def test_requests_in_json_and_in_binary_are_counted(tmp_path):
         assert len((await http.get("/models/stats")).json()["model_stats"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "says"),
-    [
-        (b"", 400, "no JSON"),
-        (b"{", 400, "no JSON"),
-        (b'{"inputs": [{"data": ' + b"[" * 100_000, 400, "no JSON"),
-        (b'{"inputs": [], "id": NaN, "parameters": ' + b"[" * 100_000, 400, "no JSON"),
-        (b"{}", 400, "inputs"),
-        (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [-1]}]}', 400, "shape"),
-        (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [36893488147419103232]}]}', 400, "shape"),
-        (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 16]}]}', 400, "it has 0"),
-        (b'{"inputs": [{"name": "I", "datatype": "FP32", "shape": [1, 2], "data": [1]}]}', 400, "has 1 values"),
-        (b'{"inputs": [{"name": "I", "datatype": "FP32", "shape": [1], "data": ["1"]}]}', 400, "not all of"),
-        (b'{"inputs": [{"name": "I", "datatype": "FP9", "shape": [1], "data": [1]}]}', 400, "FP9"),
-        (b'{"inputs": [{"name": "I", "datatype": "INT8", "shape": [1], "data": [300]}]}', 400, "no int8"),
-        (b'{"inputs": [], "parameters": {"triton_mine": 1}}', 400, "Triton's own"),
-        (b'{"inputs": [], "parameters": {"priority": -1}}', 400, "priority"),
-        (b'{"inputs": []}', 400, "INPUT0"),
-    ],
-)
-async def test_what_the_client_does_wrong_is_told(tmp_path, body, status, says):
+WRONG = [
+    (b"", 400, "no JSON"),
+    (b"{", 400, "no JSON"),
+    (b'{"inputs": [{"data": ' + b"[" * 100_000, 400, "no JSON"),
+    (b'{"inputs": [], "id": NaN, "parameters": ' + b"[" * 100_000, 400, "no JSON"),
+    (b"{}", 400, "inputs"),
+    (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [-1]}]}', 400, "shape"),
+    (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [36893488147419103232]}]}', 400, "shape"),
+    (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 16]}]}', 400, "it has 0"),
+    (b'{"inputs": [{"name": "I", "datatype": "FP32", "shape": [1, 2], "data": [1]}]}', 400, "has 1 values"),
+    (b'{"inputs": [{"name": "I", "datatype": "FP32", "shape": [1], "data": ["1"]}]}', 400, "not all of"),
+    (b'{"inputs": [{"name": "I", "datatype": "FP9", "shape": [1], "data": [1]}]}', 400, "FP9"),
+    (b'{"inputs": [{"name": "I", "datatype": "INT8", "shape": [1], "data": [300]}]}', 400, "no int8"),
+    (b'{"inputs": [], "parameters": {"triton_mine": 1}}', 400, "Triton's own"),
+    (b'{"inputs": [], "parameters": {"priority": -1}}', 400, "priority"),
+    (b'{"inputs": []}', 400, "INPUT0"),
+]
+
+
+async def test_what_the_client_does_wrong_is_told(tmp_path):
     async with served(repository(tmp_path)) as http:
-        told = await http.post("/models/add/infer", content=body)
-        assert (told.status_code, says in told.json()["error"]) == (status, True), told.text
-        assert (await http.post("/models/add/infer", json=adding())).status_code == 200
+        for body, status, says in WRONG:
+            told = await http.post("/models/add/infer", content=body)
+            assert (told.status_code, says in told.json()["error"]) == (status, True), told.text
+            assert (await http.post("/models/add/infer", json=adding())).status_code == 200
 
 
 async def test_binary_data_must_be_as_long_as_it_is_said_to_be(tmp_path):

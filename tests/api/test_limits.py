@@ -324,18 +324,15 @@ def test_where_no_priority_was_ever_heeded_one_is_refused_with_the_policy_and_th
     assert error["message"].endswith(" --policy edf, interactive, least_slack, priority")
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"policy": "best"}, "choose one of "),
-        ({"polcy": "fcfs"}, "choose from ageing_s"),
-        ({"max_num_seqs": 7}, "no setting of a policy"),
-        ({"policy_args": {"speed": 1}}, "the policy priority has no argument 'speed'; choose from ageing_s"),
-        ({"policy_args": {"ageing_s": -1}}, "must be from 0.001 to 1e+09"),
-        ({"ageing_s": "long"}, "Expected `float`"),
-        ({"ageing_s": -1}, "it must be from"),
-    ],
-)
+@pytest.mark.parametrize(("body", "said"), [
+    ({"policy": "best"}, "choose one of "),
+    ({"polcy": "fcfs"}, "choose from ageing_s"),
+    ({"max_num_seqs": 7}, "no setting of a policy"),
+    ({"policy_args": {"speed": 1}}, "the policy priority has no argument 'speed'; choose from ageing_s"),
+    ({"policy_args": {"ageing_s": -1}}, "must be from 0.001 to 1e+09"),
+    ({"ageing_s": "long"}, "Expected `float`"),
+    ({"ageing_s": -1}, "it must be from"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_choices_and_changes_nothing(server: httpx.Client, body: dict, said: str):
     before = server.get("/admin/policy").json()
     refused = server.post("/admin/policy", json=body)

@@ -140,11 +140,8 @@ def test_the_table_of_models_has_what_is_known():
     with running_server(FakeReplica(), make_model(footprint=held)) as server:
         (row,) = httpx.get(f"{server.url}/admin/models").json()["models"]
     assert (row["id"], row["aliases"], row["since"], row["max_model_len"]) == (
-        "tiny",
-        ["tiny-alias"],
-        1_700_000_000,
-        512,
-    )
+        "tiny", ["tiny-alias"], 1_700_000_000, 512,
+    )  # fmt: skip
     assert (row["dtype"], row["weights_bytes"], row["kv_bytes"]) == ("float32", 16_000_000, 64_000_000)
     with running_server(FakeReplica(), make_model()) as server:
         (row,) = httpx.get(f"{server.url}/admin/models").json()["models"]

@@ -117,18 +117,15 @@ def test_a_server_whose_engine_loads_lives_but_is_not_ready():
         assert [server.get(path).status_code for path in ("/health", "/ready", "/readyz")] == [200, 200, 200]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", ASK),
-        ("/v1/chat/completions", {"model": "any", "messages": [{"role": "user", "content": "Hi"}]}),
-        ("/tokenize", {"prompt": "Hi"}),
-        ("/v1/models", None),
-        ("/health/decode", None),
-        ("/admin/live", None),
-        ("/nowhere", None),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", ASK),
+    ("/v1/chat/completions", {"model": "any", "messages": [{"role": "user", "content": "Hi"}]}),
+    ("/tokenize", {"prompt": "Hi"}),
+    ("/v1/models", None),
+    ("/health/decode", None),
+    ("/admin/live", None),
+    ("/nowhere", None),
+])  # fmt: skip
 def test_what_needs_the_model_is_told_when_to_come_again(path: str, body: dict[str, Any] | None):
     with opening() as server:
         answer = server.get(path) if body is None else server.post(path, body)
@@ -138,14 +135,11 @@ def test_what_needs_the_model_is_told_when_to_come_again(path: str, body: dict[s
         assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_connection_that_saw_it_load_is_served_on():
+def test_a_connection_that_saw_it_load_is_served_on_and_metrics_count_on():
     with opening() as server, httpx.Client(base_url=server.url, timeout=HANGS_S) as client:
         assert client.post("/v1/completions", json=ASK).status_code == 503
         server.load()
         assert client.post("/v1/completions", json=ASK).json()["choices"][0]["text"] == "Hell"
-
-
-def test_the_metrics_tell_that_there_is_no_engine_yet_and_count_on():
     with opening() as server:
         assert server.post("/v1/completions", ASK).status_code == 503
         before = server.get("/metrics").text
@@ -191,15 +185,13 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [getattr(record, "fields", {})["error"] for record in told]
 
 
-def test_who_polls_while_it_loads_leaves_nothing_in_the_log(caplog: pytest.LogCaptureFixture):
+def test_who_polls_leaves_nothing_in_the_log_which_says_once_why_requests_are_sent_away(
+    caplog: pytest.LogCaptureFixture,
+):
     with opening() as server:
         for path in ("/ready", "/readyz") * 3:
             assert server.get(path).status_code == 503
     assert warnings_of(caplog) == []
-
-
-def test_the_log_says_once_why_requests_are_sent_away(caplog: pytest.LogCaptureFixture):
-    """And again when it is for another reason."""
     with opening() as server:
         for _ in range(5):
             assert server.post("/v1/completions", ASK).status_code == 503
@@ -257,7 +249,7 @@ def test_an_engine_that_loads_is_neither_healthy_nor_ready_and_says_so():
         assert [get(server, path).status_code for path in ("/health", "/ready", "/readyz")] == [200, 200, 200]
 
 
-def test_one_token_through_the_scheduler_as_the_least_urgent_request():
+def test_one_token_through_the_scheduler_as_the_least_urgent_and_none_in_time_is_told_apart():
     with running_server() as server:
         answer = get(server, "/health/decode")
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")
@@ -265,9 +257,6 @@ def test_one_token_through_the_scheduler_as_the_least_urgent_request():
         (request,) = server.replica.submitted
         assert (request.terms.priority, request.max_tokens, request.num_prompt_tokens) == (LEAST_URGENT, 1, 1)
         assert not server.replica.live, "nothing stays behind"
-
-
-def test_an_engine_that_gives_no_token_in_time_is_told_apart():
     replica = FakeReplica(queued=True)
     with running_server(replica, decode_timeout_s=0.05) as server:
         answer = get(server, "/health/decode")
@@ -303,21 +292,15 @@ def test_a_flood_of_questions_is_one_request():
     assert {answer.status_code for answer in answers} == {503}  # somebody else ended it
 
 
-def test_decoding_takes_a_key_where_there_are_keys_and_health_does_not():
+def test_decoding_takes_a_key_and_a_gate_that_lets_nobody_in_says_overloaded():
     with running_server(api_keys=("secret",)) as server:
         assert get(server, "/health/decode").status_code == 401
         assert get(server, "/health/decode", headers={"authorization": "Bearer secret"}).status_code == 200
         assert [get(server, path).status_code for path in ("/health", "/ready")] == [200, 200]
-
-
-def test_a_gate_that_lets_nobody_of_that_class_in_says_overloaded():
     admission = AdmissionController(AdmissionConfig(max_queued_by_priority={"0": 0}), max_num_seqs=4)
     with running_server(admission=admission) as server:
         answer = get(server, "/health/decode")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_overloaded")
-
-
-def test_the_state_of_a_replica_in_this_process_has_no_heartbeat():
     with running_server() as server:
         page = get(server, "/metrics").text
     assert "maitred_engine_heartbeat_age_seconds 0.0" in page

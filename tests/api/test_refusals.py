@@ -16,6 +16,10 @@ from maitred.api.dialects.openai.refusals import CHAT_REFUSED, COMPLETION_REFUSE
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from maitred.api.http.bodies import SMALL_BYTES
 from maitred.api.http.exchange import MAX_LOGGED, names_told
+from maitred.config import AdmissionConfig, ProcessConfig, ServerConfig
+from maitred.core.errors import ConfigError
+from maitred.fleet.config import FleetConfig
+from maitred.fleet.sizing import AutoscaleConfig
 from maitred.text.tokenizer import Tokenizer
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, RunningServer, byte_tokenizer, make_model, running_server
@@ -72,19 +76,43 @@ def test_what_clients_send_by_default_is_accepted(http, name):
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty"), ("n_predict", "max"),
-        ("grammar", "structured_outputs"), ("json_schema", "response_format"), ("rid", "request_id"),
-        ("enable_thinking", "chat_template_kwargs"), ("t_max_predict_ms", "timeout_ms"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("theirs", "ours"), [
+    ("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty"), ("n_predict", "max"),
+    ("grammar", "structured_outputs"), ("json_schema", "response_format"), ("rid", "request_id"),
+    ("enable_thinking", "chat_template_kwargs"), ("t_max_predict_ms", "timeout_ms"),
+])  # fmt: skip
 def test_a_field_that_has_another_name_here_is_told_it(http, path, theirs, ours):
     """Left alone, it would change nothing, and nobody would hear of it."""
     error = refused(http, path, {theirs: 3})
     assert (error["code"], error["param"]) == ("unsupported_parameter", theirs)
     assert f"send {ours}" in error["message"]
+
+
+NO_SETTINGS: list[tuple[type, dict[str, Any], str]] = [
+    (ServerConfig, {"ssl_keyfile": "x"}, "without ssl_certfile"),
+    (ServerConfig, {"slo": ("first:1s",)}, "ttft:200ms"),
+    (ServerConfig, {"metrics_compat": "sglang"}, "none, vllm, triton"),
+    *(
+        (ServerConfig, {"otlp_endpoint": address}, r"must look like http://127\.0\.0\.1:4318")
+        for address in ("", "collector:4318", "http://", "ftp://collector")
+    ),
+    (AdmissionConfig, {"max_queued_by_priority": {"high": 3}}, "PRIORITY=COUNT"),
+    (AdmissionConfig, {"max_queued_by_priority": {"1": -1}}, "PRIORITY=COUNT"),
+    (ProcessConfig, {"mixed_workers": 0}, "workers"),
+    (ProcessConfig, {"mixed_workers": 2, "in_process": True}, "workers"),
+    (AutoscaleConfig, {"idle_s": -1.0}, "at least 0"),
+    (FleetConfig, {"balance": "prefx"}, r"balance is 'prefx' \(did you mean prefix\?\); choose one of round_robin"),
+    (FleetConfig, {"tiers": {"edge": {"max_prompt_token": 5}}}, "did you mean max_prompt_tokens"),
+    (FleetConfig, {"tiers": {"edge": {"spill_after_s": "soon"}}}, "spill_after_s is 'soon'; it must be a number"),
+    (FleetConfig, {"tiers": {"edge": {"replicas": "http://a"}}}, "it must be a list of URLs"),
+    (FleetConfig, {"tiers": {"edge": 5}}, "edge is 5; give it replicas"),
+]
+
+
+def test_settings_that_cannot_be_are_refused_before_anything_loads():
+    for config, fields, says in NO_SETTINGS:
+        with pytest.raises(ConfigError, match=says):
+            config(**fields)
 
 
 def test_what_is_refused_is_no_field_of_the_route_and_stands_on_the_page():
@@ -97,28 +125,22 @@ def test_what_is_refused_is_no_field_of_the_route_and_stands_on_the_page():
     assert names[1] - {"system"} <= {*ChatCompletionRequest.__struct_fields__, *CHAT_REFUSED}
 
 
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
-        ({"role": "assistant", "content": "x", "prefix": True}, "messages[0].prefix"),
-    ],
-)
+@pytest.mark.parametrize(("message", "param"), [
+    ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
+    ({"role": "assistant", "content": "x", "prefix": True}, "messages[0].prefix"),
+])  # fmt: skip
 def test_messages_this_version_cannot_read_are_refused(http, message, param):
     error = refused(http, CHAT, {"messages": [message]})
     assert (error["code"], error["param"]) == ("unsupported_parameter", param)
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "x"}},
-        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-        {"type": "video_url", "video_url": {"url": "x"}},
-        {"type": "file", "file": {"file_id": "x"}},
-        {"type": "x" * 500},
-    ],
-)
+@pytest.mark.parametrize("part", [
+    {"type": "image_url", "image_url": {"url": "x"}},
+    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    {"type": "video_url", "video_url": {"url": "x"}},
+    {"type": "file", "file": {"file_id": "x"}},
+    {"type": "x" * 500},
+])  # fmt: skip
 def test_a_part_that_is_no_text_is_refused_by_its_type_and_place(http, part):
     """In /tokenize too, which renders messages alike."""
     text = {"role": "user", "content": [{"type": "text", "text": "what is this?"}]}
@@ -137,65 +159,59 @@ def test_what_stands_beside_the_text_of_a_message_and_is_none_is_refused(http, n
     assert (error["code"], error["param"]) == ("unsupported_content", f"messages[0].{name}")
 
 
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "wizard", "content": "x"}, "messages[0].role"),
-        ({"role": "user"}, "messages[0].content"),
-        ({"role": "user", "content": None}, "messages[0].content"),
-        ({"role": "user", "content": 7}, "messages[0].content"),
-        ({"content": "x"}, "messages[0].role"),
-        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
-        ("hello", "messages[0]"),
-    ],
-)
+@pytest.mark.parametrize(("message", "param"), [
+    ({"role": "wizard", "content": "x"}, "messages[0].role"),
+    ({"role": "user"}, "messages[0].content"),
+    ({"role": "user", "content": None}, "messages[0].content"),
+    ({"role": "user", "content": 7}, "messages[0].content"),
+    ({"content": "x"}, "messages[0].role"),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+    ("hello", "messages[0]"),
+])  # fmt: skip
 def test_malformed_messages_are_refused(http, message, param):
     assert refused(http, CHAT, {"messages": [message]})["param"] == param
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"n": 17}, "n", ("17", "16")),
-        ({"n": 0}, "n", ("0", "1")),
-        ({"temperature": 2.1}, "temperature", ("2.1", "2")),
-        ({"temperature": -1}, "temperature", ("-1", "0")),
-        ({"top_p": 0}, "top_p", ("0",)),
-        ({"top_p": 1.5}, "top_p", ("1.5", "1")),
-        ({"top_k": -2}, "top_k", ("-2", "-1")),
-        ({"min_p": 2}, "min_p", ("2", "1")),
-        ({"presence_penalty": 3}, "presence_penalty", ("3", "2")),
-        ({"frequency_penalty": -3}, "frequency_penalty", ("-3", "-2")),
-        ({"repetition_penalty": 0}, "repetition_penalty", ("0",)),
-        ({"repetition_penalty": 1e-300}, "repetition_penalty", ("1e-300", "0.01")),
-        ({"prompt_logprobs": -1}, "prompt_logprobs", ("-1", "20")),
-        ({"logit_bias": {"1": 200}}, "logit_bias", ("200", "100")),
-        ({"logit_bias": {"999": 1}}, "logit_bias", ("999",)),
-        ({"seed": 2**63}, "seed", (str(2**63),)),
-        ({"stop": ["a"] * 65}, "stop", ("65", "64")),
-        ({"stop": ""}, "stop", ("empty",)),
-        ({"stop": "x" * 1025}, "stop", ("1025", "1024")),
-        ({"bad_words": ["x"] * 129}, "bad_words", ("129", "128")),
-        ({"allowed_token_ids": [257]}, "allowed_token_ids", ("257",)),
-        ({"allowed_token_ids": []}, "allowed_token_ids", ("empty",)),
-        ({"stop_token_ids": [-1]}, "stop_token_ids", ("-1",)),
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", ("5", "4")),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", ("21", "20")),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ("stream",)),
-        ({"cache_salt": ""}, "cache_salt", ("0", "1024")),
-        ({"cache_salt": "x" * 1025}, "cache_salt", ("1025", "1024")),
-        ({"priority": -1}, "priority", ("-1", "0")),
-        ({"request_id": "a b"}, "request_id", ("128",)),
-        ({"stream_options": {"include_usage": True}}, "stream_options", ("stream",)),
-        (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats",
-            ("include_usage",),
-        ),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ()),
-        ({"service_tier": "flex"}, "service_tier", ()),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"n": 17}, "n", ("17", "16")),
+    ({"n": 0}, "n", ("0", "1")),
+    ({"temperature": 2.1}, "temperature", ("2.1", "2")),
+    ({"temperature": -1}, "temperature", ("-1", "0")),
+    ({"top_p": 0}, "top_p", ("0",)),
+    ({"top_p": 1.5}, "top_p", ("1.5", "1")),
+    ({"top_k": -2}, "top_k", ("-2", "-1")),
+    ({"min_p": 2}, "min_p", ("2", "1")),
+    ({"presence_penalty": 3}, "presence_penalty", ("3", "2")),
+    ({"frequency_penalty": -3}, "frequency_penalty", ("-3", "-2")),
+    ({"repetition_penalty": 0}, "repetition_penalty", ("0",)),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty", ("1e-300", "0.01")),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", ("-1", "20")),
+    ({"logit_bias": {"1": 200}}, "logit_bias", ("200", "100")),
+    ({"logit_bias": {"999": 1}}, "logit_bias", ("999",)),
+    ({"seed": 2**63}, "seed", (str(2**63),)),
+    ({"stop": ["a"] * 65}, "stop", ("65", "64")),
+    ({"stop": ""}, "stop", ("empty",)),
+    ({"stop": "x" * 1025}, "stop", ("1025", "1024")),
+    ({"bad_words": ["x"] * 129}, "bad_words", ("129", "128")),
+    ({"allowed_token_ids": [257]}, "allowed_token_ids", ("257",)),
+    ({"allowed_token_ids": []}, "allowed_token_ids", ("empty",)),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", ("-1",)),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", ("5", "4")),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", ("21", "20")),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ("stream",)),
+    ({"cache_salt": ""}, "cache_salt", ("0", "1024")),
+    ({"cache_salt": "x" * 1025}, "cache_salt", ("1025", "1024")),
+    ({"priority": -1}, "priority", ("-1", "0")),
+    ({"request_id": "a b"}, "request_id", ("128",)),
+    ({"stream_options": {"include_usage": True}}, "stream_options", ("stream",)),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        ("include_usage",),
+    ),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ()),
+    ({"service_tier": "flex"}, "service_tier", ()),
+])  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_value_out_of_range_is_refused_with_number_and_bound(http, path, fields, param, words):
     error = refused(http, path, fields)
@@ -204,16 +220,13 @@ def test_a_value_out_of_range_is_refused_with_number_and_bound(http, path, field
         assert word in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (TEXT, {"prompt": [[97] * 511] * 25, "prompt_logprobs": 20}, "prompt_logprobs"),  # 268,275 of them
-        (TEXT, {"prompt": [[97] * 511] * 25, "echo": True, "logprobs": 20}, "logprobs"),
-        (TEXT, {"prompt": [[97] * 511] * 25, "echo": True, "logprobs": 20, "stream": True}, "logprobs"),
-        (TEXT, {"prompt": ["a" * 511] * 2, "n": 16, "prompt_logprobs": 20}, "prompt_logprobs"),
-        (CHAT, {"messages": [{"role": "user", "content": "a" * 480}], "n": 16}, "prompt_logprobs"),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    (TEXT, {"prompt": [[97] * 511] * 25, "prompt_logprobs": 20}, "prompt_logprobs"),  # 268,275 of them
+    (TEXT, {"prompt": [[97] * 511] * 25, "echo": True, "logprobs": 20}, "logprobs"),
+    (TEXT, {"prompt": [[97] * 511] * 25, "echo": True, "logprobs": 20, "stream": True}, "logprobs"),
+    (TEXT, {"prompt": ["a" * 511] * 2, "n": 16, "prompt_logprobs": 20}, "prompt_logprobs"),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 480}], "n": 16}, "prompt_logprobs"),
+])  # fmt: skip
 def test_more_log_probabilities_of_prompts_than_an_answer_may_hold_are_refused_before_any_is_computed(
     http, served, monkeypatch, path, fields, param
 ):
@@ -237,52 +250,46 @@ def test_as_many_log_probabilities_of_prompts_as_an_answer_may_hold_are_given(ht
     assert "504" in refused(http, TEXT, fields)["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-        ({"logprobs": 3}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hi"}, "messages"),
-        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
-        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token"),
-        ({"stop": [1]}, "stop[0]"),
-        ({"stream": "yes"}, "stream"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"n": True}, "n"),
-        ({"seed": 0.5}, "seed"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
-        ({"metadata": {"a": 1}}, "metadata"),
-        ({"prompt_cache_options": [1]}, "prompt_cache_options"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+    ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stream": "yes"}, "stream"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"n": True}, "n"),
+    ({"seed": 0.5}, "seed"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"prompt_cache_options": [1]}, "prompt_cache_options"),
+])  # fmt: skip
 def test_chat_names_the_wrong_field(http, fields, param):
     assert refused(http, CHAT, fields)["param"].startswith(param)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"), ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1, "echo": True}, "max_tokens"), ({"best_of": 1, "n": 2}, "best_of"),
-        ({"prompt": []}, "prompt"), ({"prompt": ["a", 1]}, "prompt[1]"), ({"prompt": [[1], "a"]}, "prompt[1]"),
-        ({"prompt": ["a"] * 1025}, "prompt"), ({"prompt": [97, 257]}, "prompt"), ({"prompt": [97, -1]}, "prompt"),
-        ({"prompt": [[97], [10**30]]}, "prompt[1][0]"), ({"prompt": ["a", ""]}, "prompt[1]"),
-        ({"prompt": ""}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": [1.5]}, "prompt[0]"),
-        ({"prompt": {"a": 1}}, "prompt"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"), ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1, "echo": True}, "max_tokens"), ({"best_of": 1, "n": 2}, "best_of"),
+    ({"prompt": []}, "prompt"), ({"prompt": ["a", 1]}, "prompt[1]"), ({"prompt": [[1], "a"]}, "prompt[1]"),
+    ({"prompt": ["a"] * 1025}, "prompt"), ({"prompt": [97, 257]}, "prompt"), ({"prompt": [97, -1]}, "prompt"),
+    ({"prompt": [[97], [10**30]]}, "prompt[1][0]"), ({"prompt": ["a", ""]}, "prompt[1]"),
+    ({"prompt": ""}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": [1.5]}, "prompt[0]"),
+    ({"prompt": {"a": 1}}, "prompt"),
+])  # fmt: skip
 def test_completions_name_the_wrong_field(http, fields, param):
     assert refused(http, TEXT, fields)["param"] == param
 
@@ -317,11 +324,9 @@ def test_prompt_and_max_tokens_over_the_context_are_refused(http, path):
 
 HEADER = "x-maitred-ignored-fields"
 BASES = {
-    "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/completions": {"prompt": "ab"},
-    "/tokenize": {"prompt": "ab"},
-    "/detokenize": {"tokens": [97]},
-}
+    "/v1/chat/completions": {"messages": MESSAGES}, "/v1/completions": {"prompt": "ab"},
+    "/tokenize": {"prompt": "ab"}, "/detokenize": {"tokens": [97]},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -376,6 +381,7 @@ def test_the_log_guesses_once_what_was_meant_and_a_flood_does_not_fill_it(caplog
         ("WARNING", "field temprature is unknown and was ignored (did you mean temperature?)"),
         ("INFO", "field poems is unknown and was ignored"),
     ]
+    caplog.clear()
     with running_server() as server, caplog.at_level(logging.INFO, "maitred.api"):
         for first in range(0, MAX_LOGGED + 100, 10):
             fields = {f"f{number}": 1 for number in range(first, first + 10)}
@@ -430,25 +436,22 @@ def rowless() -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": EXTRA}),
-        ("/v1/completions", {"prompt": ["tell", EXTRA]}),
-        ("/v1/completions", {"prompt": [116, 257]}),
-        ("/v1/completions", {"prompt": "tell", "bad_words": [EXTRA]}),
-        ("/v1/completions", {"prompt": "tell", "stop_token_ids": [257]}),
-        ("/v1/completions", {"prompt": "tell", "allowed_token_ids": [257]}),
-        ("/v1/completions", {"prompt": "tell", "logit_bias": {"257": 1}}),
-        ("/v1/chat/completions", CHAT_EXTRA),
-        ("/v1/chat/completions", PLAIN | {"prediction": PREDICTED}),
-        ("/tokenize", {"prompt": EXTRA}),
-        ("/tokenize", {"messages": CHAT_EXTRA["messages"]}),
-        ("/detokenize", {"tokens": [257]}),
-        ("/v2/models/tiny/generate", {"text_input": EXTRA}),
-        ("/v2/models/tiny/generate_stream", {"text_input": EXTRA}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", {"prompt": EXTRA}),
+    ("/v1/completions", {"prompt": ["tell", EXTRA]}),
+    ("/v1/completions", {"prompt": [116, 257]}),
+    ("/v1/completions", {"prompt": "tell", "bad_words": [EXTRA]}),
+    ("/v1/completions", {"prompt": "tell", "stop_token_ids": [257]}),
+    ("/v1/completions", {"prompt": "tell", "allowed_token_ids": [257]}),
+    ("/v1/completions", {"prompt": "tell", "logit_bias": {"257": 1}}),
+    ("/v1/chat/completions", CHAT_EXTRA),
+    ("/v1/chat/completions", PLAIN | {"prediction": PREDICTED}),
+    ("/tokenize", {"prompt": EXTRA}),
+    ("/tokenize", {"messages": CHAT_EXTRA["messages"]}),
+    ("/detokenize", {"tokens": [257]}),
+    ("/v2/models/tiny/generate", {"text_input": EXTRA}),
+    ("/v2/models/tiny/generate_stream", {"text_input": EXTRA}),
+])  # fmt: skip
 def test_a_token_without_a_row_is_a_400_with_token_and_bound(rowless, path, body):
     answer = rowless.post(path, json=body)
     assert answer.status_code == 400, answer.text

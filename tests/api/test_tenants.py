@@ -76,16 +76,13 @@ def limits_of(response: httpx.Response) -> dict[str, str]:
 # ---- who is asking
 
 
-def test_a_request_carries_its_tenants_name_and_terms(house):
+def test_only_keys_of_the_table_open_and_a_request_carries_its_tenants_terms(house):
     ask(house, "terms", max_tokens=None)
     request = house.replica.submitted[-1]
     assert (request.terms.tenant, request.terms.key_id, request.terms.weight) == ("terms", "key_terms", 3.0)
     assert (request.terms.priority, request.max_tokens, request.terms.ttft_slo_s) == (1, 7, 0.5)
     assert request.terms.start_by == pytest.approx(request.arrived_at + 5)
     assert request.terms.finish_by == pytest.approx(request.arrived_at + 9)
-
-
-def test_only_keys_of_the_table_open(house):
     assert (post(house, "nobody").status_code, httpx.get(f"{house.url}/v1/models").status_code) == (401, 401)
 
 
@@ -104,19 +101,16 @@ def test_another_table_is_in_force_at_the_next_request():
 # ---- priority and service tier
 
 
-@pytest.mark.parametrize(
-    ("tenant", "fields", "priority", "tier"),
-    [
-        ("free", {"service_tier": "auto"}, 1, "default"),
-        ("free", {"service_tier": "priority"}, 1, "default"),
-        ("free", {"service_tier": "flex"}, 2, "flex"),
-        ("free", {"service_tier": "auto", "priority": 700}, 700, "flex"),
-        ("urgent", {"service_tier": "auto"}, 0, "priority"),
-        ("urgent", {"service_tier": "default"}, 1, "default"),
-        ("batch", {"service_tier": "auto"}, 3, "flex"),
-        ("batch", {"service_tier": "priority"}, 2, "flex"),
-    ],
-)
+@pytest.mark.parametrize(("tenant", "fields", "priority", "tier"), [
+    ("free", {"service_tier": "auto"}, 1, "default"),
+    ("free", {"service_tier": "priority"}, 1, "default"),
+    ("free", {"service_tier": "flex"}, 2, "flex"),
+    ("free", {"service_tier": "auto", "priority": 700}, 700, "flex"),
+    ("urgent", {"service_tier": "auto"}, 0, "priority"),
+    ("urgent", {"service_tier": "default"}, 1, "default"),
+    ("batch", {"service_tier": "auto"}, 3, "flex"),
+    ("batch", {"service_tier": "priority"}, 2, "flex"),
+])  # fmt: skip
 def test_a_service_tier_is_a_priority_within_bounds_and_the_answer_tells_which(house, tenant, fields, priority, tier):
     answer = post(house, tenant, **fields)
     assert (answer.json()["service_tier"], house.replica.submitted[-1].terms.priority) == (tier, priority)
@@ -403,15 +397,10 @@ def test_clients_cannot_make_labels(house):
     assert 'maitred_tenant_tokens_total{kind="generated",tenant="free"} 14.0' in page
 
 
-def test_a_file_that_cannot_be_taken_is_counted():
-    with running_server(tenants=FakeTenants(table_of({"boss": {}}), num_failures=2)) as server:
-        assert "maitred_tenants_file_failures_total 2.0" in get(server, "boss", "/metrics").text
-
-
 # ---- the example
 
 
-def test_the_example_is_a_table_that_serves():
+def test_the_example_is_a_table_that_serves_and_one_that_cannot_be_taken_is_counted():
     table = read_tenant_file(ROOT / "examples" / "tenants.yaml")
     assert set(table.tenants) == {"shop", "team", "nightly", "operations"}
     assert table.tenants["shop"].limits.max_queue == 32
@@ -420,6 +409,8 @@ def test_the_example_is_a_table_that_serves():
     with running_server(tenants=whole, model=make_model()) as server:
         for name in table.tenants:
             assert post(server, name).status_code == 200
+    with running_server(tenants=FakeTenants(table_of({"boss": {}}), num_failures=2)) as server:
+        assert "maitred_tenants_file_failures_total 2.0" in get(server, "boss", "/metrics").text
 
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -469,16 +460,13 @@ def test_a_routers_tenant_has_no_second_quota_and_no_administrators_rights(repli
     assert httpx.get(replica.url + "/metrics", headers=told("free") | {"x-maitred-admin": "1"}).status_code == 200
 
 
-def test_without_the_token_its_headers_say_nothing(replica):
+def test_without_the_token_or_a_key_a_routers_headers_say_nothing(replica):
     forged = told("small") | {"x-maitred-fleet-token": "another"}
     assert asked(replica, forged)[0] == 401
     status, spec = asked(replica, forged | {"authorization": "Bearer free", "x-maitred-time-left-ms": "1"})
     assert status == 200
     assert spec is not None
     assert (spec.terms.tenant, spec.terms.weight, spec.terms.priority, spec.terms.finish_by) == ("free", 1.0, 1, None)
-
-
-def test_a_router_that_asks_for_no_key_vouches_for_nobody(replica):
     assert asked(replica, ROUTER)[0] == 401
     assert asked(replica, ROUTER | {"authorization": "Bearer free"})[0] == 200
 

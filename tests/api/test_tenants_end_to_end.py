@@ -271,19 +271,3 @@ def test_kill_9_under_load_loses_what_came_after_the_last_checkpoint_and_counts_
     house.open()
     assert not any("of a server that was killed" in line for line in house.server.lines)
     assert house.sums(1) == first, "a third start changes nothing"
-
-
-def test_serve_refuses_what_would_open_a_side_door(tmp_path):
-    tenants = tmp_path / "t.yaml"
-    tenants.write_text("tenants: {a: {token_budget: 5}}")
-
-    def refusal(*words: str) -> str:
-        command = [sys.executable, "-m", "maitred", "serve", "--port", "0", "--tenants", str(tenants), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, cwd=ROOT, check=False)
-        assert done.returncode == 1
-        return done.stderr
-
-    assert "exclude each other" in refusal("--api-key", "x")
-    assert "add --ledger FILE" in refusal()
-    tenants.write_text("tenants: {a: {weigt: 5}}")
-    assert "did you mean weight?" in refusal()

@@ -7,7 +7,6 @@ import base64
 import json
 from contextlib import asynccontextmanager
 
-import httpx
 import numpy as np
 import pytest
 
@@ -19,11 +18,9 @@ from maitred.api.dialects.tfserving.routes import ROUTES  # noqa: E402
 from maitred.api.grpc.server import GrpcServer  # noqa: E402
 from maitred.api.grpc.tfserving import ModelService, PredictionService  # noqa: E402
 from maitred.api.routes import make_routes  # noqa: E402
-from maitred.api.serving import create_app  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
-from maitred.tensor.host import LocalTensorService  # noqa: E402
 from maitred.tensor.tfs_fields import MESSAGES  # noqa: E402
-from tests.fakes_api import FakeReplica, make_model  # noqa: E402
+from tests.api.conftest import with_tensors  # noqa: E402
 from tests.tensor.models import helper, model_of, write_model  # noqa: E402
 
 CONFIG = 'max_batch_size: 8 version_policy { all {} } parameters { key: "label.stable" value { string_value: "1" } }'
@@ -53,21 +50,14 @@ def repository(folder):
 @asynccontextmanager
 async def served(folder, config=None):
     """A client of REST, and the address of gRPC."""
-    tensors = LocalTensorService(repository(folder))
-    await tensors.start()
-    replica = FakeReplica()
-    replica.tensors = tensors
-    asgi = create_app(replica, make_model(), config or ServerConfig(), routes=make_routes(ROUTES))
-    server = GrpcServer(asgi.app, [PredictionService(asgi.app), ModelService(asgi.app)])
-    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    transport = httpx.ASGITransport(asgi)
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/models/") as http:
+    async with with_tensors(repository(folder), config=config, routes=make_routes(ROUTES)) as (asgi, http):
+        http.base_url = "http://test/v1/models/"
+        server = GrpcServer(asgi.app, [PredictionService(asgi.app), ModelService(asgi.app)])
+        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        try:
             yield http, address
-    finally:
-        await server.stop(0)
-        await tensors.close()
-        asgi.app.close()
+        finally:
+            await server.stop(0)
 
 
 async def test_rows_and_columns_give_the_same_numbers(tmp_path):
@@ -105,30 +95,30 @@ async def test_examples_are_classified_and_regressed(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "says"),
-    [
-        ("other:predict", b'{"instances": [1]}', 404, "other"),
-        ("add/versions/9:predict", b'{"instances": [1]}', 404, "version 9"),
-        ("add/labels/beta:predict", b'{"instances": [1]}', 404, "beta"),
-        ("add:predict", b'{"instances": [1]}', 400, "without names"),
-        ("number:predict", b'{"instances": [1], "inputs": [1]}', 400, "either"),
-        ("number:predict", b'{"instances": []}', 400, "at least one"),
-        ("number:predict", b'{"instances": [[1], [2, 3]]}', 400, "no array"),
-        ("number:predict", b'{"instances": [["1"]]}', 400, "not all of"),
-        ("ints:predict", b'{"instances": [[1, 300]]}', 400, "no int8"),
-        ("ints:predict", b'{"instances": [[1, 2.5]]}', 400, "not all of"),
-        ("text:predict", b'{"instances": [["a", {"b64": "?"}]]}', 400, "no base64"),
-        ("number:predict", b'{"signature_name": "mine", "instances": [[1]]}', 400, "mine"),
-        ("number:predict", b"[" * 100_000, 400, "Parse error"),
-        ("number:explain", b"{}", 404, ":predict"),
-    ],
-)
-async def test_a_fault_is_told_as_tf_serving_does(tmp_path, path, body, status, says):
+FAULTS = [
+    ("other:predict", b'{"instances": [1]}', 404, "other"),
+    ("add/versions/9:predict", b'{"instances": [1]}', 404, "version 9"),
+    ("add/labels/beta:predict", b'{"instances": [1]}', 404, "beta"),
+    ("add:predict", b'{"instances": [1]}', 400, "without names"),
+    ("number:predict", b'{"instances": [1], "inputs": [1]}', 400, "either"),
+    ("number:predict", b'{"instances": []}', 400, "at least one"),
+    ("number:predict", b'{"instances": [[1], [2, 3]]}', 400, "no array"),
+    ("number:predict", b'{"instances": [["1"]]}', 400, "not all of"),
+    ("ints:predict", b'{"instances": [[1, 300]]}', 400, "no int8"),
+    ("ints:predict", b'{"instances": [[1, 2.5]]}', 400, "not all of"),
+    ("text:predict", b'{"instances": [["a", {"b64": "?"}]]}', 400, "no base64"),
+    ("number:predict", b'{"signature_name": "mine", "instances": [[1]]}', 400, "mine"),
+    ("number:predict", b"[" * 100_000, 400, "Parse error"),
+    ("number:explain", b"{}", 404, ":predict"),
+]
+
+
+async def test_a_fault_is_told_as_tf_serving_does(tmp_path):
     async with served(tmp_path) as (http, _):
-        told = await http.post(f"/{path}", content=body)
-        assert told.status_code == status
-        assert says in told.json()["error"]
+        for path, body, status, says in FAULTS:
+            told = await http.post(f"/{path}", content=body)
+            assert told.status_code == status
+            assert says in told.json()["error"]
 
 
 async def test_status_and_metadata_of_versions_and_labels(tmp_path):

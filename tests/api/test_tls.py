@@ -19,7 +19,6 @@ import httpx
 import pytest
 
 from maitred.api.http.server import Certificate, validity_of_chain
-from maitred.config import ServerConfig
 from maitred.core.errors import ConfigError
 from tests.api.conftest import MESSAGES
 from tests.conftest import ROOT
@@ -198,11 +197,6 @@ def test_old_versions_of_tls_and_plain_http_are_turned_away(secure: RunningServe
 def test_a_certificate_that_cannot_be_used_is_told_with_what_it_takes(certificate, key):
     with pytest.raises(ConfigError, match=r"cannot use the certificate .*--ssl-keyfile"):
         Certificate(str(PAIRS / certificate), str(PAIRS / key) if key is not None else None)
-
-
-def test_a_key_alone_is_refused():
-    with pytest.raises(ConfigError, match="without ssl_certfile"):
-        ServerConfig(ssl_keyfile="x")
 
 
 HANG_UP = """

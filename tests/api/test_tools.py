@@ -130,20 +130,31 @@ def test_a_chunk_tells_one_thing_and_a_call_begins_with_its_name(serving: Servin
         assert all(set(call) == {"index", "function"} and call["function"]["arguments"] for call in more)
 
 
-def test_an_answer_that_is_calls_alone_has_no_content(serving: Serving):
+def test_calls_alone_have_no_content_and_samples_are_read_each_by_itself(serving: Serving):
     _, http = serving(CALL)
     message = http.post(CHAT, json={**ASK, "tools": [WEATHER]}).json()["choices"][0]["message"]
     assert message["content"] is None
     assert len(message["tool_calls"]) == 1
+    _, http = serving(CALL)
+    choices = http.post(CHAT, json={**ASK, "tools": [WEATHER], "n": 2, "temperature": 0}).json()["choices"]
+    ids = [choice["message"]["tool_calls"][0]["id"] for choice in choices]
+    assert len(set(ids)) == 2
 
 
-def test_without_tools_nothing_is_a_call_and_nothing_binds(serving: Serving):
+def test_without_tools_nothing_is_a_call_and_a_named_tool_binds_to_that_one(serving: Serving):
     replica, http = serving(CALL)
     for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         message = http.post(CHAT, json={**ASK, **more}).json()["choices"][0]["message"]
         assert message["content"] == CALL
         assert "tool_calls" not in message
     assert [spec.grammar for spec in replica.submitted] == ["", ""]
+    replica, http = serving(CALL)
+    choice = {"type": "function", "function": {"name": "weather"}}
+    body = {**ASK, "tools": [WEATHER, STOP], "tool_choice": choice}
+    assert http.post(CHAT, json=body).json()["choices"][0]["finish_reason"] == "tool_calls"
+    assert streamed(http, body)["finish_reason"] == "tool_calls"
+    assert "weather" in replica.submitted[0].grammar
+    assert "stop" not in replica.submitted[0].grammar
 
 
 def test_thoughts_stand_apart_under_both_names_and_are_counted(serving: Serving):
@@ -159,7 +170,7 @@ def test_thoughts_stand_apart_under_both_names_and_are_counted(serving: Serving)
     assert "reasoning" not in hidden
 
 
-def test_thoughts_that_the_prompt_began_are_thoughts(serving: Serving):
+def test_thoughts_that_the_prompt_began_or_that_led_to_nothing_are_thoughts(serving: Serving):
     replica, http = serving("hm\n</think>\n\nYes.")
     for asked in ({"reasoning_effort": "high"}, {"chat_template_kwargs": {"enable_thinking": True}}):
         message = http.post(CHAT, json={**ASK, **asked}).json()["choices"][0]["message"]
@@ -167,6 +178,10 @@ def test_thoughts_that_the_prompt_began_are_thoughts(serving: Serving):
         assert prompt_of(replica.submitted[-1]).endswith("<think>\n")
     http.post(CHAT, json={**ASK, "reasoning_effort": "none"})
     assert not prompt_of(replica.submitted[-1]).endswith("<think>\n")
+    replica, http = serving("Yes.")
+    messages = [*ASK["messages"], {"role": "assistant", "content": None, "reasoning_content": "hm"}, *ASK["messages"]]
+    assert http.post(CHAT, json={**ASK, "messages": messages}).status_code == 200
+    assert "<think>\nhm\n</think>" in prompt_of(replica.submitted[0])
 
 
 def test_a_budget_of_thoughts_reaches_the_engine(serving: Serving):
@@ -177,18 +192,15 @@ def test_a_budget_of_thoughts_reaches_the_engine(serving: Serving):
     assert (limit.num_tokens, limit.opened, bytes(limit.end).strip()) == (7, True, b"</think>")
 
 
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        ({"response_format": {"type": "json_object"}}, "object"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, "zip"),
-        ({"structured_outputs": {"json": SCHEMA}}, "zip"),
-        ({"structured_outputs": {"regex": "[a-c]+"}}, "[a-c]+"),
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes"),
-        ({"structured_outputs": {"grammar": 'root ::= "a"+'}}, "start"),
-        ({"response_format": {"type": "text"}}, ""),
-    ],
-)
+@pytest.mark.parametrize(("asked", "told"), [
+    ({"response_format": {"type": "json_object"}}, "object"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, "zip"),
+    ({"structured_outputs": {"json": SCHEMA}}, "zip"),
+    ({"structured_outputs": {"regex": "[a-c]+"}}, "[a-c]+"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes"),
+    ({"structured_outputs": {"grammar": 'root ::= "a"+'}}, "start"),
+    ({"response_format": {"type": "text"}}, ""),
+])  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_shape_becomes_the_grammar_of_the_request(serving: Serving, path: str, asked: dict[str, Any], told: str):
     replica, http = serving("a")
@@ -231,33 +243,30 @@ def test_a_tools_pattern_that_cannot_be_enforced_is_left_out_and_asked_of_tools_
         assert "x-maitred-schema-ignored" not in spared.headers
 
 
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}}, "structured_outputs"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
-        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}},
-         "response_format.json_schema.schema"),
-        ({"tools": [STOP], "tool_choice": {"type": "function", "function": {"name": "go"}}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [STOP, STOP]}, "tools[1].function.name"),
-        ({"tools": [{"type": "web"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]},
-         "tools[0].function.parameters"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function.name"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
-         "messages[0].tool_calls[0].function.arguments"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "param"), [
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+    ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}},
+     "response_format.json_schema.schema"),
+    ({"tools": [STOP], "tool_choice": {"type": "function", "function": {"name": "go"}}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [STOP, STOP]}, "tools[1].function.name"),
+    ({"tools": [{"type": "web"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]},
+     "tools[0].function.parameters"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function.name"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
+     "messages[0].tool_calls[0].function.arguments"),
+])  # fmt: skip
 def test_what_cannot_be_asked_is_refused_with_its_path(serving: Serving, asked: dict[str, Any], param: str):
     _, http = serving("a")
     response = http.post(CHAT, json={**ASK, **asked})
@@ -302,20 +311,17 @@ def test_a_schema_beside_the_type_binds_as_in_llama_cpp(serving: Serving, path: 
     assert "zip" in replica.submitted[0].grammar
 
 
-@pytest.mark.parametrize(
-    ("asked", "name"),
-    [
-        ({"response_format": {"type": "json_object", "value": SCHEMA}}, "response_format.value"),
-        ({"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
-         "response_format.json_schema"),
-        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strickt": True}}},
-         "response_format.json_schema.strickt"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather", "x": 1}}},
-         "tool_choice.function.x"),
-        ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "name"), [
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, "response_format.value"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
+     "response_format.json_schema"),
+    ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strickt": True}}},
+     "response_format.json_schema.strickt"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather", "x": 1}}},
+     "tool_choice.function.x"),
+    ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+])  # fmt: skip
 def test_fields_that_nothing_reads_in_nested_objects_are_named_and_refused_where_strict(
     serving: Serving, asked: dict[str, Any], name: str
 ):
@@ -325,27 +331,3 @@ def test_fields_that_nothing_reads_in_nested_objects_are_named_and_refused_where
     with running_server(FakeReplica(), make_model(chat_template=TEMPLATE), strict_fields=True) as strict:
         refused = httpx.post(strict.url + CHAT, json={**ASK, **asked}, timeout=HANGS_S)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-
-
-def test_thoughts_that_led_to_nothing_may_be_sent_back(serving: Serving):
-    replica, http = serving("Yes.")
-    messages = [*ASK["messages"], {"role": "assistant", "content": None, "reasoning_content": "hm"}, *ASK["messages"]]
-    assert http.post(CHAT, json={**ASK, "messages": messages}).status_code == 200
-    assert "<think>\nhm\n</think>" in prompt_of(replica.submitted[0])
-
-
-def test_several_samples_are_read_each_by_itself(serving: Serving):
-    _, http = serving(CALL)
-    choices = http.post(CHAT, json={**ASK, "tools": [WEATHER], "n": 2, "temperature": 0}).json()["choices"]
-    ids = [choice["message"]["tool_calls"][0]["id"] for choice in choices]
-    assert len(set(ids)) == 2
-
-
-def test_a_choice_of_a_named_tool_binds_to_that_one(serving: Serving):
-    replica, http = serving(CALL)
-    choice = {"type": "function", "function": {"name": "weather"}}
-    body = {**ASK, "tools": [WEATHER, STOP], "tool_choice": choice}
-    assert http.post(CHAT, json=body).json()["choices"][0]["finish_reason"] == "tool_calls"
-    assert streamed(http, body)["finish_reason"] == "tool_calls"
-    assert "weather" in replica.submitted[0].grammar
-    assert "stop" not in replica.submitted[0].grammar

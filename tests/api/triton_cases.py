@@ -22,12 +22,9 @@ ANSWERS = Path(__file__).with_name("triton_answers.json")
 LENGTH = "inference-header-content-length"
 HEADERS = ("content-type", "content-encoding", LENGTH)  # of answers, as far as they are compared
 MODELS = {
-    "add": ("FP32", "16"),
-    "text": ("STRING", "2"),
-    "half": ("FP16", "2"),
-    "any": ("FP32", "-1"),
+    "add": ("FP32", "16"), "text": ("STRING", "2"), "half": ("FP16", "2"), "any": ("FP32", "-1"),
     "scores": ("FP32", "-1"),
-}
+}  # fmt: skip
 SIXTEEN = [float(i) for i in range(16)]
 
 

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.core.errors import ConfigError
 from maitred.fleet.actions import Bind
 from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached, Candidate, HashRing, hash_of
-from maitred.fleet.config import FleetConfig
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.replicas import FleetReplica, Kind, Report
 from tests.fleet.fleets import Driver, facts, make_core
@@ -178,25 +176,6 @@ def test_a_weight_of_the_user_goes_before_what_a_replica_tells():
     told = facts("a", tokens_per_s=9000.0, weight=1.0), facts("b", tokens_per_s=9.0, weight=1.0)
     where = send(Driver(make_core(*told, balance="least_load", slots=64)), 20)
     assert where == {"a": 10, "b": 10}
-
-
-def test_a_balance_that_is_not_there_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match="balance is 'prefx' \\(did you mean prefix\\?\\); choose one of round_robin"):
-        FleetConfig(balance="prefx")
-
-
-@pytest.mark.parametrize(
-    ("tiers", "says"),
-    [
-        ({"edge": {"max_prompt_token": 5}}, "did you mean max_prompt_tokens"),
-        ({"edge": {"spill_after_s": "soon"}}, "spill_after_s is 'soon'; it must be a number"),
-        ({"edge": {"replicas": "http://a"}}, "it must be a list of URLs"),
-        ({"edge": 5}, "edge is 5; give it replicas"),
-    ],
-)
-def test_a_wrong_tier_is_refused(tiers: dict[str, object], says: str):
-    with pytest.raises(ConfigError, match=says):
-        FleetConfig(tiers=tiers)
 
 
 def test_what_another_router_sent_is_known_here_of_sessions_and_of_foreign_servers():

@@ -573,11 +573,9 @@ class Fleet(RuleBasedStateMachine):
         self.ended: set[str] = set()
 
     @initialize(
-        balance=st.sampled_from(sorted(BALANCES)),
-        policy=st.sampled_from(sorted(POLICIES)),
-        tiers=st.sampled_from([{}, NEAR_AND_FAR]),
-        ratio=st.sampled_from([1.0, 1.25, 10.0]),
-    )
+        balance=st.sampled_from(sorted(BALANCES)), policy=st.sampled_from(sorted(POLICIES)),
+        tiers=st.sampled_from([{}, NEAR_AND_FAR]), ratio=st.sampled_from([1.0, 1.25, 10.0]),
+    )  # fmt: skip
     def begin(self, balance: str, policy: str, tiers: dict[str, Any], ratio: float) -> None:
         self.core = make_core(
             policy=policy, balance=balance, tiers=tiers, max_load_ratio=ratio, slots=3, reserve=0.125,

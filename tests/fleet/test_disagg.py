@@ -32,12 +32,9 @@ loads = st.builds(
     st.floats(0, 1e9),
 )  # fmt: skip
 asks = st.builds(
-    WorkAsked,
-    st.integers(1, 8000),
-    st.floats(1, 2000),
-    st.none() | st.floats(0.05, 5),
+    WorkAsked, st.integers(1, 8000), st.floats(1, 2000), st.none() | st.floats(0.05, 5),
     st.none() | st.floats(0.005, 0.1),
-)
+)  # fmt: skip
 
 
 def workers(described: list[dict[str, object]], bandwidth: float = 10e9) -> list[WorkerLoad]:

@@ -100,12 +100,9 @@ async def test_a_launched_server_tells_its_address_answers_and_comes_back_when_i
 
 def test_no_replica_outlives_a_router_that_is_killed():
     router = subprocess.Popen(
-        [sys.executable, "-m", "tests.fleet.launching"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+        [sys.executable, "-m", "tests.fleet.launching"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         cwd=ROOT,
-    )
+    )  # fmt: skip
     assert router.stdout is not None
     with router.stdout:
         servers = [psutil.Process(int(router.stdout.readline())) for _ in range(2)]

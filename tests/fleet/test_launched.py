@@ -122,15 +122,6 @@ def test_a_replica_that_is_killed_is_started_again_and_all_end_with_their_router
         until(lambda: all(map(is_gone, family)))
 
 
-def test_who_is_held_hears_that_somebody_is_there():
-    with launching_router("--replicas", "0:1", "--sse-keep-alive-s", "0.1") as (client, _, _):
-        with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as answer:
-            lines = list(answer.iter_lines())
-        assert lines[0].startswith(":"), "a comment before the first token"
-        assert lines.index("data: [DONE]") > 0
-        assert not any("error" in line for line in lines)
-
-
 def test_replicas_are_restarted_one_by_one_scaled_and_drained_while_requests_go_on():
     with launching_router("--replicas", "2") as (client, _, _):
         until(lambda: states(client) == {"replica-1": "ready", "replica-2": "ready"})

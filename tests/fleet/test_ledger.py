@@ -173,22 +173,20 @@ def test_a_stream_that_a_killed_replica_began_is_one_row_of_all_that_its_client_
     assert before.generated >= counted.generated
 
 
-def test_who_goes_away_pays_for_what_was_computed(billed):
-    num_before, before = len(billed.rows()), billed.counted()
-    asked = {"messages": SAYS, "max_tokens": 490, "n": 8, "ignore_eos": True, "stream": True}
-    with billed.client.stream("POST", CHAT, json=asked) as answer:
-        assert [line for _, line in zip(range(40), answer.iter_lines(), strict=False)]
-    [(_, status, tokens)] = billed.waits_for_rows(num_before + 1)[num_before:]
-    assert status == "abort"
-    assert tokens.prompt == billed.rows()[0][2].prompt
-    assert 8 <= tokens.generated == billed.counted().generated - before.generated
-
-
-def test_who_goes_away_before_the_first_token_pays_for_what_was_computed(billed):
-    num_before, before = len(billed.rows()), billed.counted()
+def test_who_goes_away_before_or_after_the_first_token_pays_for_what_was_computed(billed):
     asked = {"messages": SAYS, "max_tokens": 490, "n": 8, "ignore_eos": True}
-    with pytest.raises(httpx.ReadTimeout):
-        billed.client.post(CHAT, json=asked, timeout=0.3)
-    [(_, status, tokens)] = billed.waits_for_rows(num_before + 1)[num_before:]
-    assert status == "abort"
-    assert before.plus(tokens) == billed.counted() != before
+    for is_streamed in (True, False):
+        num_before, before = len(billed.rows()), billed.counted()
+        if is_streamed:
+            with billed.client.stream("POST", CHAT, json=asked | {"stream": True}) as answer:
+                assert [line for _, line in zip(range(40), answer.iter_lines(), strict=False)]
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                billed.client.post(CHAT, json=asked, timeout=0.3)
+        [(_, status, tokens)] = billed.waits_for_rows(num_before + 1)[num_before:]
+        assert status == "abort"
+        if is_streamed:
+            assert tokens.prompt == billed.rows()[0][2].prompt
+            assert 8 <= tokens.generated == billed.counted().generated - before.generated
+        else:
+            assert before.plus(tokens) == billed.counted() != before

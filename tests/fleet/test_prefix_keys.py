@@ -115,16 +115,10 @@ def test_ends_are_bytes_of_the_messages(texts):
     assert len(found.keys) == len(found.ends)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"salt": "b"},
-        {"model": "n"},
-        {"tools": [{"type": "function"}]},
-        {"chat_template_kwargs": {"enable_thinking": False}},
-        {"cache_salt": "x"},
-    ],
-)
+@pytest.mark.parametrize("other", [
+    {"salt": "b"}, {"model": "n"}, {"tools": [{"type": "function"}]},
+    {"chat_template_kwargs": {"enable_thinking": False}}, {"cache_salt": "x"},
+])  # fmt: skip
 def test_who_differs_in_what_comes_before_the_messages_shares_no_key(other):
     messages = [user("hello"), user("again")]
     assert not set(keys_of(messages, salt="a").keys) & set(keys_of(messages, **{"salt": "a", **other}).keys)

@@ -87,16 +87,13 @@ def test_arguments_are_settings_of_serve_by_name():
     assert options.part(ServerConfig).api_keys == ("k",)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"modle": "m"}, "modle is no argument of the application.*model"),
-        ({"port": 1}, "port is no argument"),
-        ({"min_replicas": 3}, "min_replicas is 3 and max_replicas 1"),
-        ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"balance": "best"}, "balance is 'best'"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"modle": "m"}, "modle is no argument of the application.*model"),
+    ({"port": 1}, "port is no argument"),
+    ({"min_replicas": 3}, "min_replicas is 3 and max_replicas 1"),
+    ({"max_num_seqs": 0}, "max_num_seqs"),
+    ({"balance": "best"}, "balance is 'best'"),
+])  # fmt: skip
 def test_wrong_arguments_are_told_before_anything_starts(given: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         read_options(given)

@@ -18,17 +18,11 @@ from tests.api.test_tenants import table_of
 from tests.conftest import ServerProcess, start_server
 from tests.fakes_api import FakeTenants
 from tests.fleet.routers import (
-    DONE,
-    LAST_CHUNK,
-    STREAM_HEAD,
-    WHOLE_STREAM,
     RunningRouter,
     asked,
     chat,
-    chunk,
     client_of,
     completion,
-    event,
     routed,
     running_router,
     says,
@@ -61,27 +55,6 @@ async def test_a_router_gives_an_exact_answer_again_and_asks_no_replica():
         assert told(*answers) == ["miss", "hit", None]
         assert [answer.content for answer in answers] == [completion()] * 3
         assert len(asked(fake)) == 2
-
-
-async def test_a_stream_is_replayed_but_not_one_that_ended_with_an_error():
-    async with routed(says(WHOLE_STREAM), server=CACHE) as (running, _):
-        first, second = await ask(running, stream=True), await ask(running, stream=True)
-        assert told(first, second) == ["miss", "hit"]
-        assert second.content == first.content == event("one") + event("two") + DONE
-        assert second.headers["content-type"] == first.headers["content-type"]
-    failed = STREAM_HEAD + chunk(event("one")) + chunk(b'data: {"error":{}}\n\n') + chunk(DONE) + LAST_CHUNK
-    async with routed(says(failed), server=CACHE) as (running, _):
-        assert told(await ask(running, stream=True), await ask(running, stream=True)) == ["miss", "miss"]
-
-
-async def test_a_hit_takes_a_request_of_its_tenant_and_no_tokens():
-    tenants = FakeTenants(table_of({"a": {"requests_per_minute": 2}, "b": {}}))
-    async with routed(WELL, tenants=tenants, server=CACHE) as (running, _):
-        answers = [await ask(running, key) for key in ("a", "a", "a", "b")]
-        assert [answer.status_code for answer in answers] == [200, 200, 429, 200]
-        assert told(answers[0], answers[1], answers[3]) == ["miss", "hit", "miss"]
-        page = running.router.metrics.page("")[0].decode()
-        assert 'maitred_tenant_tokens_total{kind="generated",tenant="a"} 2.0' in page
 
 
 @needs_redis

@@ -17,31 +17,25 @@ from tests.fleet.routers import LAST_CHUNK, STREAM_HEAD, Seen, chunk, fake_upstr
 from tests.waiting import until_async
 
 
-@pytest.mark.parametrize(
-    ("text", "target"),
-    [
-        ("http://one:8000", RouteTarget(Origin("one", 8000))),
-        ("http://one:8000/v1/", RouteTarget(Origin("one", 8000))),
-        ("https://one", RouteTarget(Origin("one", 443, is_tls=True))),
-        ("http://[::1]:9000=2.5", RouteTarget(Origin("::1", 9000), weight=2.5)),
-        ("https://gateway/team/v1=1", RouteTarget(Origin("gateway", 443, is_tls=True, prefix="/team"))),
-        ("dns://replicas:8000", RouteTarget(Origin("replicas", 8000), follows_name=True)),
-    ],
-)
+@pytest.mark.parametrize(("text", "target"), [
+    ("http://one:8000", RouteTarget(Origin("one", 8000))),
+    ("http://one:8000/v1/", RouteTarget(Origin("one", 8000))),
+    ("https://one", RouteTarget(Origin("one", 443, is_tls=True))),
+    ("http://[::1]:9000=2.5", RouteTarget(Origin("::1", 9000), weight=2.5)),
+    ("https://gateway/team/v1=1", RouteTarget(Origin("gateway", 443, is_tls=True, prefix="/team"))),
+    ("dns://replicas:8000", RouteTarget(Origin("replicas", 8000), follows_name=True)),
+])  # fmt: skip
 def test_an_address_is_read(text, target):
     assert parse_target(text) == target
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("one:8000", "no URL of a server"), ("ftp://one", "no URL of a server"), ("http://", "no URL of a server"),
-        ("http://one:99999", "no URL"), ("http://one:8000=fast", "is a weight"), ("http://one:8000=0", "above 0"),
-        ("http://one:8000=nan", "above 0"), ("http://user:word@one", "no user"),
-        ("http://one/?a", "no user, query or fragment"), ("dns://one", "has a port"),
-        ("dns://one:80/path", "no path"), ("http://o ne:80", "no URL of a server"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "complaint"), [
+    ("one:8000", "no URL of a server"), ("ftp://one", "no URL of a server"), ("http://", "no URL of a server"),
+    ("http://one:99999", "no URL"), ("http://one:8000=fast", "is a weight"), ("http://one:8000=0", "above 0"),
+    ("http://one:8000=nan", "above 0"), ("http://user:word@one", "no user"),
+    ("http://one/?a", "no user, query or fragment"), ("dns://one", "has a port"),
+    ("dns://one:80/path", "no path"), ("http://o ne:80", "no URL of a server"),
+])  # fmt: skip
 def test_what_is_no_address_says_how_one_looks(text, complaint):
     with pytest.raises(ConfigError, match=complaint):
         parse_target(text)
@@ -122,28 +116,25 @@ async def test_a_kept_connection_that_died_costs_a_retry_and_a_closed_one_is_not
         assert (await answered(upstream), upstream._counts.num_reused) == (b"yes", 0)
 
 
-@pytest.mark.parametrize(
-    ("script", "broken"),
-    [
-        (says(then="reset"), Broken.RESET),
-        (says(then="close"), Broken.RESET),
-        (says(b"HTTP/1.1 200 OK\r\ncontent-le", then="close"), Broken.RESET),
-        (says(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf", then="close"), Broken.RESET),
-        (says(STREAM_HEAD + chunk(b"one"), then="close"), Broken.RESET),
-        (says(b"SSH-2.0-OpenSSH\r\n"), Broken.WRONG),
-        (says(STREAM_HEAD + b"zz\r\nno\r\n"), Broken.WRONG),
-        (says(b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n"), Broken.WRONG),
-        (says(b"HTTP/1.1 777 What\r\ncontent-length: 0\r\n\r\n"), Broken.WRONG),
-        (says(b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n"), Broken.WRONG),
-        (says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nhi"), Broken.WRONG),
-        (says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\nhi"), Broken.WRONG),
-        (says(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 101 + b"\r\n"), Broken.WRONG),
-        (says(b"HTTP/1.1 200 OK\r\na: " + b"b" * 70_000, then="wait"), Broken.WRONG),
-        (says(b"HTTP/1.1 200 OK\r\n", *[b"a: " + b"b" * 100 + b"\r\n"] * 1000, then="wait"), Broken.WRONG),
-        (says(STREAM_HEAD + b"1;" + b"x" * 70_000, then="wait"), Broken.WRONG),
-        (says(STREAM_HEAD + chunk(b"one") + b"0\r\n" + b"a: b\r\n" * 20_000, then="wait"), Broken.WRONG),
-    ],
-)
+@pytest.mark.parametrize(("script", "broken"), [
+    (says(then="reset"), Broken.RESET),
+    (says(then="close"), Broken.RESET),
+    (says(b"HTTP/1.1 200 OK\r\ncontent-le", then="close"), Broken.RESET),
+    (says(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf", then="close"), Broken.RESET),
+    (says(STREAM_HEAD + chunk(b"one"), then="close"), Broken.RESET),
+    (says(b"SSH-2.0-OpenSSH\r\n"), Broken.WRONG),
+    (says(STREAM_HEAD + b"zz\r\nno\r\n"), Broken.WRONG),
+    (says(b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n"), Broken.WRONG),
+    (says(b"HTTP/1.1 777 What\r\ncontent-length: 0\r\n\r\n"), Broken.WRONG),
+    (says(b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n"), Broken.WRONG),
+    (says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nhi"), Broken.WRONG),
+    (says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\nhi"), Broken.WRONG),
+    (says(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 101 + b"\r\n"), Broken.WRONG),
+    (says(b"HTTP/1.1 200 OK\r\na: " + b"b" * 70_000, then="wait"), Broken.WRONG),
+    (says(b"HTTP/1.1 200 OK\r\n", *[b"a: " + b"b" * 100 + b"\r\n"] * 1000, then="wait"), Broken.WRONG),
+    (says(STREAM_HEAD + b"1;" + b"x" * 70_000, then="wait"), Broken.WRONG),
+    (says(STREAM_HEAD + chunk(b"one") + b"0\r\n" + b"a: b\r\n" * 20_000, then="wait"), Broken.WRONG),
+])  # fmt: skip
 async def test_what_is_no_whole_answer_has_a_name(script, broken):
     async with fake_upstream(script) as fake:
         upstream = client(fake.port)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from maitred.config import ProcessConfig, SchedulerConfig
+from maitred.config import SchedulerConfig
 from maitred.core.clock import WallClock
 from maitred.core.errors import ConfigError, EngineDead
 from maitred.core.replica import DraftCounts, ReplicaState
@@ -47,7 +47,7 @@ def cells_of(view: LiveView) -> list[int]:
     return [code for code, length in zip(runs[::2], runs[1::2], strict=True) for _ in range(length)]
 
 
-def test_counters_add_up_and_a_dead_one_is_told_only_when_all_are():
+def test_counters_and_pages_of_the_queue_are_of_all_and_a_dead_one_is_told_when_all_are():
     up = ReplicaState(num_blocks=8, num_steps=3, heartbeat_age_s=0.2, num_finished={FinishReason.STOP: 2})
     drafts = DraftCounts(1, 2, [1])
     down = ReplicaState(alive=False, error="it died", loading=True, num_steps=4, heartbeat_age_s=0.1, drafts=drafts)
@@ -57,6 +57,14 @@ def test_counters_add_up_and_a_dead_one_is_told_only_when_all_are():
     assert both.drafts == drafts
     none = state_of_all([down, down], 0, {})
     assert (none.alive, none.loading, none.error) == (False, True, "worker 0: it died; worker 1: it died")
+    schedulers = [make_scheduler(max_num_seqs=1) for _ in range(2)]
+    for number, scheduler in enumerate(schedulers):
+        for i in range(3):
+            scheduler.add(make_request(f"{number}{i}"), 0.0)
+    views = [queue_view(scheduler, 1.0) for scheduler in schedulers]
+    page = queue_of_all(views, views[0].waiting[:1], 2, 3)
+    assert (page.num_waiting, page.max_num_seqs, page.offset) == (7, 2, 2)
+    assert [(request.position, request.request_id) for request in page.waiting] == [(2, "02"), (3, "10"), (4, "11")]
 
 
 def test_requests_keep_their_blocks_on_the_map():
@@ -79,17 +87,6 @@ def test_the_view_of_many_is_as_small_as_that_of_one():
     assert both.blocks.blocks_per_cell == 3
     assert max(cells_of(both)) < FIRST_OWNER + MAX_RUNNING
     assert OTHER in cells_of(both), "those past the ones named"
-
-
-def test_a_page_of_the_queue_is_counted_over_all():
-    schedulers = [make_scheduler(max_num_seqs=1) for _ in range(2)]
-    for number, scheduler in enumerate(schedulers):
-        for i in range(3):
-            scheduler.add(make_request(f"{number}{i}"), 0.0)
-    views = [queue_view(scheduler, 1.0) for scheduler in schedulers]
-    page = queue_of_all(views, views[0].waiting[:1], 2, 3)
-    assert (page.num_waiting, page.max_num_seqs, page.offset) == (7, 2, 2)
-    assert [(request.position, request.request_id) for request in page.waiting] == [(2, "02"), (3, "10"), (4, "11")]
 
 
 @pytest.fixture(autouse=True)
@@ -335,12 +332,6 @@ async def test_a_router_hears_of_a_block_while_any_worker_has_it():
         await until_async(lambda: found >= {*one.block_hashes, *two.block_hashes})
         kill(workers, 0)
         await until_async(lambda: not found.issuperset(one.block_hashes) and found.issuperset(two.block_hashes))
-
-
-@pytest.mark.parametrize("settings", [{"mixed_workers": 0}, {"mixed_workers": 2, "in_process": True}])
-def test_a_server_has_a_worker_and_each_has_a_process(settings: dict[str, Any]):
-    with pytest.raises(ConfigError, match="workers"):
-        ProcessConfig(**settings)
 
 
 async def test_a_server_tells_which_role_no_worker_can_serve(gate: Gate):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.config import AdmissionConfig
-from maitred.core.errors import ConfigError, Overloaded
+from maitred.core.errors import Overloaded
 from maitred.core.request import FinishReason
 from maitred.core.step import RequestProgress
 from maitred.gate.admission import MAX_RETRY_S, AdmissionController, DrainRate, LateBy
@@ -191,12 +191,6 @@ def test_the_rate_follows_a_slower_machine_and_learns_nothing_while_idle():
     for _ in range(200):
         rate.served(10, 0.4)
     assert rate.per_s == pytest.approx(25, rel=0.02)
-
-
-@pytest.mark.parametrize("caps", [{"high": 3}, {"1": -1}])
-def test_class_caps_must_be_numbers(caps: dict[str, int]):
-    with pytest.raises(ConfigError, match="PRIORITY=COUNT"):
-        AdmissionConfig(max_queued_by_priority=caps)
 
 
 @given(st.data())

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import pytest
-
 from maitred.config import AdmissionConfig, SchedulerConfig
 from maitred.core.clock import WallClock
-from maitred.core.errors import Overloaded
 from maitred.core.request import FinishReason, RequestSpec
 from maitred.core.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.engine.client import EngineClient
@@ -67,34 +64,6 @@ class GatedEngine:
         await asyncio.to_thread(self.executor.entered.wait, HANGS_S)
 
 
-async def test_a_refusal_does_not_wait_for_the_step_under_way():
-    engine = GatedEngine(max_queued_requests=2)
-    tasks = await engine.begin(make_spec(), make_spec())
-    await engine.in_a_step()
-    for _ in range(20):
-        with pytest.raises(Overloaded) as refused:
-            await engine.all_of(make_spec())
-    assert refused.value.retry_after_s >= 1.0
-    assert engine.admission.num_refused["requests"] == 20
-    engine.executor.let_go.set()
-    assert [len(done) for done in await asyncio.gather(*tasks)] == [4, 4], "those let in are served"
-    assert (engine.admission.num_inside, engine.gate.num_in_flight) == (0, 0)
-    await engine.client.close()
-
-
-async def test_a_less_urgent_one_leaves_the_queue_for_a_more_urgent_one():
-    engine = GatedEngine(max_queued_requests=2)
-    running, low = await engine.begin(make_spec(), make_spec(priority=3))
-    await engine.in_a_step()
-    (urgent,) = await engine.begin(make_spec(priority=0))
-    engine.executor.let_go.set()
-    assert [p.finish_reason for p in await low] == [FinishReason.SHED]
-    assert (await urgent)[-1].finish_reason is FinishReason.LENGTH
-    assert (await running)[-1].finish_reason is FinishReason.LENGTH
-    assert engine.admission.num_inside == 0
-    await engine.client.close()
-
-
 async def test_one_that_is_in_a_step_is_not_shed():
     engine = GatedEngine(max_queued_requests=1)
     (running,) = await engine.begin(make_spec(priority=3))
@@ -115,18 +84,6 @@ async def test_an_abort_makes_room_before_the_engine_knows_of_it():
     (next_one,) = await engine.begin(make_spec())
     engine.executor.let_go.set()
     assert (await next_one)[-1].finish_reason is FinishReason.LENGTH
-    await engine.client.close()
-
-
-async def test_a_queued_request_ends_when_its_time_is_up():
-    engine = GatedEngine()
-    now = WallClock().now()
-    running, late = await engine.begin(make_spec(max_tokens=30), make_spec(start_by=now + 0.01))
-    await engine.in_a_step()
-    await asyncio.sleep(0.02)
-    engine.executor.let_go.set()
-    assert [p.finish_reason for p in await late] == [FinishReason.QUEUE_TIMEOUT]
-    await running
     await engine.client.close()
 
 

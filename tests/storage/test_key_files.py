@@ -108,34 +108,31 @@ def test_keys_of_nobody_and_nothing_are_refused_and_the_last_one_can_go(path):
     assert not read_tenant_file(path).keys.keys
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("tenants: [", "t.yaml:1: "),
-        ("tenants:\n  a: {}\n  a: {}\n", "t.yaml:3: 'a' stands twice"),
-        ("tenants:\n  a:\n    weight: 1\n    weight: 2\n", "t.yaml:4: 'weight' stands twice"),
-        ("tenants:\n  a: !!python/object/apply:os.system [true]\n", "t.yaml:2: "),
-        ("tenants:\n  a: &x\n    keys: *x\n", "t.yaml: tenant 'a'"),
-        ("", "t.yaml: the file must hold fields"),
-        ("\x00", "t.yaml: is not valid YAML"),
-        (
-            "tenants:\n  {{ name }}: {}\n",
-            "t.yaml:2: a mapping is no name; is this a template that nobody has filled in?",
-        ),
-        ("tenants:\n  ? [a]\n  : {}\n", "t.yaml:2: a sequence is no name"),
-        ("tenants:\n  a: {weight: !!bool x}\n", "t.yaml:2: this is no bool"),
-        ("tenants:\n  a: {weight: !!timestamp x}\n", "t.yaml:2: this is no timestamp"),
-        (f"tenants:\n  a: {{timeout_s: 1{'0' * 400}}}\n", "timeout_s is 1000"),
-        (f"tenants:\n  a: {{timeout_s: 0x{'f' * 9000}}}\n", "timeout_s is a huge int"),
-        (f"tenants:\n  ? 0x{'f' * 9000}\n  : {{}}\n", "tenant a huge int: a name has"),
-        ('tenants:\n  a: {keys: [{id: "\\ud800", sha256: "AAAA"}]}\n', "id is '\\ud800'; it must be a text"),
-        (
-            "a0: &a0 {a: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [*a{n}, *a{n}]}}\n" for n in range(99)),
-            "over 10000 fields are merged",
-        ),
-        ("tenants:\n  a: {tier: " + "[" * 2_000, "t.yaml: is not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("tenants: [", "t.yaml:1: "),
+    ("tenants:\n  a: {}\n  a: {}\n", "t.yaml:3: 'a' stands twice"),
+    ("tenants:\n  a:\n    weight: 1\n    weight: 2\n", "t.yaml:4: 'weight' stands twice"),
+    ("tenants:\n  a: !!python/object/apply:os.system [true]\n", "t.yaml:2: "),
+    ("tenants:\n  a: &x\n    keys: *x\n", "t.yaml: tenant 'a'"),
+    ("", "t.yaml: the file must hold fields"),
+    ("\x00", "t.yaml: is not valid YAML"),
+    (
+        "tenants:\n  {{ name }}: {}\n",
+        "t.yaml:2: a mapping is no name; is this a template that nobody has filled in?",
+    ),
+    ("tenants:\n  ? [a]\n  : {}\n", "t.yaml:2: a sequence is no name"),
+    ("tenants:\n  a: {weight: !!bool x}\n", "t.yaml:2: this is no bool"),
+    ("tenants:\n  a: {weight: !!timestamp x}\n", "t.yaml:2: this is no timestamp"),
+    (f"tenants:\n  a: {{timeout_s: 1{'0' * 400}}}\n", "timeout_s is 1000"),
+    (f"tenants:\n  a: {{timeout_s: 0x{'f' * 9000}}}\n", "timeout_s is a huge int"),
+    (f"tenants:\n  ? 0x{'f' * 9000}\n  : {{}}\n", "tenant a huge int: a name has"),
+    ('tenants:\n  a: {keys: [{id: "\\ud800", sha256: "AAAA"}]}\n', "id is '\\ud800'; it must be a text"),
+    (
+        "a0: &a0 {a: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [*a{n}, *a{n}]}}\n" for n in range(99)),
+        "over 10000 fields are merged",
+    ),
+    ("tenants:\n  a: {tier: " + "[" * 2_000, "t.yaml: is not valid YAML"),
+])  # fmt: skip
 def test_what_is_wrong_is_told_on_one_line(tmp_path, text, words):
     file = tmp_path / "t.yaml"
     file.write_text(text)

@@ -150,11 +150,9 @@ def test_usage_adds_up_like_the_slow_obvious_way(path):
             key = (query.bucket_of(at[0]),
                    UsageKey(tenant=request.tenant, tier=("priority", "default", "flex")[request.priority]))  # fmt: skip
             one = UsageSum(
-                1 - number % 2,
-                request.num_charged_prompt_tokens,
-                request.num_cached_tokens,
+                1 - number % 2, request.num_charged_prompt_tokens, request.num_cached_tokens,
                 len(request.output_token_ids),
-            )
+            )  # fmt: skip
             slow[key] = slow.get(key, UsageSum()).plus(one)
     ledger.flush()
     fast = {(start, key): amount for start, key, amount in ledger.usage(query)}
@@ -346,14 +344,11 @@ def test_rows_of_a_killed_process_are_closed_from_its_last_checkpoint(path):
     assert [dict(r) for r in rows(path)] == [again]
 
 
-@pytest.mark.parametrize(
-    ("model", "tenant", "generated", "why"),
-    [
-        ("m\udcff", "a", 1, "surrogates not allowed"),
-        ("m", "a\udcff", 1, "surrogates not allowed"),
-        ("m", "a", 2**63, "too large"),
-    ],
-)
+@pytest.mark.parametrize(("model", "tenant", "generated", "why"), [
+    ("m\udcff", "a", 1, "surrogates not allowed"),
+    ("m", "a\udcff", 1, "surrogates not allowed"),
+    ("m", "a", 2**63, "too large"),
+])  # fmt: skip
 def test_a_row_that_cannot_be_written_is_named_and_left_out_and_the_others_are_written(
     path, caplog, model, tenant, generated, why
 ):

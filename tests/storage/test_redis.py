@@ -131,22 +131,13 @@ async def test_down_at_the_start_it_is_found_when_it_comes(tmp_path: Path, told:
     assert told() == [1, 1]
 
 
-async def test_frozen_it_costs_a_look_up_30_ms_and_then_nothing(server: RunningRedis, told: Any):
-    async with store_at(server.url) as store:
-        await written(store)
-        server.freeze()
-        await looked_up_until_open(store)
-        server.thaw()
-        await up_again(store)
-    assert told() == [1, 1]
-
-
-async def test_one_that_answers_late_is_given_up_until_it_is_faster(server: RunningRedis, told: Any):
+@pytest.mark.parametrize("is_frozen", [True, False])
+async def test_frozen_or_late_a_look_up_costs_30_ms_and_then_nothing(server: RunningRedis, told: Any, is_frozen: bool):
     async with slow_proxy(server.port) as proxy, store_at(f"redis://127.0.0.1:{proxy.port}") as store:
         await written(store)
-        proxy.passing.clear()
+        (server.freeze if is_frozen else proxy.passing.clear)()
         await looked_up_until_open(store)
-        proxy.passing.set()
+        (server.thaw if is_frozen else proxy.passing.set)()
         await up_again(store)
     assert told() == [1, 1]
 

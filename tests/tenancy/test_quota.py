@@ -345,14 +345,11 @@ def test_sums_stand_in_their_bucket_by_key_and_the_last_one_is_the_present():
     assert query.bucket_of(T0 + 90.7) == list(query.buckets())[-1][0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"bucket_width": "1w"}, "bucket_width"), ({"limit": 0}, "limit"), ({"limit": 32}, "limit"),
-        ({"end_time": T0}, "end_time"), ({"start_time": -1}, "start_time"), ({"end_time": 2**63}, "start_time"),
-        ({"group_by": ["line_item"]}, "group_by"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"bucket_width": "1w"}, "bucket_width"), ({"limit": 0}, "limit"), ({"limit": 32}, "limit"),
+    ({"end_time": T0}, "end_time"), ({"start_time": -1}, "start_time"), ({"end_time": 2**63}, "start_time"),
+    ({"group_by": ["line_item"]}, "group_by"),
+])  # fmt: skip
 def test_what_cannot_be_asked_is_named(fields, param):
     with pytest.raises(InvalidRequest) as caught:
         usage_pages(**{"start_time": T0, "end_time": T0 + 10**6, "now": T0, **fields})

@@ -47,32 +47,29 @@ def test_every_field_is_read():
     )
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"requests_per_minut": 5}, "'requests_per_minut' is no field here; did you mean requests_per_minute?"),
-        ({"zzz": 5}, "'zzz' is no field here; choose from"),
-        ({"weight": 0}, "weight is 0; it must be a number over 0"),
-        ({"weight": True}, "weight is True"),
-        ({"weight": float("nan")}, "weight is nan"),
-        ({"tier": "gold"}, "tier is 'gold'; choose one of priority, default, flex"),
-        ({"tier": []}, "tier is []"),
-        ({"concurrency": 0}, "concurrency is 0; it must be an integer of at least 1"),
-        ({"concurrency": "4"}, "concurrency is '4'"),
-        ({"priorities": [5, 1]}, "the first must not be over the second"),
-        ({"priorities": 5}, "write [most urgent, least urgent]"),
-        ({"priorities": [0, 1001]}, "priorities[1] is 1001; it must be an integer from 0 to 1000"),
-        ({"default_priority": 0}, "default_priority is 0; priorities allows 1 to 1000"),
-        ({"shared_cache_group": ""}, "shared_cache_group is ''; it must be a text"),
-        ({"keys": {}}, "keys must be a list"),
-        ({"keys": [{"id": "k"}]}, "keys[0]: sha256 is missing"),
-        ({"keys": [{"sha256": DIGEST}]}, "keys[0]: id is missing"),
-        ({"keys": [{"id": "k", "sha256": "abc"}]}, "sha256 must have 64 hexadecimal digits"),
-        ({"keys": [{"id": "k", "sha256": DIGEST, "admin": "yes"}]}, "admin is 'yes'; it must be true or false"),
-        ({"keys": [{"id": "k", "sha256": DIGEST}, {"id": "k", "sha256": "0" * 64}]}, "the id 'k' stands twice"),
-        ({"keys": [{"id": "k", "sha256": DIGEST}, {"id": "l", "sha256": DIGEST}]}, "the key of 'l' stands twice"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"requests_per_minut": 5}, "'requests_per_minut' is no field here; did you mean requests_per_minute?"),
+    ({"zzz": 5}, "'zzz' is no field here; choose from"),
+    ({"weight": 0}, "weight is 0; it must be a number over 0"),
+    ({"weight": True}, "weight is True"),
+    ({"weight": float("nan")}, "weight is nan"),
+    ({"tier": "gold"}, "tier is 'gold'; choose one of priority, default, flex"),
+    ({"tier": []}, "tier is []"),
+    ({"concurrency": 0}, "concurrency is 0; it must be an integer of at least 1"),
+    ({"concurrency": "4"}, "concurrency is '4'"),
+    ({"priorities": [5, 1]}, "the first must not be over the second"),
+    ({"priorities": 5}, "write [most urgent, least urgent]"),
+    ({"priorities": [0, 1001]}, "priorities[1] is 1001; it must be an integer from 0 to 1000"),
+    ({"default_priority": 0}, "default_priority is 0; priorities allows 1 to 1000"),
+    ({"shared_cache_group": ""}, "shared_cache_group is ''; it must be a text"),
+    ({"keys": {}}, "keys must be a list"),
+    ({"keys": [{"id": "k"}]}, "keys[0]: sha256 is missing"),
+    ({"keys": [{"sha256": DIGEST}]}, "keys[0]: id is missing"),
+    ({"keys": [{"id": "k", "sha256": "abc"}]}, "sha256 must have 64 hexadecimal digits"),
+    ({"keys": [{"id": "k", "sha256": DIGEST, "admin": "yes"}]}, "admin is 'yes'; it must be true or false"),
+    ({"keys": [{"id": "k", "sha256": DIGEST}, {"id": "k", "sha256": "0" * 64}]}, "the id 'k' stands twice"),
+    ({"keys": [{"id": "k", "sha256": DIGEST}, {"id": "l", "sha256": DIGEST}]}, "the key of 'l' stands twice"),
+])  # fmt: skip
 def test_a_slip_names_file_tenant_and_field_on_one_line(fields, words):
     with pytest.raises(ConfigError) as caught:
         table(**fields)
@@ -92,14 +89,11 @@ def test_a_file_of_another_shape_is_refused(parsed):
         read_tenants(parsed, "t.yaml")
 
 
-@pytest.mark.parametrize(
-    ("tier", "asked", "priority", "told"),
-    [
-        ("default", None, 1, "default"), ("default", "auto", 1, "default"), ("default", "priority", 1, "default"),
-        ("default", "flex", 2, "flex"), ("priority", "priority", 0, "priority"),
-        ("priority", "default", 1, "default"), ("flex", "default", 2, "flex"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tier", "asked", "priority", "told"), [
+    ("default", None, 1, "default"), ("default", "auto", 1, "default"), ("default", "priority", 1, "default"),
+    ("default", "flex", 2, "flex"), ("priority", "priority", 0, "priority"),
+    ("priority", "default", 1, "default"), ("flex", "default", 2, "flex"),
+])  # fmt: skip
 def test_a_service_tier_is_bounded_by_what_the_tenant_may_ask(tier, asked, priority, told):
     tenant = table(tier=tier).tenants["acme"]
     assert (tenant.priority_of_tier(asked), tier_of_priority(priority)) == (priority, told)
