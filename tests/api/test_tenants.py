@@ -468,7 +468,7 @@ def test_without_the_token_or_a_key_a_routers_headers_say_nothing(replica):
     assert spec is not None
     assert (spec.terms.tenant, spec.terms.weight, spec.terms.priority, spec.terms.finish_by) == ("free", 1.0, 1, None)
     assert asked(replica, ROUTER)[0] == 401
-    assert asked(replica, ROUTER | {"authorization": "Bearer free"})[0] == 200
+    assert asked(replica, ROUTER | {"authorization": "Bearer boss"})[0] == 200
 
 
 def test_tenants_share_a_cache_by_the_routers_salt_alone(replica):

@@ -61,7 +61,7 @@ def test_a_request_is_held_until_a_replica_has_room_for_all_its_samples():
     assert fleet.arrive("one") is None
 
 
-def test_those_held_are_bound_in_the_order_of_the_policy():
+def test_those_held_are_bound_in_the_order_of_the_policy_also_of_another_one():
     fleet = Driver(make_core("a", slots=1, policy="priority"))
     fleet.arrive("running", priority=0)
     for request_id, priority in (("late", 2), ("urgent", 0), ("usual", 1)):
@@ -69,9 +69,6 @@ def test_those_held_are_bound_in_the_order_of_the_policy():
     assert [r.request_id for r in fleet.core.held()] == ["urgent", "usual", "late"]
     fleet.end("running")
     assert "urgent" in fleet.bound
-
-
-def test_another_policy_orders_those_held_anew():
     fleet = Driver(make_core("a", slots=1))
     fleet.arrive("running")
     for request_id, priority in (("late", 2), ("urgent", 0), ("usual", 1)):
@@ -244,7 +241,7 @@ def test_a_reset_takes_a_replica_out_and_probes_go_on_until_one_is_good():
         fleet.do(fleet.core.probed("a", False, fleet.now))
 
 
-def test_three_failures_in_a_row_take_a_replica_out_and_a_success_between_them_does_not():
+def test_failures_in_a_row_take_a_replica_out_but_errors_never_more_than_half():
     fleet = Driver(make_core("a", "b", slots=8, balance="session"))
     for i, outcome in enumerate(["bad", "bad", "good", "bad", "bad", "bad"]):
         assert fleet.core.fleet.by_name["a"].state is State.READY
@@ -256,9 +253,6 @@ def test_three_failures_in_a_row_take_a_replica_out_and_a_success_between_them_d
             fleet.fail(f"r{i}", ERROR)
         fleet.end(f"r{i}")
     assert fleet.core.fleet.by_name["a"].state is State.EJECTED
-
-
-def test_errors_never_take_out_more_than_half_and_resets_do():
     fleet = Driver(make_core("a", "b", "c", "d", slots=64, max_failures=1))
     for i in range(12):
         fleet.arrive(f"e{i}")
@@ -271,7 +265,7 @@ def test_errors_never_take_out_more_than_half_and_resets_do():
     assert all(r.state is State.EJECTED for r in fleet.core.fleet)
 
 
-def test_a_silent_replica_is_taken_out_and_what_it_had_goes_on_elsewhere():
+def test_silent_and_ejected_replicas_lose_what_they_had_to_others():
     fleet = Driver(make_core(facts("a", has_beats=True), facts("b", has_beats=False)))
     assert fleet.arrive("r") == "a"
     fleet.wait(2.2)
@@ -281,9 +275,6 @@ def test_a_silent_replica_is_taken_out_and_what_it_had_goes_on_elsewhere():
     assert Move("r", "a", "silent") in fleet.log
     fleet.do(fleet.core.reported("a", Report(), fleet.now))
     assert fleet.core.fleet.by_name["a"].state is State.READY
-
-
-def test_what_an_ejected_replica_still_does_goes_on_elsewhere_once_it_is_silent():
     fleet = Driver(make_core(facts("a", has_beats=True), facts("b", has_beats=False), slots=8, balance="session"))
     on_a = next(f"r{i}" for i in range(64) if fleet.arrive(f"r{i}", hash_key=i) == "a")
     lost = next(f"s{i}" for i in range(64) if fleet.arrive(f"s{i}", hash_key=i) == "a")
@@ -378,7 +369,7 @@ def test_a_part_of_an_answer_waits_for_nobody_and_a_foreign_one_ends_with_an_err
     assert "in the middle of the answer" in str(fleet.refused["r"].error)
 
 
-def test_what_a_replica_has_whose_engine_hangs_goes_on_elsewhere_after_seconds_once_another_is_ready():
+def test_an_engine_that_hangs_loses_what_it_had_and_one_back_within_seconds_keeps_it():
     told = {"fingerprint": "x", "has_beats": False}
     fleet = Driver(make_core(facts("a", **told), facts("b", state=State.STARTING, **told), slots=8))
     begin(fleet, "stream", can_resume=True)
@@ -395,9 +386,6 @@ def test_what_a_replica_has_whose_engine_hangs_goes_on_elsewhere_after_seconds_o
     assert fleet.bound == {"stream": "b", "whole": "a", "new": "b", "cause": "a"}
     assert Move("stream", "a", "hung") in fleet.log
     assert (fleet.core.request("stream").has_fled, fleet.core.request("stream").num_deaths) == (True, 0)
-
-
-def test_an_engine_that_is_back_within_seconds_keeps_what_it_had():
     fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x")))
     begin(fleet, "r", can_resume=True)
     for _ in range(2):
@@ -494,7 +482,7 @@ def test_from_zero_one_start_serves_all_and_one_that_is_gone_is_replaced():
     assert [start.name for start in starts(fleet)] == ["replica-1", "replica-2", "replica-3"]
 
 
-def test_fewer_replicas_drain_before_they_stop():
+def test_fewer_replicas_drain_before_they_stop_and_a_restart_goes_one_by_one():
     fleet = Driver(make_core())
     fleet.do(fleet.core.scaled(2, 2, 0.0))
     for start in starts(fleet):
@@ -506,9 +494,6 @@ def test_fewer_replicas_drain_before_they_stop():
     assert Stop(draining.name) not in fleet.log
     fleet.end(next(iter(draining.in_flight)))
     assert Stop(draining.name) in fleet.log
-
-
-def test_a_restart_goes_one_by_one_the_new_one_first():
     fleet = Driver(make_core())
     fleet.do(fleet.core.scaled(2, 2, 0.0))
     for start in starts(fleet):

@@ -99,11 +99,15 @@ def test_a_prompt_is_computed_where_that_costs_least():
     assert best(LONG, worker("d2", "decode", bandwidth=1e6), has_it).fetch_from is None
 
 
-def test_always_waits_for_room_but_for_what_no_block_could_be_moved_of():
+def test_always_waits_for_room_and_moves_nothing_between_unlike_numbers():
     full = worker("d", "decode", free_blocks=10)
     assert options(LONG, [worker("p", "prefill"), full], "always") == []
     assert best(LONG, worker("p", "prefill"), full, handover="auto").name == "p"
     assert best(WorkAsked(8, 20), worker("p", "prefill"), worker("d", "decode"), handover="always").prefill is None
+    unlike = [worker("p", "prefill", numbers="int8"), worker("d", "decode", numbers="bf16", num_cached=512)]
+    assert {(way.prefill, way.fetch_from) for way in options(WorkAsked(1000, 100.0), unlike, "always")} == {
+        (None, None)
+    }
 
 
 def test_a_tight_pace_is_worth_a_longer_wait_and_a_tight_first_token_is_not():
@@ -141,7 +145,7 @@ def core() -> ClusterCore:
     return core
 
 
-def test_always_waits_for_the_role_that_is_not_there_as_long_as_it_may_come(core: ClusterCore):
+def test_always_waits_for_a_role_that_may_come_and_answers_alone_where_it_failed(core: ClusterCore):
     core.joined(replace(host("d1", "decode"), state=State.STARTING), 0.0)
     assert core.arrived(make_request("a", num_bytes=8000), 0.0) == []
     choice = only_bind(core.joined(host("d1", "decode"), 0.1)).choice
@@ -172,7 +176,7 @@ def only_bind(actions: list[Action]) -> Bind:
     return bind
 
 
-def test_a_prompt_is_computed_elsewhere_when_its_prefill_replica_is_gone(core: ClusterCore):
+def test_a_prompt_is_computed_elsewhere_when_its_prefill_replica_is_gone_or_silent(core: ClusterCore):
     first = only_bind(core.arrived(make_request("a", num_bytes=8000), 0.0)).choice
     assert first.replica == "d1"
     second = only_bind(core.failed("a", REFUSED, 0.1, first.prefill)).choice
@@ -200,13 +204,6 @@ def test_a_prompt_whose_tokens_nobody_sees_counts_as_computed_when_it_is_told(co
     core.handed_over("a", 0.1, is_computed=True)
     loads = {name: core.fleet.work.load(name, worker_facts(), 0.1) for name in (prefill, "d1")}
     assert ([load.queued_tokens for load in loads.values()], loads["d1"].rows) == ([0, 0], 1)
-
-
-def test_nothing_is_moved_between_workers_of_unlike_numbers():
-    unlike = [worker("p", "prefill", numbers="int8"), worker("d", "decode", numbers="bf16", num_cached=512)]
-    assert {(way.prefill, way.fetch_from) for way in options(WorkAsked(1000, 100.0), unlike, "always")} == {
-        (None, None)
-    }
 
 
 def test_a_first_token_is_foretold_where_workers_hand_over_and_nothing_elsewhere(core: ClusterCore):

@@ -239,7 +239,7 @@ async def test_a_stream_goes_on_where_the_client_has_it():
         assert 0 <= asked["ttft_s"] <= asked["age_s"]
 
 
-async def test_one_of_which_the_client_has_nothing_begins_anew():
+async def test_one_without_a_byte_begins_anew_and_nonsense_of_tokens_is_a_failure():
     async with (
         two_of_ours(breaks_off_after(HEAD[:-4]), says(whole(b"", "500 No"))) as (running, seen),
         client_of(running) as client,
@@ -248,9 +248,13 @@ async def test_one_of_which_the_client_has_nothing_begins_anew():
         assert b"error" in told.content  # both break off
         assert [asked.path for asked in seen] == [CHAT_GOING_ON] * len(seen)
         assert len(seen) >= 2
+    nonsense = breaks_off_after(HEAD + ONE, b": tokens nonsense\n")
+    async with two_of_ours(nonsense, goes_on_with(TWO, THREE)) as (running, _), client_of(running) as client:
+        told = await client.post(CHAT_GOING_ON, json=chat(stream=True))
+        assert told.content == event("one") + event("two") + event("three") + DONE
 
 
-async def test_where_no_other_can_go_on_it_ends_with_an_error():
+async def test_where_no_other_can_or_may_go_on_a_stream_ends_with_an_error():
     refusal = b'{"error":{"message":"another revision"}}'
     async with (
         two_of_ours(breaks_off_after(HEAD + ONE), says(whole(refusal, "409 Conflict"))) as (running, _),
@@ -261,9 +265,6 @@ async def test_where_no_other_can_go_on_it_ends_with_an_error():
         assert first + b"\n\n" == event("one")
         assert "another revision" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
         assert done == DONE
-
-
-async def test_a_rule_forbids_to_go_on():
     async with (
         two_of_ours(breaks_off_after(HEAD + ONE), goes_on_with(TWO, THREE), resume="never") as (running, seen),
         client_of(running) as client,
@@ -271,13 +272,6 @@ async def test_a_rule_forbids_to_go_on():
         told = await client.post(CHAT_GOING_ON, json=chat(stream=True))
         assert told.content.startswith(event("one") + b'data: {"error"')
         assert len(seen) == 1
-
-
-async def test_nonsense_of_tokens_is_a_replica_that_failed():
-    nonsense = breaks_off_after(HEAD + ONE, b": tokens nonsense\n")
-    async with two_of_ours(nonsense, goes_on_with(TWO, THREE)) as (running, _), client_of(running) as client:
-        told = await client.post(CHAT_GOING_ON, json=chat(stream=True))
-        assert told.content == event("one") + event("two") + event("three") + DONE
 
 
 async def test_who_asks_for_no_stream_gets_a_seed_and_no_frames():

@@ -101,7 +101,7 @@ def test_the_least_urgent_and_latest_is_shed_for_a_more_urgent_one_and_never_in_
     assert admission.num_waiting == 2
 
 
-def test_the_samples_of_a_prompt_go_in_together_or_not_at_all():
+def test_samples_go_in_together_or_not_at_all_and_a_knock_tells_before_any_work():
     admission = make_admission(max_queued_requests=2)
     for sample in make_samples("p", 3):
         admission.admit(sample.spec, 0.0)
@@ -110,6 +110,13 @@ def test_the_samples_of_a_prompt_go_in_together_or_not_at_all():
         admission.admit(make_samples("q", 3)[0].spec, 0.0)
     stepped(admission, [end(f"p-{i}") for i in range(3)], 0, 1.0)
     assert admission.num_inside == 0
+    admission = busy_admission()
+    admission.check_early(0, None, NOW)
+    admit(admission, "next", prompt=4, max_tokens=90, now=NOW)
+    with pytest.raises(Overloaded):
+        admission.check_early(0, None, NOW)
+    admission.check_early(0, 60.0, NOW)
+    assert admission.num_waiting == 1
 
 
 def test_who_would_wait_longer_than_its_objective_is_turned_away():
@@ -143,16 +150,6 @@ def test_the_less_urgent_are_shed_for_an_urgent_one_unless_the_queue_heeds_prior
         admit(admission, "low too", prompt=4, max_tokens=10, priority=1, now=NOW)
 
 
-def test_a_knock_tells_before_any_work_is_done():
-    admission = busy_admission()
-    admission.check_early(0, None, NOW)
-    admit(admission, "next", prompt=4, max_tokens=90, now=NOW)
-    with pytest.raises(Overloaded):
-        admission.check_early(0, None, NOW)
-    admission.check_early(0, 60.0, NOW)
-    assert admission.num_waiting == 1
-
-
 def test_retry_after_grows_with_the_number_turned_away_up_to_what_clients_obey():
     admission = busy_admission()
     admit(admission, "next", prompt=4, max_tokens=90, now=NOW)
@@ -168,7 +165,7 @@ def test_retry_after_grows_with_the_number_turned_away_up_to_what_clients_obey()
     assert admission.retry_after_s(NOW + 350) < 20
 
 
-def test_forecasts_that_were_wrong_make_admission_more_careful_and_better_ones_less():
+def test_wrong_forecasts_make_admission_careful_and_the_rate_follows_the_machine():
     late = LateBy()
     for _ in range(LateBy.MIN_SEEN):
         late.add(0.1)
@@ -177,9 +174,6 @@ def test_forecasts_that_were_wrong_make_admission_more_careful_and_better_ones_l
     for _ in range(LateBy.CAPACITY):
         late.add(0.1)
     assert late.slack_s == 0.1
-
-
-def test_the_rate_follows_a_slower_machine_and_learns_nothing_while_idle():
     admission = busy_admission()
     rate = admission.drain_per_s
     stepped(admission, [RequestProgress("a", (7,))], 0, NOW + 50)

@@ -102,7 +102,7 @@ def test_the_tenants_limits_go_before_the_servers_which_keep_nothing_of_the_tena
     assert (who.quota.num_in_flight, who.quota.num_waiting, gate.num_in_flight) == (0, 0, 0)
 
 
-def test_a_probe_takes_no_place_but_queues_like_everybody():
+def test_a_tenants_objective_counts_before_the_prompt_and_a_probe_queues_like_everybody():
     gate = make_gate(max_concurrent_requests=1, max_queued_requests=1)
     gate.admit(gate.enter(anybody(), Ask(), 0.0), [make_spec("a")], 0.0)
     with pytest.raises(Overloaded, match="1 requests wait, the limit is 1"):
@@ -110,9 +110,6 @@ def test_a_probe_takes_no_place_but_queues_like_everybody():
     gate.progressed([RequestProgress("a", (7,))], 0, 0.0)
     gate.enter(anybody(), Ask(num_samples=0), 0.0)
     assert gate.num_in_flight == 1
-
-
-def test_an_objective_of_the_tenant_counts_before_the_prompt_is_looked_at():
     gate = make_gate(max_num_seqs=8)
     for name in ("a", "b"):  # one wait is allowed to eight slots, as long as nobody knows how fast work leaves
         gate.admit(gate.enter(anybody(), Ask(), 0.0), [make_spec(name)], 0.0)
@@ -152,7 +149,7 @@ def test_a_lease_gives_back_once_and_everything_but_what_was_used():
     assert held(gate) == (0, 0, 0)
 
 
-def test_a_first_token_ends_the_wait_for_quota_and_queue_alike():
+def test_quota_and_queue_wait_for_the_first_token_and_a_gate_without_admission_keeps_its_bound():
     who, gate = caller(Limits(max_queue=4)), make_gate()
     lease = gate.enter(who, Ask(num_samples=2), 0.0)
     gate.admit(lease, [make_spec("a"), make_spec("b")], 0.0)
@@ -162,9 +159,6 @@ def test_a_first_token_ends_the_wait_for_quota_and_queue_alike():
     assert (who.quota.num_waiting, gate.admission.num_waiting) == (1, 1)
     gate.progressed([RequestProgress("a", (), finish_reason=FinishReason.STOP)], 0, 0.2)
     assert (held(gate), who.quota.num_in_flight) == ((2, 1, 1), 2)
-
-
-def test_a_gate_without_admission_keeps_quotas_and_its_bound():
     who, gate = caller(Limits(max_queue=1)), Gate(max_concurrent_requests=2)
     gate.admit(gate.enter(who, Ask(), 0.0), [make_spec("a")], 0.0)
     with pytest.raises(RateLimited, match="its max_queue is 1"):

@@ -249,7 +249,7 @@ def test_whatever_is_wrong_a_key_can_still_be_revoked_and_it_is_told_once(path, 
         file.close()
 
 
-def test_a_reload_comes_at_once_even_if_nothing_seems_changed(path):
+def test_a_reload_comes_at_once_and_a_table_may_be_refused_by_its_user(path):
     file = TenantFile(path, poll_s=60)
     try:
         before = file.table
@@ -262,8 +262,6 @@ def test_a_reload_comes_at_once_even_if_nothing_seems_changed(path):
     finally:
         file.close()
 
-
-def test_a_table_may_be_refused_by_its_user(path):
     def accept(table: object) -> None:
         raise ConfigError("not this one")
 

@@ -264,7 +264,7 @@ def test_nothing_is_lost_between_routers_and_with_fresh_news_they_stay_within_th
             assert sum(used) <= SHARED_LIMIT
 
 
-def test_a_lease_covers_what_comes_next_and_goes_back_when_nothing_does():
+def test_a_lease_covers_what_comes_next_and_a_bucket_not_heard_of_is_unknown():
     bucket, window = Bucket(), SharedWindow()
     window.left(0.0, SHARED_LIMIT)
     window.take(5)
@@ -276,9 +276,6 @@ def test_a_lease_covers_what_comes_next_and_goes_back_when_nothing_does():
         bucket.exchange(window, EXCHANGE_S)
     assert (window.leased, bucket.total) == (0, 25)
     assert not window.is_due(STALE_S + 1)
-
-
-def test_of_a_bucket_not_heard_of_lately_nothing_is_known():
     window = SharedWindow()
     assert window.left(0.0, SHARED_LIMIT) is None
     Bucket().exchange(window, 0.0)
