@@ -15,16 +15,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from maitred.core.errors import ConfigError, ServerError
+from maitred.fleet import upstream
 from maitred.fleet.config import parse_target
-from maitred.fleet.upstream import (
-    Broken,
-    ConnectionCounts,
-    Upstream,
-    UpstreamAnswer,
-    UpstreamAsk,
-    UpstreamFailed,
-    request_head,
-)
 
 DONE = b"[DONE]"
 
@@ -135,11 +127,11 @@ class HttpEndpoint:
         if api_key is not None:
             self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
         self._timeout_s = timeout_s
-        self._upstream: Upstream
+        self._upstream: upstream.Upstream
 
     async def __aenter__(self) -> HttpEndpoint:
-        counts = ConnectionCounts()
-        self._upstream = Upstream(self._origin, counts=counts, connect_timeout_s=10.0, max_idle=sys.maxsize)
+        counts = upstream.ConnectionCounts()
+        self._upstream = upstream.Upstream(self._origin, counts=counts, connect_timeout_s=10.0, max_idle=sys.maxsize)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -164,8 +156,8 @@ class HttpEndpoint:
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, body: bytes) -> AsyncIterator[Reply]:
-        ask = UpstreamAsk(request_head(method, path, self._origin, self._headers, len(body)), body)
-        answer: UpstreamAnswer | None = None
+        ask = upstream.UpstreamAsk(upstream.request_head(method, path, self._origin, self._headers, len(body)), body)
+        answer: upstream.UpstreamAnswer | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._upstream.send(ask)
@@ -173,20 +165,20 @@ class HttpEndpoint:
                 yield Reply(answer.status, headers, _pieces(answer))
         except TimeoutError:
             raise TimedOut(f"{self.url} gave no answer in time; send less at once, or raise the time limit") from None
-        except UpstreamFailed as failed:
+        except upstream.UpstreamFailed as failed:
             raise self._told(failed) from failed
         finally:
             if answer is not None:
                 answer.abort()
 
-    def _told(self, failed: UpstreamFailed) -> Unreachable:
+    def _told(self, failed: upstream.UpstreamFailed) -> Unreachable:
         cause = failed.__cause__
         if isinstance(cause, ssl.SSLCertVerificationError):
             remedy = "name the file with its authority's certificate in SSL_CERT_FILE"
             return Untrusted(f"the certificate of {self.url} is not trusted: {cause.verify_message}; {remedy}")
         if isinstance(cause, ssl.SSLError):
             return Untrusted(f"{self.url} does not speak HTTPS as we do; without a certificate it is http://")
-        if failed.broken is Broken.REFUSED:
+        if failed.broken is upstream.Broken.REFUSED:
             number = getattr(cause, "errno", None) or 0
             why = os.strerror(number) if number > 0 else getattr(cause, "strerror", None) or str(cause) or "no answer"
             return Unreachable(f"cannot reach {self.url}: {why}; start a server there, or check --url")
@@ -194,7 +186,7 @@ class HttpEndpoint:
         return Unreachable(f"the connection broke: {failed}; see the server's log{hint}")
 
 
-async def _pieces(answer: UpstreamAnswer) -> AsyncIterator[bytes]:
+async def _pieces(answer: upstream.UpstreamAnswer) -> AsyncIterator[bytes]:
     while piece := await answer.piece():
         yield piece
 

@@ -15,16 +15,7 @@ from maitred.cli.console import note
 from maitred.config import CacheConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError
-from maitred.sim.devices import (
-    MODELS,
-    Device,
-    ModelShape,
-    device_named,
-    model_named,
-    num_kv_blocks,
-    roofline,
-    shape_of_decoder,
-)
+from maitred.sim import devices
 from maitred.sim.profile import EdgeModel, Profile, decode_profile
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
 from maitred.sim.traces import BLOCK_TOKENS, TraceWorkload, is_csv, parse_trace
@@ -111,11 +102,11 @@ def find_target(device: str | None, model: str | None, environ: Mapping[str, str
         return _of_profile(read_profile(Path(device)), model)
     shape = _model_shape(model)
     if device is not None:
-        return _of_datasheet(device_named(device), shape)
+        return _of_datasheet(devices.device_named(device), shape)
     own = profile_path(shape.name, environ)
     if own.is_file():
         return _of_profile(read_profile(own), shape.name)
-    return _of_datasheet(device_named(BUILTIN_DEVICE if model is None else OTHER_DEVICE), shape)
+    return _of_datasheet(devices.device_named(BUILTIN_DEVICE if model is None else OTHER_DEVICE), shape)
 
 
 def profile_path(model_name: str, environ: Mapping[str, str] = os.environ) -> Path:
@@ -154,16 +145,16 @@ def _of_profile(profile: Profile, model: str | None) -> SimulatedTarget:
     )
 
 
-def _of_datasheet(device: Device, shape: ModelShape) -> SimulatedTarget:
-    num_kv_blocks(device, shape, 1)  # refuses what does not fit
+def _of_datasheet(device: devices.Device, shape: devices.ModelShape) -> SimulatedTarget:
+    devices.num_kv_blocks(device, shape, 1)  # refuses what does not fit
 
     def num_blocks(cache: CacheConfig, max_num_seqs: int) -> int:
-        free = num_kv_blocks(device, shape, cache.block_size) * cache.block_size * shape.kv_bytes_per_token
+        free = devices.num_kv_blocks(device, shape, cache.block_size) * cache.block_size * shape.kv_bytes_per_token
         return _enough_blocks(cache, max_num_seqs, shape.context, shape.kv_bytes_per_token, free)
 
     return SimulatedTarget(
         f"{shape.name} on {device.name} (datasheet)",
-        roofline(device, shape),
+        devices.roofline(device, shape),
         num_blocks,
         device.token_budget,
         shape.kv_bytes_per_token,
@@ -175,7 +166,7 @@ def _num_layers(model: str) -> int:
     """Layers of a profile's model; 1 for one unknown here, so that no part of a chunk's KV leaves before all of it."""
     from maitred.model.checkpoint import BUILTIN_NAME
 
-    return _model_shape(model).num_layers if model in MODELS or model == BUILTIN_NAME else 1
+    return _model_shape(model).num_layers if model in devices.MODELS or model == BUILTIN_NAME else 1
 
 
 def _enough_blocks(
@@ -188,9 +179,9 @@ def _enough_blocks(
     return max(1, min(int(free_bytes / per_block), max_num_seqs * -(-context // cache.block_size)))
 
 
-def _model_shape(model: str | None) -> ModelShape:
-    if model in MODELS:
-        return MODELS[model]
+def _model_shape(model: str | None) -> devices.ModelShape:
+    if model in devices.MODELS:
+        return devices.MODELS[model]
     from maitred.model.checkpoint import BUILTIN_FOLDER, BUILTIN_NAME, open_checkpoint
     from maitred.model.families import spec_from_config
     from maitred.model.gguf_file import is_gguf
@@ -201,17 +192,17 @@ def _model_shape(model: str | None) -> ModelShape:
     if is_gguf(folder):
         with open_checkpoint(model) as checkpoint:
             spec = spec_from_config(checkpoint.config)
-            return shape_of_decoder(
+            return devices.shape_of_decoder(
                 checkpoint.name, spec, bytes_per_value=checkpoint.weight_bytes / spec.num_parameters()
             )
-    return _shape_in(folder, folder.resolve().name) if folder.is_dir() else model_named(model)
+    return _shape_in(folder, folder.resolve().name) if folder.is_dir() else devices.model_named(model)
 
 
-def _shape_in(folder: Path, name: str) -> ModelShape:
+def _shape_in(folder: Path, name: str) -> devices.ModelShape:
     from maitred.model.families import spec_from_config
 
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {folder}: no readable config.json ({error}); give a model folder") from None
-    return shape_of_decoder(name, spec_from_config(config), bytes_per_value=4.0)
+    return devices.shape_of_decoder(name, spec_from_config(config), bytes_per_value=4.0)

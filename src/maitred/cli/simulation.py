@@ -13,16 +13,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from maitred.cli import simulate
 from maitred.cli.command import Options
 from maitred.cli.console import aligned, inert, note, seconds_text
 from maitred.cli.flags import UsageError
-from maitred.cli.simulate import (
-    SimulatedFleetOptions,
-    SimulatedSchedulerConfig,
-    SimulatedTensorOptions,
-    SimulatedWorkerOptions,
-    SimulateOptions,
-)
 from maitred.cli.simulate_inputs import SimulatedTarget, find_target, read_unpacked, read_workload
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.config.bounds import Bounds
@@ -154,7 +148,7 @@ class WorkersAsked:
 
     workers: list[WorkerAsked]  # role by role
     link: SimulatedLink | None
-    options: SimulatedWorkerOptions
+    options: simulate.SimulatedWorkerOptions
 
     @property
     def devices(self) -> list[str | None]:
@@ -177,7 +171,7 @@ class WorkersAsked:
 
 
 def workers_of(
-    options: SimulatedWorkerOptions, fleet: SimulatedFleetOptions, device: str | None
+    options: simulate.SimulatedWorkerOptions, fleet: simulate.SimulatedFleetOptions, device: str | None
 ) -> WorkersAsked | None:
     """None where no flag asks for workers. Raises UsageError, in one line with the remedy."""
     if options == type(options)():
@@ -207,7 +201,7 @@ def workers_of(
     return WorkersAsked(workers, _link(options), options)
 
 
-def _link(options: SimulatedWorkerOptions) -> SimulatedLink | None:
+def _link(options: simulate.SimulatedWorkerOptions) -> SimulatedLink | None:
     try:
         link = link_named(options.link)
     except ConfigError as error:
@@ -279,7 +273,7 @@ class TensorWork:
 
 
 def read_tensor_work(
-    options: SimulatedTensorOptions, trace: str, asked: SimulateOptions, seed: int | None
+    options: simulate.SimulatedTensorOptions, trace: str, asked: simulate.SimulateOptions, seed: int | None
 ) -> TensorWork | None:
     """None without --model-repository. Raises UsageError, ConfigError."""
     if options.model_repository is None:
@@ -380,13 +374,13 @@ MAX_REPLICAS = 10_000
 class Simulated:
     """A simulation as its flags ask for it."""
 
-    options: SimulateOptions
-    scheduler: SimulatedSchedulerConfig
-    fleet: SimulatedFleetOptions
-    workers: SimulatedWorkerOptions
+    options: simulate.SimulateOptions
+    scheduler: simulate.SimulatedSchedulerConfig
+    fleet: simulate.SimulatedFleetOptions
+    workers: simulate.SimulatedWorkerOptions
     admission: AdmissionConfig
     cache: CacheConfig
-    tensors: SimulatedTensorOptions
+    tensors: simulate.SimulatedTensorOptions
 
     @property
     def source(self) -> str:
@@ -423,13 +417,13 @@ class Inputs(NamedTuple):
 
 def run_simulations(given: Options) -> int:
     asked = Simulated(
-        given[SimulateOptions],
-        given[SimulatedSchedulerConfig],
-        given[SimulatedFleetOptions],
-        given[SimulatedWorkerOptions],
+        given[simulate.SimulateOptions],
+        given[simulate.SimulatedSchedulerConfig],
+        given[simulate.SimulatedFleetOptions],
+        given[simulate.SimulatedWorkerOptions],
         given[AdmissionConfig],
         given[CacheConfig],
-        given[SimulatedTensorOptions],
+        given[simulate.SimulatedTensorOptions],
     )
     options, scheduler = asked.options, asked.scheduler
     applied = _admission(options, asked.admission)
@@ -593,7 +587,7 @@ def _simulation(setup: EngineSetup, target: SimulatedTarget, inputs: Inputs) -> 
     )
 
 
-def _admission(options: SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
+def _admission(options: simulate.SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
     if options.admission:
         return admission
     for flag in _changed(admission):
@@ -611,7 +605,7 @@ def _changed(options: Any) -> list[str]:
     ]
 
 
-def _policies(scheduler: SimulatedSchedulerConfig) -> list[str]:
+def _policies(scheduler: simulate.SimulatedSchedulerConfig) -> list[str]:
     policies = _names("--policy", scheduler.policy, list(installed_policies()))
     _known("--predictor", scheduler.predictor, list(PREDICTORS))
     choices = sorted({argument for policy in policies for argument in parameters_of(installed_policies()[policy])})
@@ -620,7 +614,7 @@ def _policies(scheduler: SimulatedSchedulerConfig) -> list[str]:
     return policies
 
 
-def _balances(fleet: SimulatedFleetOptions) -> list[str]:
+def _balances(fleet: simulate.SimulatedFleetOptions) -> list[str]:
     return _names("--balance", fleet.balance, list(BALANCES))
 
 
@@ -670,7 +664,7 @@ def _tell(
         print(tensor_table(figures))
 
 
-def bounds_of(options: SimulatedFleetOptions, has_workers: bool) -> Bounds | None:
+def bounds_of(options: simulate.SimulatedFleetOptions, has_workers: bool) -> Bounds | None:
     """None without --fleet. Raises UsageError for flags that need it, and for numbers that cannot be."""
     if options.fleet is None:
         for flag in () if has_workers else _changed(options):
@@ -685,7 +679,7 @@ def bounds_of(options: SimulatedFleetOptions, has_workers: bool) -> Bounds | Non
     return bounds
 
 
-def devices_of(options: SimulatedFleetOptions, bounds: Bounds, device: str | None) -> list[str | None]:
+def devices_of(options: simulate.SimulatedFleetOptions, bounds: Bounds, device: str | None) -> list[str | None]:
     """A device for each replica; None is what --device's default is."""
     if options.fleet_devices is None:
         return [device] * bounds.high
@@ -706,7 +700,7 @@ def devices_of(options: SimulatedFleetOptions, bounds: Bounds, device: str | Non
 
 
 def fleet_setup(
-    options: SimulatedFleetOptions,
+    options: simulate.SimulatedFleetOptions,
     bounds: Bounds,
     targets: list[SimulatedTarget],
     *,

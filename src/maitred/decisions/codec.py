@@ -12,18 +12,7 @@ from maitred.config import SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.core.request import FinishReason, RequestSpec, RequestState
 from maitred.core.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
-from maitred.decisions.log import (
-    DIGEST_BYTES,
-    Arrival,
-    Drafted,
-    Ended,
-    Event,
-    Outcome,
-    Step,
-    StepRecord,
-    Told,
-    arrived_of,
-)
+from maitred.decisions import log
 
 VERSION = 11
 
@@ -60,14 +49,14 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
     scheduled_at: float
     updated_at: float
     rows: _Rows
-    outcomes: tuple[Outcome | None, ...]  # of each row, without its name
+    outcomes: tuple[log.Outcome | None, ...]  # of each row, without its name
     forgotten: tuple[str, ...]
     new: tuple[tuple[str, int], ...]  # (request, its output tokens)
     block_copies: tuple[BlockCopy, ...]
     swap_outs: tuple[BlockCopy, ...]
     swap_ins: tuple[BlockCopy, ...]
-    events: tuple[Event, ...]
-    during: tuple[Event, ...]
+    events: tuple[log.Event, ...]
+    during: tuple[log.Event, ...]
     taken: bool
 
 
@@ -101,7 +90,7 @@ class LogEncoder:
         """The first frame of a file."""
         return _encode(replace(self.header, part=part))
 
-    def encode(self, record: StepRecord) -> bytes:
+    def encode(self, record: log.StepRecord) -> bytes:
         """The frame of the next step."""
         plan = record.plan
         gone, self._leaving = self._leaving, []
@@ -126,17 +115,17 @@ class LogEncoder:
                 del self._known[logged.request.request_id]
         return _encode(frame)
 
-    def _event(self, event: Arrival | Told) -> Event:
-        if isinstance(event, Arrival):
+    def _event(self, event: log.Arrival | log.Told) -> log.Event:
+        if isinstance(event, log.Arrival):
             self._known[event.request.request_id] = _Logged(event.request, event.num_hashes)
-            return arrived_of(event)
-        if isinstance(event, Ended):
+            return log.arrived_of(event)
+        if isinstance(event, log.Ended):
             self._leaving.append(self._known[event.request_id])
         return event
 
     def _outcomes(
-        self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress], drafted: Sequence[Drafted]
-    ) -> Iterator[Outcome | None]:
+        self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress], drafted: Sequence[log.Drafted]
+    ) -> Iterator[log.Outcome | None]:
         """Outcome of each row, None where it gave nothing."""
         drafts_of = {each.request_id: each for each in drafted}
         told_of = {told.request_id: told for told in progress}
@@ -156,7 +145,7 @@ class LogEncoder:
             hashes = () if reason is FinishReason.ERROR else self._new_hashes(logged, end)
             drafts = (made.num_drafts, made.num_accepted) if made is not None and row.num_drafts else ()
             gave = num_given or reason is not None or hashes or drafts
-            yield Outcome("", num_given, reason, hashes, num_forced, *drafts) if gave else None
+            yield log.Outcome("", num_given, reason, hashes, num_forced, *drafts) if gave else None
 
     def _new_hashes(self, logged: _Logged, end: int) -> tuple[bytes, ...]:
         """Hashes of the blocks that are filled up to that position, and that the log lacks."""
@@ -164,10 +153,10 @@ class LogEncoder:
             return ()
         filled = logged.request.block_hashes[logged.num_hashes : end // self._block_size]
         logged.num_hashes += len(filled)
-        return tuple([digest[:DIGEST_BYTES] for digest in filled])
+        return tuple([digest[: log.DIGEST_BYTES] for digest in filled])
 
 
-def _decoded(data: bytes, number: int) -> Step:
+def _decoded(data: bytes, number: int) -> log.Step:
     """Raises msgspec.MsgspecError, or ValueError when the rows' fields are not equally many."""
     frame = _decode_frame(data)
     rows = tuple(map(ScheduledRow._make, zip(*frame.rows, strict=True)))
@@ -183,7 +172,7 @@ def _decoded(data: bytes, number: int) -> Step:
         swap_outs=frame.swap_outs,
         swap_ins=frame.swap_ins,
     )
-    return Step(
+    return log.Step(
         scheduled_at=frame.scheduled_at,
         updated_at=frame.updated_at,
         plan=plan,
@@ -194,7 +183,7 @@ def _decoded(data: bytes, number: int) -> Step:
     )
 
 
-def read_log(frames: Iterable[bytes]) -> tuple[Header, Iterator[Step]]:
+def read_log(frames: Iterable[bytes]) -> tuple[Header, Iterator[log.Step]]:
     """The header, and the steps as they are asked for, of one run; its parts follow each other, headers and all.
 
     Raises ConfigError for a damaged frame, a part out of order, or another version of the log.
@@ -210,7 +199,7 @@ def read_log(frames: Iterable[bytes]) -> tuple[Header, Iterator[Step]]:
     return header, _read_steps(header, numbered)
 
 
-def _read_steps(header: Header, numbered: Iterable[tuple[int, bytes]]) -> Iterator[Step]:
+def _read_steps(header: Header, numbered: Iterable[tuple[int, bytes]]) -> Iterator[log.Step]:
     part, num_steps = header.part, 0
     for number, frame in numbered:
         if is_header(frame):

@@ -9,30 +9,8 @@ from typing import Any, NamedTuple
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.core.tensor_request import Batch, TensorRequest
+from maitred.decisions import log
 from maitred.decisions.codec import Header, read_log
-from maitred.decisions.log import (
-    Arrived,
-    Completed,
-    Configured,
-    Dispatched,
-    Ended,
-    Event,
-    Held,
-    KvArrived,
-    Measured,
-    ModelLoaded,
-    ModelUnloaded,
-    Outcome,
-    Released,
-    Reserved,
-    Step,
-    StepsMeasured,
-    TensorArrived,
-    TensorEnded,
-    TensorEvent,
-    TensorsExpired,
-    split_digests,
-)
 from maitred.kv.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
@@ -43,7 +21,7 @@ from maitred.scheduler.speculation import Speculation
 class ReplayedStep(NamedTuple):
     """One step, just scheduled again and not yet updated: `scheduler` can be looked at."""
 
-    step: Step
+    step: log.Step
     replayed: SchedulerOutput
     scheduler: Scheduler
     batches: str | None = None  # how batches that went before or during it differ, in words
@@ -69,7 +47,7 @@ class LoggedOutcomes:
     def __init__(self) -> None:
         self._drafted: dict[str, int] = {}
         self._sampling: list[str] = []
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, log.Outcome] = {}
         self._num_left: dict[str, int] = {}
 
     def set_plan(self, plan: SchedulerOutput) -> None:
@@ -81,7 +59,7 @@ class LoggedOutcomes:
         """Return the number of drafts as recorded, where no rule is known that decided it."""
         return self._drafted.get(request.request_id, 0)
 
-    def set_step(self, outcomes: Iterable[Outcome]) -> ModelOutput:
+    def set_step(self, outcomes: Iterable[log.Outcome]) -> ModelOutput:
         """Makes these the current outcomes; returns them as the executor would have."""
         self._outcomes = {outcome.request_id: outcome for outcome in outcomes}
         self._num_left = {outcome.request_id: outcome.num_tokens for outcome in self._outcomes.values()}
@@ -101,7 +79,7 @@ class LoggedOutcomes:
         return self._outcomes[request.request_id].new_hashes
 
 
-def _sampled_row(outcome: Outcome) -> SampledRow | None:
+def _sampled_row(outcome: log.Outcome) -> SampledRow | None:
     if outcome.finish_reason is FinishReason.ERROR:
         return SampledRow(outcome.request_id, (), error="as recorded")
     if not outcome.num_tokens:
@@ -138,7 +116,7 @@ def fresh_scheduler(
     )
 
 
-Watch = Callable[[Event, Scheduler], object]
+Watch = Callable[[log.Event, Scheduler], object]
 """Told of each event once the scheduler has been, which can be looked at."""
 
 
@@ -173,17 +151,19 @@ def first_difference(frames: Iterable[bytes]) -> str | None:
     return next((step.difference for step in replay(frames) if not step.equal), None)
 
 
-def _apply_all(events: Iterable[Event], scheduler: Scheduler, running: dict[int, Batch], watch: Watch) -> str | None:
+def _apply_all(
+    events: Iterable[log.Event], scheduler: Scheduler, running: dict[int, Batch], watch: Watch
+) -> str | None:
     """The first difference of the batches that go, in words; `running` are those under way, by number."""
     for event in events:
-        if isinstance(event, Dispatched):
+        if isinstance(event, log.Dispatched):
             dispatched = scheduler.dispatch(event.now)
             if dispatched != event.batches:
                 return _difference("batches", event.batches, dispatched)
             running |= {batch.number: batch for batch in dispatched}
-        elif isinstance(event, Completed):
+        elif isinstance(event, log.Completed):
             scheduler.completed(running.pop(event.number), event.outcome, event.now)
-        elif isinstance(event, TensorEvent):
+        elif isinstance(event, log.TensorEvent):
             _apply_tensor(event, scheduler)
         else:
             _apply(event, scheduler)
@@ -191,39 +171,39 @@ def _apply_all(events: Iterable[Event], scheduler: Scheduler, running: dict[int,
     return None
 
 
-def _apply_tensor(event: TensorEvent, scheduler: Scheduler) -> None:
+def _apply_tensor(event: log.TensorEvent, scheduler: Scheduler) -> None:
     match event:
-        case ModelLoaded(_, name, version, rules):
+        case log.ModelLoaded(_, name, version, rules):
             scheduler.lanes.load(name, version, rules)
-        case ModelUnloaded(_, name, version):
+        case log.ModelUnloaded(_, name, version):
             scheduler.lanes.unload(name, version)
-        case TensorArrived(now, spec):
+        case log.TensorArrived(now, spec):
             scheduler.add_tensor(TensorRequest(spec), now)
-        case TensorEnded(now, request_id, reason):
+        case log.TensorEnded(now, request_id, reason):
             scheduler.finish(request_id, reason, now)
-        case TensorsExpired(now):
+        case log.TensorsExpired(now):
             scheduler.expire_tensors(now)
 
 
-def _apply(event: Event, scheduler: Scheduler) -> None:
+def _apply(event: log.Event, scheduler: Scheduler) -> None:
     match event:
-        case Arrived(now, spec):
+        case log.Arrived(now, spec):
             scheduler.add(RequestState(spec), now)
-        case Ended(now, request_id, reason):
+        case log.Ended(now, request_id, reason):
             scheduler.finish(request_id, reason, now)
-        case Configured(_, config):
+        case log.Configured(_, config):
             scheduler.configure(config)
-        case Measured(_, costs):
+        case log.Measured(_, costs):
             scheduler.set_swap_costs(costs)
-        case StepsMeasured(_, costs):
+        case log.StepsMeasured(_, costs):
             scheduler.set_step_costs(costs)
-        case Reserved(now, request_id, num_tokens):
+        case log.Reserved(now, request_id, num_tokens):
             scheduler.reserve(request_id, num_tokens, now)
-        case KvArrived(now, request_id, num_tokens):
+        case log.KvArrived(now, request_id, num_tokens):
             scheduler.kv_arrived(request_id, num_tokens, now)
-        case Held(now, lease, digests):
-            scheduler.hold(lease, split_digests(digests), now)
-        case Released(now, lease):
+        case log.Held(now, lease, digests):
+            scheduler.hold(lease, log.split_digests(digests), now)
+        case log.Released(now, lease):
             scheduler.release(lease, now)
 
 

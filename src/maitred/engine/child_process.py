@@ -20,18 +20,7 @@ import msgspec
 import zmq
 
 from maitred.core.errors import ConfigError, RequestTooLarge
-from maitred.engine.frames import (
-    WRONG_FRAME,
-    Begin,
-    Command,
-    Hello,
-    OnExit,
-    OpenTransport,
-    Report,
-    Stop,
-    decode_report,
-    encode,
-)
+from maitred.engine import frames
 from maitred.engine.restarts import cause_of_death
 
 # -P: the current folder, which may be a model's with Python code in it, is no place for modules
@@ -52,7 +41,7 @@ class LogLine(msgspec.Struct):
 _decode_log_line = msgspec.json.Decoder(LogLine).decode
 
 
-def in_child_process(command: Sequence[str] = CHILD) -> OpenTransport:
+def in_child_process(command: Sequence[str] = CHILD) -> frames.OpenTransport:
     """Engines in processes that `command` starts."""
     return partial(ChildProcess, command=command)
 
@@ -60,7 +49,7 @@ def in_child_process(command: Sequence[str] = CHILD) -> OpenTransport:
 class ChildProcess:
     """A Transport to a process. Its sockets are for the thread that uses them."""
 
-    def __init__(self, begin: Begin, on_exit: OnExit, *, command: Sequence[str] = CHILD) -> None:
+    def __init__(self, begin: frames.Begin, on_exit: frames.OnExit, *, command: Sequence[str] = CHILD) -> None:
         """Raises OSError, zmq.ZMQError or RuntimeError when there is no process, descriptor or thread for it."""
         _probe_descriptors()
         self._context = zmq.Context(io_threads=1)
@@ -73,7 +62,7 @@ class ChildProcess:
             self._reports = Receiver(
                 self._context,
                 address_of(self._folder.path, REPORTS),
-                decode_report,
+                frames.decode_report,
                 sender="the engine",
                 num_connections=2,  # its own thread's and the beating one's
                 high_water_mark=HIGH_WATER_MARK,
@@ -134,14 +123,16 @@ class ChildProcess:
         """Why it ended."""
         return cause_of_death(self._process.wait(), self.last_words)
 
-    def send(self, command: Command) -> None:
+    def send(self, command: frames.Command) -> None:
         """Never waits. For after its first report. Raises RequestTooLarge."""
         self._commands.send(command, zmq.NOBLOCK)
 
-    def receive(self) -> Iterator[Report]:
+    def receive(self) -> Iterator[frames.Report]:
         """Reports that have come; what is no frame is dropped and counted."""
         for report in self._reports.receive():
-            if isinstance(report, Hello):  # it has bound its socket; one that connects queues what it cannot send yet
+            if isinstance(
+                report, frames.Hello
+            ):  # it has bound its socket; one that connects queues what it cannot send yet
                 self._commands.connect(address_of(self._folder.path, COMMANDS))
                 self.send(self._begin)
                 continue
@@ -166,7 +157,7 @@ class ChildProcess:
         """Ask it to end after its step, and see to it that it does; idempotent."""
         if not self.ended:
             with suppress(zmq.Again):  # one that has not said Hello hears nothing
-                self.send(Stop())
+                self.send(frames.Stop())
             try:
                 self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
@@ -186,7 +177,7 @@ class ChildProcess:
 
     # threads
 
-    def _wait(self, on_exit: OnExit) -> None:
+    def _wait(self, on_exit: frames.OnExit) -> None:
         self._process.wait()
         self._said.join(LAST_LINE_S)
         on_exit(self)
@@ -315,7 +306,7 @@ class Sender:
 
     def send(self, frame: object, flags: int = 0) -> None:
         """Raises RequestTooLarge for what the other side would drop, and zmq.Again as ZeroMQ does."""
-        data = encode(frame)
+        data = frames.encode(frame)
         if len(data) > MAX_FRAME_BYTES:
             raise RequestTooLarge(
                 f"{type(frame).__name__} takes {len(data)} bytes between the server and its engine, "
@@ -393,7 +384,7 @@ class Receiver(Generic[F]):
                 if len(data) > MAX_FRAME_BYTES:
                     raise ValueError(f"the limit is {MAX_FRAME_BYTES}")
                 frame = self._decode(data)
-            except WRONG_FRAME as error:
+            except frames.WRONG_FRAME as error:
                 self._num_dropped += 1
                 logger.warning("dropped a frame of %d bytes from %s's socket: %s", len(data), self._sender, error)
                 continue

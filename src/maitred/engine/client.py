@@ -29,52 +29,10 @@ from maitred.core.replica import ReplicaState, TierView, WorkerView
 from maitred.core.request import Charges, FinishReason, RequestSpec
 from maitred.core.step import RequestProgress
 from maitred.core.tensor_request import InferRequest, InferResponse, ModelChange
+from maitred.engine import frames, live_requests, queries
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
-from maitred.engine.frames import (
-    Abort,
-    Answer,
-    Ask,
-    Ended,
-    Figures,
-    Infer,
-    Ready,
-    Refused,
-    Report,
-    Stepped,
-    Submit,
-    TensorsTold,
-    counted,
-    encode,
-    error_of,
-)
-from maitred.engine.live_requests import (
-    CrashIsolation,
-    Live,
-    LiveRequest,
-    LiveTensor,
-    ProgressStream,
-    refusal,
-    refusal_of_foreign,
-)
 from maitred.engine.live_view import LiveView
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
-from maitred.engine.queries import (
-    CHANGE_MODEL,
-    CLEAR_KV,
-    CONFIGURE,
-    INTRODUCE_ADAPTER,
-    KV_TIERS,
-    LIVE_VIEW,
-    POLICY_NAMES,
-    QUEUE_VIEW,
-    SCHEDULER_CONFIG,
-    TELL_ROUTER,
-    AdapterFolder,
-    Nothing,
-    Query,
-    QueuePage,
-    Wanted,
-)
 from maitred.engine.replica import OnBlocks, OnComputed, OnProgress, Replica
 from maitred.engine.supervisor import Loss, Owner, Start, Supervisor
 from maitred.engine.tensors import TensorModels
@@ -98,7 +56,7 @@ class EngineClient(Replica, Owner):
         start: Start,
         clock: Clock,
         *,
-        on_admitted: Callable[[Live], None] | None = None,  # told on the event loop, so it must not wait
+        on_admitted: Callable[[live_requests.Live], None] | None = None,  # told on the event loop, so it must not wait
         on_event: Callable[[str], None] = lambda line: None,
         adapters: AdapterBook | None = None,  # that engines share; None is its own
         on_change: Callable[[], None] = lambda: None,  # told, on the event loop, when an engine has come or gone
@@ -113,19 +71,21 @@ class EngineClient(Replica, Owner):
         self._on_admitted = on_admitted
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
         self.on_computed: OnComputed = lambda tenant, compute_us: None
-        self._streams: WeakSet[ProgressStream] = WeakSet()
-        self._live: dict[str, Live] = {}  # in order of arrival
+        self._streams: WeakSet[live_requests.ProgressStream] = WeakSet()
+        self._live: dict[str, live_requests.Live] = {}  # in order of arrival
         self._leaving: set[str] = set()  # handed over, whose last progress has not come
         self._questions = Questions(self._send_question, self.supervisor.death)
         self._on_change = on_change
         self.counters = Counters()
-        self._isolation = CrashIsolation(self._send)
+        self._isolation = live_requests.CrashIsolation(self._send)
         self.adapters: AdapterBook = adapters or AdapterBook(
             self.supervisor.send,
             self.introduce_adapter,
             start.config.lora.lora_dir,
             wake_up=self.supervisor.sleep.wake_up,
-            at_work=lambda: adapters_at_work(live for live in self._live.values() if isinstance(live, LiveRequest)),
+            at_work=lambda: adapters_at_work(
+                live for live in self._live.values() if isinstance(live, live_requests.LiveRequest)
+            ),
         )
         self._news_at = self._busy_at = clock.now()
         self._on_blocks: OnBlocks | None = None
@@ -139,7 +99,7 @@ class EngineClient(Replica, Owner):
         share = changed(start.config.share, tensor_memory=self._memory.file)
         return changed(start, config=changed(start.config, share=share))
 
-    def start(self) -> Ready:
+    def start(self) -> frames.Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
         self.begin()
         return self.wait()
@@ -152,7 +112,7 @@ class EngineClient(Replica, Owner):
         """Make `wait` raise soon; for another thread."""
         self.supervisor.give_up()
 
-    def wait(self) -> Ready:
+    def wait(self) -> frames.Ready:
         """Wait for the first engine, which was begun. Raises what keeps it from loading."""
         ready = self.supervisor.wait()
         self.adapters.begin(ready.facts.adapters)
@@ -164,20 +124,20 @@ class EngineClient(Replica, Owner):
 
     # -- Replica
 
-    def submit(self, request: RequestSpec) -> ProgressStream:
+    def submit(self, request: RequestSpec) -> live_requests.ProgressStream:
         """Queue `request`; its progress comes out of the stream, whatever engines die meanwhile.
 
         The first item raises EngineDead when there will be no engine any more. Raises ValueError for an id in use.
         """
-        stream = ProgressStream(self, request.request_id, asyncio.get_running_loop(), self._streams)
-        self._admit(LiveRequest(request, stream))
+        stream = live_requests.ProgressStream(self, request.request_id, asyncio.get_running_loop(), self._streams)
+        self._admit(live_requests.LiveRequest(request, stream))
         return stream
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer of a tensor model, whatever engines die meanwhile. Cancelling gives up the request's place at once."""
         if request.request_id in self._live:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        live = LiveTensor(request, asyncio.get_running_loop().create_future())
+        live = live_requests.LiveTensor(request, asyncio.get_running_loop().create_future())
         self._admit(live)
         try:
             return await live.answer
@@ -185,7 +145,7 @@ class EngineClient(Replica, Owner):
             self.abort(request.request_id)
             raise
 
-    def _admit(self, live: Live) -> None:
+    def _admit(self, live: live_requests.Live) -> None:
         self.attach(asyncio.get_running_loop())
         if self.supervisor.over or self.supervisor.stopping:
             live.fail(self.supervisor.death())
@@ -196,7 +156,7 @@ class EngineClient(Replica, Owner):
             self._on_admitted(live)
         self.enter(live)
 
-    def enter(self, live: Live) -> None:
+    def enter(self, live: live_requests.Live) -> None:
         """A request, new or from another engine; if there is no engine here now, the next one gets it."""
         self._live[live.request_id] = live
         self._busy_at = self._clock.now()
@@ -204,11 +164,11 @@ class EngineClient(Replica, Owner):
         if not self.supervisor.ready:
             self.supervisor.sleep.wake()
 
-    def hand_over(self, request_id: str) -> LiveRequest:
+    def hand_over(self, request_id: str) -> live_requests.LiveRequest:
         """Take a request for another engine, to resume from its tokens so far; later ones are dropped."""
         live = self._live.pop(request_id)
-        assert isinstance(live, LiveRequest)
-        if live.sent and self.supervisor.send(Abort(request_id, FinishReason.ABORT)):
+        assert isinstance(live, live_requests.LiveRequest)
+        if live.sent and self.supervisor.send(frames.Abort(request_id, FinishReason.ABORT)):
             self._leaving.add(request_id)
         live.moved(self._clock.now())
         return live
@@ -216,11 +176,11 @@ class EngineClient(Replica, Owner):
     def expect_kv(self, request: RequestSpec, kv_from: tuple[str, ...]) -> None:
         """Pull the KV of a prompt that is computed elsewhere, at `kv_from`; the request will go on with this engine."""
         with suppress(RequestTooLarge):  # then it will not go on here either
-            self.supervisor.send(Submit(expecting(request, kv_from)))
+            self.supervisor.send(frames.Submit(expecting(request, kv_from)))
 
     def expect_no_kv(self, request: RequestSpec) -> None:
         """Give up an expected request, which goes on elsewhere; no effect where nothing was expected."""
-        self.supervisor.send(Abort(expecting_id(request), FinishReason.ABORT))
+        self.supervisor.send(frames.Abort(expecting_id(request), FinishReason.ABORT))
 
     @property
     def kv_addresses(self) -> tuple[str, ...]:
@@ -229,17 +189,17 @@ class EngineClient(Replica, Owner):
         return ready.kv_addresses if ready is not None else ()
 
     @property
-    def loaded(self) -> Ready | None:
+    def loaded(self) -> frames.Ready | None:
         """The present engine's own report of itself."""
         return self.supervisor.loaded
 
-    def movable(self) -> dict[str, LiveRequest]:
+    def movable(self) -> dict[str, live_requests.LiveRequest]:
         """Requests that may move while there is no engine here. Suspects are tried here, if one will come."""
         is_suspect = (lambda live: False) if self.supervisor.over else self._isolation.is_suspect
         return {
             request_id: live
             for request_id, live in self._live.items()
-            if isinstance(live, LiveRequest) and not is_suspect(live)
+            if isinstance(live, live_requests.LiveRequest) and not is_suspect(live)
         }
 
     def let_go(self, request_id: str) -> None:
@@ -252,13 +212,13 @@ class EngineClient(Replica, Owner):
             return
         if reason is not FinishReason.SHED:  # which may find it in a step, and then it goes on
             live.ending = reason
-        if not (live.sent and self.supervisor.send(Abort(request_id, reason))):
+        if not (live.sent and self.supervisor.send(frames.Abort(request_id, reason))):
             self._end(live, reason, self._clock.now())
 
     def why_not_resumed(self, *, same_numbers: bool) -> str | None:
         """None where a stream may go on that another server began; `same_numbers` is whether their fingerprints are."""
         deterministic = self.supervisor.is_deterministic
-        return refusal_of_foreign(self._rule, deterministic=deterministic, same_numbers=same_numbers)
+        return live_requests.refusal_of_foreign(self._rule, deterministic=deterministic, same_numbers=same_numbers)
 
     def state(self) -> ReplicaState:
         """Counters of all engines so far; gauges of the present one."""
@@ -297,38 +257,38 @@ class EngineClient(Replica, Owner):
 
     async def queue_view(self, *, offset: int, limit: int) -> QueueView:
         """Waiting requests, as the queue stands between two steps. Raises EngineDead."""
-        return await self._questions.ask(QUEUE_VIEW, QueuePage(offset, limit))
+        return await self._questions.ask(queries.QUEUE_VIEW, queries.QueuePage(offset, limit))
 
     async def live_view(self) -> LiveView:
         """Slots, queue and blocks, as they stand between two steps. Raises EngineDead."""
-        return await self._questions.ask(LIVE_VIEW, Nothing())
+        return await self._questions.ask(queries.LIVE_VIEW, queries.Nothing())
 
     async def scheduler_config(self) -> SchedulerConfig:
-        return await self._questions.ask(SCHEDULER_CONFIG, Nothing())
+        return await self._questions.ask(queries.SCHEDULER_CONFIG, queries.Nothing())
 
     async def policy_names(self) -> tuple[str, ...]:
-        return await self._questions.ask(POLICY_NAMES, Nothing())
+        return await self._questions.ask(queries.POLICY_NAMES, queries.Nothing())
 
     async def kv_tiers(self) -> tuple[TierView, ...]:
         """KV tiers, which outlive requests and restarts; none where there is no tier. Raises EngineDead."""
-        return await self._questions.ask(KV_TIERS, Nothing())
+        return await self._questions.ask(queries.KV_TIERS, queries.Nothing())
 
     async def clear_kv(self) -> int:
         """Empties the tiers; returns when it is done, with how many blocks there were. Raises EngineDead."""
-        return await self._questions.ask(CLEAR_KV, Nothing())
+        return await self._questions.ask(queries.CLEAR_KV, queries.Nothing())
 
-    async def introduce_adapter(self, folder: AdapterFolder) -> AdapterFacts:
+    async def introduce_adapter(self, folder: queries.AdapterFolder) -> AdapterFacts:
         """Facts of a folder's adapter, read by the engine. Raises CheckpointError, ConfigError or EngineDead."""
-        return await self._questions.ask(INTRODUCE_ADAPTER, folder)
+        return await self._questions.ask(queries.INTRODUCE_ADAPTER, folder)
 
     async def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
-        await self._questions.ask(CONFIGURE, config)
+        await self._questions.ask(queries.CONFIGURE, config)
         self.supervisor.scheduler = config
 
     async def change_model(self, change: ModelChange) -> None:
         """Load or unload a tensor model, in later engines too. Raises ModelNotFound, InvalidRequest, EngineDead."""
-        await self._questions.ask(CHANGE_MODEL, change)
+        await self._questions.ask(queries.CHANGE_MODEL, change)
         self.supervisor.models[change.model] = change
 
     def tell_router(self, on_blocks: OnBlocks | None) -> None:
@@ -338,9 +298,9 @@ class EngineClient(Replica, Owner):
 
     def _ask_for_blocks(self) -> None:
         """The answer says nothing: what is wanted comes with the steps. Without an engine, the next one is asked."""
-        self._questions.tell(TELL_ROUTER, Wanted(self._on_blocks is not None))
+        self._questions.tell(queries.TELL_ROUTER, queries.Wanted(self._on_blocks is not None))
 
-    def _send_question(self, ask: Ask) -> bool:
+    def _send_question(self, ask: frames.Ask) -> bool:
         self.attach(asyncio.get_running_loop())
         return self.supervisor.send(ask)
 
@@ -358,15 +318,15 @@ class EngineClient(Replica, Owner):
 
     # -- what the supervisor tells
 
-    def heard(self, report: Report) -> None:
+    def heard(self, report: frames.Report) -> None:
         match report:
-            case Stepped():
+            case frames.Stepped():
                 self._stepped(report)
-            case Answer(number, result):
+            case frames.Answer(number, result):
                 self._questions.answered(number, result)
-            case Refused(number, kind, message):
-                self._questions.settle(number, error_of(kind, message))
-            case TensorsTold():
+            case frames.Refused(number, kind, message):
+                self._questions.settle(number, frames.error_of(kind, message))
+            case frames.TensorsTold():
                 self._tensors_told(report)
 
     def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
@@ -378,7 +338,7 @@ class EngineClient(Replica, Owner):
             if live.ending is not None:
                 self._end(live, live.ending, now)
                 continue
-            why = refusal(live, self._rule, deterministic=deterministic, is_cause=live is culprit)
+            why = live_requests.refusal(live, self._rule, deterministic=deterministic, is_cause=live is culprit)
             if why is None:
                 live.left(now)
             else:
@@ -423,23 +383,23 @@ class EngineClient(Replica, Owner):
         for live in list(self._live.values()):
             self._end_with_error(live, error, now)
 
-    def _end(self, live: Live, reason: FinishReason, now: float) -> None:
+    def _end(self, live: live_requests.Live, reason: FinishReason, now: float) -> None:
         """End a request that no engine ends."""
         ended = live.ended(reason, now)
-        if isinstance(live, LiveRequest):
+        if isinstance(live, live_requests.LiveRequest):
             self._deliver([ended])
         else:
             live.fail(Unavailable(f"model {live.spec.model!r}: the request was given up"))
             self._ended(live, ended)
 
-    def _end_with_error(self, live: Live, error: MaitredError, now: float) -> None:
+    def _end_with_error(self, live: live_requests.Live, error: MaitredError, now: float) -> None:
         live.fail(error)
         ended = live.ended(FinishReason.ERROR, now, str(error))
-        if isinstance(live, LiveRequest):
+        if isinstance(live, live_requests.LiveRequest):
             self._account([ended], self.counters.figures.num_waiting)
         self._ended(live, ended)
 
-    def _stepped(self, report: Stepped) -> None:
+    def _stepped(self, report: frames.Stepped) -> None:
         now = self._news_at = self._clock.now()
         if report.figures is not None:
             self.counters.figures = report.figures
@@ -453,7 +413,7 @@ class EngineClient(Replica, Owner):
                 if item.request_id in self._leaving:  # until its end here; it may have come back since
                     if item.finish_reason is not None:
                         self._leaving.discard(item.request_id)
-                elif isinstance(live, LiveRequest):
+                elif isinstance(live, live_requests.LiveRequest):
                     self.counters.totals.charge(live.charges, item.charges)
                     news.append(live.take(item, now))
             self._deliver(news, report.num_queued)
@@ -464,25 +424,25 @@ class EngineClient(Replica, Owner):
         self._account(progress, self.counters.figures.num_waiting if num_queued is None else num_queued)
         for item in progress:
             live = self._live[item.request_id]
-            assert isinstance(live, LiveRequest)
+            assert isinstance(live, live_requests.LiveRequest)
             live.stream.put(item)
             if item.finish_reason is not None:
                 self._ended(live, item)
 
-    def _tensors_told(self, report: TensorsTold) -> None:
+    def _tensors_told(self, report: frames.TensorsTold) -> None:
         assert self.tensors is not None
         self._news_at = self._busy_at = self._clock.now()
         for news in report.news:
-            if isinstance(news, Ended):
+            if isinstance(news, frames.Ended):
                 self._answered(news)
             else:
                 self.tensors.hear(news)
         self._send_freed()
 
-    def _answered(self, ended: Ended) -> None:
+    def _answered(self, ended: frames.Ended) -> None:
         assert self._memory is not None
         live = self._live.get(ended.request_id)
-        if not isinstance(live, LiveTensor):
+        if not isinstance(live, live_requests.LiveTensor):
             self._memory.answered(replace(ended, result=None))
             return
         ended = self._memory.answered(ended)
@@ -491,22 +451,22 @@ class EngineClient(Replica, Owner):
             self.tensors.ended(live.spec, ended)
         last = live.ended(ended.finish_reason, self._clock.now(), ended.message or None)
         if ended.result is None:
-            live.fail(error_of(ended.kind, ended.message))
+            live.fail(frames.error_of(ended.kind, ended.message))
         elif not live.answer.done():
             live.answer.set_result(ended.result)
         self._ended(live, last)
         self._isolation.stepped([live.request_id])
 
     def _unanswered(self) -> list[InferRequest]:
-        return [live.spec for live in self._live.values() if isinstance(live, LiveTensor)]
+        return [live.spec for live in self._live.values() if isinstance(live, live_requests.LiveTensor)]
 
     def _send_freed(self) -> None:
         if self._memory is not None and (freed := self._memory.freed()) is not None:
             self.supervisor.send(freed)
 
-    def _ended(self, live: Live, last: RequestProgress) -> None:
+    def _ended(self, live: live_requests.Live, last: RequestProgress) -> None:
         del self._live[live.request_id]
-        if self._memory is not None and isinstance(live, LiveTensor) and live.frame is not None:
+        if self._memory is not None and isinstance(live, live_requests.LiveTensor) and live.frame is not None:
             self._memory.end(live.frame)
         if last.charges is not None:
             self.on_computed(live.spec.terms.tenant, last.charges.compute_us)
@@ -516,20 +476,20 @@ class EngineClient(Replica, Owner):
         self.counters.totals.count(progress)
         self.on_progress(progress, num_queued, self._clock.now())
 
-    def _send(self, live: Live) -> None:
+    def _send(self, live: live_requests.Live) -> None:
         now = self._clock.now()
         try:
             live.sent = self.supervisor.send(
-                Submit(live.resume(now)) if isinstance(live, LiveRequest) else self._frame_of(live)
+                frames.Submit(live.resume(now)) if isinstance(live, live_requests.LiveRequest) else self._frame_of(live)
             )
         except (RequestTooLarge, OverflowError) as error:  # limits were set so high that what they let in cannot cross
             told = error if isinstance(error, MaitredError) else InvalidRequest("a number is too large")
             self._end_with_error(live, told, now)
             return
-        if isinstance(live, LiveRequest):
+        if isinstance(live, live_requests.LiveRequest):
             self.counters.totals.num_resumed += live.sent and live.num_resumes > 0
 
-    def _frame_of(self, live: LiveTensor) -> Infer:
+    def _frame_of(self, live: live_requests.LiveTensor) -> frames.Infer:
         assert self._memory is not None
         live.frame = live.frame or self._memory.sent(live.spec)
         self._send_freed()
@@ -560,30 +520,30 @@ def expecting(request: RequestSpec, kv_from: tuple[str, ...]) -> RequestSpec:
 class Questions:
     """Questions to the engine that wait for an answer. On one event loop."""
 
-    def __init__(self, send: Callable[[Ask], bool], death: Callable[[], EngineDead]) -> None:
+    def __init__(self, send: Callable[[frames.Ask], bool], death: Callable[[], EngineDead]) -> None:
         """`send` gives False when there is no engine, `death` why there is none."""
         self._send, self._death = send, death
-        self._open: dict[int, tuple[Query[Any, Any], asyncio.Future[Any]]] = {}
+        self._open: dict[int, tuple[queries.Query[Any, Any], asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def ask(self, query: Query[A, R], argument: A) -> R:
+    async def ask(self, query: queries.Query[A, R], argument: A) -> R:
         """Raises EngineDead, and what the engine answers with."""
         number = next(self._numbers)
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._open[number] = (query, answer)  # first: an engine on this very loop may answer at once
         try:
-            if not self._send(Ask(number, query.name, msgspec.Raw(encode(argument)))):
+            if not self._send(frames.Ask(number, query.name, msgspec.Raw(frames.encode(argument)))):
                 raise self._death()
             return await answer
         finally:
             self._open.pop(number, None)
 
-    def tell(self, query: Query[A, R], argument: A) -> None:
+    def tell(self, query: queries.Query[A, R], argument: A) -> None:
         """Ask without waiting for an answer; without an engine nothing happens."""
-        self._send(Ask(next(self._numbers), query.name, msgspec.Raw(encode(argument))))
+        self._send(frames.Ask(next(self._numbers), query.name, msgspec.Raw(frames.encode(argument))))
 
     def answered(self, number: int, result: msgspec.Raw) -> None:
         if number not in self._open:
@@ -638,13 +598,13 @@ class Counters:
     """Figures told by engines, and the client's counts of their progress."""
 
     totals: Totals = field(default_factory=Totals)
-    figures: Figures = field(default_factory=Figures)  # of the present engine
-    past: Figures = field(default_factory=Figures)  # counters of those before it
+    figures: frames.Figures = field(default_factory=frames.Figures)  # of the present engine
+    past: frames.Figures = field(default_factory=frames.Figures)  # counters of those before it
 
     def keep(self) -> None:
         """Add the ended engine's counters to `past`, as the next counts from zero; the gauges are empty meanwhile."""
-        self.past = Figures(**counted(self.figures, self.past))
-        self.figures = Figures(num_blocks=self.figures.num_blocks)
+        self.past = frames.Figures(**frames.counted(self.figures, self.past))
+        self.figures = frames.Figures(num_blocks=self.figures.num_blocks)
 
     @property
     def pull_bytes_per_s(self) -> float | None:
@@ -686,5 +646,5 @@ class Counters:
             wake_s=supervisor.sleep.wake_s,
             num_resumed=totals.num_resumed,
             num_wrong_frames=supervisor.num_wrong_frames,
-            **counted(figures, self.past),
+            **frames.counted(figures, self.past),
         )

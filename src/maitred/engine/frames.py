@@ -10,23 +10,8 @@ from typing import Any, Protocol
 import msgspec
 
 from maitred.config import EngineConfig
+from maitred.core import errors
 from maitred.core.cost_model import CostModel
-from maitred.core.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineDead,
-    InvalidRequest,
-    KernelError,
-    MaitredError,
-    ModelNotFound,
-    OutOfMemory,
-    Overloaded,
-    PromptTooLong,
-    QueueTimeout,
-    RequestTimeout,
-    RequestTooLarge,
-    Unavailable,
-)
 from maitred.core.replica import DraftCounts, HandoverCounts, KVFigures
 from maitred.core.request import Charges, FinishReason, RequestSpec
 from maitred.core.step import RequestProgress, RequestTiming
@@ -297,34 +282,34 @@ Report = Hello | Told | Ready | Failed | Stepped | Answer | Refused | TensorsTol
 encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
-WRONG_FRAME = (msgspec.DecodeError, MaitredError, ValueError, RecursionError)
+WRONG_FRAME = (msgspec.DecodeError, errors.MaitredError, ValueError, RecursionError)
 """What the decoders raise for bytes that are no frame; config and sampling check their own values."""
 
 # -- errors by name
 
-_KINDS: Mapping[str, type[MaitredError]] = {
+_KINDS: Mapping[str, type[errors.MaitredError]] = {
     kind.__name__: kind
     for kind in (
-        ConfigError,
-        CheckpointError,
-        OutOfMemory,
-        KernelError,
-        InvalidRequest,
-        PromptTooLong,
-        EngineDead,
-        ModelNotFound,
-        Overloaded,
-        QueueTimeout,
-        RequestTimeout,
-        RequestTooLarge,
-        Unavailable,
+        errors.ConfigError,
+        errors.CheckpointError,
+        errors.OutOfMemory,
+        errors.KernelError,
+        errors.InvalidRequest,
+        errors.PromptTooLong,
+        errors.EngineDead,
+        errors.ModelNotFound,
+        errors.Overloaded,
+        errors.QueueTimeout,
+        errors.RequestTimeout,
+        errors.RequestTooLarge,
+        errors.Unavailable,
     )
 }
 
 
-def error_of(kind: str, message: str) -> MaitredError:
+def error_of(kind: str, message: str) -> errors.MaitredError:
     """The error that crossed; of a kind not known here, EngineDead."""
-    return _KINDS.get(kind, EngineDead)(message)
+    return _KINDS.get(kind, errors.EngineDead)(message)
 
 
 # ---- transports

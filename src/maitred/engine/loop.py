@@ -17,31 +17,8 @@ from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import MaitredError, RequestError
 from maitred.core.request import FinishReason, RequestSpec
 from maitred.core.step import RequestProgress
+from maitred.engine import frames
 from maitred.engine.adapters import AdapterCache
-from maitred.engine.frames import (
-    Abort,
-    Answer,
-    Ask,
-    Begin,
-    BlockChanges,
-    Command,
-    Died,
-    Failed,
-    Figures,
-    ForgetAdapter,
-    Free,
-    Infer,
-    Keep,
-    KnowAdapters,
-    Ready,
-    Refused,
-    Report,
-    Stepped,
-    Stop,
-    Submit,
-    Told,
-    encode,
-)
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import INTRODUCE_ADAPTER, QUERIES, AdapterFolder, Later
@@ -153,7 +130,7 @@ Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None], Callab
 """(config, served model names, told a line per phase, ends the loop's wait); raises MaitredError when it cannot be."""
 
 
-def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[], None] = lambda: None) -> int:
+def run_engine(begin: frames.Begin, link: Link, build: Builder, on_loaded: Callable[[], None] = lambda: None) -> int:
     """Loads and serves until told to stop; 0 then, and 1 for an engine that could not load or broke, which was told."""
     loaded = _load(begin, link, build)
     if loaded is None:
@@ -165,11 +142,11 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
         if loaded.tensors is not None:
             loaded.tensors.begin(loaded.core, link.send, link.wake)
         told = (loaded.kv_addresses, budget, loaded.num_kv_layers, loaded.core.figures().get("step_costs"))
-        link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, *told))
+        link.send(frames.Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, *told))
         EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters, loaded.tensors).run()
     except Exception as error:
         logger.debug("where the engine stopped", exc_info=error)
-        link.send(Died(f"{type(error).__name__}: {error}"))
+        link.send(frames.Died(f"{type(error).__name__}: {error}"))
         return 1
     finally:
         link.rest()
@@ -179,17 +156,17 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
     return 0
 
 
-def _load(begin: Begin, link: Link, build: Builder) -> LoadedEngine | None:
+def _load(begin: frames.Begin, link: Link, build: Builder) -> LoadedEngine | None:
     """None when the client was told why it cannot be."""
     try:
-        return build(begin.config, begin.served_model_names, lambda line: link.send(Told(line)), link.wake)
+        return build(begin.config, begin.served_model_names, lambda line: link.send(frames.Told(line)), link.wake)
     except MaitredError as error:
-        link.send(Failed(type(error).__name__, str(error)))
+        link.send(frames.Failed(type(error).__name__, str(error)))
     except MemoryError:
-        link.send(Failed("OutOfMemory", OUT_OF_MEMORY))
+        link.send(frames.Failed("OutOfMemory", OUT_OF_MEMORY))
     except Exception as error:
         logger.debug("where loading failed", exc_info=error)
-        link.send(Failed("", f"unexpected {type(error).__name__}: {error}"))
+        link.send(frames.Failed("", f"unexpected {type(error).__name__}: {error}"))
     return None
 
 
@@ -208,11 +185,11 @@ class EngineLoop:
         self._core, self._link, self._clock = core, link, clock
         self._prepare, self._adapters, self._tensors = prepare, adapters, tensors
         self._held = HeldRequests(link.wake)
-        self._kept: deque[Command] = deque()  # came during a step, and are taken after it
+        self._kept: deque[frames.Command] = deque()  # came during a step, and are taken after it
         if tensors is not None:
             self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="maitred-step")
         self._ended: list[RequestProgress] = []  # between two steps
-        self._told = Figures()
+        self._told = frames.Figures()
         self._told_at = -FIGURES_S
         self._stopping = False
         self._has_changed = True  # what `Figures` tell; tensor requests do not
@@ -241,7 +218,7 @@ class EngineLoop:
                 self._has_changed = True
             link.round_number += 1
 
-    def _commands(self, wait: bool) -> Iterator[Command]:
+    def _commands(self, wait: bool) -> Iterator[frames.Command]:
         wait = wait and not self._kept
         while self._kept:
             yield self._kept.popleft()
@@ -267,29 +244,36 @@ class EngineLoop:
             tensors.turn()
         return self._core.update(plan, executing.result())
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: frames.Command) -> None:
         match command:
-            case Submit(spec):
+            case frames.Submit(spec):
                 needs = self._needs(spec)
                 if needs:
                     self._held.hold(spec, needs)
                 else:
                     self._add(spec)
-            case Abort(request_id, reason) if self._held.drop(request_id):
+            case frames.Abort(request_id, reason) if self._held.drop(request_id):
                 self._drop(request_id, reason)
-            case Abort(request_id, FinishReason.SHED):
+            case frames.Abort(request_id, FinishReason.SHED):
                 self._note_end(self._core.shed(request_id))
-            case Abort(request_id, reason):
+            case frames.Abort(request_id, reason):
                 self._note_end(self._core.finish(request_id, reason))
-            case Ask():
+            case frames.Ask():
                 self._answer(command)
-            case KnowAdapters(adapters) if self._adapters is not None:
+            case frames.KnowAdapters(adapters) if self._adapters is not None:
                 self._adapters.know(adapters)
-            case ForgetAdapter(key) if self._adapters is not None:
+            case frames.ForgetAdapter(key) if self._adapters is not None:
                 self._adapters.forget(key)
-            case Stop():
+            case frames.Stop():
                 self._stopping = True
-            case Begin() | Infer() | Free() | Keep() | KnowAdapters() | ForgetAdapter():
+            case (
+                frames.Begin()
+                | frames.Infer()
+                | frames.Free()
+                | frames.Keep()
+                | frames.KnowAdapters()
+                | frames.ForgetAdapter()
+            ):
                 logger.warning("dropped a command that is not for this engine: %s", type(command).__name__)
 
     def _add(self, spec: RequestSpec) -> None:
@@ -332,17 +316,17 @@ class EngineLoop:
         if ended is not None:
             self._ended.append(ended)
 
-    def _introduce(self, adapters: AdapterCache, ask: Ask) -> None:
+    def _introduce(self, adapters: AdapterCache, ask: frames.Ask) -> None:
         """Facts of an adapter, or what is wrong with it; runs in the thread that reads adapters."""
         try:
             folder = msgspec.msgpack.decode(ask.argument, type=AdapterFolder)
             facts = adapters.introduce(folder.name, folder.path, folder.inside)
-            answer: Report = Answer(ask.number, msgspec.Raw(encode(facts)))
+            answer: frames.Report = frames.Answer(ask.number, msgspec.Raw(frames.encode(facts)))
         except Exception as error:
-            answer = Refused(ask.number, type(error).__name__, str(error))
+            answer = frames.Refused(ask.number, type(error).__name__, str(error))
         self._core.call_soon(partial(self._link.send, answer))
 
-    def _answer(self, ask: Ask) -> None:
+    def _answer(self, ask: frames.Ask) -> None:
         if ask.query == INTRODUCE_ADAPTER.name and self._adapters is not None:
             self._adapters.begin_introducing(partial(self._introduce, self._adapters, ask))
             return
@@ -352,10 +336,10 @@ class EngineLoop:
             tell = partial(self._tell_result, ask)
             result.begin(tell) if isinstance(result, Later) else tell(result)
         except (MaitredError, KeyError, msgspec.DecodeError) as error:
-            self._link.send(Refused(ask.number, type(error).__name__, str(error)))
+            self._link.send(frames.Refused(ask.number, type(error).__name__, str(error)))
 
-    def _tell_result(self, ask: Ask, result: object) -> None:
-        self._link.send(Answer(ask.number, msgspec.Raw(encode(result))))
+    def _tell_result(self, ask: frames.Ask, result: object) -> None:
+        self._link.send(frames.Answer(ask.number, msgspec.Raw(frames.encode(result))))
 
     def _tell(self, progress: list[RequestProgress]) -> None:
         now = self._clock.now()
@@ -367,18 +351,18 @@ class EngineLoop:
             self._told = figures
         blocks = self._block_changes()
         if progress or figures is not None or blocks is not None:
-            self._link.send(Stepped(progress, self._core.num_queued + len(self._held.waiting), figures, blocks))
+            self._link.send(frames.Stepped(progress, self._core.num_queued + len(self._held.waiting), figures, blocks))
         while blocks is not None and (blocks := self._block_changes()) is not None:
-            self._link.send(Stepped([], self._core.num_queued + len(self._held.waiting), None, blocks))
+            self._link.send(frames.Stepped([], self._core.num_queued + len(self._held.waiting), None, blocks))
 
-    def _block_changes(self) -> BlockChanges | None:
+    def _block_changes(self) -> frames.BlockChanges | None:
         changes = self._core.block_changes
-        return BlockChanges(*changes.take(MAX_CHANGES)) if changes else None
+        return frames.BlockChanges(*changes.take(MAX_CHANGES)) if changes else None
 
-    def _figures(self) -> Figures:
+    def _figures(self) -> frames.Figures:
         core, stats = self._core, self._core.stats
-        named = {name: getattr(stats, name) for name in Figures.__struct_fields__ if hasattr(stats, name)}
-        return Figures(**named, **core.figures(), execute_s=core.execute_s, host_s=core.host_s)
+        named = {name: getattr(stats, name) for name in frames.Figures.__struct_fields__ if hasattr(stats, name)}
+        return frames.Figures(**named, **core.figures(), execute_s=core.execute_s, host_s=core.host_s)
 
 
 class Link(Protocol):
@@ -387,7 +371,7 @@ class Link(Protocol):
     round_number: int
     """Changes with every round of the loop, so that the other end sees a step that does not end."""
 
-    def commands(self, *, wait: bool, at_most_s: float | None = None, beside: bool = False) -> Iterator[Command]:
+    def commands(self, *, wait: bool, at_most_s: float | None = None, beside: bool = False) -> Iterator[frames.Command]:
         """Commands that have come; with `wait`, at least one, unless `wake` was called or so many seconds went by.
         `beside` says that a step is under way meanwhile.
         """
@@ -395,7 +379,7 @@ class Link(Protocol):
     def wake(self) -> None:
         """End the wait for commands, the present one or the next; callable from any thread."""
 
-    def send(self, report: Report) -> None:
+    def send(self, report: frames.Report) -> None:
         """Raises RequestTooLarge."""
 
     def rest(self) -> None:
@@ -405,10 +389,10 @@ class Link(Protocol):
 class TensorSide:
     """Tensor models that an engine serves beside its language model, also while a step is under way; none here."""
 
-    def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
+    def begin(self, core: EngineCore, send: Callable[[frames.Report], None], wake: Callable[[], None]) -> None:
         """Called before the engine says that it is ready."""
 
-    def obey(self, command: Command) -> bool:
+    def obey(self, command: frames.Command) -> bool:
         """Take a command; False for one that is not for tensor models."""
         return False
 

@@ -15,22 +15,8 @@ from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
 from maitred.core.clock import Clock
 from maitred.core.errors import EngineDead, MaitredError
 from maitred.core.tensor_request import ModelChange
+from maitred.engine import frames
 from maitred.engine.child_process import in_child_process
-from maitred.engine.frames import (
-    Beat,
-    Begin,
-    Command,
-    Died,
-    Failed,
-    OpenTransport,
-    Ready,
-    Report,
-    Stepped,
-    Stop,
-    Told,
-    Transport,
-    error_of,
-)
 from maitred.engine.memory import give_memory_back
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.restarts import BackOff, Watchdog, is_own_fault
@@ -51,7 +37,7 @@ class Start:
     process: ProcessConfig
     served_model_names: tuple[str, ...] = ()
     log_level: int = logging.INFO
-    open: OpenTransport = field(default_factory=in_child_process)
+    open: frames.OpenTransport = field(default_factory=in_child_process)
     read_config: Callable[[bytes], Any] = bytes  # makes a tensor model's ModelConfig of protobuf's wire format
 
 
@@ -66,7 +52,7 @@ class Loss(NamedTuple):
 class Owner:
     """Owner of a supervised engine without any requests; told everything on the event loop, once there is one."""
 
-    def heard(self, report: Report) -> None:
+    def heard(self, report: frames.Report) -> None:
         """Take a report that is not about the process itself."""
 
     def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
@@ -106,8 +92,8 @@ class Supervisor:
         self._stuck = False  # the present child was, and we ended it
         self._oom_kills = 0  # on this system, before the present child
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._child: Transport | None = None
-        self._ready: Ready | None = None  # of the present child, once it is
+        self._child: frames.Transport | None = None
+        self._ready: frames.Ready | None = None  # of the present child, once it is
         self._ready_at = 0.0
         self._facts: ModelFacts | None = None  # of the first one
         self._failed: MaitredError | None = None  # why it could not load
@@ -128,7 +114,7 @@ class Supervisor:
         return self._ready is not None and not self.stopping
 
     @property
-    def loaded(self) -> Ready | None:
+    def loaded(self) -> frames.Ready | None:
         """The present engine's own report, from when it was ready."""
         return self._ready
 
@@ -179,7 +165,7 @@ class Supervisor:
             return EngineDead("the engine is asleep; the next request wakes it, and so does POST /wake_up")
         return EngineDead("the engine was shut down")
 
-    def send(self, command: Command) -> bool:
+    def send(self, command: frames.Command) -> bool:
         """False when there is no engine now. Raises RequestTooLarge."""
         if self._child is None or not self.ready:
             return False
@@ -203,7 +189,7 @@ class Supervisor:
         """Make `wait` raise soon; for another thread."""
         self._given_up = True
 
-    def wait(self) -> Ready:
+    def wait(self) -> frames.Ready:
         """Wait until the first child has loaded; before `attach`, in any one thread. Raises what hinders it."""
         assert self._child is not None
         try:
@@ -260,7 +246,7 @@ class Supervisor:
                 model=replace(config.model, max_model_len=self._facts.max_model_len),
                 lora=replace(config.lora, lora={}),  # its owner tells it of adapters: files may have changed since
             )
-        begin = Begin(config, tuple(self._start.served_model_names), self._start.log_level)
+        begin = frames.Begin(config, tuple(self._start.served_model_names), self._start.log_level)
         self._watchdog, self._stuck, self._oom_kills = Watchdog(TICK_S), False, num_oom_kills()
         self._child = self._start.open(begin, self._on_exit)
         self._listen()
@@ -287,14 +273,14 @@ class Supervisor:
         if self._loop is not None and self._child is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._child.fd)
 
-    def _on_exit(self, child: Transport) -> None:
+    def _on_exit(self, child: frames.Transport) -> None:
         """Pass on an exit; runs in the thread that waited."""
         loop = self._loop
         if loop is not None and not self.stopping:
             with contextlib.suppress(RuntimeError):  # the loop was closed under us
                 loop.call_soon_threadsafe(self._exited, child)
 
-    def _exited(self, child: Transport) -> None:
+    def _exited(self, child: frames.Transport) -> None:
         if child is not self._child or self.stopping:
             return
         self._read()  # what it said before counts
@@ -341,10 +327,10 @@ class Supervisor:
         child = self._child
         assert child is not None
         self._ready = None
-        child.send(Stop())
+        child.send(frames.Stop())
         self._later(STOP_S, lambda: child.kill() if child is self._child and not child.ended else None)
 
-    def _ended_on_purpose(self, child: Transport) -> None:
+    def _ended_on_purpose(self, child: frames.Transport) -> None:
         self._watchdog = Watchdog(TICK_S)
         child.close()
         self._owner.slept()
@@ -361,25 +347,25 @@ class Supervisor:
         for report in child.receive():
             self._hear(report, child)
 
-    def _hear(self, report: Report, child: Transport) -> None:
+    def _hear(self, report: frames.Report, child: frames.Transport) -> None:
         match report:
-            case Beat(round_number, busy, num_wrong_frames):
+            case frames.Beat(round_number, busy, num_wrong_frames):
                 self._watchdog.beat(round_number, busy)
                 child.heard_beat(num_wrong_frames)
-            case Ready():
+            case frames.Ready():
                 self._became_ready(report, child)
-            case Told(line):
+            case frames.Told(line):
                 self._on_event(line)
-            case Failed(kind, message):
-                self._failed, child.last_words = error_of(kind, message), message
-            case Died(message):
+            case frames.Failed(kind, message):
+                self._failed, child.last_words = frames.error_of(kind, message), message
+            case frames.Died(message):
                 child.last_words = message
             case _:
-                if isinstance(report, Stepped):
+                if isinstance(report, frames.Stepped):
                     self._watchdog.stepped()
                 self._owner.heard(report)
 
-    def _became_ready(self, ready: Ready, child: Transport) -> None:
+    def _became_ready(self, ready: frames.Ready, child: frames.Transport) -> None:
         if self._facts is None:
             self._facts = ready.facts
         elif ready.facts.revision != self._facts.revision:

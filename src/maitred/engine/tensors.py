@@ -11,19 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maitred.core import metrics as m
+from maitred.core import tensor_request
 from maitred.core.metrics import Metric
 from maitred.core.request import Charges, FinishReason
 from maitred.core.step import RequestTiming
-from maitred.core.tensor_request import (
-    DURATIONS,
-    BatchTimes,
-    IndexEntry,
-    InferRequest,
-    InferResponse,
-    ModelChange,
-    ModelStatistics,
-    unknown_model,
-)
 from maitred.engine.frames import Ended, Looked, ModelsTold, News, Ran, StepEnded
 
 Samples = dict[tuple[str, ...], float]
@@ -43,32 +34,32 @@ class TensorModels:
 
     def __init__(
         self,
-        infer: Callable[[InferRequest], Awaitable[InferResponse]],
-        change: Callable[[ModelChange], Awaitable[None]],
-        unanswered: Callable[[], Iterable[InferRequest]],
+        infer: Callable[[tensor_request.InferRequest], Awaitable[tensor_request.InferResponse]],
+        change: Callable[[tensor_request.ModelChange], Awaitable[None]],
+        unanswered: Callable[[], Iterable[tensor_request.InferRequest]],
         read_config: Callable[[bytes], Any],
     ) -> None:
         """`infer`, `change` and `unanswered`, the requests without an answer, are the client's; `read_config` makes a
         ModelConfig of protobuf's wire format.
         """
         self._infer, self._change, self._unanswered, self._read_config = infer, change, unanswered, read_config
-        self._index: tuple[IndexEntry, ...] = ()
+        self._index: tuple[tensor_request.IndexEntry, ...] = ()
         self._served: dict[str, _Served] = {}
         self._statistics = Statistics()
         self.counts = TensorCounts()
 
-    async def infer(self, request: InferRequest) -> InferResponse:
+    async def infer(self, request: tensor_request.InferRequest) -> tensor_request.InferResponse:
         """Answer of a model. Cancelling gives up the request's place at once."""
         return await self._infer(request)
 
     async def load(self, model: str, config: str | None = None) -> None:
         """Load as `tensor.served_models.ModelControl.load`."""
-        await self._change(ModelChange(model=model, loads=True, config=config))
+        await self._change(tensor_request.ModelChange(model=model, loads=True, config=config))
 
     async def unload(self, model: str) -> None:
-        await self._change(ModelChange(model=model, loads=False))
+        await self._change(tensor_request.ModelChange(model=model, loads=False))
 
-    def index(self, *, ready_only: bool = False) -> Sequence[IndexEntry]:
+    def index(self, *, ready_only: bool = False) -> Sequence[tensor_request.IndexEntry]:
         ready = {(name, version) for name, served in self._served.items() for version in served.configs}
         return [entry for entry in self._index if not ready_only or (entry.name, entry.version) in ready]
 
@@ -76,19 +67,19 @@ class TensorModels:
         """The ModelConfig as it is served, gaps filled. Raises ModelNotFound."""
         served = self._served.get(model)
         if served is None:
-            raise unknown_model(model)
+            raise tensor_request.unknown_model(model)
         if label and label not in served.labels:
-            raise unknown_model(model, label=label, served=tuple(served.configs))
+            raise tensor_request.unknown_model(model, label=label, served=tuple(served.configs))
         number = served.labels[label] if label else version or max(served.configs)
         if number not in served.configs:
-            raise unknown_model(model, number, served=tuple(served.configs))
+            raise tensor_request.unknown_model(model, number, served=tuple(served.configs))
         return served.configs[number]
 
     def versions(self, model: str) -> Sequence[int]:
         """Versions that answer now, ascending; none for a model that is not served."""
         return sorted(self._served[model].configs) if model in self._served else ()
 
-    def statistics(self, model: str = "", version: int = 0) -> Sequence[ModelStatistics]:
+    def statistics(self, model: str = "", version: int = 0) -> Sequence[tensor_request.ModelStatistics]:
         """Statistics of all models, of one, or of one version. Raises ModelNotFound."""
         return self._statistics.of(model, version)
 
@@ -109,7 +100,7 @@ class TensorModels:
                 if isinstance(news, Ran):
                     self.counts.ran(news.times)
 
-    def ended(self, request: InferRequest, ended: Ended) -> None:
+    def ended(self, request: tensor_request.InferRequest, ended: Ended) -> None:
         """Count a request's end in the engine."""
         if ended.timing is not None:
             self.counts.ended(request.model, ended.finish_reason, ended.charges)
@@ -143,7 +134,7 @@ class _Count:
 class _Counts:
     last_inference_ms: int = 0
     num_rows: int = 0
-    durations: dict[str, _Count] = field(default_factory=lambda: {name: _Count() for name in DURATIONS})
+    durations: dict[str, _Count] = field(default_factory=lambda: {name: _Count() for name in tensor_request.DURATIONS})
     batches: dict[int, _Count] = field(default_factory=dict)  # by rows
 
 
@@ -171,7 +162,7 @@ class Statistics:
         """Count an ended request; version 0 is the highest served one, and without any it is not counted."""
         self._ended(model, version, succeeded, round(timing.total_s * 1e9), round(timing.queue_s * 1e9))
 
-    def _ran(self, times: BatchTimes) -> None:
+    def _ran(self, times: tensor_request.BatchTimes) -> None:
         """Count as Triton does: each request of a batch is charged with all of it, the batch once."""
         counts = self._at(times.model, times.version)
         counts.last_inference_ms = int(time.time() * 1000)
@@ -197,16 +188,16 @@ class Statistics:
             self._counts[key] = _Counts()
         return self._counts[key]
 
-    def of(self, model: str = "", version: int = 0) -> list[ModelStatistics]:
+    def of(self, model: str = "", version: int = 0) -> list[tensor_request.ModelStatistics]:
         """Return the statistics of all, of a model, or of a version. Raises ModelNotFound."""
         keys = [key for key in self._counts if model in ("", key[0]) and version in (0, key[1])]
         if model and not keys:
-            raise unknown_model(model, version)
+            raise tensor_request.unknown_model(model, version)
         return [_told(*key, self._counts[key]) for key in keys]
 
 
-def _told(model: str, version: int, counts: _Counts) -> ModelStatistics:
-    return ModelStatistics(
+def _told(model: str, version: int, counts: _Counts) -> tensor_request.ModelStatistics:
+    return tensor_request.ModelStatistics(
         model=model,
         version=version,
         last_inference_ms=counts.last_inference_ms,
@@ -233,7 +224,7 @@ class TensorCounts:
         self.requests[model, reason.value] += 1
         self.compute_us[model] += charges.compute_us
 
-    def ran(self, times: BatchTimes) -> None:
+    def ran(self, times: tensor_request.BatchTimes) -> None:
         self.batches[times.model] += 1
         self.rows[times.model] += times.num_rows
         self.padding[times.model] += times.num_padded

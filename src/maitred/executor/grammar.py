@@ -29,24 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maitred.core.request import RequestSpec, SamplingParams
-from maitred.executor.grammar_frames import (
-    MAX_DRAFTED,
-    MAX_SLOTS,
-    Advanced,
-    Compile,
-    Compiled,
-    Drafted,
-    Filled,
-    MaskMemory,
-    Opened,
-    Outcome,
-    Outcomes,
-    Step,
-    decode_answer,
-    decode_compiled,
-    encode,
-    new_memory,
-)
+from maitred.executor import grammar_frames
 from maitred.executor.sampler_state import TokenMask
 
 logger = logging.getLogger(__name__)
@@ -110,7 +93,7 @@ class Grammars:
         self._stamp = _stamp_of(self._tokenizer_file)  # of what the engine's own ids are of
         self._vocab_size, self._forces = vocab_size, forces
         self._answer_s, self._advance_s, self._start_s, self._command = answer_s, advance_s, start_s, command
-        self._memory: MaskMemory | None = None
+        self._memory: grammar_frames.MaskMemory | None = None
         self._lock = threading.RLock()  # of memory, and of the worker's begin and end
         self._worker: GrammarProcess | None = None
         self._is_closed = False
@@ -119,7 +102,7 @@ class Grammars:
         # of the executor's thread
         self._told: GrammarProcess | None = None  # knows the slots
         self._slots: dict[int, GrammarSlot] = {}
-        self._free: list[int] = list(range(MAX_SLOTS))
+        self._free: list[int] = list(range(grammar_frames.MAX_SLOTS))
         self._closed: list[int] = []
         self._opened: list[GrammarSlot] = []
         self.is_used = False  # by a request, once
@@ -199,12 +182,12 @@ class Grammars:
     def draft(self, drafted: Sequence[tuple[GrammarSlot, Sequence[int]]]) -> None:
         """Tokens were made up to follow `output()` of each: their masks are made while the next forward pass runs, and
         `num_allowed` says after `wait` how many there are."""
-        memory, row, told = self._mapped(), MAX_SLOTS, list[Drafted]()
+        memory, row, told = self._mapped(), grammar_frames.MAX_SLOTS, list[grammar_frames.Drafted]()
         for held, made in drafted:
-            tokens = list(made[: MAX_SLOTS + MAX_DRAFTED - row])
+            tokens = list(made[: grammar_frames.MAX_SLOTS + grammar_frames.MAX_DRAFTED - row])
             held.num_allowed = 0
             held.draft_masks = [_mask_at(memory, row + i) for i in range(len(tokens))]
-            told.append(Drafted(held.number, row, tokens))
+            told.append(grammar_frames.Drafted(held.number, row, tokens))
             row += len(tokens)
         self._send([], told)
 
@@ -219,14 +202,21 @@ class Grammars:
                 return False
         return True
 
-    def advance(self, sampled: Sequence[tuple[GrammarSlot, list[int]]]) -> list[Outcome]:
+    def advance(self, sampled: Sequence[tuple[GrammarSlot, list[int]]]) -> list[grammar_frames.Outcome]:
         """Tokens were sampled, the last that `output()` gives for each; what came of them, as far as the worker lives
         to tell. Masks say the rest: of forced tokens they leave one."""
-        outcomes: dict[int, Outcome] = {}
-        if self._send([Advanced(held.number, tokens) for held, tokens in sampled]):
+        outcomes: dict[int, grammar_frames.Outcome] = {}
+        if self._send([grammar_frames.Advanced(held.number, tokens) for held, tokens in sampled]):
             answer = self._receive(self._advance_s, math.inf)
-            outcomes = {outcome.slot: outcome for outcome in answer.outcomes} if isinstance(answer, Outcomes) else {}
-        return [outcomes.get(held.number) or Outcome(held.number, [], False, held.error) for held, _ in sampled]
+            outcomes = (
+                {outcome.slot: outcome for outcome in answer.outcomes}
+                if isinstance(answer, grammar_frames.Outcomes)
+                else {}
+            )
+        return [
+            outcomes.get(held.number) or grammar_frames.Outcome(held.number, [], False, held.error)
+            for held, _ in sampled
+        ]
 
     def close(self) -> None:
         """End worker and thread; idempotent."""
@@ -246,11 +236,11 @@ class Grammars:
     def _is_busy(self) -> bool:
         return self._num_filled < self._number
 
-    def _send(self, advanced: list[Advanced], drafted: Sequence[Drafted] = ()) -> bool:
+    def _send(self, advanced: list[grammar_frames.Advanced], drafted: Sequence[grammar_frames.Drafted] = ()) -> bool:
         """Send to the worker; return whether it was told. Another one was started otherwise."""
         self._number += 1
         opened = [_opening(held, self._number) for held in self._opened]
-        step = Step(self._number, self._closed, opened, advanced, list(drafted))
+        step = grammar_frames.Step(self._number, self._closed, opened, advanced, list(drafted))
         self._closed, self._opened = [], []
         try:
             if self._told is None or self._worker is not self._told:
@@ -261,7 +251,7 @@ class Grammars:
             return False
         return True
 
-    def _receive(self, limit_s: float, patience_s: float) -> Outcomes | Filled | None:
+    def _receive(self, limit_s: float, patience_s: float) -> grammar_frames.Outcomes | grammar_frames.Filled | None:
         """Receive an answer; None when there is none yet, or another worker was started meanwhile."""
         assert self._told is not None, "nobody was asked"
         try:
@@ -271,11 +261,11 @@ class Grammars:
             return None
         if answer is not None:
             self._num_restarts = 0
-        if isinstance(answer, Filled):
+        if isinstance(answer, grammar_frames.Filled):
             self._take_in(answer)
         return answer
 
-    def _take_in(self, filled: Filled) -> None:
+    def _take_in(self, filled: grammar_frames.Filled) -> None:
         """Take in the answer on slots, except on slots that have changed hands."""
         self._num_filled = filled.number
         there = {number: held for number, held in self._slots.items() if (held.told_in or math.inf) <= filled.number}
@@ -301,7 +291,7 @@ class Grammars:
             if self._num_restarts > MAX_RESTARTS:
                 raise OSError("it ended each time")
             self._told = self._current()
-            self._told.send(Step(self._number, [], opened, []))
+            self._told.send(grammar_frames.Step(self._number, [], opened, []))
         except WorkerLost:
             self._begin_again()
         except OSError as error:
@@ -346,10 +336,10 @@ class Grammars:
             if self._worker is lost:
                 self._worker = None
 
-    def _mapped(self) -> MaskMemory:
+    def _mapped(self) -> grammar_frames.MaskMemory:
         with self._lock:
             if self._memory is None:
-                self._memory = MaskMemory(new_memory(), self._vocab_size)
+                self._memory = grammar_frames.MaskMemory(grammar_frames.new_memory(), self._vocab_size)
             return self._memory
 
 
@@ -368,13 +358,13 @@ def may_force(sampling: SamplingParams) -> bool:
     return sampling.logprobs is None and not hides
 
 
-def _mask_at(memory: MaskMemory, row: int) -> TokenMask:
+def _mask_at(memory: grammar_frames.MaskMemory, row: int) -> TokenMask:
     return np.frombuffer(memory.memory, np.uint32, memory.num_words, memory.offset(row))
 
 
-def _opening(held: GrammarSlot, step: int) -> Opened:
+def _opening(held: GrammarSlot, step: int) -> grammar_frames.Opened:
     held.told_in = held.told_in or step
-    return Opened(held.number, held.bound.grammar, list(held.bound.output()), held.bound.forces)
+    return grammar_frames.Opened(held.number, held.bound.grammar, list(held.bound.output()), held.bound.forces)
 
 
 SEND_S = 5  # a step larger than the channel's buffer waits for its reader
@@ -409,30 +399,32 @@ class GrammarProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, step: Step) -> None:
+    def send(self, step: grammar_frames.Step) -> None:
         """Raises WorkerLost."""
         self._sent_at = time.monotonic()
         try:
-            self._steps.send_bytes(encode(step))
+            self._steps.send_bytes(grammar_frames.encode(step))
         except OSError:
             raise WorkerLost from None
 
-    def receive(self, limit_s: float, patience_s: float = math.inf) -> Outcomes | Filled | None:
+    def receive(
+        self, limit_s: float, patience_s: float = math.inf
+    ) -> grammar_frames.Outcomes | grammar_frames.Filled | None:
         """The next answer to a step; None when it is not there after `patience_s`, though not due yet. Raises
         WorkerLost when it has not come `limit_s` after the step was sent.
         """
         left_s = self._sent_at + self._limit(limit_s) - time.monotonic()
         if patience_s < left_s and not self._is_there(self._steps, patience_s):
             return None
-        return decode_answer(self._await(self._steps, left_s))
+        return grammar_frames.decode_answer(self._await(self._steps, left_s))
 
-    def compile(self, grammar: str, limit_s: float) -> Compiled:
+    def compile(self, grammar: str, limit_s: float) -> grammar_frames.Compiled:
         """Raises WorkerLost."""
         try:
-            self._compilations.send_bytes(encode(Compile(grammar)))
+            self._compilations.send_bytes(grammar_frames.encode(grammar_frames.Compile(grammar)))
         except OSError:
             raise WorkerLost from None
-        return decode_compiled(self._await(self._compilations, self._limit(limit_s)))
+        return grammar_frames.decode_compiled(self._await(self._compilations, self._limit(limit_s)))
 
     def kill(self) -> None:
         """Idempotent; nothing of it is there when this returns."""

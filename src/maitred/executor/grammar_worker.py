@@ -21,19 +21,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from maitred.executor.grammar_frames import (
-    Advanced,
-    Compiled,
-    Drafted,
-    Filled,
-    MaskMemory,
-    Opened,
-    Outcome,
-    Outcomes,
-    decode_compile,
-    decode_step,
-    encode,
-)
+from maitred.executor import grammar_frames
 from maitred.text.tokenizer import whole_json
 
 MAX_FORCED = 64  # tokens told at once, so that an answer stays short; the rest is told later
@@ -161,14 +149,14 @@ class WorkerSlot:
 class StepServer:
     """Answers steps: opens, advances, and fills masks."""
 
-    def __init__(self, connection: Connection, memory: MaskMemory, compiler: Compiler) -> None:
+    def __init__(self, connection: Connection, memory: grammar_frames.MaskMemory, compiler: Compiler) -> None:
         self._connection, self._memory, self._compiler = connection, memory, compiler
         self._slots: dict[int, WorkerSlot] = {}
 
     def run(self) -> None:
         """Raises EOFError when the engine is gone."""
         while True:
-            step = decode_step(self._connection.recv_bytes())
+            step = grammar_frames.decode_step(self._connection.recv_bytes())
             errors: dict[int, str] = {}
             for slot in step.closed:
                 self._slots.pop(slot, None)
@@ -176,16 +164,18 @@ class StepServer:
                 self._open(opened, errors)
             if step.advanced:
                 outcomes = [self._advance(advanced) for advanced in step.advanced]
-                self._connection.send_bytes(encode(Outcomes(step.number, outcomes)))
+                self._connection.send_bytes(grammar_frames.encode(grammar_frames.Outcomes(step.number, outcomes)))
             touched = [opened.slot for opened in step.opened] + [advanced.slot for advanced in step.advanced]
             for slot in dict.fromkeys(touched):
                 self._fill(slot, errors)
             allowed = [(drafted.slot, self._fill_after(drafted)) for drafted in step.drafted]
             self._memory.work_on(None)
             complete = [number for number in touched if number in self._slots and self._slots[number].complete]
-            self._connection.send_bytes(encode(Filled(step.number, list(errors.items()), complete, allowed)))
+            self._connection.send_bytes(
+                grammar_frames.encode(grammar_frames.Filled(step.number, list(errors.items()), complete, allowed))
+            )
 
-    def _open(self, opened: Opened, errors: dict[int, str]) -> None:
+    def _open(self, opened: grammar_frames.Opened, errors: dict[int, str]) -> None:
         self._memory.work_on(opened.slot)
         self._slots.pop(opened.slot, None)
         try:
@@ -196,19 +186,19 @@ class StepServer:
         else:
             self._slots[opened.slot] = slot
 
-    def _advance(self, advanced: Advanced) -> Outcome:
+    def _advance(self, advanced: grammar_frames.Advanced) -> grammar_frames.Outcome:
         self._memory.work_on(advanced.slot)
         slot = self._slots.get(advanced.slot)
         if slot is None:
-            return Outcome(advanced.slot, [], False, "the grammar of this request could not be used")
+            return grammar_frames.Outcome(advanced.slot, [], False, "the grammar of this request could not be used")
         try:
             slot.consume(advanced.token_ids)
-            return Outcome(advanced.slot, slot.force(), slot.complete, "")
+            return grammar_frames.Outcome(advanced.slot, slot.force(), slot.complete, "")
         except GrammarFault as fault:
             del self._slots[advanced.slot]
-            return Outcome(advanced.slot, [], False, str(fault))
+            return grammar_frames.Outcome(advanced.slot, [], False, str(fault))
 
-    def _fill_after(self, drafted: Drafted) -> int:
+    def _fill_after(self, drafted: grammar_frames.Drafted) -> int:
         """Fill the masks after drafts; return their number."""
         slot, count = self._slots.get(drafted.slot), 0
         if slot is None:
@@ -259,20 +249,20 @@ class Compiler:
                 self._failure = f"this model's tokenizer cannot be bound to a grammar: {error}"
             self._is_ready.set()
             while True:
-                compile_ = decode_compile(self._connection.recv_bytes())
-                self._connection.send_bytes(encode(self._compile(compile_.grammar)))
+                compile_ = grammar_frames.decode_compile(self._connection.recv_bytes())
+                self._connection.send_bytes(grammar_frames.encode(self._compile(compile_.grammar)))
         os._exit(0)  # the engine is gone, whatever the other thread is at
 
-    def _compile(self, grammar: str) -> Compiled:
+    def _compile(self, grammar: str) -> grammar_frames.Compiled:
         try:
             grammars = self.grammars()
         except GrammarFault as fault:
-            return Compiled(str(fault))
+            return grammar_frames.Compiled(str(fault))
         try:
             grammars.matcher(grammar)
         except GrammarFault as fault:
-            return Compiled(str(fault), is_grammars_fault=True)
-        return Compiled("")
+            return grammar_frames.Compiled(str(fault), is_grammars_fault=True)
+        return grammar_frames.Compiled("")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -284,7 +274,7 @@ def main(arguments: Sequence[str]) -> None:
     with suppress(OSError):  # where memory lacks, this process goes before the engine does
         Path("/proc/self/oom_score_adj").write_text("500")
     with suppress(EOFError, OSError):
-        StepServer(Connection(steps), MaskMemory(memory, vocab_size), compiler).run()
+        StepServer(Connection(steps), grammar_frames.MaskMemory(memory, vocab_size), compiler).run()
     os._exit(0)  # the engine is gone, whatever the other thread is at
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
 from maitred.core.errors import ConfigError, KernelError
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
+from maitred.executor import torch_kv
 from maitred.executor.batch import TorchBatch, build_batch, unwritten_slots
 from maitred.executor.grammar import Grammars
 from maitred.executor.rows import (
@@ -27,14 +28,6 @@ from maitred.executor.rows import (
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
 from maitred.executor.state import HeldRequest, Proposer, RowWork, SwapBandwidth, take_plan
 from maitred.executor.torch_attention import FlashAttention, GatherAttention, flash_refusal, reads_block_tables
-from maitred.executor.torch_kv import (
-    TorchBlocks,
-    TorchHostPool,
-    TorchKVPool,
-    TorchLayers,
-    kv_bytes_per_block,
-    pool_shape,
-)
 from maitred.kv.layout import CellLayout, HostLayers, LayerIO
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
@@ -79,10 +72,10 @@ class TorchExecutor:
         self._num_threads = num_threads
         self._states: dict[str, HeldRequest] = {}
         self.grammars: Grammars | None = None  # for requests with one; set by the engine's builder
-        self.pool = TorchKVPool(
-            pool_shape(spec, num_blocks=num_blocks, block_size=block_size), device=device, dtype=kv_dtype
+        self.pool = torch_kv.TorchKVPool(
+            torch_kv.pool_shape(spec, num_blocks=num_blocks, block_size=block_size), device=device, dtype=kv_dtype
         )
-        self._host = TorchHostPool(self.pool, num_host_blocks) if num_host_blocks else None
+        self._host = torch_kv.TorchHostPool(self.pool, num_host_blocks) if num_host_blocks else None
         self.proposer: Proposer | None = None  # never one: drafts are refused before anything is loaded
         self.threads: object = None
         self._attention: GatherAttention | FlashAttention
@@ -111,9 +104,9 @@ class TorchExecutor:
         with torch.inference_mode(), _threads(self._num_threads):
             return self._host.measure() if self._host is not None else None
 
-    def block_io(self) -> TorchBlocks:
+    def block_io(self) -> torch_kv.TorchBlocks:
         """Blocks as bytes, for other threads."""
-        return TorchBlocks(self.pool)
+        return torch_kv.TorchBlocks(self.pool)
 
     def is_one_run(self, plan: SchedulerOutput) -> bool:
         """Return whether the model runs once for the plan (`LayerIO.progress`): always."""
@@ -127,7 +120,7 @@ class TorchExecutor:
         """Blocks as bytes layer by layer, for other threads."""
         if self.device.type == "cpu":
             return HostLayers(self.pool.as_bytes(), layout, lambda: self.pool.progress)
-        return TorchLayers(self.pool, layout)
+        return torch_kv.TorchLayers(self.pool, layout)
 
     def close(self) -> None:
         """Drop states, pool and weights."""
@@ -262,7 +255,7 @@ class TorchPlan:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one KV block over all layers."""
-        return kv_bytes_per_block(self.spec, self.block_size, self.kv_dtype.itemsize)
+        return torch_kv.kv_bytes_per_block(self.spec, self.block_size, self.kv_dtype.itemsize)
 
     def available_bytes(self, host_available_bytes: int) -> int:
         """Free memory where weights and cache will lie: the GPU's, or the host's as given."""

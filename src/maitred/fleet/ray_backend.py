@@ -19,18 +19,8 @@ from typing import Any
 from maitred.config import AdmissionConfig, ProcessConfig, SchedulerConfig, ServerConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import ConfigError, did_you_mean
+from maitred.fleet import launch
 from maitred.fleet.config import PLACEMENTS, FleetConfig
-from maitred.fleet.launch import (
-    STOP_S,
-    Exited,
-    IsReady,
-    LaunchEvent,
-    Listens,
-    LocalLauncher,
-    Supervised,
-    prefixed,
-    write_to_stderr,
-)
 from maitred.fleet.serve_choice import Seen, ServeChoice, key_of
 from maitred.fleet.serve_engine import ServedEngine, ServeOptions, read_options, start_engine
 
@@ -47,10 +37,10 @@ class HostedReplica:
     ) -> None:
         """`find_host` is called here, and tells by which address routers reach this node; else see LocalLauncher."""
         self._name = name
-        self._news: list[LaunchEvent] = []
+        self._news: list[launch.LaunchEvent] = []
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._something = asyncio.Event()
-        self._launcher = LocalLauncher(
+        self._launcher = launch.LocalLauncher(
             words, token=token, on_event=self._tell, write_line=self._write, host=find_host(), stop_s=stop_s
         )
 
@@ -58,7 +48,7 @@ class HostedReplica:
         self._loop = asyncio.get_running_loop()
         self._launcher.start(self._name)
 
-    async def heard(self) -> tuple[list[LaunchEvent], list[str]]:
+    async def heard(self) -> tuple[list[launch.LaunchEvent], list[str]]:
         """Events since the last call, and the log's new lines; waits until there is something."""
         await self._something.wait()
         self._something.clear()
@@ -69,7 +59,7 @@ class HostedReplica:
     async def stop(self) -> None:
         self._launcher.stop(self._name)
 
-    def _tell(self, event: LaunchEvent) -> None:
+    def _tell(self, event: launch.LaunchEvent) -> None:
         self._news.append(event)
         self._something.set()
 
@@ -144,7 +134,7 @@ class _Replica:
 
     name: str
     place: _Place
-    life: Supervised
+    life: launch.Supervised
     actor: Any = None
     pid: int | None = None  # of the process, once it listens
 
@@ -162,13 +152,13 @@ class RayLauncher:
         words: Sequence[str],
         *,
         token: str,
-        on_event: Callable[[LaunchEvent], None],
+        on_event: Callable[[launch.LaunchEvent], None],
         write_line: Callable[[str], None] | None = None,
         placement: str = "pack",
         num_shared: int = 1,
         resources: Mapping[str, float] | None = None,
         clock: Clock | None = None,
-        stop_s: float = STOP_S,
+        stop_s: float = launch.STOP_S,
     ) -> None:
         """As LocalLauncher; joins the cluster that Ray finds (RAY_ADDRESS, or one on this machine), else begins one.
         `placement` is pack or spread for the first `num_shared` replicas; `resources` are what each takes of its node,
@@ -177,7 +167,7 @@ class RayLauncher:
         if placement not in PLACEMENTS:
             raise ConfigError(f"placement is {placement!r}{did_you_mean(placement, PLACEMENTS)}; choose pack or spread")
         self._words, self._token, self._on_event, self._stop_s = list(words), token, on_event, stop_s
-        self._write_line = write_line or write_to_stderr
+        self._write_line = write_line or launch.write_to_stderr
         self._clock = clock or WallClock()
         self._resources = dict(resources or {"CPU": 1.0})
         self._has_joined = _connect()
@@ -190,7 +180,7 @@ class RayLauncher:
         """Raises ValueError for a name that is taken."""
         if name in self._replicas:
             raise ValueError(f"replica {name!r} is there already")
-        self._replicas[name] = replica = _Replica(name, self._places.take(), Supervised(self._clock))
+        self._replicas[name] = replica = _Replica(name, self._places.take(), launch.Supervised(self._clock))
         self._begin(replica)
 
     def stop(self, name: str) -> None:
@@ -267,16 +257,16 @@ class RayLauncher:
             if replica.actor is actor:
                 self._lost(replica, f"its node or actor is gone: {_first_line(error)}")
 
-    def _heard(self, replica: _Replica, event: LaunchEvent) -> None:
+    def _heard(self, replica: _Replica, event: launch.LaunchEvent) -> None:
         match event:
-            case Listens(_, _, pid):
+            case launch.Listens(_, _, pid):
                 replica.pid = pid
-            case IsReady():
+            case launch.IsReady():
                 replica.life.ready_at = self._clock.now()
-            case Exited(_, cause, as_told, None):
+            case launch.Exited(_, cause, as_told, None):
                 self._forget(replica, cause, as_told=as_told)
                 return
-            case Exited():
+            case launch.Exited():
                 replica.pid = replica.life.ready_at = None
         self._on_event(event)
 
@@ -289,9 +279,9 @@ class RayLauncher:
         if replica.life.is_stopping:
             self._forget(replica, cause)
             return
-        self._write_line(prefixed(replica.name, cause))
+        self._write_line(launch.prefixed(replica.name, cause))
         delay_s = replica.life.died(lambda: self._begin(replica), own_fault=False)
-        self._on_event(Exited(replica.name, cause, as_told=False, again_in_s=delay_s))
+        self._on_event(launch.Exited(replica.name, cause, as_told=False, again_in_s=delay_s))
 
     def _forget(self, replica: _Replica, cause: str, *, as_told: bool = True) -> None:
         replica.life.cancel()
@@ -299,7 +289,7 @@ class RayLauncher:
         del self._replicas[replica.name]
         self._places.give_back(replica.place)
         self._gone.set()
-        self._on_event(Exited(replica.name, cause, as_told=as_told, again_in_s=None))
+        self._on_event(launch.Exited(replica.name, cause, as_told=as_told, again_in_s=None))
 
     def _end_actor(self, replica: _Replica) -> None:
         """End the actor; its process goes with it."""

@@ -7,15 +7,7 @@ from enum import Enum
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
-from maitred.core.errors import (
-    EngineDead,
-    MaitredError,
-    ModelNotFound,
-    PromptTooLong,
-    QueueTimeout,
-    RequestTimeout,
-    Unavailable,
-)
+from maitred.core import errors
 from maitred.fleet.actions import Action, Move, Refuse
 from maitred.fleet.binding import Binder, use_of
 from maitred.fleet.config import FleetConfig
@@ -188,7 +180,7 @@ class Requests:
         request.place = Place.GONE
         return actions
 
-    def refuse(self, request: FleetRequest, error: MaitredError, failure: Failure | None = None) -> list[Action]:
+    def refuse(self, request: FleetRequest, error: errors.MaitredError, failure: Failure | None = None) -> list[Action]:
         return [Refuse(request.request_id, error, failure), *self.end(request)]
 
     def _free(self, request: FleetRequest) -> list[Action]:
@@ -250,7 +242,7 @@ class Requests:
         if self._fleet.usable(use_of(request)) & ~request.barred:
             return self.put_back(request, now)
         told = f"request {request.request_id}: every replica that may take it limits its rate; try again later"
-        return self.refuse(request, Unavailable(told), failure) + self.dispatch(now)
+        return self.refuse(request, errors.Unavailable(told), failure) + self.dispatch(now)
 
     def move_on(
         self, replica: FleetReplica, requests: Iterable[FleetRequest], now: float, reason: str = "drain"
@@ -266,11 +258,11 @@ class Requests:
                 moved.append(request)
         return actions + self.hold(moved, now)
 
-    def _why_no_end(self, request: FleetRequest) -> MaitredError | None:
+    def _why_no_end(self, request: FleetRequest) -> errors.MaitredError | None:
         """Why a part of an answer stays one; None while a replica that could go on with it is there, or will be."""
         if not request.has_begun or self._sizing.is_on or self._fleet.known(use_of(request)):
             return None
-        return EngineDead(f"request {request.request_id}: no replica that is left computes the same numbers")
+        return errors.EngineDead(f"request {request.request_id}: no replica that is left computes the same numbers")
 
     # -- the fleet changes
 
@@ -302,12 +294,12 @@ class Requests:
         waited_s = now - request.arrived_at
         if what is DueKind.FINISH:
             told = f"request {request.request_id}: not done after {waited_s:.1f} s"
-            return self.refuse(request, RequestTimeout(told))
+            return self.refuse(request, errors.RequestTimeout(told))
         if request.place is not Place.HELD or (what is DueKind.START and request.has_begun):
             return []
         if what is DueKind.START:
             told = f"request {request.request_id}: no replica had room for it in {waited_s:.1f} s"
-            return self.refuse(request, QueueTimeout(told))
+            return self.refuse(request, errors.QueueTimeout(told))
         return self._spill(request, now) if what is DueKind.SPILL else self._held_long(request, now)
 
     def _spill(self, request: FleetRequest, now: float) -> list[Action]:
@@ -326,7 +318,7 @@ class Requests:
             self.timers.add(due_at, RequestDue(DueKind.HOLD, request))
             return []
         told = f"request {request.request_id}: no replica that may take it was there for {now - since:.1f} s"
-        return self.refuse(request, QueueTimeout(told))
+        return self.refuse(request, errors.QueueTimeout(told))
 
     def _alone_since(self, request: FleetRequest, now: float) -> float:
         """When the last replica that could take it went, or said that it is full; now while there is one."""
@@ -345,19 +337,21 @@ class Requests:
             assert replica.num_own == sum(r.num_samples for r in replica.in_flight.values())
 
 
-def why_never(request: FleetRequest, fleet: Replicas, models: tuple[str, ...], fit: list[int]) -> MaitredError | None:
+def why_never(
+    request: FleetRequest, fleet: Replicas, models: tuple[str, ...], fit: list[int]
+) -> errors.MaitredError | None:
     """Why no replica will serve it, however long it waits. `models` are those known, none before a replica has told
     them; `fit` are its `fitting_tiers`.
     """
     if models and request.model is not None and request.model not in models:
         there = ", ".join(models)
-        return ModelNotFound(f"no replica serves the model {request.model!r}; there are: {there}", param="model")
+        return errors.ModelNotFound(f"no replica serves the model {request.model!r}; there are: {there}", param="model")
     if fit:
         return None
     tiers = fleet.tiers[:1] if request.is_local else fleet.tiers
     limits = ", ".join(f"{tier.max_prompt_tokens} in {tier.name}" for tier in tiers)
     why = ", which x-maitred-privacy: local keeps it in" if request.is_local else ""
-    return PromptTooLong(f"the prompt has {request.num_inputs} tokens; at most {limits}{why}", param="messages")
+    return errors.PromptTooLong(f"the prompt has {request.num_inputs} tokens; at most {limits}{why}", param="messages")
 
 
 def fitting_tiers(request: FleetRequest, fleet: Replicas) -> list[int]:

@@ -37,17 +37,8 @@ import numpy as np
 
 from maitred.kernels import _native
 from maitred.kernels.linear import PACK_VERSION, allocate
+from maitred.model import packed
 from maitred.model.checkpoint import Checkpoint
-from maitred.model.packed import (
-    Buffer,
-    OnPacked,
-    PackedTensor,
-    PackedWeights,
-    WeightPlan,
-    pack_weights,
-    plan_weights,
-    total_bytes,
-)
 from maitred.model.program import Program
 
 FILE_VERSION = 1
@@ -74,7 +65,7 @@ class WeightCache:
 
 
 class LoadedWeights(NamedTuple):
-    weights: PackedWeights
+    weights: packed.PackedWeights
     origin: str
     """mapped, kept (packed, and a file for the next start) or packed"""
     summary: str
@@ -92,14 +83,14 @@ def load_weights(
     *,
     isa: str,
     cache: WeightCache | None,
-    on_packed: OnPacked | None = None,
+    on_packed: packed.OnPacked | None = None,
 ) -> LoadedWeights:
     """The program's weights, out of the cache where it has them.
 
     `threads` is a `_native.ThreadPool`, `on_packed` as for `packed.pack_weights`. No fault of the cache is an error:
     the weights are then packed into memory. Raises CheckpointError as `packed.pack_weights` does.
     """
-    size = total_bytes(plan_weights(program))
+    size = packed.total_bytes(packed.plan_weights(program))
     if cache is None or size < cache.min_bytes:
         why = "there is no cache" if cache is None else "too small to keep"
         weights, _ = _pack(program, checkpoint, threads, on_packed)
@@ -128,18 +119,18 @@ def cache_key(program: Program, checkpoint: Checkpoint, isa: str) -> str:
 
 
 def _pack(
-    program: Program, checkpoint: Checkpoint, threads: Any, on_packed: OnPacked | None
-) -> tuple[PackedWeights, Buffer]:
+    program: Program, checkpoint: Checkpoint, threads: Any, on_packed: packed.OnPacked | None
+) -> tuple[packed.PackedWeights, packed.Buffer]:
     """The weights, and the flat memory that they all lie in."""
-    memory = allocate(total_bytes(plan_weights(program)))
+    memory = allocate(packed.total_bytes(packed.plan_weights(program)))
 
-    def buffer_for(plan: WeightPlan) -> Buffer:
+    def buffer_for(plan: packed.WeightPlan) -> packed.Buffer:
         return memory[plan.offset : plan.offset + plan.num_bytes]
 
-    return pack_weights(program, checkpoint, threads, buffer_for, on_packed), memory
+    return packed.pack_weights(program, checkpoint, threads, buffer_for, on_packed), memory
 
 
-def _packed_summary(weights: PackedWeights, why: str) -> str:
+def _packed_summary(weights: packed.PackedWeights, why: str) -> str:
     return f"packed {_size(weights.num_bytes)} into memory ({why})"
 
 
@@ -175,7 +166,7 @@ def _make_private(fd: int) -> None:
     os.fchmod(fd, 0o400)
 
 
-def _map(fd: int, program: Program, threads: Any) -> PackedWeights:
+def _map(fd: int, program: Program, threads: Any) -> packed.PackedWeights:
     """Views of the file's segments, once every checksum was right."""
     size = os.fstat(fd).st_size
     segments = _read_header(fd, size, program, threads)
@@ -186,15 +177,15 @@ def _map(fd: int, program: Program, threads: Any) -> PackedWeights:
     for segment, checksum in zip(segments, _checksums(views, threads.num_threads), strict=True):
         if checksum != segment.checksum:
             raise _Unusable(f"damaged in {segment.plan.weight.name}")
-    return PackedWeights(
+    return packed.PackedWeights(
         {
-            segment.plan.weight.name: PackedTensor(segment.plan.weight, view)
+            segment.plan.weight.name: packed.PackedTensor(segment.plan.weight, view)
             for segment, view in zip(segments, views, strict=True)
         }
     )
 
 
-def _checksums(views: list[Buffer], num_threads: int) -> list[int]:
+def _checksums(views: list[packed.Buffer], num_threads: int) -> list[int]:
     """Return the checksum of each. Every thread takes the next one, and they meet once: on a busy machine two that
     share each of 200 tensors wait for one another up to ten times as long as they work.
     """
@@ -216,7 +207,7 @@ def _checksums(views: list[Buffer], num_threads: int) -> list[int]:
 
 
 class _Segment(NamedTuple):
-    plan: WeightPlan
+    plan: packed.WeightPlan
     begin: int  # in the file
     checksum: int
 
@@ -231,10 +222,10 @@ def _read_header(fd: int, size: int, program: Program, threads: Any) -> list[_Se
     header = os.pread(fd, length, _PREFIX.size)
     if len(header) < length or _checksum_of(header, threads) != checksum:
         raise _Unusable("damaged in its header")
-    plans = plan_weights(program)
+    plans = packed.plan_weights(program)
     sums = [int(value, 16) for value in json.loads(header)["checksums"]]
     begin = _data_begin(length)
-    needed = begin + total_bytes(plans)
+    needed = begin + packed.total_bytes(plans)
     if len(sums) != len(plans) or size != needed:
         raise _Unusable(f"cut short ({size} bytes of {needed})")
     return [_Segment(plan, begin + plan.offset, value) for plan, value in zip(plans, sums, strict=True)]
@@ -243,13 +234,15 @@ def _read_header(fd: int, size: int, program: Program, threads: Any) -> list[_Se
 # ---- a file for the next start
 
 
-def _keep(cache: WeightCache, path: Path, memory: Buffer, program: Program, threads: Any, *, is_replaced: bool) -> None:
+def _keep(
+    cache: WeightCache, path: Path, memory: packed.Buffer, program: Program, threads: Any, *, is_replaced: bool
+) -> None:
     """Write the packed memory to a new file. Raises OSError or _Unusable when it cannot be kept.
 
     The file is written and not mapped for writing: a mapping would leave it in small pages in memory, which cost the
     next start and every step after it.
     """
-    plans = plan_weights(program)
+    plans = packed.plan_weights(program)
     sums = [_native.checksum(threads, memory[plan.offset : plan.offset + plan.num_bytes]) for plan in plans]
     header = _header_of(path, sums)
     begin = _data_begin(len(header))

@@ -23,16 +23,7 @@ from typing import NamedTuple, Protocol
 
 from maitred.core.errors import Unavailable
 from maitred.core.request import NO_CHARGES, Charges, FinishReason, Terms
-from maitred.storage.ledger_file import (
-    CACHED,
-    INTERRUPTED,
-    LedgerFile,
-    connect,
-    is_damage,
-    loss_of,
-    open_ledger,
-    transaction,
-)
+from maitred.storage import ledger_file
 from maitred.tenancy.tenant import tier_of_priority
 from maitred.tenancy.usage import UsageKey, UsageQuery, UsageSum
 
@@ -153,7 +144,9 @@ class Ledger:
         self._open: list[_OpenRow] = []
         self._failing = False
         self._is_damaged = False
-        self._file: LedgerFile | None = open_ledger(path, wall_time())  # None is lost, and not to be had again so far
+        self._file: ledger_file.LedgerFile | None = ledger_file.open_ledger(
+            path, wall_time()
+        )  # None is lost, and not to be had again so far
         self._wakeup = threading.Condition()
         self._num_flushes = self._num_flushed = 0
         self._stopping = False
@@ -169,7 +162,7 @@ class Ledger:
 
     def replayed(self, spec: Owned, model: str | None = None) -> None:
         """`spec` was answered from the result cache: a row that says so, without tokens, for no engine computed any."""
-        self._arrived.append(_OpenRow(_Replayed(spec), self._wall_time(), model=model, status=CACHED))
+        self._arrived.append(_OpenRow(_Replayed(spec), self._wall_time(), model=model, status=ledger_file.CACHED))
 
     def flush(self) -> None:
         """Return when everything up to now is on disk, or has failed to be."""
@@ -188,7 +181,7 @@ class Ledger:
 
     def spent_tokens(self) -> dict[str, int]:
         """Tokens of each tenant since the ledger began, prompt and generated."""
-        with closing(connect(self.path, reading=True)) as db:
+        with closing(ledger_file.connect(self.path, reading=True)) as db:
             sql = "SELECT tenant, SUM(prompt_tokens + generated_tokens) FROM request GROUP BY tenant"
             return dict(db.execute(sql).fetchall())
 
@@ -211,7 +204,7 @@ class Ledger:
             f"FROM request WHERE {' AND '.join(where)} GROUP BY 1, 2, 3, 4, 5"
         )
         try:
-            with closing(connect(self.path, reading=True)) as db:
+            with closing(ledger_file.connect(self.path, reading=True)) as db:
                 return [(row[0], UsageKey(*row[1:5]), UsageSum(*row[5:])) for row in db.execute(sql, values)]
         except sqlite3.Error as error:
             raise Unavailable(f"the ledger cannot be read: {error}; try again, or look at the server's log") from None
@@ -243,12 +236,12 @@ class Ledger:
             file = self._file_in_place(now)
             if not self._open and not last and not self._failing:
                 return
-            with transaction(file.db):
+            with ledger_file.transaction(file.db):
                 written = self._write(file, now, last=last)
                 if last:
                     file.db.execute("UPDATE run SET closed_at = ? WHERE run = ?", (self._wall_time(), file.run))
         except Exception as error:  # whatever it is, what comes later must still be written
-            self._is_damaged = is_damage(error)
+            self._is_damaged = ledger_file.is_damage(error)
             if last or not self._failing:
                 lost = f"; {len(self._open)} requests are not in it" if last else "; trying again"
                 logger.error("cannot write the ledger %s: %s%s", self.path, error, lost)
@@ -261,12 +254,12 @@ class Ledger:
             entry.written, entry.closed = counts, closed
         self._open = [entry for entry in self._open if not entry.closed]
 
-    def _file_in_place(self, now: float) -> LedgerFile:
+    def _file_in_place(self, now: float) -> ledger_file.LedgerFile:
         """The file, or a new one where the old one is gone; one that holds something else now is kept under another
         name. What runs goes to the new one with all its tokens. Raises ConfigError while there can be none.
         """
         if self._file is not None:
-            loss = "was found damaged" if self._is_damaged else loss_of(self.path, self._file.fd)
+            loss = "was found damaged" if self._is_damaged else ledger_file.loss_of(self.path, self._file.fd)
             if loss is None:
                 return self._file
             logger.error("the ledger %s %s; usage goes on in another file, without that of before", self.path, loss)
@@ -278,10 +271,10 @@ class Ledger:
             file.close()
             for entry in self._open:
                 entry.row_id = entry.written = None
-        self._file = open_ledger(self.path, now)
+        self._file = ledger_file.open_ledger(self.path, now)
         return self._file
 
-    def _write(self, file: LedgerFile, now: float, *, last: bool) -> list[tuple[_OpenRow, _Counts, bool]]:
+    def _write(self, file: ledger_file.LedgerFile, now: float, *, last: bool) -> list[tuple[_OpenRow, _Counts, bool]]:
         """Rows that were written, and whether that closed them."""
         written = []
         for entry in self._open:
@@ -291,7 +284,7 @@ class Ledger:
             if not ended and not last and entry.stands_still():
                 continue
             counts = entry.counts()
-            status = entry.status or reason.value if reason is not None else INTERRUPTED if last else "open"
+            status = entry.status or reason.value if reason is not None else ledger_file.INTERRUPTED if last else "open"
             try:
                 row = (
                     *(file.run, self._row_id(file, entry), *self._owner(entry, now)),
@@ -311,7 +304,7 @@ class Ledger:
         terms = request.terms
         return terms.tenant, terms.key_id, model, tier_of_priority(terms.priority), entry.opened_at, now
 
-    def _row_id(self, file: LedgerFile, entry: _OpenRow) -> str:
+    def _row_id(self, file: ledger_file.LedgerFile, entry: _OpenRow) -> str:
         """The row's request id, if no other request of this run had it."""
         if entry.row_id is None:
             name, count = entry.request.spec.request_id, 1

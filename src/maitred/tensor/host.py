@@ -27,28 +27,12 @@ from maitred.core.tensor_request import InferRequest, InferResponse, ModelChange
 from maitred.decisions.codec import Header
 from maitred.decisions.files import DecisionLogFile
 from maitred.decisions.log import Recorder
+from maitred.engine import frames
 from maitred.engine.build import load_engine
 from maitred.engine.child import build_from_config, main
 from maitred.engine.child_process import in_child_process
 from maitred.engine.client import Questions
 from maitred.engine.engine_thread import in_thread
-from maitred.engine.frames import (
-    Abort,
-    Ask,
-    Command,
-    Ended,
-    Free,
-    Infer,
-    Keep,
-    ModelsTold,
-    News,
-    Refused,
-    Report,
-    ServedVersion,
-    TensorsTold,
-    encode,
-    error_of,
-)
 from maitred.engine.frames import Answer as Answered
 from maitred.engine.loop import Builder, LoadedEngine, TensorSide
 from maitred.engine.memory import MemoryPlan
@@ -99,8 +83,8 @@ class TensorHost(TensorSide):
         self._control = ModelControl(self._repository.folder, mode, self.models, rewrite=self._repository.rewrite)
         self._start(self._repository.folder, share.models)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="maitred-models")
-        self._done: deque[Answered | Refused | None] = deque()  # changes of models, from the thread that loads
-        self._news: list[News] = []
+        self._done: deque[Answered | frames.Refused | None] = deque()  # changes of models, from the thread that loads
+        self._news: list[frames.News] = []
         self._closing = threading.Event()
         share_cache = ResultCache(share.result_cache_bytes, share.result_cache_ttl_s)
         self._memory = EngineMemory(share.tensor_memory)
@@ -117,7 +101,7 @@ class TensorHost(TensorSide):
         elif not self.models.take(model_of_file(repository)):
             raise CheckpointError("; ".join(entry.reason for entry in self.models.index()))
 
-    def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
+    def begin(self, core: EngineCore, send: Callable[[frames.Report], None], wake: Callable[[], None]) -> None:
         """Begin before the engine says that it is ready; the server hears first which models there are."""
         self._send, self._wake = send, wake
         self._lanes = TensorLanes(core.scheduler, core.clock, core.moments)
@@ -137,17 +121,17 @@ class TensorHost(TensorSide):
 
     # -- what the loop asks
 
-    def obey(self, command: Command) -> bool:
+    def obey(self, command: frames.Command) -> bool:
         match command:
-            case Infer():
+            case frames.Infer():
                 self._infer(command)
-            case Abort(request_id, reason):
+            case frames.Abort(request_id, reason):
                 return self.runner.cancel(request_id, reason)
-            case Ask(_, query, _) if query == CHANGE_MODEL.name:
+            case frames.Ask(_, query, _) if query == CHANGE_MODEL.name:
                 self._loader.submit(self._change, command)
-            case Free(offsets):
+            case frames.Free(offsets):
                 self._memory.free(offsets)
-            case Keep(blocks):
+            case frames.Keep(blocks):
                 self._memory.keep(blocks)
             case _:
                 return False
@@ -176,33 +160,33 @@ class TensorHost(TensorSide):
 
     # -- requests
 
-    def _infer(self, sent: Infer) -> None:
+    def _infer(self, sent: frames.Infer) -> None:
         request_id = sent.request.request_id
         try:
             self.runner.begin(self._memory.opened(sent), partial(self._ended, request_id))
         except MaitredError as error:
-            self._news.append(Ended(request_id, None, FinishReason.ERROR, type(error).__name__, str(error)))
+            self._news.append(frames.Ended(request_id, None, FinishReason.ERROR, type(error).__name__, str(error)))
 
     def _ended(self, request_id: str, answer: TensorAnswer) -> None:
         result, reason = answer.result, answer.finish_reason
         if isinstance(result, InferResponse):
             outputs, places = self._memory.written(result.outputs)
             told = msgspec.structs.replace(result, outputs=outputs)
-            ended = Ended(request_id, told, reason, charges=answer.charges, timing=answer.timing, places=places)
+            ended = frames.Ended(request_id, told, reason, charges=answer.charges, timing=answer.timing, places=places)
         else:
             error = (type(result).__name__, str(result))
-            ended = Ended(request_id, None, reason, *error, charges=answer.charges, timing=answer.timing)
+            ended = frames.Ended(request_id, None, reason, *error, charges=answer.charges, timing=answer.timing)
         self._news.append(ended)
 
     # -- models
 
-    def _change(self, ask: Ask) -> None:
+    def _change(self, ask: frames.Ask) -> None:
         """Change models, in the thread that loads."""
         try:
             self._control.change(msgspec.msgpack.decode(ask.argument, type=ModelChange))
-            self._done.append(Answered(ask.number, msgspec.Raw(encode(Nothing()))))
+            self._done.append(Answered(ask.number, msgspec.Raw(frames.encode(Nothing()))))
         except Exception as error:
-            self._done.append(Refused(ask.number, type(error).__name__, str(error)))
+            self._done.append(frames.Refused(ask.number, type(error).__name__, str(error)))
         self._wake()
 
     def _poll(self) -> None:
@@ -221,13 +205,13 @@ class TensorHost(TensorSide):
         self.runner.models_changed()
         ready = self.models.index(ready_only=True)
         served = tuple(self._told(entry.name, entry.version or 0) for entry in ready)
-        self._news.append(ModelsTold(tuple(self.models.index()), served))
+        self._news.append(frames.ModelsTold(tuple(self.models.index()), served))
 
-    def _told(self, name: str, number: int) -> ServedVersion:
+    def _told(self, name: str, number: int) -> frames.ServedVersion:
         with self.models.lease(name, number) as loaded:
             labels = self.models.labels(name).items()
             mine = tuple(label for label, version in labels if version == number)
-            return ServedVersion(name, number, loaded.config.SerializeToString(), mine)
+            return frames.ServedVersion(name, number, loaded.config.SerializeToString(), mine)
 
     # -- news
 
@@ -237,18 +221,20 @@ class TensorHost(TensorSide):
         news = self._news.copy()
         self._news.clear()  # the very list: runner and flows append to it
         try:
-            self._send(TensorsTold(news))
+            self._send(frames.TensorsTold(news))
         except RequestTooLarge:
             for each in news:
                 self._send_alone(each)
 
-    def _send_alone(self, news: News) -> None:
+    def _send_alone(self, news: frames.News) -> None:
         try:
-            self._send(TensorsTold([news]))
+            self._send(frames.TensorsTold([news]))
         except RequestTooLarge as error:
-            if isinstance(news, Ended):
+            if isinstance(news, frames.Ended):
                 told = (type(error).__name__, str(error))
-                self._send(TensorsTold([msgspec.structs.replace(news, result=None, kind=told[0], message=told[1])]))
+                self._send(
+                    frames.TensorsTold([msgspec.structs.replace(news, result=None, kind=told[0], message=told[1])])
+                )
 
 
 # ---- on an event loop
@@ -267,7 +253,7 @@ class LocalTensorService(TensorModels):
     ) -> None:
         super().__init__(self._infer_here, self._change_here, self._requests, ModelConfig.FromString)
         self._repository, self._mode, self._openers, self._cache = repository, mode, openers, cache
-        self._asked: dict[str, tuple[InferRequest, asyncio.Future[Ended]]] = {}
+        self._asked: dict[str, tuple[InferRequest, asyncio.Future[frames.Ended]]] = {}
         self._questions = Questions(self._obey, lambda: EngineDead("the models were closed"))
         self._timer: asyncio.TimerHandle | None = None
 
@@ -302,16 +288,16 @@ class LocalTensorService(TensorModels):
         self._turn()
 
     async def _infer_here(self, request: InferRequest) -> InferResponse:
-        answer: asyncio.Future[Ended] = self._loop.create_future()
+        answer: asyncio.Future[frames.Ended] = self._loop.create_future()
         self._asked[request.request_id] = (request, answer)
-        self._obey(Infer(request))
+        self._obey(frames.Infer(request))
         try:
             ended = await answer
         except asyncio.CancelledError:
-            self._obey(Abort(request.request_id, FinishReason.ABORT))
+            self._obey(frames.Abort(request.request_id, FinishReason.ABORT))
             raise
         if ended.result is None:
-            raise error_of(ended.kind, ended.message)
+            raise frames.error_of(ended.kind, ended.message)
         return ended.result
 
     async def _change_here(self, change: ModelChange) -> None:
@@ -320,22 +306,22 @@ class LocalTensorService(TensorModels):
     def _requests(self) -> list[InferRequest]:
         return [request for request, _ in self._asked.values()]
 
-    def _obey(self, command: Command) -> bool:
+    def _obey(self, command: frames.Command) -> bool:
         self.host.obey(command)
         self._turn()
         return True
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, report: frames.Report) -> None:
         match report:
-            case TensorsTold(news):
+            case frames.TensorsTold(news):
                 for each in news:
-                    self._take(each) if isinstance(each, Ended) else self.hear(each)
+                    self._take(each) if isinstance(each, frames.Ended) else self.hear(each)
             case Answered(number, result):
                 self._questions.answered(number, result)
-            case Refused(number, kind, message):
-                self._questions.settle(number, error_of(kind, message))
+            case frames.Refused(number, kind, message):
+                self._questions.settle(number, frames.error_of(kind, message))
 
-    def _take(self, ended: Ended) -> None:
+    def _take(self, ended: frames.Ended) -> None:
         request, answer = self._asked.pop(ended.request_id)
         self.ended(request, ended)
         if not answer.done():

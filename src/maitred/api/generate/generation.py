@@ -10,15 +10,7 @@ from typing import cast
 
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App, Keep
-from maitred.core.errors import (
-    GenerationFailed,
-    InvalidRequest,
-    MaitredError,
-    Overloaded,
-    QueueTimeout,
-    RequestTimeout,
-    Unavailable,
-)
+from maitred.core import errors
 from maitred.core.request import FinishReason, RequestSpec
 from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
 
@@ -68,20 +60,22 @@ class Generation:
             raise self._failure(delta)
         return sample, self._without_output(delta) if self._score_only else delta
 
-    def _failure(self, delta: TextDelta) -> MaitredError:
+    def _failure(self, delta: TextDelta) -> errors.MaitredError:
         waited_s = delta.timing.total_s if delta.timing is not None else 0.0
         if delta.finish_reason is FinishReason.QUEUE_TIMEOUT:
             message = f"the request was in no step after {waited_s:.3g} s, all the time it had to wait"
-            return QueueTimeout(message, retry_after_s=self._app.gate.retry_after_s(self._app.clock.now()))
+            return errors.QueueTimeout(message, retry_after_s=self._app.gate.retry_after_s(self._app.clock.now()))
         if delta.finish_reason is FinishReason.SHED:
             message = f"after {waited_s:.3g} s in the queue the request made room for a more urgent one"
-            return Overloaded(message, retry_after_s=self._app.gate.retry_after_s(self._app.clock.now()))
+            return errors.Overloaded(message, retry_after_s=self._app.gate.retry_after_s(self._app.clock.now()))
         if delta.finish_reason is FinishReason.TIMEOUT:
-            return RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
+            return errors.RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
         if delta.finish_reason is FinishReason.ABORT:  # by an administrator, for the client is still there
-            return Unavailable("the server was told to end its requests before it sleeps; send the request again")
+            return errors.Unavailable(
+                "the server was told to end its requests before it sleeps; send the request again"
+            )
         error = delta.error or "the server ended this request"
-        return InvalidRequest(error) if delta.is_requests_fault else GenerationFailed(error)
+        return errors.InvalidRequest(error) if delta.is_requests_fault else errors.GenerationFailed(error)
 
     async def gather(self, keep: Keep | None) -> None:
         """Run to the end; the samples then hold everything. `keep` is told what log-probabilities cost, and may end it;

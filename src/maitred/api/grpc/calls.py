@@ -16,22 +16,7 @@ from google.protobuf.message import DecodeError
 from maitred.api.http.app import App
 from maitred.api.http.errors import http_error
 from maitred.api.http.logs import ACCESS, ERRORS, log_fields
-from maitred.core.errors import (
-    EngineDead,
-    InvalidApiKey,
-    InvalidRequest,
-    MaitredError,
-    ModelNotFound,
-    PermissionDenied,
-    RateLimited,
-    RegionNotFound,
-    RequestError,
-    RequestTimeout,
-    RequestTooLarge,
-    RouteNotFound,
-    Unavailable,
-    UnsupportedParameter,
-)
+from maitred.core import errors
 from maitred.gate.gate import TimeLimits
 from maitred.tenancy.caller import Caller
 
@@ -40,18 +25,18 @@ _NEVER = "-1"
 
 # The first match counts, so subclasses stand before their bases.
 _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
-    (InvalidApiKey, grpc.StatusCode.UNAUTHENTICATED),
-    (PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
-    (RateLimited, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (RequestTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (ModelNotFound, grpc.StatusCode.NOT_FOUND),
-    (RouteNotFound, grpc.StatusCode.NOT_FOUND),
-    (RegionNotFound, grpc.StatusCode.NOT_FOUND),
-    (UnsupportedParameter, grpc.StatusCode.UNIMPLEMENTED),
-    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (RequestTimeout, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (Unavailable, grpc.StatusCode.UNAVAILABLE),
-    (EngineDead, grpc.StatusCode.UNAVAILABLE),
+    (errors.InvalidApiKey, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.RateLimited, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.RequestTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.ModelNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.RouteNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.RegionNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.UnsupportedParameter, grpc.StatusCode.UNIMPLEMENTED),
+    (errors.RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.RequestTimeout, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.EngineDead, grpc.StatusCode.UNAVAILABLE),
 )
 
 
@@ -70,7 +55,7 @@ def grpc_error(error: BaseException) -> GrpcError:
 
 
 def _pushback(error: BaseException) -> tuple[tuple[str, str], ...]:
-    if not isinstance(error, Unavailable | RateLimited):
+    if not isinstance(error, errors.Unavailable | errors.RateLimited):
         return ()
     after_s = error.retry_after_s
     return ((PUSHBACK, _NEVER if after_s is None else str(max(1, math.ceil(after_s * 1000)))),)
@@ -179,12 +164,12 @@ def _decoded(method: Method, content: bytes) -> Any:
     try:
         return method.decode(content)
     except (DecodeError, ValueError) as error:
-        raise InvalidRequest(f"the message cannot be decoded: {error}") from None
+        raise errors.InvalidRequest(f"the message cannot be decoded: {error}") from None
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: Exception, ended: _Ended) -> None:
     """Ends the call; logs what was not raised on purpose."""
-    if not isinstance(error, MaitredError):
+    if not isinstance(error, errors.MaitredError):
         ERRORS.error("request failed", exc_info=error)
     told = grpc_error(error)
     ended.code = told.code

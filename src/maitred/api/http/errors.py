@@ -6,26 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maitred.core.errors import (
-    CannotResume,
-    EngineDead,
-    GenerationFailed,
-    InvalidApiKey,
-    MaitredError,
-    ModelNotFound,
-    Overloaded,
-    PermissionDenied,
-    QueueTimeout,
-    RateLimited,
-    ReadTooSlowly,
-    RegionNotFound,
-    RequestError,
-    RequestTimeout,
-    RequestTooLarge,
-    RouteNotFound,
-    ServerError,
-    Unavailable,
-)
+from maitred.core import errors
 
 MAX_MESSAGE_CHARS = 1000
 MAX_NAMES = 20  # in an error
@@ -36,15 +17,15 @@ class ClientGone(Exception):
     """The client closed the connection; no answer can be sent."""
 
 
-class BrokenOff(Unavailable):
+class BrokenOff(errors.Unavailable):
     """The answer stops in the middle, without an end: a router goes on with it elsewhere."""
 
 
-class ReplicaFailed(ServerError):
+class ReplicaFailed(errors.ServerError):
     """A replica gave no answer that a client can have, and no other replica may go on with the request."""
 
 
-class MethodNotAllowed(RequestError):
+class MethodNotAllowed(errors.RequestError):
     """The path exists, but not with this method; `allow` are those it has."""
 
     code = "method_not_allowed"
@@ -54,19 +35,19 @@ class MethodNotAllowed(RequestError):
         self.allow = allow
 
 
-class UnsupportedMediaType(RequestError):
+class UnsupportedMediaType(errors.RequestError):
     """The body is not announced as JSON. Browsers can't announce that across origins without asking first (CORS)."""
 
     code = "unsupported_media_type"
 
 
-class RequestTooSlow(RequestError):
+class RequestTooSlow(errors.RequestError):
     """The rest of the request did not come in time."""
 
     code = "request_too_slow"
 
 
-class HeadTooLarge(RequestError):
+class HeadTooLarge(errors.RequestError):
     """The request line and headers are more than any request needs."""
 
     code = "head_too_large"
@@ -84,32 +65,32 @@ class HttpError(NamedTuple):
 
 # The first match counts, so subclasses stand before their bases.
 _STATUS: tuple[tuple[type[BaseException], int, str | None], ...] = (
-    (InvalidApiKey, 401, None),
-    (PermissionDenied, 403, None),
-    (RateLimited, 429, None),
-    (ModelNotFound, 404, None),
-    (RouteNotFound, 404, None),
-    (RegionNotFound, 404, None),
+    (errors.InvalidApiKey, 401, None),
+    (errors.PermissionDenied, 403, None),
+    (errors.RateLimited, 429, None),
+    (errors.ModelNotFound, 404, None),
+    (errors.RouteNotFound, 404, None),
+    (errors.RegionNotFound, 404, None),
     (MethodNotAllowed, 405, None),
-    (CannotResume, 409, None),
-    (RequestTooLarge, 413, None),
+    (errors.CannotResume, 409, None),
+    (errors.RequestTooLarge, 413, None),
     (UnsupportedMediaType, 415, None),
     (RequestTooSlow, 408, None),
-    (ReadTooSlowly, 408, None),
+    (errors.ReadTooSlowly, 408, None),
     (HeadTooLarge, 431, None),
-    (RequestError, 400, None),
-    (RequestTimeout, 504, None),
-    (Unavailable, 503, "server_unavailable"),
-    (EngineDead, 503, "engine_dead"),
+    (errors.RequestError, 400, None),
+    (errors.RequestTimeout, 504, None),
+    (errors.Unavailable, 503, "server_unavailable"),
+    (errors.EngineDead, 503, "engine_dead"),
     (ReplicaFailed, 502, "bad_gateway"),
-    (GenerationFailed, 500, "generation_failed"),
+    (errors.GenerationFailed, 500, "generation_failed"),
 )
 
 
 def http_error(error: BaseException) -> HttpError:
     """Status, text and headers for `error`; what we did not raise on purpose tells the client nothing of its inside."""
     status, code = next((entry[1:] for entry in _STATUS if isinstance(error, entry[0])), (500, "internal_error"))
-    message = str(error) if isinstance(error, MaitredError) else "internal error; the server's log has the cause"
+    message = str(error) if isinstance(error, errors.MaitredError) else "internal error; the server's log has the cause"
     return HttpError(
         status,
         _printable(shortened(message, MAX_MESSAGE_CHARS)),
@@ -136,15 +117,15 @@ def _printable(text: str) -> str:
 
 
 def _headers(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
-    if isinstance(error, Overloaded | QueueTimeout):
+    if isinstance(error, errors.Overloaded | errors.QueueTimeout):
         return (*_when_to_retry(error.retry_after_s), (b"x-should-retry", b"true"))
-    if isinstance(error, RequestTimeout):
+    if isinstance(error, errors.RequestTimeout):
         return _when_to_retry(None)
-    if isinstance(error, Unavailable):
+    if isinstance(error, errors.Unavailable):
         return ((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()),)
-    if isinstance(error, RateLimited):
+    if isinstance(error, errors.RateLimited):
         return _when_to_retry(error.retry_after_s)
-    if isinstance(error, InvalidApiKey):
+    if isinstance(error, errors.InvalidApiKey):
         return ((b"www-authenticate", b"Bearer"),)
     if isinstance(error, MethodNotAllowed):
         return ((b"allow", error.allow.encode()),)

@@ -11,18 +11,7 @@ from starlette.types import Message
 
 from maitred.api.http.exchange import TOLD_OF_BODIES, Exchange, Header
 from maitred.core.clock import Clock
-from maitred.storage.result_cache import (
-    CacheControl,
-    CachedAnswer,
-    ResultCache,
-    cache_control,
-    is_exact,
-    is_fresh,
-    packed,
-    result_key,
-    unpacked,
-    without_comments,
-)
+from maitred.storage import result_cache
 
 if TYPE_CHECKING:
     from maitred.storage.redis import RedisStore
@@ -39,7 +28,7 @@ class WantedAnswer:
     """An answer that may be replayed, or kept for later."""
 
     key: bytes
-    control: CacheControl
+    control: result_cache.CacheControl
 
 
 class Results:
@@ -54,7 +43,7 @@ class Results:
         shared: RedisStore | None = None,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        self.cache = ResultCache(max_bytes, ttl_s)
+        self.cache = result_cache.ResultCache(max_bytes, ttl_s)
         self.is_on = max_bytes > 0
         self.num_hits = self.num_misses = self.num_corrupt = 0
         self._shared, self._clock, self._wall_time = shared, clock, wall_time
@@ -63,11 +52,11 @@ class Results:
         self, exchange: Exchange, body: bytes, *, revision: str, temperature: float | None, seed: int | None
     ) -> WantedAnswer | None:
         """The answer's key; None for what is never cached. `revision` says what besides the body makes the answer."""
-        if not self.is_on or not is_exact(temperature, seed):
+        if not self.is_on or not result_cache.is_exact(temperature, seed):
             return None
         path, tenant = exchange.scope["path"], exchange.caller.tenant.name
-        key = result_key(body, path=path, tenant=tenant, revision=revision)
-        return WantedAnswer(key, cache_control(exchange.headers.get(CACHE_CONTROL)))
+        key = result_cache.result_key(body, path=path, tenant=tenant, revision=revision)
+        return WantedAnswer(key, result_cache.cache_control(exchange.headers.get(CACHE_CONTROL)))
 
     async def replay(self, exchange: Exchange, wanted: WantedAnswer | None) -> bool:
         """Answer from the cache, if it is there; else note what is answered, until `keep`. Tells the client which."""
@@ -105,24 +94,24 @@ class Results:
             return
         self.cache.keep(wanted.key, answer)
         if self._shared is not None:
-            value = packed(wanted.key, answer, self._wall_time(), now)
+            value = result_cache.packed(wanted.key, answer, self._wall_time(), now)
             self._shared.put(wanted.key, value, self.cache.ttl_s)
 
-    async def _find(self, wanted: WantedAnswer) -> CachedAnswer | None:
+    async def _find(self, wanted: WantedAnswer) -> result_cache.CachedAnswer | None:
         key, now = wanted.key, self._clock.now()
         if wanted.control.max_age_s == 0:
             return None
         answer = self.cache.find(key, now)
         if answer is None and self._shared is not None:
             answer = await self._find_shared(self._shared, key)
-        return answer if answer is not None and is_fresh(answer, wanted.control, now) else None
+        return answer if answer is not None and result_cache.is_fresh(answer, wanted.control, now) else None
 
-    async def _find_shared(self, shared: RedisStore, key: bytes) -> CachedAnswer | None:
+    async def _find_shared(self, shared: RedisStore, key: bytes) -> result_cache.CachedAnswer | None:
         value = await shared.get(key)
         if value is None:
             return None
         now = self._clock.now()
-        answer = unpacked(key, value, self._wall_time(), now)
+        answer = result_cache.unpacked(key, value, self._wall_time(), now)
         if answer is None:
             self.num_corrupt += 1
             shared.drop(key)
@@ -146,16 +135,16 @@ class Recording:
         self._complete = False
         exchange.raw_send, exchange.recording = self._sent, self
 
-    def answer(self, now: float) -> CachedAnswer | None:
+    def answer(self, now: float) -> result_cache.CachedAnswer | None:
         """The answer to keep; None for what was no success, is too long, or has no end."""
         if self._status != 200 or not self._complete or self._room < 0:
             return None
         body = b"".join(self._pieces)
         if self._content_type.startswith(EVENTS):
-            body = without_comments(body)
+            body = result_cache.without_comments(body)
             if ERROR_EVENT in body or not body.endswith(self._end):  # it could not go on, or was cut
                 return None
-        return CachedAnswer(self._content_type, body, now, self._told)
+        return result_cache.CachedAnswer(self._content_type, body, now, self._told)
 
     async def _sent(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -22,25 +22,10 @@ from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges
 from maitred.engine.intake import ServedModel
 from maitred.engine.replica import Replica
+from maitred.fleet import told
 from maitred.fleet.disagg import facts_of
 from maitred.fleet.prefix_keys import prefix_keys, read_asked
 from maitred.fleet.stored_keys import KeyBlock, StoredKeys, TokenLengths, ends_of_tokens, tokens_of_keys
-from maitred.fleet.told import (
-    BEAT_S,
-    MAX_KEYS_AN_EVENT,
-    NOTHING,
-    Began,
-    Computed,
-    Ended,
-    Fingerprint,
-    FleetEvent,
-    KeysChanged,
-    KVWorker,
-    Load,
-    Phase,
-    ToldUsage,
-    VersionResponse,
-)
 
 MAX_LISTENERS = 16
 MAX_UNTOLD_ENDS = 4096  # to a router that is slow
@@ -58,7 +43,7 @@ class FleetFeed:
         self._replica, self._model, self._in_flight = replica, model, in_flight
         self.keys = StoredKeys()
         self.unfinished = Unfinished(self._ended)
-        self._ends: list[deque[Ended]] = []  # to be told, by listener
+        self._ends: list[deque[told.Ended]] = []  # to be told, by listener
         self._computed: list[Counter[str]] = []  # likewise
         self._num_listeners = 0
         self._lingering: asyncio.TimerHandle | None = None
@@ -112,23 +97,23 @@ class FleetFeed:
             raise Overloaded(f"{MAX_LISTENERS} routers listen already; close one of them", retry_after_s=5.0)
         self._enter()
         changes, loop = self.keys.listen(), asyncio.get_running_loop()
-        ends: deque[Ended] = deque(maxlen=MAX_UNTOLD_ENDS)
+        ends: deque[told.Ended] = deque(maxlen=MAX_UNTOLD_ENDS)
         computed: Counter[str] = Counter()
         self._ends.append(ends)
         self._computed.append(computed)
         try:
-            yield _event(Began(identity(self._model)))
+            yield _event(told.Began(identity(self._model)))
             beat_at = loop.time()
             while True:
                 changed = self._changed
                 while changes:
-                    yield _event(KeysChanged(*changes.take(MAX_KEYS_AN_EVENT)))
+                    yield _event(told.KeysChanged(*changes.take(told.MAX_KEYS_AN_EVENT)))
                 while ends:
                     yield _event(ends.popleft())
                 if loop.time() >= beat_at:
-                    beat_at = max(beat_at + BEAT_S, loop.time())
+                    beat_at = max(beat_at + told.BEAT_S, loop.time())
                     if computed:
-                        yield _event(Computed(dict(computed)))
+                        yield _event(told.Computed(dict(computed)))
                         computed.clear()
                     yield _event(self._load())
                 if self._is_over:
@@ -149,14 +134,14 @@ class FleetFeed:
         flight = self._in_flight
         return flight.draining and flight.is_empty and not self.unfinished.is_awaited
 
-    def _ended(self, ended: Ended) -> None:
+    def _ended(self, ended: told.Ended) -> None:
         for ends in self._ends:
             ends.append(ended)
         self._wake()
 
-    def _load(self) -> Load:
+    def _load(self) -> told.Load:
         state = self._replica.state()
-        return Load(
+        return told.Load(
             state=self._phase(state),
             error=state.error,
             drain_s=self._in_flight.drain_left_s,
@@ -169,7 +154,7 @@ class FleetFeed:
             worker=self._kv_worker(),
         )
 
-    def _kv_worker(self) -> KVWorker | None:
+    def _kv_worker(self) -> told.KVWorker | None:
         """This server as a KV worker; None if others cannot pull its KV."""
         engine = self._replica
         if not isinstance(engine, EngineClient):
@@ -177,9 +162,9 @@ class FleetFeed:
         facts, numbers = facts_of(engine, engine.role, is_beside=False), identity(self._model).fingerprint
         if facts is None:
             return None
-        return KVWorker(replace(facts, numbers=str(numbers or "")), engine.kv_addresses)
+        return told.KVWorker(replace(facts, numbers=str(numbers or "")), engine.kv_addresses)
 
-    def _phase(self, state: ReplicaState) -> Phase:
+    def _phase(self, state: ReplicaState) -> told.Phase:
         if not state.alive:
             return "loading" if state.loading else "dead"
         if self._in_flight.draining:
@@ -232,19 +217,19 @@ class _Noting:
 class _Answer:
     request_id: str  # the router's
     running: set[str]  # ids of its samples that the engine has
-    usage: ToldUsage = NOTHING
+    usage: told.ToldUsage = told.NOTHING
     broke_off: bool = False
 
     def add(self, charges: Charges) -> None:
         prompt, _, output = charges[:3]
-        more = ToldUsage(prompt, charges.num_cached_tokens if prompt else 0, output, charges.compute_us)
-        self.usage = ToldUsage(*map(add, self.usage, more))
+        more = told.ToldUsage(prompt, charges.num_cached_tokens if prompt else 0, output, charges.compute_us)
+        self.usage = told.ToldUsage(*map(add, self.usage, more))
 
 
 class Unfinished:
     """Follows the answers for routers to the engine's last word on them. Belongs to the event loop."""
 
-    def __init__(self, tell: Callable[[Ended], None]) -> None:
+    def __init__(self, tell: Callable[[told.Ended], None]) -> None:
         self._tell = tell
         self.answers: dict[str, _Answer] = {}  # by id of each sample that the engine has
         self._num_broken = 0
@@ -293,7 +278,7 @@ class Unfinished:
     def _tell_if_over(self, answer: _Answer) -> None:
         if answer.broke_off and not answer.running:
             self._num_broken -= 1
-            self._tell(Ended(answer.request_id, answer.usage))
+            self._tell(told.Ended(answer.request_id, answer.usage))
 
     def _give_up(self, answer: _Answer) -> None:
         if answer.running:
@@ -306,12 +291,12 @@ class Unfinished:
         answer.running.clear()
 
 
-def identity(model: ServedModel | None) -> VersionResponse:
+def identity(model: ServedModel | None) -> told.VersionResponse:
     """This server's identity; as it loads it has no model."""
     if model is None:
-        return VersionResponse(version=maitred.__version__)
+        return told.VersionResponse(version=maitred.__version__)
     held = model.footprint
-    return VersionResponse(
+    return told.VersionResponse(
         version=maitred.__version__,
         models=model.names,
         slots=model.max_num_seqs or None,
@@ -319,9 +304,9 @@ def identity(model: ServedModel | None) -> VersionResponse:
         block_size=model.block_size,
         fingerprint=None
         if held is None
-        else Fingerprint(model.revision, held.executor, held.dtype, held.kv_dtype, held.isa),
+        else told.Fingerprint(model.revision, held.executor, held.dtype, held.kv_dtype, held.isa),
     )
 
 
-def _event(event: FleetEvent) -> bytes:
+def _event(event: told.FleetEvent) -> bytes:
     return b"data: " + _encode(event) + b"\n\n"

@@ -10,22 +10,8 @@ from typing import TypeVar
 
 from maitred.api.http.errors import ClientGone, ReplicaFailed
 from maitred.api.http.exchange import CONNECTION, EventStream, Exchange
+from maitred.api.route import messages
 from maitred.api.route.fleet import Bill, Fleet, LiveReplica, Moved, RoutedRequest
-from maitred.api.route.messages import (
-    MAX_ERROR_BYTES,
-    ForeignStream,
-    Leg,
-    Outgoing,
-    as_usage,
-    cost_told,
-    failure_told,
-    is_stream,
-    message_of,
-    read_whole,
-    stops_of,
-    tell_expected,
-    towards_client,
-)
 from maitred.core.errors import MaitredError
 from maitred.core.request import Charges, FinishReason
 from maitred.fleet.actions import Bind
@@ -50,7 +36,7 @@ class Relay:
         self,
         fleet: Fleet,
         routed: RoutedRequest,
-        outgoing: Outgoing,
+        outgoing: messages.Outgoing,
         *,
         keep_alive_s: float,
         on_tokens: Callable[[int, float], None],
@@ -92,7 +78,7 @@ class Relay:
             return self.usage
         if self._told is None:
             return AnswerUsage(num_output_tokens=self._num_tokens, complete=False)
-        return as_usage(self._told.usage_so_far(), complete=False)
+        return messages.as_usage(self._told.usage_so_far(), complete=False)
 
     @property
     def spec(self) -> FleetRequest:
@@ -150,11 +136,11 @@ class Relay:
         if self._events is None:  # its first token will not be seen
             self._on_tokens(0, self._fleet.clock.now())
         may_hand_over = self._outgoing.may_hand_over() and not self._routed.began
-        stops = stops_of(bind.choice, self._fleet.replicas, may_hand_over=may_hand_over)
+        stops = messages.stops_of(bind.choice, self._fleet.replicas, may_hand_over=may_hand_over)
         if bind.choice.prefill is not None and len(stops) == 1:
             self._fleet.handed_over(self._routed)
         if len(stops) > 1:
-            self._telling = asyncio.create_task(tell_expected(self._outgoing, stops[-1], self._age_s))
+            self._telling = asyncio.create_task(messages.tell_expected(self._outgoing, stops[-1], self._age_s))
         for stop in stops:
             self._is_computed = False
             is_over = await self._stop(stop)
@@ -164,7 +150,7 @@ class Relay:
             self._fleet.handed_over(self._routed, is_computed=True)
         return False
 
-    async def _stop(self, stop: Leg) -> bool:
+    async def _stop(self, stop: messages.Leg) -> bool:
         """Try one stop; returns whether the client has all of the answer. `_is_computed` tells of a prompt alone."""
         self._refusal, self._is_billed, live = None, False, stop.live
         try:
@@ -173,7 +159,7 @@ class Relay:
             if self.bill is not None and live.facts.has_beats and not self._is_billed:
                 self.bill.left(live.facts.name, self._told.usage_so_far() if self._told is not None else NOTHING)
 
-    async def _tried(self, stop: Leg) -> bool:
+    async def _tried(self, stop: messages.Leg) -> bool:
         try:
             answer = await stop.live.upstream.send(self._ask(stop))
         except UpstreamFailed as failed:
@@ -187,7 +173,7 @@ class Relay:
         finally:
             answer.abort()
 
-    def _ask(self, stop: Leg) -> UpstreamAsk:
+    def _ask(self, stop: messages.Leg) -> UpstreamAsk:
         """The ask from the beginning, or for the rest. Raises ReplicaFailed where no replica could go on."""
         live, kv_told = stop.live, stop.headers(is_stream=self._told is not None, prompt=self._prompt)
         if self._told is not None:
@@ -223,26 +209,26 @@ class Relay:
                 await self._events.keep_alive()
         return bind
 
-    async def _answered(self, answer: UpstreamAnswer, stop: Leg) -> bool:
+    async def _answered(self, answer: UpstreamAnswer, stop: messages.Leg) -> bool:
         live = stop.live
         if 300 <= answer.status < 400 and answer.status != 304:  # would send the client, key and prompt, elsewhere
             raise ReplicaFailed(f"the replica answers {answer.status}, a redirect, which a router does not pass on")
-        failure = failure_told(answer, is_ours=live.is_ours)
+        failure = messages.failure_told(answer, is_ours=live.is_ours)
         if failure is not None:
-            body = await answer.whole(MAX_ERROR_BYTES)
+            body = await answer.whole(messages.MAX_ERROR_BYTES)
             self._is_billed = failure.kind is FailureKind.FULL
             if failure.kind is not FailureKind.FULL:
                 self._refusal = answer, body
             self._fleet.failed(self._routed, failure, live)
             return False
-        if self._routed.began and not (answer.status == 200 and is_stream(answer)):
-            why = message_of(await answer.whole(MAX_ERROR_BYTES))
+        if self._routed.began and not (answer.status == 200 and messages.is_stream(answer)):
+            why = messages.message_of(await answer.whole(messages.MAX_ERROR_BYTES))
             raise ReplicaFailed(f"{BROKE_OFF}: {why}")
-        if self._events is not None and is_stream(answer):
+        if self._events is not None and messages.is_stream(answer):
             await self._stream(answer, stop)
         elif answer.status == 200 and not stop.is_last:
             await answer.begin(MAX_KEPT_BYTES)
-            self._prompt = cost_told(answer, is_ours=live.is_ours)
+            self._prompt = messages.cost_told(answer, is_ours=live.is_ours)
             self._is_computed = self._is_billed = True
         else:
             await self._whole(answer, live)
@@ -267,7 +253,7 @@ class Relay:
         while body:
             await self._send_piece(body)
             body = await answer.piece()
-        self.usage = cost_told(answer, is_ours=live.is_ours) or AnswerUsage()
+        self.usage = messages.cost_told(answer, is_ours=live.is_ours) or AnswerUsage()
         self._is_billed = True
         self._ends()
         await self._send_end()
@@ -275,7 +261,9 @@ class Relay:
     async def _send_whole(self, answer: UpstreamAnswer, live: LiveReplica, body: bytes) -> None:
         usage = AnswerUsage(num_output_tokens=0)
         if self._outgoing.has_usage and answer.status == 200:
-            usage = cost_told(answer, is_ours=live.is_ours) or _read(partial(read_whole, answer), body)
+            usage = messages.cost_told(answer, is_ours=live.is_ours) or _read(
+                partial(messages.read_whole, answer), body
+            )
         self._begin()
         self._ends()
         self._is_billed, self.usage = True, usage
@@ -293,11 +281,11 @@ class Relay:
 
     # -- streams
 
-    async def _stream(self, answer: UpstreamAnswer, stop: Leg) -> None:
+    async def _stream(self, answer: UpstreamAnswer, stop: messages.Leg) -> None:
         """Whole events only, so that an error or another replica's can follow wherever it breaks off."""
         live = stop.live
         told = self._told if live.is_ours else None
-        foreign = ForeignStream()  # where nothing is told
+        foreign = messages.ForeignStream()  # where nothing is told
         feed = foreign.feed if told is None else told.feed
         await self._send_events(answer, live, self._unsent)
         while piece := await answer.piece():
@@ -319,10 +307,10 @@ class Relay:
         if end and not foreign.has_ended(self._num_each):
             raise UpstreamFailed(Broken.WRONG, "its stream ended without a finish reason or [DONE]")
         self._tell_tokens()
-        self.usage = cost_told(answer, is_ours=live.is_ours)
+        self.usage = messages.cost_told(answer, is_ours=live.is_ours)
         self._is_billed = self.usage is not None or told is None or told.usage is not None
         if self.usage is None and told is not None:
-            self.usage = as_usage(told.usage_so_far())
+            self.usage = messages.as_usage(told.usage_so_far())
         self.usage = self.usage or foreign.usage(self._num_tokens)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
@@ -375,7 +363,7 @@ class Relay:
         """`length` is of a body that may have come without one."""
         self._exchange.log["replica"] = live.facts.name
         is_traced = self._exchange.trace_header is not None
-        headers = towards_client(
+        headers = messages.towards_client(
             answer.headers, live.name, round(self._routed.request.held_s * 1000), is_traced=is_traced
         )
         if length is not None and not any(name == b"content-length" for name, _ in headers):

@@ -33,18 +33,7 @@ from maitred.tensor.config import (
 from maitred.tensor.config_checks import ENTRY_POINT, NO_CODE, PYTHON, faults, runs_code
 from maitred.tensor.fill import with_defaults
 from maitred.tensor.instance import NUMPY_TYPES, Arrays, check_inputs, reshaped
-from maitred.tensor.python.frames import (
-    FINALIZE_S,
-    InstanceFailed,
-    InstanceRan,
-    InstanceReady,
-    LoadInstance,
-    Run,
-    SharedArrays,
-    decode_answer,
-    receive,
-    send,
-)
+from maitred.tensor.python import frames
 from maitred.tensor.repository_files import ModelFolder, ModelVersion
 from maitred.tensor.served_models import OPENERS, LoadedVersion, Opener, warm
 
@@ -108,7 +97,7 @@ class PythonInstance:
         self._name, parameters = place.name, parameters_of(config)
         entry_point = parameters.get(ENTRY_POINT, "")
         self._timeout_s = int(parameters[TIMEOUT]) / 1e3 if TIMEOUT in parameters else TIMEOUT_S
-        self._load = LoadInstance(
+        self._load = frames.LoadInstance(
             folder=str(version.path.parent),
             file="" if entry_point else str(version.path),
             entry_point=entry_point,
@@ -154,7 +143,7 @@ class PythonInstance:
             except (OSError, EOFError) as error:
                 raise self._lost(error) from None
             self._num_deaths = 0
-            if isinstance(answer, InstanceFailed):
+            if isinstance(answer, frames.InstanceFailed):
                 raise (InvalidRequest if answer.by_client else KernelError)(f"model {self._name}: {answer.reason}")
             found = self._results.get(answer.outputs, answer.num_bytes)
             return {name: array.copy() for name, array in self._checked(found, inputs, wanted).items()}
@@ -169,17 +158,17 @@ class PythonInstance:
 
     # -- the process
 
-    def _start(self) -> InstanceReady:
+    def _start(self) -> frames.InstanceReady:
         try:
             self._begin()
             self._connection.settimeout(LOAD_TIMEOUT_S)
-            send(self._connection, self._load)
-            answer = decode_answer(receive(self._connection))
+            frames.send(self._connection, self._load)
+            answer = frames.decode_answer(frames.receive(self._connection))
         except (OSError, EOFError) as error:
             self._end()
             told = f": {error}" if str(error) else ""
             raise CheckpointError(f"the process of {self._name} ended before it was loaded{told}") from None
-        if not isinstance(answer, InstanceReady):
+        if not isinstance(answer, frames.InstanceReady):
             self._end()
             raise CheckpointError(f"{self._load.file or self._load.entry_point}: {getattr(answer, 'reason', answer)}")
         self._connection.settimeout(self._timeout_s)
@@ -209,11 +198,11 @@ class PythonInstance:
             self._num_deaths += 1
             raise InstanceLost(str(error)) from None
 
-    def _asked(self, inputs: Arrays, wanted: tuple[str, ...]) -> InstanceRan | InstanceFailed:
+    def _asked(self, inputs: Arrays, wanted: tuple[str, ...]) -> frames.InstanceRan | frames.InstanceFailed:
         placed, num_bytes = self._given.put(inputs)
-        send(self._connection, Run(placed, num_bytes, wanted))
-        answer = decode_answer(receive(self._connection))
-        assert not isinstance(answer, InstanceReady)
+        frames.send(self._connection, frames.Run(placed, num_bytes, wanted))
+        answer = frames.decode_answer(frames.receive(self._connection))
+        assert not isinstance(answer, frames.InstanceReady)
         return answer
 
     def _lost(self, error: Exception) -> InstanceLost:
@@ -259,17 +248,17 @@ class PythonInstance:
         return told
 
 
-def _shared(name: str, files: ExitStack) -> SharedArrays:
+def _shared(name: str, files: ExitStack) -> frames.SharedArrays:
     file = os.memfd_create(name)
     files.callback(os.close, file)
-    return SharedArrays(file)
+    return frames.SharedArrays(file)
 
 
 def _reap(process: subprocess.Popen[bytes], files: ExitStack) -> None:
     """Reap the process; its files are ours until it has ended."""
     with files:
         try:
-            process.wait(FINALIZE_S)
+            process.wait(frames.FINALIZE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

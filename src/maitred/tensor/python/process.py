@@ -16,64 +16,50 @@ import numpy as np
 
 from maitred.core.errors import InvalidRequest
 from maitred.executor.parent import end_with
-from maitred.tensor.python import triton
-from maitred.tensor.python.frames import (
-    FINALIZE_S,
-    InstanceFailed,
-    InstanceRan,
-    InstanceReady,
-    LoadInstance,
-    Model,
-    Predict,
-    Run,
-    SharedArrays,
-    decode_command,
-    installed,
-    not_installed,
-    receive,
-    send,
-)
+from maitred.tensor.python import frames, triton
 
 
 def main(arguments: list[str]) -> int:
     """Loads, then runs batches until the engine is gone or wants no more; then the model is finalized."""
     number, inputs, outputs, engine = map(int, arguments)
-    end_with(engine, grace_s=FINALIZE_S)
+    end_with(engine, grace_s=frames.FINALIZE_S)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=number) as connection:
         model = _told(connection, _load)
         if model is None:
             return 1
         with suppress(EOFError, OSError):
-            _run(connection, model.predict, SharedArrays(inputs), SharedArrays(outputs))
+            _run(connection, model.predict, frames.SharedArrays(inputs), frames.SharedArrays(outputs))
     model.finalize()
     return 0
 
 
-def _told(connection: socket.socket, load: Callable[[LoadInstance], Model]) -> Model | None:
-    asked = decode_command(receive(connection))
-    assert isinstance(asked, LoadInstance)
+def _told(connection: socket.socket, load: Callable[[frames.LoadInstance], frames.Model]) -> frames.Model | None:
+    asked = frames.decode_command(frames.receive(connection))
+    assert isinstance(asked, frames.LoadInstance)
     try:
         model = load(asked)
     except Exception as error:
-        send(connection, InstanceFailed(_reason(error)))
+        frames.send(connection, frames.InstanceFailed(_reason(error)))
         return None
-    send(connection, InstanceReady(model.config))
+    frames.send(connection, frames.InstanceReady(model.config))
     return model
 
 
-def _run(connection: socket.socket, predict: Predict, inputs: SharedArrays, outputs: SharedArrays) -> None:
+def _run(
+    connection: socket.socket, predict: frames.Predict, inputs: frames.SharedArrays, outputs: frames.SharedArrays
+) -> None:
     while True:
-        asked = decode_command(receive(connection))
-        assert isinstance(asked, Run)
+        asked = frames.decode_command(frames.receive(connection))
+        assert isinstance(asked, frames.Run)
         try:
             given = predict(inputs.get(asked.inputs, asked.num_bytes), asked.outputs)
             placed, num_bytes = outputs.put({name: _array(name, value) for name, value in given.items()})
         except Exception as error:
             traceback.print_exc()
-            send(connection, InstanceFailed(_reason(error), isinstance(error, InvalidRequest)))
+            frames.send(connection, frames.InstanceFailed(_reason(error), isinstance(error, InvalidRequest)))
         else:
-            send(connection, InstanceRan(placed, num_bytes))
+            frames.send(connection, frames.InstanceRan(placed, num_bytes))
 
 
 def _array(name: str, value: Any) -> np.ndarray:
@@ -98,18 +84,18 @@ def _reason(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
-def _load(asked: LoadInstance) -> Model:
+def _load(asked: frames.LoadInstance) -> frames.Model:
     if asked.file:
         return triton.load(asked, _module(asked))
-    found = installed(asked.entry_point)
+    found = frames.installed(asked.entry_point)
     if found is None:
-        raise LookupError(not_installed(asked.entry_point))
+        raise LookupError(frames.not_installed(asked.entry_point))
     model = found.load()()
     model.load(asked.folder, asked.parameters)
-    return Model(lambda inputs, wanted: model.predict(inputs))
+    return frames.Model(lambda inputs, wanted: model.predict(inputs))
 
 
-def _module(asked: LoadInstance) -> Any:
+def _module(asked: frames.LoadInstance) -> Any:
     """Import the module; its own folder can be imported from, as Triton has it."""
     sys.path.insert(0, os.path.dirname(asked.file))
     spec = importlib.util.spec_from_file_location("model", asked.file)

@@ -12,18 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from maitred.api.dialects.kserve import told, wire
-from maitred.api.dialects.kserve.generate import (
-    GENERATION,
-    HEADER_LENGTH,
-    SPOKEN,
-    accepted,
-    body_of,
-    deflated,
-    header_length,
-    inflated,
-    is_generate,
-)
+from maitred.api.dialects.kserve import generate, told, wire
 from maitred.api.dialects.kserve.told import Models
 from maitred.api.generate.complete import complete as complete_text
 from maitred.api.generate.dialect import time_limits
@@ -98,8 +87,8 @@ class KServe:
     # -- inference
 
     async def post_model(self, app: App, exchange: Exchange) -> None:
-        if is_generate(exchange.parameter):
-            await complete_text(GENERATION, app, exchange)
+        if generate.is_generate(exchange.parameter):
+            await complete_text(generate.GENERATION, app, exchange)
             return
         asked = _model(app, exchange)
         if asked.action == "trace/setting":
@@ -113,24 +102,24 @@ class KServe:
 
     async def _infer(self, app: App, exchange: Exchange, model: _Model) -> None:
         Models(app, exchange.caller).check_tensors(model.name)
-        body = await body_of(exchange)
+        body = await generate.body_of(exchange)
         encoding = exchange.headers.get(b"content-encoding", b"").strip().lower()
         limits = time_limits(None, exchange.headers)
         async with app.in_flight.watch(exchange):
             if encoding:
-                work = partial(inflated, body, encoding, exchange.max_body_bytes)
+                work = partial(generate.inflated, body, encoding, exchange.max_body_bytes)
                 body = await app.text.run(exchange.max_body_bytes, work)
             asked = await self._asked(app, exchange, model, body)
             response = await infer(app, exchange.caller, asked.request, limits=limits)
             answer = await self._written(app, asked, response)
         headers: tuple[Header, ...] = JSON_HEADERS
         if answer.header_bytes is not None:
-            headers = (*_BINARY_HEADERS, (HEADER_LENGTH, str(answer.header_bytes).encode()))
+            headers = (*_BINARY_HEADERS, (generate.HEADER_LENGTH, str(answer.header_bytes).encode()))
         await _answer(app, exchange, answer.body, headers)
 
     async def _asked(self, app: App, exchange: Exchange, model: _Model, body: bytes) -> wire.InferAsked:
         request = InferRequest(request_id=new_id(), model=model.name, version=model.version)
-        num_json_bytes = header_length(exchange.headers.get(HEADER_LENGTH), len(body))
+        num_json_bytes = generate.header_length(exchange.headers.get(generate.HEADER_LENGTH), len(body))
         if num_json_bytes or not body:
             owner = exchange.caller.tenant.name
             work = partial(wire.asked, body, num_json_bytes, request, partial(self._with.regions.view, owner))
@@ -208,9 +197,9 @@ class KServe:
 
 async def _answer(app: App, exchange: Exchange, body: bytes, headers: tuple[Header, ...]) -> None:
     """Compressed where the client likes that best."""
-    encoding = accepted(exchange.headers.get(b"accept-encoding", b""))
+    encoding = generate.accepted(exchange.headers.get(b"accept-encoding", b""))
     if encoding:
-        body = await app.text.run(len(body), partial(deflated, body, encoding))
+        body = await app.text.run(len(body), partial(generate.deflated, body, encoding))
         headers = (*headers, (b"content-encoding", encoding), (b"vary", b"accept-encoding"))
     await exchange.answer(body, 200, headers)
 
@@ -233,7 +222,7 @@ async def _no_cuda_regions(app: App, exchange: Exchange) -> None:
 
 async def _json_of(exchange: Exchange) -> dict[str, Any]:
     """The body's JSON object; empty without a body."""
-    body = await body_of(exchange)
+    body = await generate.body_of(exchange)
     if len(body) > MOST_CONTROL_BYTES:
         raise RequestTooLarge(f"the body has {len(body)} bytes; this path takes at most {MOST_CONTROL_BYTES}")
     return wire.object_of(memoryview(body), _objects) if body else {}
@@ -296,7 +285,7 @@ def kserve_routes(extensions: Extensions) -> tuple[Route, ...]:
         route("GET", "/health/ready", it.ready, "Whether models are asked for with success.", **health),
         route("GET", "/models/stats", it.all_statistics, "Counts and times of every tensor model."),
         route("GET", "/models/{model:path}", it.get_model, "A model's metadata, ready, config, stats.", errors=reads),
-        route("POST", "/models/{model:path}", it.post_model, "Infer, generate.", errors=asks, **SPOKEN),
+        route("POST", "/models/{model:path}", it.post_model, "Infer, generate.", errors=asks, **generate.SPOKEN),
         route("POST", "/repository/index", it.index, "The models of the repository and their states."),
         route("POST", "/repository/{action:path}", it.repository, "Load or unload a model.", admin=loads),
         route("GET", "/systemsharedmemory/{action:path}", it.get_regions, "Registered regions.", admin=regions),

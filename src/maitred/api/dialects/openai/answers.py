@@ -11,18 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 import maitred
-from maitred.api.dialects.openai.schemas import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    CompletionTokensDetails,
-    GenerationFields,
-    NamedLogprob,
-    PromptTokensDetails,
-    TimingMs,
-    TopLogprob,
-    Usage,
-)
+from maitred.api.dialects.openai import schemas
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.http.errors import HttpError
 from maitred.api.http.exchange import REQUEST_ID
@@ -100,27 +89,27 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) and logprob > LOWEST else LOWEST
 
 
-def chat_logprobs(positions: Iterable[TokenLogprobs], names: TokenNames, num_top: int) -> ChatLogprobs:
+def chat_logprobs(positions: Iterable[TokenLogprobs], names: TokenNames, num_top: int) -> schemas.ChatLogprobs:
     """The chosen token at each position, and the `num_top` most likely."""
     content = []
     for at in positions:
         token, raw = names.chat(at.token_ids[0])
         top = [
-            TopLogprob(name, finite(logprob), spelled)
+            schemas.TopLogprob(name, finite(logprob), spelled)
             for (name, spelled), logprob in zip(
                 map(names.chat, at.token_ids[1 : num_top + 1]), at.logprobs[1 : num_top + 1], strict=True
             )
         ]
-        content.append(ChatTokenLogprob(token, finite(at.logprobs[0]), raw, top))
-    return ChatLogprobs(content)
+        content.append(schemas.ChatTokenLogprob(token, finite(at.logprobs[0]), raw, top))
+    return schemas.ChatLogprobs(content)
 
 
-def packed_chat_logprobs(positions: Sequence[TokenLogprobs], names: TokenNames, num_top: int) -> ChatLogprobs:
+def packed_chat_logprobs(positions: Sequence[TokenLogprobs], names: TokenNames, num_top: int) -> schemas.ChatLogprobs:
     """Like `chat_logprobs`, encoded to JSON in pieces: collecting the garbage of a million objects at once would stall
     the whole process for a quarter of a second.
     """
     pieces = (chat_logprobs(some, names, num_top).content for some in _pieces(positions))
-    return ChatLogprobs([_packed(piece) for piece in pieces])
+    return schemas.ChatLogprobs([_packed(piece) for piece in pieces])
 
 
 def _pieces(positions: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
@@ -148,29 +137,29 @@ class CompletionLogprobsWriter:
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids=context, skip_special_tokens=skip_special_tokens)
         self._offset = 0  # characters of the choice's text before the next token
 
-    def prompt(self, first_token: int, positions: Iterable[TokenLogprobs]) -> CompletionLogprobs:
+    def prompt(self, first_token: int, positions: Iterable[TokenLogprobs]) -> schemas.CompletionLogprobs:
         """An echoed prompt; nothing is known before its first token, so that one has null."""
-        written = CompletionLogprobs(
+        written = schemas.CompletionLogprobs(
             [self._advance(first_token)], [None], [self._names.completion(first_token)], [None]
         )
         self._write(written, positions)
         return written
 
-    def output(self, positions: Iterable[TokenLogprobs]) -> CompletionLogprobs:
-        written = CompletionLogprobs([], [], [], [])
+    def output(self, positions: Iterable[TokenLogprobs]) -> schemas.CompletionLogprobs:
+        written = schemas.CompletionLogprobs([], [], [], [])
         self._write(written, positions)
         return written
 
-    def packed_output(self, positions: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+    def packed_output(self, positions: Sequence[TokenLogprobs]) -> schemas.CompletionLogprobs:
         """Like `output`, encoded to JSON in pieces."""
-        written = CompletionLogprobs([], [], [], [])
+        written = schemas.CompletionLogprobs([], [], [], [])
         for some in _pieces(positions):
             piece = self.output(some)
-            for name in CompletionLogprobs.__struct_fields__:
+            for name in schemas.CompletionLogprobs.__struct_fields__:
                 getattr(written, name).append(_packed(getattr(piece, name)))
         return written
 
-    def _write(self, written: CompletionLogprobs, positions: Iterable[TokenLogprobs]) -> None:
+    def _write(self, written: schemas.CompletionLogprobs, positions: Iterable[TokenLogprobs]) -> None:
         for at in positions:
             names = [self._names.completion(token) for token in at.token_ids[: self._num_top + 1]]
             values = [finite(logprob) for logprob in at.logprobs[: self._num_top + 1]]
@@ -188,8 +177,8 @@ class CompletionLogprobsWriter:
         return offset
 
 
-def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
+def joined(first: schemas.CompletionLogprobs, second: schemas.CompletionLogprobs) -> schemas.CompletionLogprobs:
+    return schemas.CompletionLogprobs(
         first.text_offset + second.text_offset,
         first.token_logprobs + second.token_logprobs,
         first.tokens + second.tokens,
@@ -199,14 +188,14 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 def named_prompt_logprobs(
     positions: Iterable[TokenLogprobs], names: TokenNames, num_top: int
-) -> list[dict[str, NamedLogprob] | None]:
+) -> list[dict[str, schemas.NamedLogprob] | None]:
     """vLLM's prompt_logprobs: by token id, None for the first token."""
-    written: list[dict[str, NamedLogprob] | None] = [None]
+    written: list[dict[str, schemas.NamedLogprob] | None] = [None]
     for at in positions:
         entries = zip(at.token_ids, at.logprobs, at.ranks, strict=True)
         written.append(
             {
-                str(token): NamedLogprob(finite(logprob), rank, names.completion(token))
+                str(token): schemas.NamedLogprob(finite(logprob), rank, names.completion(token))
                 for token, logprob, rank in list(entries)[: num_top + 1]
             }
         )
@@ -251,7 +240,7 @@ class ChunkWriter:
         return self._head + b'],"usage":' + encode(usage_of(self._outcome)) + END
 
 
-def completion_id(prefix: str, body: GenerationFields, request_id: str) -> str:
+def completion_id(prefix: str, body: schemas.GenerationFields, request_id: str) -> str:
     """`chatcmpl-` and the request id: the body's (vLLM's field), else the one that the request has."""
     if body.request_id is None:
         return f"{prefix}-{request_id}"
@@ -260,15 +249,15 @@ def completion_id(prefix: str, body: GenerationFields, request_id: str) -> str:
     return f"{prefix}-{body.request_id}"
 
 
-def usage_of(outcome: Outcome) -> Usage:
+def usage_of(outcome: Outcome) -> schemas.Usage:
     """The time's split is told once all samples have ended."""
     timing, used = outcome.timing(), outcome.usage()
-    return Usage(
+    return schemas.Usage(
         prompt_tokens=used.num_prompt_tokens,
         completion_tokens=used.num_generated_tokens,
         total_tokens=used.num_prompt_tokens + used.num_generated_tokens,
-        prompt_tokens_details=PromptTokensDetails(used.num_cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(
+        prompt_tokens_details=schemas.PromptTokensDetails(used.num_cached_tokens),
+        completion_tokens_details=schemas.CompletionTokensDetails(
             used.num_reasoning_tokens, used.num_accepted_tokens, used.num_predicted_tokens - used.num_accepted_tokens
         ),
         handover=used.handover or UNSET,
@@ -277,8 +266,8 @@ def usage_of(outcome: Outcome) -> Usage:
     )
 
 
-def _timing_ms(timing: RequestTiming) -> TimingMs:
-    return TimingMs(**timing_parts_ms(timing), ttft=round(timing.ttft_s * 1000, 3))
+def _timing_ms(timing: RequestTiming) -> schemas.TimingMs:
+    return schemas.TimingMs(**timing_parts_ms(timing), ttft=round(timing.ttft_s * 1000, 3))
 
 
 def finish_name(reason: FinishReason | None, *, calls: bool = False) -> Any:

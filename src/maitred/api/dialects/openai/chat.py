@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from maitred.api.dialects.openai import schemas
 from maitred.api.dialects.openai.answers import (
     FINGERPRINT,
     OPENAI,
@@ -26,18 +27,6 @@ from maitred.api.dialects.openai.answers import (
 from maitred.api.dialects.openai.reading import AnswerReader, ChatReading, is_shaped, text_of
 from maitred.api.dialects.openai.refusals import CHAT_REFUSED, check_object, heed_others
 from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask, wanted_usage
-from maitred.api.dialects.openai.schemas import (
-    AssistantMessage,
-    CalledFunction,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionRequest,
-    ChatDelta,
-    ChatLogprobs,
-    ToolCall,
-    ToolCallDelta,
-)
 from maitred.api.generate.dialect import Dialect, GenerationAsk
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
@@ -49,7 +38,7 @@ from maitred.engine.output import TextDelta
 from maitred.tenancy.tenant import tier_of_priority
 from maitred.text.answer_parser import ArgumentsText, CallBegun
 
-_DECODER = BodyDecoder(ChatCompletionRequest, CHAT_REFUSED)
+_DECODER = BodyDecoder(schemas.ChatCompletionRequest, CHAT_REFUSED)
 
 
 def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
@@ -92,7 +81,12 @@ class ChatAnswer:
     """Writes one chat completion, whole or in chunks."""
 
     def __init__(
-        self, model: ServedModel, body: ChatCompletionRequest, name: str, reading: ChatReading, usage: WantedUsage
+        self,
+        model: ServedModel,
+        body: schemas.ChatCompletionRequest,
+        name: str,
+        reading: ChatReading,
+        usage: WantedUsage,
     ) -> None:
         """`name` is the model's in the answer."""
         self.id, self._name, self._reading = reading.id, name, reading
@@ -109,7 +103,7 @@ class ChatAnswer:
 
     def whole(self, outcome: Outcome) -> bytes:
         body, request = self._body, outcome.samples[0].request
-        answer = ChatCompletion(
+        answer = schemas.ChatCompletion(
             id=self.id,
             created=self.created,
             model=self._name,
@@ -126,10 +120,10 @@ class ChatAnswer:
             answer.prompt_logprobs = named_prompt_logprobs(known, self._names, body.prompt_logprobs)
         return encode(answer)
 
-    def _choice(self, sample: Sample) -> ChatChoice:
+    def _choice(self, sample: Sample) -> schemas.ChatChoice:
         logprobs = None if self._num_top is None else packed_chat_logprobs(sample.logprobs, self._names, self._num_top)
         message = self._message(sample)
-        return ChatChoice(
+        return schemas.ChatChoice(
             index=sample.index,
             message=message,
             logprobs=logprobs,
@@ -138,13 +132,13 @@ class ChatAnswer:
             token_ids=sample.token_ids if self._body.return_token_ids else UNSET,
         )
 
-    def _message(self, sample: Sample) -> AssistantMessage:
+    def _message(self, sample: Sample) -> schemas.AssistantMessage:
         reader = self._reading.reader(sample)
         if reader is None:
-            return AssistantMessage(self._echoed + sample.text)
+            return schemas.AssistantMessage(self._echoed + sample.text)
         read = reader.push(sample.pieces, is_last=True)
         content = self._echoed + read.content
-        message = AssistantMessage(content or None if read.calls else content)
+        message = schemas.AssistantMessage(content or None if read.calls else content)
         if read.reasoning:
             message.reasoning = message.reasoning_content = read.reasoning
         if read.calls:
@@ -169,26 +163,26 @@ class ChatAnswer:
         more: dict[str, Any] = {}
         if self._body.return_token_ids and sample.index == 0:
             more["prompt_token_ids"] = list(sample.request.prompt_token_ids)
-        choice = ChatChunkChoice(sample.index, ChatDelta(role="assistant", content=self._echoed))
+        choice = schemas.ChatChunkChoice(sample.index, schemas.ChatDelta(role="assistant", content=self._echoed))
         return chunks.event(choice, **more)
 
     def piece(self, chunks: ChunkWriter, sample: Sample, delta: TextDelta, reader: AnswerReader | None) -> bytes:
         """The new text, then the end: clients may stop reading a chunk once they see its finish_reason."""
-        logprobs: ChatLogprobs | None = None
+        logprobs: schemas.ChatLogprobs | None = None
         if self._num_top is not None and delta.logprobs:
             logprobs = chat_logprobs(delta.logprobs, self._names, self._num_top)
         shows_ids = bool(self._body.return_token_ids and delta.token_ids)
         told = _plain_deltas(delta) if reader is None else _read_deltas(reader, delta)
         if not told and (logprobs is not None or shows_ids):
-            told = [ChatDelta()]
-        choices = [ChatChunkChoice(sample.index, of_one) for of_one in told]
+            told = [schemas.ChatDelta()]
+        choices = [schemas.ChatChunkChoice(sample.index, of_one) for of_one in told]
         if choices:
             choices[0].logprobs = logprobs
             choices[0].token_ids = list(delta.token_ids) if shows_ids else UNSET
         piece = b"".join(map(chunks.event, choices))
         if delta.finish_reason is not None:
             finish = finish_name(delta.finish_reason, calls=reader is not None and reader.num_calls > 0)
-            last = ChatChunkChoice(sample.index, ChatDelta(), finish_reason=finish)
+            last = schemas.ChatChunkChoice(sample.index, schemas.ChatDelta(), finish_reason=finish)
             if delta.stop_reason is not None:
                 last.stop_reason = delta.stop_reason
             piece += chunks.event(last)
@@ -211,19 +205,19 @@ class ChatStream:
         return first + self._answer.piece(self._chunks, sample, delta, self._readers[sample.index])
 
 
-def _plain_deltas(delta: TextDelta) -> list[ChatDelta]:
-    return [ChatDelta(content=delta.text)] if delta.text else []
+def _plain_deltas(delta: TextDelta) -> list[schemas.ChatDelta]:
+    return [schemas.ChatDelta(content=delta.text)] if delta.text else []
 
 
-def _read_deltas(reader: AnswerReader, delta: TextDelta) -> list[ChatDelta]:
+def _read_deltas(reader: AnswerReader, delta: TextDelta) -> list[schemas.ChatDelta]:
     """Deltas of one kind and one call each, as OpenAI's: instructor reads only the first of a chunk's `tool_calls`."""
     read = reader.push(delta.pieces, is_last=delta.finish_reason is not None)
-    told: list[ChatDelta] = []
+    told: list[schemas.ChatDelta] = []
     if read.reasoning:
-        told.append(ChatDelta(reasoning=read.reasoning, reasoning_content=read.reasoning))
+        told.append(schemas.ChatDelta(reasoning=read.reasoning, reasoning_content=read.reasoning))
     if read.content:
-        told.append(ChatDelta(content=read.content))
-    return told + [ChatDelta(tool_calls=[_call_delta(event)]) for event in _joined(read.calls)]
+        told.append(schemas.ChatDelta(content=read.content))
+    return told + [schemas.ChatDelta(tool_calls=[_call_delta(event)]) for event in _joined(read.calls)]
 
 
 def _joined(events: Sequence[CallBegun | ArgumentsText]) -> list[CallBegun | ArgumentsText]:
@@ -238,18 +232,18 @@ def _joined(events: Sequence[CallBegun | ArgumentsText]) -> list[CallBegun | Arg
     return joined
 
 
-def _call_delta(event: CallBegun | ArgumentsText) -> ToolCallDelta:
+def _call_delta(event: CallBegun | ArgumentsText) -> schemas.ToolCallDelta:
     if isinstance(event, CallBegun):
-        function = CalledFunction(name=event.name, arguments="")
-        return ToolCallDelta(index=event.index, id=event.id, type="function", function=function)
-    return ToolCallDelta(index=event.index, function=CalledFunction(arguments=event.text))
+        function = schemas.CalledFunction(name=event.name, arguments="")
+        return schemas.ToolCallDelta(index=event.index, id=event.id, type="function", function=function)
+    return schemas.ToolCallDelta(index=event.index, function=schemas.CalledFunction(arguments=event.text))
 
 
-def _whole_calls(events: Sequence[CallBegun | ArgumentsText]) -> list[ToolCall]:
-    calls: list[ToolCall] = []
+def _whole_calls(events: Sequence[CallBegun | ArgumentsText]) -> list[schemas.ToolCall]:
+    calls: list[schemas.ToolCall] = []
     for event in events:
         if isinstance(event, CallBegun):
-            calls.append(ToolCall(id=event.id, function=CalledFunction(name=event.name, arguments="")))
+            calls.append(schemas.ToolCall(id=event.id, function=schemas.CalledFunction(name=event.name, arguments="")))
         else:
             calls[event.index].function.arguments += event.text
     return calls

@@ -10,15 +10,8 @@ from functools import partial
 import numpy as np
 from msgspec import Raw
 
+from maitred.api.dialects.openai import embedding_schemas
 from maitred.api.dialects.openai.answers import encode
-from maitred.api.dialects.openai.embedding_schemas import (
-    EMBEDDINGS,
-    NO_ENCODER,
-    Embedding,
-    EmbeddingList,
-    EmbeddingRequest,
-    EmbeddingUsage,
-)
 from maitred.api.dialects.openai.models import model_cards
 from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, MAX_LISTED, heed_others, prompts_of
 from maitred.api.dialects.openai.sampling import check_priority
@@ -36,7 +29,7 @@ from maitred.tensor.encoder import check_dimensions
 from maitred.tensor.encoder_config import encoder_of
 
 MAX_TEXTS = 2048  # as OpenAI takes
-_DECODER = BodyDecoder(EmbeddingRequest, EMBEDDING_REFUSED)
+_DECODER = BodyDecoder(embedding_schemas.EmbeddingRequest, EMBEDDING_REFUSED)
 
 
 class Embeddings:
@@ -52,7 +45,7 @@ class Embeddings:
         check_priority(body.priority, app.policy_without_priorities)
         model = encoder_named(tensors, body.model)
         if model is None:
-            raise ModelNotFound(NO_ENCODER, param="model")
+            raise ModelNotFound(embedding_schemas.NO_ENCODER, param="model")
         config = tensors.config(model)
         encoder = encoder_of(config)
         check_dimensions(body.dimensions, encoder.width)
@@ -80,9 +73,9 @@ class Embeddings:
 
 def _written(model: str, vectors: Sequence[np.ndarray], num_tokens: int, *, as_base64: bool) -> bytes:
     told = (_as_base64(vector) if as_base64 else vector.tolist() for vector in vectors)
-    data = [Embedding(index=index, embedding=embedding) for index, embedding in enumerate(told)]
-    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return encode(EmbeddingList(data=data, model=model, usage=usage))
+    data = [embedding_schemas.Embedding(index=index, embedding=embedding) for index, embedding in enumerate(told)]
+    usage = embedding_schemas.EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return encode(embedding_schemas.EmbeddingList(data=data, model=model, usage=usage))
 
 
 def _as_base64(vector: np.ndarray) -> str:
@@ -106,4 +99,4 @@ def embedding_routes() -> tuple[Route, ...]:
         summary="List the names of the model, and encoders of texts.",
         answer=ModelList,
     )
-    return replace(EMBEDDINGS, handler=Embeddings()), models
+    return replace(embedding_schemas.EMBEDDINGS, handler=Embeddings()), models

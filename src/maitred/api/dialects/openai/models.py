@@ -7,34 +7,27 @@ from functools import partial
 import msgspec
 from msgspec import UNSET
 
+from maitred.api.dialects.openai import schemas
 from maitred.api.dialects.openai.reading import render_chat
 from maitred.api.dialects.openai.refusals import MAX_LISTED, TOKENIZE_REFUSED, any_object, heed_others
-from maitred.api.dialects.openai.schemas import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    ModelCard,
-    ModelList,
-    TokenizeRequest,
-    TokenizeResponse,
-)
 from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.core.errors import InvalidRequest, PromptTooLong
 from maitred.engine.model_facts import AdapterFacts
 
-_TOKENIZE = BodyDecoder(TokenizeRequest, TOKENIZE_REFUSED)
-_DETOKENIZE = BodyDecoder(DetokenizeRequest)
+_TOKENIZE = BodyDecoder(schemas.TokenizeRequest, TOKENIZE_REFUSED)
+_DETOKENIZE = BodyDecoder(schemas.DetokenizeRequest)
 # /tokenize takes texts of so many tokens, or so many contexts where that is more
 MOST_TOKENS = 32 * 1024
 MOST_CONTEXTS = 2
 
 
 async def list_models(app: App, exchange: Exchange) -> None:
-    await exchange.answer_json(ModelList(model_cards(app, exchange)))
+    await exchange.answer_json(schemas.ModelList(model_cards(app, exchange)))
 
 
-def model_cards(app: App, exchange: Exchange) -> list[ModelCard]:
+def model_cards(app: App, exchange: Exchange) -> list[schemas.ModelCard]:
     """Every name under which the model answers, and the adapters that the caller may ask for."""
     cards = [_card(app, name) for name in app.model.names]
     if app.adapters is not None and app.fleet_token.is_shown_by(exchange.headers):
@@ -49,15 +42,15 @@ async def get_model(app: App, exchange: Exchange) -> None:
     await exchange.answer_json(_card(app, name) if adapter is None else _adapter_card(app, adapter))
 
 
-def _adapter_card(app: App, adapter: AdapterFacts) -> ModelCard:
+def _adapter_card(app: App, adapter: AdapterFacts) -> schemas.ModelCard:
     """An adapter's card like vLLM's: `root` is its path, `parent` its base model."""
     card = _card(app, adapter.name)
     return msgspec.structs.replace(card, root=adapter.path, parent=app.model.names[0])
 
 
-def _card(app: App, name: str) -> ModelCard:
+def _card(app: App, name: str) -> schemas.ModelCard:
     canonical = app.model.names[0]
-    return ModelCard(
+    return schemas.ModelCard(
         id=name, created=app.model.created, root=app.model.root or canonical, max_model_len=app.model.max_model_len
     )
 
@@ -77,7 +70,7 @@ async def tokenize(app: App, exchange: Exchange) -> None:
     await exchange.answer_json(answer)
 
 
-def _tokenize(app: App, body: TokenizeRequest) -> TokenizeResponse:
+def _tokenize(app: App, body: schemas.TokenizeRequest) -> schemas.TokenizeResponse:
     model = app.model
     if body.messages is not None:
         text = render_chat(
@@ -94,7 +87,7 @@ def _tokenize(app: App, body: TokenizeRequest) -> TokenizeResponse:
         raise PromptTooLong(f"the text has at least {least} tokens; /tokenize takes at most {most}", param="prompt")
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     tokens = model.tokenizer.encode(text, add_special_tokens=special, most=most)
-    return TokenizeResponse(
+    return schemas.TokenizeResponse(
         count=len(tokens),
         max_model_len=model.max_model_len,
         tokens=tokens,
@@ -111,7 +104,7 @@ async def detokenize(app: App, exchange: Exchange) -> None:
     await exchange.answer_json(await app.text.run(exchange.num_body_bytes, partial(_detokenize, app, body)))
 
 
-def _detokenize(app: App, body: DetokenizeRequest) -> DetokenizeResponse:
+def _detokenize(app: App, body: schemas.DetokenizeRequest) -> schemas.DetokenizeResponse:
     most = max(MAX_LISTED, MOST_CONTEXTS * app.model.max_model_len)
     if len(body.tokens) > most:
         text = f"tokens has {len(body.tokens)} items; at most {most}"
@@ -122,4 +115,4 @@ def _detokenize(app: App, body: DetokenizeRequest) -> DetokenizeResponse:
                 f"tokens[{position}] is {token}; the vocabulary has ids 0 to {app.model.vocab_size - 1}",
                 param=f"tokens[{position}]",
             )
-    return DetokenizeResponse(prompt=app.model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return schemas.DetokenizeResponse(prompt=app.model.tokenizer.decode(body.tokens, skip_special_tokens=False))

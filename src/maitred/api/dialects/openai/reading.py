@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from maitred.api.dialects.openai.refusals import (
-    any_object,
-    any_value,
-    has_value,
-    predicted_text,
-    refuse_raw,
-    unsupported,
-    unsupported_content,
-)
+from maitred.api.dialects.openai import refusals
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, ChatMessage, GenerationFields
 from maitred.api.generate.dialect import Prompt
 from maitred.api.generate.outcome import Sample
@@ -111,14 +103,14 @@ def _plain(message: ChatMessage, at: str, knows_developer: bool) -> dict[str, An
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{at}.tool_call_id is missing: which call was answered?", param=f"{at}.tool_call_id")
     if message.function_call is not UNSET:
-        refuse_raw(message.function_call, f"{at}.function_call")
+        refusals.refuse_raw(message.function_call, f"{at}.function_call")
     for name in ("audio", "images"):
-        if (sent := getattr(message, name)) is not UNSET and has_value(sent):
-            raise unsupported_content(f"{at}.{name}", name)
+        if (sent := getattr(message, name)) is not UNSET and refusals.has_value(sent):
+            raise refusals.unsupported_content(f"{at}.{name}", name)
     if message.prefix:
-        raise unsupported(f"{at}.prefix", "send continue_final_message: true")
+        raise refusals.unsupported(f"{at}.prefix", "send continue_final_message: true")
     if message.refusal is not None:
-        raise unsupported(f"{at}.refusal")
+        raise refusals.unsupported(f"{at}.refusal")
     is_thought = message.role == "assistant" and (message.reasoning or message.reasoning_content)
     if message.content is None and not calls and not is_thought:
         raise InvalidRequest(f"{at}.content is missing; send a string or a list of text parts", param=f"{at}.content")
@@ -168,7 +160,7 @@ def _check_parts(message: ChatMessage, at: str) -> None:
     for index, part in enumerate(message.content):
         where = f"{at}.content[{index}]"
         if part.type != "text":
-            raise unsupported_content(where, f"a part of type {shortened(repr(part.type))}")
+            raise refusals.unsupported_content(where, f"a part of type {shortened(repr(part.type))}")
         if part.text is None:
             raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
 
@@ -208,7 +200,7 @@ _MORE_PROPERTIES = (
 
 def tools_of(body: ChatCompletionRequest) -> list[Tool]:
     """Raises InvalidRequest with the path of what is wrong."""
-    sent = any_value(body.tools, "tools", MAX_SHAPE_BYTES) or []
+    sent = refusals.any_value(body.tools, "tools", MAX_SHAPE_BYTES) or []
     if not isinstance(sent, list) or len(sent) > MAX_TOOLS:
         raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS}", param="tools")
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(sent)]
@@ -248,7 +240,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def choice_of(body: ChatCompletionRequest, tools: Sequence[Tool]) -> ToolChoice:
     """Which tools may be called, and whether one must be. Raises InvalidRequest."""
-    sent = any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES)
+    sent = refusals.any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES)
     parallel = body.parallel_tool_calls is not False
     names = tuple(tool.name for tool in tools)
     if sent in (None, "auto", "none"):
@@ -289,7 +281,7 @@ def _named(listed: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
 def content_source(body: GenerationFields) -> tuple[Source | None, bool]:
     """Source of the answer text's grammar, and whether it binds all that the model writes. Raises InvalidRequest."""
     wanted = any_shape(body)
-    form = any_value(body.response_format, "response_format", MAX_SHAPE_BYTES)
+    form = refusals.any_value(body.response_format, "response_format", MAX_SHAPE_BYTES)
     if form is not None and not isinstance(form, Mapping):
         raise InvalidRequest("response_format must be an object", param="response_format")
     if form is not None and form.get("type") is None:
@@ -325,8 +317,8 @@ def unknown_in_shape(body: GenerationFields) -> tuple[str, ...]:
     """Fields that nothing reads, in objects that `content_source` and `choice_of` have read."""
     choice = body.tool_choice if isinstance(body, ChatCompletionRequest) else UNSET
     sent = {
-        "response_format": any_value(body.response_format, "response_format", MAX_SHAPE_BYTES),
-        "tool_choice": any_value(choice, "tool_choice", MAX_SHAPE_BYTES),
+        "response_format": refusals.any_value(body.response_format, "response_format", MAX_SHAPE_BYTES),
+        "tool_choice": refusals.any_value(choice, "tool_choice", MAX_SHAPE_BYTES),
     }
     form = sent["response_format"] or {}
     found = []
@@ -341,7 +333,7 @@ def unknown_in_shape(body: GenerationFields) -> tuple[str, ...]:
 
 def any_shape(body: GenerationFields) -> StructuredOutputsParams | None:
     """The body's structured_outputs. Raises InvalidRequest for a field that it has not."""
-    sent = any_value(body.structured_outputs, "structured_outputs", MAX_SHAPE_BYTES)
+    sent = refusals.any_value(body.structured_outputs, "structured_outputs", MAX_SHAPE_BYTES)
     if sent is None:
         return None
     if not isinstance(sent, Mapping):
@@ -434,7 +426,7 @@ class ChatReading:
 
     def prediction(self) -> str:
         """The predicted text of the answer. Raises InvalidRequest."""
-        return predicted_text(self._body.prediction)
+        return refusals.predicted_text(self._body.prediction)
 
     def shape(self) -> Shape:
         """Raises InvalidRequest for what cannot be enforced."""
@@ -504,7 +496,7 @@ class ChatReading:
 def _template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
     """The client's variables of the chat template, and what the fields about thoughts are called there."""
     given = body.chat_template_kwargs
-    sent = {} if given is UNSET else any_object(given, "chat_template_kwargs") or {}
+    sent = {} if given is UNSET else refusals.any_object(given, "chat_template_kwargs") or {}
     effort = body.reasoning_effort
     if effort is None:
         return sent
