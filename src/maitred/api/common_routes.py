@@ -14,7 +14,7 @@ from maitred.api.ops.page import FILES
 
 def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
     """Routes polled by supervisors and load balancers; none needs a key."""
-    polled = partial(Route, method="GET", is_open=True, is_polled=True, errors=(503,))
+    polled = partial(Route, is_open=True, is_polled=True, errors=(503,))
     return (
         polled(path="/health", handler=health, summary="Whether it lives."),
         polled(path="/ready", handler=ready, summary="Whether new requests are welcome."),
@@ -25,7 +25,6 @@ def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
 def role_route(show: Handler, *, answer: type, more_errors: tuple[int, ...] = ()) -> Route:
     """The route of the workers and their roles; a router's workers are whole servers."""
     return Route(
-        method="GET",
         path="/admin/roles",
         handler=show,
         summary="The workers: what each is for, and how it is.",
@@ -36,7 +35,6 @@ def role_route(show: Handler, *, answer: type, more_errors: tuple[int, ...] = ()
 
 
 USAGE = Route(
-    method="GET",
     path="/v1/organization/usage/completions",
     handler=usage.show_usage,
     summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
@@ -54,7 +52,6 @@ async def _metrics(server: Service, exchange: Exchange) -> None:
 
 
 METRICS = Route(
-    method="GET",
     path="/metrics",
     handler=_metrics,
     summary="Metrics for Prometheus.",
@@ -66,16 +63,9 @@ METRICS = Route(
 
 PAGE = (
     Route(
-        method="GET",
-        path="/",
-        handler=page.index,
-        summary="The page: chat and live view.",
-        is_open=True,
-        text="text/html",
-        errors=(),
+        path="/", handler=page.index, summary="The page: chat and live view.", is_open=True, text="text/html", errors=()
     ),
     Route(
-        method="GET",
         path="/static/{name}",
         handler=page.asset,
         summary="A file of the page.",

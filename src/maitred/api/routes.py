@@ -42,7 +42,6 @@ def make_routes(more: Sequence[Route] = ()) -> RouteTable:
         *_models(),
         *probe_routes(health=health.health, ready=health.ready),
         Route(
-            method="GET",
             path="/health/decode",
             handler=health.Decode(),
             summary="Whether one token comes through the engine, as the least urgent request.",
@@ -60,7 +59,6 @@ def make_routes(more: Sequence[Route] = ()) -> RouteTable:
         *fleet_routes({**DIALECTS, KSERVE_MODELS: GENERATION}, stream=s.Completion, errors=_GENERATION_ERRORS),
         *PAGE,
         Route(
-            method="GET",
             path="/openapi.json",
             handler=document,
             summary="This document.",
@@ -123,14 +121,9 @@ def _models() -> tuple[Route, ...]:
     """Routes of model names, and of text to tokens and back."""
     return (
         Route(
-            method="GET",
-            path="/v1/models",
-            handler=models.list_models,
-            summary="List the names of the model.",
-            answer=s.ModelList,
+            path="/v1/models", handler=models.list_models, summary="List the names of the model.", answer=s.ModelList
         ),
         Route(
-            method="GET",
             path="/v1/models/{model:path}",
             handler=models.get_model,
             summary="One model.",
@@ -184,7 +177,6 @@ def _sleeping() -> tuple[Route, ...]:
             query=admin.WAKE_QUERY,
         ),
         Route(
-            method="GET",
             path="/is_sleeping",
             handler=admin.is_sleeping,
             summary="Whether the engine sleeps.",
@@ -225,7 +217,6 @@ def _scheduling() -> tuple[Route, ...]:
     """Routes of the queue and its order."""
     return (
         Route(
-            method="GET",
             path="/admin/queue",
             handler=admin.show_queue,
             summary="Who waits, where and why.",
@@ -234,7 +225,6 @@ def _scheduling() -> tuple[Route, ...]:
             errors=(400, 401, 403, 404, 503),
         ),
         Route(
-            method="GET",
             path="/admin/policy",
             handler=admin.show_policy,
             summary="The policy in force.",
@@ -260,7 +250,6 @@ def _workers() -> tuple[Route, ...]:
     return (
         role_route(admin.show_roles, answer=admin.Roles, more_errors=(404, 503)),
         Route(
-            method="GET",
             path="/admin/fleet/choices/{id:path}",
             handler=admin.show_choices,
             summary="Which worker one of the last requests went to, and each term of the choice.",
@@ -274,7 +263,6 @@ def _kv() -> tuple[Route, ...]:
     """KV that outlives requests."""
     return (
         Route(
-            method="GET",
             path="/admin/kv",
             handler=admin.show_kv,
             summary="KV that outlives requests and restarts, by tier.",
@@ -298,7 +286,6 @@ def _live() -> tuple[Route, ...]:
     """Routes of what goes on now."""
     return (
         Route(
-            method="GET",
             path="/admin/live",
             handler=live.WatchLive(),
             summary="Watch slots, queue and KV blocks; at most five events a second.",
@@ -307,7 +294,6 @@ def _live() -> tuple[Route, ...]:
             errors=(401, 403, 404, 503),
         ),
         Route(
-            method="GET",
             path="/admin/models",
             handler=live.loaded_models,
             summary="What is in memory, and since when.",

@@ -384,12 +384,7 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def open_kv_disk(
-    path: str | Path,
-    *,
-    max_bytes: int,
-    bytes_per_block: int,
-    fingerprint: str,
-    retry_s: float = RETRY_S,
+    path: str | Path, *, max_bytes: int, bytes_per_block: int, fingerprint: str, retry_s: float = RETRY_S
 ) -> KVDisk:
     """The tier of a folder, which is made if it is not there.
 

@@ -99,10 +99,7 @@ class KVTiers(StepListener):
         self._core = core
         core.measure_prefill()
         self.fetches = Fetches(
-            core,
-            block_size=self._block_size,
-            bytes_per_block=self._io.bytes_per_block,
-            on_come=self._came,
+            core, block_size=self._block_size, bytes_per_block=self._io.bytes_per_block, on_come=self._came
         )
         for each in self._tiers:
             core.findable.add(each.tier)

@@ -10,26 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from maitred.kernels.kv_pool import checksum
+from maitred.kv import wire
 from maitred.kv.layout import HeldBlocks, convert
 from maitred.kv.leases import Front, Refusal, Span
 from maitred.kv.transports import Agent, Inbox, NixlInbox, ShmInbox, TcpInbox, check_user, dial_shm, dial_tcp
-from maitred.kv.wire import (
-    VERSION,
-    AskForBlocks,
-    Channel,
-    Identity,
-    Offered,
-    PieceHeader,
-    Progress,
-    Pull,
-    RefusedPull,
-    Release,
-    Renew,
-    TransferTerms,
-    expect,
-    introduce,
-    refusal_of,
-)
 
 
 class Pulled(NamedTuple):
@@ -47,7 +31,13 @@ class Puller:
     """
 
     def __init__(
-        self, channel: Channel, inbox: Inbox, terms: TransferTerms, epoch: int, slot_bytes: int, transport: str
+        self,
+        channel: wire.Channel,
+        inbox: Inbox,
+        terms: wire.TransferTerms,
+        epoch: int,
+        slot_bytes: int,
+        transport: str,
     ) -> None:
         self.terms, self.epoch, self.transport = terms, epoch, transport
         self._channel, self._inbox, self._slot_bytes = channel, inbox, slot_bytes
@@ -56,11 +46,11 @@ class Puller:
         self.is_closed = False
         self.busy_s = 0.0  # that pieces took, from the first byte on
 
-    def ask(self, hashes: Sequence[bytes]) -> Offered:
+    def ask(self, hashes: Sequence[bytes]) -> wire.Offered:
         """A lease on the longest prefix that the peer has of a chain of hashes. Raises Refusal."""
         try:
-            self._channel.send(AskForBlocks(tuple(hashes)))
-            return expect(self._channel.receive(), Offered)
+            self._channel.send(wire.AskForBlocks(tuple(hashes)))
+            return wire.expect(self._channel.receive(), wire.Offered)
         except Refusal:
             self.close()
             raise
@@ -78,8 +68,8 @@ class Puller:
         failure = text = ""
         num_bytes = 0
         try:
-            self._channel.on_quiet = lambda: self._channel.send(Renew(self._number))
-            self._channel.send(Pull(self._number, self.epoch, lease, *front.whole, self.terms.unit))
+            self._channel.on_quiet = lambda: self._channel.send(wire.Renew(self._number))
+            self._channel.send(wire.Pull(self._number, self.epoch, lease, *front.whole, self.terms.unit))
             while not front.is_done:
                 num_bytes += self._receive(front, into)
         except Refusal as refusal:
@@ -93,7 +83,7 @@ class Puller:
     def release(self, lease: str) -> None:
         """We need it no longer; its blocks may go."""
         try:
-            self._channel.send(Release(self.epoch, lease))
+            self._channel.send(wire.Release(self.epoch, lease))
         except Refusal:
             self.close()
 
@@ -114,12 +104,12 @@ class Puller:
     def _receive(self, front: Front, into: HeldBlocks) -> int:
         """Bytes of a piece that was verified and written; none of another message."""
         message = self._channel.receive()
-        if isinstance(message, Progress):
+        if isinstance(message, wire.Progress):
             return 0
-        if isinstance(message, RefusedPull) and message.number == self._number:
+        if isinstance(message, wire.RefusedPull) and message.number == self._number:
             raise _PullRefused(message)
         began_at = time.monotonic()
-        piece = expect(message, PieceHeader)
+        piece = wire.expect(message, wire.PieceHeader)
         span = self._checked(piece, front)
         rows = self._inbox.rows_of(piece)
         try:
@@ -133,9 +123,9 @@ class Puller:
         self.busy_s += time.monotonic() - began_at
         return piece.num_bytes
 
-    def _checked(self, piece: PieceHeader, front: Front) -> Span:
+    def _checked(self, piece: wire.PieceHeader, front: Front) -> Span:
         """Span of a piece by its header, before a byte of it is read. Raises Refusal."""
-        if piece.version != VERSION or piece.epoch != self.epoch or piece.number != self._number:
+        if piece.version != wire.VERSION or piece.epoch != self.epoch or piece.number != self._number:
             raise Refusal("old_epoch", "a piece of an earlier life of the peer, or of an earlier pull")
         span = Span(piece.first_layer, piece.end_layer, piece.first_block, piece.end_block)
         front.check(span)
@@ -162,13 +152,13 @@ class Puller:
 class _PullRefused(Refusal):
     """Refusal by the source, which goes on with other pulls."""
 
-    def __init__(self, message: RefusedPull) -> None:
-        refusal = refusal_of(message)
+    def __init__(self, message: wire.RefusedPull) -> None:
+        refusal = wire.refusal_of(message)
         super().__init__(refusal.reason, str(refusal))
 
 
 def connect(
-    address: str, identity: Identity, *, staging_bytes: int, timeout_s: float, agent: Agent | None = None
+    address: str, identity: wire.Identity, *, staging_bytes: int, timeout_s: float, agent: Agent | None = None
 ) -> Puller:
     """Connect to a source at `shm:NAME`, `tcp:HOST:PORT`, or with an `agent` `nixl:HOST:PORT`, known to each other.
 
@@ -182,11 +172,11 @@ def connect(
         sock = dial_tcp(host, int(port), timeout_s=timeout_s)
     else:
         raise Refusal("garbage", f"{address[:80]!r} is no address of KV transfers that this worker takes")
-    channel = Channel(sock, timeout_s=timeout_s)
+    channel = wire.Channel(sock, timeout_s=timeout_s)
     try:
         if channel.is_unix:
             check_user(channel.peer_user())
-        terms, welcome = introduce(channel, identity)
+        terms, welcome = wire.introduce(channel, identity)
         num_bytes = welcome.slot_bytes * max(1, welcome.num_slots)
         if welcome.slot_bytes < 1 or welcome.num_slots < 0 or num_bytes > staging_bytes:
             raise Refusal("oversized", f"the source's ring takes {num_bytes} bytes; --kv-staging-bytes {staging_bytes}")
@@ -205,7 +195,7 @@ def connect(
 
 def connect_any(
     addresses: Sequence[str],
-    identity: Identity,
+    identity: wire.Identity,
     *,
     transport: str = "auto",
     staging_bytes: int,

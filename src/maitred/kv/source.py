@@ -17,37 +17,9 @@ from collections.abc import Callable, Sequence
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import ConfigError
 from maitred.kernels.kv_pool import checksum
+from maitred.kv import transports, wire
 from maitred.kv.layout import HeldBlocks, LayerIO
 from maitred.kv.leases import BlockLease, Front, LeaseBook, Readable, Refusal, Span
-from maitred.kv.transports import (
-    SLOT_BYTES,
-    Agent,
-    NixlOutbox,
-    Outbox,
-    ShmOutbox,
-    TcpOutbox,
-    check_user,
-    listen_shm,
-    listen_tcp,
-    shm_address,
-    tcp_address,
-)
-from maitred.kv.wire import (
-    VERSION,
-    AskForBlocks,
-    Channel,
-    Identity,
-    Offered,
-    PieceHeader,
-    Progress,
-    Pull,
-    RefusedPull,
-    Release,
-    Renew,
-    Ring,
-    TransferTerms,
-    greet,
-)
 
 logger = logging.getLogger(__name__)
 LEASE_S = 30.0
@@ -57,7 +29,7 @@ MAX_CONNECTIONS = 256
 TIMEOUT_S = 5.0
 _EXPIRED_S = 1.0  # for leases that are over
 
-MakeOutbox = Callable[[Channel, int], Outbox]
+MakeOutbox = Callable[[wire.Channel, int], transports.Outbox]
 
 
 class Offers:
@@ -74,7 +46,7 @@ class Offers:
         *,
         lease_s: float = LEASE_S,
         clock: Clock | None = None,
-        find: Callable[[Sequence[bytes]], Offered] = lambda hashes: Offered("", 0),
+        find: Callable[[Sequence[bytes]], wire.Offered] = lambda hashes: wire.Offered("", 0),
         on_end: Callable[[str, str], None] = lambda lease, why: None,
     ) -> None:
         self.epoch = secrets.randbits(63)
@@ -162,7 +134,9 @@ class Offers:
 class KVSource:
     """Serves `offers` where it was told to listen, until `close`."""
 
-    def __init__(self, identity: Identity, offers: Offers, *, staging_bytes: int, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, identity: wire.Identity, offers: Offers, *, staging_bytes: int, timeout_s: float = TIMEOUT_S
+    ) -> None:
         """Raises ConfigError for memory that does not hold one layer of a block."""
         least = offers.io.layout.layer_bytes
         if staging_bytes < least:
@@ -171,29 +145,29 @@ class KVSource:
         self._identity, self._timeout_s = identity, timeout_s
         self._staging_bytes, self._num_staged = staging_bytes, 0
         self._lock = threading.Lock()  # of what is staged, and of the open connections
-        self._channels: set[Channel] = set()
+        self._channels: set[wire.Channel] = set()
         self._threads: list[threading.Thread] = []
-        self.agent: Agent | None = None  # once it listens for NIXL; all pulls in this process may share it
+        self.agent: transports.Agent | None = None  # once it listens for NIXL; all pulls in this process may share it
         self._stopped, self._stop = os.pipe()
 
     def listen_tcp(self, host: str, port: int) -> str:
         """The address for `puller.connect`. Raises ConfigError."""
-        listener = listen_tcp(host, port, has_token=self._identity.token is not None)
-        self._listen(listener, TcpOutbox)
-        return tcp_address(listener)
+        listener = transports.listen_tcp(host, port, has_token=self._identity.token is not None)
+        self._listen(listener, transports.TcpOutbox)
+        return transports.tcp_address(listener)
 
     def listen_shm(self) -> str:
         """The same, for processes of this host and user."""
-        listener = listen_shm()
-        self._listen(listener, ShmOutbox)
-        return shm_address(listener)
+        listener = transports.listen_shm()
+        self._listen(listener, transports.ShmOutbox)
+        return transports.shm_address(listener)
 
     def listen_nixl(self, host: str, port: int) -> str:
         """The same, for bytes over NIXL; its control is over TCP. Raises ConfigError."""
-        agent = self.agent = Agent()
-        listener = listen_tcp(host, port, has_token=self._identity.token is not None)
-        self._listen(listener, lambda channel, slot_bytes: NixlOutbox(channel, slot_bytes, agent))
-        return tcp_address(listener, "nixl")
+        agent = self.agent = transports.Agent()
+        listener = transports.listen_tcp(host, port, has_token=self._identity.token is not None)
+        self._listen(listener, lambda channel, slot_bytes: transports.NixlOutbox(channel, slot_bytes, agent))
+        return transports.tcp_address(listener, "nixl")
 
     def close(self) -> None:
         """End every connection and lease; idempotent."""
@@ -243,25 +217,25 @@ class KVSource:
             self.offers.count("busy")
             sock.close()
             return
-        channel = Channel(sock, timeout_s=self._timeout_s)
+        channel = wire.Channel(sock, timeout_s=self._timeout_s)
         with self._lock:
             self._channels.add(channel)
         self._start(lambda: self._meet(channel, make_outbox), "maitred-kv-send")
 
-    def _meet(self, channel: Channel, make_outbox: MakeOutbox) -> None:
+    def _meet(self, channel: wire.Channel, make_outbox: MakeOutbox) -> None:
         """One connection, from first contact to its end."""
-        outboxes: list[Outbox] = []
+        outboxes: list[transports.Outbox] = []
 
-        def ring_for(terms: TransferTerms) -> Ring:
-            outbox = make_outbox(channel, max(SLOT_BYTES, terms.unit * terms.source.layer_bytes))
+        def ring_for(terms: wire.TransferTerms) -> wire.Ring:
+            outbox = make_outbox(channel, max(transports.SLOT_BYTES, terms.unit * terms.source.layer_bytes))
             outboxes.append(outbox)
             self._stage(outbox.num_bytes)
             return outbox.ring
 
         try:
             if channel.is_unix:
-                check_user(channel.peer_user())
-            greet(channel, self._identity, self.offers.epoch, ring_for)
+                transports.check_user(channel.peer_user())
+            wire.greet(channel, self._identity, self.offers.epoch, ring_for)
             serve(self.offers, channel, outboxes[0])
         except Refusal as refusal:
             if refusal.reason not in ("cut", "aborted"):
@@ -284,7 +258,7 @@ class KVSource:
             raise Refusal("busy", f"all of --kv-staging-bytes {self._staging_bytes} is in use by other receivers")
 
 
-def serve(offers: Offers, channel: Channel, outbox: Outbox) -> None:
+def serve(offers: Offers, channel: wire.Channel, outbox: transports.Outbox) -> None:
     """Serve until the connection ends, which is a Refusal; with it end the leases that were found for it."""
     found: list[str] = []
     try:
@@ -294,25 +268,25 @@ def serve(offers: Offers, channel: Channel, outbox: Outbox) -> None:
             offers.end(lease, "cut")
 
 
-def _serve(offers: Offers, channel: Channel, outbox: Outbox, found: list[str]) -> None:
+def _serve(offers: Offers, channel: wire.Channel, outbox: transports.Outbox, found: list[str]) -> None:
     while True:
         channel.has_input(None)
         message = channel.receive()
         match message:
-            case Pull():
+            case wire.Pull():
                 _pull(offers, channel, outbox, message)
-            case AskForBlocks():
+            case wire.AskForBlocks():
                 offered = offers.find(message.hashes)
                 found[:] = [lease for lease in found if offers.has(lease)] + [offered.lease]
                 channel.send(offered)
-            case Release():
+            case wire.Release():
                 if message.epoch == offers.epoch:
                     offers.end(message.lease, "released")
             case _:
                 outbox.take(message)
 
 
-def _pull(offers: Offers, channel: Channel, outbox: Outbox, pull: Pull) -> None:
+def _pull(offers: Offers, channel: wire.Channel, outbox: transports.Outbox, pull: wire.Pull) -> None:
     """Send what was asked for, as it becomes readable; the receiver is told why if it cannot have it."""
     try:
         if pull.epoch != offers.epoch:
@@ -330,10 +304,10 @@ def _pull(offers: Offers, channel: Channel, outbox: Outbox, pull: Pull) -> None:
         if refusal.reason not in _OF_A_PULL:
             raise
         offers.count(refusal.reason)
-        channel.send(RefusedPull(pull.number, refusal.reason, str(refusal)))
+        channel.send(wire.RefusedPull(pull.number, refusal.reason, str(refusal)))
 
 
-def _front(offers: Offers, pull: Pull, outbox: Outbox) -> Front:
+def _front(offers: Offers, pull: wire.Pull, outbox: transports.Outbox) -> Front:
     """Raises Refusal for layers and blocks that the lease has not, and for units that no slot takes."""
     whole = Span(pull.first_layer, pull.end_layer, pull.first_block, pull.end_block)
     inside = 0 <= whole.first_layer < whole.end_layer <= offers.io.num_layers and whole.first_block >= 0
@@ -345,22 +319,22 @@ def _front(offers: Offers, pull: Pull, outbox: Outbox) -> Front:
     return Front(whole, pull.unit)
 
 
-def _send(offers: Offers, outbox: Outbox, pull: Pull, held: HeldBlocks, span: Span) -> None:
+def _send(offers: Offers, outbox: transports.Outbox, pull: wire.Pull, held: HeldBlocks, span: Span) -> None:
     """Send one piece; taking its blocks back waits for the copy, and not for the receiver."""
     num_bytes = span.num_cells * offers.io.layout.layer_bytes
     number, rows = outbox.slot(num_bytes)
     held.read(span.layers, span.blocks, rows)
-    piece = PieceHeader(VERSION, pull.number, offers.epoch, *span, num_bytes, checksum(rows), number)
+    piece = wire.PieceHeader(wire.VERSION, pull.number, offers.epoch, *span, num_bytes, checksum(rows), number)
     outbox.send(piece, rows)
     offers.renew(pull.lease)
     offers.count("pieces")
     offers.count("bytes", num_bytes)
 
 
-def _hear(offers: Offers, channel: Channel, outbox: Outbox, pull: Pull) -> None:
+def _hear(offers: Offers, channel: wire.Channel, outbox: transports.Outbox, pull: wire.Pull) -> None:
     """Hear a receiver that waits for its next piece; one that says nothing loses its lease."""
     message = channel.receive()
-    if isinstance(message, Renew):
-        channel.send(Progress(pull.number, *offers.renew(pull.lease).readable_now()))
+    if isinstance(message, wire.Renew):
+        channel.send(wire.Progress(pull.number, *offers.renew(pull.lease).readable_now()))
     else:
         outbox.take(message)

@@ -58,10 +58,10 @@ Handler = Callable[..., Awaitable[None]]  # of an App and an Exchange, which kno
 class Route:
     """One method of one path. A path may end in one parameter, `{name}`, or `{name:path}` which takes slashes too."""
 
-    method: str
     path: str
     handler: Handler
     summary: str
+    method: str = "GET"
     format: DialectFormat | None = None  # its dialect's; None is the table's
     # access
     is_open: bool = False  # needs no key; of a path with a parameter, for `open_names` alone

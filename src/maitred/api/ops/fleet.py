@@ -89,7 +89,6 @@ def fleet_routes(dialects: Mapping[str, Dialect], *, stream: type, errors: tuple
     """Records of the routes for routers; `dialects`, `stream` and `errors` are of answers that are resumed."""
     return (
         Route(
-            method="GET",
             path="/version",
             handler=version,
             is_for_routers=True,
@@ -98,7 +97,6 @@ def fleet_routes(dialects: Mapping[str, Dialect], *, stream: type, errors: tuple
             answer=VersionResponse,
         ),
         Route(
-            method="GET",
             path="/fleet/events",
             handler=tell_fleet,
             is_for_routers=True,

@@ -190,8 +190,8 @@ ROUTES = RouteTable(
         _generation(path="/v1/chat/completions", summary="Answer a conversation.", span="chat"),
         _generation(path="/v1/completions", summary="Continue one or more texts.", span="text_completion"),
         Route(method="POST", path="/v1/embeddings", handler=embed, summary="Vectors of texts.", errors=_ERRORS),
-        Route(method="GET", path="/v1/models", handler=_models, summary="The models of all replicas."),
-        Route(method="GET", path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
+        Route(path="/v1/models", handler=_models, summary="The models of all replicas."),
+        Route(path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
         _passed_on(method="POST", path="/v1/models/{model:path}", summary="TF Serving's predict, classify, regress."),
         _passed_on(
             method="GET", path="/v2/{path:path}", summary="KServe v2: what a replica tells.", format=TEXT_ERRORS
@@ -207,12 +207,11 @@ ROUTES = RouteTable(
             errors=_ERRORS,
         ),
         *probe_routes(health=_health, ready=_ready),
-        Route(method="GET", path="/version", handler=_version, summary="The version of the router."),
+        Route(path="/version", handler=_version, summary="The version of the router."),
         METRICS,
         USAGE,
         *PAGE,
         Route(
-            method="GET",
             path="/admin/fleet",
             handler=show_fleet,
             summary="Who is held, and which replicas there are.",
@@ -220,7 +219,6 @@ ROUTES = RouteTable(
             errors=(401, 403),
         ),
         Route(
-            method="GET",
             path="/admin/fleet/choices/{id:path}",
             handler=show_choices,
             summary="Where one of the last requests went, and each term of the choice.",

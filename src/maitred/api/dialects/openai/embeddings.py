@@ -93,7 +93,6 @@ async def list_models(app: App, exchange: Exchange) -> None:
 def embedding_routes() -> tuple[Route, ...]:
     """Routes of a server that has a model repository."""
     models = Route(
-        method="GET",
         path="/v1/models",
         handler=list_models,
         summary="List the names of the model, and encoders of texts.",

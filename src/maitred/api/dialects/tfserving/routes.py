@@ -122,7 +122,6 @@ def _asked(path: str) -> _Asked | None:
 
 ROUTES = (
     Route(
-        method="GET",
         path="/v1/models/{model:path}",
         handler=get_model,
         format=OPENAI,
