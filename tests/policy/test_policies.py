@@ -10,7 +10,7 @@ import pytest
 from maitred.config import SchedulerConfig
 from maitred.core.request import RequestState, RequestStatus
 from maitred.policy.policies import POLICIES
-from maitred.policy.policy import Policy, UsedQuanta, arrival_term, by_arrival
+from maitred.policy.policy import GroupRule, Policy, UsedQuanta, arrival_term, by_arrival
 from tests.fakes import make_request, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
 
@@ -163,7 +163,7 @@ def test_changing_the_policy_reorders_those_who_wait_and_loses_none():
 
 
 @dataclass
-class LeastServed:
+class LeastServed(GroupRule):
     """Fair share by tokens: each tenant a group, ranked by what it has had (VTC, arXiv:2401.00588, in essence)."""
 
     service: dict[str, float] = field(default_factory=dict)
@@ -174,10 +174,6 @@ class LeastServed:
 
     def rank(self, group: str) -> tuple[float, ...]:
         return (self.service.get(group, 0.0),)
-
-    def on_queued(self, request: RequestState) -> None: ...
-
-    def on_started(self, request: RequestState) -> None: ...
 
     def on_scheduled(self, request: RequestState, num_tokens: int) -> None:
         self.service[request.tenant] = self.service.get(request.tenant, 0.0) + num_tokens

@@ -15,7 +15,7 @@ from maitred.core.errors import ConfigError
 from maitred.core.request import RequestState
 from maitred.policy.parameters import Range, make_policy, parameters_of
 from maitred.policy.policies import MIN_COUNTERS_TO_PRUNE, POLICIES, VirtualTokenCounters, heeding_priority, policy_for
-from maitred.policy.policy import KVNeed, Policy, UsedQuanta, arrival_term, by_arrival
+from maitred.policy.policy import GroupRule, KVNeed, Policy, UsedQuanta, arrival_term, by_arrival
 from maitred.policy.queue import MIN_DEAD_ENTRIES, RequestQueue
 from maitred.scheduler.notes import PreemptionCause
 from maitred.scheduler.planning import PlanBuilder, preempt
@@ -467,7 +467,7 @@ def test_a_policy_says_whether_it_heeds_priority():
     assert policy_for(config(), THIRD).heeds_priority  # of another's nobody knows better than itself
 
 
-class Served:
+class Served(GroupRule):
     """A group for each tenant; the least served is next."""
 
     def __init__(self) -> None:
@@ -478,14 +478,6 @@ class Served:
 
     def rank(self, group: str) -> tuple[float, ...]:
         return (self.service.get(group, 0.0),)
-
-    def on_queued(self, request: RequestState) -> None: ...
-
-    def on_started(self, request: RequestState) -> None: ...
-
-    def on_scheduled(self, request: RequestState, num_tokens: int) -> None: ...
-
-    def on_finished(self, request: RequestState) -> None: ...
 
 
 def push(queue: RequestQueue, **fields: object) -> RequestState:

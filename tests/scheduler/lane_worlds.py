@@ -23,7 +23,7 @@ from maitred.core.tensor_request import (
 from maitred.policy.order import ServiceOrder
 from maitred.policy.parameters import make_policy
 from maitred.policy.policies import POLICIES
-from maitred.policy.policy import Policy, Queued, Rank, arrival_term, by_arrival
+from maitred.policy.policy import GroupRule, Policy, Queued, Rank, arrival_term, by_arrival
 from maitred.scheduler.lanes import Lanes
 from tests.fakes import with_terms
 from tests.scheduler.slow_lanes import SlowLanes
@@ -31,7 +31,7 @@ from tests.scheduler.slow_lanes import SlowLanes
 CONFIG = SchedulerConfig(ageing_s=5.0, ageing_tokens_per_s=4.0, default_ttft_slo_s=3.0, prefill_tokens_per_s=8.0)
 
 
-class FewestRunning:
+class FewestRunning(GroupRule):
     """A rule whose ranks fall: the tenant that has fewest requests here is next."""
 
     def __init__(self) -> None:
@@ -43,12 +43,8 @@ class FewestRunning:
     def rank(self, group: str) -> Rank:
         return (self._num_here.get(group, 0),)
 
-    def on_queued(self, request: Queued) -> None: ...
-
     def on_started(self, request: Queued) -> None:
         self._num_here[request.tenant] = self._num_here.get(request.tenant, 0) + 1
-
-    def on_scheduled(self, request: Queued, num_tokens: int) -> None: ...
 
     def on_finished(self, request: Queued) -> None:
         self._num_here[request.tenant] = self._num_here.get(request.tenant, 0) - 1

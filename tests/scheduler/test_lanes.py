@@ -285,6 +285,20 @@ def test_beside_the_llm_batches_take_their_share_of_the_machine_and_without_it_a
     assert len(scheduler.dispatch(0.302)) == 1
 
 
+def test_a_model_keeps_its_place_by_its_next_request_while_the_share_beside_the_llm_is_used_up():
+    scheduler = scheduler_with(dynamic=False, num_levels=2, default_level=2, instances=(Instance(),) * 2)
+    load(scheduler, "other", dynamic=False)
+    add(scheduler, "first")
+    done(scheduler, *scheduler.dispatch(0.0), 0.1, compute_us=100_000)  # so long each takes
+    add(scheduler, "old", arrived_at=0.1)
+    add(scheduler, "urgent", level=1, arrived_at=0.3)
+    scheduler.add(make_request("chat", prompt=8), 0.3)
+    assert ids(scheduler.dispatch(0.3)) == [("urgent",)]  # of its model first, though it came later than "old"
+    add(scheduler, "between", model="other", arrived_at=0.2)
+    assert scheduler.dispatch(0.4) == ()
+    assert ids(scheduler.dispatch(0.51)) == [("old",)]
+
+
 def test_a_chat_and_a_batch_count_for_the_same_tenant():
     scheduler = scheduler_with("vtc", dynamic=False)
     add(scheduler, "a0", tenant="busy", work=500.0)

@@ -17,7 +17,7 @@ from maitred.core.request import RequestState
 from maitred.core.step import SchedulerOutput
 from maitred.policy.parameters import make_policy
 from maitred.policy.policies import POLICIES, VirtualTokenCounters, vtc
-from maitred.policy.policy import Policy, PolicyFactory, Rank, UsedQuanta, arrival_term, by_arrival
+from maitred.policy.policy import GroupRule, Policy, PolicyFactory, Rank, UsedQuanta, arrival_term, by_arrival
 from maitred.testing.conformance import (
     CHECKS,
     STEP_PROPERTIES,
@@ -219,7 +219,7 @@ def nothing_is_ever_done(config: SchedulerConfig) -> Policy:
     )
 
 
-class SinkingLevels:
+class SinkingLevels(GroupRule):
     """A preempted request sinks, though its quantum has not ended."""
 
     def group_of(self, request: RequestState) -> str:
@@ -227,14 +227,6 @@ class SinkingLevels:
 
     def rank(self, group: str) -> Rank:
         return (float(group),)
-
-    def on_queued(self, request: RequestState) -> None: ...
-
-    def on_started(self, request: RequestState) -> None: ...
-
-    def on_scheduled(self, request: RequestState, num_tokens: int) -> None: ...
-
-    def on_finished(self, request: RequestState) -> None: ...
 
 
 def punishing(config: SchedulerConfig) -> Policy:

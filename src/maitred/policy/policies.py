@@ -12,6 +12,7 @@ from maitred.core.errors import ConfigError, did_you_mean
 from maitred.policy.parameters import Range, make_policy
 from maitred.policy.policy import (
     NO_KV_NEED,
+    GroupRule,
     KVNeed,
     Policy,
     PolicyFactory,
@@ -248,8 +249,8 @@ def vtc(config: SchedulerConfig, *, output_token_weight: float) -> Policy:
     )
 
 
-class VirtualTokenCounters:
-    """Algorithm 2 of the paper as a GroupRule: a counter for each tenant, lifted when a tenant comes back.
+class VirtualTokenCounters(GroupRule):
+    """Algorithm 2 of the paper: a counter for each tenant, lifted when a tenant comes back.
 
     Of equal counters the tenant that joined first is next, so that a crowd of new names overtakes no tenant.
     """

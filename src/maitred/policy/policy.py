@@ -105,8 +105,8 @@ PreemptionRule = Callable[[Queued, Queued], bool]
 Rank = tuple[float, ...]
 
 
-class GroupRule(Protocol):
-    """Groups of waiting requests (tenants, levels), ordered by the service they have had.
+class GroupRule:
+    """Groups of waiting requests (tenants, levels), ordered by the service they have had; this one has all in one.
 
     Holds the state of one scheduler. The rank of a group may rise in any hook, and fall only in `on_queued` and
     `on_finished`, there only that of the request's own group.
@@ -114,9 +114,11 @@ class GroupRule(Protocol):
 
     def group_of(self, request: Queued) -> str:
         """May change only while the request is not waiting."""
+        return ""
 
     def rank(self, group: str) -> Rank:
         """The group of smallest rank is served next; ties go by name."""
+        return ()
 
     def on_queued(self, request: Queued) -> None:
         """Note a request that is about to wait: new, or preempted."""

@@ -19,23 +19,13 @@ class _Entry(NamedTuple, Generic[Q]):
     request: Q
 
 
-class _OneGroup:
-    """The rule of a policy that has no groups."""
-
-    def group_of(self, request: Queued) -> str:
-        return ""
-
-    def rank(self, group: str) -> Rank:
-        return ()
-
-
 class RequestQueue(Generic[Q]):
     """Push, peek and pop cost O(log n). Removal is O(1): the entry stays in its heap until it surfaces, or until
     removed entries outnumber the living.
     """
 
     def __init__(self, groups: GroupRule | None = None) -> None:
-        self._rule: GroupRule | _OneGroup = groups if groups is not None else _OneGroup()
+        self._rule = groups if groups is not None else GroupRule()
         self._entries: dict[str, _Entry[Q]] = {}  # the living, by request id
         self._heaps: dict[str, list[_Entry[Q]]] = {}
         self._groups: list[tuple[Rank, str]] = []  # heap; an entry counts if its rank is the listed one

@@ -309,7 +309,8 @@ def preempt(
     builder.preemptions.append(Preemption(request.request_id, cause, by.request_id if by is not None else None))
     _swap_out(state, request, builder, builder.remove(request), cause)
     state.leave_running(request)
-    state.sample_groups.preempted(request)
+    if state.sample_groups.groups:
+        state.sample_groups.preempted(request)
     request.num_preemptions += 1
     request.stalled_at = builder.now
     state.counters.num_preemptions += 1

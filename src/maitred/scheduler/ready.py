@@ -85,15 +85,15 @@ class ReadyLanes:
                 model.touched[timer[2]] = self._touched[model] = None
         for model in self._touched:
             self.offer(model, now)
-            self._best.offer(model)
         self._touched.clear()
 
     def offer(self, model: TensorModel, now: float) -> None:
-        """Offer the model's changed lanes; note when to look again at waiting ones."""
+        """Offer the model by its changed lanes; note when to look again at waiting ones."""
         for lane in model.offer_touched(now):
             assert lane.wake_at is not None
             self._num_timers += 1
             heappush(self._timers, (lane.wake_at, self._num_timers, lane))
+        self._best.offer(model)
 
     def find(self, now: float) -> tuple[TensorModel, Lane, int] | None:
         """The next lane and the instance that its batch goes to; None when nothing may go now."""
