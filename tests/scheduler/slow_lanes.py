@@ -163,6 +163,13 @@ class SlowLanes:
             if request.first_scheduled_at is None and self.go_behind.get(request.request_id, now + 1.0) <= now:
                 request.behind = True
         batches: list[Batch] = []
+        while found := self._batches_by_turns(now):  # until none may go
+            batches += found
+        return tuple(batches)
+
+    def _batches_by_turns(self, now: float) -> list[Batch]:
+        """What one model lacks of resources is kept for it until the others have had their turns."""
+        batches: list[Batch] = []
         short: set[Key] = set()
         while not (self.llm_has_rows and self.share_at > now):
             all_of_them = self.candidates(now)
@@ -175,7 +182,7 @@ class SlowLanes:
                 short |= {left[0][1], turn[1]}
                 continue
             batches.append(self._start(turn[1], turn[2], number, now))
-        return tuple(batches)
+        return batches
 
     def _whose_turn(self, first: Candidate, others: list[Candidate]) -> Candidate:
         if self._any_unlimited(first[1]):

@@ -177,10 +177,13 @@ class Lanes:
     def dispatch(self, now: float) -> tuple[Batch, ...]:
         """Return all batches that may go now, each for a free instance of its model."""
         self._go_behind(now)
-        self._ready.look(now)
-        batches = []
-        while (found := self._ready.find(now)) is not None:
-            batches.append(self._start(*found, now))
+        batches: list[Batch] = []
+        num_before = -1
+        while len(batches) > num_before:  # a batch changes turns and places, so what lacked resources is asked again
+            num_before = len(batches)
+            self._ready.look(now)
+            while (found := self._ready.find(now)) is not None:
+                batches.append(self._start(*found, now))
         return tuple(batches)
 
     def completed(self, batch: Batch, outcome: BatchOutcome, now: float) -> list[RequestProgress]:
