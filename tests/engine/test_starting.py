@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from maitred.core.errors import CheckpointError, EngineDead
 from maitred.engine import engine_thread
 from maitred.engine.child_process import ChildProcess
 from maitred.engine.engine_thread import EngineThread
-from maitred.engine.starting import StartingEngine
+from maitred.engine.starting import StartingEngine, TextAhead
+from maitred.model.checkpoint import BUILTIN_FOLDER
 from tests.engine.clients import start_of
 from tests.engine.fake_child import Gate
 from tests.waiting import is_gone, joined, until
@@ -77,3 +79,26 @@ def test_what_keeps_an_engine_in_a_thread_from_loading_is_raised_by_waiting():
     with pytest.raises(CheckpointError, match="no such model"):
         starting.wait()
     starting.stop()
+
+
+# -- the tokenizer that is read ahead is the one that reading it later would have given
+
+
+def test_the_built_in_models_tokenizer_is_read_ahead():
+    ahead = TextAhead(None)
+    tokenizer = ahead.tokenizer(BUILTIN_FOLDER)
+    assert tokenizer.decode(tokenizer.encode("A table for two")) == "A table for two"
+    assert ahead.tokenizer(BUILTIN_FOLDER) is tokenizer
+
+
+@pytest.mark.parametrize("model", ["owner/name", "no/such/folder"])
+def test_what_is_no_folder_is_read_when_its_folder_is_known(model: str):
+    assert TextAhead(model).tokenizer(BUILTIN_FOLDER).vocab_size > 0
+
+
+def test_a_broken_tokenizer_is_an_error_for_whoever_asks(tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(BUILTIN_FOLDER, folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        TextAhead(str(folder)).tokenizer(folder)

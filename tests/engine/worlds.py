@@ -10,7 +10,6 @@ from typing import Any
 from maitred.config import EngineConfig, LoraConfig, ProcessConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.request import RequestSpec, SamplingParams
-from maitred.engine import served_model as served
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.client import EngineClient
 from maitred.engine.engine_thread import in_thread
@@ -58,7 +57,7 @@ def model_facts(max_model_len: int = 256) -> ModelFacts:
 
 
 def served_model(max_model_len: int = 256) -> ServedModel:
-    return served.served_model(model_facts(max_model_len))
+    return ServedModel.of(model_facts(max_model_len))
 
 
 def scripted_executor(model: ServedModel, answer: str | Sequence[int], num_prompt_tokens: int) -> FakeExecutor:

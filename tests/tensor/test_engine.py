@@ -32,8 +32,7 @@ from maitred.engine.build import load_engine
 from maitred.engine.child_process import in_child_process
 from maitred.engine.client import EngineClient
 from maitred.engine.engine_thread import in_thread
-from maitred.engine.intake import make_requests
-from maitred.engine.served_model import served_model
+from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.supervisor import Start
 from maitred.engine.tensors import TensorCounts
 from maitred.storage.ledger import Ledger
@@ -241,7 +240,7 @@ def test_a_batch_runs_while_a_step_of_the_language_model_is_under_way(tmp_path):
         facts = (await asyncio.to_thread(client.wait)).facts
         client.attach(asyncio.get_running_loop())
         (spec,) = make_requests(
-            served_model(facts), "Once", SamplingParams(max_tokens=2), request_id="chat", now=WallClock().now()
+            ServedModel.of(facts), "Once", SamplingParams(max_tokens=2), request_id="chat", now=WallClock().now()
         )
         chat = client.submit(spec)
         await asyncio.to_thread(step.wait)

@@ -23,6 +23,7 @@ from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
 from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
 from maitred.engine.installed import installed_policies
+from maitred.engine.intake import ServedModel
 from maitred.engine.loop import LoadedEngine, Prepare
 from maitred.engine.memory import MemoryPlan, format_bytes
 from maitred.engine.model_facts import ModelFacts
@@ -41,7 +42,6 @@ from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 
 if TYPE_CHECKING:
-    from maitred.engine.intake import ServedModel
     from maitred.kv.keeping import KVTiers
     from maitred.kv.peers import KVPeers
     from maitred.kv.tiers import KVTier
@@ -69,9 +69,7 @@ class EngineParts:
     @cached_property
     def model(self) -> ServedModel:
         """The model as requests are made for it; its text is read when it is first asked for."""
-        from maitred.engine.served_model import served_model
-
-        return served_model(self.facts)
+        return ServedModel.of(self.facts)
 
     def close(self) -> None:
         """Give back memory and threads."""

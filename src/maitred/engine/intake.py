@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maitred.config import NO_MODEL
@@ -18,9 +19,10 @@ from maitred.core.request import (
     ThinkingLimit,
     check_sampling_tokens,
 )
-from maitred.engine.model_facts import AdapterFacts, Footprint
+from maitred.engine.model_facts import AdapterFacts, Footprint, ModelFacts
 from maitred.kv.prefix_cache import hash_blocks, root_hash
 from maitred.policy.predictor import prompt_features
+from maitred.text.parts import FolderText
 
 if TYPE_CHECKING:
     from maitred.text.answer_format import AnswerFormat
@@ -46,6 +48,31 @@ class ServedModel:
     max_num_seqs: int = 0  # requests in one step; 0 where it is not known
     footprint: Footprint | None = None  # None where it is not known
 
+    @classmethod
+    def of(cls, facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] | None = None) -> ServedModel:
+        """The model as the engine tells it. Its text is read when it is first asked for; the weights stay there."""
+        return cls(
+            names=facts.names,
+            text=FolderText(
+                Path(facts.tokenizer_folder),
+                facts.chat_template,
+                read_tokenizer,
+                allow_special_tokens_in_content=facts.allow_special_tokens_in_content,
+                tool_format=facts.tool_format,
+                num_rows=facts.vocab_size,
+            ),
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            generation_defaults=facts.generation_defaults,
+            created=facts.created,
+            root=facts.root,
+            revision=facts.revision,
+            block_size=facts.block_size,
+            max_num_seqs=facts.max_num_seqs,
+            footprint=facts.footprint,
+        )
+
     @property
     def name(self) -> str:
         """The canonical one."""
@@ -62,6 +89,17 @@ class ServedModel:
     @property
     def answer_format(self) -> AnswerFormat:
         return self.text.answer_format
+
+    @property
+    def warning(self) -> str | None:
+        """Warning at the start about tokens that the model cannot read."""
+        if not (missing := self.tokenizer.without_row):
+            return None
+        named = ", ".join(map(repr, list(missing.values())[:4]))
+        return (
+            f"{len(missing):,} tokens of the tokenizer have no row in the model's embedding of {self.vocab_size:,} rows"
+            f", {named} among them; a text that holds one is refused"
+        )
 
 
 def random_seed() -> int:

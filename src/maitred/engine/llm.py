@@ -32,7 +32,6 @@ from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import OutputBuilder, RequestOutput
-from maitred.engine.served_model import warning_of
 from maitred.text.answer_format import AnswerFormat
 from maitred.text.schema import source_of
 from maitred.text.shape import compose
@@ -117,7 +116,7 @@ class LLM:
         self._clock = WallClock()
         self._woken = threading.Event()  # KV that requests wait for has come, or an adapter was read
         self._parts: EngineParts | None = build_parts(config, clock=self._clock, wake=self._woken.set)
-        if warning := warning_of(self._parts.model):  # reads the text: what is wrong with it is told now
+        if warning := self._parts.model.warning:  # reads the text: what is wrong with it is told now
             logger.warning(warning)
         self._ids = itertools.count()
         self._checker = GrammarChecker()

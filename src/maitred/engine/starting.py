@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import MaitredError
@@ -12,9 +15,11 @@ from maitred.engine.intake import ServedModel
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.replica import Replica
-from maitred.engine.served_model import TextAhead, served_model, warning_of
 from maitred.engine.supervisor import Start
 from maitred.gate.admission import AdmissionController, admission_of
+from maitred.model.checkpoint import local_path
+from maitred.model.packaged import default_model
+from maitred.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -58,11 +63,11 @@ class StartingEngine:
         word.
         """
         ready = self._replica.wait()
-        model = served_model(ready.facts, self._text.tokenizer)
+        model = ServedModel.of(ready.facts, self._text.tokenizer)
         try:
             if model.names:
                 model.text.read()
-                if warning := warning_of(model):
+                if warning := model.warning:
                     self._tell(f"text    {warning}")
         except MaitredError:
             self._replica.stop()
@@ -76,3 +81,28 @@ class StartingEngine:
     def stop(self) -> None:
         """End the engine, once no call of `wait` is under way; idempotent."""
         self._replica.stop()
+
+
+class TextAhead:
+    """Reads the tokenizer in a thread of its own while the engine's process loads the weights."""
+
+    def __init__(self, model: str | None) -> None:
+        """`model` as in ModelConfig; a hub id is not read ahead, for it may have to be downloaded first."""
+        self._model = model
+        self._place: Path | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._thread = threading.Thread(target=self._read, name="maitred-text", daemon=True)
+        self._thread.start()
+
+    def tokenizer(self, folder: Path) -> Tokenizer:
+        """Tokenizer of this folder or GGUF file, read ahead or now."""
+        self._thread.join()
+        if self._tokenizer is None or folder != self._place:
+            return Tokenizer.from_folder(folder)
+        return self._tokenizer
+
+    def _read(self) -> None:
+        with suppress(MaitredError, OSError):  # told by the code that needs it
+            self._place = local_path(self._model or default_model())
+            if self._place is not None:
+                self._tokenizer = Tokenizer.from_folder(self._place)
