@@ -42,12 +42,12 @@ KNOWN: frozenset[Circle] = frozenset()
 ON_A_CHATS_WAY = "files that one streamed chat request passes"
 # They go down with the figures; one that is raised says why, on its line.
 CEILINGS = {
-    "files": 592,
-    "lines": 90_040,
-    ON_A_CHATS_WAY: 117,
-    "modules under 100 lines with one importer": 22,
-    "names of classes that stand twice": 41,
-    "protocols with fewer than two implementations": 29,
+    "files": 373,
+    "lines": 86_940,
+    ON_A_CHATS_WAY: 72,
+    "modules under 100 lines with one importer": 5,
+    "names of classes that stand twice": 20,
+    "protocols with fewer than two implementations": 0,
     "functions over 80 lines": 0,
     "modules beside the packages": 0,
 }

@@ -251,6 +251,7 @@ def test_requests_that_wait_when_their_model_goes_are_told_and_a_new_load_begins
             flow = next(each for each in service.runner.flows if isinstance(each, SequenceFlow))
             (old,) = flow._models.values()
             flow._begin(old.book.expire(float("inf")))
+            service.host.turn()  # as the wake does that ends them by the clock
             told = await asyncio.gather(*waiting, return_exceptions=True)
             assert {type(each) for each in told} == {ModelNotFound}
             flow._begin(old.book.expire(float("inf")))
