@@ -42,8 +42,8 @@ KNOWN: frozenset[Circle] = frozenset()
 ON_A_CHATS_WAY = "files that one streamed chat request passes"
 # They go down with the figures; one that is raised says why, on its line.
 CEILINGS = {
-    "files": 373,
-    "lines": 86_940,
+    "files": 393,  # 20 of them for the tools around the model
+    "lines": 90_440,  # 3,500 of them for the tools around the model
     ON_A_CHATS_WAY: 72,
     "modules under 100 lines with one importer": 5,
     "names of classes that stand twice": 20,
