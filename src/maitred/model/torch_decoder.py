@@ -16,7 +16,7 @@ from torch.nn.functional import embedding, gelu, linear, rms_norm, silu
 
 from maitred.model.rope import inverse_frequencies
 from maitred.model.spec import Activation, DecoderSpec, LayerSpec, NormPlacement, QKNorm, RopeSpec
-from maitred.model.weight_map import check_shape, weight_map
+from maitred.model.weight_map import WeightSource, check_shape, weight_map
 
 if TYPE_CHECKING:
     from maitred.model.checkpoint import Checkpoint, RawTensor
@@ -34,7 +34,8 @@ class TorchDecoder(nn.Module):
     """The decoder of `spec`; parameters are named and shaped as `spec.parameter_shapes` says, uninitialised.
 
     `max_model_len` is the served context, which `dynamic` and `longrope` frequencies depend on (see `rope.py`); None
-    is the model's own. Norm weights stay float32 (with Gemma's offset added), all else is in `dtype`.
+    is the model's own. Norm weights stay float32 (with Gemma's offset added), all else is in `dtype`. Weights of a
+    hollow decoder take no memory until `load_part` fills them.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class TorchDecoder(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         max_model_len: int | None = None,
+        hollow: bool = False,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.dtype = dtype
-        make = _Maker(device, dtype)
+        make = _Maker("meta" if hollow else device, dtype)
         self.embedding = make.embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(_Layer(spec, i, make) for i in range(spec.num_layers))
         self.norm = make.norm(spec.hidden_size, spec)
@@ -240,17 +242,32 @@ def load_torch_decoder(
     for name in checkpoint.tensor_names():  # in file order
         raw = checkpoint.tensor(name)
         if name in sources:
-            source = sources[name]
-            check_shape(source, raw.shape, checkpoint.file_of(name))
-            target = parameters[source.parameter][source.row : source.row + source.shape[0]]
-            target.copy_(tensor_from_raw(raw, name))
-            if source.offset:
-                target.add_(source.offset)
+            _fill(parameters[sources[name].parameter], sources[name], checkpoint)
         loaded += raw.data.nbytes
         if progress is not None:
             progress(loaded, checkpoint.weight_bytes)
     checkpoint.check_unchanged()
     return decoder
+
+
+def load_part(decoder: TorchDecoder, name: str, checkpoint: Checkpoint) -> nn.Module:
+    """Give the named module of a hollow decoder ("layers.3", "norm") its weights and return it; `.to("meta")` frees
+    them. Raises CheckpointError as `load_torch_decoder` does."""
+    part = decoder.get_submodule(name).to_empty(device="cpu")
+    parameters = dict(part.named_parameters(prefix=name))
+    for source in weight_map(decoder.spec, checkpoint.tensor_names()):
+        if source.parameter in parameters:
+            _fill(parameters[source.parameter], source, checkpoint)
+    return part
+
+
+def _fill(parameter: Tensor, source: WeightSource, checkpoint: Checkpoint) -> None:
+    raw = checkpoint.tensor(source.tensor)
+    check_shape(source, raw.shape, checkpoint.file_of(source.tensor))
+    target = parameter[source.row : source.row + source.shape[0]]
+    target.copy_(tensor_from_raw(raw, source.tensor))
+    if source.offset:
+        target.add_(source.offset)
 
 
 _TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

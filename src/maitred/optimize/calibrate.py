@@ -1,0 +1,165 @@
+"""One layer at a time: hidden states of all documents are kept, and each layer is read, seen, changed and left.
+
+So a model is calibrated in the memory of one layer and of the hidden states. After any end the walk goes on with the
+layer that it was at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from maitred.model.checkpoint import Checkpoint
+from maitred.model.families import spec_from_config
+from maitred.model.spec import DecoderSpec
+from maitred.model.torch_decoder import Attend, Rotation, TorchDecoder, load_part, tensor_from_raw
+from maitred.model.weight_map import weight_map
+
+LINEARS = ("qkv", "attention_output", "gate_up", "down")
+"""A layer's stacked matrices, in the order in which a forward pass meets them."""
+FLOAT32_BYTES = 2**29
+"""Hidden states that take more are kept in bfloat16."""
+BATCH_TOKENS = 2048
+
+OnInput = Callable[[str, Tensor], None]
+"""(name of a linear, its inputs [T, K] of some documents)"""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedLayer:
+    """A layer in memory, in float32, whose inputs can be seen and whose weights can be changed."""
+
+    index: int
+    module: nn.Module
+    run: Callable[[], Iterator[Tensor]]
+    """Runs all documents through the layer as it is now; its outputs, some documents at a time."""
+
+    def observe(self, on_input: OnInput, linears: Sequence[str] = LINEARS) -> None:
+        """Tell the inputs of these linears, over all documents."""
+
+        def tell(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            return lambda _, inputs: on_input(name, inputs[0])
+
+        hooks = [self.module.get_submodule(name).register_forward_pre_hook(tell(name)) for name in linears]
+        try:
+            for _ in self.run():
+                pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@torch.no_grad()
+def walk_layers(
+    parent: Checkpoint,
+    documents: Sequence[Sequence[int]],
+    see: Callable[[CalibratedLayer], Mapping[str, Tensor]],
+    *,
+    state: Path,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> Tensor:
+    """Show each layer of `parent` to `see`, which may change its weights, and pass on the outputs of the changed layer.
+
+    What `see` returns is kept: `layer_state(state, i)` has it from then on, and a walk of the same documents over the
+    same folder goes on behind the last layer that was kept. Returns the last layer's outputs [T, D], before the norm.
+    """
+    spec = spec_from_config(parent.config)
+    decoder, batches = TorchDecoder(spec, hollow=True), batches_of(documents)
+    state.mkdir(parents=True, exist_ok=True)
+    begun = state / "hidden.safetensors"
+    if begun.is_file():
+        kept = load_file(begun)
+        hidden_TD, first = kept["hidden_TD"], int(kept["next"])
+    else:
+        hidden_TD, first = embedded(parent, decoder, [token for ids in documents for token in ids]), 0
+    for index in range(first, spec.num_layers):
+        on_layer(index, spec.num_layers)
+        layer = load_part(decoder, f"layers.{index}", parent)
+
+        def run(layer: nn.Module = layer, hidden_TD: Tensor = hidden_TD) -> Iterator[Tensor]:
+            begin = 0
+            for lengths in batches:
+                end = begin + sum(lengths)
+                yield layer(hidden_TD[begin:end].float(), rotations_of(decoder, lengths), attend_of(spec, lengths))
+                begin = end
+
+        save_whole(dict(see(CalibratedLayer(index, layer, run))), _file_of_layer(state, index))
+        begin = 0
+        for out in run():
+            hidden_TD[begin : begin + len(out)] = out
+            begin += len(out)
+        layer.to("meta")
+        save_whole({"hidden_TD": hidden_TD, "next": torch.tensor(index + 1)}, begun)
+    parent.check_unchanged()
+    return hidden_TD
+
+
+def layer_state(state: Path, index: int) -> dict[str, Tensor]:
+    """What the walk kept of a layer."""
+    return load_file(_file_of_layer(state, index))
+
+
+def _file_of_layer(state: Path, index: int) -> Path:
+    return state / f"layer-{index:04}.safetensors"
+
+
+def save_whole(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file that is there whole, or as it was before."""
+    new = path.with_name(path.name + ".new")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new)
+    new.replace(path)
+
+
+def embedded(parent: Checkpoint, decoder: TorchDecoder, token_ids: Sequence[int]) -> Tensor:
+    """Hidden states [T, D] before the first layer; only the rows of these tokens are read."""
+    (source,) = (s for s in weight_map(decoder.spec, parent.tensor_names()) if s.parameter == "embedding.weight")
+    rows = tensor_from_raw(parent.tensor(source.tensor), source.tensor)[torch.tensor(token_ids)]
+    is_large = 4 * rows.numel() > FLOAT32_BYTES
+    return (rows.float() * decoder.embedding_scale).to(torch.bfloat16 if is_large else torch.float32)
+
+
+def batches_of(documents: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Lengths of documents that run together, in order."""
+    batches: list[list[int]] = []
+    for ids in documents:
+        if not batches or sum(batches[-1]) + len(ids) > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(len(ids))
+    return batches
+
+
+def rotations_of(decoder: TorchDecoder, lengths: Sequence[int]) -> dict[object, Rotation]:
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    return {rope.spec: rope(positions_T) for rope in decoder.ropes}
+
+
+def attend_of(spec: DecoderSpec, lengths: Sequence[int]) -> Attend:
+    """Causal attention over whole documents that lie one behind the other."""
+
+    def attend(index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        parts = (x_TMH.split(list(lengths)) for x_TMH in (q_TNH, k_TKH, v_TKH))
+        return torch.cat([_attend(spec, spec.layers[index].window, *part) for part in zip(*parts, strict=True)])
+
+    return attend
+
+
+def _attend(spec: DecoderSpec, window: int | None, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    num_tokens, shared = len(q_TNH), spec.num_heads // spec.num_kv_heads
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_TNH, *(x.repeat_interleave(shared, dim=1) for x in (k_TKH, v_TKH))))
+    windowed = window is not None and num_tokens > window
+    if not windowed and spec.attention_softcap is None:
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.attention_scale)
+        return out[0].transpose(0, 1)
+    behind_TS = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
+    seen_TS = (behind_TS >= 0) & (behind_TS < (window or num_tokens))
+    scores = q @ k.transpose(-1, -2) * spec.attention_scale
+    if (cap := spec.attention_softcap) is not None:
+        scores = torch.tanh(scores / cap) * cap
+    out = scores.masked_fill(~seen_TS, float("-inf")).softmax(-1) @ v
+    return out[0].transpose(0, 1)
