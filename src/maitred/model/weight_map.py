@@ -39,10 +39,15 @@ def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[Weight
 
     Raises CheckpointError naming tensors that are missing, or that the decoder has no place for.
     """
-    prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
-    sources = tuple(_sources(spec, prefix))
+    sources = decoder_sources(spec, tensor_names)
     _check(sources, tensor_names, spec.architecture, lambda name: _is_harmless(name, spec))
     return sources
+
+
+def decoder_sources(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
+    """Every tensor that a checkpoint of `spec` holds, under the prefix of `tensor_names`, whether it is there or not."""
+    prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
+    return tuple(_sources(spec, prefix))
 
 
 def head_map(spec: HeadSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
