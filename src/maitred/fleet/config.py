@@ -14,7 +14,7 @@ from maitred.core.errors import ConfigError, did_you_mean
 
 BALANCES = ("round_robin", "least_load", "two_choices", "hash", "session", "prefix")
 PLACEMENTS = ("pack", "spread")  # of launched replicas on the nodes of a Ray cluster
-TIER_KEYS = ("replicas", "max_prompt_tokens", "spill_after_s")
+TIER_KEYS = ("replicas", "max_prompt_tokens", "spill_after_s", "escalate_below")
 
 
 class Tier(NamedTuple):
@@ -24,6 +24,7 @@ class Tier(NamedTuple):
     replicas: tuple[str, ...] = ()  # their URLs, as given on the command line; none is all that no other tier names
     max_prompt_tokens: int | None = None  # longer ones go to the next
     spill_after_s: float | None = None  # a request held so long (s) may go to the next; None waits on
+    escalate_below: float | None = None  # where its answer has a token of less probability, the next is asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class FleetConfig:
     """A request that no replica there is may take is answered 503 after this long (s)."""
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Groups of replicas in the order in which they are asked: `replicas` lists URLs, `max_prompt_tokens` the longest
-    prompt, `spill_after_s` how long a request waits before it may go to the next."""
+    prompt, `spill_after_s` how long a request waits before it may go to the next, `escalate_below` the probability of
+    an answer's least likely token below which the next is asked instead."""
     max_retries: int = 2
     """Further attempts of one request when a replica fails before the first byte of its answer."""
     retry_ratio: float = 0.1
@@ -103,7 +105,10 @@ def tiers_of(config: FleetConfig) -> tuple[Tier, ...]:
     """Tiers in the order in which they are asked; one for all where none is given. Raises ConfigError."""
     if not config.tiers:
         return (Tier(""),)
-    return tuple(_tier(name, given) for name, given in config.tiers.items())
+    tiers = tuple(_tier(name, given) for name, given in config.tiers.items())
+    if tiers[-1].escalate_below is not None:
+        raise ConfigError(f"tiers: {tiers[-1].name}: escalate_below is of a tier that has a next; this is the last")
+    return tiers
 
 
 def _tier(name: str, given: Mapping[str, Any]) -> Tier:
@@ -114,14 +119,16 @@ def _tier(name: str, given: Mapping[str, Any]) -> Tier:
             raise ConfigError(
                 f"tiers: {name} has {key!r}{did_you_mean(key, TIER_KEYS)}; it takes {', '.join(TIER_KEYS)}"
             )
-    for key in ("max_prompt_tokens", "spill_after_s"):
+    for key in ("max_prompt_tokens", "spill_after_s", "escalate_below"):
         value = given.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
             raise ConfigError(f"tiers: {name}: {key} is {value!r}; it must be a number of at least 0")
+    if (given.get("escalate_below") or 0) > 1:
+        raise ConfigError(f"tiers: {name}: escalate_below is {given['escalate_below']}; it is a probability, at most 1")
     replicas = given.get("replicas", ())
     if not isinstance(replicas, list | tuple) or not all(isinstance(url, str) for url in replicas):
         raise ConfigError(f"tiers: {name}: replicas is {replicas!r}; it must be a list of URLs")
-    return Tier(name, tuple(replicas), given.get("max_prompt_tokens"), given.get("spill_after_s"))
+    return Tier(name, tuple(replicas), *(given.get(key) for key in TIER_KEYS[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

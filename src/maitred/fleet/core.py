@@ -12,13 +12,13 @@ from typing import Any
 from maitred.config import SchedulerConfig
 from maitred.core.errors import InvalidRequest
 from maitred.fleet.actions import Action, Probe
-from maitred.fleet.binding import Binder, Waiting
+from maitred.fleet.binding import Binder, Waiting, use_of
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, FleetRequest
 from maitred.fleet.prefix_index import Lessons, PrefixIndex
 from maitred.fleet.replicas import Due, FleetReplica, Health, ReplicaDue, ReplicaFacts, Replicas, Report, State, Use
-from maitred.fleet.requests import Requests, Timers
+from maitred.fleet.requests import Requests, Timers, fitting_tiers
 from maitred.fleet.sizing import EVERY_S, Autoscale, FleetFigures, Sizing, as_asked
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
@@ -151,6 +151,27 @@ class ClusterCore:
         replica = self.fleet.at(request.replica)
         replica.num_failures, replica.heard_at = 0, now
         return self._requests.finish(request, usage, now) + self._requests.dispatch(now)
+
+    def sure_from(self, request_id: str) -> float:
+        """Least probability of a token with which the answer of its replica is sent; 0 is any, where the tier says
+        none, or no replica of a later tier that may take it is ready.
+        """
+        request = self._requests.bound(request_id)
+        tier = self.fleet.at(request.replica).tier if request is not None else -1
+        if request is None or (below := self.fleet.tiers[tier].escalate_below) is None:
+            return 0.0
+        later = sum(1 << number for number in fitting_tiers(request, self.fleet) if number > tier)
+        return below if self.fleet.usable(use_of(request)._replace(tiers=later)) else 0.0
+
+    def escalated(self, request_id: str, now: float) -> list[Action]:
+        """Its answer has a token that is less probable: hold it for later tiers; the replica did well."""
+        request = self._requests.bound(request_id)
+        if request is None:
+            return []
+        replica = self.fleet.at(request.replica)
+        replica.num_failures, replica.heard_at = 0, now
+        request.first_tier, request.num_spills = replica.tier + 1, 0
+        return self._requests.put_back(request, now)
 
     def aborted(self, request_id: str, now: float) -> list[Action]:
         """The request's client is gone, or it was refused elsewhere; unknown ids are ignored."""

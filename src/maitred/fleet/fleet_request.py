@@ -54,6 +54,7 @@ class FleetRequest(UnderTerms):
     num_deaths: int = 0  # replicas that died with it
     has_fled: bool = False  # from a replica whose engine hung
     num_spills: int = 0  # tiers that it waited past
+    first_tier: int = 0  # answers of those before it were not sure enough
     tiers: int = 0  # bits of those that it may use
     barred: int = 0  # bits of replicas where it failed
     fingerprint: str | None = None  # of the replica that made its tokens; None goes on anywhere

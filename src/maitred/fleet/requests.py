@@ -360,6 +360,7 @@ def fitting_tiers(request: FleetRequest, fleet: Replicas) -> list[int]:
     """
     limits = [tier.max_prompt_tokens for tier in (fleet.tiers[:1] if request.is_local else fleet.tiers)]
     fit = [number for number, limit in enumerate(limits) if limit is None or request.num_inputs <= limit]
+    fit = [number for number in fit if number >= request.first_tier]
     if not fit and not request.num_counted:
         return [limits.index(max(limit for limit in limits if limit is not None))]
     if request.model is None:

@@ -339,6 +339,13 @@ class Fleet(Driver[RoutedRequest]):
         self._metrics.failed(failure.kind)
         self.hear(self.core.failed, routed.request.request_id, failure, at=live.facts.name)
 
+    def escalated(self, routed: RoutedRequest, live: LiveReplica) -> None:
+        """Note that the replica's answer is not sure enough; `routed.bound` tells which one is asked next."""
+        routed.is_held = True
+        routed.exchange.log["escalated"] = live.facts.name
+        self._metrics.num_escalated += 1
+        self.hear(self.core.escalated, routed.request.request_id)
+
     async def emptied(self) -> None:
         await self._empty.wait()
 

@@ -16,7 +16,7 @@ from maitred.api.http.fleet_headers import vouching
 from maitred.api.http.results import WantedAnswer
 from maitred.api.ops.metrics_page import TenantCounts
 from maitred.api.route.fleet import RoutedRequest
-from maitred.api.route.messages import Outgoing, towards_replica
+from maitred.api.route.messages import Outgoing, shows_logprobs, towards_replica, with_logprobs
 from maitred.api.route.relay import Relay
 from maitred.api.route.router import Router
 from maitred.core.errors import InvalidRequest, RateLimited, RouteNotFound, Unavailable
@@ -380,11 +380,14 @@ def _outgoing(
         headers.append((b"authorization", exchange.headers[b"authorization"]))
     query = scope["query_string"]
     target = scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
+    cascades = is_generation and any(tier.escalate_below for tier in router.fleet.core.fleet.tiers)
     return Outgoing(
         method=scope["method"],
         target=target,
         headers=headers,
         body=body,
+        judged_body=with_logprobs(scope["path"], body, read) if cascades else b"",
+        hides_logprobs=not shows_logprobs(read),
         secret=secret,
         is_generation=is_generation,
         has_usage=has_usage,

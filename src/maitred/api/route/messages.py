@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from maitred.api.http.results import HEADER as CACHE
 from maitred.api.route.fleet import LiveReplica
 from maitred.fleet.balance import Choice
 from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind
+from maitred.fleet.prefix_keys import RoutedBody
 from maitred.fleet.told import MAX_COUNT, BrokenFrame, ToldUsage, usage_in
 from maitred.fleet.upstream import UpstreamAnswer, UpstreamAsk, UpstreamFailed, request_head
 from maitred.gate.gate import NO_LIMITS, TimeLimits
@@ -109,6 +111,8 @@ class Outgoing:
     target: str  # path and query
     headers: list[Header]
     body: bytes
+    judged_body: bytes = b""  # for a tier with `escalate_below`: asks for log-probabilities
+    hides_logprobs: bool = False  # the client did not
     secret: list[Header] = field(default_factory=list)  # only for replicas that hold the fleet's token
     is_generation: bool = False  # its answer has tokens
     has_usage: bool = False  # and says how many it took
@@ -120,11 +124,14 @@ class Outgoing:
         """Whether our own replicas are asked to tell the tokens of the answer."""
         return self.is_stream and bool(self.secret)
 
-    def ask(self, live: LiveReplica, age_s: float, told: Sequence[Header] = ()) -> UpstreamAsk:
+    def ask(
+        self, live: LiveReplica, age_s: float, told: Sequence[Header] = (), *, is_judged: bool = False
+    ) -> UpstreamAsk:
         """`age_s` ago it arrived; `told` is for a replica that hands KV over."""
+        body = self.judged_body if is_judged else self.body
         headers = [*self._secretly(age_s), *told] if live.is_ours and self.secret else self.headers
-        head = request_head(self.method, self.target, live.origin, headers, len(self.body))
-        return UpstreamAsk(head, self.body, is_head=self.method == "HEAD")
+        head = request_head(self.method, self.target, live.origin, headers, len(body))
+        return UpstreamAsk(head, body, is_head=self.method == "HEAD")
 
     def resume(self, live: LiveReplica, body: bytes, age_s: float, told: Sequence[Header] = ()) -> UpstreamAsk:
         """The ask to go on where another replica left off."""
@@ -195,6 +202,58 @@ def _reached_by(address: str, host: str) -> str:
         return f"{transport}:{host}:{port}" if ip_address(own).is_unspecified else address
     except ValueError:
         return address
+
+
+MAX_JUDGED_BYTES = 16 * 1024 * 1024  # of an answer with log-probabilities, which is held
+_ASKED = {"/v1/chat/completions": msgspec.Raw(b"true"), "/v1/completions": msgspec.Raw(b"1")}
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_WRONG = (msgspec.DecodeError, ValueError, RecursionError)
+
+
+def with_logprobs(path: str, body: bytes, read: RoutedBody) -> bytes:
+    """The body, asking for its answer's log-probabilities; empty where they cannot be had apart from a prompt's."""
+    if path not in _ASKED or read.echo or shows_logprobs(read):
+        return body if path in _ASKED and not read.echo else b""
+    with suppress(*_WRONG):
+        return msgspec.json.encode(_decode_fields(body) | {"logprobs": _ASKED[path]})
+    return b""
+
+
+def shows_logprobs(read: RoutedBody) -> bool:
+    """Whether the client asked for them itself."""
+    return read.logprobs is not None and read.logprobs is not False
+
+
+class Doubt:
+    """Judges an answer by its least probable token, and holds a stream's events meanwhile."""
+
+    def __init__(self, sure_from: float, *, hides: bool) -> None:
+        """`hides` takes log-probabilities out, for a client that did not ask for them."""
+        self._lowest, self._hides = math.log(sure_from), hides
+        self.is_low, self.events = False, bytearray()
+
+    def hold(self, events: bytes) -> None:
+        """Take whole events. Raises BrokenFrame where they are too many."""
+        for line in events.splitlines(keepends=True):
+            is_told = line.startswith(b"data:") and (data := line[5:].strip()) != _DONE
+            self.events += b"data: %b\n" % self.judged(data) if is_told else line
+        if len(self.events) > MAX_JUDGED_BYTES:
+            raise BrokenFrame(f"an answer has over {MAX_JUDGED_BYTES} bytes")
+
+    def judged(self, body: bytes) -> bytes:
+        """A body, or an event's data, as the client gets it."""
+        try:
+            told = msgspec.json.decode(body)
+            for choice in told.get("choices") or ():
+                known = choice.get("logprobs") or {}
+                chat, text = known.get("content") or (), known.get("token_logprobs") or ()
+                found = [*(each["logprob"] for each in chat), *text]
+                self.is_low |= any(each is not None and each < self._lowest for each in found)
+                if known:
+                    choice["logprobs"] = None
+        except (*_WRONG, TypeError, AttributeError, KeyError):  # an error, say
+            return body
+        return msgspec.json.encode(told) if self._hides else body
 
 
 RETRIED = (500, 502, 503)  # others are the request's own doing: 501 never works, 504 was its time limit

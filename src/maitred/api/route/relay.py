@@ -44,6 +44,8 @@ class Relay:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
         self.bill: Bill | None = None  # where a ledger is kept
         self._is_billed = False  # the answer under way has said what it cost
+        self._doubt: messages.Doubt | None = None  # of a tier whose answers are held until they are judged
+        self._doubted_us = 0  # compute of answers that were not sent
         self._prompt: AnswerUsage | None = None  # what its computing cost, which is told where it is answered
         self._is_computed = False  # its prompt is, and that was all that was asked of this replica
         self._num_each = routed.request.num_samples
@@ -87,7 +89,7 @@ class Relay:
     @property
     def charges(self) -> Charges:
         spent = self.spent
-        compute_us = spent.compute_us + (self._prompt.compute_us if self._prompt is not None else 0)
+        compute_us = spent.compute_us + self._doubted_us + (self._prompt.compute_us if self._prompt is not None else 0)
         return Charges(spent.num_prompt_tokens or 0, spent.num_cached_tokens or 0, compute_us=compute_us)
 
     @property
@@ -135,7 +137,12 @@ class Relay:
             raise
         if self._events is None:  # its first token will not be seen
             self._on_tokens(0, self._fleet.clock.now())
-        may_hand_over = self._outgoing.may_hand_over() and not self._routed.began
+        if not self._routed.began:
+            outgoing, sure_from = self._outgoing, self._fleet.core.sure_from(self._routed.request.request_id)
+            is_judged = bool(outgoing.judged_body and sure_from)
+            self._doubt = messages.Doubt(sure_from, hides=outgoing.hides_logprobs) if is_judged else None
+            self._told = ToldTokens() if outgoing.tells else None  # those of an answer that was not sent are void
+        may_hand_over = self._outgoing.may_hand_over() and not self._routed.began and self._doubt is None
         stops = messages.stops_of(bind.choice, self._fleet.replicas, may_hand_over=may_hand_over)
         if bind.choice.prefill is not None and len(stops) == 1:
             self._fleet.handed_over(self._routed)
@@ -180,7 +187,7 @@ class Relay:
             self._told.broke_off()
         age_s = self._age_s
         if not self._routed.began:
-            return self._outgoing.ask(live, age_s, kv_told)
+            return self._outgoing.ask(live, age_s, kv_told, is_judged=self._doubt is not None)
         if self._told is None or not self._goes_on:
             raise ReplicaFailed(BROKE_OFF)
         ttft_s = self._first_byte_at - self._routed.request.arrived_at
@@ -225,13 +232,22 @@ class Relay:
             why = messages.message_of(await answer.whole(messages.MAX_ERROR_BYTES))
             raise ReplicaFailed(f"{BROKE_OFF}: {why}")
         if self._events is not None and messages.is_stream(answer):
-            await self._stream(answer, stop)
-        elif answer.status == 200 and not stop.is_last:
+            return await self._stream(answer, stop)
+        if answer.status == 200 and not stop.is_last:
             await answer.begin(MAX_KEPT_BYTES)
             self._prompt = messages.cost_told(answer, is_ours=live.is_ours)
             self._is_computed = self._is_billed = True
-        else:
-            await self._whole(answer, live)
+            return True
+        return await self._whole(answer, live)
+
+    def _escalates(self, answer: UpstreamAnswer, live: LiveReplica) -> bool:
+        """Whether the next tier is asked in place of this answer, while it can be."""
+        doubt, request_id = self._doubt, self._routed.request.request_id
+        if doubt is None or not doubt.is_low or not self._fleet.core.sure_from(request_id):
+            return False
+        if (cost := messages.cost_told(answer, is_ours=live.is_ours)) is not None:
+            self._is_billed, self._doubted_us = True, self._doubted_us + cost.compute_us
+        self._fleet.escalated(self._routed, live)
         return True
 
     def _broke_off(self, failed: UpstreamFailed, live: LiveReplica) -> None:
@@ -242,12 +258,21 @@ class Relay:
 
     # -- what is not streamed
 
-    async def _whole(self, answer: UpstreamAnswer, live: LiveReplica) -> None:
-        """Send an answer, kept as long as it fits, so that the client hears nothing if a replica dies meanwhile."""
-        body = await answer.begin(MAX_KEPT_BYTES)
+    async def _whole(self, answer: UpstreamAnswer, live: LiveReplica) -> bool:
+        """Send an answer, kept as long as it fits, so that the client hears nothing if a replica dies meanwhile.
+        Returns whether the client has it; else the next tier is asked.
+        """
+        doubt = self._doubt
+        body = await answer.begin(MAX_KEPT_BYTES if doubt is None else messages.MAX_JUDGED_BYTES)
+        if doubt is not None:
+            body = doubt.judged(body)
+            doubt.is_low |= answer.status == 400  # it may give no log-probabilities, or have a shorter context
+            if self._escalates(answer, live):
+                return False
+            answer.headers = [header for header in answer.headers if header[0] != b"content-length"]
         if answer.is_over:
             await self._send_whole(answer, live, body)
-            return
+            return True
         self._begin()
         await self._send_head(answer, live)
         while body:
@@ -257,6 +282,7 @@ class Relay:
         self._is_billed = True
         self._ends()
         await self._send_end()
+        return True
 
     async def _send_whole(self, answer: UpstreamAnswer, live: LiveReplica, body: bytes) -> None:
         usage = AnswerUsage(num_output_tokens=0)
@@ -281,31 +307,42 @@ class Relay:
 
     # -- streams
 
-    async def _stream(self, answer: UpstreamAnswer, stop: messages.Leg) -> None:
-        """Whole events only, so that an error or another replica's can follow wherever it breaks off."""
-        live = stop.live
+    async def _stream(self, answer: UpstreamAnswer, stop: messages.Leg) -> bool:
+        """Whole events only, so that an error or another replica's can follow wherever it breaks off; those that are
+        judged at the end. Returns whether the client has them; else the next tier is asked.
+        """
+        live, doubt = stop.live, self._doubt
         told = self._told if live.is_ours else None
         foreign = messages.ForeignStream()  # where nothing is told
         feed = foreign.feed if told is None else told.feed
         await self._send_events(answer, live, self._unsent)
         while piece := await answer.piece():
             events = _read(feed, piece)
+            if doubt is not None:
+                _read(doubt.hold, events)
+                if self._escalates(answer, live):
+                    return False
+                if self._keep_alive_s and self._events is not None:
+                    await self._events.keep_alive()
+                continue
             if not self._routed.began and ((told is not None and told.head is not None) or b"data:" in events):
-                if foreign.is_error and not foreign.has_answer:
-                    raise UpstreamFailed(Broken.WRONG, "its stream begins with an error")
-                self._begin()
+                self._begin_stream(foreign)
             if events:
                 self._count(events)
                 await self._send_events(answer, live, events)
             if not stop.is_last and self._goes_on and told is not None and told.has_begun(self._num_each):
                 self._tell_tokens()
                 self._is_computed = True
-                return
+                return True
         if told is not None and not told.is_whole:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
         end = self._exchange.format.stream.end if told is None and answer.status == 200 else b""
         if end and not foreign.has_ended(self._num_each):
             raise UpstreamFailed(Broken.WRONG, "its stream ended without a finish reason or [DONE]")
+        if doubt is not None:
+            self._begin_stream(foreign)
+            self._count(events := bytes(doubt.events))
+            await self._send_events(answer, live, events)
         self._tell_tokens()
         self.usage = messages.cost_told(answer, is_ours=live.is_ours)
         self._is_billed = self.usage is not None or told is None or told.usage is not None
@@ -315,6 +352,12 @@ class Relay:
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
         await self._send_end(b"" if foreign.is_done else end)
+        return True
+
+    def _begin_stream(self, foreign: messages.ForeignStream) -> None:
+        if foreign.is_error and not foreign.has_answer:
+            raise UpstreamFailed(Broken.WRONG, "its stream begins with an error")
+        self._begin()
 
     async def _send_events(self, answer: UpstreamAnswer, live: LiveReplica, events: bytes) -> None:
         """Send events; those that an interruption keeps from being written go out with the next replica's."""
