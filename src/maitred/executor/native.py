@@ -87,8 +87,8 @@ class Slice(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """Positions that are sampled: its last ones."""
-        return 1 + len(self.work.drafts) if self.samples else 0
+        """Positions that are sampled, if any are: its last ones."""
+        return 1 + len(self.work.drafts)
 
 
 def cut(works: Sequence[RowWork], max_tokens: int, skipped: Container[int] = ()) -> list[list[Slice]]:
@@ -101,20 +101,21 @@ def cut(works: Sequence[RowWork], max_tokens: int, skipped: Container[int] = ())
     for index, work in enumerate(works):
         if index in skipped:
             continue
-        start, end = work.row.start, work.row.start + work.row.num_tokens
+        _, start, num_tokens, samples, _, _, num_drafts = work.row
+        end = start + num_tokens
+        together = end - 1 - num_drafts
         while start < end:
             if room == 0:
                 passes.append([])
                 room = max_tokens
             count = min(room, end - start)
-            together = end - 1 - work.row.num_drafts
             if together < start + count < end:
                 count = together - start
                 if count == 0:
                     passes.append([])
                     room = max_tokens
                     continue
-            passes[-1].append(Slice(index, work, start, count, work.row.samples and start + count == end))
+            passes[-1].append(Slice(index, work, start, count, samples and start + count == end))
             start += count
             room -= count
     return passes if passes[0] else []
@@ -314,21 +315,22 @@ class NativeExecutor:
         if not planned:
             return ModelOutput(())
         drafting_at = self._clock()
-        works = planned
-        if any(work.row.num_drafts for work in planned):
+        works, drafting = planned, [work for work in planned if work.row.num_drafts]
+        if drafting:
             works = with_drafts(planned, self.proposer, self.vocab_size, self.runner.max_tokens - 1, self.grammars)
         tokens: dict[int, SampledToken] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
         began_at = self._clock()
-        refused = refuse(works, self.adapters) if any(work.state.adapter for work in works) else {}
+        refused = refuse(works, self.adapters) if [work for work in works if work.state.adapter] else {}
         for slices in cut(works, self.runner.max_tokens, skipped=refused):
             self._run(slices, tokens, prompts)
-        self._settle_blocks(planned)
+        for row, state, _ in drafting:  # as the scheduler does
+            state.settle_blocks(max(row.start + row.num_known, state.tokens.size - 1), self._block_size)
         tokens |= refused
         if self.grammars is not None and self.grammars.is_used:
             follow_grammars(works, tokens, self.grammars)
         if self.choice is not None:
-            num_tokens = sum(work.row.num_tokens for work in works)
+            num_tokens = sum([work.row.num_tokens for work in works])
             self._choose_threads(self.choice, num_tokens, len(works), began_at)
         draft_s = began_at - drafting_at if works is not planned else 0.0
         return ModelOutput(tuple(self._reports(works, tokens, prompts)), draft_s=draft_s)
@@ -396,18 +398,21 @@ class NativeExecutor:
     ) -> None:
         """Run the program once; return the wanted logits."""
         step = ragged_step(slices, self._block_size)
-        names = [piece.work.state.adapter for piece in slices]
-        if self.adapters is not None and any(names):
+        if self.adapters is not None and any(names := [piece.work.state.adapter for piece in slices]):
             step.adapters = self.adapters.slots(names)
         sampling = [piece for piece in slices if piece.samples]
-        ends = step.first_tokens[1:].tolist()
+        firsts = step.first_tokens.tolist()
         wanted = [
-            token for piece, end in zip(slices, ends, strict=True) for token in range(end - piece.num_sampled, end)
+            token
+            for piece, end in zip(slices, firsts[1:], strict=True)
+            if piece.samples
+            for token in range(end - piece.num_sampled, end)
         ]
         logits_RV = self.runner.run(step, wanted[: self.runner.max_logits])
         self._sample(sampling, wanted, logits_RV, tokens)
-        for piece, first in zip(slices, step.first_tokens.tolist(), strict=False):
-            self._add_prompt_logprobs(piece, first, prompts)
+        for piece, first in zip(slices, firsts, strict=False):
+            if piece.work.state.prompt_logprobs is not None:
+                self._add_prompt_logprobs(piece, first, prompts)
         if self.on_logits is not None:
             self._show_logits(self.on_logits, slices, step)
         if self.on_taps is not None and self.runner.taps is not None:
@@ -449,17 +454,10 @@ class NativeExecutor:
             kept = [keep(state, token, has_masks) for token in found]
             tokens[piece.row] = kept[-1]._replace(before=tuple(kept[:-1]))
 
-    def _settle_blocks(self, planned: Sequence[RowWork]) -> None:
-        """Settle the blocks of rows with planned drafts, as the scheduler does."""
-        for row, state, _ in planned:
-            if row.num_drafts:
-                state.settle_blocks(max(row.start + row.num_known, state.tokens.size - 1), self._block_size)
-
     def _add_prompt_logprobs(self, piece: Slice, first: int, prompts: dict[int, list[TokenLogprobs]]) -> None:
         """Add the logprobs of prompt positions start + 1 .. start + num_tokens, each from the logits before it."""
         state = piece.work.state
-        if state.prompt_logprobs is None:
-            return
+        assert state.prompt_logprobs is not None
         row = piece.work.row._replace(start=piece.start, num_tokens=piece.num_tokens)
         next_tokens = prompt_tokens_due(RowWork(row, state))
         chunk = min(PROMPT_LOGPROBS_CHUNK, self.runner.max_logits)

@@ -179,8 +179,8 @@ def report(
     sampled = () if token.is_missing else (*token.before, token)
     return SampledRow(
         work.row.request_id,
-        (*(one.token_id for one in sampled), *token.forced),
-        logprobs=tuple(one.logprobs for one in sampled if one.logprobs is not None) or None,
+        (*[one.token_id for one in sampled], *token.forced),
+        logprobs=tuple([one.logprobs for one in sampled if one.logprobs is not None]) or None,
         prompt_logprobs=prompt_logprobs,
         num_accepted=len(token.before),
         num_forced=len(token.forced),
