@@ -13,7 +13,7 @@ from maitred.core.errors import InvalidRequest
 from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.text.answer_format import AnswerFormat, CallFormat, Mark, PairsFormat, ReasoningFormat, Slot
 from maitred.text.schema import bounded_pattern, ignored_keywords, json_source, source_of
-from maitred.text.shape import Tool, ToolChoice, compose
+from maitred.text.shape import FunctionTool, ToolChoice, compose
 
 MARK, END_MARK, THINK, END_THINK = range(256, 260)
 
@@ -39,8 +39,8 @@ NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 ADDRESS = json_source({"type": "object", "properties": {"zip": {"type": "integer"}}, "required": ["zip"]}, "schema")
 
 
-def tool(name: str, parameters: dict[str, Any]) -> Tool:
-    return Tool(name, parameters, json_source(parameters, "tools[0]"), {})
+def tool(name: str, parameters: dict[str, Any]) -> FunctionTool:
+    return FunctionTool(name, parameters, json_source(parameters, "tools[0]"), {})
 
 
 TOOLS = [tool("weather", WEATHER), tool("stop", NOTHING)]

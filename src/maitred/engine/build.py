@@ -55,16 +55,21 @@ class EngineParts:
     """A wired engine; nothing steps it yet."""
 
     core: EngineCore
+    executor: BuiltExecutor
     facts: ModelFacts
     spec: DecoderSpec
     memory_plan: MemoryPlan
     start_phases: Mapping[str, float]  # s, in order
-    deterministic: bool = False  # the executor says that tokens do not depend on what shares the batch
     decision_log: DecisionLogFile | None = None
     prepare: Prepare | None = None  # compiles a grammar
     adapters: AdapterCache | None = None  # None where the executor has none
     kv_tiers: KVTiers | None = None  # None where nothing outlives a request
     kv_peers: KVPeers | None = None  # None where no other engine is beside it
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether tokens do not depend on what shares the batch."""
+        return bool(getattr(self.executor, "deterministic", False))
 
     @cached_property
     def model(self) -> ServedModel:
@@ -147,11 +152,11 @@ def build_parts(
     tell(f"ready   in {timeline.total_s:.2f} s")
     return EngineParts(
         core=core,
+        executor=executor,
         facts=facts,
         spec=plan.spec,
         memory_plan=plan.memory,
         start_phases=timeline.phases,
-        deterministic=bool(getattr(executor, "deterministic", False)),
         decision_log=log,
         prepare=grammars.prepare,
         adapters=adapters,

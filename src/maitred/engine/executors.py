@@ -33,6 +33,7 @@ class BuiltExecutor(Protocol):
     grammars: Grammars | None
     proposer: Proposer | None
     threads: Any  # a `_native.ThreadPool`, where it has one
+    on_logits: Any  # told the logits of every position of every step, where it is set
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput: ...
 

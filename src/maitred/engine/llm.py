@@ -130,6 +130,11 @@ class LLM:
     def memory_plan(self) -> MemoryPlan:
         return self._open().memory_plan
 
+    @property
+    def parts(self) -> EngineParts:
+        """The wired engine, for what measures it between two calls of `generate`."""
+        return self._open()
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode`, `decode`."""
         return self.model.tokenizer

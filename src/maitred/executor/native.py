@@ -270,7 +270,7 @@ def other_numbers(present: int, most: int) -> list[int]:
 class NativeExecutor:
     """Carries out plans (`step.Executor`). Not thread-safe: one thread calls `execute`.
 
-    `on_logits`, for tests, may be set to be given the logits of every position of every step.
+    `on_logits`, for tests and evaluation, may be set to be given the logits of every position of every step.
     """
 
     deterministic = True

@@ -42,7 +42,7 @@ OnLogits = Callable[[str, int, torch.Tensor], None]
 class TorchExecutor:
     """Carries out plans (`step.Executor`). Not thread-safe: one thread calls `execute`.
 
-    `on_logits`, for tests, may be set to be given the logits of every position of every step.
+    `on_logits`, for tests and evaluation, may be set to be given the logits of every position of every step.
     `num_threads` is PyTorch's number of threads during a step. PyTorch keeps one such number for the process, so it
     is set when a step begins and put back when it ends; None leaves it alone.
     """

@@ -63,7 +63,7 @@ class Scheduler:
             predictor=predictor if predictor is not None else predictor_named(config.predictor),
             stop_rule=stop_rule,
         )
-        self._num_drafts, self._speculation = num_drafts, speculation
+        self.num_drafts, self._speculation = num_drafts, speculation
         self._drafting = False  # whether `speculation` gave the last plan drafts
         self._watch_cache()
         self._deadlines = Deadlines(self.awaits_leader)
@@ -303,8 +303,8 @@ class Scheduler:
         self.blocked, self.preemptions = why_blocked(state, builder), tuple(builder.preemptions)
         self._note_given_up()
         state.order.issued(builder.requests, service_of(state, builder))
-        if self._num_drafts is not None:
-            plan_drafts(state, builder, [self._num_drafts(one, len(builder.rows)) for one in builder.requests])
+        if self.num_drafts is not None:
+            plan_drafts(state, builder, [self.num_drafts(one, len(builder.rows)) for one in builder.requests])
         elif self._speculation is not None:
             self._drafting = speculate(state, self._speculation, builder)
         plan = builder.plan(self._step, state.forgotten)

@@ -40,7 +40,7 @@ NO_SHAPE = Shape()
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class FunctionTool:
     """A tool that may be called."""
 
     name: str
@@ -63,7 +63,7 @@ def compose(
     format: AnswerFormat,
     *,
     content: Source | None = None,
-    tools: Sequence[Tool] = (),
+    tools: Sequence[FunctionTool] = (),
     choice: ToolChoice = NO_CALLS,
     in_thoughts: bool = False,
     may_think: bool = True,
@@ -109,7 +109,7 @@ class _Grammar:
 
     format: AnswerFormat
     choice: ToolChoice
-    called: Sequence[Tool]
+    called: Sequence[FunctionTool]
     rules: list[str] = field(default_factory=lambda: list(_TERMINALS))
     beside: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -204,7 +204,7 @@ class _Grammar:
         assert form is not None
         return self.rule("call", " | ".join(self._call(form, tool, number) for number, tool in enumerate(self.called)))
 
-    def _call(self, form: CallFormat, tool: Tool, number: int) -> str:
+    def _call(self, form: CallFormat, tool: FunctionTool, number: int) -> str:
         arguments = json.loads(tool.source.text)
         slots = {Slot.NAME: quoted(tool.name), Slot.INDEX: "INDEX", Slot.ID: "ID"}
         if form.id_length is not None:
@@ -244,7 +244,7 @@ class _Grammar:
             self.rule(name, f"{self.literal(head)} {value} {self.literal(form.value_end)}")
 
 
-def _either(content: Mapping[str, Any], form: CallFormat | None, tools: Sequence[Tool]) -> Mapping[str, Any]:
+def _either(content: Mapping[str, Any], form: CallFormat | None, tools: Sequence[FunctionTool]) -> Mapping[str, Any]:
     """A schema of content or of a call that begins as an object does: only within one schema are both begun at once."""
     assert form is not None
     options = content["x-guidance"]

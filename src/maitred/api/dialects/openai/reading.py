@@ -28,7 +28,7 @@ from maitred.text.answer_parser import AnswerDelta, AnswerParser, CallBegun
 from maitred.text.chat_template import arguments_of, with_tools
 from maitred.text.folder import NAMED_TOKENS
 from maitred.text.schema import Source, json_source, source_of
-from maitred.text.shape import NO_CALLS, NO_SHAPE, Shape, Tool, ToolChoice, compose
+from maitred.text.shape import NO_CALLS, NO_SHAPE, FunctionTool, Shape, ToolChoice, compose
 
 _CALLS = msgspec.json.Decoder(list[Any] | None)
 MIN_MAX_MESSAGES = 1024  # else as many as the context has tokens: each is one at least
@@ -198,7 +198,7 @@ _MORE_PROPERTIES = (
 )
 
 
-def tools_of(body: ChatCompletionRequest) -> list[Tool]:
+def tools_of(body: ChatCompletionRequest) -> list[FunctionTool]:
     """Raises InvalidRequest with the path of what is wrong."""
     sent = refusals.any_value(body.tools, "tools", MAX_SHAPE_BYTES) or []
     if not isinstance(sent, list) or len(sent) > MAX_TOOLS:
@@ -211,7 +211,7 @@ def tools_of(body: ChatCompletionRequest) -> list[Tool]:
     return tools
 
 
-def _tool(sent: Any, path: str) -> Tool:
+def _tool(sent: Any, path: str) -> FunctionTool:
     if not isinstance(sent, Mapping) or sent.get("type") != "function":
         told = sent.get("type") if isinstance(sent, Mapping) else sent
         raise InvalidRequest(f"{path}.type is {_shown(told)}; only function is known", param=f"{path}.type")
@@ -229,7 +229,7 @@ def _tool(sent: Any, path: str) -> Tool:
     at = f"{path}.function.parameters"
     schema = parameters or {"type": "object", "properties": {}}
     source = json_source(_closed(schema), at, is_strict=function.get("strict") is True)
-    return Tool(name=name, parameters=schema, source=source, definition=dict(sent))
+    return FunctionTool(name=name, parameters=schema, source=source, definition=dict(sent))
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,7 +238,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema if is_open else {**schema, "additionalProperties": False}
 
 
-def choice_of(body: ChatCompletionRequest, tools: Sequence[Tool]) -> ToolChoice:
+def choice_of(body: ChatCompletionRequest, tools: Sequence[FunctionTool]) -> ToolChoice:
     """Which tools may be called, and whether one must be. Raises InvalidRequest."""
     sent = refusals.any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES)
     parallel = body.parallel_tool_calls is not False
@@ -376,7 +376,7 @@ def text_shape(checker: GrammarChecker, body: GenerationFields) -> Shape:
 class WantedShape(NamedTuple):
     """The answer shape that a body asks for."""
 
-    tools: Sequence[Tool]
+    tools: Sequence[FunctionTool]
     choice: ToolChoice
     content: Source | None
     is_raw: bool  # `content` binds all that the model writes, thoughts and marks too

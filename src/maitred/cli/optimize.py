@@ -1,0 +1,170 @@
+"""The tools that change a model, each gated, and `maitred evaluate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from maitred.cli.command import Command, Options
+from maitred.cli.console import inert, note
+from maitred.config.optimize import EvaluateConfig, ToolConfig
+from maitred.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from maitred.optimize.data import Progress as OnProgress
+
+EXIT_GATE = 3
+LINE_EVERY_S = 10.0  # where there is no terminal
+NUM_OWN = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonOption:
+    """The report"""
+
+    json: bool = False
+    """Print the report as JSON."""
+
+
+def tool_command(path: str, own: type, module: str, summary: str, examples: tuple[str, ...]) -> Command:
+    """A command whose flags are `own` and ToolConfig, and whose tool is `TOOL` in maitred.optimize.MODULE."""
+    return Command(
+        path=path,
+        summary=summary,
+        run=lambda options: _run(module, own, options),
+        parts=(own, ToolConfig, JsonOption),
+        positional="model",
+        first=("model", "out", "data", "held_out", "gate"),
+        examples=examples,
+    )
+
+
+def _run(module: str, own: type, options: Options) -> int:
+    need_torch()
+    from maitred.optimize.job import run_tool
+
+    tool = import_module(f"maitred.optimize.{module}").TOOL
+    config = options[ToolConfig]
+    with bar(tool.name) as progress:
+        report = run_tool(tool, config, options[own], progress)
+    _print(report.fields, options)
+    if not report.passed:
+        note(f"the gate refused it; nothing is at {config.out}, the report is {config.out}.rejected.json")
+        return EXIT_GATE
+    note(f"written: {config.out}")
+    return 0
+
+
+def _evaluate(options: Options) -> int:
+    from maitred.model.checkpoint import open_checkpoint
+    from maitred.optimize.data import Reader, own_documents, read_tasks
+    from maitred.optimize.evaluate import evaluate
+    from maitred.optimize.gate import gate_fields, judge, read_rules
+
+    asked = options[EvaluateConfig]
+    rules = read_rules("evaluate", asked.gate)
+    tasks = read_tasks(asked.tasks) if asked.tasks is not None else ()
+    with ExitStack() as stack:
+        progress = stack.enter_context(bar("evaluate"))
+        model = stack.enter_context(open_checkpoint(asked.model))
+        parent = stack.enter_context(open_checkpoint(asked.against)) if asked.against is not None else None
+        if asked.held_out is not None:
+            documents = Reader(parent or model).read(asked.held_out)
+        else:
+            folder = stack.enter_context(TemporaryDirectory(prefix="maitred-"))
+            own = Path(folder) / "own.jsonl"
+            documents = own_documents(parent or model, own, seed=asked.seed, progress=progress, count=NUM_OWN)
+        found = evaluate(
+            str(model.path),
+            against=parent,
+            documents=documents,
+            tasks=tasks,
+            seed=asked.seed,
+            served={"dtype": asked.dtype, "kv_dtype": asked.kv_dtype},
+            draft=asked.draft,
+            gain=asked.gain,
+            progress=progress,
+        )
+    failures = judge(rules, found)
+    _print({**found.to_json(), "gate": gate_fields(rules, failures), "passed": not failures}, options)
+    return EXIT_GATE if failures else 0
+
+
+def _print(fields: Mapping[str, Any], options: Options) -> None:
+    print(json.dumps(fields, indent=2) if options[JsonOption].json else inert(report_text(fields)))
+
+
+def need_torch() -> None:
+    """Raises ConfigError where PyTorch is not installed, which the tools alone need."""
+    if find_spec("torch") is None:
+        raise ConfigError("this tool needs PyTorch; install it with: pip install 'maitred[optimize]'")
+
+
+@contextmanager
+def bar(name: str) -> Iterator[OnProgress]:
+    """A bar with rate and time left on a terminal's stderr, else a line now and then."""
+    if not sys.stderr.isatty():
+        yield _lines(name)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(show_speed=True))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as shown:
+        task, last = shown.add_task(name, total=None), [""]
+
+        def progress(done: float, total: float, words: str) -> None:
+            if words != last[0]:
+                shown.reset(task, total=total, description=f"{name}: {words}")
+                last[0] = words
+            shown.update(task, completed=done, total=total)
+
+        yield progress
+
+
+def _lines(name: str) -> Callable[[float, float, str], None]:
+    told_at, last = [0.0], [""]
+
+    def progress(done: float, total: float, words: str) -> None:
+        now = time.monotonic()
+        if words != last[0] or now - told_at[0] > LINE_EVERY_S:
+            told_at[0], last[0] = now, words
+            note(f"{name}  {words}: {done:g} of {total:g}")
+
+    return progress
+
+
+def report_text(fields: Mapping[str, Any]) -> str:
+    """Figures with their intervals, scores by category, the tool's notes, and what the gate said."""
+    rows = [(name, figure) for name, figure in fields["figures"].items()]
+    for category, scores in fields["task_scores"].items():
+        rows += [(f"{name} of {category}", figure) for name, figure in scores.items()]
+    lines = [f"{name:28} {each['value']:<10.4g} {each['low']:.4g} to {each['high']:.4g}" for name, each in rows]
+    for name, value in fields[fields["tool"]].items() if "tool" in fields else ():
+        if isinstance(value, (str, int, float)):
+            lines.append(f"{name:28} {value}")
+    lines += [f"{'refused':28} {failure['words']}" for failure in fields["gate"]["failures"]]
+    return "\n".join(lines)
+
+
+EVALUATE = Command(
+    path="evaluate",
+    summary="Measure a model in the format that is served: perplexity, KL to its parent, flipped tokens, scores of "
+    "tasks, a draft's acceptance; each with a 95% interval.",
+    run=_evaluate,
+    parts=(EvaluateConfig, JsonOption),
+    positional="model",
+    examples=(
+        "maitred evaluate smollm2 --against smollm2 --kv-dtype int8",
+        "maitred evaluate ./mine --against ./parent --held-out others.jsonl --tasks questions.jsonl --gate rules.yaml",
+    ),
+)

@@ -1,0 +1,71 @@
+"""Configuration of the tools that change a model: what is common to all, and each tool's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from maitred.config import DTYPES, KV_DTYPES
+from maitred.config.field_checks import one_of, require_at_least, require_choices
+from maitred.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolConfig:
+    """The model, its data, and what is asked of the result"""
+
+    model: str | None = None
+    """The parent: a folder, a GGUF file, a packaged model or a hub id; None is what serve takes without a model."""
+    out: str = field(metadata={"metavar": "DIR"})
+    """Folder of the result; it appears when the gate has let the result through. The same command again goes on."""
+    data: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """JSON lines of {"messages"}, {"text"} or {"token_ids"}, learnt from; None lets the parent write its own."""
+    held_out: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """The same, judged on; no document may be in both. None keeps a tenth of the data out of it."""
+    tasks: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """JSON lines of {"messages", "answer", "match": "exact"|"contains"|"regex"|"choice", "choices", "category"}."""
+    gate: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """YAML of rules, such as max_kl: 0.05; rules that it does not name are the tool's own."""
+    seed: int = 0
+    """Of everything drawn; the same seed makes the same model."""
+    steps: int | None = None
+    """Training steps; None leaves it to the minutes."""
+    minutes: float | None = None
+    """Training time; None is the tool's own."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.minutes is not None:
+            raise ConfigError("steps and minutes exclude each other; give one of them")
+        require_at_least("seed", self.seed, 0)
+        require_at_least("steps", self.steps, 1)
+        require_at_least("minutes", self.minutes, 0.01)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig:
+    """What is measured"""
+
+    model: str | None = None
+    """What is measured, in the format that is served; None is what serve takes without a model."""
+    against: str | None = field(default=None, metadata={"metavar": "MODEL"})
+    """The parent, which is read in float32: KL, flips, ratio of perplexities and drop of scores are against it. The
+    same model as MODEL tells what the served format costs."""
+    held_out: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """JSON lines of {"messages"}, {"text"} or {"token_ids"}; None lets the parent (or MODEL) write some."""
+    tasks: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """JSON lines of {"messages", "answer", "match": "exact"|"contains"|"regex"|"choice", "choices", "category"}."""
+    draft: str | None = field(default=None, metadata={"metavar": "MODEL"})
+    """Draft model or head, whose acceptance is measured."""
+    gain: bool = False
+    """Time decoding against the parent as that is served; with --draft, against MODEL without it."""
+    gate: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """YAML of rules, such as max_kl: 0.05; exit 3 where one is broken."""
+    dtype: str = one_of(DTYPES, "auto")
+    """Weights, as for serve."""
+    kv_dtype: str = one_of(KV_DTYPES, "auto")
+    """KV cache, as for serve."""
+    seed: int = 0
+    """Of what is written and drawn."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        require_at_least("seed", self.seed, 0)

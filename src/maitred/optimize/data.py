@@ -1,0 +1,384 @@
+"""Documents that a tool learns from and is judged on, as token ids, and tasks with their answers.
+
+Where there are none, the parent writes its own, questions included, as in Magpie (Xu et al. 2024, arXiv:2406.08464).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.config.optimize import ToolConfig
+from maitred.core.errors import ConfigError, RequestError, did_you_mean
+from maitred.core.request import SamplingParams
+from maitred.engine.llm import LLM
+from maitred.model.checkpoint import Checkpoint
+from maitred.model.families import spec_from_config
+from maitred.text.folder import read_chat_template
+from maitred.text.marks import MarkedText
+from maitred.text.parts import FolderText
+
+Progress = Callable[[float, float, str], None]
+"""(done, total, what is done now)"""
+WINDOW = 2048
+"""Most tokens of a document; a longer one becomes several."""
+HELD_OUT_SHARE = 10
+OWN_DOCUMENTS, OWN_BATCH = 256, 32
+OWN_QUESTION, OWN_REPLY = 32, 96
+MATCHES = ("exact", "contains", "regex", "choice")
+_FORMS = ("messages", "text", "token_ids")
+_QUESTION = "maitred question"
+ENGINE: dict[str, Any] = {
+    "executor": "native",
+    "weight_cache": "off",
+    "max_num_seqs": OWN_BATCH,
+    "speculative": "off",
+    "enable_prefix_caching": False,
+}
+"""Arguments of engines that tools make: as served, and nothing is left on disk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Document:
+    """Token ids, with whether each is learnt and judged (a reply's, a text's) or only read (a prompt's)."""
+
+    ids: NDArray[np.int32]
+    learnt: NDArray[np.bool_]
+    line: int = 0
+    """Of its file."""
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal ids."""
+        return hashlib.sha256(self.ids.tobytes()).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A question whose answer is right or wrong."""
+
+    messages: Sequence[Mapping[str, Any]]
+    answer: str
+    match: str = "exact"
+    choices: tuple[str, ...] = ()
+    """Of `choice`: the likeliest of them is the model's answer."""
+    category: str = "tasks"
+
+    def is_right(self, text: str) -> bool:
+        match self.match:
+            case "contains":
+                return self.answer.casefold() in text.casefold()
+            case "regex":
+                return re.search(self.answer, text) is not None
+        return text.strip() == self.answer.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What a job learns from, and is judged on."""
+
+    learn: tuple[Document, ...]
+    held_out: tuple[Document, ...]
+    tasks: tuple[Task, ...]
+    is_own: bool
+    """Whether the parent wrote what is learnt."""
+    judged_on_own: bool
+    hashes: Mapping[str, str]
+
+    def described(self) -> dict[str, Any]:
+        """Of the report."""
+        return {
+            "learnt": _counts(self.learn),
+            "held_out": _counts(self.held_out),
+            "tasks": len(self.tasks),
+            "sha256": dict(self.hashes),
+            "written_by_parent": self.is_own,
+            "judges": (
+                "how closely the result follows its parent on the parent's own texts; not what either knows of other "
+                "texts, nor whether answers are right: give --held-out and --tasks for that"
+                if self.judged_on_own
+                else "the result on these held-out documents and tasks"
+            ),
+        }
+
+
+def _counts(documents: Sequence[Document]) -> dict[str, int]:
+    tokens, learnt = sum(each.ids.size for each in documents), sum(int(each.learnt.sum()) for each in documents)
+    return {"documents": len(documents), "tokens": tokens, "learnt_tokens": learnt}
+
+
+def text_of(checkpoint: Checkpoint) -> FolderText:
+    """Tokenizer and chat template of a checkpoint; they are read when they are asked for."""
+    file = checkpoint.tokenizer_file()
+    place = file if checkpoint.gguf is not None else file.parent
+    return FolderText(place, read_chat_template(place), num_rows=spec_from_config(checkpoint.config).vocab_size)
+
+
+def file_hashes(config: ToolConfig) -> dict[str, str]:
+    """sha256 of each file of data that is named."""
+    files = {"data": config.data, "held_out": config.held_out, "tasks": config.tasks}
+    return {name: hashlib.sha256(_bytes(file)).hexdigest() for name, file in files.items() if file is not None}
+
+
+def read_corpus(config: ToolConfig, parent: Checkpoint, state: Path, progress: Progress) -> Corpus:
+    """Raises ConfigError with file and line. What the parent writes is kept in `state`, and gone on with."""
+    reader = Reader(parent)
+    tasks = read_tasks(config.tasks) if config.tasks is not None else ()
+    held_out = reader.read(config.held_out) if config.held_out is not None else None
+    if config.data is not None:
+        learn = reader.read(config.data)
+    else:
+        learn = own_documents(parent, state / "own.jsonl", seed=config.seed, progress=progress)
+    if held_out is None:
+        learn, held_out = _parted(learn, config.data or "the parent's own documents")
+    elif config.data is not None:
+        _refuse_shared(learn, held_out, config)
+    judged_on_own = config.data is None and config.held_out is None
+    return Corpus(tuple(learn), tuple(held_out), tasks, config.data is None, judged_on_own, file_hashes(config))
+
+
+def _parted(documents: Sequence[Document], source: str) -> tuple[list[Document], list[Document]]:
+    """A tenth is held out, by hash: the same documents in any order of lines; equal ones stay together."""
+    keys = sorted({document.key for document in documents})
+    if len(keys) < HELD_OUT_SHARE:
+        raise ConfigError(
+            f"{source}: {len(keys)} documents, so none can be held out to judge by; give --held-out, or at least "
+            f"{HELD_OUT_SHARE} documents"
+        )
+    held = set(keys[: len(keys) // HELD_OUT_SHARE])
+    return [each for each in documents if each.key not in held], [each for each in documents if each.key in held]
+
+
+def _refuse_shared(learn: Sequence[Document], held_out: Sequence[Document], config: ToolConfig) -> None:
+    lines = {document.key: document.line for document in learn}
+    shared = [document for document in held_out if document.key in lines]
+    if shared:
+        first, more = shared[0], f", and {len(shared) - 1} more" if len(shared) > 1 else ""
+        raise ConfigError(
+            f"{config.held_out}:{first.line} is the document of {config.data}:{lines[first.key]} as well{more}; what "
+            f"was learnt cannot judge: take it out of one of them"
+        )
+
+
+class Reader:
+    """Reads JSON lines with the tokenizer and the chat template of a model."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        spec = spec_from_config(checkpoint.config)
+        self._text, self._vocab_size = text_of(checkpoint), spec.vocab_size
+        self._window = min(WINDOW, spec.max_position_embeddings - 1)  # the engine leaves one for an answer
+
+    def read(self, file: str | Path) -> list[Document]:
+        """Raises ConfigError with file and line."""
+        found = [piece for where, number, line in json_lines(file) for piece in self._pieces(where, number, line)]
+        if not found:
+            raise ConfigError(f"{file} holds no documents; write JSON lines of {_FORM}")
+        return found
+
+    def _pieces(self, where: str, number: int, line: Mapping[str, Any]) -> Iterator[Document]:
+        forms = [form for form in _FORMS if line.get(form) is not None]
+        if len(forms) != 1:
+            told = f"holds {' and '.join(forms)}" if forms else f"holds no document, but {', '.join(line) or 'nothing'}"
+            raise ConfigError(f"{where}: {told}; each line is one of {_FORM}")
+        try:
+            wholes = getattr(self, f"_of_{forms[0]}")(line)
+        except RequestError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"{where}: {forms[0]} cannot be read ({error}); write {_FORM}") from None
+        learns = False
+        for ids, learnt in wholes:
+            for first in range(0, len(ids), self._window):
+                piece = np.array(learnt[first : first + self._window], dtype=np.bool_)
+                piece[:1] = False  # before the first there is nothing to tell it from
+                if piece.any():
+                    learns = True
+                    yield Document(np.array(ids[first : first + self._window], dtype=np.int32), piece, number)
+        if not learns:
+            raise ConfigError(f"{where}: nothing in it is learnt; it needs a reply, or a text of two tokens")
+
+    def _of_text(self, line: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
+        ids = self._text.tokenizer.encode(_of_type(str, line["text"]))
+        return [(ids, [True] * len(ids))]
+
+    def _of_token_ids(self, line: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
+        ids = [_of_type(int, each) for each in _of_type(list, line["token_ids"])]
+        if wrong := [each for each in ids if not 0 <= each < self._vocab_size]:
+            raise ValueError(f"token {wrong[0]} is not in the vocabulary of {self._vocab_size}")
+        num_prompt = _of_type(int, line.get("num_prompt_tokens", 0))
+        return [(ids, [index >= num_prompt for index in range(len(ids))])]
+
+    def _of_messages(self, line: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
+        """A document with all replies marked; of a template that writes earlier turns otherwise, such as without
+        thoughts, one more for each reply that the last rendering does not hold as it was said."""
+        template = self._text.chat_template
+        if template is None:
+            raise ValueError("this model has no chat template; give texts")
+        messages = _of_type(list, line["messages"])
+        extra = {**(line.get("chat_template_kwargs") or {}), **({"tools": line["tools"]} if line.get("tools") else {})}
+        replies = []
+        for index, message in enumerate(messages):
+            if _of_type(dict, message).get("role") == "assistant":
+                prompt = template.render(messages[:index], **extra)
+                written = template.render(messages[: index + 1], add_generation_prompt=False, **extra)
+                replies.append((_num_shared(prompt, written), written))
+        found = []
+        while replies:
+            text = replies[-1][1]
+            inside = [reply for reply in replies if text.startswith(str(reply[1]).rstrip())]
+            found.append(self._marked(text, [(first, len(written.rstrip())) for first, written in inside]))
+            replies = [reply for reply in replies if reply not in inside]
+        return found
+
+    def _marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Tokens piece by piece, as served: a prompt is tokenised before its reply is there."""
+        ids: list[int] = []
+        learnt: list[bool] = []
+        edges = [0, *(edge for span in spans for edge in span), len(text)]
+        for number, (first, end) in enumerate(pairwise(edges)):
+            piece = self._text.tokenizer.encode(_cut(text, first, end), add_special_tokens=False) if end > first else []
+            ids += piece
+            learnt += [number % 2 == 1] * len(piece)
+        return ids, learnt
+
+
+_FORM = '{"messages": [...]}, {"text": "..."} or {"token_ids": [...]}'
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{str(value)[:40]!r} is not {kind.__name__}")
+    return value
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Length of the longest common beginning."""
+    unlike = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(unlike, min(len(one), len(other)))
+
+
+def _cut(text: str, first: int, end: int) -> str:
+    """Part of a prompt; letters of marks in it stay letters."""
+    if not isinstance(text, MarkedText):
+        return text[first:end]
+    spans = [(start - first, stop - first) for start, stop in text.spans if first <= start and stop <= end]
+    return MarkedText(text[first:end], spans, text.marks)
+
+
+def json_lines(file: str | Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(FILE:LINE, its number, the object) of each line that is not empty. Raises ConfigError."""
+    for number, raw in enumerate(_bytes(file).split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        try:
+            line = json.loads(raw)
+        except ValueError as error:
+            raise ConfigError(f"{file}:{number}: is no JSON ({error}); write one object a line") from None
+        if not isinstance(line, dict):
+            raise ConfigError(f"{file}:{number}: holds a {type(line).__name__}; write one object a line")
+        yield f"{file}:{number}", number, line
+
+
+def _bytes(file: str | Path) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; give a file of JSON lines") from None
+
+
+def read_tasks(file: str | Path) -> tuple[Task, ...]:
+    """Raises ConfigError with file and line."""
+    tasks = tuple(_task(where, line) for where, _, line in json_lines(file))
+    if not tasks:
+        raise ConfigError(f'{file} holds no tasks; write JSON lines of {{"messages": [...], "answer": "..."}}')
+    return tasks
+
+
+def _task(where: str, line: Mapping[str, Any]) -> Task:
+    known = {name: line[name] for name in ("messages", "answer", "match", "choices", "category") if name in line}
+    messages, answer, match = line.get("messages"), line.get("answer"), line.get("match", "exact")
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise ConfigError(f"{where}: messages is {str(messages)[:40]!r}; write a list of {{role, content}}")
+    if not isinstance(answer, str) or not answer:
+        raise ConfigError(f"{where}: answer is {answer!r}; write a text")
+    if match not in MATCHES:
+        raise ConfigError(f"{where}: match is {match!r}{did_you_mean(str(match), MATCHES)}; choose one of {MATCHES}")
+    choices = line.get("choices", [])
+    if match == "choice" and (not isinstance(choices, list) or answer not in choices):
+        raise ConfigError(f"{where}: match is choice, and choices is {choices!r}; list texts, the answer among them")
+    try:
+        re.compile(answer if match == "regex" else "")
+    except re.error as error:
+        raise ConfigError(f"{where}: answer {answer!r} is no regular expression ({error})") from None
+    return Task(**{**known, "choices": tuple(choices), "category": str(line.get("category", "tasks"))})
+
+
+# ---- what the parent writes
+
+
+def own_documents(
+    parent: Checkpoint, file: Path, *, seed: int, progress: Progress, count: int = OWN_DOCUMENTS
+) -> list[Document]:
+    """Documents that the parent writes at temperature 1, each from a seed of its own, so that it does not matter where
+    an ended run goes on. `file` keeps them, a batch at a time."""
+    with file.open("ab+") as kept:
+        kept.seek(0)
+        written = kept.read()
+        whole = written.rfind(b"\n") + 1  # of a batch that was cut off, the last line is not
+        kept.truncate(whole)
+        done = written.count(b"\n")
+        if done < count:
+            context = spec_from_config(parent.config).max_position_embeddings
+            with LLM(str(parent.path), max_model_len=min(WINDOW, context), **ENGINE) as llm:
+                while done < count:
+                    progress(done, count, "the parent writes its own documents")
+                    lines = _written(
+                        llm, parent, [seed * OWN_DOCUMENTS + n for n in range(done, min(count, done + OWN_BATCH))]
+                    )
+                    kept.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
+                    kept.flush()
+                    os.fsync(kept.fileno())
+                    done += len(lines)
+    return Reader(parent).read(file)
+
+
+def _written(llm: LLM, parent: Checkpoint, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Lines of documents, learnt from where the parent began to write."""
+    template, encode = llm.model.chat_template, llm.get_tokenizer().encode
+    if template is None:
+        begin = encode("") or [_first_token(parent)]
+        prompts = [begin] * len(seeds)
+        answers = llm.generate(prompts, _sampled(seeds, OWN_QUESTION + OWN_REPLY, ignore_eos=True))
+    else:
+        shown = template.render([{"role": "user", "content": _QUESTION}], add_generation_prompt=False)
+        begin = encode(shown.partition(_QUESTION)[0], add_special_tokens=False)
+        questions = [each.outputs[0].text for each in llm.generate([begin] * len(seeds), _sampled(seeds, OWN_QUESTION))]
+        chats = [template.render([{"role": "user", "content": text.strip() or "Hello."}]) for text in questions]
+        prompts = [encode(chat, add_special_tokens=False) for chat in chats]
+        answers = llm.generate(prompts, _sampled(seeds, OWN_REPLY))
+    return [
+        {"token_ids": [*prompt, *answer.outputs[0].token_ids], "num_prompt_tokens": len(begin)}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def _first_token(parent: Checkpoint) -> int:
+    for config in (parent.generation_config, parent.config):
+        for name in ("bos_token_id", "eos_token_id"):
+            if isinstance(token := config.get(name), int):
+                return token
+    return 0
+
+
+def _sampled(seeds: Iterable[int], max_tokens: int, *, ignore_eos: bool = False) -> list[SamplingParams]:
+    return [SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos) for seed in seeds]

@@ -1,0 +1,363 @@
+"""What a model is worth, measured on the native executor in the format that is served, beside its parent.
+
+Documents are counted one by one, so that a figure's interval comes of drawing documents again (paired bootstrap, Efron
+1979; Koehn 2004 for two systems on the same documents).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.config import SpeculativeConfig
+from maitred.core.errors import CheckpointError, ConfigError
+from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams
+from maitred.engine.intake import make_requests
+from maitred.engine.llm import LLM
+from maitred.engine.output import RequestOutput
+from maitred.model.checkpoint import Checkpoint, open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.model.spec import DecoderSpec
+from maitred.optimize.data import ENGINE, Document, Progress, Task, text_of
+from maitred.text.parts import FolderText
+
+Table = NDArray[np.float64]
+"""[documents, counts]"""
+Figure = Callable[[Table], Table]
+"""Of sums of the table's rows, [..., counts] -> [...]"""
+DRAWS = 1000
+LOGITS = 2**24
+"""Of a step, so that those of two models fit beside them whatever their vocabulary."""
+ROWS = 64
+ANSWER_TOKENS = 128
+DRAFTED_TOKENS = 64
+TIMED_TOKENS, TIMINGS = 33, 24
+
+
+class Interval(NamedTuple):
+    """A figure with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+    drawn: int
+    """Documents, tasks or timings that it comes of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Figures by name, and scores of tasks by category."""
+
+    figures: Mapping[str, Interval]
+    tasks: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
+    """By category: `score`, and beside a parent its `parent` and the `drop`."""
+    num_positions: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "figures": {name: each._asdict() for name, each in self.figures.items()},
+            "task_scores": {
+                category: {name: each._asdict() for name, each in scores.items()}
+                for category, scores in self.tasks.items()
+            },
+            "positions": self.num_positions,
+        }
+
+
+def intervals(table: Table, figures: Mapping[str, Figure], seed: int) -> dict[str, Interval]:
+    """Figures of the table's sums; the interval is of sums over rows drawn again, the same for all figures."""
+    count = len(table)
+    times = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=DRAWS)
+    drawn, whole = times @ table, table.sum(axis=0)
+    found = {}
+    for name, figure in figures.items():
+        low, high = np.quantile(figure(drawn), (0.025, 0.975))
+        found[name] = Interval(float(figure(whole)), float(low), float(high), count)
+    return found
+
+
+def evaluate(
+    model: str,
+    *,
+    against: Checkpoint | None = None,
+    documents: Sequence[Document],
+    tasks: Sequence[Task] = (),
+    seed: int = 0,
+    served: Mapping[str, Any] | None = None,
+    draft: str | None = None,
+    gain: bool = False,
+    progress: Progress = lambda done, total, words: None,
+) -> Evaluation:
+    """`model` as it is served, with the engine's arguments `served`, against its parent in float32.
+
+    `draft` is a draft model or a head, whose acceptance is measured; `gain` asks for the speed of decoding over the
+    parent as that is served, which with a draft is the model without. Raises ConfigError for models of unlike
+    vocabularies and prompts that do not fit, CheckpointError for logits that are no numbers.
+    """
+    with open_checkpoint(model) as checkpoint:
+        asks, spec = [_prompt(task, text_of(checkpoint)) for task in tasks], spec_from_config(checkpoint.config)
+    if against is not None and (other := spec_from_config(against.config).vocab_size) != spec.vocab_size:
+        raise ConfigError(f"{model} has {spec.vocab_size} tokens, its parent {other}; only equal ones can be compared")
+    common = _engine(spec, [len(each.ids) + 1 for each in documents], [ask.num_tokens for ask in asks])
+    own = {**common, **(served or {})}
+    table, figures, scores = _compared(model, own, against, common, documents, asks, seed, progress)
+    drafts = {**own, "speculative": "auto", "speculative_model": draft}
+    if draft is not None:
+        with LLM(model, **drafts) as drafting:
+            figures |= intervals(_accepted(drafting, documents, progress), {"acceptance": _ratio}, seed)
+    if gain and draft is not None:
+        figures |= _gain((model, drafts), (model, own), documents, seed, progress)
+    elif gain and against is not None:
+        figures |= _gain((model, own), (str(against.path), common), documents, seed, progress)
+    return Evaluation(figures, scores, int(table[:, 0].sum()))
+
+
+def _engine(spec: DecoderSpec, documents: Sequence[int], asks: Sequence[int]) -> dict[str, Any]:
+    """The engine's arguments, for texts of so many tokens. Raises ConfigError for tasks that do not fit."""
+    context, longest = spec.max_position_embeddings, max(asks, default=0) + ANSWER_TOKENS
+    if asks and longest > context:
+        raise ConfigError(
+            f"task {int(np.argmax(asks)) + 1} has {max(asks)} tokens, and its answer up to {ANSWER_TOKENS} more; the "
+            f"context is {context}: shorten it"
+        )
+    num_tokens = max(ENGINE["max_num_seqs"], min(512, LOGITS // spec.vocab_size))
+    length = min(context, max(*documents, longest, 256))
+    return {**ENGINE, "max_num_batched_tokens": num_tokens, "max_model_len": length}
+
+
+def _compared(
+    model: str,
+    own: Mapping[str, Any],
+    against: Checkpoint | None,
+    common: Mapping[str, Any],
+    documents: Sequence[Document],
+    asks: Sequence[TaskPrompt],
+    seed: int,
+    progress: Progress,
+) -> tuple[Table, dict[str, Interval], dict[str, dict[str, Interval]]]:
+    """The table of documents, figures, and scores by category."""
+    with ExitStack() as stack:
+        child, parent = stack.enter_context(LLM(model, **own)), None
+        if against is not None:
+            exact = {**common, "dtype": "float32", "kv_dtype": "float32"}
+            parent = stack.enter_context(LLM(str(against.path), **exact))
+        table = _read(child, parent, documents, progress)
+        figures = intervals(table, _ALONE if parent is None else _AGAINST, seed)
+        if not asks:
+            return table, figures, {}
+        scores = _task_scores(child, parent, asks, seed, progress)
+        figures |= {f"task_{name}": each for name, each in scores.pop("").items()}
+        return table, figures, scores
+
+
+# ---- documents: positions, -log p of the model, of its parent, KL(parent || model), flips
+
+
+def _ratio(sums: Table) -> Table:
+    share: Table = sums[..., 1] / np.maximum(sums[..., 0], 1e-9)
+    return share
+
+
+def _perplexity(sums: Table, column: int = 1) -> Table:
+    mean: Table = np.exp(np.minimum(sums[..., column] / sums[..., 0], 700.0))
+    return mean
+
+
+_ALONE: dict[str, Figure] = {"perplexity": _perplexity}
+_AGAINST: dict[str, Figure] = {
+    "kl": lambda sums: sums[..., 3] / sums[..., 0],
+    "flips": lambda sums: sums[..., 4] / sums[..., 0],
+    "perplexity_ratio": lambda sums: np.exp(np.clip((sums[..., 1] - sums[..., 2]) / sums[..., 0], -700.0, 700.0)),
+    "perplexity": _perplexity,
+    "parent_perplexity": lambda sums: _perplexity(sums, 2),
+}
+
+
+def _read(child: LLM, parent: LLM | None, documents: Sequence[Document], progress: Progress) -> Table:
+    total = sum(len(document.ids) for document in documents)
+    done, table = 0, np.zeros((len(documents), 5))
+    for number, document in enumerate(documents):
+        progress(done, total, "reading held-out documents")
+        done += len(document.ids)
+        learnt, ids = document.learnt, document.ids
+        for targets, ours, theirs in _judged(child, parent, ids.tolist(), learnt.tolist()):
+            table[number] += _counted(targets, ours, theirs)
+    return table
+
+
+def _judged(
+    child: LLM, parent: LLM | None, ids: list[int], learnt: list[bool]
+) -> Iterator[tuple[NDArray[np.intp], NDArray[np.float32], NDArray[np.float32] | None]]:
+    """Judged tokens with logits [n, V] before each, of both models."""
+    ours = logits(child, ids)
+    pairs = zip(ours, logits(parent, ids), strict=True) if parent is not None else ((one, one) for one in ours)
+    rows = (
+        (token, *pair)
+        for pair, token, is_judged in zip(pairs, [*ids[1:], 0], [*learnt[1:], False], strict=True)
+        if is_judged
+    )
+    while block := list(islice(rows, ROWS)):
+        tokens, mine, other = zip(*block, strict=True)
+        yield np.array(tokens), np.stack(mine), np.stack(other) if parent is not None else None
+
+
+def _counted(targets: NDArray[np.intp], ours: NDArray[np.float32], theirs: NDArray[np.float32] | None) -> Table:
+    rows = np.arange(len(targets))
+    log_q = _log_softmax(ours)
+    lost = -float(log_q[rows, targets].sum(dtype=np.float64))
+    if theirs is None:
+        return np.array([len(rows), lost, 0.0, 0.0, 0.0])
+    log_p = _log_softmax(theirs)
+    flips = int((log_q.argmax(axis=1) != log_p.argmax(axis=1)).sum())
+    parent_lost = -float(log_p[rows, targets].sum(dtype=np.float64))
+    kl = float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).sum(dtype=np.float64))
+    return np.array([len(rows), lost, parent_lost, kl, flips])
+
+
+def _log_softmax(logits_nV: NDArray[np.float32]) -> NDArray[np.float32]:
+    shifted = logits_nV - logits_nV.max(axis=1, keepdims=True)
+    found: NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    if not np.isfinite(found).all():
+        raise CheckpointError("the model's logits are not finite; its weights are damaged, make it anew")
+    return found
+
+
+def logits(llm: LLM, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+    """Logits [V] of each position in turn, as the engine computes them; nothing else may be asked of it meanwhile."""
+    core, executor = llm.parts.core, llm.parts.executor
+    seen: deque[NDArray[np.float32]] = deque()
+    state = core.add(_request(llm, ids, "logits", 1))
+    executor.on_logits = lambda request_id, start, logits_nV: seen.append(logits_nV)
+    try:
+        while core.has_work and len(ids):
+            core.step()
+            while seen:
+                yield from seen.popleft()
+    finally:
+        executor.on_logits = None
+        core.finish(state.request_id, FinishReason.ABORT)
+
+
+def _request(llm: LLM, ids: Sequence[int], request_id: str, max_tokens: int) -> RequestSpec:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    (spec,) = make_requests(llm.model, list(ids), sampling, request_id=request_id, now=0.0)
+    return spec
+
+
+# ---- tasks
+
+
+class TaskPrompt(NamedTuple):
+    """A task as token ids."""
+
+    task: Task
+    prompt: list[int]
+    choices: tuple[list[int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + max(map(len, self.choices), default=0)
+
+
+def _prompt(task: Task, text: FolderText) -> TaskPrompt:
+    encode, template = text.tokenizer.encode, text.chat_template
+    if template is None:
+        prompt = encode("\n".join(str(message.get("content") or "") for message in task.messages))
+    else:
+        prompt = encode(template.render(task.messages), add_special_tokens=False)
+    return TaskPrompt(task, prompt, tuple(encode(choice, add_special_tokens=False) for choice in task.choices))
+
+
+def _task_scores(
+    child: LLM, parent: LLM | None, asks: Sequence[TaskPrompt], seed: int, progress: Progress
+) -> dict[str, dict[str, Interval]]:
+    """By category; "" for all of them."""
+    progress(0, 2, "answering tasks")
+    ours = _answered(child, asks)
+    progress(1, 2, "answering tasks")
+    theirs = _answered(parent, asks) if parent is not None else ours
+    table = np.array([(1, mine, other) for mine, other in zip(ours, theirs, strict=True)], dtype=np.float64)
+    figures: dict[str, Figure] = {"score": _ratio}
+    if parent is not None:
+        figures["parent"] = lambda sums: sums[..., 2] / sums[..., 0]
+        figures["drop"] = lambda sums: (sums[..., 2] - sums[..., 1]) / sums[..., 0]
+    categories = np.array([ask.task.category for ask in asks])
+    parts = {category: table[categories == category] for category in dict.fromkeys(categories.tolist())}
+    return {category: intervals(rows, figures, seed) for category, rows in {"": table, **parts}.items()}
+
+
+def _answered(llm: LLM, asks: Sequence[TaskPrompt]) -> list[bool]:
+    """Whether each is right; greedy, or the likeliest of the choices."""
+    free = [ask for ask in asks if not ask.choices]
+    answers = iter(llm.generate([ask.prompt for ask in free], _GREEDY)) if free else iter(())
+    longer = [[*ask.prompt, *choice] for ask in asks for choice in ask.choices]
+    read = iter(llm.generate(longer, _LIKELIHOOD)) if longer else iter(())
+    right = []
+    for ask in asks:
+        if not ask.choices:
+            right.append(ask.task.is_right(next(answers).outputs[0].text))
+            continue
+        found = [_likelihood(next(read), len(choice)) for choice in ask.choices]
+        right.append(ask.task.choices[int(np.argmax(found))] == ask.task.answer)
+    return right
+
+
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
+_LIKELIHOOD = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+
+
+def _likelihood(output: RequestOutput, num_tokens: int) -> float:
+    """Log-probability of a prompt's last tokens."""
+    told = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
+    return sum(known[token].logprob for token, known in list(told)[-num_tokens:] if known is not None)
+
+
+# ---- drafts and speed
+
+
+def _accepted(llm: LLM, documents: Sequence[Document], progress: Progress) -> Table:
+    """Drafts made and accepted, of each document's greedy continuation; as many drafts in every step, whether they pay
+    on this machine or not."""
+    core, most = llm.parts.core, SpeculativeConfig().num_speculative_tokens
+    core.scheduler.num_drafts = lambda request, num_rows: most
+    states: list[RequestState] = []
+    for number, document in enumerate(documents):
+        begin = max(1, int(np.argmax(document.learnt)))
+        room = min(DRAFTED_TOKENS, llm.model.max_model_len - begin)
+        states.append(core.add(_request(llm, document.ids[:begin].tolist(), f"drafted-{number}", room)))
+    while core.has_work:
+        progress(sum(state.finished for state in states), len(states), "drafting held-out replies")
+        core.step()
+    return np.array([(state.num_draft_tokens, state.num_accepted_tokens) for state in states], dtype=np.float64)
+
+
+def _gain(
+    one: tuple[str, Mapping[str, Any]],
+    base: tuple[str, Mapping[str, Any]],
+    documents: Sequence[Document],
+    seed: int,
+    progress: Progress,
+) -> dict[str, Interval]:
+    """Decoding speed of one over the base's, timed in turn on the same prompts, one stream."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=TIMED_TOKENS, ignore_eos=True)
+    with LLM(one[0], **one[1]) as ours, LLM(base[0], **base[1]) as theirs:
+
+        def seconds(llm: LLM, prompt: list[int]) -> float:
+            timing = llm.generate([prompt], sampling)[0].outputs[0].timing
+            assert timing is not None
+            return timing.decode_s
+
+        rows, prompts = [], [document.ids[:16].tolist() for document in documents]
+        for number, prompt in enumerate(islice(cycle(prompts), TIMINGS + 1)):
+            progress(number, TIMINGS + 1, "timing")
+            first, second = (ours, theirs) if number % 2 else (theirs, ours)
+            taken = {first: seconds(first, prompt), second: seconds(second, prompt)}
+            rows.append((taken[ours], taken[theirs]))
+    return intervals(np.array(rows[1:]), {"gain": _ratio}, seed)  # the first finds cold caches

@@ -1,0 +1,243 @@
+"""The path of every tool: parent and documents -> a model beside DIR -> measured -> gate -> DIR, by one rename.
+
+All of a job lies in DIR.part, so that the same command goes on after any end, and that DIR is whole or not there.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import maitred
+from maitred.config.optimize import ToolConfig
+from maitred.core.errors import ConfigError, OutOfMemory
+from maitred.engine.memory import available_memory_bytes, format_bytes
+from maitred.model.checkpoint import NO_ROOM, Checkpoint, open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.optimize.data import Corpus, Progress, file_hashes, read_corpus
+from maitred.optimize.evaluate import Evaluation, evaluate
+from maitred.optimize.gate import BrokenRule, Rules, gate_fields, judge, read_rules
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+MEMORY_SHARE = 0.9
+_FILES = ("out", "data", "held_out", "tasks", "gate")
+"""Flags whose files' hashes tell what is asked, or that change nothing of what is made."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What a tool is given, and where it leaves what it makes."""
+
+    name: str
+    config: ToolConfig
+    own: Any
+    """The tool's own config."""
+    parent: Checkpoint
+    corpus: Corpus
+    folder: Path
+    """Of the model that the tool writes; empty at first, or as an ended run of the same command left it."""
+    state: Path
+    """Folder for what the tool goes on from; files in it are the tool's, replaced by renames."""
+    rules: Rules
+    progress: Progress
+    notes: dict[str, Any] = field(default_factory=dict)
+    """The tool's section of the report."""
+    served: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the engine that serves the result, beside the model: kv_dtype and the like."""
+
+    def need_memory(self, num_bytes: int, what: str) -> None:
+        """Raises OutOfMemory where so many bytes are not available, before anything is begun."""
+        available = int(available_memory_bytes() * MEMORY_SHARE)
+        if num_bytes > available:
+            raise OutOfMemory(
+                f"{self.name} needs {format_bytes(num_bytes)} for {what}, and {format_bytes(available)} are available; "
+                f"give it fewer or shorter documents, or a machine with more memory"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A way to change a model."""
+
+    name: str
+    make: Callable[[Job], None]
+    """Fills `job.folder` with a model folder, or goes on with it."""
+    measure: Callable[[Job], Evaluation] | None = None
+    """In place of `measured`, for what is no model."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """What was asked, made, measured and judged."""
+
+    fields: Mapping[str, Any]
+    failures: tuple[BrokenRule, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+
+def run_tool(tool: Tool, config: ToolConfig, own: DataclassInstance, progress: Progress) -> JobReport:
+    """Make, measure, judge. DIR is there afterwards exactly if the report passed.
+
+    Raises ConfigError, CheckpointError, OutOfMemory before anything is made; what was made stays in DIR.part then.
+    """
+    begun, out = time.monotonic(), Path(config.out)
+    with open_job(tool.name, config, own, progress) as job:
+        if tool.measure is None:
+            exact_bytes = 4 * spec_from_config(job.parent.config).num_parameters()
+            job.need_memory(exact_bytes + job.parent.weight_bytes, "the result beside its parent in float32")
+        tool.make(job)
+        evaluation = (tool.measure or measured)(job)
+        failures = judge(job.rules, evaluation)
+        report = JobReport(_fields(job, evaluation, failures, time.monotonic() - begun), failures)
+        if report.passed:
+            _write_json(job.folder / "report.json", report.fields)
+            _appear(job.folder, out)
+            _beside(out, "rejected.json").unlink(missing_ok=True)
+        else:
+            _write_json(_beside(out, "rejected.json"), report.fields)
+        _remove(out)
+    return report
+
+
+def measured(job: Job) -> Evaluation:
+    """Parent and result on the native executor, on the held-out documents and tasks."""
+    return evaluate(
+        str(job.folder),
+        against=job.parent,
+        documents=job.corpus.held_out,
+        tasks=job.corpus.tasks,
+        seed=job.config.seed,
+        served=job.served,
+        gain=job.rules.min_gain is not None,
+        progress=job.progress,
+    )
+
+
+@contextmanager
+def open_job(name: str, config: ToolConfig, own: DataclassInstance, progress: Progress) -> Iterator[Job]:
+    """The job of this command, begun or gone on with. Raises ConfigError where DIR is there, another command's job
+    lies beside it, or another process is at it."""
+    rules, out, part = read_rules(name, config.gate), Path(config.out), _beside(Path(config.out), "part")
+    with ExitStack() as stack, _told_if_full(out):
+        parent = stack.enter_context(open_checkpoint(config.model))
+        asked = _asked(name, config, own, parent)
+        (part / "state").mkdir(parents=True, exist_ok=True)
+        _lock(part, stack)
+        try:
+            if out.exists():
+                raise ConfigError(f"{out} is there already; name another --out, or remove it")
+            _check_same(part, asked)
+            corpus = read_corpus(config, parent, part / "state", progress)
+            rules.check_enough(corpus)
+        except BaseException:
+            if not (part / "model").exists() and (out.exists() or not any((part / "state").iterdir())):
+                _remove(out)  # nothing to go on from
+            raise
+        (part / "model").mkdir(exist_ok=True)
+        yield Job(name, config, own, parent, corpus, part / "model", part / "state", rules, progress)
+
+
+def _asked(name: str, config: ToolConfig, own: DataclassInstance, parent: Checkpoint) -> dict[str, Any]:
+    flags = {**asdict(config), **asdict(own)}
+    flags = {flag: value for flag, value in flags.items() if flag not in _FILES}
+    found = {"tool": name, "flags": flags, "parent": parent.identity, "files": file_hashes(config)}
+    return dict(json.loads(json.dumps(found)))  # as it is read again
+
+
+def _check_same(part: Path, asked: Mapping[str, Any]) -> None:
+    """Note what is asked, where it is the first time."""
+    file = part / "asked.json"
+    if not file.is_file():
+        _write_json(file, asked)
+        return
+    before = json.loads(file.read_text())
+    if before != asked:
+        raise ConfigError(
+            f"{part} was begun by another command ({_difference(before, asked)}); give that one again to go on, or "
+            f"remove the folder"
+        )
+
+
+def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    flat = [{**each, **each["flags"], **each["files"], "flags": None, "files": None} for each in (before, asked)]
+    names = [name for name in {**flat[0], **flat[1]} if flat[0].get(name) != flat[1].get(name)]
+    return ", ".join(f"{name} {flat[0].get(name)!r} there, {flat[1].get(name)!r} here" for name in names[:3])
+
+
+def _lock(part: Path, stack: ExitStack) -> None:
+    file = stack.enter_context((part / "lock").open("w"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"another process is at work in {part}; wait for it, or name another --out") from None
+
+
+def _remove(out: Path) -> None:
+    """DIR.part goes by one rename, so that no half of it is gone on with."""
+    gone = _beside(out, "gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    _beside(out, "part").rename(gone)
+    shutil.rmtree(gone)
+
+
+def _fields(job: Job, evaluation: Evaluation, failures: tuple[BrokenRule, ...], seconds: float) -> dict[str, Any]:
+    return {
+        "tool": job.name,
+        "version": maitred.__version__,
+        "parent": {"name": job.parent.name, "identity": job.parent.identity},
+        "flags": {**asdict(job.config), **asdict(job.own)},
+        "data": job.corpus.described(),
+        **evaluation.to_json(),
+        "gate": gate_fields(job.rules, failures),
+        "passed": not failures,
+        job.name: job.notes,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _beside(out: Path, ending: str) -> Path:
+    return out.with_name(f"{out.name}.{ending}")
+
+
+def _write_json(path: Path, value: object) -> None:
+    new = path.with_name(path.name + ".new")
+    with new.open("w") as file:
+        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _appear(folder: Path, out: Path) -> None:
+    """DIR is there after this, with all its bytes on disk before its name."""
+    for file in filter(Path.is_file, folder.rglob("*")):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    folder.rename(out)
+
+
+@contextmanager
+def _told_if_full(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise ConfigError(
+            f"{out} could not be written: {os.strerror(error.errno or errno.ENOSPC)}; make room, and give the same "
+            f"command again"
+        ) from error

@@ -1,0 +1,172 @@
+"""The path of every tool, with a tool that copies its parent."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maitred.config.optimize import ToolConfig
+from maitred.core.errors import ConfigError, OutOfMemory
+from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.optimize.job import Job, JobReport, Tool, run_tool
+
+
+@dataclass(frozen=True)
+class Own:
+    noise: float = 0.0
+
+
+class Ended(BaseException):
+    """As if killed: nothing catches it to tidy up."""
+
+
+class Copy:
+    """Copies the parent, and notes in its state how often it began; may be ended, or damage the weights."""
+
+    def __init__(self, *, ends_at: str = "", full: bool = False, bytes_wanted: int = 0) -> None:
+        self.ends_at, self.full, self.bytes_wanted = ends_at, full, bytes_wanted
+
+    def make(self, job: Job) -> None:
+        job.need_memory(self.bytes_wanted, "a copy")
+        with (job.state / "begun").open("a") as begun:
+            begun.write("x")
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        for file in sorted(Path(job.parent.path).iterdir()):
+            if file.name == self.ends_at:
+                raise Ended
+            shutil.copy(file, job.folder)
+        if job.own.noise:
+            weights = job.folder / "model.safetensors"
+            raw = bytearray(weights.read_bytes())
+            middle = np.frombuffer(raw, np.uint16)[len(raw) // 4 :]
+            middle ^= np.uint16(0x0040)  # a bit of each mantissa
+            weights.write_bytes(raw)
+        job.notes["begun"] = len((job.state / "begun").read_text())
+
+
+def config(folder: Path, **more: object) -> ToolConfig:
+    data = folder / "data.jsonl"
+    if not data.exists():
+        lines = [json.dumps({"text": f"What do {n} soups and {m} teas cost?"}) for n in range(20) for m in range(11)]
+        data.write_text("\n".join(lines))
+    fields = {"model": str(BUILTIN_FOLDER), "out": str(folder / "out"), "data": str(data), **more}
+    return ToolConfig(**fields)  # type: ignore[arg-type]
+
+
+def run(asked: ToolConfig, own: Own = Own(), **copy: object) -> JobReport:
+    tool = Tool("copy", Copy(**copy).make)  # type: ignore[arg-type]
+    return run_tool(tool, asked, own, lambda done, total, words: None)
+
+
+def beside(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir()} - {"data.jsonl", "rules.yaml"}
+
+
+def test_what_the_gate_lets_through_appears_whole_with_its_report(tmp_path: Path):
+    report = run(config(tmp_path))
+    assert report.passed
+    assert beside(tmp_path) == {"out"}
+    told = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert told["passed"]
+    assert told["figures"]["flips"]["drawn"] == 22
+    assert told["data"]["learnt"]["documents"] == 198
+    assert len(told["data"]["sha256"]["data"]) == 64
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (BUILTIN_FOLDER / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="out is there already"):
+        run(config(tmp_path))
+
+
+def test_what_the_gate_refuses_leaves_a_report_and_no_folder(tmp_path: Path):
+    (tmp_path / "rules.yaml").write_text("max_kl: 0.05")
+    report = run(config(tmp_path, gate=str(tmp_path / "rules.yaml")), Own(noise=1.0))
+    assert [failure.rule for failure in report.failures] == ["max_kl"]
+    assert beside(tmp_path) == {"out.rejected.json"}
+    told = json.loads((tmp_path / "out.rejected.json").read_text())
+    assert told["gate"]["failures"][0]["figure"]["high"] > 0.05
+
+
+@pytest.mark.parametrize("ends_at", ["config.json", "tokenizer.json"])
+def test_the_same_command_goes_on_after_any_end(ends_at: str, tmp_path: Path):
+    with pytest.raises(Ended):
+        run(config(tmp_path), ends_at=ends_at)
+    assert beside(tmp_path) == {"out.part"}
+    assert run(config(tmp_path)).fields["copy"]["begun"] == 2
+    assert beside(tmp_path) == {"out"}
+
+
+def test_a_killed_process_leaves_the_folder_to_the_next_one(tmp_path: Path):
+    script = (
+        "import os, signal, sys; from pathlib import Path; from tests.optimize.test_job import *\n"
+        "make = lambda job: ((job.state / 'begun').write_text('x'), os.kill(os.getpid(), signal.SIGKILL))\n"
+        "run_tool(Tool('copy', make), config(Path(sys.argv[1])), Own(), print)"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert run(config(tmp_path)).fields["copy"]["begun"] == 2
+
+
+def test_another_command_does_not_go_on_with_it(tmp_path: Path):
+    with pytest.raises(Ended):
+        run(config(tmp_path), ends_at="config.json")
+    with pytest.raises(ConfigError, match=r"out.part was begun by another command \(seed 0 there, 7 here\)"):
+        run(config(tmp_path, seed=7))
+    (tmp_path / "data.jsonl").write_text("changed")
+    with pytest.raises(ConfigError, match=r"another command \(data '"):
+        run(config(tmp_path))
+
+
+def test_a_second_process_at_the_same_folder_is_refused(tmp_path: Path):
+    asked, refusals = config(tmp_path), []
+
+    def make(job: Job) -> None:
+        with pytest.raises(ConfigError, match=r"another process is at work in .*out.part") as refused:
+            run(asked)
+        refusals.append(refused)
+        raise Ended
+
+    with pytest.raises(Ended):
+        run_tool(Tool("copy", make), asked, Own(), lambda done, total, words: None)
+    assert len(refusals) == 1
+    assert (tmp_path / "out.part" / "asked.json").is_file()
+
+
+def test_a_full_disk_is_told_and_what_was_made_stays(tmp_path: Path):
+    with pytest.raises(ConfigError, match="No space left on device; make room, and give the same command again"):
+        run(config(tmp_path), full=True)
+    assert run(config(tmp_path)).fields["copy"]["begun"] == 2
+
+
+def test_what_cannot_work_leaves_nothing_behind(tmp_path: Path):
+    asked = config(tmp_path)
+    (tmp_path / "rules.yaml").write_text("max_kk: 1")
+    few = tmp_path / "few"
+    few.mkdir()
+    (few / "rules.yaml").write_text("max_kl: 1")
+    (few / "data.jsonl").write_text("\n".join(json.dumps({"text": f"{n} soups"}) for n in range(50)))
+    for wrong, told in [
+        (replace(asked, gate=str(tmp_path / "rules.yaml")), "no rule 'max_kk'"),
+        (replace(asked, data=str(tmp_path / "none.jsonl")), "No such file"),
+        (replace(asked, held_out=asked.data), "as well"),
+        (
+            replace(asked, data=str(few / "data.jsonl"), gate=str(few / "rules.yaml")),
+            "5 held-out documents are too few to judge by",
+        ),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            run(wrong)
+        assert beside(tmp_path) == {"few"}, told
+
+
+def test_what_memory_cannot_hold_is_refused_with_both_numbers(tmp_path: Path):
+    with pytest.raises(OutOfMemory, match=r"copy needs 1024\.00 GiB for a copy, and .* are available"):
+        run(config(tmp_path), bytes_wanted=2**40)
