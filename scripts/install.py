@@ -1,6 +1,7 @@
 """scripts/install.py WHAT WORD...: `pip install WORD...`, told in one line as it goes, with the compiler's own count.
 
 pip says nothing or everything: its words go to install.log in the environment, and are shown where it fails.
+A word `needs:EXTRA` stands for the packages that maitred requires with that extra, without maitred itself.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 COMPILED = re.compile(r"\[(\d+)/(\d+)\] (?:Building|Linking)")  # NINJA_STATUS, below
 COLLECTED = re.compile(r"Collecting ([\w.-]+)")
 FIRST_COMPILED = 5  # files that a pace is taken from
@@ -68,7 +72,27 @@ def follow(lines: Iterable[str], progress: Progress, log: Path) -> list[str]:
     return kept
 
 
+def needs_of(project: dict[str, Any], extra: str) -> list[str]:
+    """Requirements of the core and of an extra; one that names others of the project (`maitred[a,b]`) has theirs."""
+
+    def of(extra: str) -> Iterator[str]:
+        for requirement in project["optional-dependencies"][extra]:
+            if others := re.fullmatch(re.escape(project["name"]) + r"\[(.*)\]", requirement):
+                for other in others[1].split(","):
+                    yield from of(other)
+            else:
+                yield requirement
+
+    return [*project["dependencies"], *of(extra)]
+
+
 def main(what: str, words: list[str]) -> int:
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    words = [
+        each
+        for word in words
+        for each in (needs_of(project, word.removeprefix("needs:")) if word.startswith("needs:") else [word])
+    ]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--verbose", "install", *words]
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] ", "PYTHONUNBUFFERED": "1"}
     log = Path(sys.prefix) / "install.log"

@@ -52,6 +52,13 @@ def test_an_installation_tells_what_it_does_and_how_far_the_compiler_is():
     ]
 
 
+def test_packages_of_an_extra_are_those_of_the_core_and_of_extras_it_names():
+    needs_of = runpy.run_path(str(ROOT / "scripts" / "install.py"))["needs_of"]
+    extras = {"all": ["own[a,b]", "other[x]>=2"], "a": ["in-a"], "b": ["own[a]", "in-b"], "c": ["in-c"]}
+    project = {"name": "own", "dependencies": ["core"], "optional-dependencies": extras}
+    assert needs_of(project, "all") == ["core", "in-a", "in-a", "in-b", "other[x]>=2"]
+
+
 def test_a_terminal_shows_one_line_of_an_installation():
     told: list[str] = []
     install = runpy.run_path(str(ROOT / "scripts" / "install.py"))
@@ -81,7 +88,7 @@ def test_no_verb_for_users_shows_its_recipe():
     """Each thing that is done is told in words; `check` and the like, for contributors, show their commands."""
     recipes: dict[str, list[str]] = {}
     target = ""
-    for line in (ROOT / "Makefile").read_text().splitlines():
+    for line in (ROOT / "Makefile").read_text().replace("\\\n\t", "").splitlines():
         if line.startswith("\t"):
             recipes[target].append(line)
         elif ":" in line.split("#")[0]:
