@@ -116,7 +116,7 @@ $(VENV)/.installed-tensor: $(VENV)/.installed-serve
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build-tools
-	@nice $(PIP) install --no-deps --no-build-isolation -e . >$(VENV)/compiling.log 2>&1 & compiling=$$!; \
+	@$(PIP) install --no-deps --no-build-isolation -e . >$(VENV)/compiling.log 2>&1 & compiling=$$!; \
 	$(INSTALL) 'PyTorch' --no-compile $(TORCH) && \
 	$(INSTALL) "contributors' tools" --no-compile -c constraints.txt needs:dev && \
 	{ $(BIN)/python -m compileall -q -x 'transformers/models' $(VENV)/lib >/dev/null 2>&1 & } && \

@@ -39,10 +39,12 @@ sys.dont_write_bytecode = False
 # BLAS's threads wait spinning, and beside another process of tests they do little else.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# In CI the same examples every time, so that a red run is the change's doing; elsewhere new ones each time.
+# In CI few examples and the same every time, so that a red run is the change's doing; elsewhere new ones each time.
 # Neither minds a machine that is slow to make examples.
 SLOW = (hypothesis.HealthCheck.too_slow,)
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=SLOW)
+hypothesis.settings.register_profile(
+    "ci", max_examples=40, derandomize=True, deadline=None, print_blob=True, suppress_health_check=SLOW
+)
 hypothesis.settings.register_profile("here", deadline=None, print_blob=True, suppress_health_check=SLOW)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 

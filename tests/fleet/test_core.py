@@ -776,4 +776,4 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestFleet.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)

@@ -241,7 +241,16 @@ def test_a_lease_that_expires_while_it_is_read_costs_no_token(apart: Apart):
     apart.settle()
 
 
-@pytest.mark.parametrize("place", ["a token", b"Ask", b"Pull", 20_000, b"Release"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "a token",
+        pytest.param(b"Ask", marks=pytest.mark.soak),
+        b"Pull",
+        pytest.param(20_000, marks=pytest.mark.soak),
+        b"Release",
+    ],
+)
 def test_who_leaves_at_any_moment_is_computed_no_longer_and_leaves_nothing(apart: Apart, place: Any):
     hold, whole = Hold(threading.Event()), apart.figure('requests_finished_total{reason="length"}')
     after = place.encode() if isinstance(place, str) else place  # no message has that name

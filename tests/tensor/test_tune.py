@@ -190,7 +190,13 @@ def test_slips_are_told(tmp_path, capsys, words, told):
 
 
 @pytest.mark.parametrize(
-    "command", [["profile"], ["tune", "double", "--p99", "5s", "--concurrency", "2", "--seconds", "0.2"]]
+    "command",
+    [
+        ["profile"],
+        pytest.param(
+            ["tune", "double", "--p99", "5s", "--concurrency", "2", "--seconds", "0.2"], marks=pytest.mark.soak
+        ),
+    ],
 )
 def test_a_python_model_is_profiled_and_tuned_where_its_code_may_run(tmp_path, capsys, command):
     write_python(tmp_path, "double", triton_model(), config=PYTHON_CONFIG)
