@@ -121,6 +121,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.buil
 	$(INSTALL) "contributors' tools" --no-compile -c constraints.txt needs:dev && \
 	{ $(BIN)/python -m compileall -q -x 'transformers/models' $(VENV)/lib >/dev/null 2>&1 & } && \
 	$(INSTALL) 'what tests serve and ask' --no-deps $(WHEELS_WITH_MODELS) $(CLIENTS) && \
-	{ $(WITH_SMOLLM2); }; status=$$?; [ $$status = 0 ] || kill $$compiling; wait; exit $$status
+	{ $(WITH_SMOLLM2); }; status=$$?; [ $$status = 0 ] || kill $$compiling; \
+	! kill -0 $$compiling 2>/dev/null || echo "compiling the native library ..." >&2; wait; exit $$status
 	@$(INSTALL) 'maitred' --no-deps --no-build-isolation -e .
 	@touch $@ $(VENV)/.installed-serve $(VENV)/.installed-tensor
