@@ -57,6 +57,9 @@ class HeldStart:
             raise self.outcome
         return self.outcome
 
+    async def checked(self, engine: Came) -> None:
+        """Nothing more is looked at."""
+
     def give_up(self) -> None:
         self.given_up = True
         self.may_end.set()

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from maitred.core.errors import CheckpointError
 from maitred.core.tensor_request import ModelState
+from maitred.model.shelf import version_of
 from maitred.tensor.config import parse_config
 from maitred.tensor.repository import (
     RepositoryChanges,
     RepositoryIndex,
     labels_of,
     settled_changes,
-    version_of,
     versions_to_serve,
 )
 

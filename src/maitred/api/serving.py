@@ -68,15 +68,16 @@ def serve(
     is_ending: Callable[[], bool] = lambda: False,
     on_open: Callable[[Engine, str, int], None] | None = None,
     more: Sequence[Route] = (),
+    front: Callable[[App, RouteTable], AsgiApp] = AsgiApp,
     beside: Callable[[App], BesideServer] | None = None,
 ) -> None:
     """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
 
     `listener` is a bound socket; without one, `config` says where. `on_open` is told the engine, host and port when
     requests are welcome. `salt_secret` keeps tenants' cached prefixes apart, those that outlive the process too; None
-    is drawn for this process alone. `more` routes are of what is served besides, and `beside` makes the server of
-    another protocol. `is_ending` tells whether a signal came before they are heard here. Raises what keeps the engine
-    from loading.
+    is drawn for this process alone. `more` routes are of what is served besides, `front` makes the application, and
+    `beside` the server of another protocol. `is_ending` tells whether a signal came before they are heard here. Raises
+    what keeps the engine from loading.
     """
     num_log_lines_dropped = configure_logging(config)
     hand_over_quickly()
@@ -87,7 +88,7 @@ def serve(
         if on_open is not None and server.engine is not None:
             on_open(server.engine, host, port)
 
-    asgi = AsgiApp(app, make_routes(more))
+    asgi = front(app, make_routes(more))
     other = beside(app) if beside is not None else None
     server = HttpServer(asgi, config, starting=starting, is_ending=is_ending, on_open=opened, beside=other)
     server.run([listener] if listener is not None else None)

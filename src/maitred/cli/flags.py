@@ -141,7 +141,7 @@ _METAVARS = {
     "served_model_names": "NAME", "cors_origins": "ORIGIN", "chat_template": "FILE", "tenants": "FILE",
     "fleet_token_file": "FILE", "ledger": "FILE", "slo": "NAME:TIME", "decision_log": "DIR", "block_size": "TOKENS",
     "num_threads": "THREADS", "lora_dir": "DIR", "max_lora_rank": "RANK", "tensor_parallel": "RANKS",
-    "default_max_n": "SAMPLES",
+    "default_max_n": "SAMPLES", "trust_key": "PEM",
 }  # fmt: skip
 _UNITS = {"tokens_per_s": "TOKENS", "s": "SECONDS", "bytes": "BYTES", "tokens": "TOKENS", "len": "TOKENS",
           "seqs": "REQUESTS", "requests": "REQUESTS"}  # fmt: skip

@@ -80,6 +80,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "models": ("maitred.cli.models:LIST", "list the models that come as packages, with their licences"),
     "tune": ("maitred.cli.tune", "find a tensor model's best batching, instances and threads"),
+    "publish": ("maitred.cli.release:PUBLISH", "publish a model as the next version of a shelf"),
+    "releases": ("maitred.cli.release:RELEASES", "list a shelf's versions, or put one into service again"),
     "replay": ("maitred.cli.replay", "make the decisions of a log again, and name the first that differs"),
     "why": ("maitred.cli.why", "tell what a request waited for, from the decision log"),
     "policies": ("maitred.cli.policies", "list the scheduling policies, and check that they keep their promises"),

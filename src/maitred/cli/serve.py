@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from socket import socket
 
     from maitred.api.http.fleet_headers import FleetToken
+    from maitred.api.releases import Releases
     from maitred.core.tensor_request import IndexEntry
     from maitred.engine.live_requests import LiveRequest
     from maitred.engine.replica import Replica
     from maitred.engine.starting import Engine, StartingEngine
+    from maitred.model.shelf import Shelf
     from maitred.storage.key_files import TenantFile
     from maitred.storage.ledger import Ledger
     from maitred.tenancy.tenant import TenantTable
@@ -52,6 +54,14 @@ class TenancyConfig:
     """YAML file with tenants, their limits and hashed keys, in force as soon as it changes; None knows no tenants."""
     ledger: str | None = None
     """SQLite file with a row for each request: tenant, key, tokens, how it ended; None keeps none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShelfConfig:
+    """Versions: MODEL may be a shelf that maitred publish made."""
+
+    trust_key: str | None = None
+    """Public key in PEM: versions of the shelf are served only if its owner signed them; None takes all."""
 
 
 @contextmanager
@@ -123,7 +133,7 @@ def _run(options: Options) -> int:
         keeps = config.tiers.kv_disk if not share.exchanges_kv else None  # else tenants' salts are the fleet's
         secret = _salt_secret(keeps) if keeps is not None else None
         timeline.end("command")
-        starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
+        starting, releases = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
             from maitred.api.serving import serve  # while the engine's process loads
 
@@ -140,6 +150,8 @@ def _run(options: Options) -> int:
                 tell(_welcome(served, url_of(server, host, port), has_keys=has_keys, talks=bool(engine.model.names)))
                 spare_the_collector()
                 launcher.loaded(timeline.phases)
+                if releases is not None:
+                    releases.follow()
 
             listen(listener, server.host, server.port)
             launcher.listening(url_of(server, *listener.getsockname()[:2]))
@@ -154,10 +166,16 @@ def _run(options: Options) -> int:
                 salt_secret=secret,
                 is_ending=lambda: ending.came,
                 on_open=on_open,
-                **_tensor_protocols(options),
+                **(
+                    _tensor_protocols(options)
+                    if releases is None
+                    else {"more": releases.routes, "front": releases.front}
+                ),
             )
         finally:
             starting.stop()
+            if releases is not None:
+                releases.stop()
     return 0
 
 
@@ -166,8 +184,8 @@ def _start(
     config: EngineConfig,
     tell: Callable[[str], None],
     on_admitted: Callable[[LiveRequest], None] | None,
-) -> StartingEngine:
-    """The engine on its way, in a process of its own unless the user wants one process."""
+) -> tuple[StartingEngine, Releases | None]:
+    """The engine on its way, in a process of its own unless the user wants one process; and what follows a shelf."""
     import logging
 
     from maitred.engine.starting import StartingEngine
@@ -189,7 +207,32 @@ def _start(
         from maitred.tensor.host import serving_tensors
 
         start = serving_tensors(start)
-    return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=_replica_of(options))
+    shelf, make = _shelf(options), _replica_of(options)
+    if shelf is None:
+        return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=make), None
+    from maitred.engine.releases import StartingRelease
+
+    seen, begin = shelf.current(), partial(StartingRelease, shelf, start, on_admitted=on_admitted, make=make)
+    starting = begin(shelf.verify(seen[0]), on_event=tell)
+    from maitred.api.releases import Releases  # while the engine's process loads
+
+    return starting, Releases(shelf, seen, begin)
+
+
+def _shelf(options: Options) -> Shelf | None:
+    """The shelf that MODEL is; None where it is a model. Raises ConfigError for what cannot follow one."""
+    model, key, process = options[ModelConfig].model, options[ShelfConfig].trust_key, options[ProcessConfig]
+    if model is None or not (Path(model).expanduser() / "current").is_symlink():
+        if key is not None:
+            raise ConfigError(f"trust_key is for a shelf of versions, and {model} is none; make one: maitred publish")
+        return None
+    idle = {"model_repository": _tensors(options).serves, "in_process": process.in_process,
+            "kv_listen": process.kv_listen is not None}  # fmt: skip
+    for name in (name for name, is_given in idle.items() if is_given):
+        raise ConfigError(f"{name} is not for a shelf, whose versions are two engines at times; serve {model}/current")
+    from maitred.model.shelf import Shelf
+
+    return Shelf(Path(model).expanduser(), Path(key) if key is not None else None)
 
 
 def _share_results(server: ServerConfig, config: EngineConfig) -> tuple[ServerConfig, EngineConfig]:
@@ -414,7 +457,7 @@ COMMAND = Command(
     path="serve",
     summary="Serve a model over HTTP, as OpenAI's API. Without MODEL, smollm2 if it is installed, else maitred-mini.",
     run=_run,
-    parts=(ServerConfig, AdmissionConfig, TenancyConfig, ProcessConfig, TensorConfig, *ENGINE_PARTS),
+    parts=(ServerConfig, AdmissionConfig, TenancyConfig, ShelfConfig, ProcessConfig, TensorConfig, *ENGINE_PARTS),
     positional="model",
     first=("model", "host", "port", "api_keys", "tenants", "dtype", "max_model_len", "max_num_seqs", "policy"),
     examples=(
@@ -424,5 +467,6 @@ COMMAND = Command(
         "maitred serve --config serve.yaml --api-key SECRET",
         "maitred serve --tenants tenants.yaml --ledger ledger.sqlite",
         "maitred serve none --model-repository ./models",
+        "maitred serve ./shelf --trust-key release.pub.pem",
     ),
 )

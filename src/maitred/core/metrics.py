@@ -197,6 +197,10 @@ REQUESTS_IN_OBJECTIVE = _counter(
     "another worker than its answer, the role is prefill for ttft and decode for itl and tpot; else it is mixed.",
     ("objective", "met", "tenant", "role"),
 )
+RELEASE_VERSION = _gauge("release_version", "version", "Version of the shelf that newcomers get; none without a shelf.")
+RELEASE_CHANGES = _counter(
+    "release_changes", "versions", "Versions that came into service, and those that were refused.", ("outcome",)
+)
 EDGE_METRICS = _group()
 
 # admission: refusals before the queue

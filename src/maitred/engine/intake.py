@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maitred.config import NO_MODEL
-from maitred.core.errors import InvalidRequest, PromptTooLong, TooManyTokens
+from maitred.core.errors import InvalidRequest, ModelNotFound, PromptTooLong, TooManyTokens
 from maitred.core.request import (
     MAX_SEED,
     NO_TERMS,
@@ -47,6 +47,7 @@ class ServedModel:
     block_size: int = 16  # tokens
     max_num_seqs: int = 0  # requests in one step; 0 where it is not known
     footprint: Footprint | None = None  # None where it is not known
+    version: int = 1  # on its shelf, where it comes from one
 
     @classmethod
     def of(cls, facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] | None = None) -> ServedModel:
@@ -77,6 +78,11 @@ class ServedModel:
     def name(self) -> str:
         """The canonical one."""
         return self.names[0] if self.names else NO_MODEL
+
+    def check_version(self, asked: int) -> None:
+        """Raises ModelNotFound for another version than this one; 0 is any."""
+        if asked not in (0, self.version):
+            raise ModelNotFound(f"the language model has version {self.version}, not {asked}", param="model")
 
     @property
     def tokenizer(self) -> Tokenizer:

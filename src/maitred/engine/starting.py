@@ -74,6 +74,9 @@ class StartingEngine:
             raise
         return Engine(self._replica, model, ready.memory_plan, self._admission, start_phases=ready.start_phases)
 
+    async def checked(self, engine: Engine) -> None:
+        """Look at the engine before its first request, on the event loop that it lives on. Raises what is wrong."""
+
     def give_up(self) -> None:
         """Make `wait` raise soon, and end the engine; for any thread."""
         self._replica.give_up()

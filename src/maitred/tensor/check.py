@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from maitred.core.errors import CheckpointError
+from maitred.model.shelf import version_of
 from maitred.tensor.config import ANY_MESSAGE, hints, written
 from maitred.tensor.config_checks import NO_CODE, faults, is_ensemble, runs_code
 from maitred.tensor.encoder_config import is_sentence_folder
 from maitred.tensor.ensembles import plan_of
 from maitred.tensor.fill import filled_from_files, with_defaults
-from maitred.tensor.repository import version_of
 from maitred.tensor.repository_files import (
     CONFIG,
     MODEL_FILE,

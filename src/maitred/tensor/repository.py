@@ -5,7 +5,6 @@ Pure: scans come in (`maitred.tensor.repository_files` makes them), and what is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,11 +40,6 @@ def settled_changes(taken: Scan, last: Scan, now: Scan) -> RepositoryChanges:
 
 
 # ---- versions
-
-
-def version_of(folder: str) -> int | None:
-    """The number of a version's folder; None for others, also those with a zero before, as Triton ignores them."""
-    return int(folder) if re.fullmatch(r"[1-9][0-9]{0,17}", folder) else None
 
 
 def versions_to_serve(config: ANY_MESSAGE, present: Iterable[int]) -> tuple[int, ...]:

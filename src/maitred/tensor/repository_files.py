@@ -10,13 +10,14 @@ from hashlib import sha256
 from pathlib import Path
 
 from maitred.core.errors import CheckpointError
+from maitred.model.shelf import version_of
 from maitred.tensor.config import ANY_MESSAGE, MOST_BYTES, ModelConfig, hints, parameters_of, parse_config
 from maitred.tensor.config_checks import ENTRY_POINT, PYTHON, faults, is_ensemble, runs_code
 from maitred.tensor.encoder_config import is_sentence_folder, onnx_folder, with_encoder, with_length_buckets
 from maitred.tensor.fill import filled_from_files, filled_from_graph, mismatches, with_defaults
 from maitred.tensor.onnx_graph import Graph, read_graph
 from maitred.tensor.python.frames import installed, not_installed
-from maitred.tensor.repository import Fingerprint, Scan, labels_of, version_of, versions_to_serve
+from maitred.tensor.repository import Fingerprint, Scan, labels_of, versions_to_serve
 
 CONFIG = "config.pbtxt"
 OUTSIDE = "to a file outside of the repository; copy it into the model's folder"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import os
 import os.path
@@ -175,15 +176,29 @@ class App(Service):
 
     def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
         """The engine is there. `admission` knows its slots, and turns away more than it can serve in time."""
-        self.replica, self.loaded_model = replica, model
         self.gate = Gate(admission, max_concurrent_requests=self.config.max_concurrent_requests)
+        self._serve(replica, model)
+
+    def beside(self, replica: Replica, model: ServedModel) -> App:
+        """The view of another version, under the same gate, for requests from now on; those that have this view keep
+        it.
+        """
+        view = copy.copy(self)
+        if self.gate.admission is not None:
+            self.gate.admission.foretell = replica.foretold_ttft_s
+        view._serve(replica, model)
+        view.fleet.take_over(self.fleet)
+        return view
+
+    def _serve(self, replica: Replica, model: ServedModel) -> None:
+        self.replica, self.loaded_model, self._paths = replica, model, set()
         replica.on_progress, replica.on_computed = self._progressed, self._computed
         if model.root:
             self._paths.add(os.path.normpath(model.root))
             with suppress(FileNotFoundError):  # of a folder that is gone
                 self._paths.add(os.path.abspath(model.root))
         self.fleet = FleetFeed(replica, model, self.in_flight)
-        self.observer.metrics.engine_came(replica, model, admission)
+        self.observer.metrics.engine_came(replica, model, self.gate.admission)
 
     def on_replayed(self, spec: RequestSpec) -> None:
         """Told of each answer from the result cache; without tokens."""

@@ -37,8 +37,9 @@ EXPOSED_HEADERS = (
 class AsgiApp:
     """Makes the Exchange that routes answer through, and is the one place where exceptions become answers."""
 
-    def __init__(self, app: Service, routes: RouteTable) -> None:
-        self.app, self.routes = app, routes
+    def __init__(self, app: Service, routes: RouteTable, told: tuple[Header, ...] = ()) -> None:
+        """`told` are headers of every answer."""
+        self.app, self.routes, self._told = app, routes, told
         self._outage = Outage(app.clock)
         self._random = random.Random()  # ids are no secrets, and the system's own source costs a system call each
         self._asgi: ASGIApp = self._answer
@@ -68,6 +69,7 @@ class AsgiApp:
             large_bodies=self.app.large_bodies,
             headers=headers,
             format=found.format,
+            told=self._told,
         )
         exchange.standing_headers = partial(self._standing, exchange)
         observer = self.app.observer

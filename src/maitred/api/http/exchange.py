@@ -164,8 +164,9 @@ class Exchange:
 IGNORED_FIELDS = b"x-maitred-ignored-fields"
 SCHEMA_IGNORED = b"x-maitred-schema-ignored"
 ARGUMENTS_EMPTIED = b"x-maitred-arguments-emptied"  # of earlier calls: they were no JSON object
-# headers that follow from a body: routers and caches pass them on
-TOLD_OF_BODIES = frozenset((IGNORED_FIELDS, SCHEMA_IGNORED, ARGUMENTS_EMPTIED))
+VERSION = b"x-maitred-version"  # of the model that answers, on its shelf
+# headers that follow from a body and the model: routers and caches pass them on
+TOLD_OF_BODIES = frozenset((IGNORED_FIELDS, SCHEMA_IGNORED, ARGUMENTS_EMPTIED, VERSION))
 MAX_TOLD = 10  # names in a header
 MAX_LOGGED = 256  # names in the log of one server: looking for a near miss takes 0.2 ms
 NEAR = 0.75  # difflib's ratio of a slip of the pen: temprature is one, top_n none

@@ -277,6 +277,7 @@ class HttpServer(uvicorn.Server):
     async def _open_when_loaded(self, starting: StartingEngine, host: str, port: int) -> None:
         try:
             came = self.engine = await asyncio.to_thread(starting.wait)
+            await starting.checked(came)
             self.app.open(came.replica, came.model, came.admission)
             self._opened(host, port)
         except Exception as error:

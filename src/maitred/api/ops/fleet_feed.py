@@ -43,6 +43,7 @@ class FleetFeed:
         self._replica, self._model, self._in_flight = replica, model, in_flight
         self.keys = StoredKeys()
         self.unfinished = Unfinished(self._ended)
+        self.is_replaced = False  # another version is in service
         self._ends: list[deque[told.Ended]] = []  # to be told, by listener
         self._computed: list[Counter[str]] = []  # likewise
         self._num_listeners = 0
@@ -71,6 +72,15 @@ class FleetFeed:
 
     def _token_bytes(self, token: int) -> bytes:
         return self._model.tokenizer.token_bytes(token)  # which is read when it is first asked for
+
+    def take_over(self, before: FleetFeed) -> None:
+        """Take the place of another version's feed: what is unfinished there is told here, to routers that come again,
+        for its listeners' streams end.
+        """
+        self.unfinished = before.unfinished
+        self.unfinished.tell = self._ended
+        before.is_replaced = True
+        before._wake()
 
     @property
     def block_size(self) -> int:
@@ -130,9 +140,9 @@ class FleetFeed:
 
     @property
     def _is_over(self) -> bool:
-        """The server is going, and there is no more to say of what was asked of it."""
+        """Another version is in service; or the server is going, and there is no more to say of what was asked."""
         flight = self._in_flight
-        return flight.draining and flight.is_empty and not self.unfinished.is_awaited
+        return self.is_replaced or (flight.draining and flight.is_empty and not self.unfinished.is_awaited)
 
     def _ended(self, ended: told.Ended) -> None:
         for ends in self._ends:
@@ -230,7 +240,7 @@ class Unfinished:
     """Follows the answers for routers to the engine's last word on them. Belongs to the event loop."""
 
     def __init__(self, tell: Callable[[told.Ended], None]) -> None:
-        self._tell = tell
+        self.tell = tell
         self.answers: dict[str, _Answer] = {}  # by id of each sample that the engine has
         self._num_broken = 0
 
@@ -278,7 +288,7 @@ class Unfinished:
     def _tell_if_over(self, answer: _Answer) -> None:
         if answer.broke_off and not answer.running:
             self._num_broken -= 1
-            self._tell(told.Ended(answer.request_id, answer.usage))
+            self.tell(told.Ended(answer.request_id, answer.usage))
 
     def _give_up(self, answer: _Answer) -> None:
         if answer.running:

@@ -61,7 +61,9 @@ class WatchLive:
     async def __call__(self, app: App, exchange: Exchange) -> None:
         if self._feed is None:
             name, latencies = app.model.name, app.observer.latencies
-            self._feed = LiveFeed(app.replica, latencies, name, is_over=lambda: app.in_flight.draining)
+            self._feed = LiveFeed(
+                app.replica, latencies, name, is_over=lambda: app.in_flight.draining or app.fleet.is_replaced
+            )
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s)
         checked_at = time.monotonic()
         with suppress(ClientGone):  # watching ends by leaving, and cancels nothing

@@ -380,6 +380,8 @@ class EdgeMetrics(HttpMetrics):
         self.histograms = {metric: Histogram(metric) for metric in m.EDGE_METRICS if metric.buckets}
         self._inter_token = self.histograms[m.INTER_TOKEN_LATENCY]
         self.adapters = AdapterCounts()
+        self.releases: dict[Metric, dict[tuple[str, ...], float]] = {m.RELEASE_VERSION: {}, m.RELEASE_CHANGES: {}}
+        self.state_of: Callable[[Replica], ReplicaState] = lambda replica: replica.state()
 
     def engine_came(self, replica: Replica, model: ServedModel, admission: AdmissionController | None) -> None:
         """Show the engine on the page from now on."""
@@ -415,7 +417,7 @@ class EdgeMetrics(HttpMetrics):
             yield from triton_families(tensors)
 
     def _families(self) -> Iterator[Family]:
-        state = self._replica.state()
+        state = self.state_of(self._replica)
         for metric in m.METRICS:
             if metric in self.histograms:
                 yield self.histograms[metric].family()
@@ -455,6 +457,7 @@ class EdgeMetrics(HttpMetrics):
             m.ADAPTER_REQUESTS: self.adapters.requests(),
             m.ADAPTER_TOKENS: self.adapters.tokens(),
             m.START_BUDGET: {(): self._start_budget_s},
+            **self.releases,
             **self.http_samples(),
             **tensor_samples(self._replica),
         }

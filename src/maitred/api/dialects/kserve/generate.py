@@ -25,7 +25,7 @@ from maitred.api.http.bodies import SMALL_BYTES, check_num_texts, decode_json
 from maitred.api.http.errors import UnsupportedMediaType, shortened
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import TEXT_ERRORS
-from maitred.core.errors import InvalidRequest, ModelNotFound, RequestTooLarge, RouteNotFound, did_you_mean
+from maitred.core.errors import InvalidRequest, RequestTooLarge, RouteNotFound, did_you_mean
 from maitred.engine.output import TextDelta
 from maitred.fleet.prefix_keys import GENERATE, GENERATE_ENDS, GENERATE_PATH, GENERATE_STREAM
 
@@ -96,7 +96,6 @@ def header_length(value: bytes | None, num_bytes: int) -> int:
     return int(value)
 
 
-MODEL_VERSION = 1  # of the language model, the only one
 TEXT_INPUT, STREAM, SAMPLING, EXCLUDE = "text_input", "stream", "sampling_parameters", "exclude_input_in_output"
 TEXT_OUTPUT = "text_output"
 
@@ -162,8 +161,7 @@ def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     streams = found["action"] == GENERATE_STREAM
     if own.stream and not streams:
         raise InvalidRequest(f"{GENERATE} answers once; ask {GENERATE_STREAM} for a stream", param=STREAM)
-    if int(found["version"] or 0) not in (0, MODEL_VERSION):
-        raise ModelNotFound(f"the language model has version {MODEL_VERSION}, not {found['version']}", param="model")
+    app.model.check_version(int(found["version"] or 0))
     in_pieces = streams if own.stream is None else own.stream
     completion = DECODER.decode(_completion(name, own, others, in_pieces=in_pieces))
     refuse_unbuilt(completion.refused, COMPLETION_REFUSED)
@@ -173,7 +171,7 @@ def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
         raise InvalidRequest(f"{shortened(repr(field), 80)} is no sampling parameter{hint}", param=field)
     ask = completion_ask(app, exchange.caller, completion.body, name, exchange.request_id)
     assert isinstance(ask.answer, CompletionAnswer)
-    ask.answer = TextAnswer(ask.answer, name, own.id, in_pieces=in_pieces)
+    ask.answer = TextAnswer(ask.answer, name, app.model.version, own.id, in_pieces=in_pieces)
     ask.field_names = {**ask.field_names, "prompt": TEXT_INPUT}
     ask.stream = streams  # if of one event
     exchange.log |= {"model": name, "stream": ask.stream, "n": ask.sampling.n}
@@ -239,8 +237,8 @@ def _typed(name: str, value: Raw) -> Any:
 class TextAnswer:
     """Writes one answer, whole or in pieces: one text of each sample."""
 
-    def __init__(self, of: CompletionAnswer, model: str, client_id: str, *, in_pieces: bool) -> None:
-        self._of, self._model, self._client_id = of, model, client_id
+    def __init__(self, of: CompletionAnswer, model: str, version: int, client_id: str, *, in_pieces: bool) -> None:
+        self._of, self._model, self._version, self._client_id = of, model, version, client_id
         self.id, self.created, self.in_pieces = of.id, of.created, in_pieces
 
     def whole(self, outcome: Outcome) -> bytes:
@@ -253,7 +251,7 @@ class TextAnswer:
         return msgspec.json.encode(
             Generated(
                 model_name=self._model,
-                model_version=str(MODEL_VERSION),
+                model_version=str(self._version),
                 text_output=texts[0] if len(texts) == 1 else texts,
                 id=self._client_id,
             )

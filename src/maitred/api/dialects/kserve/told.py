@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import maitred
-from maitred.api.dialects.kserve.generate import EXCLUDE, MODEL_VERSION, SAMPLING, STREAM, TEXT_INPUT, TEXT_OUTPUT
+from maitred.api.dialects.kserve.generate import EXCLUDE, SAMPLING, STREAM, TEXT_INPUT, TEXT_OUTPUT
 from maitred.api.http.app import App
 from maitred.api.tensor.extensions import NAMES
 from maitred.api.tensor.lease import tensors_of
@@ -46,8 +46,7 @@ class Models:
     def config(self, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
         if not self.has_language_model(model):
             return tensors_of(self.app).config(model, version, label)
-        if version not in (0, MODEL_VERSION):
-            raise ModelNotFound(f"the language model has version {MODEL_VERSION}, not {version}", param="model")
+        self.app.model.check_version(version)
         config = ModelConfig(name=model, backend="maitred")
         for each, kind in _FIELDS.items():
             config.input.add(name=each, data_type=DATA_TYPES[kind], dims=[1], optional=each != TEXT_INPUT)
@@ -57,14 +56,14 @@ class Models:
 
     def versions(self, model: str) -> Sequence[int]:
         if self.has_language_model(model):
-            return (MODEL_VERSION,) if self.app.ready else ()
+            return (self.app.model.version,) if self.app.ready else ()
         return tensors_of(self.app).versions(model)
 
     def index(self, *, ready_only: bool) -> Sequence[IndexEntry]:
         """The language model by its names, without adapters, then the repository's."""
-        ready, tensors = self.app.ready, tensors_of(self.app)
+        model, ready, tensors = self.app.model, self.app.ready, tensors_of(self.app)
         state = ModelState.READY if ready else ModelState.UNAVAILABLE
-        own = [IndexEntry(name, MODEL_VERSION, state) for name in self.app.model.names if ready or not ready_only]
+        own = [IndexEntry(name, model.version, state) for name in model.names if ready or not ready_only]
         return [*own, *tensors.index(ready_only=ready_only)]
 
 
