@@ -45,7 +45,7 @@ def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[Weight
 
 
 def decoder_sources(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
-    """Every tensor that a checkpoint of `spec` holds, under the prefix of `tensor_names`, whether it is there or not."""
+    """Every tensor that a checkpoint of `spec` holds, under the prefix of `tensor_names`; none is looked for."""
     prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
     return tuple(_sources(spec, prefix))
 

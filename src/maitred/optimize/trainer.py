@@ -1,0 +1,332 @@
+"""One loop for all that trains: from a seed, within a budget, and after any end it goes on as if there had been none.
+
+Weights and the optimisers' tensors are kept a minute apart in one safetensors file, with numbers as JSON in its header.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from maitred.core.errors import ConfigError
+from maitred.model.spec import DecoderSpec
+from maitred.model.torch_decoder import Attend, TorchDecoder
+from maitred.optimize.data import Document, Progress
+
+B = TypeVar("B")
+LOG_EVERY = 20
+"""Steps between two points of the curve, each a mean over these steps."""
+MUON_LR = 4e-3
+"""Peak, with updates scaled to the root mean square of AdamW's. Source: Liu et al. 2025, arXiv:2502.16982."""
+ADAMW_LR = 3e-3
+WARMUP_SHARE = 0.01
+DECAY_SHARE = 0.5
+MAX_NORM = 1.0
+LIKE_LENGTH = 0.8
+LONG = 512
+"""Tokens of a document above which PyTorch's fused attention is the quicker one, and the smaller."""
+HAS_BF16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+TABLES = ("embedding.weight", "output.weight", "embed_tokens.weight", "lm_head.weight")
+"""Parameters with a row for each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How long is trained, and how boldly."""
+
+    steps: int | None = None
+    minutes: float | None = None
+    """In place of steps; training alone, without start and saving."""
+    lr_scale: float = 1.0
+    """Multiplies the peaks MUON_LR and ADAMW_LR, which are for weights that begin at random."""
+    use_muon: bool = True
+    """Muon for hidden matrices; else AdamW for all, as suits adapters."""
+    stop_after: int | None = None
+    """Return at this step, to go on later."""
+    save_every_s: float = 60.0
+
+    def share(self, run: Trained) -> float:
+        return run.step / self.steps if self.steps else run.elapsed_s / (60 * (self.minutes or 1))
+
+
+@dataclass(slots=True)
+class Trained:
+    """How far a run has come."""
+
+    step: int = 0
+    num_tokens: int = 0
+    elapsed_s: float = 0.0
+    curve: list[dict[str, float]] = field(default_factory=list)
+    recent: list[float] = field(default_factory=list)
+    """Losses since the last point of the curve."""
+
+
+def train(
+    module: nn.Module,
+    loss: Callable[[B], Tensor],
+    batches: Callable[[int, float], B],
+    budget: Budget,
+    state: Path,
+    progress: Progress,
+    *,
+    num_tokens: Callable[[B], int] = lambda batch: batch.num_tokens,  # type: ignore[attr-defined]
+    on_save: Callable[[Trained], None] = lambda run: None,
+) -> Trained:
+    """Train those parameters of `module` that require a gradient, or go on from what `state` keeps.
+
+    `batches(step, share of the budget)` draws from a seed and the step alone. `loss(batch)` is a number, or a vector of
+    which the first is minimised and the last shown; it is computed under bfloat16 autocast where the processor has it.
+    Raises ConfigError where loss or gradient is no number.
+    """
+    run, optimizers = Trained(), make_optimizers(module, budget)
+    file = state / "training.safetensors"
+    if file.is_file():
+        run = _load(file, module, optimizers)
+    before = saved_at = time.monotonic()
+    while budget.share(run) < 1 and run.step != budget.stop_after:
+        batch = batches(run.step, budget.share(run))
+        _set_lr(optimizers, lr_factor(budget.share(run)))
+        run.recent.append(_step(module, optimizers, loss, batch, run))
+        run.step += 1
+        run.num_tokens += num_tokens(batch)
+        now = time.monotonic()
+        run.elapsed_s, before = run.elapsed_s + now - before, now
+        if len(run.recent) == LOG_EVERY or budget.share(run) >= 1:
+            _log(run, budget)
+        done = (run.step, budget.steps) if budget.steps else (run.elapsed_s / 60, budget.minutes or 1)
+        progress(*done, "training")
+        if now - saved_at > budget.save_every_s:
+            _save(file, module, optimizers, run)
+            on_save(run)
+            before = saved_at = time.monotonic()
+    _save(file, module, optimizers, run)
+    on_save(run)
+    return run
+
+
+def _step(
+    module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], loss: Callable[[B], Tensor], batch: B, run: Trained
+) -> float:
+    with autocast():
+        values = loss(batch).flatten()
+    values[0].backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+    if not (math.isfinite(values[0].item()) and math.isfinite(norm.item())):
+        last = run.recent[-1] if run.recent else run.curve[-1]["loss"] if run.curve else math.nan
+        raise ConfigError(
+            f"training came apart at step {run.step}: loss {values[0].item():.4g}, gradient {norm.item():.4g}, after a "
+            f"loss of {last:.4g}; lower the learning rate, or look for damaged weights or documents"
+        )
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return values[-1].item()
+
+
+def _log(run: Trained, budget: Budget) -> None:
+    point = {"step": run.step, "elapsed_s": round(run.elapsed_s, 1), "num_tokens": run.num_tokens}
+    mean = round(sum(run.recent) / len(run.recent), 5)
+    run.curve.append({**point, "loss": mean, "lr_factor": round(lr_factor(budget.share(run)), 4)})
+    run.recent.clear()
+
+
+def autocast() -> torch.autocast:
+    """bfloat16 for matrix products where the processor multiplies it."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=HAS_BF16)
+
+
+# ---- optimisers and their schedule
+
+
+def make_optimizers(module: nn.Module, budget: Budget) -> list[torch.optim.Optimizer]:
+    """[Muon, AdamW] or [AdamW]. Source of Muon: Jordan et al. 2024, kellerjordan.github.io/posts/muon."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    hidden = [p for name, p in trained.items() if budget.use_muon and p.ndim == 2 and not name.endswith(TABLES)]
+    others = [p for p in trained.values() if not any(p is each for each in hidden)]
+    found: list[torch.optim.Optimizer] = []
+    if hidden:
+        lr = MUON_LR * budget.lr_scale
+        found += [torch.optim.Muon(hidden, lr=lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw")]
+    if others:
+        found += [torch.optim.AdamW(others, lr=ADAMW_LR * budget.lr_scale, betas=(0.9, 0.98), weight_decay=0.0)]
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return found
+
+
+def lr_factor(share: float) -> float:
+    """Warm up, stay, then fall as 1 - sqrt, to 1% (WSD). Source: Haegele et al. 2024, arXiv:2405.18392."""
+    if share < WARMUP_SHARE:
+        return max(share / WARMUP_SHARE, 0.02)
+    if share < 1 - DECAY_SHARE:
+        return 1.0
+    fallen = min((share - 1 + DECAY_SHARE) / DECAY_SHARE, 1.0)
+    return max(1 - math.sqrt(fallen), 0.01)
+
+
+def _set_lr(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+
+# ---- what is kept
+
+
+def _save(file: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], run: Trained) -> None:
+    tensors = {f"weight.{name}": p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    for number, optimizer in enumerate(optimizers):
+        for index, kept in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{number}.{index}.{name}": torch.as_tensor(value) for name, value in kept.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(file.name + ".new")
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, new, metadata={"run": json.dumps(asdict(run))})
+    new.replace(file)
+
+
+def _load(file: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Trained:
+    parameters = dict(module.named_parameters())
+    states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
+    with safe_open(file, "pt") as opened, torch.no_grad():
+        for key in opened.keys():  # noqa: SIM118  no mapping
+            kind, _, rest = key.partition(".")
+            if kind == "weight":
+                parameters[rest].copy_(opened.get_tensor(key))
+            else:
+                number, index, name = rest.split(".")
+                states[int(number)].setdefault(int(index), {})[name] = opened.get_tensor(key)
+        run = Trained(**json.loads(opened.metadata()["run"]))
+    for optimizer, kept in zip(optimizers, states, strict=True):
+        groups: Any = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": kept, "param_groups": groups})
+    return run
+
+
+# ---- batches of documents for TorchDecoder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Whole documents, one behind the other."""
+
+    ids_T: Tensor  # noqa: N815
+    learnt_T: Tensor  # noqa: N815
+    """bool; never the first token of a document"""
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids_T)
+
+    @property
+    def targets_N(self) -> Tensor:  # noqa: N802
+        """The tokens that are learnt."""
+        return self.ids_T[self.learnt_T]
+
+
+def batch_of(documents: Sequence[Document]) -> Batch:
+    ids, learnt = (np.concatenate([part(each) for each in documents]) for part in (lambda d: d.ids, lambda d: d.learnt))
+    return Batch(torch.from_numpy(ids).long(), torch.from_numpy(learnt), tuple(len(each.ids) for each in documents))
+
+
+def batches_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> Callable[[int, float], Batch]:
+    """Batches of about `num_tokens` tokens; every epoch has the same ones in an order of its own."""
+    order = list(documents)
+    Random(seed).shuffle(order)
+    groups: list[list[Document]] = []
+    room = 0
+    for each in order:
+        if not groups or len(each.ids) > room:
+            groups.append([])
+            room = num_tokens
+        groups[-1].append(each)
+        room -= len(each.ids)
+
+    def draw(step: int, share: float) -> Batch:
+        epoch, place = divmod(step, len(groups))
+        return batch_of(groups[Random(f"{seed} {epoch}").sample(range(len(groups)), len(groups))[place]])
+
+    return draw
+
+
+def learnt_logits(decoder: TorchDecoder, batch: Batch) -> Tensor:
+    """Logits [N, V] before each token that is learnt."""
+    positions_T = torch.cat([torch.arange(length) for length in batch.lengths])
+    hidden_TD = decoder(batch.ids_T, positions_T, attend_together(decoder.spec, batch.lengths))
+    return decoder.logits(hidden_TD[:-1][batch.learnt_T[1:]])
+
+
+def attend_together(spec: DecoderSpec, lengths: Sequence[int]) -> Attend:
+    """Causal attention over whole documents that lie one behind the other, those of like length at once.
+
+    Shorter ones are padded at their end, where nothing looks. PyTorch's fused attention takes five times as long on a
+    CPU, one document at a time and backwards, until documents are long.
+    """
+    starts = np.cumsum([0, *lengths])
+    chunks: list[tuple[list[int], int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        if not chunks or lengths[number] < LIKE_LENGTH * chunks[-1][1]:
+            chunks.append(([], lengths[number]))
+        chunks[-1][0].append(number)
+    taken, back_T, done = [], np.empty(starts[-1], np.int64), 0
+    for numbers, length in chunks:
+        rows = [np.minimum(starts[n] + np.arange(length), starts[n + 1] - 1) for n in numbers]
+        taken.append(torch.from_numpy(np.concatenate(rows)))
+        for n in numbers:
+            back_T[starts[n] : starts[n + 1]] = done + np.arange(lengths[n])
+            done += length
+
+    def attend(index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        found = []
+        for rows_S, (numbers, length) in zip(taken, chunks, strict=True):
+            parts = (x.index_select(0, rows_S).unflatten(0, (len(numbers), length)) for x in (q_TNH, k_TKH, v_TKH))
+            found.append(_attend(spec, spec.layers[index].window, *parts).flatten(0, 1))
+        return torch.cat(found).index_select(0, torch.from_numpy(back_T))
+
+    return attend
+
+
+def _attend(spec: DecoderSpec, window: int | None, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+    (rows, length, num_heads, size), groups = q_BLNH.shape, spec.num_kv_heads
+    cap, is_windowed = spec.attention_softcap, window is not None and window < length
+    if length > LONG and cap is None and not is_windowed:
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.attention_scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    q = q_BLNH.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).reshape(rows * groups, -1, size)
+    k = k_BLKH.permute(0, 2, 3, 1).reshape(rows * groups, size, length)
+    scores = torch.bmm(q * spec.attention_scale, k)
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    behind_LL = torch.arange(length)[:, None] - torch.arange(length)
+    hidden_LL = (behind_LL < 0) | (behind_LL >= (window or length))
+    bias_LL = torch.zeros(length, length, dtype=scores.dtype).masked_fill_(hidden_LL, float("-inf"))
+    weights = (scores.view(-1, length, length) + bias_LL).softmax(-1, dtype=scores.dtype).view(scores.shape)
+    out = torch.bmm(weights, v_BLKH.transpose(1, 2).reshape(rows * groups, length, size))
+    return out.view(rows, num_heads, length, size).transpose(1, 2)
+
+
+def hard_loss(logits_NV: Tensor, batch: Batch) -> Tensor:
+    """Mean cross-entropy (nats) of the tokens that are learnt."""
+    return F.cross_entropy(logits_NV, batch.targets_N)
+
+
+def soft_loss(logits_NV: Tensor, taught_NV: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean KL(teacher || student), at a temperature as Hinton et al. 2015 (arXiv:1503.02531) scale it."""
+    ours, theirs = ((x.float() / temperature).log_softmax(-1) for x in (logits_NV, taught_NV))
+    return F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * temperature**2
