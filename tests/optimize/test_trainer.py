@@ -96,7 +96,7 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(use_muon: bool, tmp_
     assert all(a.equal(b) for a, b in zip(whole.parameters(), anew.parameters(), strict=True))
     assert [p["loss"] for p in found.curve] == [p["loss"] for p in undisturbed.curve]
     assert len(found.curve) == 3
-    assert found.curve[-1]["loss"] < 0.5 * found.curve[0]["loss"], "and it learns"
+    assert found.curve[-1]["loss"] < 0.7 * found.curve[0]["loss"], "and it learns"
     assert run(anew, tmp_path / "parts", use_muon=use_muon).step == 60, "nothing is left to do"
 
 

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from maitred.core.errors import ConfigError
-from maitred.model.spec import DecoderSpec
-from maitred.model.torch_decoder import Attend, TorchDecoder
+from maitred.model.torch_decoder import TorchDecoder
+from maitred.optimize.calibrate import attend_of
 from maitred.optimize.data import Document, Progress
 
 B = TypeVar("B")
@@ -35,9 +35,6 @@ ADAMW_LR = 3e-3
 WARMUP_SHARE = 0.01
 DECAY_SHARE = 0.5
 MAX_NORM = 1.0
-LIKE_LENGTH = 0.8
-LONG = 512
-"""Tokens of a document above which PyTorch's fused attention is the quicker one, and the smaller."""
 HAS_BF16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 TABLES = ("embedding.weight", "output.weight", "embed_tokens.weight", "lm_head.weight")
 """Parameters with a row for each token."""
@@ -58,8 +55,12 @@ class Budget:
     """Return at this step, to go on later."""
     save_every_s: float = 60.0
 
+    @property
+    def total(self) -> float:
+        return self.steps or self.minutes or 1.0
+
     def share(self, run: Trained) -> float:
-        return run.step / self.steps if self.steps else run.elapsed_s / (60 * (self.minutes or 1))
+        return (run.step if self.steps else run.elapsed_s / 60) / self.total
 
 
 @dataclass(slots=True)
@@ -106,8 +107,7 @@ def train(
         run.elapsed_s, before = run.elapsed_s + now - before, now
         if len(run.recent) == LOG_EVERY or budget.share(run) >= 1:
             _log(run, budget)
-        done = (run.step, budget.steps) if budget.steps else (run.elapsed_s / 60, budget.minutes or 1)
-        progress(*done, "training")
+        progress(budget.share(run) * budget.total, budget.total, "training")
         if now - saved_at > budget.save_every_s:
             _save(file, module, optimizers, run)
             on_save(run)
@@ -240,7 +240,8 @@ class Batch:
 
 
 def batch_of(documents: Sequence[Document]) -> Batch:
-    ids, learnt = (np.concatenate([part(each) for each in documents]) for part in (lambda d: d.ids, lambda d: d.learnt))
+    ids = np.concatenate([each.ids for each in documents])
+    learnt = np.concatenate([each.learnt for each in documents])
     return Batch(torch.from_numpy(ids).long(), torch.from_numpy(learnt), tuple(len(each.ids) for each in documents))
 
 
@@ -267,58 +268,8 @@ def batches_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> 
 def learnt_logits(decoder: TorchDecoder, batch: Batch) -> Tensor:
     """Logits [N, V] before each token that is learnt."""
     positions_T = torch.cat([torch.arange(length) for length in batch.lengths])
-    hidden_TD = decoder(batch.ids_T, positions_T, attend_together(decoder.spec, batch.lengths))
+    hidden_TD = decoder(batch.ids_T, positions_T, attend_of(decoder.spec, batch.lengths))
     return decoder.logits(hidden_TD[:-1][batch.learnt_T[1:]])
-
-
-def attend_together(spec: DecoderSpec, lengths: Sequence[int]) -> Attend:
-    """Causal attention over whole documents that lie one behind the other, those of like length at once.
-
-    Shorter ones are padded at their end, where nothing looks. PyTorch's fused attention takes five times as long on a
-    CPU, one document at a time and backwards, until documents are long.
-    """
-    starts = np.cumsum([0, *lengths])
-    chunks: list[tuple[list[int], int]] = []
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        if not chunks or lengths[number] < LIKE_LENGTH * chunks[-1][1]:
-            chunks.append(([], lengths[number]))
-        chunks[-1][0].append(number)
-    taken, back_T, done = [], np.empty(starts[-1], np.int64), 0
-    for numbers, length in chunks:
-        rows = [np.minimum(starts[n] + np.arange(length), starts[n + 1] - 1) for n in numbers]
-        taken.append(torch.from_numpy(np.concatenate(rows)))
-        for n in numbers:
-            back_T[starts[n] : starts[n + 1]] = done + np.arange(lengths[n])
-            done += length
-
-    def attend(index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        found = []
-        for rows_S, (numbers, length) in zip(taken, chunks, strict=True):
-            parts = (x.index_select(0, rows_S).unflatten(0, (len(numbers), length)) for x in (q_TNH, k_TKH, v_TKH))
-            found.append(_attend(spec, spec.layers[index].window, *parts).flatten(0, 1))
-        return torch.cat(found).index_select(0, torch.from_numpy(back_T))
-
-    return attend
-
-
-def _attend(spec: DecoderSpec, window: int | None, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-    (rows, length, num_heads, size), groups = q_BLNH.shape, spec.num_kv_heads
-    cap, is_windowed = spec.attention_softcap, window is not None and window < length
-    if length > LONG and cap is None and not is_windowed:
-        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.attention_scale, enable_gqa=True)
-        return out.transpose(1, 2)
-    q = q_BLNH.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).reshape(rows * groups, -1, size)
-    k = k_BLKH.permute(0, 2, 3, 1).reshape(rows * groups, size, length)
-    scores = torch.bmm(q * spec.attention_scale, k)
-    if cap is not None:
-        scores = torch.tanh(scores / cap) * cap
-    behind_LL = torch.arange(length)[:, None] - torch.arange(length)
-    hidden_LL = (behind_LL < 0) | (behind_LL >= (window or length))
-    bias_LL = torch.zeros(length, length, dtype=scores.dtype).masked_fill_(hidden_LL, float("-inf"))
-    weights = (scores.view(-1, length, length) + bias_LL).softmax(-1, dtype=scores.dtype).view(scores.shape)
-    out = torch.bmm(weights, v_BLKH.transpose(1, 2).reshape(rows * groups, length, size))
-    return out.view(rows, num_heads, length, size).transpose(1, 2)
 
 
 def hard_loss(logits_NV: Tensor, batch: Batch) -> Tensor:
