@@ -92,14 +92,13 @@ def test_texts_and_token_ids_are_learnt_whole_in_pieces_of_the_context(tmp_path:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "is no JSON"),
-        ([1], "holds a list"),
-        ({"prompt": "a"}, "holds no document, but prompt"),
-        ({"text": "a b c", "token_ids": [1]}, "holds text and token_ids"),
-        ({"text": 5}, "'5' is not str"),
+        ("{", "truncated; write one JSON object a line"),
+        ([1], "Expected `object`, got `array`"),
+        ({"prompt": "a"}, "nothing to learn; write {messages} with replies"),
+        ({"text": 5}, r"Expected `str . null`, got `int` - at `\$.text`"),
         ({"token_ids": [1, 99999]}, "token 99999 is not in the vocabulary of 1536"),
-        ({"messages": [ASK]}, "nothing in it is learnt"),
-        ({"messages": ["hello"]}, "'hello' is not dict"),
+        ({"messages": [ASK]}, "nothing to learn"),
+        ({"messages": ["hello"]}, r"Expected `object`, got `str` - at `\$.messages"),
     ],
 )
 def test_a_line_that_is_no_document_is_named(line: object, told: str, mini: Checkpoint, tmp_path: Path):
@@ -111,9 +110,9 @@ def test_a_line_that_is_no_document_is_named(line: object, told: str, mini: Chec
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ({"answer": "6"}, "messages is 'None'"),
-        ({"messages": [ASK]}, "answer is None"),
-        ({"messages": [ASK], "answer": "6", "match": "contain"}, "did you mean contains"),
+        ({"answer": "6"}, "Object missing required field `messages`"),
+        ({"messages": [ASK]}, "missing required field `answer`"),
+        ({"messages": [ASK], "answer": "6", "match": "contain"}, "Invalid enum value 'contain'"),
         ({"messages": [ASK], "answer": "(", "match": "regex"}, "is no regular expression"),
         ({"messages": [ASK], "answer": "6", "match": "choice", "choices": ["5"]}, "the answer among them"),
     ],

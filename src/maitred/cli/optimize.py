@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from maitred.optimize.data import Progress as OnProgress
 
 EXIT_GATE = 3
-LINE_EVERY_S = 10.0  # where there is no terminal
 NUM_OWN = 32
 
 
@@ -95,7 +92,7 @@ def _evaluate(options: Options) -> int:
             progress=progress,
         )
     failures = judge(rules, found)
-    _print({**found.to_json(), "gate": gate_fields(rules, failures), "passed": not failures}, options)
+    _print({**asdict(found), "gate": gate_fields(rules, failures), "passed": not failures}, options)
     return EXIT_GATE if failures else 0
 
 
@@ -111,42 +108,32 @@ def need_torch() -> None:
 
 @contextmanager
 def bar(name: str) -> Iterator[OnProgress]:
-    """A bar with rate and time left on a terminal's stderr, else a line now and then."""
-    if not sys.stderr.isatty():
-        yield _lines(name)
-        return
+    """A bar with rate and time left on a terminal's stderr, else a line for each part of the work."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    console, last = Console(stderr=True), [""]
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(show_speed=True))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as shown:
-        task, last = shown.add_task(name, total=None), [""]
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task(name, total=None)
 
         def progress(done: float, total: float, words: str) -> None:
             if words != last[0]:
-                shown.reset(task, total=total, description=f"{name}: {words}")
                 last[0] = words
+                shown.reset(task, total=total, description=f"{name}: {words}")
+                if not console.is_terminal:
+                    note(f"{name}  {words}")
             shown.update(task, completed=done, total=total)
 
         yield progress
 
 
-def _lines(name: str) -> Callable[[float, float, str], None]:
-    told_at, last = [0.0], [""]
-
-    def progress(done: float, total: float, words: str) -> None:
-        now = time.monotonic()
-        if words != last[0] or now - told_at[0] > LINE_EVERY_S:
-            told_at[0], last[0] = now, words
-            note(f"{name}  {words}: {done:g} of {total:g}")
-
-    return progress
-
-
 def report_text(fields: Mapping[str, Any]) -> str:
     """Figures with their intervals, scores by category, the tool's notes, and what the gate said."""
     rows = [(name, figure) for name, figure in fields["figures"].items()]
-    for category, scores in fields["task_scores"].items():
+    for category, scores in fields["tasks"].items():
         rows += [(f"{name} of {category}", figure) for name, figure in scores.items()]
     lines = [f"{name:28} {each['value']:<10.4g} {each['low']:.4g} to {each['high']:.4g}" for name, each in rows]
     for name, value in fields[fields["tool"]].items() if "tool" in fields else ():

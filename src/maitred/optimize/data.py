@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from maitred.config.optimize import ToolConfig
-from maitred.core.errors import ConfigError, RequestError, did_you_mean
+from maitred.core.errors import ConfigError, RequestError
 from maitred.core.request import SamplingParams
 from maitred.engine.llm import LLM
 from maitred.model.checkpoint import Checkpoint
@@ -28,6 +29,7 @@ from maitred.text.folder import read_chat_template
 from maitred.text.marks import MarkedText
 from maitred.text.parts import FolderText
 
+T = TypeVar("T")
 Progress = Callable[[float, float, str], None]
 """(done, total, what is done now)"""
 WINDOW = 2048
@@ -35,8 +37,6 @@ WINDOW = 2048
 HELD_OUT_SHARE = 10
 OWN_DOCUMENTS, OWN_BATCH = 256, 32
 OWN_QUESTION, OWN_REPLY = 32, 96
-MATCHES = ("exact", "contains", "regex", "choice")
-_FORMS = ("messages", "text", "token_ids")
 _QUESTION = "maitred question"
 ENGINE: dict[str, Any] = {
     "executor": "native",
@@ -63,16 +63,25 @@ class Document:
         return hashlib.sha256(self.ids.tobytes()).digest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A question whose answer is right or wrong."""
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """A question whose answer is right or wrong; a line of --tasks."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: list[dict[str, Any]]
     answer: str
-    match: str = "exact"
+    match: Literal["exact", "contains", "regex", "choice"] = "exact"
     choices: tuple[str, ...] = ()
     """Of `choice`: the likeliest of them is the model's answer."""
     category: str = "tasks"
+
+    def __post_init__(self) -> None:
+        if not self.messages or not self.answer:
+            raise ValueError("messages or answer is empty")
+        if self.match == "choice" and self.answer not in self.choices:
+            raise ValueError(f"match is choice, and choices is {list(self.choices)}; list texts, the answer among them")
+        try:
+            re.compile(self.answer if self.match == "regex" else "")
+        except re.error as error:
+            raise ValueError(f"answer {self.answer!r} is no regular expression ({error})") from None
 
     def is_right(self, text: str) -> bool:
         match self.match:
@@ -81,6 +90,17 @@ class Task:
             case "regex":
                 return re.search(self.answer, text) is not None
         return text.strip() == self.answer.strip()
+
+
+class DataLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of --data and --held-out: one of the first three."""
+
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None
+    num_prompt_tokens: int = 0
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,65 +200,58 @@ class Reader:
 
     def read(self, file: str | Path) -> list[Document]:
         """Raises ConfigError with file and line."""
-        found = [piece for where, number, line in json_lines(file) for piece in self._pieces(where, number, line)]
-        if not found:
-            raise ConfigError(f"{file} holds no documents; write JSON lines of {_FORM}")
+        found = []
+        for number, line in json_lines(file, DataLine):
+            try:
+                pieces = list(self._pieces(line, number))
+            except (RequestError, ValueError) as error:
+                raise ConfigError(f"{file}:{number}: {error}") from None
+            if not pieces:
+                raise ConfigError(
+                    f"{file}:{number}: nothing to learn; write {{messages}} with replies, {{text}} or {{token_ids}}"
+                )
+            found += pieces
         return found
 
-    def _pieces(self, where: str, number: int, line: Mapping[str, Any]) -> Iterator[Document]:
-        forms = [form for form in _FORMS if line.get(form) is not None]
-        if len(forms) != 1:
-            told = f"holds {' and '.join(forms)}" if forms else f"holds no document, but {', '.join(line) or 'nothing'}"
-            raise ConfigError(f"{where}: {told}; each line is one of {_FORM}")
-        try:
-            wholes = getattr(self, f"_of_{forms[0]}")(line)
-        except RequestError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"{where}: {forms[0]} cannot be read ({error}); write {_FORM}") from None
-        learns = False
-        for ids, learnt in wholes:
+    def _pieces(self, line: DataLine, number: int) -> Iterator[Document]:
+        for ids, learnt in self._wholes(line):
             for first in range(0, len(ids), self._window):
                 piece = np.array(learnt[first : first + self._window], dtype=np.bool_)
                 piece[:1] = False  # before the first there is nothing to tell it from
                 if piece.any():
-                    learns = True
                     yield Document(np.array(ids[first : first + self._window], dtype=np.int32), piece, number)
-        if not learns:
-            raise ConfigError(f"{where}: nothing in it is learnt; it needs a reply, or a text of two tokens")
 
-    def _of_text(self, line: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
-        ids = self._text.tokenizer.encode(_of_type(str, line["text"]))
-        return [(ids, [True] * len(ids))]
+    def _wholes(self, line: DataLine) -> Iterator[tuple[list[int], list[bool]]]:
+        """Raises RequestError and ValueError."""
+        if line.messages is not None:
+            yield from self._chats(line.messages, {**line.chat_template_kwargs, "tools": line.tools})
+        elif line.text is not None:
+            ids = self._text.tokenizer.encode(line.text)
+            yield ids, [True] * len(ids)
+        elif line.token_ids is not None:
+            if wrong := [each for each in line.token_ids if not 0 <= each < self._vocab_size]:
+                raise ValueError(f"token {wrong[0]} is not in the vocabulary of {self._vocab_size}")
+            yield line.token_ids, [index >= line.num_prompt_tokens for index in range(len(line.token_ids))]
 
-    def _of_token_ids(self, line: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
-        ids = [_of_type(int, each) for each in _of_type(list, line["token_ids"])]
-        if wrong := [each for each in ids if not 0 <= each < self._vocab_size]:
-            raise ValueError(f"token {wrong[0]} is not in the vocabulary of {self._vocab_size}")
-        num_prompt = _of_type(int, line.get("num_prompt_tokens", 0))
-        return [(ids, [index >= num_prompt for index in range(len(ids))])]
-
-    def _of_messages(self, line: Mapping[str, Any]) -> list[tuple[list[int], list[bool]]]:
+    def _chats(
+        self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+    ) -> Iterator[tuple[list[int], list[bool]]]:
         """A document with all replies marked; of a template that writes earlier turns otherwise, such as without
         thoughts, one more for each reply that the last rendering does not hold as it was said."""
         template = self._text.chat_template
         if template is None:
             raise ValueError("this model has no chat template; give texts")
-        messages = _of_type(list, line["messages"])
-        extra = {**(line.get("chat_template_kwargs") or {}), **({"tools": line["tools"]} if line.get("tools") else {})}
         replies = []
         for index, message in enumerate(messages):
-            if _of_type(dict, message).get("role") == "assistant":
+            if message.get("role") == "assistant":
                 prompt = template.render(messages[:index], **extra)
                 written = template.render(messages[: index + 1], add_generation_prompt=False, **extra)
                 replies.append((_num_shared(prompt, written), written))
-        found = []
         while replies:
             text = replies[-1][1]
             inside = [reply for reply in replies if text.startswith(str(reply[1]).rstrip())]
-            found.append(self._marked(text, [(first, len(written.rstrip())) for first, written in inside]))
+            yield self._marked(text, [(first, len(written.rstrip())) for first, written in inside])
             replies = [reply for reply in replies if reply not in inside]
-        return found
 
     def _marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """Tokens piece by piece, as served: a prompt is tokenised before its reply is there."""
@@ -250,15 +263,6 @@ class Reader:
             ids += piece
             learnt += [number % 2 == 1] * len(piece)
         return ids, learnt
-
-
-_FORM = '{"messages": [...]}, {"text": "..."} or {"token_ids": [...]}'
-
-
-def _of_type(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{str(value)[:40]!r} is not {kind.__name__}")
-    return value
 
 
 def _num_shared(one: str, other: str) -> int:
@@ -275,18 +279,18 @@ def _cut(text: str, first: int, end: int) -> str:
     return MarkedText(text[first:end], spans, text.marks)
 
 
-def json_lines(file: str | Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(FILE:LINE, its number, the object) of each line that is not empty. Raises ConfigError."""
+def json_lines(file: str | Path, kind: type[T]) -> Iterator[tuple[int, T]]:
+    """Each line that is not empty, with its number. Raises ConfigError, also where there is none."""
+    found = False
     for number, raw in enumerate(_bytes(file).split(b"\n"), 1):
-        if not raw.strip():
-            continue
-        try:
-            line = json.loads(raw)
-        except ValueError as error:
-            raise ConfigError(f"{file}:{number}: is no JSON ({error}); write one object a line") from None
-        if not isinstance(line, dict):
-            raise ConfigError(f"{file}:{number}: holds a {type(line).__name__}; write one object a line")
-        yield f"{file}:{number}", number, line
+        if raw.strip():
+            found = True
+            try:
+                yield number, msgspec.json.decode(raw, type=kind)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{file}:{number}: {error}; write one JSON object a line") from None
+    if not found:
+        raise ConfigError(f"{file} is empty; write one JSON object a line")
 
 
 def _bytes(file: str | Path) -> bytes:
@@ -298,29 +302,7 @@ def _bytes(file: str | Path) -> bytes:
 
 def read_tasks(file: str | Path) -> tuple[Task, ...]:
     """Raises ConfigError with file and line."""
-    tasks = tuple(_task(where, line) for where, _, line in json_lines(file))
-    if not tasks:
-        raise ConfigError(f'{file} holds no tasks; write JSON lines of {{"messages": [...], "answer": "..."}}')
-    return tasks
-
-
-def _task(where: str, line: Mapping[str, Any]) -> Task:
-    known = {name: line[name] for name in ("messages", "answer", "match", "choices", "category") if name in line}
-    messages, answer, match = line.get("messages"), line.get("answer"), line.get("match", "exact")
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise ConfigError(f"{where}: messages is {str(messages)[:40]!r}; write a list of {{role, content}}")
-    if not isinstance(answer, str) or not answer:
-        raise ConfigError(f"{where}: answer is {answer!r}; write a text")
-    if match not in MATCHES:
-        raise ConfigError(f"{where}: match is {match!r}{did_you_mean(str(match), MATCHES)}; choose one of {MATCHES}")
-    choices = line.get("choices", [])
-    if match == "choice" and (not isinstance(choices, list) or answer not in choices):
-        raise ConfigError(f"{where}: match is choice, and choices is {choices!r}; list texts, the answer among them")
-    try:
-        re.compile(answer if match == "regex" else "")
-    except re.error as error:
-        raise ConfigError(f"{where}: answer {answer!r} is no regular expression ({error})") from None
-    return Task(**{**known, "choices": tuple(choices), "category": str(line.get("category", "tasks"))})
+    return tuple(task for _, task in json_lines(file, Task))
 
 
 # ---- what the parent writes

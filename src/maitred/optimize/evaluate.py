@@ -24,7 +24,6 @@ from maitred.engine.llm import LLM
 from maitred.engine.output import RequestOutput
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.spec import DecoderSpec
 from maitred.optimize.data import ENGINE, Document, Progress, Task, text_of
 from maitred.text.parts import FolderText
 
@@ -41,7 +40,8 @@ DRAFTED_TOKENS = 64
 TIMED_TOKENS, TIMINGS = 33, 24
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Interval:
     """A figure with its 95% interval."""
 
     value: float
@@ -59,16 +59,6 @@ class Evaluation:
     tasks: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
     """By category: `score`, and beside a parent its `parent` and the `drop`."""
     num_positions: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "figures": {name: each._asdict() for name, each in self.figures.items()},
-            "task_scores": {
-                category: {name: each._asdict() for name, each in scores.items()}
-                for category, scores in self.tasks.items()
-            },
-            "positions": self.num_positions,
-        }
 
 
 def intervals(table: Table, figures: Mapping[str, Figure], seed: int) -> dict[str, Interval]:
@@ -105,9 +95,24 @@ def evaluate(
         asks, spec = [_prompt(task, text_of(checkpoint)) for task in tasks], spec_from_config(checkpoint.config)
     if against is not None and (other := spec_from_config(against.config).vocab_size) != spec.vocab_size:
         raise ConfigError(f"{model} has {spec.vocab_size} tokens, its parent {other}; only equal ones can be compared")
-    common = _engine(spec, [len(each.ids) + 1 for each in documents], [ask.num_tokens for ask in asks])
+    longest = [len(each.ids) + 1 for each in documents] + [ask.num_tokens + ANSWER_TOKENS for ask in asks]
+    common = {
+        **ENGINE,
+        "max_num_batched_tokens": max(ENGINE["max_num_seqs"], min(512, LOGITS // spec.vocab_size)),
+        "max_model_len": min(spec.max_position_embeddings, max(*longest, 256)),
+    }
     own = {**common, **(served or {})}
-    table, figures, scores = _compared(model, own, against, common, documents, asks, seed, progress)
+    scores: dict[str, dict[str, Interval]] = {}
+    with ExitStack() as stack:
+        child, parent = stack.enter_context(LLM(model, **own)), None
+        if against is not None:
+            exact = {**common, "dtype": "float32", "kv_dtype": "float32"}
+            parent = stack.enter_context(LLM(str(against.path), **exact))
+        table = _read(child, parent, documents, progress)
+        figures = intervals(table, _ALONE if parent is None else _AGAINST, seed)
+        if asks:
+            scores = _task_scores(child, parent, asks, seed, progress)
+            figures |= {f"task_{name}": each for name, each in scores.pop("").items()}
     drafts = {**own, "speculative": "auto", "speculative_model": draft}
     if draft is not None:
         with LLM(model, **drafts) as drafting:
@@ -117,44 +122,6 @@ def evaluate(
     elif gain and against is not None:
         figures |= _gain((model, own), (str(against.path), common), documents, seed, progress)
     return Evaluation(figures, scores, int(table[:, 0].sum()))
-
-
-def _engine(spec: DecoderSpec, documents: Sequence[int], asks: Sequence[int]) -> dict[str, Any]:
-    """The engine's arguments, for texts of so many tokens. Raises ConfigError for tasks that do not fit."""
-    context, longest = spec.max_position_embeddings, max(asks, default=0) + ANSWER_TOKENS
-    if asks and longest > context:
-        raise ConfigError(
-            f"task {int(np.argmax(asks)) + 1} has {max(asks)} tokens, and its answer up to {ANSWER_TOKENS} more; the "
-            f"context is {context}: shorten it"
-        )
-    num_tokens = max(ENGINE["max_num_seqs"], min(512, LOGITS // spec.vocab_size))
-    length = min(context, max(*documents, longest, 256))
-    return {**ENGINE, "max_num_batched_tokens": num_tokens, "max_model_len": length}
-
-
-def _compared(
-    model: str,
-    own: Mapping[str, Any],
-    against: Checkpoint | None,
-    common: Mapping[str, Any],
-    documents: Sequence[Document],
-    asks: Sequence[TaskPrompt],
-    seed: int,
-    progress: Progress,
-) -> tuple[Table, dict[str, Interval], dict[str, dict[str, Interval]]]:
-    """The table of documents, figures, and scores by category."""
-    with ExitStack() as stack:
-        child, parent = stack.enter_context(LLM(model, **own)), None
-        if against is not None:
-            exact = {**common, "dtype": "float32", "kv_dtype": "float32"}
-            parent = stack.enter_context(LLM(str(against.path), **exact))
-        table = _read(child, parent, documents, progress)
-        figures = intervals(table, _ALONE if parent is None else _AGAINST, seed)
-        if not asks:
-            return table, figures, {}
-        scores = _task_scores(child, parent, asks, seed, progress)
-        figures |= {f"task_{name}": each for name, each in scores.pop("").items()}
-        return table, figures, scores
 
 
 # ---- documents: positions, -log p of the model, of its parent, KL(parent || model), flips

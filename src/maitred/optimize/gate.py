@@ -4,7 +4,7 @@ let a worse model through."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,6 @@ class BrokenRule:
     figure: Interval | None
     words: str
 
-    def to_json(self) -> dict[str, Any]:
-        figure = self.figure._asdict() if self.figure is not None else None
-        return {"rule": self.rule, "limit": self.limit, "figure": figure, "words": self.words}
-
 
 def read_rules(tool: str, file: str | None) -> Rules:
     """The tool's rules, with those of the user's YAML in their place. Raises ConfigError with the key."""
@@ -132,7 +128,7 @@ def judge(rules: Rules, evaluation: Evaluation) -> tuple[BrokenRule, ...]:
 
 def gate_fields(rules: Rules, failures: Sequence[BrokenRule]) -> dict[str, Any]:
     """Of the report."""
-    return {"rules": rules.limits(), "failures": [failure.to_json() for failure in failures]}
+    return {"rules": rules.limits(), "failures": [asdict(failure) for failure in failures]}
 
 
 def _broken(rule: str, limit: float, name: str, figure: Interval) -> str:
