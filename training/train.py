@@ -4,17 +4,16 @@
     python -m training.train --out DIR --minutes 12 --seed 0 --draft --teacher src/maitred/builtin/maitred-mini
     python -m training.train --out DIR --minutes 15 --seed 0 --mtp --teacher src/maitred/builtin/maitred-mini
 
-Writes DIR/curve.jsonl as it goes, DIR/checkpoint.pt every few minutes (a run started again goes on from there) and,
-each time and at the end, a model directory DIR/model that a server can load.
+Every few minutes and at the end it writes DIR/training.safetensors (a run started again goes on from there),
+DIR/curve.jsonl, and a model directory DIR/model that a server can load.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,19 +23,17 @@ import torch.nn.functional as F  # noqa: N812
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from maitred.optimize.trainer import Budget, Trained, train
 from training.batches import Batch, Batches
 from training.checkpoint import export, load
 from training.head import export_head, head_loss, new_head
 from training.model import DRAFT, MINI, Decoder
-from training.optimizer import lr_factor, make_optimizers, set_lr
 from training.tokenizer import train_tokenizer
 
 TOKENIZER = Path(__file__).parent.parent / "src/maitred/builtin/maitred-mini/tokenizer.json"
 """Kept unless a new one is asked for: token ids stay what they are, and words that are new cost more tokens."""
 TOKENIZER_SEED = 0
 SAVE_EVERY_S = 240.0
-LOG_EVERY = 20
-"""Steps between two points of the curve, each a mean over these steps."""
 DISTIL_SHARE = 0.9
 """Of the draft's loss, the part that is the distance to the teacher; the rest is the data's own."""
 
@@ -58,126 +55,64 @@ MIXED_ROWS = (*[Rows(16, 256)] * 7, *[Rows(8, 512)] * 2, Rows(2, 2048))
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A training run in progress. `budget` counts seconds of training, or steps when `by_steps`."""
+    """What is trained, on what, and where it is written."""
 
     model: nn.Module
     tokenizer: Tokenizer
-    loss: Callable[[Batch], tuple[Tensor, Tensor]]  # to minimise, and what the curve shows
+    loss: Callable[[Batch], Tensor]  # to minimise, and then what the curve shows
     export: Callable[[Path], None]  # writes a directory that can be loaded
     out: Path
     seed: int
-    budget: float
-    by_steps: bool
-    optimizers: list[torch.optim.Optimizer]
+    budget: Budget
     shown: str = "reply_loss"
-    stop_after: int | None = None
-    # written by train()
-    step: int = 0
-    num_tokens: int = 0
-    elapsed_s: float = 0.0
-    recent: list[Tensor] = field(default_factory=list)
-
-    @property
-    def progress(self) -> float:
-        return (self.step if self.by_steps else self.elapsed_s) / self.budget
 
 
-def train(run: Run, clock: Callable[[], float]) -> None:
-    """Take steps until the budget is spent, then save."""
-    before, saved_at = clock(), clock()
-    while run.progress < 1 and run.step != run.stop_after:
-        take_step(run)
-        now = clock()
-        run.elapsed_s += now - before
-        before = now
-        if run.step % LOG_EVERY == 0:
-            log(run)
-        if now - saved_at > SAVE_EVERY_S:
-            save(run)
-            saved_at = now
-    if run.recent:
-        log(run)
-    save(run)
+def train_run(run: Run) -> None:
+    """Train until the budget is spent, or go on; writes curve and model each time that the state is kept."""
+    printed = [0]
+
+    def on_save(trained: Trained) -> None:
+        points = [{run.shown if key == "loss" else key: value for key, value in p.items()} for p in trained.curve]
+        lines = [json.dumps(point) for point in points]
+        (run.out / "curve.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        print("\n".join(lines[printed[0] :]), flush=True)
+        printed[0] = len(lines)
+        run.export(run.out / "model")
+
+    train(run.model, run.loss, lambda step, share: draw(run, step, share), run.budget, run.out, no_bar, on_save=on_save)
 
 
-def take_step(run: Run) -> None:
+def draw(run: Run, step: int, share: float) -> Batch:
     """One batch, drawn from the seed and the number of the step alone."""
-    rows = FIRST_ROWS if run.progress < FIRST_SHARE else MIXED_ROWS[run.step % len(MIXED_ROWS)]
-    set_lr(run.optimizers, lr_factor(run.progress))
-    batch = Batches(run.tokenizer, Random(run.seed * 1_000_003 + run.step)).draw(rows.num_rows, rows.length)
-    loss, shown = run.loss(batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
-    for optimizer in run.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    run.step += 1
-    run.num_tokens += batch.num_tokens
-    run.recent.append(shown.detach())
+    rows = FIRST_ROWS if share < FIRST_SHARE else MIXED_ROWS[step % len(MIXED_ROWS)]
+    return Batches(run.tokenizer, Random(run.seed * 1_000_003 + step)).draw(rows.num_rows, rows.length)
 
 
-def batch_loss(model: Decoder, batch: Batch, teacher: Decoder | None) -> tuple[Tensor, Tensor]:
+def no_bar(done: float, total: float, words: str) -> None:
+    """The curve's points tell how far it is."""
+
+
+def batch_loss(model: Decoder, batch: Batch, teacher: Decoder | None) -> Tensor:
     """The loss to minimise, and for the curve the mean cross-entropy (nats) of the reply tokens."""
     mask = batch.mask()
     weight_N = batch.weight_BT[:, 1:].flatten()
     target_N = batch.tokens_BT[:, 1:].flatten()
     kept = weight_N > 0
     weight_N = weight_N[kept] / weight_N.sum()
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden_ND = model.hidden(batch.tokens_BT, mask=mask)[:, :-1].flatten(0, 1)[kept]
-        logits_NV = model.logits(hidden_ND)
-    logits_NV = logits_NV.float()
+    hidden_ND = model.hidden(batch.tokens_BT, mask=mask)[:, :-1].flatten(0, 1)[kept]
+    logits_NV = model.logits(hidden_ND).float()
     entropy_N = F.cross_entropy(logits_NV, target_N[kept], reduction="none")
     is_reply = weight_N > weight_N.max() / 2
     reply_loss = entropy_N[is_reply].mean()
     loss = (entropy_N * weight_N).sum()
     if teacher is not None:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
             taught_NV = teacher.logits(teacher.hidden(batch.tokens_BT, mask=mask)[:, :-1].flatten(0, 1)[kept])
         divergence_N = F.kl_div(
             logits_NV.log_softmax(-1), taught_NV.float().log_softmax(-1), reduction="none", log_target=True
         ).sum(-1)
         loss = (1 - DISTIL_SHARE) * loss + DISTIL_SHARE * (divergence_N * weight_N).sum()
-    return loss, reply_loss
-
-
-def log(run: Run) -> None:
-    point = {
-        "step": run.step,
-        "elapsed_s": round(run.elapsed_s, 1),
-        "num_tokens": run.num_tokens,
-        run.shown: round(torch.stack(run.recent).mean().item(), 5),
-        "lr_factor": round(lr_factor(run.progress), 4),
-    }
-    run.recent.clear()
-    with (run.out / "curve.jsonl").open("a") as curve:
-        curve.write(json.dumps(point) + "\n")
-    print(json.dumps(point), flush=True)
-
-
-def save(run: Run) -> None:
-    state = {
-        "model": run.model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-        "step": run.step,
-        "num_tokens": run.num_tokens,
-        "elapsed_s": run.elapsed_s,
-    }
-    torch.save(state, run.out / "checkpoint.pt.new")
-    (run.out / "checkpoint.pt.new").rename(run.out / "checkpoint.pt")
-    run.export(run.out / "model")
-
-
-def resume(run: Run) -> None:
-    """Go on from the last checkpoint, if there is one."""
-    path = run.out / "checkpoint.pt"
-    if not path.exists():
-        return
-    state = torch.load(path, weights_only=True)
-    run.model.load_state_dict(state["model"])
-    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    run.step, run.num_tokens, run.elapsed_s = state["step"], state["num_tokens"], state["elapsed_s"]
+    return torch.stack((loss, reply_loss.detach()))
 
 
 def make_run(arguments: argparse.Namespace) -> Run:
@@ -189,9 +124,12 @@ def make_run(arguments: argparse.Namespace) -> Run:
         arguments,
         out=arguments.out,
         seed=arguments.seed,
-        budget=arguments.steps or arguments.minutes * 60,
-        by_steps=arguments.steps is not None,
-        stop_after=arguments.stop_after,
+        budget=Budget(
+            steps=arguments.steps,
+            minutes=None if arguments.steps else arguments.minutes,
+            stop_after=arguments.stop_after,
+            save_every_s=SAVE_EVERY_S,
+        ),
     )
 
 
@@ -208,7 +146,6 @@ def _model_run(arguments: argparse.Namespace, **settings: Any) -> Run:
         tokenizer=tokenizer,
         loss=lambda batch: batch_loss(model, batch, teacher),
         export=lambda directory: export(model, tokenizer, directory),
-        optimizers=make_optimizers(model),
         **settings,
     )
 
@@ -222,9 +159,8 @@ def _head_run(arguments: argparse.Namespace, **settings: Any) -> Run:
     return Run(
         model=head,
         tokenizer=tokenizer,
-        loss=lambda batch: head_loss(head, model, batch),
+        loss=lambda batch: torch.stack(head_loss(head, model, batch)),
         export=lambda directory: export_head(head, directory),
-        optimizers=make_optimizers(head),
         shown="first_same",
         **settings,
     )
@@ -251,9 +187,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     run = make_run(parse_arguments(argv))
-    resume(run)
     print(f"{sum(weight.numel() for weight in run.model.parameters()):,} parameters", flush=True)
-    train(run, time.monotonic)
+    train_run(run)
 
 
 if __name__ == "__main__":
