@@ -5,8 +5,8 @@
 
 Texts are those of this Python and this repository (documentation, code, licences) and articles of the Universal
 Declaration of Human Rights in other scripts, so nothing is fetched; they are cut into windows of 512 tokens. Models are
-names out of `maitred models`, or GGUF files. Prints for each format of weights and of KV the perplexity's ratio to
-float32, and the share of positions whose likeliest token is another than float32's.
+names out of `maitred models`, folders or GGUF files. Prints for each format of weights and of KV the perplexity's ratio
+to float32, the share of positions whose likeliest token is another than float32's, and the KL divergence from it.
 
 --peer takes the folder in which `cpu_peers.py --model FILE --setup` put llama.cpp, whose server then answers 20 prompts
 greedily. Printed are the share of its tokens that are maitred's likeliest too, and how many whole answers are. Neither
@@ -19,20 +19,23 @@ import argparse
 import inspect
 import json
 import json.decoder
-import math
 import re
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data import topics
-from typing import NamedTuple
 
+import numpy as np
 from peers.contact import serving
 from peers.entries import entries, missing
 
 from maitred import LLM, SamplingParams
+from maitred.model.checkpoint import open_checkpoint
 from maitred.model.packaged import PACKAGED
+from maitred.optimize.data import Document, text_of
+from maitred.optimize.evaluate import evaluate
+from maitred.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 WINDOW = 512
@@ -65,17 +68,6 @@ PROMPTS = [text.strip() for text in re.findall(r"[^.?]+[.?]", QUESTIONS.replace(
 ANSWER = 64  # tokens of llama.cpp's answer
 
 
-class Score(NamedTuple):
-    """Sum over the tokens of all windows but each one's first."""
-
-    negative_log: float
-    likeliest: list[int]
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.negative_log / len(self.likeliest))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help="may be given more than once")
@@ -92,17 +84,18 @@ def main() -> None:
 
 
 def print_perplexities(model: str, options: argparse.Namespace) -> None:
-    exact = score(model, "float32", "float32", options.tokens)
-    print(f"\n{model}, {len(exact.likeliest):,} tokens, float32: {exact.perplexity:.3f}")
-    print("| weights |" + "".join(f" KV {kv} |" for kv in options.kv) + "\n|---|" + "--:|" * len(options.kv))
-    for weights in options.weights:
-        print(f"| {weights} |", end="", flush=True)
-        for kv in options.kv:
-            is_exact = weights == kv == "float32"
-            found = exact if is_exact else score(model, WEIGHTS[weights], kv, options.tokens)
-            others = sum(a != b for a, b in zip(found.likeliest, exact.likeliest, strict=True)) / len(exact.likeliest)
-            print(f" {found.perplexity / exact.perplexity:.4f} ({others:.1%}) |", end="", flush=True)
-        print(flush=True)
+    with open_checkpoint(model) as parent:
+        documents = windows(text_of(parent).tokenizer, options.tokens)
+        print(f"\n{model}, {sum(int(each.learnt.sum()) for each in documents):,} tokens, against float32")
+        print("| weights |" + "".join(f" KV {kv} |" for kv in options.kv) + "\n|---|" + "--:|" * len(options.kv))
+        for weights in options.weights:
+            print(f"| {weights} |", end="", flush=True)
+            for kv in options.kv:
+                served = {"dtype": WEIGHTS[weights], "kv_dtype": kv}
+                found = evaluate(str(parent.path), against=parent, documents=documents, served=served).figures
+                ratio, flips, kl = (found[name].value for name in ("perplexity_ratio", "flips", "kl"))
+                print(f" {ratio:.4f} ({flips:.1%}, {kl:.4f}) |", end="", flush=True)
+            print(flush=True)
 
 
 def print_agreement(model: str, options: argparse.Namespace) -> None:
@@ -116,8 +109,8 @@ def print_agreement(model: str, options: argparse.Namespace) -> None:
         with opened(model, WEIGHTS[weights], kv) as llm:
             texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
             alike = [
-                [a == b for a, b in zip(likeliest[-len(answer) :], answer, strict=True)]
-                for (_, likeliest), answer in zip(scores(llm, texts), answers, strict=True)
+                [a == b for a, b in zip(read[-len(answer) :], answer, strict=True)]
+                for read, answer in zip(likeliest(llm, texts), answers, strict=True)
             ]
         share = sum(map(sum, alike)) / sum(map(len, alike))
         print(f"| {weights} | {share:.1%} | {sum(map(all, alike))} of {len(alike)} |", flush=True)
@@ -144,24 +137,13 @@ def opened(model: str, dtype: str, kv_dtype: str) -> LLM:
     return LLM(model, dtype=dtype, kv_dtype=kv_dtype, speculative="off", **limits)
 
 
-def score(model: str, dtype: str, kv_dtype: str, num_tokens: int) -> Score:
-    negative_log, likeliest = 0.0, list[int]()
-    with opened(model, dtype, kv_dtype) as llm:
-        for lost, chosen in scores(llm, windows(llm, num_tokens)):
-            negative_log += lost
-            likeliest += chosen
-    return Score(negative_log, likeliest)
-
-
-def scores(llm: LLM, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[float, list[int]]]:
-    """Of each prompt, the sum of its tokens' negative log-probabilities but the first's, and what was likeliest."""
+def likeliest(llm: LLM, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """The likeliest token at each position of each prompt but the first."""
     for answer in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)):
-        read = list(zip(answer.prompt_token_ids, answer.prompt_logprobs or [], strict=True))[1:]
-        likeliest = [max(choices, key=lambda each: choices[each].logprob) for _, choices in read]
-        yield -sum(choices[token].logprob for token, choices in read), likeliest
+        yield [max(read, key=lambda each: read[each].logprob) for read in (answer.prompt_logprobs or [])[1:] if read]
 
 
-def windows(llm: LLM, num_tokens: int) -> list[list[int]]:
+def windows(tokenizer: Tokenizer, num_tokens: int) -> list[Document]:
     """Equal parts of each text, `num_tokens` in all; what a short one lacks the others have more.
 
     Each begins as the model's texts do.
@@ -172,14 +154,14 @@ def windows(llm: LLM, num_tokens: int) -> list[list[int]]:
         inspect.getsource(json.decoder) + inspect.getsource(argparse),
         "\n".join(topics.topics[name] for name in sorted(topics.topics)),
     ]
-    encode, found, left = llm.get_tokenizer().encode, list[list[int]](), num_tokens
+    encode, found, left = tokenizer.encode, list[list[int]](), num_tokens
     begin = encode("")
     size = WINDOW - len(begin)
     for num_texts, text in zip(range(len(texts), 0, -1), texts, strict=True):
         ids = encode(text, add_special_tokens=False)[: left // num_texts]
         found += [[*begin, *ids[at : at + size]] for at in range(0, len(ids) - 1, size)]
         left -= len(ids)
-    return found
+    return [Document(np.array(ids, np.int32), np.arange(len(ids)) > 0) for ids in found]
 
 
 def prompt_ids(llm: LLM, text: str) -> list[int]:

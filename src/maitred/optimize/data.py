@@ -163,8 +163,10 @@ def read_corpus(config: ToolConfig, parent: Checkpoint, state: Path, progress: P
         learn, held_out = _parted(learn, config.data or "the parent's own documents")
     elif config.data is not None:
         _refuse_shared(learn, held_out, config)
-    judged_on_own = config.data is None and config.held_out is None
-    return Corpus(tuple(learn), tuple(held_out), tasks, config.data is None, judged_on_own, file_hashes(config))
+    is_own, hashes = config.data is None, file_hashes(config)
+    if is_own:
+        hashes["own"] = hashlib.sha256(b"".join(sorted(each.key for each in [*learn, *held_out]))).hexdigest()
+    return Corpus(tuple(learn), tuple(held_out), tasks, is_own, is_own and config.held_out is None, hashes)
 
 
 def _parted(documents: Sequence[Document], source: str) -> tuple[list[Document], list[Document]]:
