@@ -120,7 +120,8 @@ def test_models_of_unlike_vocabularies_are_refused(mini: Checkpoint, tmp_path: P
         evaluate(str(folder), against=mini, documents=documents(1))
 
 
-def test_the_command_measures_judges_and_leaves_with_3_where_a_rule_is_broken(tmp_path: Path, capsys):
+def test_the_command_measures_judges_and_leaves_with_3_where_a_rule_is_broken(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr("maitred.optimize.evaluate.TIMED_TOKENS", 5)
     held_out, rules = tmp_path / "held.jsonl", tmp_path / "rules.yaml"
     lines = [json.dumps({"token_ids": each.ids.tolist()}) for each in documents(24)]
     held_out.write_text("\n".join(lines))

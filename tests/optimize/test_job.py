@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from maitred.config.optimize import ToolConfig
 from maitred.core.errors import ConfigError, OutOfMemory
@@ -32,15 +33,15 @@ class Ended(BaseException):
 class Copy:
     """Copies the parent, and notes in its state how often it began; may be ended, or damage the weights."""
 
-    def __init__(self, *, ends_at: str = "", full: bool = False, bytes_wanted: int = 0) -> None:
-        self.ends_at, self.full, self.bytes_wanted = ends_at, full, bytes_wanted
+    def __init__(self, *, ends_at: str = "", writer: str = "copy", bytes_wanted: int = 0) -> None:
+        self.ends_at, self.writer, self.bytes_wanted = ends_at, writer, bytes_wanted
 
     def make(self, job: Job) -> None:
         job.need_memory(self.bytes_wanted, "a copy")
         with (job.state / "begun").open("a") as begun:
             begun.write("x")
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if self.writer == "safetensors":
+            save_file({"weights": np.zeros(2**20)}, job.folder / "model.safetensors")
         for file in sorted(Path(job.parent.path).iterdir()):
             if file.name == self.ends_at:
                 raise Ended
@@ -140,9 +141,15 @@ def test_a_second_process_at_the_same_folder_is_refused(tmp_path: Path):
     assert (tmp_path / "out.part" / "asked.json").is_file()
 
 
-def test_a_full_disk_is_told_and_what_was_made_stays(tmp_path: Path):
-    with pytest.raises(ConfigError, match="No space left on device; make room, and give the same command again"):
-        run(config(tmp_path), full=True)
+@pytest.mark.parametrize("writer", ["copy", "safetensors"])
+def test_a_full_disk_is_told_and_what_was_made_stays(writer: str, tmp_path: Path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        with pytest.raises(ConfigError, match="File too large; make room, and give the same command again"):
+            run(config(tmp_path), writer=writer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert run(config(tmp_path)).fields["copy"]["begun"] == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from maitred.config import DTYPES, KV_DTYPES
 from maitred.config.field_checks import one_of, require_at_least, require_choices
@@ -35,6 +36,8 @@ class ToolConfig:
     def __post_init__(self) -> None:
         if self.steps is not None and self.minutes is not None:
             raise ConfigError("steps and minutes exclude each other; give one of them")
+        if not Path(self.out).name:
+            raise ConfigError(f"out is {self.out!r}; name a folder that is not there yet")
         require_at_least("seed", self.seed, 0)
         require_at_least("steps", self.steps, 1)
         require_at_least("minutes", self.minutes, 0.01)

@@ -5,10 +5,10 @@ All of a job lies in DIR.part, so that the same command goes on after any end, a
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 import maitred
 from maitred.config.optimize import ToolConfig
@@ -234,10 +236,11 @@ def _appear(folder: Path, out: Path) -> None:
 def _told_if_full(out: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        if error.errno not in NO_ROOM:
+    except (OSError, SafetensorError) as error:
+        told = re.search(r"\(os error (\d+)\)", str(error))  # of safetensors' writer
+        number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+        if number not in NO_ROOM:
             raise
         raise ConfigError(
-            f"{out} could not be written: {os.strerror(error.errno or errno.ENOSPC)}; make room, and give the same "
-            f"command again"
+            f"{out} could not be written: {os.strerror(number)}; make room, and give the same command again"
         ) from error
