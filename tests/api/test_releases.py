@@ -21,7 +21,7 @@ from maitred.api.routes import make_routes
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.core.clock import WallClock
 from maitred.core.errors import CheckpointError, MaitredError, OutOfMemory
-from maitred.core.replica import ReplicaState
+from maitred.core.replica import ReplicaState, WorkerView
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.starting import Engine
 from maitred.gate.admission import admission_of
@@ -40,10 +40,14 @@ class Waiter(FakeReplica):
     """Ends when it is put to sleep, once nothing is asked of it."""
 
     is_gone: bool = False
+    loads: bool = False  # as the second of two engines may, when the first is there
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def state(self) -> ReplicaState:
         return replace(super().state(), num_generated_tokens=100)
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        return (WorkerView.of(0, None, replace(self.state(), alive=not self.loads)),)
 
     async def sleep(self, *, abort: bool = False) -> None:
         await until_async(lambda: not self.live)
@@ -144,13 +148,18 @@ async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
 
 async def test_a_request_keeps_its_version_and_newcomers_get_the_next_one(monkeypatch: pytest.MonkeyPatch):
     async with house(monkeypatch) as here:
-        here.add(2, model={"max_model_len": 64})
+        second = here.add(2, model={"max_model_len": 64})
+        second.loads = True
         here.first.held, here.first.scheduler = True, SchedulerConfig(policy="sjf")
         before = asyncio.create_task(here.ask())
         await until_async(lambda: here.first.live)
         here.shelf.use(2)
-        await until_async(lambda: here.nexts[2].engine.replica.scheduler.policy == "sjf")
+        while (await here.told())["starting"] != 2:  # noqa: ASYNC110  the page's own words
+            await asyncio.sleep(0.002)
+        assert (await here.told())["serving"] == 1
+        second.loads = False
         await until_async(lambda: here.following.versions[-1].number != 1)
+        assert second.scheduler.policy == "sjf"
         assert await here.ask() == ("I am 2", "2")
         assert (await here.told())["num_requests"] == {"1": 1, "2": 0}
         assert not here.first.is_gone

@@ -23,7 +23,9 @@ from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.model.shelf import ModelRelease, Shelf
 from maitred.optimize.release import publish
 from tests.cli.running import maitred_thread
+from tests.engine.test_gguf_served import a_model
 from tests.shelves import other_model
+from tests.text.test_gguf_tokenizer import byte_level
 
 OPENSSL = shutil.which("openssl")
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="the program openssl is not there")
@@ -60,6 +62,13 @@ def test_versions_are_numbered_and_the_last_is_in_service_with_what_its_tool_rep
     assert len(release.golden) == 16
     assert release.golden != shelf.verify(1).golden
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=shelf.folder(2), check=True)
+
+
+def test_a_gguf_file_is_a_version_too_and_its_tokens_are_repeated(tmp_path: Path):
+    shelf = Shelf(tmp_path / "waiter")
+    assert publish(a_model(tmp_path / "small.gguf", byte_level), shelf).name == "small.gguf"
+    assert sorted(path.name for path in shelf.folder(1).iterdir()) == ["SHA256SUMS", "release.json", "small.gguf"]
+    assert checked(shelf, shelf.verify(1)) == 1
 
 
 def test_a_model_that_its_gate_refused_an_adapter_and_a_folder_that_is_no_shelf_are_refused(tmp_path: Path):

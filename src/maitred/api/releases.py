@@ -169,13 +169,19 @@ class Releases:
         return engine
 
     async def _make_alike(self, engine: Engine) -> None:
-        """Give it what was changed while the server ran. Raises OutOfMemory for a context that had to shrink."""
+        """Wait for all of its engines, and give it what was changed while the server ran. Raises OutOfMemory for a
+        context that had to shrink.
+        """
         plan, served, new = engine.memory_plan, self.versions[-1].app, engine.replica
         if plan.max_model_len < min(plan.model_context, served.model.max_model_len):
             raise OutOfMemory(
                 f"beside the version in service memory holds {plan.max_model_len:,} tokens of context, and that "
                 f"version has {served.model.max_model_len:,}; serve with a smaller --max-model-len or KV cache"
             )
+        while lacking := [worker for worker in new.workers() if not worker.alive]:  # the first loads alone
+            if lacking[0].num_restarts:
+                raise EngineDead(f"of several engines one does not start: {lacking[0].error}")
+            await asyncio.sleep(LOOK_S)
         with suppress(EngineDead):  # asleep: the new one keeps to the flags
             await new.configure(await served.replica.scheduler_config())
         for facts in tuple(served.adapters.named.values()) if served.adapters is not None else ():
