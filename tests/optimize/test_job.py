@@ -70,7 +70,7 @@ def run(asked: ToolConfig, own: Own = Own(), **copy: object) -> JobReport:
 
 
 def beside(folder: Path) -> set[str]:
-    return {each.name for each in folder.iterdir()} - {"data.jsonl", "rules.yaml"}
+    return {each.name for each in folder.iterdir()} - {"data.jsonl", "rules.yaml", "tasks.yaml"}
 
 
 def test_what_the_gate_lets_through_appears_whole_with_its_report(tmp_path: Path):
@@ -156,12 +156,14 @@ def test_a_full_disk_is_told_and_what_was_made_stays(writer: str, tmp_path: Path
 def test_what_cannot_work_leaves_nothing_behind(tmp_path: Path):
     asked = config(tmp_path)
     (tmp_path / "rules.yaml").write_text("max_kk: 1")
+    (tmp_path / "tasks.yaml").write_text("max_task_drop: 0.02")
     few = tmp_path / "few"
     few.mkdir()
     (few / "rules.yaml").write_text("max_kl: 1")
     (few / "data.jsonl").write_text("\n".join(json.dumps({"text": f"{n} soups"}) for n in range(50)))
     for wrong, told in [
         (replace(asked, gate=str(tmp_path / "rules.yaml")), "no rule 'max_kk'"),
+        (replace(asked, gate=str(tmp_path / "tasks.yaml")), "0 tasks are too few to judge by"),
         (replace(asked, data=str(tmp_path / "none.jsonl")), "No such file"),
         (replace(asked, held_out=asked.data), "as well"),
         (

@@ -63,7 +63,7 @@ def _run(module: str, own: type, options: Options) -> int:
 
 def _evaluate(options: Options) -> int:
     from maitred.model.checkpoint import open_checkpoint
-    from maitred.optimize.data import Reader, own_documents, read_tasks
+    from maitred.optimize.data import OWN_JUDGES, Reader, own_documents, read_tasks
     from maitred.optimize.evaluate import evaluate
     from maitred.optimize.gate import gate_fields, judge, read_rules
 
@@ -92,7 +92,8 @@ def _evaluate(options: Options) -> int:
             progress=progress,
         )
     failures = judge(rules, found)
-    _print({**asdict(found), "gate": gate_fields(rules, failures), "passed": not failures}, options)
+    data = {"data": {"judges": OWN_JUDGES}} if asked.held_out is None else {}
+    _print({**asdict(found), **data, "gate": gate_fields(rules, failures), "passed": not failures}, options)
     return EXIT_GATE if failures else 0
 
 
@@ -110,14 +111,14 @@ def need_torch() -> None:
 def bar(name: str) -> Iterator[OnProgress]:
     """A bar with rate and time left on a terminal's stderr, else a line for each part of the work."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console, last = Console(stderr=True), [""]
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(show_speed=True))
+    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%{task.fields[rate]}")]
     with Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as shown:
-        task = shown.add_task(name, total=None)
+        task = shown.add_task(name, total=None, rate="")
 
         def progress(done: float, total: float, words: str) -> None:
             if words != last[0]:
@@ -125,7 +126,8 @@ def bar(name: str) -> Iterator[OnProgress]:
                 shown.reset(task, total=total, description=f"{name}: {words}")
                 if not console.is_terminal:
                     note(f"{name}  {words}")
-            shown.update(task, completed=done, total=total)
+            speed = shown.tasks[0].speed
+            shown.update(task, completed=done, total=total, rate=f"  {speed:.3g}/s" if speed else "")
 
         yield progress
 
@@ -139,6 +141,7 @@ def report_text(fields: Mapping[str, Any]) -> str:
     for name, value in fields[fields["tool"]].items() if "tool" in fields else ():
         if isinstance(value, (str, int, float)):
             lines.append(f"{name:28} {value}")
+    lines += [f"{'judged':28} {fields['data']['judges']}"] if "data" in fields else []
     lines += [f"{'refused':28} {failure['words']}" for failure in fields["gate"]["failures"]]
     return "\n".join(lines)
 

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -37,6 +38,10 @@ WINDOW = 2048
 HELD_OUT_SHARE = 10
 OWN_DOCUMENTS, OWN_BATCH = 256, 32
 OWN_QUESTION, OWN_REPLY = 32, 96
+OWN_JUDGES = (
+    "how closely the model follows its parent on texts that the parent wrote; not what either knows of other texts, "
+    "nor whether answers are right: --held-out and --tasks tell that"
+)
 _QUESTION = "maitred question"
 ENGINE: dict[str, Any] = {
     "executor": "native",
@@ -123,12 +128,7 @@ class Corpus:
             "tasks": len(self.tasks),
             "sha256": dict(self.hashes),
             "written_by_parent": self.is_own,
-            "judges": (
-                "how closely the result follows its parent on the parent's own texts; not what either knows of other "
-                "texts, nor whether answers are right: give --held-out and --tasks for that"
-                if self.judged_on_own
-                else "the result on these held-out documents and tasks"
-            ),
+            "judges": OWN_JUDGES if self.judged_on_own else "the result, on these held-out documents and tasks",
         }
 
 
@@ -147,7 +147,12 @@ def text_of(checkpoint: Checkpoint) -> FolderText:
 def file_hashes(config: ToolConfig) -> dict[str, str]:
     """sha256 of each file of data that is named."""
     files = {"data": config.data, "held_out": config.held_out, "tasks": config.tasks}
-    return {name: hashlib.sha256(_bytes(file)).hexdigest() for name, file in files.items() if file is not None}
+    found = {}
+    for name, file in files.items():
+        if file is not None:
+            with _opened(file) as opened:
+                found[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return found
 
 
 def read_corpus(config: ToolConfig, parent: Checkpoint, state: Path, progress: Progress) -> Corpus:
@@ -284,20 +289,21 @@ def _cut(text: str, first: int, end: int) -> str:
 def json_lines(file: str | Path, kind: type[T]) -> Iterator[tuple[int, T]]:
     """Each line that is not empty, with its number. Raises ConfigError, also where there is none."""
     found = False
-    for number, raw in enumerate(_bytes(file).split(b"\n"), 1):
-        if raw.strip():
-            found = True
-            try:
-                yield number, msgspec.json.decode(raw, type=kind)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"{file}:{number}: {error}; write one JSON object a line") from None
+    with _opened(file) as lines:
+        for number, raw in enumerate(lines, 1):
+            if raw.strip():
+                found = True
+                try:
+                    yield number, msgspec.json.decode(raw, type=kind)
+                except msgspec.DecodeError as error:
+                    raise ConfigError(f"{file}:{number}: {error}; write one JSON object a line") from None
     if not found:
         raise ConfigError(f"{file} is empty; write one JSON object a line")
 
 
-def _bytes(file: str | Path) -> bytes:
+def _opened(file: str | Path) -> BufferedReader:
     try:
-        return Path(file).read_bytes()
+        return Path(file).open("rb")
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; give a file of JSON lines") from None
 

@@ -52,7 +52,7 @@ class Rules:
     def check_enough(self, corpus: Corpus) -> None:
         """Raises ConfigError where no result could pass, before one is made."""
         counts = [("held-out documents", len(corpus.held_out), "--held-out or a longer --data")]
-        if corpus.tasks and self.max_task_drop is not None:
+        if self.max_task_drop is not None and (corpus.tasks or "max_task_drop" in self.named):
             counts.append(("tasks", len(corpus.tasks), "--tasks"))
         for what, count, where in counts:
             if self.limits() and count < MIN_DOCUMENTS:
