@@ -26,6 +26,7 @@ from maitred.engine.intake import ServedModel
 from maitred.engine.live_view import LiveView
 from maitred.engine.replica import Replica
 from maitred.gate.admission import AdmissionController
+from maitred.storage.capture import Capture
 from maitred.storage.key_files import TenantFile, make_key
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable, read_tenants
@@ -227,6 +228,7 @@ def running_server(
     admission: AdmissionController | None = None,
     tenants: TenantFile | None = None,
     ledger: Ledger | None = None,
+    capture: Capture | None = None,
     clock: Clock | None = None,
     policy: str | None = None,
     routes: RouteTable | None = None,
@@ -243,6 +245,7 @@ def running_server(
         admission=admission,
         tenants=tenants,
         ledger=ledger,
+        capture=capture,
         clock=clock,
         policy=policy,
         routes=routes,

@@ -21,6 +21,7 @@ from maitred.engine.limits import hand_over_quickly
 from maitred.engine.replica import Replica
 from maitred.engine.starting import Engine, StartingEngine
 from maitred.gate.admission import AdmissionController
+from maitred.storage.capture import Capture
 from maitred.storage.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def create_app(
     policy: str | None = None,
     tenants: TenantFile | None = None,
     ledger: Ledger | None = None,
+    capture: Capture | None = None,
     admission: AdmissionController | None = None,
     start_phases: Mapping[str, float] | None = None,
     routes: RouteTable | None = None,
@@ -45,12 +47,12 @@ def create_app(
 
     `is_ready` tells whether requests are welcome (besides the replica being alive). `policy` is the scheduler's: where
     it heeds no priority, a request with one is refused; None heeds them. `clock` must be the engine's. With `tenants`,
-    only their keys are taken; `ledger` is read for administrators. `admission` is the engine's, which turns away
-    more than it can serve in time; `None` turns nothing away. `start_phases` go to the metrics page. `routes` None are
-    all there are.
+    only their keys are taken; `ledger` is read for administrators, and `capture` keeps answers of tenants that let it.
+    `admission` is the engine's, which turns away more than it can serve in time; `None` turns nothing away.
+    `start_phases` go to the metrics page. `routes` None are all there are.
     """
     clock = clock or WallClock()
-    app = _loading_app(config, clock, tenants, ledger, start_phases, policy=policy, is_ready=is_ready)
+    app = _loading_app(config, clock, tenants, ledger, capture, start_phases, policy=policy, is_ready=is_ready)
     app.open(replica, model, admission)
     return AsgiApp(app, routes or make_routes())
 
@@ -63,6 +65,7 @@ def serve(
     policy: str | None = None,
     tenants: TenantFile | None = None,
     ledger: Ledger | None = None,
+    capture: Capture | None = None,
     start_phases: Mapping[str, float] | None = None,
     salt_secret: bytes | None = None,
     is_ending: Callable[[], bool] = lambda: False,
@@ -81,7 +84,9 @@ def serve(
     """
     num_log_lines_dropped = configure_logging(config)
     hand_over_quickly()
-    app = _loading_app(config, WallClock(), tenants, ledger, start_phases, policy=policy, salt_secret=salt_secret)
+    app = _loading_app(
+        config, WallClock(), tenants, ledger, capture, start_phases, policy=policy, salt_secret=salt_secret
+    )
     app.observer.metrics.num_log_lines_dropped = num_log_lines_dropped
 
     def opened(host: str, port: int) -> None:
@@ -101,6 +106,7 @@ def _loading_app(
     clock: Clock,
     tenants: TenantFile | None,
     ledger: Ledger | None,
+    capture: Capture | None,
     start_phases: Mapping[str, float] | None,
     *,
     policy: str | None,
@@ -119,5 +125,6 @@ def _loading_app(
         policy=policy,
         is_ready=is_ready,
         ledger=ledger,
+        capture=capture,
         salt_secret=salt_secret,
     )

@@ -70,6 +70,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench infer": ("maitred.cli.bench:INFER", "load any KServe v2 server and measure a model"),
     "simulate": ("maitred.cli.simulate", "compare scheduling policies on a workload, without a model"),
     "keys": ("maitred.cli.keys", "make, list, hash and revoke the API keys of tenants"),
+    "capture list": ("maitred.cli.capture:LIST", "list what serve --capture has kept, by tenant"),
+    "capture erase": ("maitred.cli.capture:ERASE", "erase all that was captured of a tenant"),
     "evaluate": ("maitred.cli.optimize:EVALUATE", "measure a model beside its parent, in the format that is served"),
     "roofline": ("maitred.cli.roofline", "measure what this machine allows, and how far the engine is from it"),
     "profile": ("maitred.cli.profile", "measure this machine for simulate"),

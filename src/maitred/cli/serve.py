@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from maitred.config import (
     ServerConfig,
     TensorConfig,
 )
-from maitred.config.field_checks import host_and_port
+from maitred.config.field_checks import host_and_port, require_at_least
 from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from maitred.engine.replica import Replica
     from maitred.engine.starting import Engine, StartingEngine
     from maitred.model.shelf import Shelf
+    from maitred.storage.capture import Capture
     from maitred.storage.key_files import TenantFile
     from maitred.storage.ledger import Ledger
     from maitred.tenancy.tenant import TenantTable
@@ -62,6 +63,38 @@ class ShelfConfig:
 
     trust_key: str | None = None
     """Public key in PEM: versions of the shelf are served only if its owner signed them; None takes all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureConfig:
+    """Captured traffic, for tools that learn from it; of tenants with `capture: asked` or `always` alone."""
+
+    capture: str | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder for the token ids of prompts and answers; only its owner may read it. None keeps none."""
+    capture_max_bytes: int = 256 * 2**20
+    """Most bytes of the folder; the oldest answers go."""
+
+    def __post_init__(self) -> None:
+        require_at_least("capture_max_bytes", self.capture_max_bytes, 2**20)
+
+
+@contextmanager
+def _open_capture(config: CaptureConfig, tenancy: TenancyConfig, server: ServerConfig) -> Iterator[Capture | None]:
+    if config.capture is None:
+        yield None
+        return
+    if tenancy.tenants is None and server.fleet_token_file is None:
+        raise ConfigError(
+            "--capture keeps answers of tenants that let it, and there are none; add --tenants FILE, and to a tenant "
+            "in it: capture: asked, or always"
+        )
+    from maitred.storage.capture import Capture
+
+    capture = Capture(Path(config.capture).expanduser(), config.capture_max_bytes)
+    try:
+        yield capture
+    finally:
+        capture.close()
 
 
 @contextmanager
@@ -123,7 +156,11 @@ def _run(options: Options) -> int:
     tell = teller(server)
     if 0 <= num_descriptors - SPARE_DESCRIPTORS < server.max_connections:
         tell(f"connections  fewer than {num_descriptors - SPARE_DESCRIPTORS:,}, for want of descriptors (ulimit -n)")
-    with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
+    with (
+        listener,
+        open_tenancy(options[TenancyConfig], server) as (tenants, ledger),
+        _open_capture(options[CaptureConfig], options[TenancyConfig], server) as capture,
+    ):
         token = read_fleet_token(server.fleet_token_file)
         share = kv_share(options[ProcessConfig].kv_listen, options[CacheConfig], token)
         server, config = _share_results(server, replace(_engine_config(options), share=share))
@@ -162,6 +199,7 @@ def _run(options: Options) -> int:
                 policy=config.scheduler.policy,
                 tenants=tenants,
                 ledger=ledger,
+                capture=capture,
                 start_phases=timeline.phases,
                 salt_secret=secret,
                 is_ending=lambda: ending.came,
@@ -457,7 +495,16 @@ COMMAND = Command(
     path="serve",
     summary="Serve a model over HTTP, as OpenAI's API. Without MODEL, smollm2 if it is installed, else maitred-mini.",
     run=_run,
-    parts=(ServerConfig, AdmissionConfig, TenancyConfig, ShelfConfig, ProcessConfig, TensorConfig, *ENGINE_PARTS),
+    parts=(
+        ServerConfig,
+        AdmissionConfig,
+        TenancyConfig,
+        CaptureConfig,
+        ShelfConfig,
+        ProcessConfig,
+        TensorConfig,
+        *ENGINE_PARTS,
+    ),
     positional="model",
     first=("model", "host", "port", "api_keys", "tenants", "dtype", "max_model_len", "max_num_seqs", "policy"),
     examples=(

@@ -270,6 +270,13 @@ TENANTS_FILE_FAILURES = _counter(
     "looks",
     "Looks at the changed tenants file, one a second, that could not take it; the keys of before are in force.",
 )
+CAPTURED_ANSWERS = _counter(
+    "captured_answers",
+    "answers",
+    "Answers of --capture, by outcome: written, or dropped because the disk was behind or full.",
+    ("outcome",),
+)
+CAPTURE_BYTES = _gauge("capture_bytes", "bytes", "What the folder of --capture holds.")
 TENANT_METRICS = _group()
 
 # the fleet: of a router, read from its core when the page is asked for

@@ -11,10 +11,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from maitred.core.request import SamplingParams
 from maitred.engine.llm import LLM
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.families import spec_from_config
+from maitred.storage.capture import read_captured
 from maitred.text.folder import read_chat_template
 from maitred.text.marks import MarkedText
 from maitred.text.parts import FolderText
@@ -301,7 +302,9 @@ def json_lines(file: str | Path, kind: type[T]) -> Iterator[tuple[int, T]]:
         raise ConfigError(f"{file} is empty; write one JSON object a line")
 
 
-def _opened(file: str | Path) -> BufferedReader:
+def _opened(file: str | Path) -> BinaryIO:
+    if Path(file).is_dir():
+        return BytesIO(read_captured(Path(file)))
     try:
         return Path(file).open("rb")
     except OSError as error:

@@ -17,6 +17,7 @@ from maitred.tenancy.keys import Key, KeyRing
 LEAST_URGENT = 1000
 # OpenAI's service tiers, each with the priority it means; 0 is most urgent
 TIERS: dict[str, int] = {"priority": 0, "default": 1, "flex": 2}
+CAPTURES = ("never", "asked", "always")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,13 @@ class Tenant:
     """Tenants of one group share cached prompts, and can measure whether another asked the same; None shares none."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that it may ask for, or *, which is all; none unless named."""
+    capture: str = CAPTURES[0]
+    """Whether a server with --capture keeps its answers' tokens: never, asked (store: true) or always."""
     limits: Limits = Limits()
+
+    def lets_capture(self, store: bool | None) -> bool:
+        """Return whether the answer to a request with this `store` may be captured; false always wins."""
+        return store is not False and (self.capture == "always" or (self.capture == "asked" and store is True))
 
     def may_use(self, adapter: str) -> bool:
         """Return whether it may ask for this adapter, and see that it is there."""
@@ -173,10 +180,13 @@ def _positive(value: Any, where: str) -> float:
     return float(value)
 
 
-def _tier(value: Any, where: str) -> str:
-    if not isinstance(value, str) or value not in TIERS:
-        raise ConfigError(f"{where} is {_shown(value)}; choose one of {', '.join(TIERS)}")
-    return value
+def _one_of(*choices: str) -> Reader:
+    def read(value: Any, where: str) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise ConfigError(f"{where} is {_shown(value)}; choose one of {', '.join(choices)}")
+        return value
+
+    return read
 
 
 def _range(value: Any, where: str) -> tuple[int, int]:
@@ -204,7 +214,7 @@ _LIMITS: dict[str, Reader] = {
     "token_budget": _integer(0),
 }
 _TERMS: dict[str, Reader] = {
-    "tier": _tier,
+    "tier": _one_of(*TIERS),
     "weight": _positive,
     "priorities": _range,
     "default_priority": _integer(0, LEAST_URGENT),
@@ -214,6 +224,7 @@ _TERMS: dict[str, Reader] = {
     "timeout_s": _positive,
     "shared_cache_group": _text,
     "adapters": _names,
+    "capture": _one_of(*CAPTURES),
 }
 _KEY_FIELDS: dict[str, Reader] = {"id": _text, "sha256": _text, "prefix": _text, "name": _text, "admin": _switch}
 

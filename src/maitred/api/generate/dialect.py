@@ -121,6 +121,7 @@ class GenerationAsk:
     priority: int | None = None  # None is the tenant's
     tier: str | None = None  # service tier, in place of a priority
     cache_salt: str = ""
+    store: bool | None = None  # whether its answer may be captured
     limits: AskedLimits | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)  # `param` of our errors -> the client's field
 

@@ -16,7 +16,7 @@ from maitred.api.generate.lease import HttpLease
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.exchange import EventStream, Exchange, Header
-from maitred.api.http.fleet_headers import KV_EXPECTED, placed_by_router, time_left
+from maitred.api.http.fleet_headers import KV_EXPECTED, PROMPT_ONLY, placed_by_router, time_left
 from maitred.api.http.results import WantedAnswer
 from maitred.api.ops.fleet_feed import identity
 from maitred.core.errors import InvalidRequest
@@ -37,6 +37,7 @@ from maitred.fleet.told import (
     usage_header,
 )
 from maitred.gate.gate import NO_LIMITS, TimeLimits
+from maitred.storage.capture import Capture
 
 Batches = list[list[RequestSpec]]
 Tokenise = Callable[[], Awaitable[Batches]]
@@ -99,6 +100,8 @@ def ways_of(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> li
         ways.append(Cached(app, exchange, ask, wanted))
     if exchange.from_router:
         ways.append(FromRouter(app, exchange, ask))
+    if app.capture is not None and _is_captured(exchange, ask):
+        ways.append(Capturing(app.capture, exchange, ask.adapter.name if ask.adapter is not None else app.model.name))
     return ways
 
 
@@ -156,6 +159,41 @@ def _wanted(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> Wa
     digest = ask.adapter.digest if ask.adapter is not None else ""
     revision = f"{app.model.revision}:{digest}:{tenant.default_max_tokens}"
     return app.results.wanted(exchange, body, revision=revision, temperature=sampling.temperature, seed=sampling.seed)
+
+
+# -- captured traffic
+
+
+def _is_captured(exchange: Exchange, ask: GenerationAsk) -> bool:
+    shows_answer = not ask.score_only and PROMPT_ONLY not in exchange.headers
+    return shows_answer and exchange.caller.tenant.lets_capture(ask.store)
+
+
+class Capturing(Way):
+    """A complete answer whose tokens are kept to learn from."""
+
+    def __init__(self, capture: Capture, exchange: Exchange, model: str) -> None:
+        self._capture, self._exchange, self._model = capture, exchange, model
+
+    async def begun(self, generation: Generation, writer: StreamWriter, events: EventStream) -> StreamWriter:
+        return KeepingStream(writer)
+
+    def ended(self) -> None:
+        assert self._exchange.outcome is not None
+        for sample in self._exchange.outcome.samples:
+            tenant, prompt = self._exchange.caller.tenant.name, sample.request.prompt_token_ids
+            self._capture.note(tenant, self._model, prompt, sample.token_ids)
+
+
+class KeepingStream:
+    """A stream whose tokens the samples keep, as those of a whole answer."""
+
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer, self.last = writer, writer.last
+
+    def delta(self, sample: Sample, delta: TextDelta) -> bytes:
+        sample.token_ids.extend(delta.token_ids)
+        return self._writer.delta(sample, delta)
 
 
 # -- a router in front

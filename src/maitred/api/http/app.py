@@ -36,6 +36,7 @@ from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.replica import LOADING, LoadingReplica, Replica
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
+from maitred.storage.capture import Capture
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.caller import Caller
 
@@ -150,6 +151,7 @@ class App(Service):
         is_ready: Callable[[], bool] | None = None,
         policy: str | None = None,
         ledger: Ledger | None = None,
+        capture: Capture | None = None,
         salt_secret: bytes | None = None,
     ) -> None:
         """`policy` is the scheduler's; None heeds priorities. `salt_secret` None is the fleet's token, or is drawn."""
@@ -169,6 +171,7 @@ class App(Service):
         self.policy_without_priorities = None if policy is None else _without_priorities(policy)
         self.in_flight: InFlight = InFlight(is_ready=is_ready, silence_s=config.sse_keep_alive_s)
         self.ignored_fields = IgnoredFields(strict=config.strict_fields)
+        self.capture = observer.metrics.tenants.capture = capture
         self.kept_logprobs = KeptLogprobs()
         self.text = TextThreads()
         self.grammars = GrammarChecker()

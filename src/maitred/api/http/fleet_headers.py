@@ -21,7 +21,7 @@ from maitred.fleet.told import SEED, TELL
 from maitred.gate.gate import NO_LIMITS, TimeLimits
 from maitred.tenancy.caller import ANYBODY, Caller
 from maitred.tenancy.quota import QuotaBook
-from maitred.tenancy.tenant import LEAST_URGENT, Tenant
+from maitred.tenancy.tenant import CAPTURES, LEAST_URGENT, Tenant
 
 HEADER = b"x-maitred-fleet-token"
 MIN_CHARS = 16
@@ -68,6 +68,7 @@ Batches = list[list[RequestSpec]]
 TENANT = b"x-maitred-tenant"  # empty where clients have keys and no tenants; without it a router vouches for no caller
 WEIGHT, PRIORITY = b"x-maitred-weight", b"x-maitred-priority"
 ADAPTER = b"x-maitred-adapter"  # that it names, where its tenant may use it
+CAPTURE = b"x-maitred-capture"  # as its tenant lets; never without it
 SALT = b"x-maitred-salt"  # of the tenant's cache group
 KEY_ID, ADMIN = b"x-maitred-key-id", b"x-maitred-admin"
 MAX_TOKENS = b"x-maitred-default-max-tokens"  # of a request that names none
@@ -77,7 +78,7 @@ PROMPT_ONLY = b"x-maitred-prompt-only"  # another replica answers: the prompt is
 KV_EXPECTED = b"x-maitred-kv-expected"  # it is being computed there: its KV is to be pulled meanwhile, and no more
 NUM_CACHED = b"x-maitred-num-cached"  # prompt tokens found cached where the prompt was computed, and counted
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 300
-_OF_CALLER = (TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, KEY_ID, ADMIN, MAX_TOKENS)
+_OF_CALLER = (TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, CAPTURE, KEY_ID, ADMIN, MAX_TOKENS)
 BELIEVED = frozenset((*_OF_CALLER, *TIME_LEFT, SEED, TELL, KV_FROM, PROMPT_ONLY, KV_EXPECTED, NUM_CACHED))
 LEAST_LEFT_S = 0.001
 
@@ -94,6 +95,8 @@ def vouching(
     told += ((SALT, salt.encode()), (KEY_ID, quote(caller.key_id).encode()))
     if model is not None and tenant.may_use(model):
         told.append((ADAPTER, quote(model).encode()))
+    if tenant.capture != CAPTURES[0]:
+        told.append((CAPTURE, tenant.capture.encode()))
     return told if default_max_tokens is None else [*told, (MAX_TOKENS, b"%d" % default_max_tokens)]
 
 
@@ -165,6 +168,7 @@ def vouched_caller(headers: Mapping[bytes, bytes], quotas: QuotaBook, anybody: C
         default_priority=priority,
         default_max_tokens=int(_number(headers, MAX_TOKENS)) if MAX_TOKENS in headers else None,
         adapters=(unquote(headers[ADAPTER].decode("latin-1")),) if ADAPTER in headers else (),
+        capture=headers.get(CAPTURE, b"").decode("latin-1"),
         shared_cache_group=headers.get(SALT, b"").decode("latin-1"),
     )
     return Caller(tenant, quotas.of(tenant), unquote(headers.get(KEY_ID, b"").decode("latin-1")), is_admin)

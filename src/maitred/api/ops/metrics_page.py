@@ -29,6 +29,7 @@ from maitred.engine.adapter_book import AtWork
 from maitred.engine.replica import Replica
 from maitred.engine.tensors import TensorModels
 from maitred.gate.admission import AdmissionController
+from maitred.storage.capture import Capture
 from maitred.tenancy.quota import TenantQuota
 
 if TYPE_CHECKING:
@@ -270,6 +271,7 @@ class TenantCounts:
         self._num_file_failures = num_file_failures
         self._counts: dict[Metric, dict[tuple[str, ...], float]] = {metric: {} for metric in m.TENANT_METRICS}
         self._quotas: dict[str, TenantQuota] = {}
+        self.capture: Capture | None = None
 
     def _add(self, metric: Metric, labels: tuple[str, ...], amount: float) -> None:
         counts = self._counts[metric]
@@ -295,6 +297,10 @@ class TenantCounts:
             return {(name,): float(quota.num_waiting) for name, quota in self._quotas.items()}
         if metric is m.TENANTS_FILE_FAILURES:
             return {(): float(self._num_file_failures())}
+        if self.capture is not None and metric is m.CAPTURED_ANSWERS:
+            return {(outcome,): float(count) for outcome, count in self.capture.counts.items()}
+        if self.capture is not None and metric is m.CAPTURE_BYTES:
+            return {(): float(self.capture.num_bytes)}
         return self._counts[metric]
 
 

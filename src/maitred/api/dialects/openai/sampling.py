@@ -153,6 +153,7 @@ def make_ask(body: GenerationFields, answer: Answer, **more: Any) -> GenerationA
         priority=body.priority,
         tier=body.service_tier,
         cache_salt=body.cache_salt or "",
+        store=body.store,
         limits=None if body.ttft_slo_ms is body.queue_timeout_ms is body.timeout_ms is None else body,
         **more,
     )

@@ -98,11 +98,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     queue_timeout_ms: Milliseconds = None
     timeout_ms: Milliseconds = None
     service_tier: Annotated[str | None, Meta(extra_json_schema={"enum": [*SERVICE_TIERS, None]})] = None
+    store: bool | None = None  # whether a server that captures may keep the answer's tokens
     # accepted, and without effect on the answer
     user: str | None = None
     safety_identifier: str | None = None
     metadata: Annotated[Raw | UnsetType, Meta(extra_json_schema=_map_of("string"))] = UNSET
-    store: bool | None = None
     session_id: str | None = None
 
 

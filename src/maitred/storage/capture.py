@@ -1,0 +1,255 @@
+"""Captured traffic: token ids of answers, as JSON lines that the tools around the model learn from.
+
+A thread writes, so neither the event loop nor the engine waits for a disk. Writers, readers and erasures hold the
+folder's lock: a line is whole or not there, and an erasure is complete, whichever servers write meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from maitred.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NUM_FILES = 16
+"""Of a full folder; the oldest goes when another begins."""
+MAX_WAITING_TOKENS = 2**20
+"""More would be memory for a disk that cannot keep up."""
+LOCK, ERASED = "lock", "erased.json"
+_encode = msgspec.json.Encoder().encode
+
+
+class CapturedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A line: prompt and answer of one sample."""
+
+    tenant: str
+    model: str
+    """Served name, or the adapter's."""
+    at: float
+    """Unix seconds at the answer's end."""
+    num_prompt_tokens: int
+    token_ids: Sequence[int]
+
+
+class Capture:
+    """Writes one folder; `note` never waits. Raises ConfigError for a folder that cannot be used."""
+
+    def __init__(self, folder: Path, max_bytes: int, *, wall_time: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self.counts = Counter(written=0, behind=0, disk=0)
+        """Answers written; dropped because too many waited; dropped because the disk took none."""
+        self.num_bytes = 0
+        self._max_bytes, self._wall_time = max_bytes, wall_time
+        self._file: Path | None = None
+        self._waiting: list[CapturedAnswer] = []
+        self._num_waiting_tokens, self._failing, self._stopping = 0, False, False
+        self._changed = threading.Condition()
+        _prepare(folder)
+        self._thread = threading.Thread(target=self._run, name="maitred-capture", daemon=True)
+        self._thread.start()
+
+    def note(self, tenant: str, model: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Write this soon, or count it as dropped."""
+        tokens = [*prompt, *answer]
+        with self._changed:
+            if self._num_waiting_tokens + len(tokens) > MAX_WAITING_TOKENS:
+                self.counts["behind"] += 1
+                return
+            self._num_waiting_tokens += len(tokens)
+            self._waiting.append(
+                CapturedAnswer(
+                    tenant=tenant,
+                    model=model,
+                    at=self._wall_time(),
+                    num_prompt_tokens=len(prompt),
+                    token_ids=tokens,
+                )
+            )
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what waits; idempotent."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._stopping)
+                batch, self._waiting, self._num_waiting_tokens = self._waiting, [], 0
+            if not batch:
+                return
+            num_left = len(batch)
+            try:
+                with _locked(self.folder):
+                    erased = _erased(self.folder)
+                    for answer in batch:
+                        if answer.at > erased.get(answer.tenant, 0.0):
+                            self._append(_encode(answer) + b"\n")
+                            self.counts["written"] += 1
+                        num_left -= 1
+                self._told(None)
+            except (OSError, ConfigError) as error:
+                self.counts["disk"] += num_left
+                self._told(error)
+
+    def _append(self, line: bytes) -> None:
+        share = self._max_bytes // NUM_FILES
+        if self._file is None or (self._file.exists() and self._file.stat().st_size + len(line) > share):
+            self._file = self.folder / f"{time.time_ns() // 1000:020}-{os.getpid()}.jsonl"
+        sizes = {file: file.stat().st_size for file in _files(self.folder)}
+        while sizes and sum(sizes.values()) + len(line) > self._max_bytes:
+            oldest = next(iter(sizes))
+            oldest.unlink()
+            del sizes[oldest]
+        _write(self._file, line)
+        self.num_bytes = sum(sizes.values()) + len(line)
+
+    def _told(self, error: Exception | None) -> None:
+        """One log line where it begins to fail, and one where it works again."""
+        if error is not None and not self._failing:
+            logger.warning("captured answers are dropped: %s: %s; make room there", self.folder, error)
+        elif error is None and self._failing:
+            logger.warning("answers are captured again in %s; %d were dropped", self.folder, self.counts["disk"])
+        self._failing = error is not None
+
+
+def read_captured(folder: Path) -> bytes:
+    """All lines, oldest first. Raises ConfigError where the folder holds no captured traffic."""
+    with _locked(folder):
+        return b"".join(_whole_lines(file) for file in _files(folder))
+
+
+@dataclass(slots=True)
+class HeldAnswers:
+    """What is held of a tenant and model."""
+
+    first_at: float
+    last_at: float = 0.0
+    num_answers: int = 0
+    num_tokens: int = 0
+
+
+def captured(folder: Path) -> dict[tuple[str, str], HeldAnswers]:
+    """By tenant and model. Raises ConfigError where the folder holds no captured traffic."""
+    found: dict[tuple[str, str], HeldAnswers] = {}
+    for line in read_captured(folder).splitlines():
+        answer = msgspec.json.decode(line, type=CapturedAnswer)
+        held = found.setdefault((answer.tenant, answer.model), HeldAnswers(answer.at))
+        held.last_at, held.num_answers = answer.at, held.num_answers + 1
+        held.num_tokens += len(answer.token_ids)
+    return found
+
+
+def erase(folder: Path, tenant: str, *, now: float) -> int:
+    """Take out all that was captured of a tenant until `now` (unix s); how many answers. Answers that a running server
+    has not written yet are dropped there. Raises ConfigError.
+
+    A file is replaced whole, so after a kill the same call goes on.
+    """
+    num_erased = 0
+    with _locked(folder):
+        _replace(folder / ERASED, json.dumps({**_erased(folder), tenant: now}).encode())
+        for file in _files(folder):
+            lines = file.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if (owner := _tenant_of(line)) is not None and owner != tenant]
+            num_erased += len(lines) - len(kept)
+            if len(kept) < len(lines):
+                _replace(file, b"".join(kept))
+    return num_erased
+
+
+def _tenant_of(line: bytes) -> str | None:
+    """None of a line that is damaged, which could be any tenant's."""
+    try:
+        return msgspec.json.decode(line, type=CapturedAnswer).tenant if line.endswith(b"\n") else None
+    except msgspec.DecodeError:
+        return None
+
+
+def _prepare(folder: Path) -> None:
+    """Raises ConfigError for what is no folder, cannot be written or could be read by other users."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_mode & 0o077:
+            raise ConfigError(f"{folder} could be read by other users; close it with: chmod 700 {folder}")
+        os.close(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; name a folder for --capture that can be written") from None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        lock = (folder / LOCK).open("r+b")
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} holds no captured traffic ({error.strerror}); name the folder of serve --capture"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in folder.glob("*.new"):  # of an erasure that was killed
+            left.unlink()
+        yield
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.jsonl"))
+
+
+def _whole_lines(file: Path) -> bytes:
+    """Without the line that a killed server did not end."""
+    written = file.read_bytes()
+    return written[: written.rfind(b"\n") + 1]
+
+
+def _erased(folder: Path) -> dict[str, float]:
+    file = folder / ERASED
+    return dict(json.loads(file.read_bytes())) if file.exists() else {}
+
+
+def _write(file: Path, line: bytes) -> None:
+    """Append it whole, or raise OSError."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    try:
+        before, rest = os.fstat(descriptor).st_size, memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Replace it durably; without content the file goes."""
+    if content:
+        new = file.with_name(file.name + ".new")
+        _write(new, content)
+        with new.open("rb") as written:
+            os.fsync(written.fileno())
+        new.replace(file)
+    else:
+        file.unlink()
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
