@@ -11,10 +11,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -302,7 +302,7 @@ def json_lines(file: str | Path, kind: type[T]) -> Iterator[tuple[int, T]]:
         raise ConfigError(f"{file} is empty; write one JSON object a line")
 
 
-def _opened(file: str | Path) -> BinaryIO:
+def _opened(file: str | Path) -> BufferedReader | BytesIO:
     if Path(file).is_dir():
         return BytesIO(read_captured(Path(file)))
     try:
