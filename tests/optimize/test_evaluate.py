@@ -12,6 +12,7 @@ import pytest
 
 from maitred import LLM, SamplingParams
 from maitred.cli.main import main
+from maitred.cli.optimize import report_text
 from maitred.core.errors import ConfigError
 from maitred.model.checkpoint import BUILTIN_FOLDER, Checkpoint, open_checkpoint
 from maitred.optimize.data import Document, Task
@@ -98,6 +99,28 @@ def test_tasks_are_scored_by_category_and_against_the_parent(mini: Checkpoint):
     assert found.tasks["sums"]["score"].value == pytest.approx(1 / 3)
     assert found.tasks["sums"]["drop"] == Interval(0.0, 0.0, 0.0, 3)
     assert found.figures["task_score"].drawn == 5
+
+
+def test_a_cascade_asks_the_larger_model_where_the_smaller_has_an_unlikely_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    sums = [(n, m) for n in range(41, 49) for m in (17, 38)]
+    lines = [
+        {"messages": [{"role": "user", "content": f"What is {n} plus {m}?"}], "answer": f"{n + m}"} for n, m in sums
+    ]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(json.dumps({**line, "match": "contains"}) for line in lines))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": "What is maitred?"}))
+    files = ["--held-out", str(tmp_path / "held.jsonl"), "--tasks", str(tmp_path / "tasks.jsonl")]
+    small = str(BUILTIN_FOLDER.with_name("maitred-mini-draft"))
+    assert main(["evaluate", small, "--escalate-to", MINI, *files, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    steps = {float(at): {name: each["value"] for name, each in step.items()} for at, step in told["cascade"].items()}
+    shares = [step["escalated"] for step in steps.values()]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1], steps[1.0]["drop"]) == (0.0, 1.0, 0.0)
+    assert steps[0.9]["score"] > steps[0.0]["score"] == told["figures"]["task_score"]["value"]
+    assert told["cascade"][f"{told['escalate_below']:g}"]["drop"]["high"] <= 0.02
+    assert ", the least that passes" in report_text(told)
 
 
 def test_a_head_is_measured_by_the_drafts_that_the_engine_accepts():

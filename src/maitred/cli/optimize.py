@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EXIT_GATE = 3
 NUM_OWN = 32
+DEFAULT_DROP = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +65,11 @@ def _run(module: str, own: type, options: Options) -> int:
 def _evaluate(options: Options) -> int:
     from maitred.model.checkpoint import open_checkpoint
     from maitred.optimize.data import OWN_JUDGES, Reader, own_documents, read_tasks
-    from maitred.optimize.evaluate import evaluate
+    from maitred.optimize.evaluate import cascade, evaluate
     from maitred.optimize.gate import gate_fields, judge, read_rules
 
     asked = options[EvaluateConfig]
-    rules = read_rules("evaluate", asked.gate)
+    rules, served = read_rules("evaluate", asked.gate), {"dtype": asked.dtype, "kv_dtype": asked.kv_dtype}
     tasks = read_tasks(asked.tasks) if asked.tasks is not None else ()
     with ExitStack() as stack:
         progress = stack.enter_context(bar("evaluate"))
@@ -86,14 +87,24 @@ def _evaluate(options: Options) -> int:
             documents=documents,
             tasks=tasks,
             seed=asked.seed,
-            served={"dtype": asked.dtype, "kv_dtype": asked.kv_dtype},
+            served=served,
             draft=asked.draft,
             gain=asked.gain,
             progress=progress,
         )
+        escalating = {}
+        if asked.escalate_to is not None:
+            large, most = stack.enter_context(open_checkpoint(asked.escalate_to)), rules.max_task_drop
+            steps = cascade(str(model.path), str(large.path), tasks, seed=asked.seed, served=served, progress=progress)
+            passing = [
+                at for at, step in steps.items() if step["drop"].high <= (DEFAULT_DROP if most is None else most)
+            ]
+            cascades = {f"{at:g}": {name: asdict(each) for name, each in step.items()} for at, step in steps.items()}
+            escalating = {"cascade": cascades, "escalate_below": min(passing, default=None)}
     failures = judge(rules, found)
     data = {"data": {"judges": OWN_JUDGES}} if asked.held_out is None else {}
-    _print({**asdict(found), **data, "gate": gate_fields(rules, failures), "passed": not failures}, options)
+    told = {**asdict(found), **data, **escalating, "gate": gate_fields(rules, failures), "passed": not failures}
+    _print(told, options)
     return EXIT_GATE if failures else 0
 
 
@@ -142,6 +153,10 @@ def report_text(fields: Mapping[str, Any]) -> str:
         if isinstance(value, (str, int, float)):
             lines.append(f"{name:28} {value}")
     lines += [f"{'judged':28} {fields['data']['judges']}"] if "data" in fields else []
+    for at, step in fields.get("cascade", {}).items():
+        chosen = ", the least that passes" if float(at) == fields["escalate_below"] else ""
+        told = ", ".join(f"{name} {each['value']:.4g}" for name, each in step.items())
+        lines.append(f"{f'escalate_below {at}':28} {told} (at most {step['drop']['high']:.4g}){chosen}")
     lines += [f"{'refused':28} {failure['words']}" for failure in fields["gate"]["failures"]]
     return "\n".join(lines)
 
@@ -156,5 +171,6 @@ EVALUATE = Command(
     examples=(
         "maitred evaluate smollm2 --against smollm2 --kv-dtype int8",
         "maitred evaluate ./mine --against ./parent --held-out others.jsonl --tasks questions.jsonl --gate rules.yaml",
+        "maitred evaluate ./small --escalate-to ./large --held-out others.jsonl --tasks questions.jsonl",
     ),
 )

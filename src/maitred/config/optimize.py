@@ -60,6 +60,9 @@ class EvaluateConfig:
     """Draft model or head, whose acceptance is measured."""
     gain: bool = False
     """Time decoding against the parent as that is served; with --draft, against MODEL without it."""
+    escalate_to: str | None = field(default=None, metadata={"metavar": "MODEL"})
+    """Larger model that answers tasks of which MODEL is not sure: score against the share escalated, by P, and the
+    least P at which the drop from it alone passes max_task_drop (0.02 where no rule says)."""
     gate: str | None = field(default=None, metadata={"metavar": "FILE"})
     """YAML of rules, such as max_kl: 0.05; exit 3 where one is broken."""
     dtype: str = one_of(DTYPES, "auto")
@@ -72,3 +75,5 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         require_choices(self)
         require_at_least("seed", self.seed, 0)
+        if self.escalate_to is not None and self.tasks is None:
+            raise ConfigError("escalate_to is judged by answers; give tasks as well")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -284,6 +284,51 @@ def _likelihood(output: RequestOutput, num_tokens: int) -> float:
     """Log-probability of a prompt's last tokens."""
     told = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
     return sum(known[token].logprob for token, known in list(told)[-num_tokens:] if known is not None)
+
+
+# ---- two models, of which the larger is asked where the smaller is not sure
+
+THRESHOLDS = (0.0, *(tenth / 10 for tenth in range(1, 10)), 0.95, 0.99, 1.0)
+
+
+def cascade(
+    small: str,
+    large: str,
+    tasks: Sequence[Task],
+    *,
+    seed: int = 0,
+    served: Mapping[str, Any] | None = None,
+    progress: Progress = lambda done, total, words: None,
+) -> dict[float, dict[str, Interval]]:
+    """By P of a tier's `escalate_below`: the share of tasks that `large` answers, the score, and its drop from that of
+    `large` alone. Choices are answered freely, as a router judges."""
+    progress(0, 2, "answering with each model")
+    ours, sure = _sureness(small, tasks, served)
+    progress(1, 2, "answering with each model")
+    theirs, _ = _sureness(large, tasks, served)
+    figures: dict[str, Figure] = {
+        "escalated": _ratio,
+        "score": lambda sums: sums[..., 2] / sums[..., 0],
+        "drop": lambda sums: (sums[..., 3] - sums[..., 2]) / sums[..., 0],
+    }
+    found = {}
+    for threshold in THRESHOLDS:
+        asked = sure < threshold
+        table = np.stack((np.ones_like(ours), asked, np.where(asked, theirs, ours), theirs), axis=1)
+        found[threshold] = intervals(table, figures, seed)
+    return found
+
+
+def _sureness(model: str, tasks: Sequence[Task], served: Mapping[str, Any] | None) -> tuple[Table, Table]:
+    """Whether each greedy answer is right, and the probability of its least likely token."""
+    with open_checkpoint(model) as checkpoint:
+        spec, asks = spec_from_config(checkpoint.config), [_prompt(task, text_of(checkpoint)) for task in tasks]
+    longest = min(spec.max_position_embeddings, max(ask.num_tokens for ask in asks) + ANSWER_TOKENS)
+    with LLM(model, **{**ENGINE, "max_model_len": longest, **(served or {})}) as llm:
+        outputs = [each.outputs[0] for each in llm.generate([ask.prompt for ask in asks], replace(_GREEDY, logprobs=0))]
+    right = [float(task.is_right(output.text)) for task, output in zip(tasks, outputs, strict=True)]
+    told = [[at[token].logprob for token, at in zip(o.token_ids, o.logprobs or (), strict=True)] for o in outputs]
+    return np.array(right), np.exp([min(each, default=0.0) for each in told])
 
 
 # ---- drafts and speed
