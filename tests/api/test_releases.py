@@ -135,7 +135,7 @@ async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
     config, clock = ServerConfig(), WallClock()
     app = App(config, clock=clock, observer=Observer(config, clock), authenticator=Authenticator(()))
     shelf, nexts, first = FakeShelf(Path("shelf")), {}, Waiter(says("I am 1"))
-    following = Releases(shelf, (1, 0), lambda release: nexts[release.version])  # type: ignore[arg-type,return-value]
+    following = Releases(shelf, (1, 0), lambda release, beside: nexts[release.version])  # type: ignore[arg-type,return-value]
     front = following.front(app, make_routes(following.routes))
     app.open(first, make_model(), admission_of(AdmissionConfig(), SchedulerConfig()))
     following.follow()

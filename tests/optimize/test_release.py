@@ -14,9 +14,11 @@ import msgspec
 import pytest
 
 from maitred.config import CacheConfig, EngineConfig, ProcessConfig
-from maitred.core.errors import CheckpointError, ConfigError
+from maitred.core.errors import CheckpointError, ConfigError, OutOfMemory
 from maitred.engine.build import load_engine
 from maitred.engine.engine_thread import in_thread
+from maitred.engine.intake import ServedModel
+from maitred.engine.model_facts import Footprint
 from maitred.engine.releases import StartingRelease
 from maitred.engine.supervisor import Start
 from maitred.model.checkpoint import BUILTIN_FOLDER
@@ -24,6 +26,7 @@ from maitred.model.shelf import ModelRelease, Shelf
 from maitred.optimize.release import publish
 from tests.cli.running import maitred_thread
 from tests.engine.test_gguf_served import a_model
+from tests.fakes_api import make_model
 from tests.shelves import other_model
 from tests.text.test_gguf_tokenizer import byte_level
 
@@ -172,7 +175,7 @@ def test_a_key_of_another_kind_signs_nothing(shelf: Shelf, tmp_path: Path):
     assert shelf.versions() == [1, 2]
 
 
-def checked(shelf: Shelf, release: ModelRelease) -> int:
+def checked(shelf: Shelf, release: ModelRelease, *beside: ServedModel) -> int:
     """The version that the edge knows, once the engine was asked for its golden tokens."""
     config = EngineConfig(cache=CacheConfig(kv_cache_memory_bytes=4 * 2**20))
     start = Start(config=config, process=ProcessConfig(in_process=True), open=in_thread(load_engine))
@@ -186,7 +189,7 @@ def checked(shelf: Shelf, release: ModelRelease) -> int:
         assert engine.model.names == ("waiter",)
         return engine.model.version
 
-    starting = StartingRelease(shelf, start, release)
+    starting = StartingRelease(shelf, start, release, beside)
     return asyncio.run(check())
 
 
@@ -205,6 +208,21 @@ def test_an_engine_repeats_its_golden_tokens_and_others_are_told_with_the_text(s
     )
     with pytest.raises(CheckpointError, match=r"reads .* as other tokens"):
         checked(shelf, misread)
+
+
+def test_a_version_is_refused_where_the_one_in_service_may_still_need_its_memory(shelf: Shelf):
+    held = Footprint(
+        architecture="",
+        num_parameters=0,
+        executor="",
+        device="",
+        dtype="",
+        kv_dtype="",
+        weights_bytes=0,
+        kv_bytes=2**60,
+    )
+    with pytest.raises(OutOfMemory, match="and 0 B are available"):
+        checked(shelf, shelf.verify(1), make_model(footprint=held))
 
 
 async def test_the_command_lists_versions_and_rolls_back(shelf: Shelf, capsys):

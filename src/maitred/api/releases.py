@@ -29,7 +29,7 @@ from maitred.engine.releases import StartingRelease
 from maitred.engine.replica import Replica
 from maitred.engine.starting import Engine
 from maitred.fleet.workers import state_of_all
-from maitred.model.shelf import ModelRelease, Shelf
+from maitred.model.shelf import Shelf
 
 logger = logging.getLogger("maitred.releases")
 LOOK_S = 0.5  # between two looks at `current`
@@ -85,7 +85,7 @@ class FrontOfReleases(AsgiApp):
 class Releases:
     """The versions of one server. On the event loop, but for `stop`."""
 
-    def __init__(self, shelf: Shelf, seen: tuple[int, int], begin: Callable[[ModelRelease], StartingRelease]) -> None:
+    def __init__(self, shelf: Shelf, seen: tuple[int, int], begin: Callable[..., StartingRelease]) -> None:
         """`seen` is the shelf's `current` that the server starts with; `begin` starts a version's engine."""
         self._shelf, self._seen, self._begin = shelf, seen, begin
         self.versions: list[VersionInService] = []  # the last is in service, the others drain
@@ -152,7 +152,8 @@ class Releases:
 
     async def _started(self, number: int) -> Engine:
         """A version's engine, fit for requests. Raises what is wrong, and then there is none."""
-        starting = self._begin(await asyncio.to_thread(self._shelf.verify, number))
+        release = await asyncio.to_thread(self._shelf.verify, number)
+        starting = self._begin(release, beside=[version.app.model for version in self.versions])
         try:
             engine = await asyncio.to_thread(starting.wait)
         except BaseException:

@@ -248,8 +248,11 @@ def _start(
     shelf, make = _shelf(options), _replica_of(options)
     if shelf is None:
         return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=make), None
+    from maitred.engine.memory import available_memory_bytes
     from maitred.engine.releases import StartingRelease
 
+    share = replace(config.share, available_bytes=available_memory_bytes())
+    start = replace(start, config=replace(config, share=share))
     seen, begin = shelf.current(), partial(StartingRelease, shelf, start, on_admitted=on_admitted, make=make)
     starting = begin(shelf.verify(seen[0]), on_event=tell)
     from maitred.api.releases import Releases  # while the engine's process loads

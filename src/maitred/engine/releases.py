@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from maitred.core.clock import WallClock
 from maitred.core.errors import CheckpointError
 from maitred.core.request import RequestSpec, SamplingParams
 from maitred.engine.intake import ServedModel, make_requests
+from maitred.engine.memory import available_memory_bytes
 from maitred.engine.replica import Replica
 from maitred.engine.starting import Engine, StartingEngine
 from maitred.engine.supervisor import Start
@@ -33,11 +35,19 @@ def made_by(model: ServedModel, config: ModelConfig) -> str:
 class StartingRelease(StartingEngine):
     """A version's engine, and what it must repeat before it gets a request."""
 
-    def __init__(self, shelf: Shelf, start: Start, release: ModelRelease, **how: Any) -> None:
-        """`release` was verified; `how` is as for any engine."""
+    def __init__(
+        self, shelf: Shelf, start: Start, release: ModelRelease, beside: Iterable[ServedModel] = (), **how: Any
+    ) -> None:
+        """`release` was verified; `how` is as for any engine. `beside` are models in service, whose engines may come to
+        use all memory that they planned with, of what was available before the first.
+        """
         self._release, self._model = release, replace(start.config.model, model=str(shelf.folder(release.version)))
         tiers = start.config.tiers.of_engine(release.version % 2, 2)  # each folder has one owner at a time
-        config = replace(start.config, model=self._model, tiers=tiers)
+        planned = sum(each.footprint.weights_bytes + each.footprint.kv_bytes for each in beside if each.footprint)
+        share, now = start.config.share, available_memory_bytes()
+        first = now if share.available_bytes is None else share.available_bytes
+        share = replace(share, available_bytes=max(0, min(now, first - planned)))
+        config = replace(start.config, model=self._model, tiers=tiers, share=share)
         names = start.served_model_names or (shelf.root.resolve().name,)
         super().__init__(replace(start, config=config, served_model_names=names), **how)
 

@@ -520,10 +520,10 @@ class Workers(Replica):
         on_event: Callable[[str], None] = lambda line: None,
         slo: Sequence[str] = (),  # as ServerConfig's: hand-overs are chosen so that they are kept
     ) -> None:
-        roles, scheduler = start.process.roles, start.config.scheduler
+        roles, scheduler, free_bytes = start.process.roles, start.config.scheduler, start.config.share.available_bytes
         share = MachineShare(
             num_engines=len(roles),
-            available_bytes=available_memory_bytes(),
+            available_bytes=available_memory_bytes() if free_bytes is None else free_bytes,
             exchanges_kv=start.process.handover != "never" and set(roles) != {"mixed"},
         )
         start = replace(start, config=replace(start.config, share=share))

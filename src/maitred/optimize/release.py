@@ -56,10 +56,11 @@ def publish(model: str, shelf: Shelf, key: Path | None = None) -> ModelRelease:
             release = ModelRelease(version, Path(model).resolve().name, int(time.time()), maker, golden, **report)
             told = msgspec.json.encode(release)
             sums[RELEASE] = hashlib.sha256(told).hexdigest()
-            _write(part / RELEASE, told)
-            _write(part / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode())
+            (part / RELEASE).write_bytes(told)
+            (part / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
             if key is not None:
                 sign(part / SUMS, key)
+            os.sync()  # its bytes are on the disk before its name
             part.rename(shelf.folder(version))
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
@@ -103,22 +104,13 @@ def _report(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _copy(source: Path, target: Path) -> str:
-    """Copy a file, links resolved, on to the disk; returns its sha256."""
+    """Copy a file, links resolved; returns its sha256."""
     digest = hashlib.sha256()
     with source.open("rb") as read, target.open("xb") as written:
         while piece := read.read(PIECE_BYTES):
             digest.update(piece)
             written.write(piece)
-        written.flush()
-        os.fsync(written.fileno())
     return digest.hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager
