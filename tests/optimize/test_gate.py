@@ -47,7 +47,7 @@ def test_every_part_of_a_figure_must_pass():
 def test_a_rule_of_the_users_must_have_been_measured_and_one_by_default_need_not(tmp_path: Path):
     assert judge(DEFAULTS["quantize"], evaluation()) == ()
     (failure,) = judge(rules_of(tmp_path, "max_task_drop: 0.02"), evaluation())
-    assert failure.words == "max_task_drop: task_drop was not measured; give --tasks"
+    assert failure.words == "max_task_drop: task_drop was not measured; it needs tasks, a parent or a draft"
 
 
 def test_a_file_changes_the_rules_it_names_and_null_takes_one_out(tmp_path: Path):

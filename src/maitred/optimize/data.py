@@ -345,11 +345,11 @@ def own_documents(
     return Reader(parent).read(file)
 
 
-def _written(llm: LLM, parent: Checkpoint, seeds: Sequence[int]) -> list[dict[str, Any]]:
+def _written(llm: LLM, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """Lines of documents, learnt from where the parent began to write."""
     template, encode = llm.model.chat_template, llm.get_tokenizer().encode
     if template is None:
-        begin = encode("") or [_first_token(parent)]
+        begin = encode("") or list(llm.model.eos_token_ids[:1])
         prompts = [begin] * len(seeds)
         answers = llm.generate(prompts, _sampled(seeds, OWN_QUESTION + OWN_REPLY, ignore_eos=True))
     else:
@@ -363,14 +363,6 @@ def _written(llm: LLM, parent: Checkpoint, seeds: Sequence[int]) -> list[dict[st
         {"token_ids": [*prompt, *answer.outputs[0].token_ids], "num_prompt_tokens": len(begin)}
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-
-
-def _first_token(parent: Checkpoint) -> int:
-    for config in (parent.generation_config, parent.config):
-        for name in ("bos_token_id", "eos_token_id"):
-            if isinstance(token := config.get(name), int):
-                return token
-    return 0
 
 
 def _sampled(seeds: Iterable[int], max_tokens: int, *, ignore_eos: bool = False) -> list[SamplingParams]:

@@ -26,11 +26,6 @@ FIGURES = {
     "min_gain": "gain",
 }
 """Figure of each rule. A figure's parts, such as `acceptance, general`, must pass as well."""
-_NEEDS = {
-    "max_task_drop": "give --tasks",
-    "min_acceptance": "it is measured of drafts alone",
-    "min_gain": "it is measured against a parent alone",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +110,8 @@ def judge(rules: Rules, evaluation: Evaluation) -> tuple[BrokenRule, ...]:
     for rule, limit in rules.limits().items():
         figures = {name: each for name, each in evaluation.figures.items() if name.split(",")[0] == FIGURES[rule]}
         if not figures and rule in rules.named:
-            failures.append(
-                BrokenRule(
-                    rule, limit, None, f"{rule}: {FIGURES[rule]} was not measured; {_NEEDS.get(rule, 'give --against')}"
-                )
-            )
+            words = f"{rule}: {FIGURES[rule]} was not measured; it needs tasks, a parent or a draft"
+            failures.append(BrokenRule(rule, limit, None, words))
         for name, figure in figures.items():
             if words := _broken(rule, limit, name, figure):
                 failures.append(BrokenRule(rule, limit, figure, f"{rule} {limit:g}: {words}"))
