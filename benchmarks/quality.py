@@ -40,7 +40,7 @@ from maitred.text.tokenizer import Tokenizer
 HERE = Path(__file__).resolve().parent
 WINDOW = 512
 WEIGHTS = {"float32": "float32", "the file's": "auto", "bfloat16": "bfloat16", "int8": "int8", "int4": "int4"}
-KV_FORMATS = ("float32", "bfloat16", "int8")
+KV_FORMATS = ("float32", "bfloat16", "int8", "int4")
 SCRIPTS = """Все люди рождаются свободными и равными в своем достоинстве и правах. Они наделены разумом и совестью и
 должны поступать в отношении друг друга в духе братства. Каждый человек имеет право на жизнь, на свободу и на личную
 неприкосновенность.

@@ -53,7 +53,7 @@ def test_pytorch_takes_over_what_the_library_cannot_and_says_why(monkeypatch: py
     assert told == ["torch   takes over: the native library was not built"]
 
 
-@pytest.mark.parametrize("settings", [{"executor": "native"}, {"dtype": "int4"}, {"kv_dtype": "int8"}])
+@pytest.mark.parametrize("settings", [{"executor": "native"}, {"dtype": "int4"}, {"kv_dtype": "int4"}])
 def test_what_only_the_library_has_is_refused_without_it(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     without_native(monkeypatch)
     with pytest.raises(ConfigError, match="the native library was not built"):

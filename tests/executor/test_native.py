@@ -112,7 +112,7 @@ def test_swapping_is_measured_only_where_there_is_a_place_for_blocks():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_row_with_nan_ends_that_request_only(dtype: str, kv_dtype: str):
     """Eight rows, one of which has NaN in its keys, values and output: the other seven stay the same, to the bit."""
     decoder = nan_embedding(make_decoder(make_spec(windows=(None, 6))), POISON)
@@ -137,7 +137,7 @@ def test_a_row_with_nan_ends_that_request_only(dtype: str, kv_dtype: str):
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_nan_left_in_a_block_does_not_reach_its_next_owner(kv_dtype: str, block_size: int):
     decoder = nan_embedding(make_decoder(make_spec(attention_softcap=5.0)), POISON)
     prompts = {"next": healthy([1, 2, 3, 4, 5]), "longer": healthy(random_prompt(30, seed=1))}
@@ -216,6 +216,7 @@ def test_logits_of_a_token_that_is_not_there_are_refused():
         ({"dtype": "bfloat16", "kv_dtype": "int8"}, 0.04),
         ({"dtype": "int8", "kv_dtype": "bfloat16"}, 0.06),
         ({"dtype": "int8", "kv_dtype": "int8"}, 0.06),
+        ({"dtype": "bfloat16", "kv_dtype": "int4"}, 0.15),
         ({"dtype": "int4", "kv_dtype": "int8"}, 0.5),
     ],
 )
@@ -255,6 +256,7 @@ def with_huge_channels(decoder: Any) -> Any:
     ("formats", "largest_error"),
     [
         ({"dtype": "float32", "kv_dtype": "int8"}, 0.016),
+        ({"dtype": "float32", "kv_dtype": "int4"}, 0.2),
         ({"dtype": "int8", "kv_dtype": "int8"}, 0.13),
         ({"dtype": "int4", "kv_dtype": "int8"}, 0.65),  # a block with a minimum has no exact 0 for small weights
     ],
@@ -297,7 +299,7 @@ def test_the_kv_cache_is_float32_beside_float32_weights_only():
         "bfloat16",
         "bfloat16",
     ]
-    assert resolve_kv_dtype("int8", "float32") == "int8"
+    assert [resolve_kv_dtype(name, "float32") for name in ("int8", "int4")] == ["int8", "int4"]
 
 
 def test_an_instruction_set_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):

@@ -38,7 +38,9 @@ FORMATS = [
     {"dtype": "float32", "kv_dtype": "int8"},
     {"dtype": "bfloat16", "kv_dtype": "bfloat16"},
     {"dtype": "bfloat16", "kv_dtype": "int8"},
+    {"dtype": "bfloat16", "kv_dtype": "int4"},
     {"dtype": "int8", "kv_dtype": "int8"},
+    {"dtype": "int8", "kv_dtype": "int4"},
     {"dtype": "int8", "kv_dtype": "bfloat16"},
     {"dtype": "int4", "kv_dtype": "bfloat16"},
 ]

@@ -119,5 +119,6 @@ def test_integer_weights_are_the_native_executors(name: str):
 def test_kv_dtypes():
     assert resolve_kv_dtype("auto", torch.bfloat16) == torch.bfloat16
     assert resolve_kv_dtype("float32", torch.bfloat16) == torch.float32
-    with pytest.raises(ConfigError, match="kv_dtype is int8, which only the native executor has"):
-        resolve_kv_dtype("int8", torch.float32)
+    for name in ("int8", "int4"):
+        with pytest.raises(ConfigError, match=f"kv_dtype is {name}, which only the native executor has"):
+            resolve_kv_dtype(name, torch.float32)

@@ -72,7 +72,7 @@ std::vector<float> run(Isa isa, DType dtype, int num_heads, int num_kv_heads, in
 int main() {
   const Isa isa = available_isas().back();
   int failures = 0, checks = 0;
-  for (DType dtype : {DType::f32, DType::bf16, DType::int8})
+  for (DType dtype : {DType::f32, DType::bf16, DType::int8, DType::q4_1})
     for (int head_dim : {26, 64, 80})
       for (int group : {1, 3, 6})
         for (int window : {0, 40})

@@ -18,11 +18,11 @@ Doubles = NDArray[np.float64]
 
 ISAS: list[str] = _native.available_isas()
 # Largest error allowed, for values of about 1: what the format of P (bf16: 8 bits; int8: 16 of the largest) leaves.
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 2e-3}
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 2e-3, "int4": 2e-3}
 
-# int8 besides: a value that lies between two steps of K or V may be rounded the other way in float64, and turned back
-# it is a part of a step in each value of its block.
-ONE_STEP, SHARE_OF_STEPS = 0.02, 1e-2
+# int8 and int4 besides: a value that lies between two steps of K or V may be rounded the other way in float64, and
+# turned back it is a part of a step in each value of its block.
+ONE_STEP, SHARE_OF_STEPS = {"int8": 0.02, "int4": 0.2}, {"int8": 1e-2, "int4": 2e-2}
 
 # A step: how many tokens of which requests, in the order of the batch.
 Step = Sequence[tuple[int, int]]
@@ -92,7 +92,7 @@ def attend_in_steps(
 
 
 def fill_with_nan(pool: _native.KVPool) -> None:
-    """All bytes 0xff: NaN in float32 and bf16, and a NaN scale in int8."""
+    """All bytes 0xff: NaN in float32 and bf16, and a NaN scale in int8 and int4."""
     for layer in range(pool.num_layers):
         for block in range(pool.num_blocks):
             pool.block_view(layer, block)[:] = 0xFF
@@ -126,6 +126,9 @@ def oracle(shape: AttentionShape, rows: Floats, dtype: str) -> Doubles:
         q_TNH, k_TKH, v_TKH = to_bf16(q_TNH), to_bf16(k_TKH), to_bf16(v_TKH)
     elif dtype == "int8":
         k_TKH, v_TKH = (rotate(to_int8(rotate(x))) / rotation_block(shape.head_dim) for x in (k_TKH, v_TKH))
+    elif dtype == "int4":  # expanded to int8
+        read = keys_in_int4(rotate(k_TKH)), to_int4(rotate(v_TKH))
+        k_TKH, v_TKH = (rotate(to_int8(x)) / rotation_block(shape.head_dim) for x in read)
     behind = np.arange(len(rows))[:, None] - np.arange(len(rows))[None, :]
     hidden = (behind < 0) if shape.window is None else (behind < 0) | (behind >= shape.window)
     out_TNH = np.empty_like(q_TNH)
@@ -175,22 +178,43 @@ def to_bf16(x: Doubles) -> Doubles:
 
 
 def to_int8(x: Doubles) -> Doubles:
-    """One scale for each token and head."""
-    scale = np.abs(x).max(-1, keepdims=True) / 127
-    return np.rint(x / np.where(scale == 0, 1, scale)) * scale
+    """One scale for each token and head; in float32, for what int4 has read may lie between two steps."""
+    single = x.astype(np.float32)
+    scale = np.abs(single).max(-1, keepdims=True) / np.float32(127)
+    return np.rint(single * (1 / np.where(scale == 0, np.float32(1), scale))) * scale.astype(np.float64)
+
+
+def to_int4(x: Doubles) -> Doubles:
+    """A scale and a minimum in bf16 for each 32 values of a head."""
+    parts = []
+    for part in np.split(x, range(32, x.shape[-1], 32), axis=-1):
+        least = to_bf16(part.min(-1, keepdims=True))
+        scale = to_bf16((part.max(-1, keepdims=True) - least) / 15)
+        parts.append(least + scale * np.clip(np.rint((part - least) / np.where(scale == 0, 1, scale)), 0, 15))
+    return np.concatenate(parts, axis=-1)
+
+
+def keys_in_int4(k_TKH: Doubles) -> Doubles:
+    """Each as its difference from the mean of those before it in its 16 positions, as they are read back."""
+    read = np.zeros((-(-len(k_TKH) // 16), 16, *k_TKH.shape[1:]))
+    read.reshape(-1, *k_TKH.shape[1:])[: len(k_TKH)] = k_TKH
+    for lane in range(16):
+        mean = read[:, :lane].mean(1) if lane else 0.0
+        read[:, lane] = mean + to_int4(read[:, lane] - mean)
+    return read.reshape(-1, *k_TKH.shape[1:])[: len(k_TKH)]
 
 
 def assert_close(got: Floats, exact: Doubles, dtype: str, name: str) -> None:
     error = np.abs(got - exact)
-    if dtype == "int8":
-        assert error.max() < ONE_STEP, name
-        assert (error > TOLERANCE[dtype]).mean() < SHARE_OF_STEPS, name
+    if dtype in ONE_STEP:
+        assert error.max() < ONE_STEP[dtype], name
+        assert (error > TOLERANCE[dtype]).mean() < SHARE_OF_STEPS[dtype], name
     else:
         assert error.max() < TOLERANCE[dtype], name
 
 
 def cases() -> Iterator[tuple[str, str]]:
     """(dtype, instruction set) of everything that this machine can run."""
-    for dtype in ("float32", "bfloat16", "int8"):
+    for dtype in ("float32", "bfloat16", "int8", "int4"):
         for isa in ISAS:
             yield dtype, isa

@@ -32,7 +32,11 @@ def contents(pool: _native.KVPool, block: int) -> bytes:
 
 
 def bytes_per_block(dtype: str, block_size: int, head_dim: int) -> int:
-    """Blocks of a multiple of 16 tokens hold heads padded to 16 values; int8 has a scale for each head of K and V."""
+    """Blocks of a multiple of 16 tokens hold heads padded to 16 values; int8 has a scale for each head of K and V. int4
+    has no such blocks, and 4 bytes of scale and minimum for each 32 values."""
+    if dtype == "int4":
+        cell = round_up(head_dim + 2 * 4 * round_up(head_dim, 32) // 32, 4)
+        return 3 * round_up(2 * block_size * cell, 64)
     value_bytes, scale_bytes = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, 8)}[dtype]
     padded = (
         2 * round_up(head_dim, 16) * value_bytes if block_size % 16 == 0 else round_up(2 * head_dim * value_bytes, 4)
@@ -104,5 +108,5 @@ def test_pools_that_cannot_be_are_refused(dtype: str) -> None:
         make_pool(dtype, block_size=0)
     with pytest.raises(KernelError, match="must be even"):
         make_pool(dtype, head_dim=7)
-    with pytest.raises(KernelError, match="choose one of float32, bfloat16, int8"):
+    with pytest.raises(KernelError, match="choose one of float32, bfloat16, int8, int4"):
         make_kv_pool(dtype="int5", num_layers=1, num_blocks=1, block_size=16, num_kv_heads=1, head_dim=16)

@@ -60,7 +60,7 @@ def write_all(io: LayerIO, blocks: list[int], rows: Rows) -> None:
     io.write(range(io.num_layers), blocks, memoryview(np.ascontiguousarray(rows).reshape(-1)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("block_size", [1, 5, 16, 48])
 @pytest.mark.parametrize("head_dim", [2, 26, 64])
 def test_a_layer_of_a_block_is_as_large_as_in_the_native_pool(dtype: str, block_size: int, head_dim: int) -> None:
@@ -68,7 +68,7 @@ def test_a_layer_of_a_block_is_as_large_as_in_the_native_pool(dtype: str, block_
     NativeLayers(native_pool(dtype, block_size, head_dim), layout)  # it refuses another size
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("head_dim", [26, 64])
 @pytest.mark.parametrize(("there", "here"), [(16, 32), (48, 16), (5, 15), (12, 48), (16, 8)])
 def test_blocks_of_another_size_come_back_as_they_were(dtype: str, head_dim: int, there: int, here: int) -> None:

@@ -31,7 +31,7 @@ __all__ = (
 EXECUTORS = ("auto", "torch", "native")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
-KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 LM_HEAD_DTYPES = DTYPES
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
 HALF = ("half", "float16", "fp16", "f16")
@@ -61,7 +61,8 @@ class ModelConfig:
     lm_head_dtype: str = one_of(LM_HEAD_DTYPES, "auto")
     """Output matrix and embedding (native executor); auto is as `dtype`, but int8 where that is int4."""
     kv_dtype: str = one_of(KV_DTYPES, "auto")
-    """KV cache; auto is the weights' dtype, and bfloat16 where that is int8 or int4."""
+    """KV cache; auto is the weights' dtype, and bfloat16 where that is int8 or int4. int8 and int4 are the native
+    executor's."""
     max_model_len: int | None = None
     """Context in tokens, prompt and output; None is the model's own, reduced to what memory holds."""
     weight_cache: str = "auto"

@@ -179,7 +179,7 @@ def _plan_torch(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec)
 
 def _integers(config: EngineConfig) -> bool:
     """Whether number formats were asked for that PyTorch's executor has not."""
-    return config.model.dtype in ("int8", "int4") or config.model.kv_dtype == "int8"
+    return config.model.dtype in ("int8", "int4") or config.model.kv_dtype in ("int8", "int4")
 
 
 def _has_torch() -> bool:

@@ -355,8 +355,10 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device, *, num
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """KV cache; auto is the compute dtype."""
-    if name == "int8":
-        raise ConfigError("kv_dtype is int8, which only the native executor has; choose auto, bfloat16 or float32 here")
+    if name in ("int8", "int4"):
+        raise ConfigError(
+            f"kv_dtype is {name}, which only the native executor has; choose auto, bfloat16 or float32 here"
+        )
     return dtype if name == "auto" else _DTYPES[name]
 
 

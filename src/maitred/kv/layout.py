@@ -22,7 +22,7 @@ Bytes = NDArray[np.uint8]
 Places = NDArray[np.int64]
 
 NATIVE, TORCH = "native", "torch"
-_NUMBERS = {"float32": "<u4", "bfloat16": "<u2", "float16": "<u2", "int8": "u1"}  # as bits: they are only moved
+_NUMBERS = {"float32": "<u4", "bfloat16": "<u2", "float16": "<u2", "int8": "u1", "int4": "u1"}  # as bits: only moved
 _TILE = 16
 
 
@@ -38,7 +38,7 @@ class CellLayout:
 
     def __post_init__(self) -> None:
         known = self.cells in (NATIVE, TORCH) and self.kv_dtype in _NUMBERS
-        if not known or (self.cells == TORCH and self.kv_dtype == "int8"):
+        if not known or (self.cells == TORCH and self.kv_dtype in ("int8", "int4")):
             raise KernelError(f"KV cells of {self.cells!r} in {self.kv_dtype!r}, which no executor has")
         if min(self.block_size, self.num_kv_heads, self.head_dim) < 1:
             raise KernelError("KV cells without slots, heads or values")
@@ -53,9 +53,13 @@ class CellLayout:
         heads_and_slots, size = self.num_kv_heads * self.block_size, self.number.itemsize
         if self.cells == TORCH:
             return 2 * heads_and_slots * self.head_dim * size
-        if self.block_size % _TILE == 0:
+        if self.is_tiled:
             return 2 * heads_and_slots * (self._padded * size + self._scale_bytes)
         return _round_up(heads_and_slots * self._slot_bytes, 64)
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.block_size % _TILE == 0 and self.kv_dtype != "int4"
 
     @property
     def _padded(self) -> int:
@@ -68,6 +72,8 @@ class CellLayout:
     @property
     def _slot_bytes(self) -> int:
         """K and V of a head and slot, where there are no tiles."""
+        if self.kv_dtype == "int4":  # two values a byte; scale and minimum of each 32 of K and of V
+            return _round_up(self.head_dim + 8 * -(-self.head_dim // 32), 4)
         return _round_up(2 * self.head_dim * self.number.itemsize, 4) + 2 * self._scale_bytes
 
 
@@ -97,8 +103,10 @@ def _places(layout: CellLayout) -> Places:
     if layout.cells == TORCH:
         return _flat(((part * layout.block_size + slot) * layout.num_kv_heads + head) * layout.head_dim + value)
     size, byte = layout.number.itemsize, np.arange(layout._scale_bytes)
-    if layout.block_size % _TILE:
+    if not layout.is_tiled:
         cell = (head * layout.block_size + slot) * layout._slot_bytes
+        if layout.kv_dtype == "int4":  # a whole cell moves
+            return _flat(cell[:, :1] + np.arange(layout._slot_bytes))
         scales = cell[..., :1] + layout._slot_bytes - 8 + 4 * part + byte
         return _flat((cell // size) + part * layout.head_dim + value, scales)
     per_word, tile_bytes = 4 // size, _TILE * (layout._padded * size + layout._scale_bytes)

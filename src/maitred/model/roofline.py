@@ -6,6 +6,7 @@ floor is the sum over its ops of the larger of the two: an op of a decoder needs
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +75,8 @@ class KVFormat(NamedTuple):
 
     def bytes_of(self, head_dim: int) -> float:
         """Return the bytes of one head's key or value of one token."""
+        if self.dtype == "int4":  # a scale and a minimum in bfloat16 for each 32 values
+            return head_dim / 2 + math.ceil(head_dim / 32) * SCALE_BYTES
         return {"float32": 4.0 * head_dim, "bfloat16": 2.0 * head_dim, "int8": head_dim + SCALE_BYTES}[self.dtype]
 
 

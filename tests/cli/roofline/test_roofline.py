@@ -81,8 +81,8 @@ def test_floors_are_of_the_formats_that_the_engine_would_take(capsys: pytest.Cap
     wide = floors_of(capsys, "--dtype", "int8", "--lm-head-dtype", "bfloat16")["decode, 1 x context 512"]
     assert (wide - narrow) * HOST.machine.stream_bytes_per_s == pytest.approx(1536 * (256 - 4))  # of the built-in model
     assert floors_of(capsys, "--dtype", "int4")["decode, 1 x context 512"] < narrow
-    assert main(["roofline", "--no-engine", "--dtype", "int4", "--kv-dtype", "int8"]) == 0
-    assert "weights q4_1, embedding and output int8, KV cache int8" in capsys.readouterr().out
+    assert main(["roofline", "--no-engine", "--dtype", "int4", "--kv-dtype", "int4"]) == 0
+    assert "weights q4_1, embedding and output int8, KV cache int4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "many"])

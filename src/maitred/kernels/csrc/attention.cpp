@@ -59,7 +59,7 @@ struct Job {
   const AttentionKernels& kernels;
   Places at;
   uint8_t* scratch;
-  void (*rotate)(float* head, int head_dim);
+  const QKVKernels& formats;
 
   float* floats(int64_t place) const { return reinterpret_cast<float*>(scratch + place); }
   int32_t* ints(int64_t place) const { return reinterpret_cast<int32_t*>(scratch + place); }
@@ -105,6 +105,17 @@ void gather_tile(const Job& job, const AttentionItem& item, int first, int end, 
   }
 }
 
+// One tile's slots from its first on, which keys behind it are coded with, out of cells of int4.
+void expand_tile(const Job& job, const AttentionItem& item, int position, int end, uint8_t* tile) {
+  const KVLayout& from = job.pool.layout();
+  const int32_t* table = job.step.block_tables + job.step.first_blocks[item.row];
+  const uint8_t* cells[kTileSlots];
+  for (int at = position; at < end; ++at)
+    cells[at - position] = job.pool.block(job.op.layer, table[at / from.block_size]) + item.kv_head * from.head_stride +
+                           at % from.block_size * from.cell_bytes;
+  job.formats.expand(from, cells, end - position, job.tile_layout, tile);
+}
+
 // The tiles of a segment, by place in it; gathered into scratch where the pool has none.
 void find_tiles(const Job& job, const AttentionItem& item, int segment, Span span, const uint8_t** tiles) {
   const KVLayout& layout = job.pool.layout();
@@ -118,8 +129,11 @@ void find_tiles(const Job& job, const AttentionItem& item, int segment, Span spa
           (int64_t{position % layout.block_size / kTileSlots} * layout.num_kv_heads + item.kv_head) * layout.cell_bytes;
     } else {
       uint8_t* gathered = job.scratch + job.at.gathered + tile * job.tile_layout.block_bytes;
-      gather_tile(job, item, std::max(position, base + span.first), std::min(position + kTileSlots, base + span.end),
-                  gathered);
+      const int end = std::min(position + kTileSlots, base + span.end);
+      if (layout.dtype == DType::q4_1)
+        expand_tile(job, item, position, end, gathered);
+      else
+        gather_tile(job, item, std::max(position, base + span.first), end, gathered);
       tiles[tile] = gathered;
     }
   }
@@ -212,7 +226,7 @@ void finish(const Job& job, const AttentionItem& item, const Partial& total, int
                                                  : job.op.sinks[item.first_head + i] * kLog2E;
       job.kernels.finish(head_dim, total.maximum[row], total.sum[row],
                          total.out + int64_t{row} * job.tile_layout.padded_head, sink, out);
-      if (job.tile_layout.dtype == DType::int8 && !job.op.rotated) job.rotate(out, head_dim);
+      if (job.tile_layout.dtype == DType::int8 && !job.op.rotated) job.formats.rotate(out, head_dim);
     }
   }
 }
@@ -286,7 +300,9 @@ void run_unit(const Job& job, const AttentionUnit& unit, const AttentionUnit* ne
 }  // namespace
 
 AttentionScratch::AttentionScratch(const KVLayout& layout, int num_threads)
-    : tile_layout_(layout.tiled ? layout : kv_layout(layout.dtype, 1, layout.head_dim, kTileSlots)),
+    : tile_layout_(layout.tiled ? layout
+                                : kv_layout(layout.dtype == DType::q4_1 ? DType::int8 : layout.dtype, 1,
+                                            layout.head_dim, kTileSlots)),
       bytes_per_worker_(round_up_64(places(tile_layout_, !layout.tiled).bytes)),
       pages_(num_threads * bytes_per_worker_) {}
 
@@ -304,7 +320,7 @@ void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratc
                 attention_kernels(isa),
                 places(scratch.tile_layout(), !pool.layout().tiled),
                 scratch.of_worker(worker.index),
-                qkv_kernels(isa).rotate};
+                qkv_kernels(isa)};
   const std::vector<AttentionUnit>& units = plan.units();
   const int num_units = static_cast<int>(units.size());
   for (int unit; (unit = counter.take()) < num_units;) {

@@ -22,7 +22,8 @@ DType kv_dtype_named(const std::string& name) {
   if (name == "float32") return DType::f32;
   if (name == "bfloat16") return DType::bf16;
   if (name == "int8") return DType::int8;
-  throw std::invalid_argument("a KV cache of dtype '" + name + "'; choose one of float32, bfloat16, int8");
+  if (name == "int4") return DType::q4_1;
+  throw std::invalid_argument("a KV cache of dtype '" + name + "'; choose one of float32, bfloat16, int8, int4");
 }
 
 // The i-th of `blocks` to or from row i of an array of whole blocks; each thread takes blocks in turn.

@@ -170,10 +170,10 @@ void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, co
   add_qkv(self.program, op, source, rope == nullptr ? nullptr : rope->table, self.queries);
 }
 
-// Where an int8 linear reads what an int8 pool's values became, both would rotate it by the same blocks, and neither
-// does.
+// Where an int8 linear reads what an int8 or int4 pool's values became, both would rotate it by the same blocks, and
+// neither does.
 bool stays_rotated(const KVLayout& layout, const LinearShape& reader) {
-  return layout.dtype == DType::int8 && reader.dtype == DType::int8 &&
+  return layout.is_integer() && reader.dtype == DType::int8 &&
          rotation_block(layout.head_dim) == rotation_block(reader.k);
 }
 

@@ -22,7 +22,8 @@ int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 }  // namespace
 
 KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) {
-  if (dtype > DType::int8) throw std::invalid_argument("the KV cache is float32, bf16 or int8");
+  const bool coded = dtype == DType::q4_1;
+  if (dtype > DType::int8 && !coded) throw std::invalid_argument("the KV cache is float32, bf16, int8 or int4");
   if (num_kv_heads < 1 || block_size < 1)
     throw std::invalid_argument("a KV cache of " + std::to_string(num_kv_heads) + " heads and blocks of " +
                                 std::to_string(block_size) + " tokens; both must be at least 1");
@@ -36,7 +37,7 @@ KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) 
   layout.values_per_word = dtype == DType::f32 ? 1 : dtype == DType::bf16 ? 2 : 4;
   layout.padded_head = static_cast<int>(round_up(head_dim, 16));
   layout.k_words = (head_dim + layout.values_per_word - 1) / layout.values_per_word;
-  layout.tiled = block_size % kTileSlots == 0;
+  layout.tiled = block_size % kTileSlots == 0 && !coded;
   const int64_t value_bytes = 4 / layout.values_per_word;
   const bool scaled = dtype == DType::int8;
   if (layout.tiled) {
@@ -44,6 +45,12 @@ KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) 
     layout.head_stride = layout.cell_bytes;
     layout.v_offset = block_size / kTileSlots * num_kv_heads * layout.cell_bytes;
     layout.block_bytes = 2 * layout.v_offset;
+  } else if (coded) {
+    const int64_t groups = round_up(head_dim, kCodeGroup) / kCodeGroup;
+    layout.cell_bytes = round_up(head_dim + 2 * groups * int64_t{sizeof(uint32_t)}, 4);
+    layout.head_stride = block_size * layout.cell_bytes;
+    layout.v_offset = head_dim / 2;
+    layout.block_bytes = round_up(num_kv_heads * layout.head_stride, 64);
   } else {
     layout.cell_bytes = round_up(2 * head_dim * value_bytes, 4) + (scaled ? 2 * int64_t{sizeof(float)} : 0);
     layout.head_stride = block_size * layout.cell_bytes;
@@ -55,7 +62,7 @@ KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) 
 
 int64_t query_head_bytes(const KVLayout& layout) {
   const int64_t part = int8_part(layout);
-  return layout.dtype == DType::int8 ? 2 * part + 64 : part;
+  return layout.is_integer() ? 2 * part + 64 : part;
 }
 
 Pages::Pages(int64_t num_bytes, SharedMemory* shared, bool is_sparse) : num_bytes_(num_bytes) {

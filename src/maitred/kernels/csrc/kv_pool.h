@@ -11,6 +11,9 @@
 //   has the 16 slots' float32 scales behind each cell. int8 keys are stored with 128 added (unsigned).
 // - any other block_size: a block is [head][slot] of cells, each K [head], V [head] and for int8 two scales; attention
 //   gathers them into tiles as it goes. No memory is lost to padding, but speed is.
+//
+// int4 (DType::q4_1) is of such cells at every block_size: codes of K and V, two in a byte, then scale and minimum in
+// bf16 of each 32 values. Attention expands them into int8's tiles; qkv_run.h has the arithmetic.
 #pragma once
 
 #include <atomic>
@@ -40,8 +43,11 @@ struct KVLayout {
   int64_t head_stride;  // from one head's cell to the next head's
   int64_t block_bytes;  // one block of one layer
 
+  bool is_integer() const { return dtype == DType::int8 || dtype == DType::q4_1; }       // heads are rotated
   int64_t scales_offset() const { return int64_t{padded_head} * 64 / values_per_word; }  // in a tile's cell, int8
 };
+
+constexpr int kCodeGroup = 32;  // values of a head that share scale and minimum (int4)
 
 // Throws std::invalid_argument for other formats, an odd or non-positive head size, and counts below 1.
 KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size);
@@ -49,7 +55,8 @@ KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size);
 // Bytes of one token's query head as attention takes it: see qkv.h.
 int64_t query_head_bytes(const KVLayout& layout);
 
-// Of them, for an int8 pool, those of the high or of the low parts of its values. Static: each file has its own copy.
+// Of them, for an int8 or int4 pool, those of the high or of the low parts of its values. Static: each file has its own
+// copy.
 static inline int64_t int8_part(const KVLayout& layout) { return (int64_t{layout.k_words} * 4 + 63) / 64 * 64; }
 
 // Zeroed memory of the operating system, given when first touched: in huge pages where it has them, or in small ones

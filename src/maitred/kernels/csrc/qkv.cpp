@@ -58,11 +58,19 @@ void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float*
   for (Runs runs(step); runs.seek(counter.take());) {
     for (int token = runs.first, count; token < runs.end; token += count) {
       const int position = step.positions[token], slot = position % layout.block_size;
-      const int block = step.block_tables[step.first_blocks[runs.row] + position / layout.block_size];
+      const int32_t* table = step.block_tables + step.first_blocks[runs.row];
+      const int block = table[position / layout.block_size];
       count = std::min(runs.end - token, layout.block_size - slot);  // a block may end before a run does
+      const int num_earlier = layout.dtype == DType::q4_1 ? position % kTileSlots : 0;
+      const uint8_t* earlier[kTileSlots];
+      for (int i = 0; i < num_earlier; ++i) {
+        const int before = position - num_earlier + i;
+        earlier[i] =
+            pool.block(op.layer, table[before / layout.block_size]) + before % layout.block_size * layout.cell_bytes;
+      }
       kernels.run({&op, &layout, rows + token * row_stride, row_stride,
                    rope == nullptr ? nullptr : rope + int64_t{token} * 2 * op.num_pairs, queries + token * query_stride,
-                   query_stride, pool.block(op.layer, block), slot, count});
+                   query_stride, pool.block(op.layer, block), slot, count, earlier, num_earlier});
     }
   }
 }

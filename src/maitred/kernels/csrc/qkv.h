@@ -55,12 +55,16 @@ struct QKVRun {
   uint8_t* queries;   // of the first token
   int64_t query_stride;
   uint8_t* block;
-  int slot;   // of the first token, in the block
-  int count;  // 1 .. kTileSlots
+  int slot;                       // of the first token, in the block
+  int count;                      // 1 .. kTileSlots
+  const uint8_t* const* earlier;  // int4: the first head's cells of the slots before it in its 16
+  int num_earlier;
 };
 
 struct QKVKernels {
   void (*run)(const QKVRun& run);
+  // int4's cells of one head and 16 slots, of which `count` are there, as a tile of `to`, an int8 layout of one head.
+  void (*expand)(const KVLayout& layout, const uint8_t* const* cells, int count, const KVLayout& to, uint8_t* tile);
   void (*rotate)(float* head, int head_dim);
 };
 const QKVKernels& qkv_kernels(Isa isa);

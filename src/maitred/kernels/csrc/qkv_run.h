@@ -257,6 +257,106 @@ inline void store_values(const KVLayout& layout, const float* x, int64_t stride,
   }
 }
 
+// int4: a cell has codes of K and of V, then four bytes for each 32 values of K, then of V: scale and minimum.
+
+inline int64_t scale_bytes(int head_dim) { return (head_dim + kCodeGroup - 1) / kCodeGroup * int64_t{4}; }
+
+// In each group x ~ minimum + code * scale; the second half's codes are the high ones. NaN where x is not finite.
+inline void encode(const float* __restrict x, int n, uint8_t* __restrict codes, uint8_t* __restrict scales) {
+  for (int left; n > 0; n -= left, x += left, scales += 4) {
+    left = n < kCodeGroup ? n : kCodeGroup;
+    float low[kCodeGroup], high[kCodeGroup];
+    for (int i = 0; i < kCodeGroup; ++i) low[i] = high[i] = x[i < left ? i : 0];
+    for (int half = kCodeGroup / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) {
+        low[i] = low[i] < low[i + half] ? low[i] : low[i + half];
+        high[i] = high[i] > high[i + half] ? high[i] : high[i + half];
+      }
+    const float poison = magnitude(x, left) * 0.0f;
+    const uint16_t minimum = float_to_bf16(low[0] + poison);
+    const float least = bf16_to_float(minimum);
+    const uint16_t scale = float_to_bf16((high[0] - least) * (1.0f / 15.0f) + poison);
+    const float step = bf16_to_float(scale), inverse = step > 1e-37f ? 1.0f / step : 0.0f;
+    uint8_t code[kCodeGroup];
+    for (int i = 0; i < left; ++i) {
+      const float steps = (x[i] - least) * inverse, above = steps > 0.0f ? steps : 0.0f;
+      code[i] = static_cast<uint8_t>(round_to_int(above < 15.0f ? above : 15.0f));
+    }
+    for (int i = 0; i < left / 2; ++i) *codes++ = static_cast<uint8_t>(code[i] | code[left / 2 + i] << 4);
+    __builtin_memcpy(scales, &scale, 2);
+    __builtin_memcpy(scales + 2, &minimum, 2);
+  }
+}
+
+inline void decode(const uint8_t* __restrict codes, const uint8_t* __restrict scales, int n, float* __restrict x) {
+  for (int half; n > 0; n -= 2 * half, x += 2 * half, codes += half, scales += 4) {
+    half = (n < kCodeGroup ? n : kCodeGroup) / 2;
+    uint16_t pair[2];
+    __builtin_memcpy(pair, scales, 4);
+    const float step = bf16_to_float(pair[0]), least = bf16_to_float(pair[1]);
+    for (int i = 0; i < half; ++i) {
+      x[i] = least + step * static_cast<float>(codes[i] & 15);
+      x[half + i] = least + step * static_cast<float>(codes[i] >> 4);
+    }
+  }
+}
+
+// Keys are coded as differences from the mean of the keys before them in their 16 positions, as these will be read:
+// what a head's keys have in common is most of them, and would be most of the error.
+struct KeyMean {
+  float mean[kLargestHead], difference[kLargestHead];
+  explicit KeyMean(int head_dim) { __builtin_memset(mean, 0, static_cast<size_t>(head_dim) * 4); }
+
+  // Puts the key of lane `lane` into x; one that is not finite leaves the mean alone.
+  void read(const KVLayout& layout, const uint8_t* cell, int head_dim, int lane, float* __restrict x) {
+    decode(cell, cell + layout.cell_bytes - 2 * scale_bytes(head_dim), head_dim, difference);
+    const float largest = magnitude(difference, head_dim), share = 1.0f / static_cast<float>(lane + 1);
+    for (int i = 0; i < head_dim; ++i) x[i] = mean[i] + difference[i];
+    if (largest == largest)
+      for (int i = 0; i < head_dim; ++i) mean[i] += difference[i] * share;
+  }
+};
+
+template <int kHead>
+inline void encode_keys(const QKVRun& work, int head, float* keys, uint8_t* cell) {
+  const KVLayout& layout = *work.layout;
+  const int head_dim = head_size<kHead>(layout);
+  KeyMean before(head_dim);
+  float key[kLargestHead];
+  for (int i = 0; i < work.num_earlier; ++i)
+    before.read(layout, work.earlier[i] + head * layout.head_stride, head_dim, i, key);
+  for (int t = 0; t < work.count; ++t, keys += head_dim, cell += layout.cell_bytes) {
+    for (int i = 0; i < head_dim; ++i) keys[i] -= before.mean[i];
+    encode(keys, head_dim, cell, cell + layout.cell_bytes - 2 * scale_bytes(head_dim));
+    before.read(layout, cell, head_dim, work.num_earlier + t, key);
+  }
+}
+
+template <class Formats, int kHead>
+void expand_cells(const KVLayout& layout, const uint8_t* const* cells, int count, const KVLayout& to, uint8_t* tile) {
+  const int head_dim = head_size<kHead>(layout), k_words = to.k_words;
+  uint32_t words[kTileSlots * kLargestHead / 4];
+  int8_t values[kTileSlots * kLargestHead], *keys = reinterpret_cast<int8_t*>(words);
+  float scales[2][kTileSlots] = {}, x[kLargestHead];
+  KeyMean before(head_dim);
+  __builtin_memset(keys, 0, static_cast<size_t>(kTileSlots) * k_words * 4);
+  __builtin_memset(values, 0, static_cast<size_t>(kTileSlots) * head_dim);
+  for (int lane = 0; lane < count; ++lane) {
+    const uint8_t* cell = cells[lane];
+    before.read(layout, cell, head_dim, lane, x);
+    scales[0][lane] = quantise(x, head_dim, keys + lane * k_words * 4);
+    decode(cell + layout.v_offset, cell + layout.cell_bytes - scale_bytes(head_dim), head_dim, x);
+    scales[1][lane] = quantise(x, head_dim, values + lane * head_dim);
+  }
+  for (int i = 0; i < kTileSlots * k_words; ++i) words[i] ^= 0x80808080u;  // 128 added
+  write_lanes<Formats>(words, k_words, kTileSlots, reinterpret_cast<uint32_t*>(tile), 0);
+  for (int i = 0; i < kTileSlots; i += 4)
+    write_four(values + i * head_dim, head_dim, head_dim,
+               reinterpret_cast<uint32_t*>(tile + to.v_offset) + i / 4 * to.padded_head);
+  __builtin_memcpy(tile + to.scales_offset(), scales[0], sizeof scales[0]);
+  __builtin_memcpy(tile + to.v_offset + to.scales_offset(), scales[1], sizeof scales[1]);
+}
+
 // Of `count` heads or rows of n values, `stride` apart. All before any is used: each waits long for its root, but not
 // for each other's.
 inline void inverses_of(const float* x, int64_t stride, int count, int n, float eps, float* inverse) {
@@ -327,7 +427,7 @@ inline void store_queries(const QKVRun& work) {
         ahead.fetch(lines_a_head);
         ready<kHead>(work, t, x + i * head_dim, weights_of(op, op.q_norm, first + i, head_dim),
                      op.norm == QKNorm::per_head ? inverse[i] : whole, head);
-        if (layout.dtype == DType::int8) rotate(head, head_dim);
+        if (layout.is_integer()) rotate(head, head_dim);
         store_query<Formats, kHead>(layout, head, to + (first + i) * query_bytes);
       }
     }
@@ -341,7 +441,7 @@ void run_heads(const QKVRun& work) {
   const KVLayout& layout = *work.layout;
   const int head_dim = head_size<kHead>(layout), num_kv_heads = layout.num_kv_heads;
   const int64_t stride = work.row_stride;
-  const bool rotates = layout.dtype == DType::int8;
+  const bool rotates = layout.is_integer(), coded = layout.dtype == DType::q4_1;
   store_queries<Formats, kHead>(work);
   const float* k = work.rows + int64_t{op.num_heads} * head_dim;
   const float* v = k + int64_t{num_kv_heads} * head_dim;
@@ -359,11 +459,17 @@ void run_heads(const QKVRun& work) {
       if (rotates) rotate(heads + t * head_dim, head_dim);
     }
     uint8_t* cell = cell_of(layout, work.block, h, work.slot);
-    store_keys<Formats, kHead>(layout, heads, work.count, cell, work.slot);
+    if (coded)
+      encode_keys<kHead>(work, h, heads, cell);
+    else
+      store_keys<Formats, kHead>(layout, heads, work.count, cell, work.slot);
     for (int t = 0; rotates && t < work.count; ++t) {
       __builtin_memcpy(heads + t * head_dim, v + t * stride, static_cast<size_t>(head_dim) * 4);
       rotate(heads + t * head_dim, head_dim);
     }
+    for (int t = 0; coded && t < work.count; ++t, cell += layout.cell_bytes)
+      encode(heads + t * head_dim, head_dim, cell + layout.v_offset, cell + layout.cell_bytes - scale_bytes(head_dim));
+    if (coded) continue;
     store_values<Formats, kHead>(layout, rotates ? heads : v, rotates ? head_dim : stride, work.count, cell, work.slot);
   }
 }
@@ -377,7 +483,14 @@ void run(const QKVRun& work) {
 }
 
 template <class Formats>
-const QKVKernels kKernels{&run<Formats>, &rotate};
+void expand(const KVLayout& layout, const uint8_t* const* cells, int count, const KVLayout& to, uint8_t* tile) {
+  if (layout.head_dim == 128) return expand_cells<Formats, 128>(layout, cells, count, to, tile);
+  if (layout.head_dim == 64) return expand_cells<Formats, 64>(layout, cells, count, to, tile);
+  expand_cells<Formats, 0>(layout, cells, count, to, tile);
+}
+
+template <class Formats>
+const QKVKernels kKernels{&run<Formats>, &expand<Formats>, &rotate};
 
 }  // namespace
 }  // namespace maitred
