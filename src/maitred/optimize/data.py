@@ -335,9 +335,8 @@ def own_documents(
             with LLM(str(parent.path), max_model_len=min(WINDOW, context), **ENGINE) as llm:
                 while done < count:
                     progress(done, count, "the parent writes its own documents")
-                    lines = _written(
-                        llm, parent, [seed * OWN_DOCUMENTS + n for n in range(done, min(count, done + OWN_BATCH))]
-                    )
+                    numbers = range(done, min(count, done + OWN_BATCH))
+                    lines = _written(llm, [seed * OWN_DOCUMENTS + number for number in numbers])
                     kept.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
                     kept.flush()
                     os.fsync(kept.fileno())
