@@ -228,12 +228,15 @@ def test_a_version_is_refused_where_the_one_in_service_may_still_need_its_memory
 async def test_the_command_lists_versions_and_rolls_back(shelf: Shelf, capsys):
     assert await maitred_thread("releases", str(shelf.root), "--use", "1") == 0
     assert await maitred_thread("releases", str(shelf.root), "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["version"], each["current"], each["tool"]) for each in told] == [
         (1, True, None),
         (2, False, "finetune"),
     ]
     assert await maitred_thread("releases", str(shelf.root)) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["VERSION", "1", "2"]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("   1  20")
+    assert first.endswith("  maitred-mini, current")
+    assert second.endswith("  tuned, finetune")
     assert await maitred_thread("publish", str(shelf.root)) == 2
     assert "takes a model and a shelf, and was given 1" in capsys.readouterr().err

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -38,48 +37,30 @@ LOOK_S = 0.5  # between two looks at `current`
 class ReleasesView(msgspec.Struct, frozen=True):
     """The version that newcomers get, the one that starts beside it, and why the last one was refused."""
 
-    shelf: str
     serving: int
     starting: int | None
-    num_requests: dict[int, int]  # in flight, by version; of those that drain too
+    num_requests: list[tuple[int, int]]  # version and its requests in flight; the last is in service, others drain
     refused: str | None
 
 
-class VersionInService:
-    """A version's view of the server, and the requests that it answers."""
+class VersionInService(AsgiApp):
+    """A version's view of the server, and the requests that it answers; called, each gives them to the newest one."""
 
-    def __init__(self, app: App, routes: RouteTable, number: int) -> None:
-        self.app, self.number, self.num_requests = app, number, 0
-        self._asgi = AsgiApp(app, routes, told=((VERSION, b"%d" % number),))
-        self._emptied = asyncio.Event()
-
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; a GET generates nothing, and may last as long as the server, so none is waited for."""
-        counts = scope["method"] != "GET"
-        self.num_requests += counts
-        try:
-            await self._asgi(scope, receive, send)
-        finally:
-            self.num_requests -= counts
-            if not self.num_requests:
-                self._emptied.set()
-
-    async def emptied(self) -> None:
-        """Returns when every request has its answer; for a version without newcomers."""
-        while self.num_requests:
-            self._emptied.clear()
-            await self._emptied.wait()
-
-
-class FrontOfReleases(AsgiApp):
-    """Gives each request to the version in service."""
-
-    def __init__(self, releases: Releases, app: App, routes: RouteTable) -> None:
-        super().__init__(app, routes)
-        self._releases = releases
+    def __init__(self, versions: list[VersionInService], app: App, routes: RouteTable, number: int) -> None:
+        super().__init__(app, routes, told=((VERSION, b"%d" % number),))
+        self._versions, self.view, self.number, self.num_requests = versions, app, number, 0
+        versions.append(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._releases.versions[-1].answer(scope, receive, send)
+        await self._versions[-1]._answer_here(scope, receive, send)
+
+    async def _answer_here(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counts = scope["method"] != "GET"  # which generates nothing, and may last as long as the server
+        self.num_requests += counts
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.num_requests -= counts
 
 
 class Releases:
@@ -106,10 +87,10 @@ class Releases:
 
     def front(self, app: App, routes: RouteTable) -> AsgiApp:
         """The application in front of all versions; `app` is the first one's view."""
-        self.versions.append(VersionInService(app, routes, self._seen[0]))
+        first = VersionInService(self.versions, app, routes, self._seen[0])
         app.observer.metrics.state_of = self._with_counters_of_others
         self._count("served", 0)
-        return FrontOfReleases(self, app, routes)
+        return first
 
     def follow(self) -> None:
         """Look at `current` from now on, as long as the loop runs."""
@@ -118,10 +99,10 @@ class Releases:
     def stop(self) -> None:
         """End all engines, once the loop has ended."""
         for version in self.versions:
-            version.app.replica.stop()
+            version.view.replica.stop()
 
     async def _follow(self) -> None:
-        while not self.versions[-1].app.in_flight.draining:
+        while not self.versions[-1].view.in_flight.draining:
             await asyncio.sleep(LOOK_S)
             try:
                 asked = await asyncio.to_thread(self._shelf.current)
@@ -141,19 +122,16 @@ class Releases:
             engine = await self._started(number)
         finally:
             self._starting = None
-        self.versions.append(
-            VersionInService(old.app.beside(engine.replica, engine.model), make_routes(self.routes), number)
-        )
+        view = old.view.beside(engine.replica, engine.model)
+        VersionInService(self.versions, view, make_routes(self.routes), number)
         self._count("served")
-        logger.warning(
-            "version %d is in service; %d requests stay with version %d", number, old.num_requests, old.number
-        )
+        logger.warning("version %d is in service; %d requests stay with the one before", number, old.num_requests)
         self._keep(self._drain(old))
 
     async def _started(self, number: int) -> Engine:
         """A version's engine, fit for requests. Raises what is wrong, and then there is none."""
         release = await asyncio.to_thread(self._shelf.verify, number)
-        starting = self._begin(release, beside=[version.app.model for version in self.versions])
+        starting = self._begin(release, beside=[version.view.model for version in self.versions])
         try:
             engine = await asyncio.to_thread(starting.wait)
         except BaseException:
@@ -173,7 +151,7 @@ class Releases:
         """Wait for all of its engines, and give it what was changed while the server ran. Raises OutOfMemory for a
         context that had to shrink.
         """
-        plan, served, new = engine.memory_plan, self.versions[-1].app, engine.replica
+        plan, served, new = engine.memory_plan, self.versions[-1].view, engine.replica
         if plan.max_model_len < min(plan.model_context, served.model.max_model_len):
             raise OutOfMemory(
                 f"beside the version in service memory holds {plan.max_model_len:,} tokens of context, and that "
@@ -190,8 +168,9 @@ class Releases:
                 await new.adapters.load(AdapterFolder(facts.name, facts.path, facts.inside))
 
     async def _drain(self, old: VersionInService) -> None:
-        await old.emptied()
-        replica = old.app.replica
+        while old.num_requests:  # noqa: ASYNC110  no newcomer is among them
+            await asyncio.sleep(LOOK_S)
+        replica = old.view.replica
         with suppress(EngineDead):
             await replica.sleep()
         self.versions.remove(old)
@@ -207,13 +186,13 @@ class Releases:
 
     def _count(self, outcome: str, by: int = 1) -> None:
         self._num_changes[outcome] += by
-        told = self.versions[-1].app.observer.metrics.releases
+        told = self.versions[-1].view.observer.metrics.releases
         told[m.RELEASE_VERSION] = {(): float(self.versions[-1].number)}
         told[m.RELEASE_CHANGES] = {(name,): float(count) for name, count in self._num_changes.items()}
 
     def _with_counters_of_others(self, serving: Replica) -> ReplicaState:
         """The state of the version in service, with counters of all that there ever were."""
-        now, others = serving.state(), [version.app.replica.state() for version in self.versions[:-1]]
+        now, others = serving.state(), [version.view.replica.state() for version in self.versions[:-1]]
         total = state_of_all((now, *others, self._past), 0, {})
         return replace(total, alive=now.alive, error=now.error, loading=now.loading, asleep=now.asleep)
 
@@ -223,10 +202,6 @@ class Releases:
         task.add_done_callback(self._tasks.discard)
 
     async def _show(self, app: App, exchange: Exchange) -> None:
-        in_flight = Counter[int]()
-        for version in self.versions:  # one that came back may stand here twice
-            in_flight[version.number] += version.num_requests
-        told = ReleasesView(
-            str(self._shelf.root), self.versions[-1].number, self._starting, in_flight, self.why_refused
-        )
+        in_flight = [(version.number, version.num_requests) for version in self.versions]
+        told = ReleasesView(self.versions[-1].number, self._starting, in_flight, self.why_refused)
         await exchange.answer_json(told)

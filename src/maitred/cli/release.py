@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maitred.cli.command import Command, Options
-from maitred.cli.console import columns, inert, note
+from maitred.cli.console import inert, note
 from maitred.cli.flags import UsageError, option
 
 
@@ -20,10 +20,6 @@ class PublishOptions:
     sign: str | None = option(None, metavar="PEM")
     """Private Ed25519 key in PEM that signs the version, with the program openssl."""
 
-    def __post_init__(self) -> None:
-        if len(self.places) != 2:
-            raise UsageError(f"publish takes a model and a shelf, and was given {len(self.places)} places")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasesOptions:
@@ -34,7 +30,7 @@ class ReleasesOptions:
     use: int | None = option(None, metavar="N")
     """Put this version into service: servers that follow the shelf turn to it."""
     json: bool = False
-    """Print JSON, with all that is known of each version."""
+    """Print a line of JSON for each version, with all that is known of it."""
 
 
 def _publish(options: Options) -> int:
@@ -42,6 +38,8 @@ def _publish(options: Options) -> int:
     from maitred.optimize.release import publish
 
     asked = options[PublishOptions]
+    if len(asked.places) != 2:
+        raise UsageError(f"publish takes a model and a shelf, and was given {len(asked.places)} places")
     model, root = asked.places
     release = publish(model, Shelf(Path(root)), Path(asked.sign) if asked.sign is not None else None)
     note(f"version {release.version} of {root} is in service; maitred releases {root} lists all")
@@ -59,19 +57,15 @@ def _releases(options: Options) -> int:
         note(f"version {asked.use} of {asked.shelf} is in service")
         return 0
     current, _ = shelf.current()
-    told = [msgspec.to_builtins(shelf.read(version)) for version in shelf.versions()]
-    for each in told:
-        signed = (shelf.folder(each["version"]) / SIGNATURE).is_file()
-        each |= {"current": each["version"] == current, "signed": signed}
-    if asked.json:
-        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
-        return 0
-    rows = [("VERSION", "PUBLISHED", "MODEL", "TOOL", "")]
-    for each in told:
-        published = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["published_at"]))
-        words = ", ".join(word for word in ("current", "signed") if each[word])
-        rows.append((str(each["version"]), published, inert(each["name"]), inert(each["tool"] or ""), words))
-    print("\n".join(columns(rows, gap="  ")))
+    for release in map(shelf.read, shelf.versions()):
+        is_signed = (shelf.folder(release.version) / SIGNATURE).is_file()
+        marks = {"current": release.version == current, "signed": is_signed}
+        if asked.json:
+            print(msgspec.json.encode(msgspec.to_builtins(release) | marks).decode())
+            continue
+        published = time.strftime("%Y-%m-%d %H:%M", time.localtime(release.published_at))
+        told = ", ".join([release.name, *filter(None, [release.tool]), *(mark for mark in marks if marks[mark])])
+        print(inert(f"{release.version:>4}  {published}  {told}"))
     return 0
 
 

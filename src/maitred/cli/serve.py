@@ -267,10 +267,9 @@ def _shelf(options: Options) -> Shelf | None:
         if key is not None:
             raise ConfigError(f"trust_key is for a shelf of versions, and {model} is none; make one: maitred publish")
         return None
-    idle = {"model_repository": _tensors(options).serves, "in_process": process.in_process,
-            "kv_listen": process.kv_listen is not None}  # fmt: skip
-    for name in (name for name, is_given in idle.items() if is_given):
-        raise ConfigError(f"{name} is not for a shelf, whose versions are two engines at times; serve {model}/current")
+    if _tensors(options).serves or process.in_process or process.kv_listen is not None:
+        told = "model_repository, in_process and kv_listen are not for a shelf, whose versions are two engines at times"
+        raise ConfigError(f"{told}; serve {model}/current")
     from maitred.model.shelf import Shelf
 
     return Shelf(Path(model).expanduser(), Path(key) if key is not None else None)

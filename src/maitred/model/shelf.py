@@ -123,10 +123,14 @@ def _first_wrong(folder: Path) -> str | None:
             return f"{name} is missing"
         if name not in sums or not here[name].is_file(follow_symlinks=False):
             return f"{name} was no file of it"
-        with open(here[name].path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sums[name]:
-                return f"{name} has other bytes"
+        if sha256_of(folder / name) != sums[name]:
+            return f"{name} has other bytes"
     return None
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- signatures, by the program that anybody can check them with

@@ -134,7 +134,7 @@ def open_job(name: str, config: ToolConfig, own: DataclassInstance, progress: Pr
     """The job of this command, begun or gone on with. Raises ConfigError where DIR is there, another command's job
     lies beside it, or another process is at it."""
     rules, out, part = read_rules(name, config.gate), Path(config.out), _beside(Path(config.out), "part")
-    with ExitStack() as stack, _told_if_full(out):
+    with ExitStack() as stack, told_if_full(out):
         parent = stack.enter_context(open_checkpoint(config.model))
         asked = _asked(name, config, own, parent)
         (part / "state").mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def _appear(folder: Path, out: Path) -> None:
 
 
 @contextmanager
-def _told_if_full(out: Path) -> Iterator[None]:
+def told_if_full(out: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:

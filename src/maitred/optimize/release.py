@@ -7,7 +7,6 @@ removed by the next call.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -24,11 +23,22 @@ from maitred.config import ModelConfig
 from maitred.core.errors import CheckpointError, ConfigError
 from maitred.engine.llm import LLM
 from maitred.engine.releases import GREEDY, made_by
-from maitred.model.checkpoint import IGNORE, NO_ROOM, local_path, open_checkpoint
-from maitred.model.shelf import CURRENT, RELEASE, SIGNATURE, SUMS, GoldenTokens, ModelRelease, Shelf, sign, version_of
+from maitred.model.checkpoint import IGNORE, local_path, open_checkpoint
+from maitred.model.shelf import (
+    CURRENT,
+    RELEASE,
+    SIGNATURE,
+    SUMS,
+    GoldenTokens,
+    ModelRelease,
+    Shelf,
+    sha256_of,
+    sign,
+    version_of,
+)
+from maitred.optimize.job import told_if_full
 
 REPORT = "report.json"  # of the tool that made the model
-PIECE_BYTES = 4 * 2**20
 GOLDEN_TEXTS = (
     "The capital of France is", "Once upon a time there was a", "Water boils at a temperature of",
     "def fibonacci(n):\n    ", "1, 2, 3, 5, 8,", "Dear Sir or Madam,\n", "Der braune Fuchs", "Q: What is 2 + 2?\nA:",
@@ -44,20 +54,19 @@ def publish(model: str, shelf: Shelf, key: Path | None = None) -> ModelRelease:
     """
     files = _files_of(model)
     report = _report(files)
-    with _alone(shelf.root), _told_if_full(shelf.root):
+    with _alone(shelf.root), told_if_full(shelf.root):
         for left in shelf.root.glob(".*.part"):
             shutil.rmtree(left)
         version = max(shelf.versions(), default=0) + 1
         part = shelf.root / f".{version}.part"
         part.mkdir()
         try:
-            sums = {file.name: _copy(file, part / file.name) for file in files}
+            for file in files:
+                shutil.copyfile(file, part / file.name)
             maker, golden = golden_tokens(str(part))
             release = ModelRelease(version, Path(model).resolve().name, int(time.time()), maker, golden, **report)
-            told = msgspec.json.encode(release)
-            sums[RELEASE] = hashlib.sha256(told).hexdigest()
-            (part / RELEASE).write_bytes(told)
-            (part / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+            (part / RELEASE).write_bytes(msgspec.json.encode(release))
+            (part / SUMS).write_text("".join(f"{sha256_of(file)}  {file.name}\n" for file in sorted(part.iterdir())))
             if key is not None:
                 sign(part / SUMS, key)
             os.sync()  # its bytes are on the disk before its name
@@ -103,16 +112,6 @@ def _report(files: Sequence[Path]) -> dict[str, Any]:
     return {name: told.pop(name) for name in ("tool", "parent", "flags", "data") if name in told} | {"figures": told}
 
 
-def _copy(source: Path, target: Path) -> str:
-    """Copy a file, links resolved; returns its sha256."""
-    digest = hashlib.sha256()
-    with source.open("rb") as read, target.open("xb") as written:
-        while piece := read.read(PIECE_BYTES):
-            digest.update(piece)
-            written.write(piece)
-    return digest.hexdigest()
-
-
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
     """Raises ConfigError while another process publishes there, and for a folder that is something else."""
@@ -126,13 +125,3 @@ def _alone(root: Path) -> Iterator[None]:
         except OSError:
             raise ConfigError(f"another process publishes to {root}; try again when it is done") from None
         yield
-
-
-@contextmanager
-def _told_if_full(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        raise ConfigError(f"{root} could not be written: {error.strerror}; make room, and publish again") from None
