@@ -10,11 +10,13 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from maitred.cli.optimize import tool_command
 from maitred.config.optimize import ToolConfig
 from maitred.core.errors import ConfigError, OutOfMemory
 from maitred.model.checkpoint import BUILTIN_FOLDER
@@ -94,6 +96,26 @@ def test_what_the_gate_refuses_leaves_a_report_and_no_folder(tmp_path: Path):
     assert beside(tmp_path) == {"out.rejected.json"}
     told = json.loads((tmp_path / "out.rejected.json").read_text())
     assert told["gate"]["failures"][0]["figure"]["high"] > 0.05
+
+
+def test_a_command_tells_its_figures_and_what_was_refused_and_leaves_with_3(tmp_path: Path, capsys, monkeypatch):
+    module = ModuleType("maitred.optimize.copy")
+    module.TOOL = Tool("copy", Copy().make)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    command = tool_command("copy", Own, "copy", "Copy a model.", ())
+    asked = config(tmp_path)
+    words = [asked.model or "", "--out", asked.out, "--data", asked.data or ""]
+    (tmp_path / "rules.yaml").write_text("max_kl: 0.05")
+    assert command.run(command.parse([*words, "--noise", "1", "--gate", str(tmp_path / "rules.yaml")])) == 3
+    out, err = capsys.readouterr()
+    assert "refused " in out
+    assert "max_kl 0.05: kl is " in out
+    assert f"nothing is at {asked.out}, the report is {asked.out}.rejected.json" in err
+    assert command.run(command.parse([*words, "--json"])) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["passed"]
+    assert f"written: {asked.out}" in err
+    assert beside(tmp_path) == {"out"}
 
 
 @pytest.mark.parametrize("ends_at", ["config.json", "tokenizer.json"])
