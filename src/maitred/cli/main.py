@@ -72,6 +72,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keys": ("maitred.cli.keys", "make, list, hash and revoke the API keys of tenants"),
     "capture list": ("maitred.cli.capture:LIST", "list what serve --capture has kept, by tenant"),
     "capture erase": ("maitred.cli.capture:ERASE", "erase all that was captured of a tenant"),
+    "prune": (
+        "maitred.cli.optimize:PRUNE",
+        "take neurons, heads or layers out of a model, and keep what passes a gate",
+    ),
     "evaluate": ("maitred.cli.optimize:EVALUATE", "measure a model beside its parent, in the format that is served"),
     "roofline": ("maitred.cli.roofline", "measure what this machine allows, and how far the engine is from it"),
     "profile": ("maitred.cli.profile", "measure this machine for simulate"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from maitred.cli.command import Command, Options
 from maitred.cli.console import inert, note
-from maitred.config.optimize import EvaluateConfig, ToolConfig
+from maitred.config.optimize import EvaluateConfig, PruneConfig, ToolConfig
 from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def tool_command(path: str, own: type, module: str, summary: str, examples: tupl
         run=lambda options: _run(module, own, options),
         parts=(own, ToolConfig, JsonOption),
         positional="model",
-        first=("model", "out", "data", "held_out", "gate"),
+        first=("model", "out", *(each.name for each in fields(own)[:3]), "data", "held_out", "tasks", "gate"),
         examples=examples,
     )
 
@@ -160,6 +160,18 @@ def report_text(fields: Mapping[str, Any]) -> str:
     lines += [f"{'refused':28} {failure['words']}" for failure in fields["gate"]["failures"]]
     return "\n".join(lines)
 
+
+PRUNE = tool_command(
+    "prune",
+    PruneConfig,
+    "prune",
+    "Take neurons, attention heads or layers out of a model, fit and train what is left to the parent, measure it on "
+    "the executor that serves it, and keep it if the gate lets it through.",
+    (
+        "maitred prune --out mini-small --neurons 0.25 --minutes 3 --data chats.jsonl --tasks questions.jsonl",
+        "maitred prune smollm2 --out smol-28 --layers 2",
+    ),
+)
 
 EVALUATE = Command(
     path="evaluate",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from maitred.config import DTYPES, KV_DTYPES
-from maitred.config.field_checks import one_of, require_at_least, require_choices
+from maitred.config.field_checks import one_of, require_at_least, require_between, require_choices
 from maitred.core.errors import ConfigError
 
 
@@ -77,3 +77,34 @@ class EvaluateConfig:
         require_at_least("seed", self.seed, 0)
         if self.escalate_to is not None and self.tasks is None:
             raise ConfigError("escalate_to is judged by answers; give tasks as well")
+
+
+PATTERNS = ("none", "2:4")
+PRUNE_METHODS = ("magnitude", "wanda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneConfig:
+    """What is taken out"""
+
+    neurons: float = 0.0
+    """Share of each layer's MLP neurons, of which a multiple of 32 is left."""
+    heads: float = 0.0
+    """Share of each layer's attention heads: whole groups of a key/value head and its queries."""
+    layers: int = 0
+    """Layers, those that turn the residual stream least."""
+    pattern: str = one_of(PATTERNS, "none")
+    """2:4 stores two zeroes in each four weights instead; no kernel here is faster by them."""
+    method: str = one_of(PRUNE_METHODS, "wanda")
+    """How a pattern's zeroes are chosen: by weight, or by weight times input."""
+    recover_steps: int | None = None
+    """Steps in which the result learns its parent's distributions, as --steps or --minutes say too; None is none."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        require_between("neurons", self.neurons, 0.0, 0.99)
+        require_between("heads", self.heads, 0.0, 0.99)
+        require_at_least("layers", self.layers, 0)
+        require_at_least("recover_steps", self.recover_steps, 1)
+        if (self.pattern != "none") == bool(self.neurons or self.heads or self.layers):
+            raise ConfigError("give neurons, heads or layers to take out, or else a pattern of zeroes")
