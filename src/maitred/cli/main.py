@@ -76,6 +76,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "maitred.cli.optimize:PRUNE",
         "take neurons, heads or layers out of a model, and keep what passes a gate",
     ),
+    "distill": ("maitred.cli.optimize:DISTILL", "teach a smaller model what a larger one knows"),
     "evaluate": ("maitred.cli.optimize:EVALUATE", "measure a model beside its parent, in the format that is served"),
     "roofline": ("maitred.cli.roofline", "measure what this machine allows, and how far the engine is from it"),
     "profile": ("maitred.cli.profile", "measure this machine for simulate"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from maitred.cli.command import Command, Options
 from maitred.cli.console import inert, note
-from maitred.config.optimize import EvaluateConfig, PruneConfig, ToolConfig
+from maitred.config.optimize import DistillConfig, EvaluateConfig, PruneConfig, ToolConfig
 from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def need_torch() -> None:
     """Raises ConfigError where PyTorch is not installed, which the tools alone need."""
     if find_spec("torch") is None:
         raise ConfigError("this tool needs PyTorch; install it with: pip install 'maitred[optimize]'")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on a busy machine, spinning threads take four times as long
 
 
 @contextmanager
@@ -184,5 +186,17 @@ EVALUATE = Command(
         "maitred evaluate smollm2 --against smollm2 --kv-dtype int8",
         "maitred evaluate ./mine --against ./parent --held-out others.jsonl --tasks questions.jsonl --gate rules.yaml",
         "maitred evaluate ./small --escalate-to ./large --held-out others.jsonl --tasks questions.jsonl",
+    ),
+)
+
+DISTILL = tool_command(
+    "distill",
+    DistillConfig,
+    "distill",
+    "Train a smaller model on a larger one's distributions, starting from a cut of its weights, and keep the student "
+    "if the gate lets it through.",
+    (
+        "maitred distill --out mini-quarter --student 1/4 --data chats.jsonl --tasks questions.jsonl --minutes 25",
+        "maitred distill ./mine --out small --student layers=12,hidden=384 --data chats.jsonl --steps 2000 --sweep",
     ),
 )

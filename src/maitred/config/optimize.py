@@ -108,3 +108,28 @@ class PruneConfig:
         require_at_least("recover_steps", self.recover_steps, 1)
         if (self.pattern != "none") == bool(self.neurons or self.heads or self.layers):
             raise ConfigError("give neurons, heads or layers to take out, or else a pattern of zeroes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillConfig:
+    """The student, and what it learns"""
+
+    student: str = "1/4"
+    """Share of the parent's parameters, or sizes (layers=3,hidden=128,heads=4,kv_heads=2,intermediate=320), cut out
+    of the parent; or a model of the same tokens to start from."""
+    temperature: float = 1.0
+    """Of the soft labels; higher ones tell more of unlikely tokens."""
+    hard_share: float = 0.1
+    """Of the loss, what the data's own tokens weigh; the rest is the distance to the parent."""
+    own_share: float = 0.0
+    """Of the batches, those that the student writes, for the parent to judge."""
+    lr_scale: float = 1.0
+    """Multiplies the learning rates."""
+    sweep: bool = False
+    """Also train students of 1/2, 1/4 and 1/9 and one on hard labels alone, as many steps each, for the report."""
+
+    def __post_init__(self) -> None:
+        require_at_least("temperature", self.temperature, 0.1)
+        require_at_least("lr_scale", self.lr_scale, 1e-6)
+        for name in ("hard_share", "own_share"):
+            require_between(name, getattr(self, name), 0.0, 1.0)
