@@ -78,6 +78,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "distill": ("maitred.cli.optimize:DISTILL", "teach a smaller model what a larger one knows"),
     "evaluate": ("maitred.cli.optimize:EVALUATE", "measure a model beside its parent, in the format that is served"),
+    "finetune": ("maitred.cli.optimize:FINETUNE", "teach a model your documents: an adapter, or all weights"),
     "roofline": ("maitred.cli.roofline", "measure what this machine allows, and how far the engine is from it"),
     "profile": ("maitred.cli.profile", "measure this machine for simulate"),
     "explain": ("maitred.cli.models:EXPLAIN", "tell how a model would be run: fusions, kernels, formats, buffers"),

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from maitred.cli.command import Command, Options
 from maitred.cli.console import inert, note
-from maitred.config.optimize import DistillConfig, EvaluateConfig, PruneConfig, ToolConfig
+from maitred.config.optimize import (
+    DistillConfig,
+    EvaluateConfig,
+    FinetuneConfig,
+    PruneConfig,
+    ToolConfig,
+)
 from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -198,5 +204,16 @@ DISTILL = tool_command(
     (
         "maitred distill --out mini-quarter --student 1/4 --data chats.jsonl --tasks questions.jsonl --minutes 25",
         "maitred distill ./mine --out small --student layers=12,hidden=384 --data chats.jsonl --steps 2000 --sweep",
+    ),
+)
+
+FINETUNE = tool_command(
+    "finetune",
+    FinetuneConfig,
+    "finetune",
+    "Teach a model your documents: an adapter (LoRA) that serve and PEFT load, or a model with --full or --merge.",
+    (
+        "maitred finetune --data chats.jsonl --out ./mine   # then: maitred serve --lora mine=./mine",
+        "maitred finetune smollm2 --data chats.jsonl --out ./mine --merge --minutes 20",
     ),
 )

@@ -44,6 +44,32 @@ class ToolConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneConfig:
+    """What is trained"""
+
+    lora_rank: int = 8
+    """Rank of the adapters (LoRA); serve takes up to --max-lora-rank."""
+    full: bool = False
+    """Train all weights; the result is an ordinary model folder."""
+    merge: bool = False
+    """Add the trained adapter to the weights; the result is an ordinary model folder."""
+    lora_alpha: float = 16.0
+    """The adapters' product is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = field(default=(), metadata={"name": "--target-module", "metavar": "NAME"})
+    """A linear that has an adapter, as PEFT names it: q_proj. May be repeated; none is all of them."""
+    learning_rate: float | None = None
+    """Peak; None is 0.001 for adapters, 0.0001 for all weights."""
+
+    def __post_init__(self) -> None:
+        if self.full and self.merge:
+            raise ConfigError("full and merge exclude each other: without an adapter there is nothing to merge")
+        require_between("lora_rank", self.lora_rank, 1, 1024)
+        for name in ("lora_alpha", "learning_rate"):
+            if (value := getattr(self, name)) is not None and not 0 < value < 1e6:
+                raise ConfigError(f"{name} is {value}; it must be a number over 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateConfig:
     """What is measured"""
 

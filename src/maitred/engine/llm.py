@@ -8,7 +8,8 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast, get_args, get_type_hints
@@ -191,18 +192,28 @@ class LLM:
             builder = OutputBuilder(parts.model.tokenizer, requests, prompt if isinstance(prompt, str) else None)
             outputs.append(builder.output)
             builders.update(dict.fromkeys((request.request_id for request in requests), builder))
+        with self.holding(lora):
+            try:
+                for request in itertools.chain.from_iterable(batches):
+                    parts.core.add(request)
+                self._run(parts, builders, _Count(len(listed)) if use_tqdm else None)
+            finally:
+                for request_id in builders:  # nothing stays behind when interrupted
+                    parts.core.finish(request_id, FinishReason.ABORT)
+        return outputs
+
+    @contextmanager
+    def holding(self, lora: str | None) -> Iterator[AdapterFacts | None]:
+        """Keep this adapter in memory meanwhile. Raises InvalidRequest for one that is not there, CheckpointError."""
+        parts = self._open()
+        adapter = self._adapter(parts, lora)
         try:
             if adapter is not None:
                 self._acquire(parts, adapter)
-            for request in itertools.chain.from_iterable(batches):
-                parts.core.add(request)
-            self._run(parts, builders, _Count(len(listed)) if use_tqdm else None)
+            yield adapter
         finally:
-            for request_id in builders:  # nothing stays behind when interrupted
-                parts.core.finish(request_id, FinishReason.ABORT)
             if parts.adapters is not None:
                 parts.adapters.release(_HOLDER)
-        return outputs
 
     def chat(
         self,

@@ -21,6 +21,7 @@ from maitred.core.errors import CheckpointError, ConfigError
 from maitred.core.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.engine.intake import make_requests
 from maitred.engine.llm import LLM
+from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import RequestOutput
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
@@ -85,7 +86,8 @@ def evaluate(
     gain: bool = False,
     progress: Progress = lambda done, total, words: None,
 ) -> Evaluation:
-    """`model` as it is served, with the engine's arguments `served`, against its parent in float32.
+    """`model` as it is served, with the engine's arguments `served` (an adapter that `lora` names among them is used),
+    against its parent in float32.
 
     `draft` is a draft model or a head, whose acceptance is measured; `gain` asks for the speed of decoding over the
     parent as that is served, which with a draft is the model without. Raises ConfigError for models of unlike
@@ -200,21 +202,29 @@ def logits(llm: LLM, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
     """Logits [V] of each position in turn, as the engine computes them; nothing else may be asked of it meanwhile."""
     core, executor = llm.parts.core, llm.parts.executor
     seen: deque[NDArray[np.float32]] = deque()
-    state = core.add(_request(llm, ids, "logits", 1))
-    executor.on_logits = lambda request_id, start, logits_nV: seen.append(logits_nV)
-    try:
-        while core.has_work and len(ids):
-            core.step()
-            while seen:
-                yield from seen.popleft()
-    finally:
-        executor.on_logits = None
-        core.finish(state.request_id, FinishReason.ABORT)
+    with llm.holding(_adapter(llm)) as adapter:
+        state = core.add(_request(llm, ids, "logits", 1, adapter))
+        executor.on_logits = lambda request_id, start, logits_nV: seen.append(logits_nV)
+        try:
+            while core.has_work and len(ids):
+                core.step()
+                while seen:
+                    yield from seen.popleft()
+        finally:
+            executor.on_logits = None
+            core.finish(state.request_id, FinishReason.ABORT)
 
 
-def _request(llm: LLM, ids: Sequence[int], request_id: str, max_tokens: int) -> RequestSpec:
+def _adapter(llm: LLM) -> str | None:
+    """Name of the adapter that is measured, where there is one."""
+    return next((facts.name for facts in llm.parts.facts.adapters), None)
+
+
+def _request(
+    llm: LLM, ids: Sequence[int], request_id: str, max_tokens: int, adapter: AdapterFacts | None = None
+) -> RequestSpec:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    (spec,) = make_requests(llm.model, list(ids), sampling, request_id=request_id, now=0.0)
+    (spec,) = make_requests(llm.model, list(ids), sampling, request_id=request_id, now=0.0, adapter=adapter)
     return spec
 
 
@@ -263,9 +273,9 @@ def _task_scores(
 def _answered(llm: LLM, asks: Sequence[TaskPrompt]) -> list[bool]:
     """Whether each is right; greedy, or the likeliest of the choices."""
     free = [ask for ask in asks if not ask.choices]
-    answers = iter(llm.generate([ask.prompt for ask in free], _GREEDY)) if free else iter(())
+    answers = iter(llm.generate([ask.prompt for ask in free], _GREEDY, lora=_adapter(llm))) if free else iter(())
     longer = [[*ask.prompt, *choice] for ask in asks for choice in ask.choices]
-    read = iter(llm.generate(longer, _LIKELIHOOD)) if longer else iter(())
+    read = iter(llm.generate(longer, _LIKELIHOOD, lora=_adapter(llm))) if longer else iter(())
     right = []
     for ask in asks:
         if not ask.choices:
@@ -362,7 +372,7 @@ def _gain(
     with LLM(one[0], **one[1]) as ours, LLM(base[0], **base[1]) as theirs:
 
         def seconds(llm: LLM, prompt: list[int]) -> float:
-            timing = llm.generate([prompt], sampling)[0].outputs[0].timing
+            timing = llm.generate([prompt], sampling, lora=_adapter(llm))[0].outputs[0].timing
             assert timing is not None
             return timing.decode_s
 

@@ -58,8 +58,8 @@ DEFAULTS: dict[str, Rules] = {
     "quantize": Rules(max_kl=0.2, max_perplexity_ratio=1.1, max_flips=0.25, max_task_drop=0.03),
     "prune": Rules(max_perplexity_ratio=1.5, max_task_drop=0.05, min_gain=1.02),
     "distill": Rules(max_task_drop=0.25, min_gain=1.1),
-    "finetune": Rules(max_perplexity_ratio=1.0, max_task_drop=0.03),
-    "federate": Rules(max_perplexity_ratio=1.0, max_task_drop=0.03),
+    "finetune": Rules(max_perplexity_ratio=0.99, max_task_drop=0.03),
+    "federate": Rules(max_perplexity_ratio=0.99, max_task_drop=0.03),
     "train-draft": Rules(min_acceptance=0.3),
 }
 """By tool; `evaluate` has none of its own."""

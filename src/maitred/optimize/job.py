@@ -116,9 +116,9 @@ def run_tool(tool: Tool, config: ToolConfig, own: DataclassInstance, progress: P
 
 
 def measured(job: Job) -> Evaluation:
-    """Parent and result on the native executor, on the held-out documents and tasks."""
+    """Parent and result on the native executor, on the held-out documents and tasks; an adapter on its parent."""
     return evaluate(
-        str(job.folder),
+        str(job.parent.path if "lora" in job.served else job.folder),
         against=job.parent,
         documents=job.corpus.held_out,
         tasks=job.corpus.tasks,
