@@ -38,13 +38,13 @@ def documents(count: int = 12, length: int = 40) -> tuple[Document, ...]:
     )
 
 
-def pruned(parent: Path, out: Path, **own: Any) -> Job:
-    """The tool's part of the job alone, its model at `out`."""
+def pruned(parent: Path, out: Path, *, steps: int | None = None, on: Any = None, **own: Any) -> Job:
+    """The tool's part of the job alone, its model at `out`; `on` hears of progress."""
     with open_checkpoint(str(parent)) as checkpoint:
         corpus = Corpus(documents(), (), (), is_own=False, judged_on_own=False, hashes={})
         job = Job(
-            "prune", ToolConfig(out=str(out)), PruneConfig(**own), checkpoint, corpus, out, out.with_name("state"),
-            Rules(), lambda done, total, words: None,
+            "prune", ToolConfig(out=str(out), steps=steps), PruneConfig(**own), checkpoint, corpus, out,
+            out.with_name(f"{out.name}-state"), Rules(), on or (lambda done, total, words: None),
         )  # fmt: skip
         prune.TOOL.make(job)
     return job
@@ -94,9 +94,40 @@ def test_weights_that_are_left_make_up_for_neurons_that_said_the_same(tmp_path: 
         change(parent, name, twins)
     change(parent, "down_proj.weight", quieter)
     pruned(parent, tmp_path / "child", neurons=0.33)
+    assert error(tmp_path / "child", parent) < 0.15
+
+
+def error(child: Path, parent: Path) -> float:
+    """Of the child's logits on the documents, as a share of the parent's."""
     tokens = torch.tensor(documents()[0].ids, dtype=torch.int64)
-    logits, wanted = (load_reference(tmp_path / name)(tokens[None]).logits[0].detach() for name in ("child", "parent"))
-    assert float((logits - wanted).norm() / wanted.norm()) < 0.15
+    logits, wanted = (load_reference(each)(tokens[None]).logits[0].detach() for each in (child, parent))
+    return float((logits - wanted).norm() / wanted.norm())
+
+
+def test_training_on_the_parents_distributions_brings_the_child_nearer(tmp_path: Path):
+    parent = make_checkpoint("llama_tied", tmp_path / "parent", **PLANTED)
+    pruned(parent, tmp_path / "cut", neurons=0.33, heads=0.33)
+    job = pruned(parent, tmp_path / "trained", neurons=0.33, heads=0.33, steps=20)
+    assert error(tmp_path / "trained", parent) < 0.95 * error(tmp_path / "cut", parent)
+    assert job.notes["recovery"].startswith("20 steps")
+
+
+def test_a_tool_that_ended_goes_on_to_the_same_child(tmp_path: Path):
+    parent = make_checkpoint("llama_tied", tmp_path / "parent", **PLANTED)
+    told: list[tuple[str, float]] = []
+
+    def ends(done: float, total: float, words: str) -> None:
+        told.append((words, done))
+        if told[-1] == ("cutting layers", 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pruned(parent, tmp_path / "child", neurons=0.33, layers=1, on=ends)
+    pruned(parent, tmp_path / "child", neurons=0.33, layers=1, on=lambda done, total, words: told.append((words, done)))
+    assert told.count(("cutting layers", 1)) == 1
+    pruned(parent, tmp_path / "undisturbed", neurons=0.33, layers=1)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("child", "undisturbed"))
+    assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_two_of_four_weights_are_zero_and_each_method_is_nearer_than_the_one_before():
@@ -130,6 +161,7 @@ def test_a_pattern_is_stored_in_an_ordinary_folder_of_the_parents_sizes(tmp_path
         ({"heads": 0.1}, "--heads 0.1 of 3 takes out no whole 1; give at least 0.1"),
         ({"layers": 3}, "--layers is 3, and the model has 3; leave at least one"),
         ({"neurons": 1.0}, "neurons is 1.0; it must be"),
+        ({"pattern": "2:4", "recover_steps": 5}, "training would undo a 2:4 pattern"),
     ],
 )
 def test_what_cannot_be_taken_is_told_with_its_numbers(own: dict[str, Any], message: str, tmp_path: Path):
