@@ -69,7 +69,7 @@ train: $(VENV)/.installed-dev ## train the built-in model (MINUTES=80), its draf
 	$(TRAIN) --out runs/mini --minutes $(MINUTES) --new-tokenizer
 	$(TRAIN) --out runs/draft --minutes 12 --draft --teacher runs/mini/model
 	$(TRAIN) --out runs/mtp --minutes 15 --mtp --teacher runs/mini/model
-	$(SCORE) --model runs/mini/model --draft runs/draft/model --head runs/mtp/model --num-each 500 --misses 3 > runs/mini/scores.md && cat runs/mini/scores.md
+	$(SCORE) --model runs/mini/model --draft runs/draft/model --num-each 500 --misses 3 > runs/mini/scores.md && cat runs/mini/scores.md
 	$(SCORE) --model runs/draft/model --num-each 50 > runs/draft/scores.md && cat runs/draft/scores.md
 
 clean: ## remove what the verbs above made

@@ -3,8 +3,8 @@
     python -m training.evaluate --model src/maitred/builtin/maitred-mini --num-each 500
 
 An answer with calls counts where the calls are right to the byte, and with their results what is said then. With
-`--draft DIR` it also tells how often the draft's most likely token is the model's; with `--head DIR` how many of five
-drafts of a head are, one after the other.
+`--draft DIR` it also tells how often the draft's most likely token is the model's; `maitred evaluate --draft` tells
+what is accepted of a draft or a head as served.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from tokenizers import Tokenizer
 from training.batches import REPLY_WEIGHT, Batches
 from training.checkpoint import load
 from training.generate import Constraint, generate
-from training.head import Head, load_head, survival
 from training.model import Decoder
 from training.shapes import opening
 from training.tokenizer import END, render
@@ -33,9 +32,6 @@ from training.world import SCORED, SHAPES, Chat, held_out_question, held_out_sha
 LONG_TURNS = 34
 """Turns before the question of a long chat, about 1,600 tokens."""
 MAX_REPLY_TOKENS = 200
-NUM_DRAFTS = 5
-UNSEEN = 10**12
-"""Seeds from here on are no run's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +132,6 @@ def agreement(model: Decoder, draft: Decoder, tokenizer: Tokenizer, num_chats: i
     return same / total
 
 
-def head_survival(head: Head, model: Decoder, tokenizer: Tokenizer, num_batches: int, seed: int = 5) -> list[float]:
-    """Share of drafts at each depth that are what the model says, as all before them: in batches never trained on."""
-    batches, right, total = Batches(tokenizer, Random(UNSEEN + seed)), torch.zeros(NUM_DRAFTS), 0
-    for _ in range(num_batches):
-        found, count = survival(head, model, batches.draw(8, 512), NUM_DRAFTS)
-        right, total = right + found, total + count
-    return (right / total).tolist()
-
-
 def table(scores: list[Score]) -> str:
     """A Markdown table; `all` counts each question once."""
     lines = ["| category | right | of | exact match |", "|---|---:|---:|---:|"]
@@ -181,7 +168,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="MODULE:FUNCTION",
         help="what makes the constraint of an answer of a tokenizer and an Ask; unset, answers are free",
     )
-    parser.add_argument("--head", type=Path, help="directory of a head, to tell how many of its drafts are right")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     model, tokenizer = load(arguments.model, getattr(torch, arguments.dtype))
@@ -190,10 +176,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.draft is not None:
         draft, _ = load(arguments.draft, getattr(torch, arguments.dtype))
         print(f"the draft agrees on {agreement(model, draft, tokenizer, arguments.num_each):.1%} of reply tokens")
-    if arguments.head is not None:
-        shares = head_survival(load_head(arguments.head, model), model, tokenizer, 8)
-        told = ", ".join(f"{share:.1%}" for share in shares)
-        print(f"drafts of the head that are right, as all before them: {told} at depths 1 to {NUM_DRAFTS}")
     for result in scores:
         for user, wanted, got in result.misses[: arguments.misses]:
             print(json.dumps({"category": result.name, "user": user, "wanted": wanted, "got": got}))

@@ -189,24 +189,16 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
         caches: list[KVCache] | None = None,
         positions: Tensor | None = None,
-        states: list[Tensor] | None = None,
     ) -> Tensor:
-        """The normed last hidden states [B, T, D]; positions [T] or [B, 1, T] count from 0 when absent.
-
-        `states` gets what comes into the first layer, and out of each.
-        """
+        """The normed last hidden states [B, T, D]; positions [T] or [B, 1, T] count from 0 when absent."""
         x_BTD = self.model.embed_tokens(tokens_BT)
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1])
         cos, sin = rope_tables(self.shape, positions)
         dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else x_BTD.dtype
         at = Where(cos.to(dtype), sin.to(dtype), None if mask is None else mask.to(dtype))
-        if states is not None:
-            states.append(x_BTD)
         for index, layer in enumerate(self.model.layers):
             x_BTD = layer(x_BTD, at, None if caches is None else caches[index])
-            if states is not None:
-                states.append(x_BTD)
         return self.model.norm(x_BTD)  # type: ignore[no-any-return]
 
     def num_parameters(self) -> int:

@@ -23,10 +23,13 @@ import torch.nn.functional as F  # noqa: N812
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from maitred.model.checkpoint import open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.model.torch_decoder import load_torch_decoder
+from maitred.optimize.draft import Head, head_config, head_loss, save_head
 from maitred.optimize.trainer import Budget, Trained, train
 from training.batches import Batch, Batches
 from training.checkpoint import export, load
-from training.head import export_head, head_loss, new_head
 from training.model import DRAFT, MINI, Decoder
 from training.tokenizer import train_tokenizer
 
@@ -153,14 +156,15 @@ def _model_run(arguments: argparse.Namespace, **settings: Any) -> Run:
 def _head_run(arguments: argparse.Namespace, **settings: Any) -> Run:
     if arguments.teacher is None:
         raise SystemExit("--mtp needs --teacher: the model that the head is for")
-    model, tokenizer = load(arguments.teacher, torch.float32)
-    model.requires_grad_(False)
-    head = new_head(model)
+    with open_checkpoint(str(arguments.teacher)) as checkpoint:
+        model = load_torch_decoder(spec_from_config(checkpoint.config), checkpoint)
+    config = head_config(model.spec, model.spec.vocab_size)
+    head = Head(model, config, torch.arange(model.spec.vocab_size))
     return Run(
         model=head,
-        tokenizer=tokenizer,
-        loss=lambda batch: torch.stack(head_loss(head, model, batch)),
-        export=lambda directory: export_head(head, directory),
+        tokenizer=Tokenizer.from_file(str(arguments.teacher / "tokenizer.json")),
+        loss=lambda batch: head_loss(head, model, batch),
+        export=lambda directory: save_head(head, config, directory),
         shown="first_same",
         **settings,
     )

@@ -2,8 +2,8 @@
 
 The package asks for an older transformers than the other tests, and for torchvision and datasets, so it is not among
 what contributors install. Where it is there (`pip install --no-deps speculators==0.9.0`, and what it then misses), the
-numpy reference and the native head are held against it; without, the reference against what trains the built-in
-model's head, and the native one against the reference.
+numpy reference and the native head are held against it; without, the native one against the reference, which in
+tests/optimize/test_draft.py stands against what trains heads.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from tests.executor.native_worlds import native_plan
 from tests.executor.torch_worlds import Hand, random_prompt
 from tests.model.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
 from tests.model.heads import TAPS, make_head, vocabulary
-from training.head import Head, export_head, head_shape, load_head
-from training.head import where as rows_of_step
-from training.model import MINI, Decoder
 
 NUM_DRAFTS = 6
 BLOCK_SIZE = 4
@@ -179,35 +176,6 @@ def drafts_of_native(
             runner.compute([DraftPiece(tokens[:before], 0, blocks[-1], taps_TE[:before])])
         pieces.append(DraftPiece(tokens[before:], before, blocks[-1], taps_TE[before:]))
     return [made.tokens for made in runner.chain(pieces, [ChainEnd(NUM_DRAFTS, GREEDY)] * len(requests))]
-
-
-def drafts_of_training(head: Head, model: Decoder, taps_TE: np.ndarray, next_tokens_T: list[int]) -> list[int]:
-    """The same, by the code that trains: all rows go on with the last one's draft, which nobody sees of the others."""
-    mask = torch.full((len(taps_TE), len(taps_TE)), -torch.inf).triu(1)[None, None]
-    token_ids, drafts, steps = torch.tensor([next_tokens_T]), list[int](), list[Any]()
-    with torch.no_grad():
-        x_BTD = head.fc(torch.from_numpy(taps_TE)[None])
-        for step in range(NUM_DRAFTS):
-            embedded_BTD = model.model.embed_tokens(token_ids)
-            x_BTD = head.layers[0].ahead(embedded_BTD, x_BTD, rows_of_step(head, step, mask), steps)
-            drafts.append(int(head.lm_head(head.norm(x_BTD[0, -1])).argmax()))
-            token_ids = torch.full_like(token_ids, drafts[-1])
-    return drafts
-
-
-def test_the_reference_drafts_as_the_head_was_trained(tmp_path: Path):
-    torch.manual_seed(0)
-    model = Decoder(MINI)
-    export_head(Head(head_shape(MINI)), tmp_path)
-    trained = load_head(tmp_path, model)
-    with open_checkpoint(None) as served, open_head(tmp_path, served) as head:
-        parameters = parameters_of(head)
-        model.model.embed_tokens.weight.data.copy_(torch.from_numpy(parameters["embedding.weight"]))
-        reference = HeadReference(head.spec, parameters)
-        for num_rows in (1, 5, 33):
-            taps_TE, next_tokens_T = states(num_rows, num_rows, width=3 * MINI.hidden_size)
-            drafts, _ = reference.drafts(taps_TE, next_tokens_T, NUM_DRAFTS)
-            assert drafts == drafts_of_training(trained, model, taps_TE, next_tokens_T)
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())

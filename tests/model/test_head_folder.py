@@ -103,21 +103,6 @@ def test_a_head_that_names_no_layers_reads_those_that_its_package_reads_if_the_m
         open_head(folder, shallow)
 
 
-def test_what_training_exports_is_a_head(tmp_path: Path):
-    from training.checkpoint import llama_config
-    from training.head import TAPS as TRAINED_TAPS
-    from training.head import Head, export_head, head_shape
-    from training.model import MINI
-
-    export_head(Head(head_shape(MINI)), tmp_path)
-    with open_checkpoint(None) as served:
-        head = open_head(tmp_path, served)
-        assert head.spec.taps == TRAINED_TAPS
-        assert (head.dtype, head.has_embedding) == ("bfloat16", False)
-        assert head.spec.num_embeddings == llama_config(MINI)["vocab_size"]
-        assert shapes_of(head)["layers.0.qkv.weight"][0] == (256, 512)
-
-
 def test_a_folder_is_a_heads_by_its_config(tmp_path: Path, served: Checkpoint):
     for layout in LAYOUTS:
         assert is_head(open_checkpoint(str(make_head(tmp_path / layout, served.folder, layout=layout))).config)

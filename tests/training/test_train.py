@@ -56,7 +56,7 @@ def test_equal_seeds_give_equal_weights_even_when_interrupted(tmp_path: Path):
 def test_a_head_learns_beside_a_model_that_stays_as_it_is(tmp_path: Path):
     model = ROOT / "src/maitred/builtin/maitred-mini"
     before = (model / "model.safetensors").read_bytes()
-    main(["--out", str(tmp_path), "--mtp", "--teacher", str(model), "--steps", "2"])
+    main(["--out", str(tmp_path), "--mtp", "--teacher", str(model), "--steps", "1"])
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert weights["fc.weight"].shape == (256, 3 * 256)
     assert weights["layers.0.self_attn.q_proj.weight"].shape == (256, 2 * 256)

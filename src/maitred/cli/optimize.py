@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from maitred.cli.command import Command, Options
 from maitred.cli.console import inert, note
-from maitred.config.optimize import (
-    DistillConfig,
-    EvaluateConfig,
-    FinetuneConfig,
-    PruneConfig,
-    ToolConfig,
-)
+from maitred.config.optimize import DistillConfig, DraftConfig, EvaluateConfig, FinetuneConfig, PruneConfig, ToolConfig
 from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -215,5 +209,16 @@ FINETUNE = tool_command(
     (
         "maitred finetune --data chats.jsonl --out ./mine   # then: maitred serve --lora mine=./mine",
         "maitred finetune smollm2 --data chats.jsonl --out ./mine --merge --minutes 20",
+    ),
+)
+
+DRAFT = tool_command(
+    "train-draft",
+    DraftConfig,
+    "draft",
+    "Train a draft model or a head (EAGLE-3) for speculative decoding, and keep it if enough drafts are accepted.",
+    (
+        "maitred train-draft smollm2 --kind mtp --out ./smollm2-mtp --data ./captured --minutes 30",
+        "maitred train-draft ./mine --kind draft --student 1/9 --out ./mine-draft",
     ),
 )

@@ -43,6 +43,31 @@ class ToolConfig:
         require_at_least("minutes", self.minutes, 0.01)
 
 
+DRAFT_KINDS = ("mtp", "draft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """The draft, and what it learns"""
+
+    kind: str = one_of(DRAFT_KINDS, "mtp")
+    """mtp is a head of one layer that reads the model's states (EAGLE-3); draft a small model of its own."""
+    student: str = "1/9"
+    """Of a draft model: share of the parent's parameters, or sizes (layers=3,hidden=128)."""
+    draft_vocab: int = 32_000
+    """Tokens that a head can draft, the most frequent ones of the data where the model has more."""
+    replay_share: float = 0.25
+    """Of what is learnt from --data, the share of general text, which the parent writes; the gate asks on it too."""
+    lr_scale: float = 1.0
+    """Multiplies the learning rates."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        require_at_least("draft_vocab", self.draft_vocab, 2)
+        require_at_least("lr_scale", self.lr_scale, 1e-6)
+        require_between("replay_share", self.replay_share, 0.0, 0.9)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneConfig:
     """What is trained"""

@@ -63,12 +63,20 @@ class TorchDecoder(nn.Module):
         )
         self.requires_grad_(False)
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Returns hidden_TD after the final norm. `attend` is called once for each layer, in order."""
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, states: list[Tensor] | None = None
+    ) -> Tensor:
+        """Returns hidden_TD after the final norm. `attend` is called once for each layer, in order; `states` gets what
+        comes into the first layer, and out of each.
+        """
         hidden_TD = embedding(token_ids_T, self.embedding.weight) * self.embedding_scale
         rotations = {rope.spec: rope(positions_T) for rope in self.ropes}
         for layer in self.layers:
+            if states is not None:
+                states.append(hidden_TD)
             hidden_TD = layer(hidden_TD, rotations, attend)
+        if states is not None:
+            states.append(hidden_TD)
         normed_TD: Tensor = self.norm(hidden_TD)
         return normed_TD
 
@@ -164,16 +172,16 @@ class _Layer(nn.Module):
         self.mlp_post_norm = make.norm(hidden, spec) if post else None
 
     def forward(self, hidden_TD: Tensor, rotations: dict[RopeSpec, Rotation], attend: Attend) -> Tensor:
-        part_TD = self._attention(_maybe(self.attention_norm, hidden_TD), rotations, attend)
+        part_TD = self.attention(_maybe(self.attention_norm, hidden_TD), rotations, attend)
         hidden_TD = self._add(hidden_TD, _maybe(self.attention_post_norm, part_TD))
-        part_TD = self._mlp(_maybe(self.mlp_norm, hidden_TD))
+        part_TD = self.mlp(_maybe(self.mlp_norm, hidden_TD))
         return self._add(hidden_TD, _maybe(self.mlp_post_norm, part_TD))
 
     def _add(self, hidden_TD: Tensor, part_TD: Tensor) -> Tensor:
         scale = self.spec.residual_scale
         return hidden_TD + part_TD if scale == 1.0 else hidden_TD + part_TD * scale
 
-    def _attention(self, x_TD: Tensor, rotations: dict[RopeSpec, Rotation], attend: Attend) -> Tensor:
+    def attention(self, x_TD: Tensor, rotations: dict[RopeSpec, Rotation], attend: Attend) -> Tensor:
         spec = self.spec
         qk, v = torch.split(self.qkv(x_TD), [spec.q_width + spec.kv_width, spec.kv_width], dim=-1)
         qk_TMH = self._normed(qk)  # M = N + K heads: one rotation for both
@@ -197,7 +205,7 @@ class _Layer(nn.Module):
             qk_TMH = torch.cat((_maybe(self.q_norm, q), _maybe(self.k_norm, k)), dim=1)
         return qk_TMH
 
-    def _mlp(self, x_TD: Tensor) -> Tensor:
+    def mlp(self, x_TD: Tensor) -> Tensor:
         gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
         out_TD: Tensor = self.down(self.activation(gate) * up)
         return out_TD

@@ -53,7 +53,7 @@ def decoder_sources(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[W
 def head_map(spec: HeadSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
     """`weight_map` of a head, in the layout of `speculators` or of SpecForge. Raises CheckpointError as that does."""
     layer = next((p for p in HEAD_LAYERS if f"{p}hidden_norm.weight" in tensor_names), HEAD_LAYERS[0])
-    sources = tuple(_head_sources(spec, layer))
+    sources = tuple(head_sources(spec, layer))
     _check(sources, tensor_names, spec.decoder.architecture, lambda name: bool(HARMLESS_IN_HEAD.search(name)))
     return sources
 
@@ -122,7 +122,8 @@ def _sources(spec: DecoderSpec, prefix: str) -> Iterator[WeightSource]:
         yield WeightSource(f"{head}lm_head.weight", (spec.vocab_size, spec.hidden_size), "output.weight")
 
 
-def _head_sources(spec: HeadSpec, source: str) -> Iterator[WeightSource]:
+def head_sources(spec: HeadSpec, source: str = HEAD_LAYERS[0]) -> Iterator[WeightSource]:
+    """Return the tensors of a head whose layer is named so."""
     decoder, hidden, target = spec.decoder, (spec.decoder.hidden_size,), "layers.0."
     yield WeightSource("embed_tokens.weight", (spec.num_embeddings, *hidden), "embedding.weight")
     if spec.norms_taps:

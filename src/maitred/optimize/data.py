@@ -166,7 +166,7 @@ def read_corpus(config: ToolConfig, parent: Checkpoint, state: Path, progress: P
     else:
         learn = own_documents(parent, state / "own.jsonl", seed=config.seed, progress=progress)
     if held_out is None:
-        learn, held_out = _parted(learn, config.data or "the parent's own documents")
+        learn, held_out = parted(learn, config.data or "the parent's own documents")
     elif config.data is not None:
         _refuse_shared(learn, held_out, config)
     is_own, hashes = config.data is None, file_hashes(config)
@@ -175,7 +175,7 @@ def read_corpus(config: ToolConfig, parent: Checkpoint, state: Path, progress: P
     return Corpus(tuple(learn), tuple(held_out), tasks, is_own, is_own and config.held_out is None, hashes)
 
 
-def _parted(documents: Sequence[Document], source: str) -> tuple[list[Document], list[Document]]:
+def parted(documents: Sequence[Document], source: str) -> tuple[list[Document], list[Document]]:
     """A tenth is held out, by hash: the same documents in any order of lines; equal ones stay together."""
     keys = sorted({document.key for document in documents})
     if len(keys) < HELD_OUT_SHARE:

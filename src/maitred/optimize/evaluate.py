@@ -351,13 +351,20 @@ def _accepted(llm: LLM, documents: Sequence[Document], progress: Progress) -> Ta
     core.scheduler.num_drafts = lambda request, num_rows: most
     states: list[RequestState] = []
     for number, document in enumerate(documents):
-        begin = max(1, int(np.argmax(document.learnt)))
+        begin = _reply_begin(document)
         room = min(DRAFTED_TOKENS, llm.model.max_model_len - begin)
         states.append(core.add(_request(llm, document.ids[:begin].tolist(), f"drafted-{number}", room)))
     while core.has_work:
         progress(sum(state.finished for state in states), len(states), "drafting held-out replies")
         core.step()
     return np.array([(state.num_draft_tokens, state.num_accepted_tokens) for state in states], dtype=np.float64)
+
+
+def _reply_begin(document: Document) -> int:
+    """First learnt token of the later half: texts that begin alike would all have one continuation."""
+    half = len(document.ids) // 2
+    later = np.flatnonzero(document.learnt[half:])
+    return max(1, half + int(later[0]) if later.size else int(np.argmax(document.learnt)))
 
 
 def _gain(

@@ -1,0 +1,341 @@
+"""Drafts for speculative decoding: a small model, or a head that reads what the served model computes.
+
+A head is EAGLE-3's: one layer, trained on what it said a step before as in serving (Li et al. 2025, arXiv:2503.01840),
+in a folder as the package `speculators` lays it out. B rows of T tokens, E values of all taps; T alone is of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from maitred.config.optimize import DistillConfig
+from maitred.model.families import spec_from_config
+from maitred.model.head import LAYER_IDS, head_spec
+from maitred.model.spec import DecoderSpec
+from maitred.model.torch_decoder import Attend, RMSNorm, TorchDecoder, load_torch_decoder
+from maitred.model.weight_map import head_sources
+from maitred.optimize import distill
+from maitred.optimize.calibrate import attend_of
+from maitred.optimize.data import Document, own_documents, parted
+from maitred.optimize.evaluate import Evaluation, evaluate
+from maitred.optimize.job import Job, Tool
+from maitred.optimize.trainer import HAS_BF16, Budget, train
+from maitred.optimize.write import write_json
+
+MINUTES = 10.0
+BATCH_TOKENS, BATCH_LOGITS = 1024, 2**24
+NUM_STEPS = 4
+"""Tokens ahead that a head learns: what it said one step before is what the next step reads."""
+STEP_DECAY = 0.8
+"""Weight of a step beside the one before it."""
+LONG_ROW = 1024
+"""Rows of so many tokens learn one token ahead: what further steps take grows with them."""
+MLP_SHARE = 2
+"""The model's MLP is so many times as wide as its head's."""
+
+
+def make(job: Job) -> None:
+    mixed = _with_replay(job)
+    if job.own.kind == "draft":
+        distill.make(replace(mixed, own=DistillConfig(student=job.own.student, lr_scale=job.own.lr_scale)))
+    else:
+        _make_head(mixed)
+
+
+def measure(job: Job) -> Evaluation:
+    """Acceptance on the held-out documents, and on general text as well where some was replayed."""
+    found = _measured(job, job.corpus.held_out, gain=job.rules.min_gain is not None)
+    if job.own.replay_share and not job.corpus.is_own:
+        general = _measured(job, _general(job)[1]).figures["acceptance"]
+        found = replace(found, figures={**found.figures, "acceptance, general": general})
+    return found
+
+
+TOOL = Tool("train-draft", make, measure)
+
+
+def _measured(job: Job, documents: Sequence[Document], *, gain: bool = False) -> Evaluation:
+    return evaluate(
+        str(job.parent.path),
+        documents=documents,
+        seed=job.config.seed,
+        served=job.served,
+        draft=str(job.folder),
+        gain=gain,
+        progress=job.progress,
+    )
+
+
+def _general(job: Job) -> tuple[list[Document], list[Document]]:
+    """What the parent writes: learnt, and held out."""
+    own = own_documents(job.parent, job.state / "own.jsonl", seed=job.config.seed, progress=job.progress)
+    return parted(own, "the parent's own documents")
+
+
+def _with_replay(job: Job) -> Job:
+    """The job, whose learnt documents are general text to the share that is asked for, repeated or cut."""
+    share = job.own.replay_share
+    if not share or job.corpus.is_own:
+        return job
+    general, learn = _general(job)[0], job.corpus.learn
+    own, asked = (sum(int(each.learnt.sum()) for each in of) for of in (general, learn))
+    count = round(len(general) * share / (1 - share) * asked / own)
+    job.notes["replayed_documents"] = count
+    replayed = [general[number % len(general)] for number in range(count)]
+    return replace(job, corpus=replace(job.corpus, learn=(*learn, *replayed)))
+
+
+# ---- a head
+
+
+def _make_head(job: Job) -> None:
+    spec, documents = spec_from_config(job.parent.config), job.corpus.learn
+    drafted = _frequent(documents, spec.vocab_size, job.own.draft_vocab)
+    config = head_config(spec, len(drafted))
+    num_batch = min(BATCH_TOKENS, BATCH_LOGITS // len(drafted))
+    num_head = head_spec(config, spec.num_layers).decoder.num_parameters() + 3 * spec.hidden_size**2
+    num_bytes = 4 * spec.num_parameters() + 20 * num_head + 16 * NUM_STEPS * num_batch * len(drafted)
+    job.need_memory(num_bytes, "the model, its head with gradients, and their logits")
+    torch.manual_seed(job.config.seed)
+    model = load_torch_decoder(spec, job.parent, dtype=torch.bfloat16 if HAS_BF16 else torch.float32)
+    head = Head(model, config, drafted)
+    minutes = None if job.config.steps else job.config.minutes or MINUTES
+    budget = Budget(steps=job.config.steps, minutes=minutes, lr_scale=job.own.lr_scale)
+    draw = rows_of(documents, seed=job.config.seed, num_tokens=num_batch)
+    run = train(head, lambda rows: head_loss(head, model, rows), draw, budget, job.state, job.progress)
+    save_head(head, config, job.folder)
+    job.notes |= {"steps": run.step, "tokens": run.num_tokens, "minutes": round(run.elapsed_s / 60, 2)}
+    job.notes |= {"drafted_tokens": len(drafted), "curve": run.curve}
+
+
+def _frequent(documents: Sequence[Document], vocab_size: int, most: int) -> Tensor:
+    """Ids of the tokens that a head drafts, in order."""
+    if vocab_size <= most:
+        return torch.arange(vocab_size)
+    counts = sum(np.bincount(each.ids[each.learnt], minlength=vocab_size) for each in documents)
+    return torch.from_numpy(np.sort(np.argsort(-np.asarray(counts), kind="stable")[:most]))
+
+
+def head_config(model: DecoderSpec, num_drafted: int) -> dict[str, Any]:
+    """config.json of a head for this model, as `speculators` 0.9 writes and reads it."""
+    size, rope = model.num_layers, next((layer.rope for layer in reversed(model.layers) if layer.rope), None)
+    taps = (2, size // 2, size - 3) if size > 7 else sorted({min(1, size - 1), (size + 1) // 2, size - 1})
+    layer = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
+        "head_dim": model.head_dim,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": -(-model.intermediate_size // MLP_SHARE),
+        "max_position_embeddings": model.max_position_embeddings,
+        "num_attention_heads": model.num_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": model.num_kv_heads,
+        "rms_norm_eps": model.norm_eps,
+        "rope_parameters": {"rope_theta": rope.theta if rope is not None else 1e4, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "vocab_size": model.vocab_size,
+    }
+    method = {"proposal_type": "greedy", "speculative_tokens": NUM_STEPS, "verifier_accept_k": 1}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": num_drafted,
+        "dtype": "bfloat16",
+        LAYER_IDS: list(taps),
+        "norm_before_fc": False,
+        "norm_before_residual": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"architectures": [model.architecture], "name_or_path": None},
+        },
+        "speculators_model_type": "eagle3",
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+    }
+
+
+class Head(TorchDecoder):
+    """What the model's taps and the next token give: the token after that. It embeds as the model does, and its output
+    begins as the model's; parameters are named as `HeadSpec` says.
+    """
+
+    def __init__(self, model: TorchDecoder, config: dict[str, Any], drafted: Tensor) -> None:
+        """`drafted` are the ids that it can draft, in order."""
+        self.head_spec = head_spec(config, model.spec.num_layers)
+        super().__init__(self.head_spec.decoder)
+        del self.embedding
+        self.drafted = nn.Buffer(drafted, persistent=False)
+        width, layer = self.spec.hidden_size, self._layer
+        self.fc = nn.Linear(self.head_spec.tap_width, width, bias=False)
+        layer.qkv = nn.Linear(2 * width, layer.qkv.out_features, bias=False)
+        layer.hidden_norm = RMSNorm(width, self.spec.norm_eps, "cpu")
+        self.requires_grad_(True)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.02) if weight.ndim == 2 else nn.init.ones_(weight)
+        assert self.output is not None
+        self.output.weight.data.copy_((model.output or model.embedding).weight[drafted])
+
+    @property
+    def _layer(self) -> Any:
+        return self.layers[0]
+
+    def ahead(self, embedded_TD: Tensor, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """The next state, of token and state."""
+        layer, rotations = self._layer, {rope.spec: rope(positions_T) for rope in self.ropes}
+        both = torch.cat((layer.attention_norm(embedded_TD), layer.hidden_norm(x_TD)), dim=-1)
+        x_TD = x_TD + layer.attention(both, rotations, attend)
+        next_TD: Tensor = x_TD + layer.mlp(layer.mlp_norm(x_TD))
+        return next_TD
+
+
+class StepsAhead:
+    """Attention of a head, step after step: a token sees the first step's keys as a decoder does, and of later steps
+    those of its own position alone, which in serving are the positions after it.
+    """
+
+    def __init__(self, spec: DecoderSpec, mask_BTT: Tensor) -> None:
+        self._spec, self._mask_BTT, self._steps = spec, mask_BTT, list[tuple[Tensor, Tensor]]()
+
+    def __call__(self, index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        groups, (rows, length, _) = self._spec.num_heads // self._spec.num_kv_heads, self._mask_BTT.shape
+        q, k, v = (x.view(rows, length, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
+        q = q * self._spec.attention_scale
+        self._steps.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+        (first_k, first_v), *later = self._steps
+        scores = [q @ first_k.transpose(-1, -2) + self._mask_BTT[:, None]]
+        scores += [(q * k).sum(-1, keepdim=True) for k, _ in later]
+        weights = torch.cat(scores, dim=-1).float().softmax(-1).to(first_v.dtype)
+        out = weights[..., :length] @ first_v
+        for place, (_, v) in enumerate(later, length):
+            out = out + weights[..., place, None] * v
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """tokens_BT; weight_BT of predicting each token (0 for padding and the first); document_BT, unique in a row."""
+
+    tokens_BT: Tensor  # noqa: N815
+    weight_BT: Tensor  # noqa: N815
+    document_BT: Tensor  # noqa: N815
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_BT.numel()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of documents, one behind the other, row by row."""
+        edges = self.document_BT.diff(dim=1, prepend=torch.full((len(self.document_BT), 1), -2)).flatten().nonzero()
+        return edges.flatten().diff(append=torch.tensor([self.num_tokens])).tolist()
+
+    def mask(self) -> Tensor:
+        """Additive [B, 1, T, T]: 0 where a token may look (its own document, not later), minus infinity elsewhere."""
+        same_BTT = self.document_BT[:, :, None] == self.document_BT[:, None, :]
+        length = self.tokens_BT.shape[1]
+        allowed_BTT = same_BTT & torch.ones(length, length, dtype=torch.bool).tril()
+        mask_BTT = torch.zeros(allowed_BTT.shape).masked_fill_(~allowed_BTT, float("-inf"))
+        return mask_BTT[:, None]
+
+    def positions(self, step: int) -> Tensor:
+        """[T] of all rows, one later with each step."""
+        rows, length = self.tokens_BT.shape
+        return (step + torch.arange(length)).repeat(rows)
+
+    def drafting(self, step: int) -> tuple[Tensor, Tensor]:
+        """Weights of rows that draft within their own document, and which these are; both flat."""
+        ahead = step + 2  # from the state of a row to the token that it drafts
+        weight_BT = _shifted(self.weight_BT, ahead) * (_shifted(self.document_BT, ahead) == self.document_BT)
+        weight_BT[:, -ahead:] = 0.0
+        kept = (weight_BT > 0).flatten()
+        weight_N = weight_BT.flatten()[kept]
+        return weight_N / weight_N.sum().clamp(min=1e-6), kept
+
+
+def rows_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> Callable[[int, float], TokenRows]:
+    """Batches of documents of like length, one a row; every epoch has the same ones in an order of its own."""
+    groups: list[list[Document]] = []
+    for each in sorted(documents, key=lambda document: len(document.ids)):
+        if not groups or (len(groups[-1]) + 1) * len(each.ids) > num_tokens:
+            groups.append([])
+        groups[-1].append(each)
+
+    def draw(step: int, share: float) -> TokenRows:
+        epoch, place = divmod(step, len(groups))
+        group = groups[Random(f"{seed} {epoch}").sample(range(len(groups)), len(groups))[place]]
+        shape = (len(group), max(len(each.ids) for each in group))
+        rows = TokenRows(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.full(shape, -1))
+        for row, each in enumerate(group):
+            rows.tokens_BT[row, : len(each.ids)] = torch.from_numpy(each.ids)
+            rows.weight_BT[row, : len(each.ids)] = torch.from_numpy(each.learnt).float()
+            rows.document_BT[row, : len(each.ids)] = 0
+        return rows
+
+    return draw
+
+
+@torch.no_grad()
+def tapped(model: TorchDecoder, rows: TokenRows, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The taps [T, E] of all rows, and the model's last hidden states [T, D]."""
+    states: list[Tensor] = []
+    attend = attend_of(model.spec, rows.lengths)
+    hidden_TD = model(rows.tokens_BT.flatten(), rows.positions(0), attend, states)
+    return torch.cat([states[tap] for tap in taps], dim=-1), hidden_TD
+
+
+def head_loss(head: Head, model: TorchDecoder, rows: TokenRows) -> Tensor:
+    """Distance to what the model says, some tokens ahead; and for the curve how often the first of them is the same."""
+    num_steps = NUM_STEPS if rows.tokens_BT.shape[1] < LONG_ROW else 1
+    taps_TE, hidden_TD = tapped(model, rows, head.head_spec.taps)
+    hidden_BTD = hidden_TD.view(*rows.tokens_BT.shape, -1)
+    attend = StepsAhead(head.spec, rows.mask()[:, 0]) if num_steps > 1 else attend_of(head.spec, rows.lengths)
+    x_TD, loss, first_same = head.fc(taps_TE), torch.zeros(()), torch.zeros(())
+    for step in range(num_steps):
+        embedded_TD = model.embedding.weight[_shifted(rows.tokens_BT, step + 1).flatten()]
+        x_TD = head.ahead(embedded_TD, x_TD, rows.positions(step), attend)
+        weight_N, kept = rows.drafting(step)
+        logits_NV = head.logits(head.norm(x_TD[kept]))
+        with torch.no_grad():
+            taught_NV = model.logits(_shifted(hidden_BTD, step + 1).flatten(0, 1)[kept])[:, head.drafted]
+        log_taught_NV = taught_NV.log_softmax(-1)
+        divergence_N = F.kl_div(logits_NV.log_softmax(-1), log_taught_NV, reduction="none", log_target=True).sum(-1)
+        loss = loss + STEP_DECAY**step * (divergence_N * weight_N).sum()
+        if step == 0:
+            first_same = (logits_NV.argmax(-1) == taught_NV.argmax(-1)).sum() / max(1, len(weight_N))
+    return torch.stack((loss, first_same))
+
+
+def save_head(head: Head, config: dict[str, Any], folder: Path) -> None:
+    """Weights in bfloat16 and config.json; the embedding is the model's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters, weights = dict(head.named_parameters()), dict[str, Tensor]()
+    for source in head_sources(head.head_spec):
+        if source.parameter in parameters:
+            rows = parameters[source.parameter].detach()[source.row : source.row + source.shape[0]]
+            weights[source.tensor] = rows.to(torch.bfloat16).contiguous()
+    num_drafted, num_tokens = len(head.drafted), head.head_spec.num_embeddings
+    if num_drafted < num_tokens:
+        marked = torch.zeros(num_tokens, dtype=torch.bool).index_fill_(0, head.drafted, value=True)
+        weights |= {"d2t": head.drafted - torch.arange(num_drafted), "t2d": marked}
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    write_json(folder / "config.json", config)
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    """What stands `by` positions later [B, T, ...]; the last ones come from the row's begin, and are not read."""
+    return values.roll(-by, 1)
