@@ -31,8 +31,8 @@ from maitred.optimize.evaluate import Evaluation, evaluate
 from maitred.optimize.job import Job, Tool, measured
 from maitred.optimize.trainer import (
     HAS_BF16,
-    Batch,
     Budget,
+    TokenBatch,
     Trained,
     batch_of,
     batches_of,
@@ -104,7 +104,7 @@ def _distilled(
         given = batches_of(job.corpus.learn, seed=seed, num_tokens=num_tokens)
 
         @lru_cache(maxsize=1)
-        def own(number: int) -> Callable[[int, float], Batch]:
+        def own(number: int) -> Callable[[int, float], TokenBatch]:
             """Batches that the student as it is now wrote; the file is kept, so that an ended run has the same."""
             file = state / f"own-{number}.jsonl"
             if not file.is_file():
@@ -114,12 +114,12 @@ def _distilled(
                 written = own_documents(writer, file, seed=of, progress=job.progress, count=count)
             return batches_of(written, seed=of, num_tokens=num_tokens)
 
-        def batches(step: int, share: float) -> tuple[Batch, float]:
+        def batches(step: int, share: float) -> tuple[TokenBatch, float]:
             if hard_share < 1 and Random(f"{seed} own {step}").random() < job.own.own_share:
                 return own(step // OWN_EVERY)(step, share), 0.0
             return given(step, share), hard_share
 
-        def loss(drawn: tuple[Batch, float]) -> Tensor:
+        def loss(drawn: tuple[TokenBatch, float]) -> Tensor:
             batch, hard = drawn
             ours_NV = learnt_logits(decoder, batch)
             told = hard * hard_loss(ours_NV, batch) if hard else torch.zeros(())
@@ -150,7 +150,7 @@ def _scored(job: Job, folder: Path, size: int) -> dict[str, Any]:
 @contextmanager
 def _student(job: Job, teacher: TorchDecoder, asked: str) -> Iterator[Student]:
     """A cut of the teacher of these sizes, or the model that `asked` names. Raises ConfigError for unlike tokens."""
-    if not re.fullmatch(r"\d+/\d+|(\w+=\d+,?)+", asked):
+    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*|(\w+=\d+,?)+", asked):
         with open_checkpoint(asked) as parent:
             difference = vocabulary_difference(parent.tokenizer_file(), job.parent.tokenizer_file())
             spec = spec_from_config(parent.config)
@@ -241,13 +241,8 @@ def cut(teacher: TorchDecoder, student: TorchDecoder, kept: Sequence[int], docum
         rows = torch.cat((queries, old.q_width + keys, old.q_width + old.kv_width + keys))
         _read(layer.qkv, layer.attention_norm, child.qkv, rows, stream_DC)
         _add(layer.attention_output, child.attention_output, queries, stream_DC)
-        _read(
-            layer.gate_up,
-            layer.mlp_norm,
-            child.gate_up,
-            torch.cat((neurons, old.intermediate_size + neurons)),
-            stream_DC,
-        )
+        both = torch.cat((neurons, old.intermediate_size + neurons))
+        _read(layer.gate_up, layer.mlp_norm, child.gate_up, both, stream_DC)
         _add(layer.down, child.down, neurons, stream_DC)
         for name in ("attention_norm", "mlp_norm"):
             if (norm := getattr(child, name)) is not None:

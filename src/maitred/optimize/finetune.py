@@ -22,7 +22,7 @@ from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
 from maitred.model.weight_map import WeightSource, decoder_sources, linear_sources
 from maitred.optimize.data import Document
 from maitred.optimize.job import Job, Tool
-from maitred.optimize.trainer import ADAMW_LR, Batch, Budget, Trained, batches_of, hard_loss, learnt_logits, train
+from maitred.optimize.trainer import ADAMW_LR, Budget, TokenBatch, Trained, batches_of, hard_loss, learnt_logits, train
 from maitred.optimize.write import save_decoder, write_json
 
 BATCH_TOKENS = 2048
@@ -127,7 +127,7 @@ def fit(
 ) -> Trained:
     """Train on replies; goes on with what `state` keeps."""
 
-    def loss(batch: Batch) -> Tensor:
+    def loss(batch: TokenBatch) -> Tensor:
         return hard_loss(learnt_logits(decoder, batch), batch)
 
     return train(decoder, loss, batches_of(documents, seed=seed, num_tokens=BATCH_TOKENS), budget, state, job.progress)

@@ -221,7 +221,7 @@ def _load(file: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimi
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class TokenBatch:
     """Whole documents, one behind the other."""
 
     ids_T: Tensor  # noqa: N815
@@ -239,13 +239,15 @@ class Batch:
         return self.ids_T[self.learnt_T]
 
 
-def batch_of(documents: Sequence[Document]) -> Batch:
+def batch_of(documents: Sequence[Document]) -> TokenBatch:
     ids = np.concatenate([each.ids for each in documents])
     learnt = np.concatenate([each.learnt for each in documents])
-    return Batch(torch.from_numpy(ids).long(), torch.from_numpy(learnt), tuple(len(each.ids) for each in documents))
+    return TokenBatch(
+        torch.from_numpy(ids).long(), torch.from_numpy(learnt), tuple(len(each.ids) for each in documents)
+    )
 
 
-def batches_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> Callable[[int, float], Batch]:
+def batches_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> Callable[[int, float], TokenBatch]:
     """Batches of about `num_tokens` tokens; every epoch has the same ones in an order of its own."""
     order = list(documents)
     Random(seed).shuffle(order)
@@ -258,21 +260,21 @@ def batches_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> 
         groups[-1].append(each)
         room -= len(each.ids)
 
-    def draw(step: int, share: float) -> Batch:
+    def draw(step: int, share: float) -> TokenBatch:
         epoch, place = divmod(step, len(groups))
         return batch_of(groups[Random(f"{seed} {epoch}").sample(range(len(groups)), len(groups))[place]])
 
     return draw
 
 
-def learnt_logits(decoder: TorchDecoder, batch: Batch) -> Tensor:
+def learnt_logits(decoder: TorchDecoder, batch: TokenBatch) -> Tensor:
     """Logits [N, V] before each token that is learnt."""
     positions_T = torch.cat([torch.arange(length) for length in batch.lengths])
     hidden_TD = decoder(batch.ids_T, positions_T, attend_of(decoder.spec, batch.lengths))
     return decoder.logits(hidden_TD[:-1][batch.learnt_T[1:]])
 
 
-def hard_loss(logits_NV: Tensor, batch: Batch) -> Tensor:
+def hard_loss(logits_NV: Tensor, batch: TokenBatch) -> Tensor:
     """Mean cross-entropy (nats) of the tokens that are learnt."""
     return F.cross_entropy(logits_NV, batch.targets_N)
 
