@@ -78,6 +78,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "distill": ("maitred.cli.optimize:DISTILL", "teach a smaller model what a larger one knows"),
     "train-draft": ("maitred.cli.optimize:DRAFT", "train a draft model or a head for speculative decoding"),
+    "quantize": ("maitred.cli.optimize:QUANTIZE", "store a model's matrices in 4 or 8 bits, if a gate lets it through"),
     "evaluate": ("maitred.cli.optimize:EVALUATE", "measure a model beside its parent, in the format that is served"),
     "finetune": ("maitred.cli.optimize:FINETUNE", "teach a model your documents: an adapter, or all weights"),
     "roofline": ("maitred.cli.roofline", "measure what this machine allows, and how far the engine is from it"),

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from maitred.cli.command import Command, Options
 from maitred.cli.console import inert, note
-from maitred.config.optimize import DistillConfig, DraftConfig, EvaluateConfig, FinetuneConfig, PruneConfig, ToolConfig
+from maitred.config.optimize import (
+    DistillConfig,
+    DraftConfig,
+    EvaluateConfig,
+    FinetuneConfig,
+    PruneConfig,
+    QuantizeConfig,
+    ToolConfig,
+)
 from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -220,5 +228,18 @@ DRAFT = tool_command(
     (
         "maitred train-draft smollm2 --kind mtp --out ./smollm2-mtp --data ./captured --minutes 30",
         "maitred train-draft ./mine --kind draft --student 1/9 --out ./mine-draft",
+    ),
+)
+
+QUANTIZE = tool_command(
+    "quantize",
+    QuantizeConfig,
+    "quantize",
+    "Store the matrices of a model's layers in 4 or 8 bits, measure what that costs on the executor that serves it, "
+    "and keep the result if the gate lets it through.",
+    (
+        "maitred quantize --out mini-int4",
+        "maitred quantize ./model --out model-int4 --data chats.jsonl --held-out others.jsonl",
+        "maitred quantize smollm2 --out smol-q8 --scheme int8 --to gguf",
     ),
 )

@@ -95,6 +95,35 @@ class FinetuneConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeConfig:
+    """Quantisation"""
+
+    scheme: str = one_of(("int8", "int4", "mixed"), "int4")
+    """Bits of the layers' matrices. mixed promotes them from int4 to int8, by KL per byte, until the gate passes."""
+    method: str = one_of(("gptq", "rtn", "awq", "smoothquant"), "gptq")
+    """Way of rounding: gptq lets later weights make up for earlier ones, rtn rounds each alone, awq and smoothquant
+    first move scales out of the inputs."""
+    group_size: int | None = None
+    """Weights of a row that share a scale, a multiple of 32; None is 32 for int4, the whole row for int8."""
+    symmetric: bool = True
+    """int4 without a zero of each group: Q4_0's form, else Q4_1's, which takes 0.5 bits more for a weight and loses
+    less; transformers with compressed-tensors 0.20 cannot load it from a folder, vLLM and maitred can."""
+    to: str = one_of(("folder", "gguf"), "folder")
+    """A compressed-tensors folder, or from a GGUF parent a GGUF file."""
+    kv_dtype: str = one_of(KV_DTYPES, "auto")
+    """KV cache with which the result is measured; serve it with the same."""
+    calibration_tokens: int = 32768
+    """Most tokens of the data that layers are rounded on."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        require_at_least("group_size", self.group_size, 32)
+        require_at_least("calibration_tokens", self.calibration_tokens, 64)
+        if self.group_size is not None and self.group_size % 32:
+            raise ConfigError(f"group_size is {self.group_size}; weights are served in blocks of 32: give a multiple")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateConfig:
     """What is measured"""
 

@@ -411,8 +411,8 @@ def resolve_formats(
 
 
 def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Stored]:
-    """`Formats.stored` of a GGUF file, whose matrices have formats of their own; of other files none."""
-    if checkpoint.gguf is None:
+    """`Formats.stored` where matrices have formats of their own (GGUF files, quantised folders); of others none."""
+    if not checkpoint.has_formats:
         return {}
     found: dict[str, list[tuple[int, Format]]] = {}
     for source in weight_map(spec, checkpoint.tensor_names()):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maitred.core.errors import CheckpointError
 from maitred.model.families import spec_from_config
@@ -24,6 +24,9 @@ from maitred.model.gguf_file import GgufFile, gguf_in, gguf_name, is_gguf, open_
 from maitred.model.packaged import BUILTIN_FOLDER, BUILTIN_NAME, PACKAGED, default_model
 from maitred.model.safetensors_file import RawTensor, SafetensorsFile, TensorFile
 from maitred.model.weight_map import weight_map
+
+if TYPE_CHECKING:
+    from maitred.model.compressed_tensors import CompressedLinear
 
 ALLOW = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -153,6 +156,7 @@ class Checkpoint:
         """The file with the metadata of a GGUF model; `config` and `generation_config` are made of it."""
         self._files: tuple[TensorFile, ...]
         self._own_names: dict[str, str] = {}  # of tensors that the files call otherwise
+        self._compressed: dict[str, CompressedLinear] = {}
         if path.is_file():
             self._open_gguf(path)
             return
@@ -160,6 +164,21 @@ class Checkpoint:
         self.generation_config = _read_json_if_there(path / "generation_config.json")
         self._files = tuple(SafetensorsFile(file) for file in _weight_files(path))
         self._file_of = _locate_tensors(self._files)
+        if (quantised := self.config.get("quantization_config") or {}).get("quant_method") == "compressed-tensors":
+            self._open_compressed(quantised)
+
+    def _open_compressed(self, quantised: dict[str, Any]) -> None:
+        """Show the linears' weights under their names, in place of their parts."""
+        from maitred.model.compressed_tensors import PARTS, compressed_linears  # noqa: PLC0415  numpy, for these alone
+
+        located, self.config = self._file_of, {k: v for k, v in self.config.items() if k != "quantization_config"}
+        try:
+            self._compressed = compressed_linears(quantised, located, lambda name: located[name].tensor(name))
+        except CheckpointError as error:
+            self.close()
+            raise CheckpointError(f"{self.path}: {error}") from None
+        shown = {f"{each.name}.{part}": name for name, each in self._compressed.items() for part in PARTS}
+        self._file_of = {shown.get(name, name): file for name, file in located.items()}
 
     def _open_gguf(self, path: Path) -> None:
         files = self._files = open_gguf(path)
@@ -180,7 +199,7 @@ class Checkpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {str(error).replace('config.json', 'the metadata')}") from None
         for source in sources:
-            file, own = self._file_of[source.tensor], self._own(source.tensor)
+            file, own = self._file_of[source.tensor], self.own_name(source.tensor)
             if (shape := file.shape_of(own)) != source.shape:
                 raise CheckpointError(
                     f"{file.path}: tensor {own} has shape {list(shape)}, the metadata asks for {list(source.shape)}; "
@@ -200,9 +219,24 @@ class Checkpoint:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors in the files."""
-        return sum(file.num_bytes_of(self._own(name)) for name, file in self._file_of.items())
+        return sum(self._num_bytes_of(name) for name in self._file_of)
 
-    def _own(self, name: str) -> str:
+    @property
+    def has_formats(self) -> bool:
+        """Whether matrices have number formats of their own, as a GGUF file's and a quantised folder's."""
+        return self.gguf is not None or bool(self._compressed)
+
+    def _num_bytes_of(self, name: str) -> int:
+        if name in self._compressed:
+            return self._compressed[name].num_bytes
+        return self._file_of[name].num_bytes_of(self.own_name(name))
+
+    @property
+    def files(self) -> tuple[TensorFile, ...]:
+        """Files that hold the weights."""
+        return self._files
+
+    def own_name(self, name: str) -> str:
         """A tensor's name in its file."""
         return self._own_names.get(name, name)
 
@@ -223,9 +257,8 @@ class Checkpoint:
                 )
             return name
         counts: Counter[str] = Counter()
-        for name, file in self._file_of.items():
-            own = self._own(name)
-            counts[file.dtype_of(own)] += file.num_bytes_of(own)
+        for name in self._file_of:
+            counts[self.dtype_of(name)] += self._num_bytes_of(name)
         most = counts.most_common(1)[0][0] if counts else "F32"
         return _DTYPES.get(most, most)
 
@@ -249,14 +282,18 @@ class Checkpoint:
         return tuple(self._file_of)
 
     def tensor(self, name: str) -> RawTensor:
-        raw = self._file_of[name].tensor(self._own(name))
+        if name in self._compressed:
+            return self._compressed[name].tensor()
+        raw = self._file_of[name].tensor(self.own_name(name))
         if self.gguf is None:
             return raw
         num_heads = permuted_heads(self.config, self.gguf.metadata["general.architecture"], name)
         return in_rope_order(raw, num_heads) if num_heads else raw
 
     def dtype_of(self, name: str) -> str:
-        return self._file_of[name].dtype_of(self._own(name))
+        if name in self._compressed:
+            return self._compressed[name].dtype
+        return self._file_of[name].dtype_of(self.own_name(name))
 
     def file_of(self, name: str) -> Path:
         return self._file_of[name].path
@@ -281,6 +318,7 @@ class Checkpoint:
             file.check_unchanged()
 
     def close(self) -> None:
+        self._compressed.clear()
         for file in self._files:
             file.close()
 

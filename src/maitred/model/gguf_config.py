@@ -175,6 +175,17 @@ def in_rope_order(raw: RawTensor, num_heads: int) -> RawTensor:
     return RawTensor(raw.dtype, raw.shape, memoryview(b"".join(order)))
 
 
+def in_pair_order(raw: RawTensor, num_heads: int) -> RawTensor:
+    """The rows of `in_rope_order` as llama.cpp's files hold them."""
+    rows, half = raw.shape[0], raw.shape[0] // num_heads // 2
+    size = len(raw.data) // rows
+    lines = [raw.data[i * size : (i + 1) * size] for i in range(rows)]
+    order = (
+        lines[head * 2 * half + part * half + i] for head in range(num_heads) for i in range(half) for part in (0, 1)
+    )
+    return RawTensor(raw.dtype, raw.shape, memoryview(b"".join(order)))
+
+
 # ---- the parts of a config
 
 

@@ -90,6 +90,12 @@ class Metadata(Mapping[str, Any]):
         place = self._places.get(key)
         return 0 if place is None else 1 if place.length is None else place.length
 
+    def raw(self, key: str) -> bytes:
+        """The value as the file holds it: kind, for an array the kind and number of its values, and their bytes."""
+        kind, begin, end, length = self._places[key]
+        head = struct.pack("<I", kind) if length is None else struct.pack("<IIQ", _ARRAY, kind, length)
+        return head + bytes(self._data[begin:end])
+
     def indexes(self, key: str, texts: Iterable[str]) -> list[int]:
         """Return the places of these texts in an array of texts, without decoding the others."""
         place = self._places.get(key)

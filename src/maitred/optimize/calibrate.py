@@ -77,6 +77,7 @@ def walk_layers(
     decoder, batches = TorchDecoder(spec, hollow=True), batches_of(documents)
     state.mkdir(parents=True, exist_ok=True)
     begun = state / "hidden.safetensors"
+    hidden_TD: Tensor
     if begun.is_file():
         kept = load_file(begun)
         hidden_TD, first = kept["hidden_TD"], int(kept["next"])
@@ -106,7 +107,8 @@ def walk_layers(
 
 def layer_state(state: Path, index: int) -> dict[str, Tensor]:
     """What the walk kept of a layer."""
-    return load_file(_file_of_layer(state, index))
+    kept: dict[str, Tensor] = load_file(_file_of_layer(state, index))
+    return kept
 
 
 def _file_of_layer(state: Path, index: int) -> Path:

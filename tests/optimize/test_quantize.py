@@ -1,0 +1,178 @@
+"""From a parent to a quantised folder or GGUF file that the native executor, transformers and gguf read alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import maitred.optimize.quantize as tool
+from maitred.config.optimize import QuantizeConfig, ToolConfig
+from maitred.core.errors import ConfigError
+from maitred.model.checkpoint import open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.model.packed import float32_values
+from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
+from maitred.optimize.job import JobReport, run_tool
+from maitred.optimize.scaling import fold
+from tests.executor.torch_worlds import dense_logits, make_decoder, make_spec
+from tests.model.checkpoints import load_reference, make_checkpoint
+from tests.model.gguf_models import TOKEN_TYPES, TOKENS, random_tensors, write_gguf
+
+torch.set_num_threads(1)
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "num_key_value_heads": 2}
+
+
+def tiny(folder: Path, **overrides: Any) -> Path:
+    return make_checkpoint("llama_tied", folder, **{**SIZES, **overrides})
+
+
+def quantized(parent: Path, folder: Path, *, max_kl: float = 100.0, **asked: Any) -> JobReport:
+    """Quantise `parent` to folder/out, on random documents, by a gate that asks this KL alone."""
+    data, gate = folder / "data.jsonl", folder / "gate.yaml"
+    draw = np.random.default_rng(0)
+    lines = [{"token_ids": draw.integers(5, 90, 24).tolist()} for _ in range(240)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    gate.write_text(f"max_kl: {max_kl}\nmax_flips: 1\nmax_perplexity_ratio: 100\n")
+    config = ToolConfig(model=str(parent), out=str(folder / "out"), data=str(data), gate=str(gate))
+    own = QuantizeConfig(**{"calibration_tokens": 1024, **asked})
+    return run_tool(tool.TOOL, config, own, lambda done, total, words: None)
+
+
+def decoder_of(model: Path) -> TorchDecoder:
+    with open_checkpoint(str(model)) as checkpoint:
+        return load_torch_decoder(spec_from_config(checkpoint.config), checkpoint)
+
+
+def kl(parent: torch.Tensor, child: torch.Tensor) -> float:
+    p, q = parent.log_softmax(-1), child.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ({"scheme": "int4", "symmetric": False}, "Q4_1"),
+        ({"scheme": "int4", "method": "awq"}, "Q4_0"),
+        ({"scheme": "int8", "method": "smoothquant"}, "Q8_0"),
+    ],
+)
+def test_a_quantised_folder_is_served_from_its_integers(asked: dict[str, Any], kind: str, tmp_path: Path):
+    parent = tiny(tmp_path / "parent")
+    report = quantized(parent, tmp_path, **asked)
+    assert report.passed
+    told = report.fields["quantize"]
+    assert len(told["linears"]) == 12
+    assert told["linear_bytes"] == sum(e["bytes"] for e in told["linears"].values())
+    assert all(0 < each["error"] < 0.1 and each["kl_alone"] >= 0 for each in told["linears"].values())
+    with open_checkpoint(str(tmp_path / "out")) as child:
+        assert {child.dtype_of(name) for name in child.tensor_names() if "proj" in name} == {kind}
+    tokens = [3, 7, 40, 12, 80, 33, 9]
+    exact, ours = (dense_logits(decoder_of(folder), tokens) for folder in (parent, tmp_path / "out"))
+    assert 0 < kl(exact, ours) < 0.5
+    assert 0 < report.fields["figures"]["kl"]["value"] < 0.5  # as the native executor serves it
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8", "mixed"])
+def test_transformers_loads_the_folder_with_the_same_values(scheme: str, tmp_path: Path):
+    pytest.importorskip("compressed_tensors")
+    parent = tiny(tmp_path / "parent")
+    report = quantized(parent, tmp_path, scheme=scheme, max_kl=0.02 if scheme == "mixed" else 100.0)
+    tokens = [3, 7, 40, 12, 80, 33, 9]
+    theirs = load_reference(tmp_path / "out")(torch.tensor([tokens])).logits[0].detach()
+    exact, ours = (dense_logits(decoder_of(folder), tokens) for folder in (parent, tmp_path / "out"))
+    assert report.passed
+    assert kl(exact, theirs) == pytest.approx(kl(exact, ours), rel=0.02)
+
+
+def test_mixed_promotes_linears_by_kl_for_a_byte_until_the_gate_passes(tmp_path: Path):
+    parent = tiny(tmp_path / "parent")
+    int4 = quantized(parent, tmp_path, scheme="int4", max_kl=0.0)
+    assert not int4.passed
+    limit = int4.fields["figures"]["kl"]["value"] / 2
+    mixed = quantized(parent, tmp_path, scheme="mixed", max_kl=limit)
+    assert mixed.passed
+    assert mixed.fields["figures"]["kl"]["high"] <= limit
+    linears = mixed.fields["quantize"]["linears"].values()
+    assert {each["bits"] for each in linears} == {4, 8}
+    best = max(linears, key=lambda each: each["kl_alone"] / each["bytes"])
+    assert best["bits"] == 8 or best["kl_alone"] > 0
+
+
+def test_a_job_that_ended_goes_on_with_the_layer_that_it_was_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    parent, seen, whole = tiny(tmp_path / "parent"), list[int](), tool.quantize_layer
+
+    def ends(layer: Any, *rest: Any) -> Any:
+        seen.append(layer.index)
+        if seen == [0, 1]:
+            raise KeyboardInterrupt
+        return whole(layer, *rest)
+
+    monkeypatch.setattr(tool, "quantize_layer", ends)
+    with pytest.raises(KeyboardInterrupt):
+        quantized(parent, tmp_path)
+    assert quantized(parent, tmp_path).passed
+    assert seen == [0, 1, 1, 2]
+    (tmp_path / "again").mkdir()
+    quantized(parent, tmp_path / "again")
+    files = [folder / "out" / "model.safetensors" for folder in (tmp_path, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(("asked", "kind"), [({"symmetric": False}, "Q4_1"), ({"scheme": "int8"}, "Q8_0")])
+def test_a_gguf_parent_becomes_a_gguf_file_of_equal_values(asked: dict[str, Any], kind: str, tmp_path: Path):
+    config = json.loads((tiny(tmp_path / "for its config") / "config.json").read_text()) | {"vocab_size": 96}
+    tensors = {name: values * 0.1 if values.ndim == 2 else values for name, values in random_tensors(config).items()}
+    parent = write_gguf(tmp_path / "parent.gguf", "llama", config, tensors, **{
+        "tokenizer__ggml__pre": "gpt-2", "tokenizer__ggml__merges": ["a b"],
+        "tokenizer__ggml__tokens": [*TOKENS, "ab"], "tokenizer__ggml__token_type": [*TOKEN_TYPES, 1],
+    })  # fmt: skip
+    assert quantized(parent, tmp_path, to="gguf", **asked).passed
+    (tmp_path / "folder").mkdir()
+    quantized(parent, tmp_path / "folder", **asked)
+    read = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    found = {tensor.name: tensor for tensor in read.tensors}
+    with (
+        open_checkpoint(str(tmp_path / "out")) as child,
+        open_checkpoint(str(tmp_path / "folder" / "out")) as folder,
+    ):
+        assert child.dtype_of("model.layers.1.self_attn.q_proj.weight") == kind
+        assert child.dtype_of("model.embed_tokens.weight") == "Q8_0"
+        for name in child.tensor_names():
+            ours = float32_values(child.tensor(name), name)
+            own = found[child.own_name(name)]
+            theirs = gguf.dequantize(own.data, own.tensor_type)
+            if "q_proj" not in name and "k_proj" not in name:  # whose rows lie in pairs
+                np.testing.assert_array_equal(ours, theirs.reshape(ours.shape))
+            if "proj" in name:
+                np.testing.assert_array_equal(ours, float32_values(folder.tensor(name), name))
+
+
+def test_a_folder_is_no_parent_of_a_gguf_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--to gguf takes over the metadata of a GGUF parent"):
+        quantized(tiny(tmp_path / "parent"), tmp_path, to="gguf")
+
+
+# ---- scales
+
+
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "mlp_bias": True}, {"norm_offset": 1.0}])
+def test_folded_scales_leave_the_models_function(changes: dict[str, Any]):
+    decoder = make_decoder(make_spec(**changes))
+    prompt = [3, 7, 40, 12, 80, 33, 9]
+    before = dense_logits(decoder, prompt)
+    for layer in decoder.layers:
+        for name in ("qkv", "attention_output", "gate_up", "down"):
+            width = layer.get_submodule(name).in_features
+            scale = torch.logspace(-1, 1, width)
+            if name == "attention_output":  # two query heads share each head of values
+                scale = scale[:16].view(2, 1, 8).expand(2, 2, 8).flatten()
+            with torch.no_grad():
+                kept = fold(layer, decoder.spec, name, scale, torch.bfloat16)
+            torch.testing.assert_close(kept, scale, rtol=0.02, atol=0)
+    torch.testing.assert_close(dense_logits(decoder, prompt), before, rtol=1e-3, atol=1e-3)
