@@ -19,6 +19,7 @@ from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
 from maitred.optimize import data, draft
 from maitred.optimize.data import Document
 from maitred.optimize.draft import TOOL, Head, StepsAhead, TokenRows, head_config, head_loss, rows_of, save_head, tapped
+from maitred.optimize.evaluate import reply_begin
 from maitred.optimize.job import JobReport, run_tool
 from tests.executor.head_reference import HeadReference, parameters_of
 from tests.model.checkpoints import make_checkpoint
@@ -114,6 +115,13 @@ def test_a_prompt_is_read_and_not_learnt(served: Checkpoint):
             "tokens that are drafted"
         )
         assert weights.tolist() == [0.25] * 4
+
+
+def test_drafts_are_judged_on_a_reply_of_a_documents_later_half():
+    """Texts and own documents begin alike, so that their first tokens have one continuation."""
+    ids = np.arange(12, dtype=np.int32)
+    for learnt, begin in (((1, 12), 6), ((8, 12), 8), ((2, 5), 2), ((0, 1), 1)):
+        assert reply_begin(Document(ids, (ids >= learnt[0]) & (ids < learnt[1]))) == begin
 
 
 # ---- the command

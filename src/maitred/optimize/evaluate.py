@@ -351,7 +351,7 @@ def _accepted(llm: LLM, documents: Sequence[Document], progress: Progress) -> Ta
     core.scheduler.num_drafts = lambda request, num_rows: most
     states: list[RequestState] = []
     for number, document in enumerate(documents):
-        begin = _reply_begin(document)
+        begin = reply_begin(document)
         room = min(DRAFTED_TOKENS, llm.model.max_model_len - begin)
         states.append(core.add(_request(llm, document.ids[:begin].tolist(), f"drafted-{number}", room)))
     while core.has_work:
@@ -360,7 +360,7 @@ def _accepted(llm: LLM, documents: Sequence[Document], progress: Progress) -> Ta
     return np.array([(state.num_draft_tokens, state.num_accepted_tokens) for state in states], dtype=np.float64)
 
 
-def _reply_begin(document: Document) -> int:
+def reply_begin(document: Document) -> int:
     """First learnt token of the later half: texts that begin alike would all have one continuation."""
     half = len(document.ids) // 2
     later = np.flatnonzero(document.learnt[half:])
