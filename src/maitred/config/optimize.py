@@ -160,7 +160,7 @@ class EvaluateConfig:
 
 
 PATTERNS = ("none", "2:4")
-PRUNE_METHODS = ("magnitude", "wanda")
+PRUNE_METHODS = ("magnitude", "wanda", "sparsegpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +175,8 @@ class PruneConfig:
     """Layers, those that turn the residual stream least."""
     pattern: str = one_of(PATTERNS, "none")
     """2:4 stores two zeroes in each four weights instead; no kernel here is faster by them."""
-    method: str = one_of(PRUNE_METHODS, "wanda")
-    """How a pattern's zeroes are chosen: by weight, or by weight times input."""
+    method: str = one_of(PRUNE_METHODS, "sparsegpt")
+    """How a pattern's zeroes are chosen: by weight, by weight times input, or with the others making up for them."""
     recover_steps: int | None = None
     """Steps in which the result learns its parent's distributions, as --steps or --minutes say too; None is none."""
 

@@ -19,8 +19,10 @@ from maitred.core.errors import ConfigError
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec, QKNorm
 from maitred.model.torch_decoder import TorchDecoder, load_part, load_torch_decoder
-from maitred.optimize.calibrate import LINEARS, CalibratedLayer, layer_state, walk_layers
+from maitred.optimize.calibrate import CalibratedLayer, layer_state, walk_layers
 from maitred.optimize.job import Job, Tool
+from maitred.optimize.rounding import sparse_2_4
+from maitred.optimize.scaling import seen_inputs
 from maitred.optimize.trainer import Budget, batches_of, learnt_logits, soft_loss, train
 from maitred.optimize.write import child_config, layer_changes, save_decoder
 
@@ -160,22 +162,11 @@ def _places(parts: Tensor, width: int) -> Tensor:
     return (parts[:, None] * width + torch.arange(width)).flatten()
 
 
-def _hessians(layer: CalibratedLayer, linears: Sequence[str]) -> dict[str, Tensor]:
-    """Sum of x x' of each linear's inputs, over all documents."""
-    sums: dict[str, Tensor] = {}
-
-    def see(name: str, x_TK: Tensor) -> None:
-        sums.setdefault(name, torch.zeros(x_TK.shape[1], x_TK.shape[1])).addmm_(x_TK.T, x_TK)
-
-    layer.observe(see, linears)
-    return sums
-
-
 def _narrow(layer: CalibratedLayer, linear: str, width: int, count: int) -> Tensor:
     """Keep `count` of the linear's input parts, each so wide, by what they add to its output, and fit their weights by
     least squares to the output of all. Returns the numbers of those that are kept."""
     weight_DK = layer.module.get_parameter(f"{linear}.weight")
-    moment_KK, full_DK = _hessians(layer, (linear,))[linear].double(), weight_DK.double()
+    moment_KK, full_DK = seen_inputs(layer)[linear].hessian.double(), weight_DK.double()
     moment_KK.diagonal().add_(DAMPING * moment_KK.diagonal().mean() + 1e-12)
     num_parts = weight_DK.shape[1] // width
     parts, each = moment_KK.view(num_parts, width, num_parts, width), torch.arange(num_parts)
@@ -196,9 +187,9 @@ def _sparse(job: Job, spec: DecoderSpec, method: str) -> TorchDecoder:
     job.notes["kernel"] = "none reads 2:4 here: zeroes are stored and multiplied like other weights"
 
     def see(layer: CalibratedLayer) -> dict[str, Tensor]:
-        for name, hessian_KK in _hessians(layer, LINEARS).items():
+        for name, inputs in seen_inputs(layer).items():
             weight_DK = layer.module.get_parameter(f"{name}.weight")
-            weight_DK.copy_(SPARSE[method](weight_DK, hessian_KK, f"layers.{layer.index}.{name}"))
+            weight_DK.copy_(SPARSE[method](weight_DK, inputs.hessian, f"layers.{layer.index}.{name}"))
         return {name: parameter.data for name, parameter in layer.module.named_parameters()}
 
     state = job.state / "layers"
@@ -214,6 +205,7 @@ def _two_of_four(score_DK: Tensor) -> Tensor:
 SPARSE: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
     "magnitude": lambda weight_DK, _, __: weight_DK * _two_of_four(weight_DK.abs()),
     "wanda": lambda weight_DK, hessian_KK, _: weight_DK * _two_of_four(weight_DK.abs() * hessian_KK.diagonal().sqrt()),
+    "sparsegpt": sparse_2_4,
 }
 """Given a matrix, the Hessian of its outputs' error and its name: the matrix with two zeroes in each four weights."""
 
