@@ -18,7 +18,9 @@ from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.packed import float32_values
 from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
+from maitred.optimize.calibrate import CalibratedLayer, attend_of, rotations_of
 from maitred.optimize.job import JobReport, run_tool
+from maitred.optimize.rounding import Form
 from maitred.optimize.scaling import fold
 from tests.executor.torch_worlds import dense_logits, make_decoder, make_spec
 from tests.model.checkpoints import load_reference, make_checkpoint
@@ -176,3 +178,35 @@ def test_folded_scales_leave_the_models_function(changes: dict[str, Any]):
                 kept = fold(layer, decoder.spec, name, scale, torch.bfloat16)
             torch.testing.assert_close(kept, scale, rtol=0.02, atol=0)
     torch.testing.assert_close(dense_logits(decoder, prompt), before, rtol=1e-3, atol=1e-3)
+
+
+def planted(decoder: TorchDecoder) -> TorchDecoder:
+    """The same function: four channels of each norm are huge, and the columns that read them small."""
+    with torch.no_grad():
+        for layer in decoder.layers:
+            for norm, reader in (("attention_norm", "qkv"), ("mlp_norm", "gate_up")):
+                layer.get_parameter(f"{norm}.weight")[[3, 17, 40, 61]] *= 32
+                layer.get_parameter(f"{reader}.weight")[:, [3, 17, 40, 61]] /= 32
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("form", "method", "most"), [(Form(4, 32, True), "awq", 0.6), (Form(8, None, True), "smoothquant", 0.6)]
+)
+def test_scales_save_what_outliers_cost(form: Form, method: str, most: float):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    errors = dict[str, float]()
+    for each in ("rtn", method):
+        layer: Any = planted(make_decoder(make_spec(**sizes))).layers[0]
+        hidden = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+
+        def run(layer: Any = layer, hidden: torch.Tensor = hidden) -> Any:
+            decoder = TorchDecoder(layer.spec, hollow=True)
+            yield layer(hidden, rotations_of(decoder, [200]), attend_of(layer.spec, [200]))
+
+        with torch.no_grad():
+            (exact,) = run()
+            tool.quantize_layer(CalibratedLayer(0, layer, run), layer.spec, {form.bits: form}, each, torch.float32)
+            (rounded,) = run()
+        errors[each] = float((rounded - exact).square().mean())
+    assert errors[method] < most * errors["rtn"]

@@ -107,7 +107,7 @@ class QuantizeConfig:
     """Weights of a row that share a scale, a multiple of 32; None is 32 for int4, the whole row for int8."""
     symmetric: bool = True
     """int4 without a zero of each group: Q4_0's form, else Q4_1's, which takes 0.5 bits more for a weight and loses
-    less; transformers with compressed-tensors 0.20 cannot load it from a folder, vLLM and maitred can."""
+    less; transformers with compressed-tensors 0.20 cannot load that from a folder."""
     to: str = one_of(("folder", "gguf"), "folder")
     """A compressed-tensors folder, or from a GGUF parent a GGUF file."""
     kv_dtype: str = one_of(KV_DTYPES, "auto")
