@@ -79,6 +79,8 @@ def test_what_the_gate_lets_through_appears_whole_with_its_report(tmp_path: Path
     report = run(config(tmp_path))
     assert report.passed
     assert beside(tmp_path) == {"out"}
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "data.jsonl").stat().st_mode}  # for all who may read what a user writes
     told = json.loads((tmp_path / "out" / "report.json").read_text())
     assert told["passed"]
     assert told["figures"]["flips"]["drawn"] == 22

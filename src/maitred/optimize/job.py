@@ -226,7 +226,10 @@ def _write_json(path: Path, value: object) -> None:
 
 def _appear(folder: Path, out: Path) -> None:
     """DIR is there after this, with all its bytes on disk before its name."""
+    mask = os.umask(0)
+    os.umask(mask)
     for file in filter(Path.is_file, folder.rglob("*")):
+        file.chmod(0o666 & ~mask)  # safetensors writes files for the owner alone
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
     folder.rename(out)
