@@ -81,6 +81,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quantize": ("maitred.cli.optimize:QUANTIZE", "store a model's matrices in 4 or 8 bits, if a gate lets it through"),
     "evaluate": ("maitred.cli.optimize:EVALUATE", "measure a model beside its parent, in the format that is served"),
     "finetune": ("maitred.cli.optimize:FINETUNE", "teach a model your documents: an adapter, or all weights"),
+    "federate serve": ("maitred.cli.optimize:FEDERATE", "average adapters that clients train on data of their own"),
+    "federate join": ("maitred.cli.optimize:JOIN", "train a federation's adapter on data that stays here"),
     "roofline": ("maitred.cli.roofline", "measure what this machine allows, and how far the engine is from it"),
     "profile": ("maitred.cli.profile", "measure this machine for simulate"),
     "explain": ("maitred.cli.models:EXPLAIN", "tell how a model would be run: fusions, kernels, formats, buffers"),

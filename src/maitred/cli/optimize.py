@@ -19,7 +19,9 @@ from maitred.config.optimize import (
     DistillConfig,
     DraftConfig,
     EvaluateConfig,
+    FederateConfig,
     FinetuneConfig,
+    JoinConfig,
     PruneConfig,
     QuantizeConfig,
     ToolConfig,
@@ -242,4 +244,36 @@ QUANTIZE = tool_command(
         "maitred quantize ./model --out model-int4 --data chats.jsonl --held-out others.jsonl",
         "maitred quantize smollm2 --out smol-q8 --scheme int8 --to gguf",
     ),
+)
+
+def _join(options: Options) -> int:
+    need_torch()
+    from maitred.optimize.federated import join
+
+    with bar("federate join") as progress:
+        told = join(options[JoinConfig], progress)
+    print(
+        json.dumps(told) if options[JsonOption].json else "\n".join(f"{name:28} {each}" for name, each in told.items())
+    )
+    return 0
+
+
+FEDERATE = tool_command(
+    "federate serve",
+    FederateConfig,
+    "federated",
+    "Average the adapters that clients train on data that stays with them, round by round, into one that is measured.",
+    (
+        "maitred federate serve smollm2 --out ./ours --rounds 10 --min-clients 3 --held-out public.jsonl",
+        "maitred federate serve --out ./ours --host 0.0.0.0 --tenants tenants.yaml --noise 1 --clip 1",
+    ),
+)
+
+JOIN = Command(
+    path="federate join",
+    summary="Train a federation's adapter on data that stays here; only clipped updates of the adapter are sent.",
+    run=_join,
+    parts=(JoinConfig, JsonOption),
+    positional="url",
+    examples=("maitred federate join http://10.0.0.5:8100 --model smollm2 --data chats.jsonl --local-steps 20",),
 )

@@ -69,29 +69,94 @@ class DraftConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinetuneConfig:
-    """What is trained"""
+class LoraShape:
+    """The adapter"""
 
     lora_rank: int = 8
     """Rank of the adapters (LoRA); serve takes up to --max-lora-rank."""
-    full: bool = False
-    """Train all weights; the result is an ordinary model folder."""
-    merge: bool = False
-    """Add the trained adapter to the weights; the result is an ordinary model folder."""
     lora_alpha: float = 16.0
     """The adapters' product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = field(default=(), metadata={"name": "--target-module", "metavar": "NAME"})
     """A linear that has an adapter, as PEFT names it: q_proj. May be repeated; none is all of them."""
+
+    def __post_init__(self) -> None:
+        require_between("lora_rank", self.lora_rank, 1, 1024)
+        if not 0 < self.lora_alpha < 1e6:
+            raise ConfigError(f"lora_alpha is {self.lora_alpha}; it must be a number over 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneConfig(LoraShape):
+    """What is trained"""
+
+    full: bool = False
+    """Train all weights; the result is an ordinary model folder."""
+    merge: bool = False
+    """Add the trained adapter to the weights; the result is an ordinary model folder."""
     learning_rate: float | None = None
     """Peak; None is 0.001 for adapters, 0.0001 for all weights."""
 
     def __post_init__(self) -> None:
         if self.full and self.merge:
             raise ConfigError("full and merge exclude each other: without an adapter there is nothing to merge")
-        require_between("lora_rank", self.lora_rank, 1, 1024)
-        for name in ("lora_alpha", "learning_rate"):
-            if (value := getattr(self, name)) is not None and not 0 < value < 1e6:
-                raise ConfigError(f"{name} is {value}; it must be a number over 0")
+        LoraShape.__post_init__(self)
+        if self.learning_rate is not None and not 0 < self.learning_rate < 1e6:
+            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be a number over 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FederateConfig(LoraShape):
+    """The federation"""
+
+    rounds: int = 10
+    """Rounds in all."""
+    min_clients: int = 2
+    """Updates without which a round does not end."""
+    clip: float = 10.0
+    """Most norm of a client's update; clients clip to it, and larger ones are refused."""
+    noise: float = 0.0
+    """Standard deviation of Gaussian noise on the sum of updates, in clips; the report tells epsilon."""
+    round_s: float = 600.0
+    """A round ends after this long (s) without the clients that have not told their updates."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8100
+    """Port to listen on."""
+    tenants: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """Tenants with their keys (maitred keys); a key is one client. None lets in any client that reaches the port."""
+
+    def __post_init__(self) -> None:
+        LoraShape.__post_init__(self)
+        for name in ("rounds", "min_clients"):
+            require_at_least(name, getattr(self, name), 1)
+        require_at_least("noise", self.noise, 0)
+        require_between("port", self.port, 1, 65535)
+        for name in ("clip", "round_s"):
+            if not 0 < getattr(self, name) < 1e9:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a number over 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinConfig:
+    """A client of a federation"""
+
+    url: str = field(metadata={"metavar": "URL"})
+    """The server: http://HOST:8100."""
+    data: str = field(metadata={"metavar": "FILE"})
+    """JSON lines of {"messages"}, {"text"} or {"token_ids"}, which stay here; a tenth is held out to judge by."""
+    local_steps: int = 20
+    """Training steps in each round."""
+    model: str | None = None
+    """The parent, the same files as the server's; None is what serve takes without a model."""
+    learning_rate: float | None = None
+    """Peak in each round; None is 0.001."""
+    name: str | None = None
+    """Of this client among those without keys; None is made from this machine and the file's place."""
+    api_key: str | None = field(default=None, metadata={"env": "MAITRED_API_KEY", "metavar": "KEY"})
+    """Key of a tenant."""
+
+    def __post_init__(self) -> None:
+        require_at_least("local_steps", self.local_steps, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

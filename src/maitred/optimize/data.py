@@ -156,13 +156,17 @@ def file_hashes(config: ToolConfig) -> dict[str, str]:
     return found
 
 
-def read_corpus(config: ToolConfig, parent: Checkpoint, state: Path, progress: Progress) -> Corpus:
+def read_corpus(
+    config: ToolConfig, parent: Checkpoint, state: Path, progress: Progress, *, learns: bool = True
+) -> Corpus:
     """Raises ConfigError with file and line. What the parent writes is kept in `state`, and gone on with."""
     reader = Reader(parent)
     tasks = read_tasks(config.tasks) if config.tasks is not None else ()
     held_out = reader.read(config.held_out) if config.held_out is not None else None
     if config.data is not None:
         learn = reader.read(config.data)
+    elif held_out is not None and not learns:
+        learn = []
     else:
         learn = own_documents(parent, state / "own.jsonl", seed=config.seed, progress=progress)
     if held_out is None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from maitred.config.optimize import FinetuneConfig
+from maitred.config.optimize import LoraShape
 from maitred.core.errors import ConfigError
 from maitred.model.adapters import CONFIG_NAME, WEIGHTS_NAME
 from maitred.model.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ class LoraLinear(nn.Linear):
             self.weight[part.row : part.row + part.shape[0]] += self.scale * b_NR @ a_RK
 
 
-def attach_lora(decoder: TorchDecoder, own: FinetuneConfig, seed: int) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+def attach_lora(decoder: TorchDecoder, own: LoraShape, seed: int) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Give linears of `decoder` adapters; A is drawn from the seed, B is zero. Returns (A, B) by linear, as
     layers.0.self_attn.q_proj. Raises ConfigError for targets that are no linears."""
     by_parameter: dict[str, list[tuple[str, WeightSource]]] = {}
@@ -96,7 +96,7 @@ def targeted(spec: DecoderSpec, targets: Sequence[str]) -> dict[str, WeightSourc
 
 
 def save_adapter(
-    matrices: Mapping[str, tuple[Tensor, Tensor]], parent: Checkpoint, folder: Path, own: FinetuneConfig
+    matrices: Mapping[str, tuple[Tensor, Tensor]], parent: Checkpoint, folder: Path, own: LoraShape
 ) -> None:
     """Write (A, B) by linear as PEFT saves an adapter of `parent`."""
     spec, names = spec_from_config(parent.config), parent.tensor_names()

@@ -77,6 +77,8 @@ class Tool:
     """Fills `job.folder` with a model folder, or goes on with it."""
     measure: Callable[[Job], Evaluation] | None = None
     """In place of `measured`, for what is no model."""
+    learns: bool = True
+    """Whether it needs documents beside those that are held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def run_tool(tool: Tool, config: ToolConfig, own: DataclassInstance, progress: P
     Raises ConfigError, CheckpointError, OutOfMemory before anything is made; what was made stays in DIR.part then.
     """
     begun, out = time.monotonic(), Path(config.out)
-    with open_job(tool.name, config, own, progress) as job:
+    with open_job(tool.name, config, own, progress, learns=tool.learns) as job:
         if tool.measure is None:
             exact_bytes = 4 * spec_from_config(job.parent.config).num_parameters()
             job.need_memory(exact_bytes + job.parent.weight_bytes, "the result beside its parent in float32")
@@ -130,7 +132,9 @@ def measured(job: Job) -> Evaluation:
 
 
 @contextmanager
-def open_job(name: str, config: ToolConfig, own: DataclassInstance, progress: Progress) -> Iterator[Job]:
+def open_job(
+    name: str, config: ToolConfig, own: DataclassInstance, progress: Progress, *, learns: bool = True
+) -> Iterator[Job]:
     """The job of this command, begun or gone on with. Raises ConfigError where DIR is there, another command's job
     lies beside it, or another process is at it."""
     rules, out, part = read_rules(name, config.gate), Path(config.out), _beside(Path(config.out), "part")
@@ -143,7 +147,7 @@ def open_job(name: str, config: ToolConfig, own: DataclassInstance, progress: Pr
             if out.exists():
                 raise ConfigError(f"{out} is there already; name another --out, or remove it")
             _check_same(part, asked)
-            corpus = read_corpus(config, parent, part / "state", progress)
+            corpus = read_corpus(config, parent, part / "state", progress, learns=learns)
             rules.check_enough(corpus)
         except BaseException:
             if not (part / "model").exists() and (out.exists() or not any((part / "state").iterdir())):
