@@ -246,6 +246,7 @@ QUANTIZE = tool_command(
     ),
 )
 
+
 def _join(options: Options) -> int:
     need_torch()
     from maitred.optimize.federated import join

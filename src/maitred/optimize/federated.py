@@ -106,7 +106,8 @@ class Federation:
     def offer(self, client: str) -> bytes:
         """B as a client begins with it."""
         (self.left if self.is_done else self.fetched).add(client)
-        return save({name: b.to(torch.bfloat16) for name, b in self.b.items()})
+        body: bytes = save({name: b.to(torch.bfloat16) for name, b in self.b.items()})
+        return body
 
     def take(self, client: str, round_number: int, examples: int, body: bytes) -> None:
         """Raises UpdateRefused."""
@@ -352,11 +353,11 @@ class _Link:
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     found = answer.read()
                     self.sent, self.received = self.sent + len(body or b""), self.received + len(found)
-                    return answer.status, answer.headers, found
+                    return answer.status, {name.lower(): each for name, each in answer.headers.items()}, found
             except urllib.error.HTTPError as error:
                 words = error.read().decode(errors="replace")[:500]
                 if error.code == 409:
-                    return 409, error.headers, words.encode()
+                    return 409, {}, words.encode()
                 raise ConfigError(f"{self._url} refuses ({error.code}): {words}") from None
             except (OSError, ValueError) as error:
                 if isinstance(error, ValueError) or time.monotonic() > ends:
