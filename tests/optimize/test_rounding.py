@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from maitred.core.errors import ConfigError
-from maitred.optimize.rounding import Form, Rounded, gptq, inverse_factor, round_to_nearest, sparse_2_4
+from maitred.optimize.rounding import (
+    Form,
+    Rounded,
+    gptq,
+    gptq_in_order,
+    inverse_factor,
+    round_to_nearest,
+    sparse_2_4,
+)
 
 torch.set_num_threads(1)
 
@@ -47,11 +55,13 @@ def obvious_gptq(rounded: Rounded, weights: torch.Tensor, hessian: torch.Tensor)
 @pytest.mark.parametrize("form", [Form(4, 32, False), Form(4, 128, True), Form(4, None, True)])
 def test_gptq_chooses_what_float64_chooses(form: Form):
     weights, hessian = world()
-    rounded = gptq(form, weights, hessian, "a linear")
+    rounded = gptq_in_order(form, weights, hessian, "a linear")
     expected = obvious_gptq(rounded, weights, hessian)
     assert (rounded.codes == expected).double().mean() > 0.99  # the rest lies between two codes
     nearest = round_to_nearest(form, weights, hessian.diagonal())
     assert output_error(rounded.values() - weights, hessian) < 0.7 * output_error(nearest.values() - weights, hessian)
+    better = gptq(form, weights, hessian, "a linear")
+    assert output_error(better.values() - weights, hessian) <= output_error(rounded.values() - weights, hessian)
 
 
 @pytest.mark.parametrize("form", [Form(4, 32, False), Form(4, 64, True), Form(8, None, True), Form(8, 32, True)])

@@ -165,9 +165,9 @@ class QuantizeConfig:
 
     scheme: str = one_of(("int8", "int4", "mixed"), "int4")
     """Bits of the layers' matrices. mixed promotes them from int4 to int8, by KL per byte, until the gate passes."""
-    method: str = one_of(("gptq", "rtn", "awq", "smoothquant"), "gptq")
+    method: str = one_of(("gptq", "rtn", "awq", "smoothquant", "qat"), "gptq")
     """Way of rounding: gptq lets later weights make up for earlier ones, rtn rounds each alone, awq and smoothquant
-    first move scales out of the inputs."""
+    first move scales out of the inputs, qat trains on from gptq's codes (--steps or --minutes, 3 unless asked)."""
     group_size: int | None = None
     """Weights of a row that share a scale, a multiple of 32; None is 32 for int4, the whole row for int8."""
     symmetric: bool = True
@@ -182,6 +182,8 @@ class QuantizeConfig:
 
     def __post_init__(self) -> None:
         require_choices(self)
+        if (self.method, self.scheme) == ("qat", "mixed"):
+            raise ConfigError("method qat trains one number format; choose scheme int4 or int8")
         require_at_least("group_size", self.group_size, 32)
         require_at_least("calibration_tokens", self.calibration_tokens, 64)
         if self.group_size is not None and self.group_size % 32:

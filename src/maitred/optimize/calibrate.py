@@ -94,7 +94,7 @@ def walk_layers(
                 yield layer(hidden_TD[begin:end].float(), rotations_of(decoder, lengths), attend_of(spec, lengths))
                 begin = end
 
-        save_whole(dict(see(CalibratedLayer(index, layer, run))), _file_of_layer(state, index))
+        save_layer(state, index, see(CalibratedLayer(index, layer, run)))
         begin = 0
         for out in run():
             hidden_TD[begin : begin + len(out)] = out
@@ -109,6 +109,10 @@ def layer_state(state: Path, index: int) -> dict[str, Tensor]:
     """What the walk kept of a layer."""
     kept: dict[str, Tensor] = load_file(_file_of_layer(state, index))
     return kept
+
+
+def save_layer(state: Path, index: int, kept: Mapping[str, Tensor]) -> None:
+    save_whole(dict(kept), _file_of_layer(state, index))
 
 
 def _file_of_layer(state: Path, index: int) -> Path:

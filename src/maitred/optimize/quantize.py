@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from maitred.config.optimize import QuantizeConfig
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec, parameter_shapes
-from maitred.model.torch_decoder import TorchDecoder, load_part
+from maitred.model.torch_decoder import TorchDecoder, load_part, load_torch_decoder
 from maitred.optimize.calibrate import (
     LINEARS,
     CalibratedLayer,
@@ -22,12 +23,14 @@ from maitred.optimize.calibrate import (
     embedded,
     layer_state,
     rotations_of,
+    save_layer,
     walk_layers,
 )
 from maitred.optimize.gate import judge
 from maitred.optimize.job import Job, Tool, measured
-from maitred.optimize.rounding import Form, Rounded, gptq, round_to_nearest
+from maitred.optimize.rounding import Form, Rounded, gptq, nearest, round_to_nearest
 from maitred.optimize.scaling import SCALES, fold, scale_layer, seen_inputs
+from maitred.optimize.trainer import ADAMW_LR, Budget, batches_of, learnt_logits, soft_loss, train
 from maitred.optimize.write import check_gguf_parent, child_config, save_compressed, save_gguf
 
 BITS = {"int8": (8,), "int4": (4,), "mixed": (4, 8)}
@@ -37,6 +40,8 @@ ALONE_TOKENS = 256
 """Tokens on which each linear is judged alone."""
 HALF = 0.5
 """Of the KL that is left, which each round of `mixed` takes away by promoting linears."""
+QAT_MINUTES, QAT_TOKENS, QAT_LR = 3.0, 1024, 1e-4
+"""Of qat, unless asked: time, tokens of a step, and AdamW's peak."""
 
 Choice = dict[tuple[int, str], Form]
 """Form of each linear, by layer and name."""
@@ -60,6 +65,8 @@ def make(job: Job) -> None:
         state=job.state / "layers",
         on_layer=lambda done, total: job.progress(done, total, "rounding layers"),
     )
+    if config.method == "qat":
+        _train(job, spec, next(iter(forms.values())))
     choice = {(index, name): next(iter(forms.values())) for index in range(spec.num_layers) for name in LINEARS}
     alone = kl_alone(job, spec, choice, documents, dtype)
     _write(job, choice)
@@ -107,7 +114,7 @@ def quantize_layer(
         for name in LINEARS:
             weight, seen = module.get_parameter(f"{name}.weight").clone(), inputs[name]
             for bits, form in reversed(list(forms.items())):
-                if method == "gptq":
+                if method in ("gptq", "qat"):
                     rounded = gptq(form, weight, seen.hessian, f"layers.{layer.index}.{name}")
                 else:
                     rounded = round_to_nearest(form, weight, seen.hessian.diagonal())
@@ -129,6 +136,59 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class FakeRounded(nn.Module):
+    """Rounds a linear's weight forwards, on a grid that stays; gradients pass as if it had not (straight-through)."""
+
+    def __init__(self, rounded: Rounded) -> None:
+        super().__init__()
+        self.form = rounded.form
+        self.scale = nn.Buffer(rounded.scale.float()[:, :, None], persistent=False)
+        self.zero = nn.Buffer(rounded.zero.float()[:, :, None], persistent=False)
+
+    def rounded(self, weight: Tensor) -> Rounded:
+        codes, _ = nearest(self.form, weight.detach().view(*self.scale.shape[:2], -1), self.scale, self.zero)
+        scale, zero = self.scale[:, :, 0].half(), self.zero[:, :, 0].to(torch.int8)
+        return Rounded(self.form, codes.view_as(weight).to(torch.int8), scale, zero)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + (self.rounded(weight).values() - weight).detach()
+
+
+def _train(job: Job, spec: DecoderSpec, form: Form) -> None:
+    """Go on from GPTQ's codes: train the rounded linears on the parent's distributions, and keep the codes in the place
+    of GPTQ's. A weight begins as near to the parent's as it can without another code."""
+    teacher, student = (load_torch_decoder(spec, job.parent) for _ in range(2))
+    for index, layer in enumerate(student.layers):
+        kept = layer_state(job.state / "layers", index)
+        for name in LINEARS:
+            rounded, linear = rounded_of(kept, name, form), layer.get_submodule(name)
+            values, weight = rounded.values(), layer.get_parameter(f"{name}.weight")
+            step = rounded.scale.float().repeat_interleave(weight.shape[1] // rounded.scale.shape[1], 1)
+            weight.copy_(values + (weight - values).clamp(-0.49 * step, 0.49 * step))
+            weight.requires_grad_(True)
+            register_parametrization(linear, "weight", FakeRounded(rounded))
+
+    def loss(batch: Any) -> Tensor:
+        with torch.no_grad():
+            taught_NV = learnt_logits(teacher, batch)
+        return soft_loss(learnt_logits(student, batch), taught_NV)
+
+    steps, minutes = job.config.steps, job.config.minutes or QAT_MINUTES
+    budget = Budget(steps=steps, minutes=None if steps else minutes, lr_scale=QAT_LR / ADAMW_LR, use_muon=False)
+    batches = batches_of(job.corpus.learn, seed=job.config.seed, num_tokens=QAT_TOKENS)
+    run = train(student, loss, batches, budget, job.state, job.progress)
+    job.notes["training"] = f"{run.step} steps, {run.num_tokens:,} tokens, {run.elapsed_s / 60:.1f} minutes"
+    for index, layer in enumerate(student.layers):
+        kept = layer_state(job.state / "layers", index)
+        for name in LINEARS:
+            fake = layer.get_submodule(f"{name}.parametrizations.weight.0")
+            assert isinstance(fake, FakeRounded)
+            rounded = fake.rounded(layer.get_parameter(f"{name}.parametrizations.weight.original"))
+            kept[f"{name}.{form.bits}.codes"] = rounded.codes
+            kept.pop(f"{name}.{form.bits}.error", None)  # GPTQ's
+        save_layer(job.state / "layers", index, kept)
 
 
 def rounded_of(kept: Mapping[str, Tensor], name: str, form: Form) -> Rounded:
@@ -224,10 +284,10 @@ def _told(job: Job, spec: DecoderSpec, choice: Choice, alone: Mapping[tuple[int,
     """The report's words: bytes, and by linear its form, error, KL alone and bytes."""
     linears: dict[str, Any] = {}
     for (index, name), form in choice.items():
-        error = float(layer_state(job.state / "layers", index)[f"{name}.{form.bits}.error"])
+        error = layer_state(job.state / "layers", index).get(f"{name}.{form.bits}.error")
         linears[f"layers.{index}.{name}"] = {
             "bits": form.bits,
-            "error": error,
+            "error": None if error is None else float(error),
             "kl_alone": alone[index, name],
             "bytes": form.bytes_of(*_shapes(spec)[name]),
         }
