@@ -42,8 +42,10 @@ KNOWN: frozenset[Circle] = frozenset()
 ON_A_CHATS_WAY = "files that one streamed chat request passes"
 # They go down with the figures; one that is raised says why, on its line.
 CEILINGS = {
-    "files": 393,  # 20 of them for the tools around the model
-    "lines": 90_440,  # 3,500 of them for the tools around the model
+    "files": 399,  # 26 of them are the tools around the model and what they keep
+    # 6,280 are those tools, for which 3,500 were meant: documents in three forms with what is learnt of each, paired
+    # intervals, states that outlive any end, and refusals with their numbers took as many lines as the methods.
+    "lines": 93_220,
     ON_A_CHATS_WAY: 72,
     "modules under 100 lines with one importer": 5,
     "names of classes that stand twice": 20,
