@@ -180,7 +180,7 @@ def drafting(plain: EngineParts) -> Iterator[tuple[EngineParts, dict[str, Served
     with engine(forced_tokens=False) as parts:
         executor: Any = parts.core._executor
         executor.proposer = Reciting(expected)
-        parts.core.scheduler._num_drafts = lambda request, num_rows: 4
+        parts.core.scheduler.num_drafts = lambda request, num_rows: 4
         yield parts, expected, executor.proposer
 
 

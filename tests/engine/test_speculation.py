@@ -179,7 +179,7 @@ def serve(world: World, proposer: Proposer | None = None) -> Served:
         if proposer is not None:
             core._executor.proposer = proposer  # type: ignore[attr-defined]
         if core._executor.proposer is not None:  # type: ignore[attr-defined]
-            core.scheduler._num_drafts = lambda request, num_rows: NUM_DRAFTS
+            core.scheduler.num_drafts = lambda request, num_rows: NUM_DRAFTS
         return Served(llm.generate(PROMPTS, world.sampling, lora="a" if lora else None), core.stats)
 
 

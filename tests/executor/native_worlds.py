@@ -45,6 +45,7 @@ class DecoderCheckpoint:
 
     def __init__(self, decoder: Any, types: tuple[str, ...] = ()) -> None:
         self.gguf = "in memory" if types else None
+        self.has_formats = bool(types)
         self._types = types
         self.spec: DecoderSpec = replace(decoder.spec, fused_weights=not types)
         self._parameters = dict(decoder.named_parameters())

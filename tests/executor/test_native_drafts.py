@@ -125,7 +125,7 @@ def served(
     parts = build_parts(config, clock=WallClock())
     if proposer is not None:
         parts.core._executor.proposer = proposer()
-        parts.core.scheduler._num_drafts = lambda request, num_rows: 4  # whatever steps take
+        parts.core.scheduler.num_drafts = lambda request, num_rows: 4  # whatever steps take
     found: dict[str, list[int]] = {}
     for name, sampling in ASKED.items():
         if sampling.n == 1:

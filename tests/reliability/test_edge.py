@@ -546,6 +546,9 @@ WALL_CLOCK_USERS = {
     "cli/top.py": "since when",
     "tensor/host.py": "when an engine without a language model was made, as /v1/models tells",
     "engine/tensors.py": "when a model was last asked, as Triton's statistics tell",
+    "optimize/release.py": "when a version was published",
+    "storage/capture.py": "when an answer was captured, and names of files in that order",
+    "cli/capture.py": "what was captured until now is erased",
 }
 
 
