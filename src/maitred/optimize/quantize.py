@@ -40,7 +40,7 @@ ALONE_TOKENS = 256
 """Tokens on which each linear is judged alone."""
 HALF = 0.5
 """Of the KL that is left, which each round of `mixed` takes away by promoting linears."""
-QAT_MINUTES, QAT_TOKENS, QAT_LR = 3.0, 1024, 1e-4
+QAT_MINUTES, QAT_TOKENS, QAT_LR = 3.0, 1024, 3e-5
 """Of qat, unless asked: time, tokens of a step, and AdamW's peak."""
 
 Choice = dict[tuple[int, str], Form]
