@@ -173,7 +173,7 @@ def read_corpus(
         learn, held_out = parted(learn, config.data or "the parent's own documents")
     elif config.data is not None:
         _refuse_shared(learn, held_out, config)
-    is_own, hashes = config.data is None, file_hashes(config)
+    is_own, hashes = config.data is None and bool(learn), file_hashes(config)
     if is_own:
         hashes["own"] = hashlib.sha256(b"".join(sorted(each.key for each in [*learn, *held_out]))).hexdigest()
     return Corpus(tuple(learn), tuple(held_out), tasks, is_own, is_own and config.held_out is None, hashes)
