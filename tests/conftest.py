@@ -38,6 +38,9 @@ sys.dont_write_bytecode = False
 
 # BLAS's threads wait spinning, and beside another process of tests they do little else.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# PyTorch's threads spin for each other where several processes share the processors.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # In CI few examples and the same every time, so that a red run is the change's doing; elsewhere new ones each time.
 # Neither minds a machine that is slow to make examples.
