@@ -85,7 +85,7 @@ class TorchExecutor:
             self._attention = GatherAttention(spec, self.pool, device=device, dtype=dtype)
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
-        with torch.inference_mode(), _threads(self._num_threads):
+        with torch.inference_mode(), torch_threads(self._num_threads):
             works = self._take_plan(plan)
             if not works:
                 return ModelOutput(())
@@ -101,7 +101,7 @@ class TorchExecutor:
 
     def measure_swap(self) -> SwapBandwidth | None:
         """Measure how fast blocks go to the host and back; None without host blocks. New executors only."""
-        with torch.inference_mode(), _threads(self._num_threads):
+        with torch.inference_mode(), torch_threads(self._num_threads):
             return self._host.measure() if self._host is not None else None
 
     def block_io(self) -> torch_kv.TorchBlocks:
@@ -199,7 +199,8 @@ class TorchExecutor:
 
 
 @contextmanager
-def _threads(num_threads: int | None) -> Iterator[None]:
+def torch_threads(num_threads: int | None) -> Iterator[None]:
+    """Let PyTorch compute on so many threads meanwhile; None leaves it its own."""
     before = torch.get_num_threads()
     if num_threads is None or num_threads == before:
         yield

@@ -64,17 +64,17 @@ class Student(NamedTuple):
 
 
 def make(job: Job) -> None:
-    spec, steps = spec_from_config(job.parent.config), job.config.steps
+    spec = spec_from_config(job.parent.config)
     logits_bytes = 16 * _batch_tokens(spec) * spec.vocab_size
     job.need_memory(24 * spec.num_parameters() + logits_bytes, "the teacher, the student's gradients and their logits")
     teacher = load_torch_decoder(spec, job.parent, dtype=torch.bfloat16 if HAS_BF16 else torch.float32)
-    minutes = None if steps else job.config.minutes or MINUTES
-    budget, hard = Budget(steps=steps, minutes=minutes, lr_scale=job.own.lr_scale), job.own.hard_share
+    budget = Budget(steps=job.config.steps, minutes=job.config.minutes or MINUTES, lr_scale=job.own.lr_scale)
+    hard = job.own.hard_share
     run, size = _distilled(job, teacher, job.own.student, hard, budget, job.state, job.folder)
     job.notes |= {"parameters": size, "share": round(size / spec.num_parameters(), 4), "steps": run.step}
     job.notes |= {"tokens": run.num_tokens, "minutes": round(run.elapsed_s / 60, 2), "curve": run.curve}
     if job.own.sweep:
-        equal = replace(budget, steps=run.step, minutes=None)
+        equal = replace(budget, steps=run.step)
         asked = [("hard labels alone", job.own.student, 1.0), *((share, share, hard) for share in SWEPT)]
         job.notes["sweep"] = {"itself": _scored(job, job.folder, size)}
         for name, student, share in asked:

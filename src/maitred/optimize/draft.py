@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from maitred.optimize.calibrate import attend_of
 from maitred.optimize.data import Document, own_documents, parted
 from maitred.optimize.evaluate import Evaluation, evaluate
 from maitred.optimize.job import Job, Tool
-from maitred.optimize.trainer import HAS_BF16, Budget, train
+from maitred.optimize.trainer import HAS_BF16, Budget, in_epochs, train
 from maitred.optimize.write import write_json
 
 MINUTES = 10.0
@@ -109,8 +108,7 @@ def _make_head(job: Job) -> None:
     torch.manual_seed(job.config.seed)
     model = load_torch_decoder(spec, job.parent, dtype=torch.bfloat16 if HAS_BF16 else torch.float32)
     head = Head(model, config, drafted)
-    minutes = None if job.config.steps else job.config.minutes or MINUTES
-    budget = Budget(steps=job.config.steps, minutes=minutes, lr_scale=job.own.lr_scale)
+    budget = Budget(steps=job.config.steps, minutes=job.config.minutes or MINUTES, lr_scale=job.own.lr_scale)
     draw = rows_of(documents, seed=job.config.seed, num_tokens=num_batch)
     run = train(head, lambda rows: head_loss(head, model, rows), draw, budget, job.state, job.progress)
     save_head(head, config, job.folder)
@@ -276,8 +274,7 @@ def rows_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> Cal
         groups[-1].append(each)
 
     def draw(step: int, share: float) -> TokenRows:
-        epoch, place = divmod(step, len(groups))
-        group = groups[Random(f"{seed} {epoch}").sample(range(len(groups)), len(groups))[place]]
+        group = in_epochs(groups, seed, step)
         shape = (len(group), max(len(each.ids) for each in group))
         rows = TokenRows(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.full(shape, -1))
         for row, each in enumerate(group):

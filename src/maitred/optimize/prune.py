@@ -23,7 +23,7 @@ from maitred.optimize.calibrate import CalibratedLayer, layer_state, walk_layers
 from maitred.optimize.job import Job, Tool
 from maitred.optimize.rounding import sparse_2_4
 from maitred.optimize.scaling import seen_inputs
-from maitred.optimize.trainer import Budget, batches_of, learnt_logits, soft_loss, train
+from maitred.optimize.trainer import Budget, batches_of, imitation, train
 from maitred.optimize.write import child_config, layer_changes, save_decoder
 
 UNIT = 32  # neurons: whole vectors of every instruction set, and whole blocks of every format
@@ -41,7 +41,7 @@ def make(job: Job) -> None:
             raise ConfigError(
                 f"training would undo a {own.pattern} pattern; leave recover_steps, steps and minutes out"
             )
-        budget = Budget(steps=steps, minutes=None if steps else asked.minutes, lr_scale=LR_SCALE)
+        budget = Budget(steps=steps, minutes=asked.minutes, lr_scale=LR_SCALE)
         job.need_memory(6 * 4 * spec.num_parameters(), "the result, its parent, gradients and the optimiser's state")
     kept = _Kept(job, own, spec) if own.pattern == "none" else None
     decoder = _cut(job, spec, kept) if kept is not None else _sparse(job, spec, own.method)
@@ -222,16 +222,10 @@ def _assembled(job: Job, spec: DecoderSpec, child: DecoderSpec, layers: Sequence
 
 def _recover(job: Job, decoder: TorchDecoder, teacher: TorchDecoder, budget: Budget) -> None:
     """Train the child on its parent's distributions."""
-
-    def loss(batch: Any) -> Tensor:
-        with torch.no_grad():
-            taught_NV = learnt_logits(teacher, batch)
-        return soft_loss(learnt_logits(decoder, batch), taught_NV)
-
     decoder.requires_grad_(True)
     batches = batches_of(job.corpus.learn, seed=job.config.seed, num_tokens=RECOVERY_TOKENS)
-    run = train(decoder, loss, batches, budget, job.state, job.progress)
-    job.notes["recovery"] = f"{run.step} steps, {run.num_tokens:,} tokens, {run.elapsed_s / 60:.1f} minutes"
+    run = train(decoder, imitation(decoder, teacher), batches, budget, job.state, job.progress)
+    job.notes["recovery"] = run.told()
 
 
 def _told(job: Job, words: str) -> Any:

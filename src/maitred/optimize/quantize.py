@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from maitred.config.optimize import QuantizeConfig
+from maitred.executor.torch import torch_threads
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec, parameter_shapes
@@ -30,7 +30,7 @@ from maitred.optimize.gate import judge
 from maitred.optimize.job import Job, Tool, measured
 from maitred.optimize.rounding import Form, Rounded, gptq, nearest, round_to_nearest
 from maitred.optimize.scaling import SCALES, fold, scale_layer, seen_inputs
-from maitred.optimize.trainer import ADAMW_LR, Budget, batches_of, learnt_logits, soft_loss, train
+from maitred.optimize.trainer import ADAMW_LR, Budget, batches_of, imitation, train
 from maitred.optimize.write import check_gguf_parent, child_config, save_compressed, save_gguf
 
 BITS = {"int8": (8,), "int4": (4,), "mixed": (4, 8)}
@@ -107,7 +107,7 @@ def quantize_layer(
     the layer's other parameters.
     """
     inputs, module, kept = seen_inputs(layer), layer.module, dict[str, Tensor]()
-    with _one_thread():
+    with torch_threads(1):  # small operations: beside other work, threads would wait for each other far longer
         if method in SCALES:
             scales = scale_layer(module, spec, inputs, next(iter(forms.values())), method, dtype)
             kept |= {f"{name}.fold": scale for name, scale in scales.items()}
@@ -125,17 +125,6 @@ def quantize_layer(
                 module.get_parameter(f"{name}.weight").copy_(values)
     others = {name: value for name, value in module.named_parameters() if name.removesuffix(".weight") not in LINEARS}
     return kept | {name: value.clone() for name, value in others.items()}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Small operations one behind the other: beside other work, threads would wait for each other far longer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class FakeRounded(nn.Module):
@@ -169,17 +158,11 @@ def _train(job: Job, spec: DecoderSpec, form: Form) -> None:
             weight.copy_(values + (weight - values).clamp(-0.49 * step, 0.49 * step))
             weight.requires_grad_(True)
             register_parametrization(linear, "weight", FakeRounded(rounded))
-
-    def loss(batch: Any) -> Tensor:
-        with torch.no_grad():
-            taught_NV = learnt_logits(teacher, batch)
-        return soft_loss(learnt_logits(student, batch), taught_NV)
-
     steps, minutes = job.config.steps, job.config.minutes or QAT_MINUTES
-    budget = Budget(steps=steps, minutes=None if steps else minutes, lr_scale=QAT_LR / ADAMW_LR, use_muon=False)
+    budget = Budget(steps=steps, minutes=minutes, lr_scale=QAT_LR / ADAMW_LR, use_muon=False)
     batches = batches_of(job.corpus.learn, seed=job.config.seed, num_tokens=QAT_TOKENS)
-    run = train(student, loss, batches, budget, job.state, job.progress)
-    job.notes["training"] = f"{run.step} steps, {run.num_tokens:,} tokens, {run.elapsed_s / 60:.1f} minutes"
+    run = train(student, imitation(student, teacher), batches, budget, job.state, job.progress)
+    job.notes["training"] = run.told()
     for index, layer in enumerate(student.layers):
         kept = layer_state(job.state / "layers", index)
         for name in LINEARS:

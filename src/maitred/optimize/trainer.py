@@ -46,7 +46,7 @@ class Budget:
 
     steps: int | None = None
     minutes: float | None = None
-    """In place of steps; training alone, without start and saving."""
+    """Where steps are not given; training alone, without start and saving."""
     lr_scale: float = 1.0
     """Multiplies the peaks MUON_LR and ADAMW_LR, which are for weights that begin at random."""
     use_muon: bool = True
@@ -73,6 +73,9 @@ class Trained:
     curve: list[dict[str, float]] = field(default_factory=list)
     recent: list[float] = field(default_factory=list)
     """Losses since the last point of the curve."""
+
+    def told(self) -> str:
+        return f"{self.step} steps, {self.num_tokens:,} tokens, {self.elapsed_s / 60:.1f} minutes"
 
 
 def train(
@@ -260,11 +263,13 @@ def batches_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> 
         groups[-1].append(each)
         room -= len(each.ids)
 
-    def draw(step: int, share: float) -> TokenBatch:
-        epoch, place = divmod(step, len(groups))
-        return batch_of(groups[Random(f"{seed} {epoch}").sample(range(len(groups)), len(groups))[place]])
+    return lambda step, share: batch_of(in_epochs(groups, seed, step))
 
-    return draw
+
+def in_epochs(groups: Sequence[B], seed: int, step: int) -> B:
+    """The group of a step; every epoch has all of them in an order of its own."""
+    epoch, place = divmod(step, len(groups))
+    return groups[Random(f"{seed} {epoch}").sample(range(len(groups)), len(groups))[place]]
 
 
 def learnt_logits(decoder: TorchDecoder, batch: TokenBatch) -> Tensor:
@@ -272,6 +277,17 @@ def learnt_logits(decoder: TorchDecoder, batch: TokenBatch) -> Tensor:
     positions_T = torch.cat([torch.arange(length) for length in batch.lengths])
     hidden_TD = decoder(batch.ids_T, positions_T, attend_of(decoder.spec, batch.lengths))
     return decoder.logits(hidden_TD[:-1][batch.learnt_T[1:]])
+
+
+def imitation(student: TorchDecoder, teacher: TorchDecoder) -> Callable[[TokenBatch], Tensor]:
+    """Loss of a student that learns its teacher's distributions."""
+
+    def loss(batch: TokenBatch) -> Tensor:
+        with torch.no_grad():
+            taught_NV = learnt_logits(teacher, batch)
+        return soft_loss(learnt_logits(student, batch), taught_NV)
+
+    return loss
 
 
 def hard_loss(logits_NV: Tensor, batch: TokenBatch) -> Tensor:
