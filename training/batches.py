@@ -7,8 +7,9 @@ from random import Random
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
-from maitred.optimize.draft import TokenRows as Batch
+from maitred.optimize.trainer import TokenBatch
 from training.shapes import bound_spans
 from training.tokenizer import BOS, END, EOS, PAD, SPECIAL, START, render
 from training.world import Chat, any_chat, plain_text
@@ -27,6 +28,34 @@ class Document:
 
     ids: list[int]
     weights: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """tokens_BT; weight_BT of predicting each token (0 for padding and the first); document_BT, unique in a row, -1 is
+    padding."""
+
+    tokens_BT: Tensor  # noqa: N815
+    weight_BT: Tensor  # noqa: N815
+    document_BT: Tensor  # noqa: N815
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_BT.numel()
+
+    def mask(self) -> Tensor:
+        """Additive [B, 1, T, T]: 0 where a token may look (its own document, not later), minus infinity elsewhere."""
+        same_BTT = self.document_BT[:, :, None] == self.document_BT[:, None, :]
+        length = self.tokens_BT.shape[1]
+        allowed_BTT = same_BTT & torch.ones(length, length, dtype=torch.bool).tril()
+        mask_BTT = torch.zeros(allowed_BTT.shape).masked_fill_(~allowed_BTT, float("-inf"))
+        return mask_BTT[:, None]
+
+    def one_behind_the_other(self) -> TokenBatch:
+        """The documents without padding, as heads learn them."""
+        kept = self.document_BT >= 0
+        lengths = [each for row in self.document_BT for each in row[row >= 0].unique_consecutive(return_counts=True)[1]]
+        return TokenBatch(self.tokens_BT[kept], self.weight_BT[kept], tuple(map(int, lengths)))
 
 
 class Batches:

@@ -163,7 +163,7 @@ def _head_run(arguments: argparse.Namespace, **settings: Any) -> Run:
     return Run(
         model=head,
         tokenizer=Tokenizer.from_file(str(arguments.teacher / "tokenizer.json")),
-        loss=lambda batch: head_loss(head, model, batch),
+        loss=lambda batch: head_loss(head, model, batch.one_behind_the_other()),
         export=lambda directory: save_head(head, config, directory),
         shown="first_same",
         **settings,

@@ -18,9 +18,10 @@ from maitred.model.head import open_head
 from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
 from maitred.optimize import data, draft
 from maitred.optimize.data import Document
-from maitred.optimize.draft import TOOL, Head, StepsAhead, TokenRows, head_config, head_loss, rows_of, save_head, tapped
+from maitred.optimize.draft import TOOL, Head, StepsAhead, drafting, head_config, head_loss, save_head, tapped
 from maitred.optimize.evaluate import reply_begin
 from maitred.optimize.job import JobReport, run_tool
+from maitred.optimize.trainer import TokenBatch, batch_of
 from tests.executor.head_reference import HeadReference, parameters_of
 from tests.model.checkpoints import make_checkpoint
 
@@ -48,18 +49,17 @@ def head_of(model: TorchDecoder, drafted: Tensor | None = None) -> tuple[Head, d
     return head.bfloat16().float(), config
 
 
-def rows_of_ids(ids: list[int]) -> TokenRows:
-    shape = (1, len(ids))
-    return TokenRows(torch.tensor([ids]), torch.ones(shape), torch.zeros(shape, dtype=torch.long))
+def batch_of_ids(ids: list[int]) -> TokenBatch:
+    return TokenBatch(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool), (len(ids),))
 
 
 @torch.no_grad()
 def drafts_in_training(head: Head, model: TorchDecoder, taps_TE: Tensor, next_ids: list[int]) -> list[int]:
     """Drafts after the last row, each fed back: all rows go on with it, which no row sees of another."""
-    rows, drafts, x_TD = rows_of_ids(next_ids), list[int](), head.fc(taps_TE)
-    attend, ids = StepsAhead(head.spec, rows.mask()[:, 0]), torch.tensor(next_ids)
+    batch, drafts, x_TD = batch_of_ids(next_ids), list[int](), head.fc(taps_TE)
+    attend, ids = StepsAhead(head.spec, batch.lengths), batch.ids_T
     for step in range(NUM_DRAFTS):
-        x_TD = head.ahead(model.embedding.weight[ids], x_TD, rows.positions(step), attend)
+        x_TD = head.ahead(model.embedding.weight[ids], x_TD, batch.positions_T + step, attend)
         drafts.append(int(head.drafted[head.logits(head.norm(x_TD[-1:])).argmax()]))
         ids = torch.full_like(ids, drafts[-1])
     return drafts
@@ -80,37 +80,28 @@ def test_a_head_is_trained_to_draft_what_the_reference_of_serving_drafts(
         reference = HeadReference(opened.spec, parameters_of(opened), opened.draft_to_target)
         for length in (1, 5, 33):
             ids = random.integers(model.spec.vocab_size, size=length + 1).tolist()
-            taps_TE, _ = tapped(model, rows_of_ids(ids[:-1]), opened.spec.taps)
+            taps_TE, _ = tapped(model, batch_of_ids(ids[:-1]), opened.spec.taps)
             wanted, _ = reference.drafts(taps_TE.numpy(), ids[1:], NUM_DRAFTS)
             assert drafts_in_training(head, model, taps_TE, ids[1:]) == wanted
 
 
-def test_documents_in_one_row_or_padded_learn_as_each_alone(served: Checkpoint):
+def test_documents_that_lie_one_behind_the_other_learn_as_each_alone(served: Checkpoint):
     model = model_of(served)
     head, _ = head_of(model)
-    one, other = torch.arange(20, 29), torch.arange(40, 54)
-
-    def loss(rows: TokenRows) -> tuple[float, int]:
-        return head_loss(head, model, rows)[0].item(), int(rows.drafting(0)[1].sum())
-
-    documents = [Document(ids.int().numpy(), np.arange(len(ids)) > 0) for ids in (one, other)]
-    padded = rows_of(documents, seed=0, num_tokens=1000)(0, 0.0)
-    assert padded.tokens_BT.shape == (2, 14)
-    side_by_side = TokenRows(
-        torch.cat((one, other))[None], padded.weight_BT.flatten()[[*range(9), *range(14, 28)]][None],
-        torch.tensor([[0] * 9 + [1] * 14]),
-    )  # fmt: skip
-    assert side_by_side.lengths == [9, 14]
-    assert loss(side_by_side) == pytest.approx(loss(padded), rel=1e-4)
-    _, count = loss(padded)
-    assert count == (9 - 2) + (14 - 2), "the first drafted token is the third of a document"
-
-
-def test_a_prompt_is_read_and_not_learnt(served: Checkpoint):
-    document = Document(np.arange(10, 22, dtype=np.int32), np.arange(12) >= 8)
-    rows = rows_of([document], seed=0, num_tokens=1000)(0, 0.0)
+    one, other = (Document(np.arange(*ids, dtype=np.int32), np.arange(*ids) > ids[0]) for ids in ((20, 29), (40, 49)))
+    with torch.no_grad():
+        alone = [head_loss(head, model, batch_of([each])) for each in (one, other)]
+        torch.testing.assert_close(head_loss(head, model, batch_of([one, other])), sum(alone) / 2)
+    longer = Document(np.arange(14, dtype=np.int32), np.arange(14) > 0)
     for step in range(4):
-        weights, kept = rows.drafting(step)
+        count = int(drafting(batch_of([one, longer]), step)[1].sum())
+        assert count == (7 - step) + (12 - step), "the first drafted token is the third of a document"
+
+
+def test_a_prompt_is_read_and_not_learnt():
+    batch = batch_of([Document(np.arange(10, 22, dtype=np.int32), np.arange(12) >= 8)])
+    for step in range(4):
+        weights, kept = drafting(batch, step)
         assert [row + step + 2 for row in kept.nonzero().flatten().tolist()] == [8, 9, 10, 11], (
             "tokens that are drafted"
         )

@@ -1,13 +1,14 @@
 """Drafts for speculative decoding: a small model, or a head that reads what the served model computes.
 
 A head is EAGLE-3's: one layer, trained on what it said a step before as in serving (Li et al. 2025, arXiv:2503.01840),
-in a folder as the package `speculators` lays it out. B rows of T tokens, E values of all taps; T alone is of all rows.
+in a folder as the package `speculators` lays it out. T tokens of whole documents, E values of all taps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from maitred.optimize.calibrate import attend_of
 from maitred.optimize.data import Document, own_documents, parted
 from maitred.optimize.evaluate import Evaluation, evaluate
 from maitred.optimize.job import Job, Tool
-from maitred.optimize.trainer import HAS_BF16, Budget, in_epochs, train
+from maitred.optimize.trainer import HAS_BF16, Budget, TokenBatch, batches_of, train
 from maitred.optimize.write import write_json
 
 MINUTES = 10.0
@@ -37,8 +38,8 @@ NUM_STEPS = 4
 """Tokens ahead that a head learns: what it said one step before is what the next step reads."""
 STEP_DECAY = 0.8
 """Weight of a step beside the one before it."""
-LONG_ROW = 1024
-"""Rows of so many tokens learn one token ahead: what further steps take grows with them."""
+LONG_DOCUMENT = 1024
+"""Documents of so many tokens learn one token ahead: what further steps take grows with them."""
 MLP_SHARE = 2
 """The model's MLP is so many times as wide as its head's."""
 
@@ -109,8 +110,8 @@ def _make_head(job: Job) -> None:
     model = load_torch_decoder(spec, job.parent, dtype=torch.bfloat16 if HAS_BF16 else torch.float32)
     head = Head(model, config, drafted)
     budget = Budget(steps=job.config.steps, minutes=job.config.minutes or MINUTES, lr_scale=job.own.lr_scale)
-    draw = rows_of(documents, seed=job.config.seed, num_tokens=num_batch)
-    run = train(head, lambda rows: head_loss(head, model, rows), draw, budget, job.state, job.progress)
+    draw = batches_of(documents, seed=job.config.seed, num_tokens=num_batch)
+    run = train(head, lambda batch: head_loss(head, model, batch), draw, budget, job.state, job.progress)
     save_head(head, config, job.folder)
     job.notes |= {"steps": run.step, "tokens": run.num_tokens, "minutes": round(run.elapsed_s / 60, 2)}
     job.notes |= {"drafted_tokens": len(drafted), "curve": run.curve}
@@ -202,113 +203,62 @@ class Head(TorchDecoder):
 
 
 class StepsAhead:
-    """Attention of a head, step after step: a token sees the first step's keys as a decoder does, and of later steps
-    those of its own position alone, which in serving are the positions after it.
+    """Attention of a head over whole documents, step after step: a token sees the first step's keys as a decoder does,
+    and of later steps those of its own position alone, which in serving are the positions after it.
     """
 
-    def __init__(self, spec: DecoderSpec, mask_BTT: Tensor) -> None:
-        self._spec, self._mask_BTT, self._steps = spec, mask_BTT, list[tuple[Tensor, Tensor]]()
+    def __init__(self, spec: DecoderSpec, lengths: Sequence[int]) -> None:
+        self._spec, self._lengths, self._steps = spec, list(lengths), list[tuple[Tensor, Tensor]]()
 
     def __call__(self, index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        groups, (rows, length, _) = self._spec.num_heads // self._spec.num_kv_heads, self._mask_BTT.shape
-        q, k, v = (x.view(rows, length, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
-        q = q * self._spec.attention_scale
-        self._steps.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-        (first_k, first_v), *later = self._steps
-        scores = [q @ first_k.transpose(-1, -2) + self._mask_BTT[:, None]]
-        scores += [(q * k).sum(-1, keepdim=True) for k, _ in later]
-        weights = torch.cat(scores, dim=-1).float().softmax(-1).to(first_v.dtype)
-        out = weights[..., :length] @ first_v
-        for place, (_, v) in enumerate(later, length):
-            out = out + weights[..., place, None] * v
-        return out.transpose(1, 2).flatten(0, 1)
+        groups = self._spec.num_heads // self._spec.num_kv_heads
+        self._steps.append((k_TKH.repeat_interleave(groups, 1), v_TKH.repeat_interleave(groups, 1)))
+        steps = [x_TNH.split(self._lengths) for x_TNH in (q_TNH * self._spec.attention_scale, *chain(*self._steps))]
+        return torch.cat([self._attend(q, k, v, *later) for q, k, v, *later in zip(*steps, strict=True)])
+
+    @staticmethod
+    def _attend(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, *later: Tensor) -> Tensor:
+        """One document; `later` are keys and values of later steps in turn."""
+        length = len(q_LNH)
+        hidden_LL = torch.ones(length, length, dtype=torch.bool).triu(1)
+        scores_LNL = torch.einsum("lnh,mnh->lnm", q_LNH, k_LNH).masked_fill(hidden_LL[:, None], float("-inf"))
+        own = [(q_LNH * k).sum(-1, keepdim=True) for k in later[::2]]
+        weights = torch.cat((scores_LNL, *own), dim=-1).float().softmax(-1).to(v_LNH.dtype)
+        out = torch.einsum("lnm,mnh->lnh", weights[..., :length], v_LNH)
+        return sum((weights[..., length + i, None] * v for i, v in enumerate(later[1::2])), out)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRows:
-    """tokens_BT; weight_BT of predicting each token (0 for padding and the first); document_BT, unique in a row."""
-
-    tokens_BT: Tensor  # noqa: N815
-    weight_BT: Tensor  # noqa: N815
-    document_BT: Tensor  # noqa: N815
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens_BT.numel()
-
-    @property
-    def lengths(self) -> list[int]:
-        """Of documents, one behind the other, row by row."""
-        edges = self.document_BT.diff(dim=1, prepend=torch.full((len(self.document_BT), 1), -2)).flatten().nonzero()
-        return edges.flatten().diff(append=torch.tensor([self.num_tokens])).tolist()
-
-    def mask(self) -> Tensor:
-        """Additive [B, 1, T, T]: 0 where a token may look (its own document, not later), minus infinity elsewhere."""
-        same_BTT = self.document_BT[:, :, None] == self.document_BT[:, None, :]
-        length = self.tokens_BT.shape[1]
-        allowed_BTT = same_BTT & torch.ones(length, length, dtype=torch.bool).tril()
-        mask_BTT = torch.zeros(allowed_BTT.shape).masked_fill_(~allowed_BTT, float("-inf"))
-        return mask_BTT[:, None]
-
-    def positions(self, step: int) -> Tensor:
-        """[T] of all rows, one later with each step."""
-        rows, length = self.tokens_BT.shape
-        return (step + torch.arange(length)).repeat(rows)
-
-    def drafting(self, step: int) -> tuple[Tensor, Tensor]:
-        """Weights of rows that draft within their own document, and which these are; both flat."""
-        ahead = step + 2  # from the state of a row to the token that it drafts
-        weight_BT = _shifted(self.weight_BT, ahead) * (_shifted(self.document_BT, ahead) == self.document_BT)
-        weight_BT[:, -ahead:] = 0.0
-        kept = (weight_BT > 0).flatten()
-        weight_N = weight_BT.flatten()[kept]
-        return weight_N / weight_N.sum().clamp(min=1e-6), kept
-
-
-def rows_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> Callable[[int, float], TokenRows]:
-    """Batches of documents of like length, one a row; every epoch has the same ones in an order of its own."""
-    groups: list[list[Document]] = []
-    for each in sorted(documents, key=lambda document: len(document.ids)):
-        if not groups or (len(groups[-1]) + 1) * len(each.ids) > num_tokens:
-            groups.append([])
-        groups[-1].append(each)
-
-    def draw(step: int, share: float) -> TokenRows:
-        group = in_epochs(groups, seed, step)
-        shape = (len(group), max(len(each.ids) for each in group))
-        rows = TokenRows(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.full(shape, -1))
-        for row, each in enumerate(group):
-            rows.tokens_BT[row, : len(each.ids)] = torch.from_numpy(each.ids)
-            rows.weight_BT[row, : len(each.ids)] = torch.from_numpy(each.learnt).float()
-            rows.document_BT[row, : len(each.ids)] = 0
-        return rows
-
-    return draw
+def drafting(batch: TokenBatch, step: int) -> tuple[Tensor, Tensor]:
+    """Weights [N] of the tokens that draft within their own document, and which these are, [T]."""
+    ahead = step + 2  # from the state of a token to the token that it drafts
+    document_T = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
+    weight_T = _shifted(batch.learnt_T.float(), ahead) * (_shifted(document_T, ahead) == document_T)
+    weight_T[-ahead:] = 0.0
+    kept_T = weight_T > 0
+    return weight_T[kept_T] / weight_T.sum().clamp(min=1e-6), kept_T
 
 
 @torch.no_grad()
-def tapped(model: TorchDecoder, rows: TokenRows, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The taps [T, E] of all rows, and the model's last hidden states [T, D]."""
+def tapped(model: TorchDecoder, batch: TokenBatch, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The taps [T, E], and the model's last hidden states [T, D]."""
     states: list[Tensor] = []
-    attend = attend_of(model.spec, rows.lengths)
-    hidden_TD = model(rows.tokens_BT.flatten(), rows.positions(0), attend, states)
+    hidden_TD = model(batch.ids_T, batch.positions_T, attend_of(model.spec, batch.lengths), states)
     return torch.cat([states[tap] for tap in taps], dim=-1), hidden_TD
 
 
-def head_loss(head: Head, model: TorchDecoder, rows: TokenRows) -> Tensor:
+def head_loss(head: Head, model: TorchDecoder, batch: TokenBatch) -> Tensor:
     """Distance to what the model says, some tokens ahead; and for the curve how often the first of them is the same."""
-    num_steps = NUM_STEPS if rows.tokens_BT.shape[1] < LONG_ROW else 1
-    taps_TE, hidden_TD = tapped(model, rows, head.head_spec.taps)
-    hidden_BTD = hidden_TD.view(*rows.tokens_BT.shape, -1)
-    attend = StepsAhead(head.spec, rows.mask()[:, 0]) if num_steps > 1 else attend_of(head.spec, rows.lengths)
+    num_steps = NUM_STEPS if max(batch.lengths) < LONG_DOCUMENT else 1
+    taps_TE, hidden_TD = tapped(model, batch, head.head_spec.taps)
+    attend = StepsAhead(head.spec, batch.lengths) if num_steps > 1 else attend_of(head.spec, batch.lengths)
     x_TD, loss, first_same = head.fc(taps_TE), torch.zeros(()), torch.zeros(())
     for step in range(num_steps):
-        embedded_TD = model.embedding.weight[_shifted(rows.tokens_BT, step + 1).flatten()]
-        x_TD = head.ahead(embedded_TD, x_TD, rows.positions(step), attend)
-        weight_N, kept = rows.drafting(step)
-        logits_NV = head.logits(head.norm(x_TD[kept]))
+        embedded_TD = model.embedding.weight[_shifted(batch.ids_T, step + 1)]
+        x_TD = head.ahead(embedded_TD, x_TD, batch.positions_T + step, attend)
+        weight_N, kept_T = drafting(batch, step)
+        logits_NV = head.logits(head.norm(x_TD[kept_T]))
         with torch.no_grad():
-            taught_NV = model.logits(_shifted(hidden_BTD, step + 1).flatten(0, 1)[kept])[:, head.drafted]
+            taught_NV = model.logits(_shifted(hidden_TD, step + 1)[kept_T])[:, head.drafted]
         log_taught_NV = taught_NV.log_softmax(-1)
         divergence_N = F.kl_div(logits_NV.log_softmax(-1), log_taught_NV, reduction="none", log_target=True).sum(-1)
         loss = loss + STEP_DECAY**step * (divergence_N * weight_N).sum()
@@ -334,5 +284,5 @@ def save_head(head: Head, config: dict[str, Any], folder: Path) -> None:
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """What stands `by` positions later [B, T, ...]; the last ones come from the row's begin, and are not read."""
-    return values.roll(-by, 1)
+    """What stands `by` tokens later [T, ...]; the last ones come from the begin, and are not read."""
+    return values.roll(-by, 0)

@@ -229,12 +229,17 @@ class TokenBatch:
 
     ids_T: Tensor  # noqa: N815
     learnt_T: Tensor  # noqa: N815
-    """bool; never the first token of a document"""
+    """bool, or weights of heads' batches; never the first token of a document"""
     lengths: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
         return len(self.ids_T)
+
+    @property
+    def positions_T(self) -> Tensor:  # noqa: N802
+        """Of each token in its document."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
 
     @property
     def targets_N(self) -> Tensor:  # noqa: N802
@@ -263,19 +268,16 @@ def batches_of(documents: Sequence[Document], *, seed: int, num_tokens: int) -> 
         groups[-1].append(each)
         room -= len(each.ids)
 
-    return lambda step, share: batch_of(in_epochs(groups, seed, step))
+    def draw(step: int, share: float) -> TokenBatch:
+        epoch, place = divmod(step, len(groups))
+        return batch_of(groups[Random(f"{seed} {epoch}").sample(range(len(groups)), len(groups))[place]])
 
-
-def in_epochs(groups: Sequence[B], seed: int, step: int) -> B:
-    """The group of a step; every epoch has all of them in an order of its own."""
-    epoch, place = divmod(step, len(groups))
-    return groups[Random(f"{seed} {epoch}").sample(range(len(groups)), len(groups))[place]]
+    return draw
 
 
 def learnt_logits(decoder: TorchDecoder, batch: TokenBatch) -> Tensor:
     """Logits [N, V] before each token that is learnt."""
-    positions_T = torch.cat([torch.arange(length) for length in batch.lengths])
-    hidden_TD = decoder(batch.ids_T, positions_T, attend_of(decoder.spec, batch.lengths))
+    hidden_TD = decoder(batch.ids_T, batch.positions_T, attend_of(decoder.spec, batch.lengths))
     return decoder.logits(hidden_TD[:-1][batch.learnt_T[1:]])
 
 
