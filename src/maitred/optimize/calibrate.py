@@ -6,7 +6,7 @@ layer that it was at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +103,16 @@ def walk_layers(
         save_whole({"hidden_TD": hidden_TD, "next": torch.tensor(index + 1)}, begun)
     parent.check_unchanged()
     return hidden_TD
+
+
+def first_tokens(documents: Iterable[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """The first documents, the last of them cut, of so many tokens in all."""
+    found: list[list[int]] = []
+    for ids in documents:
+        if (left := num_tokens - sum(map(len, found))) < 2:
+            break
+        found.append(list(ids[:left]))
+    return found
 
 
 def layer_state(state: Path, index: int) -> dict[str, Tensor]:

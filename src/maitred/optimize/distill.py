@@ -26,9 +26,11 @@ from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec, NormPlacement
 from maitred.model.torch_decoder import RMSNorm, TorchDecoder, load_torch_decoder
+from maitred.optimize.calibrate import attend_of
 from maitred.optimize.data import Document, own_documents
 from maitred.optimize.evaluate import Evaluation, evaluate
 from maitred.optimize.job import Job, Tool, measured
+from maitred.optimize.prune import largest, left_of_linears
 from maitred.optimize.trainer import (
     HAS_BF16,
     Budget,
@@ -211,14 +213,6 @@ def _in_proportion(spec: DecoderSpec, layers: int, hidden: int) -> dict[str, Any
     }
 
 
-class _Seen(NamedTuple):
-    """Second moments of what comes into a layer, its attention output and its down matrix."""
-
-    stream_DD: Tensor  # noqa: N815  of the normalised residual stream
-    attended_Q: Tensor  # noqa: N815
-    inner_I: Tensor  # noqa: N815
-
-
 @torch.no_grad()
 def cut(teacher: TorchDecoder, student: TorchDecoder, kept: Sequence[int], documents: Sequence[Document]) -> None:
     """Fill the student with those of the teacher's weights that matter most on the documents: its evenly chosen layers,
@@ -226,37 +220,37 @@ def cut(teacher: TorchDecoder, student: TorchDecoder, kept: Sequence[int], docum
     old, new = teacher.spec, student.spec
     layers: list[Any] = [teacher.layers[number] for number in kept]
     children: Iterable[Any] = student.layers
-    seen, last_DD = _look(teacher, layers, documents)
-    whole_DD = sum((each.stream_DD for each in seen), last_DD)
+    streams, squares = _look(teacher, documents)
+    whole_DD = torch.stack([streams[number] for number in (*kept, -1)]).sum(0)
     if old.norm_placement is NormPlacement.PRE and new.hidden_size < old.hidden_size:
         stream_DC = torch.linalg.eigh(whole_DD).eigenvectors[:, -new.hidden_size :]
     else:  # norms after a part weigh channels, so that these cannot be rotated
-        stream_DC = torch.eye(old.hidden_size)[:, _most(whole_DD.diagonal(), new.hidden_size)]
-    width = old.num_heads // old.num_kv_heads * old.head_dim
-    for layer, child, each in zip(layers, children, seen, strict=True):
-        added_Q = each.attended_Q * layer.attention_output.weight.float().square().sum(0)
-        groups = _most(added_Q.view(old.num_kv_heads, -1).sum(1), new.num_kv_heads)
-        neurons = _most(each.inner_I * layer.down.weight.float().square().sum(0), new.intermediate_size)
-        queries, keys = _places(groups, width), _places(groups, old.head_dim)
-        rows = torch.cat((queries, old.q_width + keys, old.q_width + old.kv_width + keys))
-        _read(layer.qkv, layer.attention_norm, child.qkv, rows, stream_DC)
-        _add(layer.attention_output, child.attention_output, queries, stream_DC)
-        both = torch.cat((neurons, old.intermediate_size + neurons))
-        _read(layer.gate_up, layer.mlp_norm, child.gate_up, both, stream_DC)
-        _add(layer.down, child.down, neurons, stream_DC)
+        stream_DC = torch.eye(old.hidden_size)[:, largest(whole_DD.diagonal(), new.hidden_size)]
+    for number, layer, child in zip(kept, layers, children, strict=True):
+        added_Q, added_I = (
+            squares[number, name] * layer.get_parameter(f"{name}.weight").float().square().sum(0)
+            for name in ("attention_output", "down")
+        )
+        groups = largest(added_Q.view(old.num_kv_heads, -1).sum(1), new.num_kv_heads)
+        places = left_of_linears(old, groups, largest(added_I, new.intermediate_size))
+        _read(layer.qkv, layer.attention_norm, child.qkv, places["qkv"], stream_DC)
+        _add(layer.attention_output, child.attention_output, places["attention_output"], stream_DC)
+        _read(layer.gate_up, layer.mlp_norm, child.gate_up, places["gate_up"], stream_DC)
+        _add(layer.down, child.down, places["down"], stream_DC)
         for name in ("attention_norm", "mlp_norm"):
             if (norm := getattr(child, name)) is not None:
-                norm.weight.fill_(_rescaled(each.stream_DD, stream_DC))
+                norm.weight.fill_(_rescaled(streams[number], stream_DC))
         for name in ("attention_post_norm", "mlp_post_norm"):
             if getattr(child, name) is not None:
                 getattr(child, name).weight.copy_(stream_DC.square().T @ getattr(layer, name).weight)
-        for name, places in (("q_norm", queries), ("k_norm", keys)):
+        for name in ("q_norm", "k_norm"):
             if (norm := getattr(child, name)) is not None:
                 weight = getattr(layer, name).weight
-                norm.weight.copy_(weight if weight.shape == norm.weight.shape else weight[places])
+                is_whole = weight.shape == norm.weight.shape
+                norm.weight.copy_(weight if is_whole else weight.view(old.num_kv_heads, -1)[groups].flatten())
     embedded = teacher.embedding.weight.float() @ stream_DC
     student.embedding.weight.copy_(embedded * (teacher.embedding_scale / student.embedding_scale))
-    scale, norm_D = _rescaled(last_DD, stream_DC), teacher.norm.weight
+    scale, norm_D = _rescaled(streams[-1], stream_DC), teacher.norm.weight
     if student.output is not None and teacher.output is not None:
         student.output.weight.copy_((teacher.output.weight.float() * norm_D) @ stream_DC)
         student.norm.weight.fill_(scale)
@@ -264,40 +258,28 @@ def cut(teacher: TorchDecoder, student: TorchDecoder, kept: Sequence[int], docum
         student.norm.weight.copy_(scale * stream_DC.square().T @ norm_D)
 
 
-def _look(
-    teacher: TorchDecoder, layers: Sequence[nn.Module], documents: Sequence[Document]
-) -> tuple[list[_Seen], Tensor]:
-    """What comes into the layers, and into the last norm."""
-    sums: dict[tuple[int, str], Tensor] = {}
+def _look(teacher: TorchDecoder, documents: Sequence[Document]) -> tuple[list[Tensor], dict[tuple[int, str], Tensor]]:
+    """Second moments [D, D] of the normalised residual stream before each layer and behind the last, and sums of
+    squares of what comes into attention outputs and down matrices, by layer and name."""
+    streams: list[Tensor] = [torch.zeros(())] * (teacher.spec.num_layers + 1)
+    squares: dict[tuple[int, str], Tensor] = {}
+    hooks = []
+    for index in range(teacher.spec.num_layers):
+        for name in ("attention_output", "down"):
 
-    def tell(key: tuple[int, str], is_stream: bool) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0].float()
-            normed = x * x.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-            found = normed.T @ normed / len(x) if is_stream else x.square().mean(0)
-            sums[key] = sums[key] + found if key in sums else found
+            def add(_: nn.Module, inputs: tuple[Tensor, ...], place: tuple[int, str] = (index, name)) -> None:
+                squares[place] = squares.get(place, torch.zeros(())) + inputs[0].float().square().mean(0)
 
-        return add
-
-    hooks = [teacher.norm.register_forward_pre_hook(tell((-1, ""), True))]
-    for index, layer in enumerate(layers):
-        for name in ("", "attention_output", "down"):
-            hooks.append(layer.get_submodule(name).register_forward_pre_hook(tell((index, name), not name)))
+            hooks.append(teacher.get_submodule(f"layers.{index}.{name}").register_forward_pre_hook(add))
     for each in documents:
-        learnt_logits(teacher, batch_of([each]))
+        batch, states = batch_of([each]), list[Tensor]()
+        teacher(batch.ids_T, batch.positions_T, attend_of(teacher.spec, batch.lengths), states)
+        for place, state in enumerate(states):
+            normed = state.float() * state.float().square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
+            streams[place] = streams[place] + normed.T @ normed / (len(normed) * len(documents))
     for hook in hooks:
         hook.remove()
-    parts = ("", "attention_output", "down")
-    mean = {key: total / len(documents) for key, total in sums.items()}
-    return [_Seen(*(mean[index, name] for name in parts)) for index in range(len(layers))], mean[-1, ""]
-
-
-def _most(score: Tensor, count: int) -> Tensor:
-    return score.topk(count).indices.sort().values
-
-
-def _places(parts: Tensor, width: int) -> Tensor:
-    return (parts[:, None] * width + torch.arange(width)).flatten()
+    return streams, squares
 
 
 def _rescaled(stream_DD: Tensor, stream_DC: Tensor) -> float:

@@ -19,7 +19,7 @@ from maitred.core.errors import ConfigError
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec, QKNorm
 from maitred.model.torch_decoder import TorchDecoder, load_part, load_torch_decoder
-from maitred.optimize.calibrate import CalibratedLayer, layer_state, walk_layers
+from maitred.optimize.calibrate import CalibratedLayer, first_tokens, layer_state, walk_layers
 from maitred.optimize.job import Job, Tool
 from maitred.optimize.rounding import sparse_2_4
 from maitred.optimize.scaling import seen_inputs
@@ -43,43 +43,66 @@ def make(job: Job) -> None:
             )
         budget = Budget(steps=steps, minutes=asked.minutes, lr_scale=LR_SCALE)
         job.need_memory(6 * 4 * spec.num_parameters(), "the result, its parent, gradients and the optimiser's state")
-    kept = _Kept(job, own, spec) if own.pattern == "none" else None
-    decoder = _cut(job, spec, kept) if kept is not None else _sparse(job, spec, own.method)
-    if budget is not None:
-        _recover(job, decoder, load_torch_decoder(spec, job.parent), budget)
-    save_decoder(decoder, job.parent, job.folder, kept.changes if kept is not None else {})
+    if own.pattern == "none":
+        layers, changes = _sizes(job, spec)
+        child = spec_from_config(child_config(job.parent, changes))
+        kept = _walked(job, "layers", lambda layer: _cut(layer, spec, child, layers), "cutting layers")
+        job.notes |= {
+            "neurons": f"{child.intermediate_size} of {spec.intermediate_size} in each layer",
+            "heads": f"{child.num_heads} of {spec.num_heads}, {child.num_kv_heads} of {spec.num_kv_heads} for keys and "
+            "values",
+            "layers": f"{len(layers)} of {spec.num_layers}",
+            "layers_kept": layers,
+            "parameters": f"{child.num_parameters():,} of {spec.num_parameters():,}",
+            "foretold_gain": round(spec.num_parameters() / child.num_parameters(), 3),
+        }
+    else:
+        layers, changes, child = list(range(spec.num_layers)), {}, spec
+        if odd := [width for width in (spec.hidden_size, spec.q_width, spec.intermediate_size) if width % 4]:
+            raise ConfigError(f"2:4 needs rows of whole fours; {spec.architecture} has rows of {odd[0]}")
+        kept = _walked(job, "layers", lambda layer: _sparse(layer, own.method), f"2:4 by {own.method}")
+        job.notes["kernel"] = "none reads 2:4 here: zeroes are stored and multiplied like other weights"
+    decoder = _assembled(job, spec, child, [kept[index] for index in layers])
+    if budget is not None:  # train the child on its parent's distributions
+        decoder.requires_grad_(True)
+        loss = imitation(decoder, load_torch_decoder(spec, job.parent))
+        batches = batches_of(job.corpus.learn, seed=job.config.seed, num_tokens=RECOVERY_TOKENS)
+        job.notes["recovery"] = train(decoder, loss, batches, budget, job.state, job.progress).told()
+    save_decoder(decoder, job.parent, job.folder, changes)
 
 
 TOOL = Tool("prune", make)
 
 
-class _Kept:
-    """Sizes of the child, and its layers by their numbers in the parent. Raises ConfigError for what cannot be."""
+def _walked(
+    job: Job, name: str, see: Callable[[CalibratedLayer], dict[str, Tensor]], words: str
+) -> list[dict[str, Tensor]]:
+    """What `see` gives of each layer in turn, as it sees the documents that are learnt from."""
+    tokens = first_tokens((each.ids.tolist() for each in job.corpus.learn), CALIBRATION_TOKENS)
+    state, num_layers = job.state / name, spec_from_config(job.parent.config).num_layers
+    walk_layers(job.parent, tokens, see, state=state, on_layer=lambda done, total: job.progress(done, total, words))
+    return [layer_state(state, index) for index in range(num_layers)]
 
-    def __init__(self, job: Job, own: PruneConfig, spec: DecoderSpec) -> None:
-        if own.heads and spec.qk_norm is QKNorm.FULL_WIDTH:
-            raise ConfigError(f"{spec.architecture} normalises all heads as one vector; prune its neurons or layers")
-        if own.layers >= spec.num_layers:
-            raise ConfigError(f"--layers is {own.layers}, and the model has {spec.num_layers}; leave at least one")
-        self.neurons = _size("neurons", own.neurons, spec.intermediate_size, UNIT)
-        self.groups = _size("heads", own.heads, spec.num_kv_heads, 1)
-        self.heads = self.groups * spec.num_heads // spec.num_kv_heads
-        self.layers = _influential(job, spec, spec.num_layers - own.layers)
-        self.changes: dict[str, Any] = {
-            **layer_changes(job.parent, self.layers),
-            "intermediate_size": self.neurons,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.groups,
-        }
-        self.spec = spec_from_config(child_config(job.parent, self.changes))
-        job.notes |= {
-            "neurons": f"{self.neurons} of {spec.intermediate_size} in each layer",
-            "heads": f"{self.heads} of {spec.num_heads}, {self.groups} of {spec.num_kv_heads} for keys and values",
-            "layers": f"{len(self.layers)} of {spec.num_layers}",
-            "layers_kept": self.layers,
-            "parameters": f"{self.spec.num_parameters():,} of {spec.num_parameters():,}",
-            "foretold_gain": round(spec.num_parameters() / self.spec.num_parameters(), 3),
-        }
+
+def _sizes(job: Job, spec: DecoderSpec) -> tuple[list[int], dict[str, Any]]:
+    """Layers that are kept, by their numbers, and the child's changes of the config. Raises ConfigError for what cannot
+    be taken out."""
+    own: PruneConfig = job.own
+    if own.heads and spec.qk_norm is QKNorm.FULL_WIDTH:
+        raise ConfigError(f"{spec.architecture} normalises all heads as one vector; prune its neurons or layers")
+    if own.layers >= spec.num_layers:
+        raise ConfigError(f"--layers is {own.layers}, and the model has {spec.num_layers}; leave at least one")
+    neurons = _size("neurons", own.neurons, spec.intermediate_size, UNIT)
+    groups, layers = _size("heads", own.heads, spec.num_kv_heads, 1), list(range(spec.num_layers))
+    if own.layers:
+        influence = [kept["influence"] for kept in _walked(job, "influence", _influence, "weighing layers")]
+        layers = largest(torch.stack(influence), spec.num_layers - own.layers).tolist()
+    return layers, {
+        **layer_changes(job.parent, layers),
+        "intermediate_size": neurons,
+        "num_attention_heads": groups * spec.num_heads // spec.num_kv_heads,
+        "num_key_value_heads": groups,
+    }
 
 
 def _size(what: str, share: float, total: int, unit: int) -> int:
@@ -92,74 +115,59 @@ def _size(what: str, share: float, total: int, unit: int) -> int:
     return size
 
 
-def _documents(job: Job) -> Sequence[Sequence[int]]:
-    """What the layers are seen with: of the documents that are learnt from, so many tokens."""
-    documents, num_tokens = [], 0
-    for document in job.corpus.learn:
-        if num_tokens < CALIBRATION_TOKENS:
-            documents.append(document.ids.tolist())
-            num_tokens += len(documents[-1])
-    return documents
+def _influence(layer: CalibratedLayer) -> dict[str, Tensor]:
+    """How far the layer turns the residual stream."""
+    turned: list[Tensor] = []
+    hook = layer.module.register_forward_hook(
+        lambda _, inputs, output: turned.append(1 - cosine_similarity(inputs[0], output, dim=-1))
+    )
+    for _ in layer.run():
+        pass
+    hook.remove()
+    return {"influence": torch.cat(turned).mean()}
 
 
-def _influential(job: Job, spec: DecoderSpec, count: int) -> list[int]:
-    """The layers that turn the residual stream most, in order."""
-    if count == spec.num_layers:
-        return list(range(count))
-
-    def see(layer: CalibratedLayer) -> dict[str, Tensor]:
-        turned: list[Tensor] = []
-        hook = layer.module.register_forward_hook(
-            lambda _, inputs, output: turned.append(1 - cosine_similarity(inputs[0], output, dim=-1))
-        )
-        for _ in layer.run():
-            pass
-        hook.remove()
-        return {"influence": torch.cat(turned).mean()}
-
-    state = job.state / "influence"
-    walk_layers(job.parent, _documents(job), see, state=state, on_layer=_told(job, "weighing layers"))
-    influence = torch.stack([layer_state(state, index)["influence"] for index in range(spec.num_layers)])
-    return sorted(influence.topk(count).indices.tolist())
+def _cut(layer: CalibratedLayer, spec: DecoderSpec, child: DecoderSpec, layers: Sequence[int]) -> dict[str, Tensor]:
+    """The layer's weights in the child, which make up for those that are gone; none of a layer that goes."""
+    if layer.index not in layers:
+        for name in ("attention_output", "down"):  # so that the walk passes it by
+            for parameter in layer.module.get_submodule(name).parameters():
+                parameter.zero_()
+        return {}
+    groups, neurons = torch.arange(spec.num_kv_heads), torch.arange(spec.intermediate_size)
+    if child.num_kv_heads < len(groups):
+        groups = _narrow(layer, "attention_output", spec.q_width // len(groups), child.num_kv_heads)
+    if child.intermediate_size < len(neurons):
+        neurons = _narrow(layer, "down", 1, child.intermediate_size)
+    places = left_of_linears(spec, groups, neurons)
+    return {name: _sliced(parameter, name, places) for name, parameter in layer.module.named_parameters()}
 
 
-def _cut(job: Job, spec: DecoderSpec, kept: _Kept) -> TorchDecoder:
-    """The child, whose weights make up for those that are gone."""
-    group_width = spec.num_heads // spec.num_kv_heads * spec.head_dim
-
-    def see(layer: CalibratedLayer) -> dict[str, Tensor]:
-        module, cuts = layer.module, {}
-        if layer.index not in kept.layers:
-            for name in ("attention_output", "down"):  # so that the walk passes it by
-                for parameter in module.get_submodule(name).parameters():
-                    parameter.zero_()
-            return {}
-        if kept.groups < spec.num_kv_heads:
-            groups = _narrow(layer, "attention_output", group_width, kept.groups)
-            queries, keys = _places(groups, group_width), _places(groups, spec.head_dim)
-            cuts["qkv"] = torch.cat((queries, spec.q_width + keys, spec.q_width + spec.kv_width + keys))
-            cuts["attention_output"] = queries
-        if kept.neurons < spec.intermediate_size:
-            neurons = _narrow(layer, "down", 1, kept.neurons)
-            cuts["gate_up"] = torch.cat((neurons, spec.intermediate_size + neurons))
-            cuts["down"] = neurons
-        return {name: _sliced(parameter, name, cuts) for name, parameter in module.named_parameters()}
-
-    state = job.state / "layers"
-    walk_layers(job.parent, _documents(job), see, state=state, on_layer=_told(job, "cutting layers"))
-    layers = [layer_state(state, index) for index in kept.layers]
-    return _assembled(job, spec, kept.spec, layers)
-
-
-def _sliced(parameter: Tensor, name: str, cuts: dict[str, Tensor]) -> Tensor:
+def _sliced(parameter: Tensor, name: str, places: dict[str, Tensor]) -> Tensor:
     linear, _, kind = name.partition(".")
-    if linear not in cuts or (kind == "bias" and linear in ("attention_output", "down")):
-        return parameter.data
-    return parameter.data.index_select(0 if linear in ("qkv", "gate_up") else 1, cuts[linear])
+    if linear in ("qkv", "gate_up"):
+        return parameter.data[places[linear]]
+    return parameter.data[:, places[linear]] if linear in places and kind == "weight" else parameter.data
+
+
+def left_of_linears(spec: DecoderSpec, groups: Tensor, neurons: Tensor) -> dict[str, Tensor]:
+    """What is left of a layer with these KV groups and neurons: rows of qkv and gate_up, columns of the others."""
+    queries, keys = (_places(groups, width // spec.num_kv_heads) for width in (spec.q_width, spec.kv_width))
+    return {
+        "qkv": torch.cat((queries, spec.q_width + keys, spec.q_width + spec.kv_width + keys)),
+        "attention_output": queries,
+        "gate_up": torch.cat((neurons, spec.intermediate_size + neurons)),
+        "down": neurons,
+    }
 
 
 def _places(parts: Tensor, width: int) -> Tensor:
     return (parts[:, None] * width + torch.arange(width)).flatten()
+
+
+def largest(score: Tensor, count: int) -> Tensor:
+    """Places of the largest numbers, in order."""
+    return score.topk(count).indices.sort().values
 
 
 def _narrow(layer: CalibratedLayer, linear: str, width: int, count: int) -> Tensor:
@@ -172,7 +180,7 @@ def _narrow(layer: CalibratedLayer, linear: str, width: int, count: int) -> Tens
     parts, each = moment_KK.view(num_parts, width, num_parts, width), torch.arange(num_parts)
     weight_DPW = full_DK.view(-1, num_parts, width)
     added_P = torch.einsum("dpi,pij,dpj->p", weight_DPW, parts[each, :, each], weight_DPW)
-    kept = added_P.topk(count).indices.sort().values
+    kept = largest(added_P, count)
     columns = _places(kept, width)
     fitted_KD = torch.linalg.solve(moment_KK[columns][:, columns], moment_KK[columns] @ full_DK.T)
     weight_DK.zero_()
@@ -180,21 +188,12 @@ def _narrow(layer: CalibratedLayer, linear: str, width: int, count: int) -> Tens
     return kept
 
 
-def _sparse(job: Job, spec: DecoderSpec, method: str) -> TorchDecoder:
-    """The parent with two zeroes in each four weights of a row."""
-    if odd := [width for width in (spec.hidden_size, spec.q_width, spec.intermediate_size) if width % 4]:
-        raise ConfigError(f"2:4 needs rows of whole fours; {spec.architecture} has rows of {odd[0]}")
-    job.notes["kernel"] = "none reads 2:4 here: zeroes are stored and multiplied like other weights"
-
-    def see(layer: CalibratedLayer) -> dict[str, Tensor]:
-        for name, inputs in seen_inputs(layer).items():
-            weight_DK = layer.module.get_parameter(f"{name}.weight")
-            weight_DK.copy_(SPARSE[method](weight_DK, inputs.hessian, f"layers.{layer.index}.{name}"))
-        return {name: parameter.data for name, parameter in layer.module.named_parameters()}
-
-    state = job.state / "layers"
-    walk_layers(job.parent, _documents(job), see, state=state, on_layer=_told(job, f"2:4 by {method}"))
-    return _assembled(job, spec, spec, [layer_state(state, index) for index in range(spec.num_layers)])
+def _sparse(layer: CalibratedLayer, method: str) -> dict[str, Tensor]:
+    """The layer with two zeroes in each four weights of a row."""
+    for name, inputs in seen_inputs(layer).items():
+        weight_DK = layer.module.get_parameter(f"{name}.weight")
+        weight_DK.copy_(SPARSE[method](weight_DK, inputs.hessian, f"layers.{layer.index}.{name}"))
+    return {name: parameter.data for name, parameter in layer.module.named_parameters()}
 
 
 def _two_of_four(score_DK: Tensor) -> Tensor:
@@ -218,15 +217,3 @@ def _assembled(job: Job, spec: DecoderSpec, child: DecoderSpec, layers: Sequence
         weights |= dict(load_part(parent, name, job.parent).named_parameters(prefix=name))
     decoder.load_state_dict(weights, assign=True)
     return decoder
-
-
-def _recover(job: Job, decoder: TorchDecoder, teacher: TorchDecoder, budget: Budget) -> None:
-    """Train the child on its parent's distributions."""
-    decoder.requires_grad_(True)
-    batches = batches_of(job.corpus.learn, seed=job.config.seed, num_tokens=RECOVERY_TOKENS)
-    run = train(decoder, imitation(decoder, teacher), batches, budget, job.state, job.progress)
-    job.notes["recovery"] = run.told()
-
-
-def _told(job: Job, words: str) -> Any:
-    return lambda done, total: job.progress(done, total, words)

@@ -21,6 +21,7 @@ from maitred.optimize.calibrate import (
     CalibratedLayer,
     attend_of,
     embedded,
+    first_tokens,
     layer_state,
     rotations_of,
     save_layer,
@@ -56,7 +57,7 @@ def make(job: Job) -> None:
     if config.kv_dtype != "auto":
         job.served["kv_dtype"] = config.kv_dtype
     dtype = getattr(torch, child_config(job.parent, {})["dtype"])
-    documents = _calibration(job, config.calibration_tokens)
+    documents = first_tokens((each.ids.tolist() for each in job.corpus.learn), config.calibration_tokens)
     job.need_memory(_memory_bytes(spec, sum(map(len, documents))), "a layer and the documents' hidden states")
     walk_layers(
         job.parent,
@@ -68,7 +69,7 @@ def make(job: Job) -> None:
     if config.method == "qat":
         _train(job, spec, next(iter(forms.values())))
     choice = {(index, name): next(iter(forms.values())) for index in range(spec.num_layers) for name in LINEARS}
-    alone = kl_alone(job, spec, choice, documents, dtype)
+    alone = kl_alone(job, spec, choice, first_tokens((ids[:64] for ids in documents), ALONE_TOKENS), dtype)
     _write(job, choice)
     if config.scheme == "mixed":
         _promote(job, choice, forms[8], alone, spec)
@@ -76,14 +77,6 @@ def make(job: Job) -> None:
 
 
 TOOL = Tool("quantize", make)
-
-
-def _calibration(job: Job, num_tokens: int) -> list[list[int]]:
-    found: list[list[int]] = []
-    for document in job.corpus.learn:
-        if (left := num_tokens - sum(map(len, found))) > 1:
-            found.append(document.ids[:left].tolist())
-    return found
 
 
 def _memory_bytes(spec: DecoderSpec, num_tokens: int) -> int:
@@ -180,14 +173,10 @@ def rounded_of(kept: Mapping[str, Tensor], name: str, form: Form) -> Rounded:
 
 @torch.no_grad()
 def kl_alone(
-    job: Job, spec: DecoderSpec, choice: Choice, documents: Sequence[Sequence[int]], dtype: torch.dtype
+    job: Job, spec: DecoderSpec, choice: Choice, tokens: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> dict[tuple[int, str], float]:
     """KL to the parent where only this linear is rounded, of all in one walk: the hidden states of the parent and of
     each parent with a changed linear go through the layers side by side."""
-    tokens = [list(ids[:64]) for ids in documents]
-    tokens = tokens[
-        : max(1, next((n for n in range(len(tokens)) if sum(map(len, tokens[:n])) >= ALONE_TOKENS), len(tokens)))
-    ]
     decoder, lengths = TorchDecoder(spec, hollow=True), [len(ids) for ids in tokens]
     streams = [embedded(job.parent, decoder, [token for ids in tokens for token in ids]).float()]
     for index in range(spec.num_layers):
