@@ -91,6 +91,24 @@ async def test_an_answer_with_one_unlikely_token_is_the_next_tiers_which_gets_th
             assert "maitred_fleet_escalations_total 1.0" in (await client.get("/metrics")).text
 
 
+async def test_tiers_whose_models_have_their_own_names_escalate_where_the_later_one_is_named():
+    async with (
+        fake_upstream(a_server(says(whole(answer("small", UNSURE), headers="x-maitred-version: 3\r\n")))) as edge,
+        fake_upstream(a_server(LARGE, models=("big",))) as cloud,
+    ):
+        tiers = {"edge": {"replicas": [edge.url], "escalate_below": 0.5}, "cloud": {"model": "big"}}
+        with running_router(edge.url, cloud.url, tiers=tiers) as running:
+            await running.wait_for("ready", "ready")
+            assert (await said(running))["message"]["content"] == "large"
+            assert (await said(running, model="big"))["message"]["content"] == "large"
+            assert [json.loads(seen.body)["model"] for seen in asked(cloud)] == ["big", "big"]
+            assert len(asked(edge)) == 1
+            async with client_of(running) as client:
+                pinned = {"x-maitred-privacy": "local"}
+                response = await client.post("/v1/chat/completions", json=chat(), headers=pinned)
+            assert response.headers["x-maitred-version"] == "3"
+
+
 async def test_a_pinned_request_gets_the_answer_of_its_tier_however_unsure():
     async with cascade(says(whole(answer("small", UNSURE))), LARGE) as (running, (edge, cloud)):
         assert (await said(running, headers={"x-maitred-privacy": "local"}))["message"]["content"] == "small"
@@ -141,12 +159,58 @@ async def test_a_sure_stream_comes_whole_though_its_first_replica_broke_off():
         assert response.text.endswith("data: [DONE]\n\n")
 
 
+def refused(status: str, header: str = "x-any: 1") -> Script:
+    return says(whole(b'{"error": {"message": "no"}}', status, f"content-type: application/json\r\n{header}\r\n"))
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        refused("400 Bad Request"),  # of a shorter context, say
+        refused("404 Not Found"),
+        refused("429 Too Many Requests"),
+        refused("500 Internal Server Error"),
+        refused("503 Service Unavailable", "retry-after: 30"),
+        refused("307 Temporary Redirect", "location: /elsewhere"),
+        says(whole(b'{"error": {"message": "an error for all that its status says"}}')),
+        says(b"", then="reset"),
+    ],
+    ids=["too long", "unknown", "limited", "faulty", "full", "redirect", "error in 200", "dies"],
+)
+async def test_where_no_later_tier_answers_the_held_answer_is_sent_and_says_so(large: Script):
+    async with (
+        cascade(says(whole(answer("small", UNSURE))), large) as (running, (edge, _)),
+        client_of(running) as client,
+    ):
+        response = await client.post("/v1/chat/completions", json=chat())
+        assert (response.status_code, response.headers["x-maitred-escalation"]) == (200, "failed")
+        choice = response.json()["choices"][0]
+        assert (choice["message"]["content"], choice["logprobs"], len(asked(edge))) == ("small", None, 1)
+        assert "maitred_fleet_escalations_failed_total 1.0" in (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("large", [refused("400 Bad Request"), refused("503 Service Unavailable", "retry-after: 30")])
+async def test_a_dropped_stream_is_asked_for_again_and_sent_unjudged_where_no_later_tier_answers(large: Script):
+    small = says(STREAM_HEAD + chunk(delta("sm", SURE)) + chunk(delta("all", UNSURE)) + chunk(DONE) + LAST_CHUNK)
+    async with cascade(small, large) as (running, (edge, cloud)), client_of(running) as client:
+        response = await client.post("/v1/chat/completions", json=chat(stream=True))
+        assert response.headers["x-maitred-escalation"] == "failed"
+        assert ("sm" in response.text, "all" in response.text, response.text.count("[DONE]")) == (True, True, 1)
+        assert (len(asked(cloud)), ["logprobs" in json.loads(seen.body) for seen in asked(edge)]) == (1, [True, False])
+
+
+async def test_a_request_whose_time_is_over_while_a_later_tier_computes_gets_the_held_answer():
+    async with cascade(says(whole(answer("small", UNSURE))), says(b"", then="wait")) as (running, _):
+        assert (await said(running, timeout_ms=300))["message"]["content"] == "small"
+
+
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
         ({"edge": {"escalate_below": 1.5}, "cloud": {}}, "at most 1"),
         ({"edge": {"escalate_below": "low"}, "cloud": {}}, "must be a number"),
         ({"edge": {}, "cloud": {"escalate_below": 0.5}}, "this is the last"),
+        ({"edge": {}, "cloud": {"model": ["big"]}}, "must be a name"),
     ],
 )
 def test_a_probability_that_none_is_and_a_last_tier_are_refused(tiers: dict[str, Any], message: str):

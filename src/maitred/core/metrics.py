@@ -304,6 +304,7 @@ FLEET_ATTEMPTS = _counter(
 )
 FLEET_RESUMES = _counter("fleet_resumes", "requests", "Answers that another replica went on with.")
 FLEET_ESCALATED = _counter("fleet_escalations", "requests", "Answers not sent, as the next tier was asked instead.")
+FLEET_FELL_BACK = _counter("fleet_escalations_failed", "requests", "Of these, those that no later tier answered.")
 FLEET_HELD = _gauge("fleet_held_requests", "requests", "Requests that wait for a replica with room.")
 FLEET_OLDEST_HELD = _gauge("fleet_oldest_held_seconds", "seconds", "Age of the oldest of those that wait; 0 is none.")
 FLEET_QUEUE_WAIT = _histogram(

@@ -14,7 +14,7 @@ from maitred.core.errors import ConfigError, did_you_mean
 
 BALANCES = ("round_robin", "least_load", "two_choices", "hash", "session", "prefix")
 PLACEMENTS = ("pack", "spread")  # of launched replicas on the nodes of a Ray cluster
-TIER_KEYS = ("replicas", "max_prompt_tokens", "spill_after_s", "escalate_below")
+TIER_KEYS = ("replicas", "max_prompt_tokens", "spill_after_s", "escalate_below", "model")
 
 
 class Tier(NamedTuple):
@@ -25,6 +25,7 @@ class Tier(NamedTuple):
     max_prompt_tokens: int | None = None  # longer ones go to the next
     spill_after_s: float | None = None  # a request held so long (s) may go to the next; None waits on
     escalate_below: float | None = None  # where its answer has a token of less probability, the next is asked
+    model: str | None = None  # asked of it in place of models of tiers before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ class FleetConfig:
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Groups of replicas in the order in which they are asked: `replicas` lists URLs, `max_prompt_tokens` the longest
     prompt, `spill_after_s` how long a request waits before it may go to the next, `escalate_below` the probability of
-    an answer's least likely token below which the next is asked instead."""
+    an answer's least likely token below which the next is asked instead, `model` what is asked of this tier in place of
+    a model of those before it."""
     max_retries: int = 2
     """Further attempts of one request when a replica fails before the first byte of its answer."""
     retry_ratio: float = 0.1
@@ -125,6 +127,8 @@ def _tier(name: str, given: Mapping[str, Any]) -> Tier:
             raise ConfigError(f"tiers: {name}: {key} is {value!r}; it must be a number of at least 0")
     if (given.get("escalate_below") or 0) > 1:
         raise ConfigError(f"tiers: {name}: escalate_below is {given['escalate_below']}; it is a probability, at most 1")
+    if not isinstance(given.get("model"), str | None):
+        raise ConfigError(f"tiers: {name}: model is {given['model']!r}; it must be a name")
     replicas = given.get("replicas", ())
     if not isinstance(replicas, list | tuple) or not all(isinstance(url, str) for url in replicas):
         raise ConfigError(f"tiers: {name}: replicas is {replicas!r}; it must be a list of URLs")

@@ -12,13 +12,13 @@ from typing import Any
 from maitred.config import SchedulerConfig
 from maitred.core.errors import InvalidRequest
 from maitred.fleet.actions import Action, Probe
-from maitred.fleet.binding import Binder, Waiting, use_of
+from maitred.fleet.binding import Binder, Waiting
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, FleetRequest
 from maitred.fleet.prefix_index import Lessons, PrefixIndex
 from maitred.fleet.replicas import Due, FleetReplica, Health, ReplicaDue, ReplicaFacts, Replicas, Report, State, Use
-from maitred.fleet.requests import Requests, Timers, fitting_tiers
+from maitred.fleet.requests import Requests, Timers
 from maitred.fleet.sizing import EVERY_S, Autoscale, FleetFigures, Sizing, as_asked
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
@@ -157,11 +157,18 @@ class ClusterCore:
         none, or no replica of a later tier that may take it is ready.
         """
         request = self._requests.bound(request_id)
-        tier = self.fleet.at(request.replica).tier if request is not None else -1
-        if request is None or (below := self.fleet.tiers[tier].escalate_below) is None:
+        if request is None or request.fell_back:
             return 0.0
-        later = sum(1 << number for number in fitting_tiers(request, self.fleet) if number > tier)
-        return below if self.fleet.usable(use_of(request)._replace(tiers=later)) else 0.0
+        tier = self.fleet.at(request.replica).tier
+        below = self.fleet.tiers[tier].escalate_below
+        return below if below is not None and self._requests.may_go_past(tier, request) else 0.0
+
+    def model_at(self, name: str, request: FleetRequest) -> str | None:
+        """The model to ask the replica for in place of the request's; None is that."""
+        replica = self.fleet.by_name.get(name)
+        if replica is None or request.model is None or request.model in (replica.facts.models or ()):
+            return None
+        return self.fleet.tiers[replica.tier].model
 
     def escalated(self, request_id: str, now: float) -> list[Action]:
         """Its answer has a token that is less probable: hold it for later tiers; the replica did well."""

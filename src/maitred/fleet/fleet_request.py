@@ -55,6 +55,7 @@ class FleetRequest(UnderTerms):
     has_fled: bool = False  # from a replica whose engine hung
     num_spills: int = 0  # tiers that it waited past
     first_tier: int = 0  # answers of those before it were not sure enough
+    fell_back: bool = False  # to their answer: no later tier gave one
     tiers: int = 0  # bits of those that it may use
     barred: int = 0  # bits of replicas where it failed
     fingerprint: str | None = None  # of the replica that made its tokens; None goes on anywhere
@@ -113,7 +114,7 @@ class FailureKind(str, Enum):
     RESET = "reset"  # no server listens, or the connection ended before the answer did: the replica is gone
     SILENT = "silent"  # it has not been heard of
     FULL = "full"  # 503 with Retry-After: it works, and has no room
-    LIMITED = "limited"  # 429 of a foreign server: it works, and refuses this client for now
+    LIMITED = "limited"  # 429 of a foreign server, any error of a later tier: it works, and refuses this request
     ERROR = "error"  # 5xx, or what is no answer
 
 

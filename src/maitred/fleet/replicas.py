@@ -311,6 +311,11 @@ class Replicas:
             fingerprint = replica.facts.fingerprint
             if fingerprint is not None:
                 self._fingerprints[fingerprint] = self._fingerprints.get(fingerprint, 0) | flag
+        before = 0
+        for tier, bits in zip(self.tiers, self._tier_bits, strict=True):
+            if tier.model is not None:
+                self.models = {name: at | bits if at & before else at for name, at in self.models.items()}
+            before |= bits
         self._measure_speeds()
         self.facts_version += 1
         self._changed()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
@@ -132,8 +132,11 @@ class Requests:
         bind = self._binder.bind_at_once(request, now)
         return [bind] if bind is not None else self._hold([(request, spill_after_s)], now)
 
-    def hold(self, requests: Iterable[FleetRequest], now: float) -> list[Action]:
+    def hold(self, requests: Sequence[FleetRequest], now: float) -> list[Action]:
         """Hold requests until each can be bound, which may be at once."""
+        for request in requests:
+            if request.first_tier and not self.may_go_past(request.first_tier - 1, request):
+                self.falls_back(request)
         return self._hold([(request, self._allow_tiers(request)) for request in requests], now)
 
     def _hold(self, spills: list[tuple[FleetRequest, float | None]], now: float) -> list[Action]:
@@ -159,6 +162,19 @@ class Requests:
         if spill_after_s is not None:
             self.timers.add(now + spill_after_s, RequestDue(DueKind.SPILL, request))
         self.timers.add(now + self._config.hold_timeout_s, RequestDue(DueKind.HOLD, request))
+
+    def may_go_past(self, tier: int, request: FleetRequest) -> bool:
+        """Whether a replica of a later tier is ready for the request, and has not said that it is full."""
+        later = sum(1 << number for number in fitting_tiers(request, self._fleet) if number > tier)
+        usable = self._fleet.usable(use_of(request)._replace(tiers=later))
+        return any(not replica.is_full for replica in self._fleet.of(usable))
+
+    def falls_back(self, request: FleetRequest) -> bool:
+        """Give up later tiers for an answer that was not sure enough; False where there was none, or another began."""
+        if not request.first_tier or request.has_begun:
+            return False
+        request.first_tier, request.num_spills, request.fell_back = 0, 0, True
+        return True
 
     # -- they go
 
@@ -201,7 +217,7 @@ class Requests:
             request.num_deaths += failure.is_death or request.has_begun
             request.barred |= 1 << replica.bit
             error = self._health.why_no_more(request, replica) or self._why_no_end(request)
-            if error is None:
+            if error is None or (isinstance(error, errors.Unavailable) and self.falls_back(request)):
                 again.append(request)
             else:
                 actions += self.refuse(request, error, failure)
@@ -237,9 +253,9 @@ class Requests:
         return self._free(request) + self.hold([request], now)
 
     def pass_by(self, request: FleetRequest, replica: FleetReplica, failure: Failure, now: float) -> list[Action]:
-        """The replica limits this client: another one is asked, where there is one."""
+        """The replica refuses this request: another one is asked, where there is one."""
         request.barred |= 1 << replica.bit
-        if self._fleet.usable(use_of(request)) & ~request.barred:
+        if self._fleet.usable(use_of(request)) & ~request.barred or self.falls_back(request):
             return self.put_back(request, now)
         told = f"request {request.request_id}: every replica that may take it limits its rate; try again later"
         return self.refuse(request, errors.Unavailable(told), failure) + self.dispatch(now)

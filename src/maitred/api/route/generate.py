@@ -246,7 +246,8 @@ async def _route(
             else:
                 relay.ended()
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, request.held_s)
-        if wanted is not None:
+            router.metrics.num_fell_back += request.fell_back
+        if wanted is not None and not request.fell_back:
             router.results.keep(exchange, wanted)
 
 

@@ -55,6 +55,7 @@ _NOT_RETURNED = HOP_BY_HOP | {
 }
 OWN = b"x-maitred-"  # not believed from clients
 REPLICA, HELD_MS = b"x-maitred-replica", b"x-maitred-held-ms"
+ESCALATION = b"x-maitred-escalation"  # failed: an answer below `escalate_below`, as no later tier gave one
 
 
 def towards_replica(exchange: Exchange) -> list[Header]:
@@ -125,10 +126,16 @@ class Outgoing:
         return self.is_stream and bool(self.secret)
 
     def ask(
-        self, live: LiveReplica, age_s: float, told: Sequence[Header] = (), *, is_judged: bool = False
+        self,
+        live: LiveReplica,
+        age_s: float,
+        told: Sequence[Header] = (),
+        *,
+        is_judged: bool = False,
+        model: str | None = None,
     ) -> UpstreamAsk:
-        """`age_s` ago it arrived; `told` is for a replica that hands KV over."""
-        body = self.judged_body if is_judged else self.body
+        """`age_s` ago it arrived; `told` is for a replica that hands KV over, and knows the model as `model`."""
+        body = asking(self.judged_body if is_judged else self.body, model)
         headers = [*self._secretly(age_s), *told] if live.is_ours and self.secret else self.headers
         head = request_head(self.method, self.target, live.origin, headers, len(body))
         return UpstreamAsk(head, body, is_head=self.method == "HEAD")
@@ -217,6 +224,13 @@ def with_logprobs(path: str, body: bytes, read: RoutedBody) -> bytes:
     with suppress(*_WRONG):
         return msgspec.json.encode(_decode_fields(body) | {"logprobs": _ASKED[path]})
     return b""
+
+
+def asking(body: bytes, model: str | None) -> bytes:
+    """The body, asking for a model by another name; None leaves it."""
+    with suppress(*_WRONG):
+        return body if model is None else msgspec.json.encode(_decode_fields(body) | {"model": model})
+    return body
 
 
 def shows_logprobs(read: RoutedBody) -> bool:

@@ -32,7 +32,7 @@ class RouteMetrics(HttpMetrics):
         self._attempts: Counter[tuple[str, ...]] = Counter()
         self._requests: Counter[tuple[str, ...]] = Counter()
         self._starts = Counter({(origin,): 0 for origin in m.FLEET_ORIGINS})
-        self._num_resumed = self.num_escalated = 0
+        self._num_resumed = self.num_escalated = self.num_fell_back = 0
         self._num_keys_hit = self._num_keys_missed = 0
         self._fleet: tuple[ClusterCore, Clock, ConnectionCounts] | None = None
 
@@ -93,6 +93,7 @@ class RouteMetrics(HttpMetrics):
             m.FLEET_ATTEMPTS: {labels: float(count) for labels, count in self._attempts.items()},
             m.FLEET_RESUMES: {(): float(self._num_resumed)},
             m.FLEET_ESCALATED: {(): float(self.num_escalated)},
+            m.FLEET_FELL_BACK: {(): float(self.num_fell_back)},
             m.FLEET_HELD: {(): float(view.held)},
             m.FLEET_OLDEST_HELD: {(): view.oldest_held_s},
             m.FLEET_PREFIX_KEYS: {("hit",): float(self._num_keys_hit), ("miss",): float(self._num_keys_missed)},

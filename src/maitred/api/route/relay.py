@@ -45,6 +45,7 @@ class Relay:
         self.bill: Bill | None = None  # where a ledger is kept
         self._is_billed = False  # the answer under way has said what it cost
         self._doubt: messages.Doubt | None = None  # of a tier whose answers are held until they are judged
+        self._kept: tuple[UpstreamAnswer, LiveReplica, bytes] | None = None  # not sure enough; sent if no other comes
         self._doubted_us = 0  # compute of answers that were not sent
         self._prompt: AnswerUsage | None = None  # what its computing cost, which is told where it is answered
         self._is_computed = False  # its prompt is, and that was all that was asked of this replica
@@ -118,7 +119,9 @@ class Relay:
                         raise
                     if not isinstance(reason, Moved):
                         self._is_cancelled = isinstance(reason, ClientGone)
-                        raise reason from None
+                        is_over = await self._send_kept(reason)
+                except MaitredError as error:
+                    is_over = await self._send_kept(error)
         finally:
             if self._telling is not None:
                 self._telling.cancel()
@@ -131,10 +134,12 @@ class Relay:
         try:
             bind = self._routed.bound() or await self._held()
         except MaitredError:
-            if self._refusal is not None and not self._exchange.started:
+            if self._refusal is not None and not self._exchange.started and self._kept is None:
                 await self._pass_on_refusal(*self._refusal)
                 return True
             raise
+        if self.spec.fell_back and self._kept is not None:
+            return await self._send_kept(ReplicaFailed(BROKE_OFF))
         if self._events is None:  # its first token will not be seen
             self._on_tokens(0, self._fleet.clock.now())
         if not self._routed.began:
@@ -185,14 +190,15 @@ class Relay:
         live, kv_told = stop.live, stop.headers(is_stream=self._told is not None, prompt=self._prompt)
         if self._told is not None:
             self._told.broke_off()
-        age_s = self._age_s
+        age_s, model = self._age_s, self._fleet.core.model_at(live.facts.name, self.spec)
         if not self._routed.began:
-            return self._outgoing.ask(live, age_s, kv_told, is_judged=self._doubt is not None)
+            is_judged = self._doubt is not None
+            return self._outgoing.ask(live, age_s, kv_told, is_judged=is_judged, model=model)
         if self._told is None or not self._goes_on:
             raise ReplicaFailed(BROKE_OFF)
         ttft_s = self._first_byte_at - self._routed.request.arrived_at
         path, body = self._exchange.scope["path"], self._outgoing.body
-        rest = self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s)
+        rest = self._told.resume_body(path, messages.asking(body, model), age_s=age_s, ttft_s=ttft_s)
         return self._outgoing.resume(live, rest, age_s, kv_told)
 
     @property
@@ -218,12 +224,15 @@ class Relay:
 
     async def _answered(self, answer: UpstreamAnswer, stop: messages.Leg) -> bool:
         live = stop.live
-        if 300 <= answer.status < 400 and answer.status != 304:  # would send the client, key and prompt, elsewhere
-            raise ReplicaFailed(f"the replica answers {answer.status}, a redirect, which a router does not pass on")
         failure = messages.failure_told(answer, is_ours=live.is_ours)
+        is_judged = self._doubt is not None and answer.status == 400
+        if failure is None and answer.status >= 300 and self.spec.first_tier and not (is_judged or self._routed.began):
+            failure = Failure(FailureKind.LIMITED, message=f"status {answer.status}")
+        elif 300 <= answer.status < 400 and answer.status != 304:  # would send the client, key and prompt, elsewhere
+            raise ReplicaFailed(f"the replica answers {answer.status}, a redirect, which a router does not pass on")
         if failure is not None:
             body = await answer.whole(messages.MAX_ERROR_BYTES)
-            self._is_billed = failure.kind is FailureKind.FULL
+            self._is_billed = failure.kind is not FailureKind.ERROR
             if failure.kind is not FailureKind.FULL:
                 self._refusal = answer, body
             self._fleet.failed(self._routed, failure, live)
@@ -268,6 +277,7 @@ class Relay:
             body = doubt.judged(body)
             doubt.is_low |= answer.status == 400  # it may give no log-probabilities, or have a shorter context
             if self._escalates(answer, live):
+                self._kept = (answer, live, body) if answer.status == 200 else self._kept
                 return False
             answer.headers = [header for header in answer.headers if header[0] != b"content-length"]
         if answer.is_over:
@@ -300,6 +310,19 @@ class Relay:
         has_body = self._outgoing.method != "HEAD" and answer.status not in (204, 304)
         await self._send_head(answer, live, length=len(body) if has_body else None)
         await self._send_end(body)
+
+    async def _send_kept(self, error: Exception) -> bool:
+        """Send the answer that was not sure enough, as no later tier gave one. Raises the error where there is none."""
+        if self._kept is None or self._is_cancelled:
+            raise error from None
+        answer, live, body = self._kept
+        self.spec.fell_back = True
+        self._is_billed = True
+        answer.headers = [header for header in answer.headers if header[0] != b"content-length"]
+        await self._send_whole(answer, live, body)
+        assert self.usage is not None, "it was sent"
+        self._doubted_us -= self.usage.compute_us
+        return True
 
     async def _pass_on_refusal(self, answer: UpstreamAnswer, body: bytes) -> None:
         headers = [header for header in answer.headers if header[0] in (b"content-type", b"retry-after")]
@@ -393,7 +416,7 @@ class Relay:
         """Begin the answer: no other replica may begin anew. The body is needed only where one could go on."""
         routed = self._routed
         if not routed.began:
-            routed.began = True
+            routed.began, self._kept = True, None
             now = self._first_byte_at = self._fleet.clock.now()
             if self._events is not None:  # else it was told before
                 self._on_tokens(0, now)
@@ -411,6 +434,8 @@ class Relay:
         )
         if length is not None and not any(name == b"content-length" for name, _ in headers):
             headers.append((b"content-length", b"%d" % length))
+        if self.spec.fell_back:
+            headers.append((messages.ESCALATION, b"failed"))
         await self._exchange.send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
     async def _send_piece(self, piece: bytes) -> None:
