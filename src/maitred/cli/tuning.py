@@ -30,6 +30,7 @@ from maitred.scheduler.scheduler import lone_scheduler
 from maitred.sim.synthetic import arrival_times
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, TensorProfile
 from maitred.sim.tensors import SimulatedModel, TensorArrival, TensorSimulation
+from maitred.storage.files import replace_file
 from maitred.tensor.batching import lengths_of, rules_of
 from maitred.tensor.config import ANY_MESSAGE, SCHEMA, parameters_of
 from maitred.tensor.config_checks import PYTHON, is_ensemble
@@ -197,10 +198,9 @@ def with_setting(config: ANY_MESSAGE, setting: Setting) -> ANY_MESSAGE:
 
 def write_setting(folder: Path, setting: Setting) -> None:
     """Write a setting into the model's config.pbtxt, in one piece; comments in it go. Raises CheckpointError."""
-    path, beside = folder / CONFIG, folder / f".{CONFIG}.new"
+    path = folder / CONFIG
     try:
-        beside.write_text(text_format.MessageToString(with_setting(read_config(folder), setting)), encoding="utf-8")
-        os.replace(beside, path)
+        replace_file(path, text_format.MessageToString(with_setting(read_config(folder), setting)).encode())
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 

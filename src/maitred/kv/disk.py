@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 import struct
 import threading
 import time
@@ -34,6 +33,7 @@ from maitred.core.errors import ConfigError
 from maitred.kernels.kv_pool import checksum, checksums
 from maitred.kv.prefix_cache import Changes
 from maitred.kv.tiers import MAX_HELD, DropReason, KVTier, TierStats
+from maitred.storage.files import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -49,25 +49,6 @@ class OwnedFolder(NamedTuple):
     fd: int
     why_not: OSError | None
     """Why nothing can be written in it."""
-
-
-def private_folder(path: str | Path) -> Path:
-    """Made where it is not there (0700). Raises ConfigError for one that others may enter, and that is not empty."""
-    folder = Path(path)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if status.st_mode & 0o077 and not os.listdir(folder):
-            folder.chmod(0o700)
-            status = folder.stat()
-    except OSError as error:
-        raise ConfigError(f"--kv-disk {folder} cannot be used: {error.strerror}; name a folder of your own") from None
-    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077:
-        raise ConfigError(
-            f"--kv-disk {folder} is open to others (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}); "
-            f"name a new folder in it, as {folder / 'kv'}, or run: chmod 700 {folder}"
-        )
-    return folder
 
 
 def own_folder(folder: Path) -> OwnedFolder:
@@ -103,7 +84,7 @@ def salt_secret(path: str | Path) -> bytes:
 
     Where they cannot be kept they are drawn for this start alone, and nothing of earlier starts is found.
     """
-    file = private_folder(path) / _SALT
+    file = private_folder(Path(path), "--kv-disk") / _SALT
     if len(kept := _content(file)) == SALT_BYTES:
         return kept
     secret = secrets.token_bytes(SALT_BYTES)
@@ -395,7 +376,7 @@ def open_kv_disk(
     if max_bytes < least:
         raise ConfigError(f"--kv-disk-max-bytes is {max_bytes}, and one block takes {least}; give that or more")
     layout = SegmentLayout(bytes_per_block, hashlib.sha256(fingerprint.encode()).digest())
-    folder = private_folder(path)
+    folder = private_folder(Path(path), "--kv-disk")
     disk = KVDisk(folder, own_folder(folder), layout, max_bytes=max_bytes, retry_s=retry_s)
     disk.load()
     return disk

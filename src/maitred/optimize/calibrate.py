@@ -21,6 +21,7 @@ from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend, Rotation, TorchDecoder, load_part, tensor_from_raw
 from maitred.model.weight_map import weight_map
+from maitred.storage.files import replace_file
 
 LINEARS = ("qkv", "attention_output", "gate_up", "down")
 """A layer's stacked matrices, in the order in which a forward pass meets them."""
@@ -122,18 +123,17 @@ def layer_state(state: Path, index: int) -> dict[str, Tensor]:
 
 
 def save_layer(state: Path, index: int, kept: Mapping[str, Tensor]) -> None:
-    save_whole(dict(kept), _file_of_layer(state, index))
+    save_whole(kept, _file_of_layer(state, index))
 
 
 def _file_of_layer(state: Path, index: int) -> Path:
     return state / f"layer-{index:04}.safetensors"
 
 
-def save_whole(tensors: dict[str, Tensor], path: Path) -> None:
+def save_whole(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file that is there whole, or as it was before."""
-    new = path.with_name(path.name + ".new")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new)
-    new.replace(path)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    replace_file(path, lambda new: save_file(contiguous, new, metadata))
 
 
 def embedded(parent: Checkpoint, decoder: TorchDecoder, token_ids: Sequence[int]) -> Tensor:

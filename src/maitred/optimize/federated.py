@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import uvicorn
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -38,6 +38,7 @@ from maitred.core.errors import ConfigError, InvalidApiKey
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
+from maitred.optimize.calibrate import save_whole
 from maitred.optimize.data import Document, Progress, Reader, parted
 from maitred.optimize.finetune import BATCH_TOKENS, LORA_LR, attach_lora, save_adapter
 from maitred.optimize.job import Job, Tool
@@ -76,9 +77,8 @@ class Federation:
     history: list[dict[str, Any]] = field(default_factory=list)
     fetched: set[str] = field(default_factory=set)
     """Clients that train in this round."""
-    seen: set[str] = field(default_factory=set)
-    left: set[str] = field(default_factory=set)
-    """Clients that have the last B, of those seen."""
+    behind: set[str] = field(default_factory=set)
+    """Clients that have not fetched the last B."""
     updates: dict[str, tuple[int, dict[str, Tensor]]] = field(default_factory=dict)
     """Examples and change of B, by client, of this round."""
 
@@ -105,9 +105,11 @@ class Federation:
 
     def offer(self, client: str) -> bytes:
         """B as a client begins with it."""
-        (self.left if self.is_done else self.fetched).add(client)
-        body: bytes = save({name: b.to(torch.bfloat16) for name, b in self.b.items()})
-        return body
+        if self.is_done:
+            self.behind.discard(client)
+        else:
+            self.fetched.add(client)
+        return _body(self.b)
 
     def take(self, client: str, round_number: int, examples: int, body: bytes) -> None:
         """Raises UpdateRefused."""
@@ -118,9 +120,8 @@ class Federation:
         if not 1 <= examples <= MAX_EXAMPLES:
             raise UpdateRefused("malformed", 400, f"{examples} examples; tell 1 to {MAX_EXAMPLES}")
         update = self._checked(body)
-        name = hashlib.sha256(client.encode()).hexdigest()[:16]
         told = {"update": json.dumps({"client": client, "examples": examples})}
-        _save_whole(update, self.state / f"{self.round}.{name}.update", told)
+        save_whole(update, self.state / f"{self.round}.{_digest(client.encode())}.update", told)
         self.updates[client] = (examples, update)
 
     def _checked(self, body: bytes) -> dict[str, Tensor]:
@@ -132,8 +133,7 @@ class Federation:
         if {name: tuple(each.shape) for name, each in update.items()} != shapes:
             raise UpdateRefused("wrong_shape", 400, f"the update has other tensors than the adapter's {len(shapes)} B")
         update = {name: each.float() for name, each in update.items()}
-        norm = norm_of(update)
-        if not math.isfinite(norm):
+        if not math.isfinite(norm := norm_of(update)):
             raise UpdateRefused("not_finite", 400, "the update has values that are no finite numbers")
         if norm > SLACK * self.own.clip:
             raise UpdateRefused("huge", 400, f"the update's norm is {norm:.4g}; clip it to {self.own.clip:g}")
@@ -149,27 +149,27 @@ class Federation:
         assert len(self.updates) >= self.own.min_clients
         weights = {client: 1 if self.own.noise else examples for client, (examples, _) in self.updates.items()}
         total = sum(weights.values())
-        for name, b in self.b.items():
-            added = torch.zeros_like(b)
-            for client, (_, update) in self.updates.items():
-                added += weights[client] / total * _clipped(update, self.own.clip)[name]
-            if self.own.noise:
-                std = self.own.noise * self.own.clip / total
-                added += torch.empty_like(b).normal_(0, std, generator=noise)
-            self.b[name] = b + added
+        for client, (_, update) in self.updates.items():
+            for name, each in _clipped(update, self.own.clip).items():
+                self.b[name] = self.b[name] + weights[client] / total * each
+        if self.own.noise:
+            std = self.own.noise * self.own.clip / total
+            self.b = {name: b + torch.empty_like(b).normal_(0, std, generator=noise) for name, b in self.b.items()}
         examples = sum(count for count, _ in self.updates.values())
-        norms = [norm_of(update) for _, update in self.updates.values()]
-        shown = {"clients": len(self.updates), "examples": examples, "largest_norm": round(max(norms), 4)}
-        self.history.append({"round": self.round, **shown})
+        norm = max(norm_of(update) for _, update in self.updates.values())
+        shown = {
+            "round": self.round,
+            "clients": len(self.updates),
+            "examples": examples,
+            "largest_norm": round(norm, 4),
+        }
+        self.history.append(shown)
         self.round += 1
-        self.keep()
+        known = {"round": self.round, "history": self.history, "refused": self.refused}
+        save_whole(self.b, self.state / "federation.safetensors", {"federation": json.dumps(known)})
         self.fetched, self.updates = set(), {}
         for file in self.state.glob("*.update"):
             file.unlink()
-
-    def keep(self) -> None:
-        known = {"round": self.round, "history": self.history, "refused": self.refused}
-        _save_whole(self.b, self.state / "federation.safetensors", {"federation": json.dumps(known)})
 
 
 def norm_of(update: Mapping[str, Tensor]) -> float:
@@ -181,12 +181,12 @@ def _clipped(update: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
     return {name: each * share for name, each in update.items()}
 
 
-def _save_whole(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    new = path.with_name(path.name + ".new")
-    save_file({name: each.contiguous() for name, each in tensors.items()}, new, metadata=metadata)
-    with new.open("rb") as file:
-        os.fsync(file.fileno())
-    new.replace(path)
+def _body(tensors: Mapping[str, Tensor]) -> bytes:
+    return bytes(save({name: each.to(torch.bfloat16) for name, each in tensors.items()}))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def epsilon(noise: float, rounds: int, delta: float = DELTA) -> float:
@@ -214,7 +214,7 @@ def _serve(job: Job) -> None:
     matrices = attach_lora(decoder, own, config.seed)
     federation = Federation(own, {name: b.detach().clone() for name, (_, b) in matrices.items()}, job.state)
     if not federation.is_done:
-        asyncio.run(_rounds(federation, job, _digest(job.parent, matrices)))
+        asyncio.run(_rounds(federation, job, _identity(job.parent, matrices)))
     adapter = {name: (a, federation.b[name]) for name, (a, _) in matrices.items()}
     save_adapter(adapter, job.parent, job.folder, own)
     job.served |= {"lora": {"adapter": str(job.folder)}, "max_lora_rank": own.lora_rank}
@@ -231,7 +231,8 @@ def _serve(job: Job) -> None:
 
 async def _rounds(federation: Federation, job: Job, digest: str) -> None:
     own: FederateConfig = job.own
-    plan = {"digest": digest, "seed": job.config.seed, "clip": own.clip, "lora": _shape(own)}
+    shape = {each.name: getattr(own, each.name) for each in fields(LoraShape)}
+    plan = {"digest": digest, "seed": job.config.seed, "clip": own.clip, "lora": shape}
     tenants = TenantFile(Path(own.tenants)) if own.tenants is not None else None
     app = web_of(federation, plan, Authenticator(tenants=tenants))
     settings: dict[str, Any] = {"host": own.host, "port": own.port, "log_config": None, "access_log": False}
@@ -244,7 +245,7 @@ async def _rounds(federation: Federation, job: Job, digest: str) -> None:
             if len(federation.updates) >= own.min_clients:
                 federation.close_round(noise)
         ends = time.monotonic() + PARTING_S
-        while not (serving.done() or federation.seen <= federation.left or time.monotonic() > ends):
+        while federation.behind and not serving.done() and time.monotonic() < ends:
             job.progress(own.rounds, own.rounds, "clients fetch the last round")
             await asyncio.sleep(POLL_S / 5)
     finally:
@@ -285,7 +286,7 @@ def web_of(federation: Federation, plan: Mapping[str, Any], authenticator: Authe
 
     async def fetch(request: Request) -> Response:
         client = client_of(request)
-        federation.seen.add(client)
+        federation.behind.add(client)
         if request.query_params.get("after") == str(federation.round) or client in federation.updates:
             return Response(status_code=204)
         headers = {"x-maitred-round": str(federation.round), "x-maitred-done": str(int(federation.is_done))}
@@ -314,11 +315,7 @@ def web_of(federation: Federation, plan: Mapping[str, Any], authenticator: Authe
     return Starlette(routes=routes, exception_handlers={UpdateRefused: refuse, InvalidApiKey: refuse})
 
 
-def _shape(own: LoraShape) -> dict[str, Any]:
-    return {name: getattr(own, name) for name in ("lora_rank", "lora_alpha", "target_modules")}
-
-
-def _digest(parent: Checkpoint, matrices: Matrices) -> str:
+def _identity(parent: Checkpoint, matrices: Matrices) -> str:
     """Of the parent's weights (some of each tensor) and of A: equal where both sides train the same."""
     digest = hashlib.sha256()
     for name in sorted(parent.tensor_names()):
@@ -369,7 +366,7 @@ class _Link:
 
 def join(own: JoinConfig, progress: Progress) -> dict[str, Any]:
     """Take part until the last round; what is told of it. Raises ConfigError."""
-    client = own.name or hashlib.sha256(f"{os.uname().nodename} {Path(own.data).resolve()}".encode()).hexdigest()[:16]
+    client = own.name or _digest(f"{os.uname().nodename} {Path(own.data).resolve()}".encode())
     link = _Link(own, client)
     plan = json.loads(link.ask("/federate/plan")[2])
     shape = {**plan["lora"], "target_modules": tuple(plan["lora"]["target_modules"])}
@@ -377,7 +374,7 @@ def join(own: JoinConfig, progress: Progress) -> dict[str, Any]:
         documents, held_out = parted(Reader(parent).read(own.data), own.data)
         decoder = load_torch_decoder(spec_from_config(parent.config), parent)
         matrices = attach_lora(decoder, LoraShape(**shape), plan["seed"])
-        if _digest(parent, matrices) != plan["digest"]:
+        if _identity(parent, matrices) != plan["digest"]:
             raise ConfigError(f"the server's model is another one than {parent.name}; give --model, the same files")
     for a, _ in matrices.values():
         a.requires_grad_(False)
@@ -397,8 +394,8 @@ def join(own: JoinConfig, progress: Progress) -> dict[str, Any]:
         counts["rounds"] += 1
         _train(decoder, documents, own, number, progress)
         update = _clipped({name: b.detach() - begun[name] for name, (_, b) in matrices.items()}, plan["clip"])
-        body = save({name: each.to(torch.bfloat16) for name, each in update.items()})
-        status, *_ = link.ask(f"/federate/round/{number}", body, **{"x-maitred-examples": str(len(documents))})
+        examples = {"x-maitred-examples": str(len(documents))}
+        status, *_ = link.ask(f"/federate/round/{number}", _body(update), **examples)
         counts["accepted" if status == 200 else "late_or_repeated"] += 1
     after = _loss(decoder, held_out)
     told = {"loss_before": round(before, 4), "loss_after": round(after, 4), "examples": len(documents)}

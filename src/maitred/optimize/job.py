@@ -5,7 +5,6 @@ All of a job lies in DIR.part, so that the same command goes on after any end, a
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from maitred.model.families import spec_from_config
 from maitred.optimize.data import Corpus, Progress, file_hashes, read_corpus
 from maitred.optimize.evaluate import Evaluation, evaluate
 from maitred.optimize.gate import BrokenRule, Rules, gate_fields, judge, read_rules
+from maitred.storage.files import locked, replace_file, sync
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -142,7 +142,8 @@ def open_job(
         parent = stack.enter_context(open_checkpoint(config.model))
         asked = _asked(name, config, own, parent)
         (part / "state").mkdir(parents=True, exist_ok=True)
-        _lock(part, stack)
+        busy = f"another process is at work in {part}; wait for it, or name another --out"
+        stack.enter_context(locked(part / "lock", busy))
         try:
             if out.exists():
                 raise ConfigError(f"{out} is there already; name another --out, or remove it")
@@ -184,14 +185,6 @@ def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {flat[0].get(name)!r} there, {flat[1].get(name)!r} here" for name in names[:3])
 
 
-def _lock(part: Path, stack: ExitStack) -> None:
-    file = stack.enter_context((part / "lock").open("w"))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(f"another process is at work in {part}; wait for it, or name another --out") from None
-
-
 def _remove(out: Path) -> None:
     """DIR.part goes by one rename, so that no half of it is gone on with."""
     gone = _beside(out, "gone")
@@ -220,12 +213,7 @@ def _beside(out: Path, ending: str) -> Path:
 
 
 def _write_json(path: Path, value: object) -> None:
-    new = path.with_name(path.name + ".new")
-    with new.open("w") as file:
-        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def _appear(folder: Path, out: Path) -> None:
@@ -234,8 +222,7 @@ def _appear(folder: Path, out: Path) -> None:
     os.umask(mask)
     for file in filter(Path.is_file, folder.rglob("*")):
         file.chmod(0o666 & ~mask)  # safetensors writes files for the owner alone
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+        sync(file)
     folder.rename(out)
 
 

@@ -6,7 +6,6 @@ removed by the next call.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -37,6 +36,7 @@ from maitred.model.shelf import (
     version_of,
 )
 from maitred.optimize.job import told_if_full
+from maitred.storage.files import locked
 
 REPORT = "report.json"  # of the tool that made the model
 GOLDEN_TEXTS = (
@@ -119,9 +119,5 @@ def _alone(root: Path) -> Iterator[None]:
     others = [each.name for each in root.iterdir() if version_of(each.name) is None and not each.name.startswith(".")]
     if set(others) - {CURRENT}:
         raise ConfigError(f"{root} is no shelf: it holds {', '.join(sorted(others)[:3])}; name a folder of its own")
-    with (root / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"another process publishes to {root}; try again when it is done") from None
+    with locked(root / ".lock", f"another process publishes to {root}; try again when it is done"):
         yield

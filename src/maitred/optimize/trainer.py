@@ -18,12 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from maitred.core.errors import ConfigError
 from maitred.model.torch_decoder import TorchDecoder
-from maitred.optimize.calibrate import attend_of
+from maitred.optimize.calibrate import attend_of, save_whole
 from maitred.optimize.data import Document, Progress
 
 B = TypeVar("B")
@@ -196,10 +195,7 @@ def _save(file: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimi
         for index, kept in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{index}.{name}": torch.as_tensor(value) for name, value in kept.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(file.name + ".new")
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, new, metadata={"run": json.dumps(asdict(run))})
-    new.replace(file)
+    save_whole(tensors, file, {"run": json.dumps(asdict(run))})
 
 
 def _load(file: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Trained:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from maitred.core.errors import ConfigError
+from maitred.storage.files import private_folder, replace_file, sync
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,10 @@ class Capture:
         self._waiting: list[CapturedAnswer] = []
         self._num_waiting_tokens, self._failing, self._stopping = 0, False, False
         self._changed = threading.Condition()
-        _prepare(folder)
+        try:
+            (private_folder(folder, "--capture") / LOCK).touch(mode=0o600)
+        except OSError as error:
+            raise ConfigError(f"--capture {folder} cannot be written: {error.strerror}; name another folder") from None
         self._thread = threading.Thread(target=self._run, name="maitred-capture", daemon=True)
         self._thread.start()
 
@@ -164,13 +168,16 @@ def erase(folder: Path, tenant: str, *, now: float) -> int:
     """
     num_erased = 0
     with _locked(folder):
-        _replace(folder / ERASED, json.dumps({**_erased(folder), tenant: now}).encode())
+        replace_file(folder / ERASED, json.dumps({**_erased(folder), tenant: now}).encode(), mode=0o600)
         for file in _files(folder):
             lines = file.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if (owner := _tenant_of(line)) is not None and owner != tenant]
             num_erased += len(lines) - len(kept)
-            if len(kept) < len(lines):
-                _replace(file, b"".join(kept))
+            if not kept:
+                file.unlink()
+            elif len(kept) < len(lines):
+                replace_file(file, b"".join(kept), mode=0o600)
+        sync(folder)
     return num_erased
 
 
@@ -180,17 +187,6 @@ def _tenant_of(line: bytes) -> str | None:
         return msgspec.json.decode(line, type=CapturedAnswer).tenant if line.endswith(b"\n") else None
     except msgspec.DecodeError:
         return None
-
-
-def _prepare(folder: Path) -> None:
-    """Raises ConfigError for what is no folder, cannot be written or could be read by other users."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_mode & 0o077:
-            raise ConfigError(f"{folder} could be read by other users; close it with: chmod 700 {folder}")
-        os.close(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600))
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}; name a folder for --capture that can be written") from None
 
 
 @contextmanager
@@ -236,20 +232,3 @@ def _write(file: Path, line: bytes) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """Replace it durably; without content the file goes."""
-    if content:
-        new = file.with_name(file.name + ".new")
-        _write(new, content)
-        with new.open("rb") as written:
-            os.fsync(written.fileno())
-        new.replace(file)
-    else:
-        file.unlink()
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

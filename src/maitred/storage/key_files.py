@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import stat
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import yaml
 
 from maitred.core.errors import ConfigError
+from maitred.storage.files import replace_file
 from maitred.tenancy.keys import PREFIX_CHARS, Key, digest_of
 from maitred.tenancy.tenant import TenantTable, read_tenants
 
@@ -303,18 +303,8 @@ def _value(node: yaml.Node | None, name: str) -> yaml.Node | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing, readable by its owner alone."""
-    target = Path(os.path.realpath(path))  # a link stays a link
+    """All or nothing, readable by its owner alone; a link stays a link."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # mode 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        replace_file(Path(os.path.realpath(path)), text.encode(), mode=0o600)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
