@@ -70,8 +70,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench infer": ("maitred.cli.bench:INFER", "load any KServe v2 server and measure a model"),
     "simulate": ("maitred.cli.simulate", "compare scheduling policies on a workload, without a model"),
     "keys": ("maitred.cli.keys", "make, list, hash and revoke the API keys of tenants"),
-    "capture list": ("maitred.cli.capture:LIST", "list what serve --capture has kept, by tenant"),
-    "capture erase": ("maitred.cli.capture:ERASE", "erase all that was captured of a tenant"),
+    "capture list": ("maitred.cli.optimize:CAPTURE_LIST", "list what serve --capture has kept, by tenant"),
+    "capture erase": ("maitred.cli.optimize:CAPTURE_ERASE", "erase all that was captured of a tenant"),
     "prune": (
         "maitred.cli.optimize:PRUNE",
         "take neurons, heads or layers out of a model, and keep what passes a gate",

@@ -1,9 +1,10 @@
-"""The tools that change a model, each gated, and `maitred evaluate`."""
+"""The tools that change a model, each gated, `maitred evaluate`, and captured traffic, which they learn from."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -14,7 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from maitred.cli.command import Command, Options
-from maitred.cli.console import inert, note
+from maitred.cli.console import columns, inert, note
+from maitred.cli.flags import option
 from maitred.config.optimize import (
     DistillConfig,
     DraftConfig,
@@ -277,4 +279,62 @@ JOIN = Command(
     parts=(JoinConfig, JsonOption),
     positional="url",
     examples=("maitred federate join http://10.0.0.5:8100 --model smollm2 --data chats.jsonl --local-steps 20",),
+)
+
+
+# ---- captured traffic, which the tools learn from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """Captured traffic"""
+
+    folder: str = option(metavar="DIR")
+    """The folder of serve --capture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EraseOptions:
+    """What is erased"""
+
+    tenant: str = option(metavar="NAME")
+    """All of this tenant, also what a running server has not written yet."""
+
+
+def _list_captured(options: Options) -> int:
+    from maitred.storage.capture import captured
+
+    rows = [("TENANT", "MODEL", "ANSWERS", "TOKENS", "FROM", "TO")]
+    for (tenant, model), held in sorted(captured(Path(options[CaptureOptions].folder)).items()):
+        first, last = (time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (held.first_at, held.last_at))
+        rows.append((inert(tenant), inert(model), f"{held.num_answers:,}", f"{held.num_tokens:,}", first, last))
+    print("\n".join(columns(rows, gap="  ")))
+    return 0
+
+
+def _erase_captured(options: Options) -> int:
+    from maitred.storage.capture import erase
+
+    folder, tenant = options[CaptureOptions].folder, options[EraseOptions].tenant
+    num_erased = erase(Path(folder), tenant, now=time.time())
+    note(f"{num_erased:,} answers of {inert(tenant)} are gone from {folder}; to keep no more, say capture: never in "
+         "the tenants file")  # fmt: skip
+    return 0
+
+
+CAPTURE_LIST = Command(
+    path="capture list",
+    summary="List what serve --capture has kept, by tenant and model.",
+    run=_list_captured,
+    parts=(CaptureOptions,),
+    positional="folder",
+    examples=("maitred capture list ./captured",),
+)
+CAPTURE_ERASE = Command(
+    path="capture erase",
+    summary="Erase all that was captured of a tenant, file by file, beside running servers.",
+    run=_erase_captured,
+    parts=(CaptureOptions, EraseOptions),
+    positional="folder",
+    examples=("maitred capture erase ./captured --tenant shop",),
 )
