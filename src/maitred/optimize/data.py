@@ -258,7 +258,7 @@ class Reader:
             if message.get("role") == "assistant":
                 prompt = template.render(messages[:index], **extra)
                 written = template.render(messages[: index + 1], add_generation_prompt=False, **extra)
-                replies.append((_num_shared(prompt, written), written))
+                replies.append((len(os.path.commonprefix((prompt, written))), written))  # noqa: RUF071  by letters
         while replies:
             text = replies[-1][1]
             inside = [reply for reply in replies if text.startswith(str(reply[1]).rstrip())]
@@ -275,12 +275,6 @@ class Reader:
             ids += piece
             learnt += [number % 2 == 1] * len(piece)
         return ids, learnt
-
-
-def _num_shared(one: str, other: str) -> int:
-    """Length of the longest common beginning."""
-    unlike = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(unlike, min(len(one), len(other)))
 
 
 def _cut(text: str, first: int, end: int) -> str:

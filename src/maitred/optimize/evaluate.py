@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,39 +155,30 @@ def _read(child: LLM, parent: LLM | None, documents: Sequence[Document], progres
     for number, document in enumerate(documents):
         progress(done, total, "reading held-out documents")
         done += len(document.ids)
-        learnt, ids = document.learnt, document.ids
-        for targets, ours, theirs in _judged(child, parent, ids.tolist(), learnt.tolist()):
-            table[number] += _counted(targets, ours, theirs)
+        ids = document.ids.tolist()
+        theirs = logits(parent, ids) if parent is not None else repeat(None, len(ids))
+        both = zip(logits(child, ids), theirs, strict=True)
+        rows = (
+            (*each, ids[place]) for place, each in enumerate(both, 1) if place < len(ids) and document.learnt[place]
+        )
+        while block := list(islice(rows, ROWS)):
+            table[number] += _counted(*zip(*block, strict=True))
     return table
 
 
-def _judged(
-    child: LLM, parent: LLM | None, ids: list[int], learnt: list[bool]
-) -> Iterator[tuple[NDArray[np.intp], NDArray[np.float32], NDArray[np.float32] | None]]:
-    """Judged tokens with logits [n, V] before each, of both models."""
-    ours = logits(child, ids)
-    pairs = zip(ours, logits(parent, ids), strict=True) if parent is not None else ((one, one) for one in ours)
-    rows = (
-        (token, *pair)
-        for pair, token, is_judged in zip(pairs, [*ids[1:], 0], [*learnt[1:], False], strict=True)
-        if is_judged
-    )
-    while block := list(islice(rows, ROWS)):
-        tokens, mine, other = zip(*block, strict=True)
-        yield np.array(tokens), np.stack(mine), np.stack(other) if parent is not None else None
-
-
-def _counted(targets: NDArray[np.intp], ours: NDArray[np.float32], theirs: NDArray[np.float32] | None) -> Table:
-    rows = np.arange(len(targets))
-    log_q = _log_softmax(ours)
+def _counted(
+    ours: Sequence[NDArray[np.float32]], theirs: Sequence[NDArray[np.float32] | None], targets: Sequence[int]
+) -> Table:
+    """A row of the table: of logits [V] before each judged token."""
+    log_q, rows = _log_softmax(np.stack(ours)), np.arange(len(ours))
     lost = -float(log_q[rows, targets].sum(dtype=np.float64))
-    if theirs is None:
-        return np.array([len(rows), lost, 0.0, 0.0, 0.0])
-    log_p = _log_softmax(theirs)
+    if theirs[0] is None:
+        return np.array([len(ours), lost, 0.0, 0.0, 0.0])
+    log_p = _log_softmax(np.stack([each for each in theirs if each is not None]))
     flips = int((log_q.argmax(axis=1) != log_p.argmax(axis=1)).sum())
     parent_lost = -float(log_p[rows, targets].sum(dtype=np.float64))
     kl = float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).sum(dtype=np.float64))
-    return np.array([len(rows), lost, parent_lost, kl, flips])
+    return np.array([len(ours), lost, parent_lost, kl, flips])
 
 
 def _log_softmax(logits_nV: NDArray[np.float32]) -> NDArray[np.float32]:

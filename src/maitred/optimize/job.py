@@ -27,7 +27,8 @@ from maitred.model.families import spec_from_config
 from maitred.optimize.data import Corpus, Progress, file_hashes, read_corpus
 from maitred.optimize.evaluate import Evaluation, evaluate
 from maitred.optimize.gate import BrokenRule, Rules, gate_fields, judge, read_rules
-from maitred.storage.files import locked, replace_file, sync
+from maitred.optimize.write import write_json
+from maitred.storage.files import locked, sync
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -108,11 +109,11 @@ def run_tool(tool: Tool, config: ToolConfig, own: DataclassInstance, progress: P
         failures = judge(job.rules, evaluation)
         report = JobReport(_fields(job, evaluation, failures, time.monotonic() - begun), failures)
         if report.passed:
-            _write_json(job.folder / "report.json", report.fields)
+            write_json(job.folder / "report.json", report.fields)
             _appear(job.folder, out)
             _beside(out, "rejected.json").unlink(missing_ok=True)
         else:
-            _write_json(_beside(out, "rejected.json"), report.fields)
+            write_json(_beside(out, "rejected.json"), report.fields)
         _remove(out)
     return report
 
@@ -140,7 +141,8 @@ def open_job(
     rules, out, part = read_rules(name, config.gate), Path(config.out), _beside(Path(config.out), "part")
     with ExitStack() as stack, told_if_full(out):
         parent = stack.enter_context(open_checkpoint(config.model))
-        asked = _asked(name, config, own, parent)
+        flags = {flag: value for flag, value in (asdict(config) | asdict(own)).items() if flag not in _FILES}
+        asked = {"tool": name, "parent": parent.identity, **flags, **file_hashes(config)}
         (part / "state").mkdir(parents=True, exist_ok=True)
         busy = f"another process is at work in {part}; wait for it, or name another --out"
         stack.enter_context(locked(part / "lock", busy))
@@ -158,31 +160,18 @@ def open_job(
         yield Job(name, config, own, parent, corpus, part / "model", part / "state", rules, progress)
 
 
-def _asked(name: str, config: ToolConfig, own: DataclassInstance, parent: Checkpoint) -> dict[str, Any]:
-    flags = {**asdict(config), **asdict(own)}
-    flags = {flag: value for flag, value in flags.items() if flag not in _FILES}
-    found = {"tool": name, "flags": flags, "parent": parent.identity, "files": file_hashes(config)}
-    return dict(json.loads(json.dumps(found)))  # as it is read again
-
-
 def _check_same(part: Path, asked: Mapping[str, Any]) -> None:
     """Note what is asked, where it is the first time."""
-    file = part / "asked.json"
+    file, asked = part / "asked.json", json.loads(json.dumps(asked))  # as it is read again
     if not file.is_file():
-        _write_json(file, asked)
+        write_json(file, asked)
         return
     before = json.loads(file.read_text())
-    if before != asked:
+    if names := [name for name in {**before, **asked} if before.get(name) != asked.get(name)]:
+        told = ", ".join(f"{name} {before.get(name)!r} there, {asked.get(name)!r} here" for name in names[:3])
         raise ConfigError(
-            f"{part} was begun by another command ({_difference(before, asked)}); give that one again to go on, or "
-            f"remove the folder"
+            f"{part} was begun by another command ({told}); give that one again to go on, or remove the folder"
         )
-
-
-def _difference(before: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
-    flat = [{**each, **each["flags"], **each["files"], "flags": None, "files": None} for each in (before, asked)]
-    names = [name for name in {**flat[0], **flat[1]} if flat[0].get(name) != flat[1].get(name)]
-    return ", ".join(f"{name} {flat[0].get(name)!r} there, {flat[1].get(name)!r} here" for name in names[:3])
 
 
 def _remove(out: Path) -> None:
@@ -210,10 +199,6 @@ def _fields(job: Job, evaluation: Evaluation, failures: tuple[BrokenRule, ...], 
 
 def _beside(out: Path, ending: str) -> Path:
     return out.with_name(f"{out.name}.{ending}")
-
-
-def _write_json(path: Path, value: object) -> None:
-    replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def _appear(folder: Path, out: Path) -> None:

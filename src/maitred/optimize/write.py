@@ -32,6 +32,7 @@ from maitred.model.safetensors_file import RawTensor
 from maitred.model.torch_decoder import TorchDecoder, tensor_from_raw
 from maitred.model.weight_map import HARMLESS, WeightSource, decoder_sources
 from maitred.optimize.rounding import Form, Rounded
+from maitred.storage.files import replace_file
 from maitred.text.folder import gguf_metadata, read_chat_template
 from maitred.text.gguf_tokenizer import tokenizer_of
 
@@ -263,4 +264,4 @@ def save_tokenizer(parent: Checkpoint, folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
