@@ -69,7 +69,6 @@ def test_an_erasure_takes_all_of_a_tenant_also_what_a_server_has_not_written_yet
         capture.note("b", "tiny", [8], [8])
         (torn := next(folder.glob("*.jsonl"))).write_bytes(torn.read_bytes() + b'{"tenant":"a","to')
         asked_at = time.time()
-        until(lambda: capture._num_waiting_tokens == 0)
     assert erase(folder, "a", now=asked_at) in (3, 4)
     capture.note("a", "tiny", [5], [5])
     capture.close()
@@ -118,7 +117,6 @@ def test_a_full_disk_loses_answers_and_no_line_is_torn(tmp_path, monkeypatch, ca
     monkeypatch.setattr(module.os, "write", full)
     for _ in range(3):
         capture.note("a", "tiny", [1], [2])
-        until(lambda: capture._num_waiting_tokens == 0)
     until(lambda: capture.counts["disk"] == 3)
     monkeypatch.undo()
     capture.note("b", "tiny", [1], [2])
@@ -134,5 +132,4 @@ def test_a_disk_that_cannot_keep_up_drops_answers_and_does_not_wait(tmp_path):
         for _ in range(8):
             capture.note("a", "tiny", [1] * 300_000, [2])
     capture.close()
-    assert capture.counts["behind"] >= 2, "three wait, and as many are in the writer's hands"
-    assert sum(capture.counts.values()) == 8
+    assert capture.counts == {"written": 3, "behind": 5, "disk": 0}

@@ -13,7 +13,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,9 @@ NUM_FILES = 16
 MAX_WAITING_TOKENS = 2**20
 """More would be memory for a disk that cannot keep up."""
 LOCK, ERASED = "lock", "erased.json"
-_encode = msgspec.json.Encoder().encode
 
 
-class CapturedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class CapturedAnswer(msgspec.Struct, frozen=True):
     """A line: prompt and answer of one sample."""
 
     tenant: str
@@ -48,69 +48,47 @@ class CapturedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class Capture:
     """Writes one folder; `note` never waits. Raises ConfigError for a folder that cannot be used."""
 
-    def __init__(self, folder: Path, max_bytes: int, *, wall_time: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
         self.counts = Counter(written=0, behind=0, disk=0)
         """Answers written; dropped because too many waited; dropped because the disk took none."""
         self.num_bytes = 0
-        self._max_bytes, self._wall_time = max_bytes, wall_time
+        self._max_bytes = max_bytes
         self._file: Path | None = None
-        self._waiting: list[CapturedAnswer] = []
-        self._num_waiting_tokens, self._failing, self._stopping = 0, False, False
-        self._changed = threading.Condition()
+        self._num_waiting_tokens, self._failing, self._lock = 0, False, threading.Lock()
         try:
             (private_folder(folder, "--capture") / LOCK).touch(mode=0o600)
         except OSError as error:
             raise ConfigError(f"--capture {folder} cannot be written: {error.strerror}; name another folder") from None
-        self._thread = threading.Thread(target=self._run, name="maitred-capture", daemon=True)
-        self._thread.start()
+        self._writer = ThreadPoolExecutor(1, "maitred-capture")
 
     def note(self, tenant: str, model: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Write this soon, or count it as dropped."""
-        tokens = [*prompt, *answer]
-        with self._changed:
-            if self._num_waiting_tokens + len(tokens) > MAX_WAITING_TOKENS:
+        now, num_tokens = time.time(), len(prompt) + len(answer)
+        with self._lock:
+            if self._num_waiting_tokens + num_tokens > MAX_WAITING_TOKENS:
                 self.counts["behind"] += 1
                 return
-            self._num_waiting_tokens += len(tokens)
-            self._waiting.append(
-                CapturedAnswer(
-                    tenant=tenant,
-                    model=model,
-                    at=self._wall_time(),
-                    num_prompt_tokens=len(prompt),
-                    token_ids=tokens,
-                )
-            )
-            self._changed.notify()
+            self._num_waiting_tokens += num_tokens
+        self._writer.submit(self._write, CapturedAnswer(tenant, model, now, len(prompt), [*prompt, *answer]))
 
     def close(self) -> None:
         """Write what waits; idempotent."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        self._thread.join()
+        self._writer.shutdown()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._stopping)
-                batch, self._waiting, self._num_waiting_tokens = self._waiting, [], 0
-            if not batch:
-                return
-            num_left = len(batch)
-            try:
-                with _locked(self.folder):
-                    erased = _erased(self.folder)
-                    for answer in batch:
-                        if answer.at > erased.get(answer.tenant, 0.0):
-                            self._append(_encode(answer) + b"\n")
-                            self.counts["written"] += 1
-                        num_left -= 1
-                self._told(None)
-            except (OSError, ConfigError) as error:
-                self.counts["disk"] += num_left
-                self._told(error)
+    def _write(self, answer: CapturedAnswer) -> None:
+        try:
+            with _locked(self.folder):
+                if answer.at > _erased(self.folder).get(answer.tenant, 0.0):
+                    self._append(msgspec.json.encode(answer) + b"\n")
+                    self.counts["written"] += 1
+            self._told(None)
+        except (OSError, ConfigError) as error:
+            self.counts["disk"] += 1
+            self._told(error)
+        finally:
+            with self._lock:
+                self._num_waiting_tokens -= len(answer.token_ids)
 
     def _append(self, line: bytes) -> None:
         share = self._max_bytes // NUM_FILES
