@@ -128,7 +128,7 @@ def test_what_learns_nothing_of_what_is_held_out_is_refused(tmp_path: Path):
 
 
 def test_an_ended_run_goes_on_to_the_same_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from maitred.optimize import finetune
+    from maitred.optimize import finetune, trainer
 
     assert tune(ask(tmp_path)).passed
     whole = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
@@ -141,6 +141,6 @@ def test_an_ended_run_goes_on_to_the_same_adapter(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         tune(ask(tmp_path))
     monkeypatch.undo()
-    monkeypatch.setattr(finetune, "hard_loss", cut)  # nothing is trained again
+    monkeypatch.setattr(trainer, "hard_loss", cut)  # nothing is trained again
     assert tune(ask(tmp_path)).passed
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == whole

@@ -42,7 +42,7 @@ from maitred.optimize.calibrate import save_whole
 from maitred.optimize.data import Document, Progress, Reader, parted
 from maitred.optimize.finetune import BATCH_TOKENS, LORA_LR, attach_lora, save_adapter
 from maitred.optimize.job import Job, Tool
-from maitred.optimize.trainer import ADAMW_LR, Budget, batch_of, batches_of, hard_loss, learnt_logits, train
+from maitred.optimize.trainer import ADAMW_LR, Budget, batch_of, batches_of, reading, train
 from maitred.storage.key_files import TenantFile
 
 DELTA = 1e-5
@@ -408,7 +408,7 @@ def _train(decoder: TorchDecoder, documents: list[Document], own: JoinConfig, nu
     with TemporaryDirectory(prefix="maitred-") as state:
         train(
             decoder,
-            lambda batch: hard_loss(learnt_logits(decoder, batch), batch),
+            reading(decoder),
             lambda step, share: draw(number * own.local_steps + step, share),
             budget,
             Path(state),
@@ -419,5 +419,4 @@ def _train(decoder: TorchDecoder, documents: list[Document], own: JoinConfig, nu
 @torch.no_grad()
 def _loss(decoder: TorchDecoder, documents: list[Document]) -> float:
     """Mean of held-out documents (nats)."""
-    found = [float(hard_loss(learnt_logits(decoder, batch_of([each])), batch_of([each]))) for each in documents]
-    return sum(found) / len(found)
+    return float(torch.stack([reading(decoder)(batch_of([each])) for each in documents]).mean())

@@ -20,9 +20,8 @@ from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
 from maitred.model.weight_map import WeightSource, decoder_sources, linear_sources
-from maitred.optimize.data import Document
 from maitred.optimize.job import Job, Tool
-from maitred.optimize.trainer import ADAMW_LR, Budget, TokenBatch, Trained, batches_of, hard_loss, learnt_logits, train
+from maitred.optimize.trainer import ADAMW_LR, Budget, batches_of, reading, train
 from maitred.optimize.write import save_decoder, write_json
 
 BATCH_TOKENS = 2048
@@ -122,17 +121,6 @@ def save_adapter(
     write_json(folder / CONFIG_NAME, config)
 
 
-def fit(
-    decoder: TorchDecoder, documents: Sequence[Document], budget: Budget, state: Path, job: Job, *, seed: int
-) -> Trained:
-    """Train on replies; goes on with what `state` keeps."""
-
-    def loss(batch: TokenBatch) -> Tensor:
-        return hard_loss(learnt_logits(decoder, batch), batch)
-
-    return train(decoder, loss, batches_of(documents, seed=seed, num_tokens=BATCH_TOKENS), budget, state, job.progress)
-
-
 def _make(job: Job) -> None:
     own, config, documents = job.own, job.config, job.corpus.learn
     spec = spec_from_config(job.parent.config)
@@ -148,7 +136,8 @@ def _make(job: Job) -> None:
     if steps is None and config.minutes is None:
         steps = math.ceil(PASSES * sum(len(each.ids) for each in documents) / BATCH_TOKENS)
     budget = Budget(steps=steps, minutes=config.minutes, lr_scale=lr / ADAMW_LR, use_muon=False)
-    run = fit(decoder, documents, budget, job.state, job, seed=config.seed)
+    batches = batches_of(documents, seed=config.seed, num_tokens=BATCH_TOKENS)
+    run = train(decoder, reading(decoder), batches, budget, job.state, job.progress)
     job.notes |= {
         "method": "full" if own.full else f"lora of rank {own.lora_rank}" + (", merged" if own.merge else ""),
         "trained_parameters": sum(p.numel() for p in trained),

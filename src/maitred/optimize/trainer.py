@@ -277,6 +277,11 @@ def learnt_logits(decoder: TorchDecoder, batch: TokenBatch) -> Tensor:
     return decoder.logits(hidden_TD[:-1][batch.learnt_T[1:]])
 
 
+def reading(decoder: TorchDecoder) -> Callable[[TokenBatch], Tensor]:
+    """Loss of a decoder that learns its documents."""
+    return lambda batch: hard_loss(learnt_logits(decoder, batch), batch)
+
+
 def imitation(student: TorchDecoder, teacher: TorchDecoder) -> Callable[[TokenBatch], Tensor]:
     """Loss of a student that learns its teacher's distributions."""
 
