@@ -109,6 +109,7 @@ class House:
     nexts: dict[int, Next]
     app: App
     following: Releases
+    halves: dict[int, int | None]
 
     async def ask(self, text: str = "?") -> tuple[str, str]:
         """What a completion says, and its version."""
@@ -135,13 +136,19 @@ async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
     config, clock = ServerConfig(), WallClock()
     app = App(config, clock=clock, observer=Observer(config, clock), authenticator=Authenticator(()))
     shelf, nexts, first = FakeShelf(Path("shelf")), {}, Waiter(says("I am 1"))
-    following = Releases(shelf, (1, 0), lambda release, beside: nexts[release.version])  # type: ignore[arg-type,return-value]
+    halves: dict[int, int | None] = {}
+
+    def begin(release: ModelRelease, beside: object, half: int | None) -> Next:
+        halves[release.version] = half
+        return nexts[release.version]
+
+    following = Releases(shelf, (1, 0), begin)  # type: ignore[arg-type]
     front = following.front(app, make_routes(following.routes))
     app.open(first, make_model(), admission_of(AdmissionConfig(), SchedulerConfig()))
     following.follow()
     transport = httpx.ASGITransport(app=front)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        yield House(shelf, client, first, nexts, app, following)
+        yield House(shelf, client, first, nexts, app, following, halves)
     app.in_flight.drain(0.0)
     app.close()
 
@@ -216,6 +223,31 @@ async def test_a_version_that_is_not_fit_is_told_and_the_old_one_serves_on(
         here.shelf.use(3)
         await until_async(lambda: here.following.versions[-1].number != 1)
         assert await here.ask() == ("I am 3", "3")
+
+
+async def test_versions_that_are_both_odd_get_two_halves_of_the_kv_tiers_and_a_third_in_flight_none(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async with house(monkeypatch) as here:
+        there = here.add(3)
+        here.first.held = there.held = True
+        for version in (5, 7):
+            here.add(version)
+        long = [asyncio.create_task(here.ask())]
+        await until_async(lambda: here.first.live)
+        here.shelf.use(3)
+        await until_async(lambda: here.following.versions[-1].number == 3)
+        long.append(asyncio.create_task(here.ask()))
+        await until_async(lambda: there.live)
+        here.shelf.use(5)
+        await until_async(lambda: here.following.versions[-1].number == 5)
+        assert here.halves == {3: 1, 5: None}
+        here.first.held = there.held = False
+        await asyncio.gather(*long)
+        await until_async(lambda: len(here.following.versions) == 1)
+        here.shelf.use(7)
+        await until_async(lambda: here.following.versions[-1].number == 7)
+        assert here.halves[7] == 0
 
 
 async def test_a_version_that_is_no_longer_current_once_it_has_loaded_is_let_go(monkeypatch: pytest.MonkeyPatch):

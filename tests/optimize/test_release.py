@@ -133,7 +133,7 @@ def swap_numbers(version: Path) -> None:
         (link, "tokenizer.json was no file of it"),
         (cut_sums, "was no file of it"),
         (swap_numbers, "release.json is of version 1"),
-        (shutil.rmtree, "No such file or directory"),
+        (shutil.rmtree, "2 is not there"),
     ],
 )
 def test_a_version_that_is_not_as_it_was_published_is_never_put_into_service(
@@ -161,6 +161,8 @@ def test_a_signed_version_is_verified_by_openssl_and_no_other_key_or_bytes_pass(
         trusting.verify(2)
     with pytest.raises(CheckpointError, match="was not signed by the owner"):
         Shelf(shelf.root, tmp_path / "other.pub.pem").verify(3)
+    with pytest.raises(ConfigError, match="no public key in PEM; make it of the private one"):
+        Shelf(shelf.root, tmp_path / "mine.pem")
     sums.write_text(sums.read_text().replace("\n", "\n\n", 1))
     assert shelf.verify(3).version == 3
     with pytest.raises(CheckpointError, match="was not signed by the owner"):
@@ -238,5 +240,16 @@ async def test_the_command_lists_versions_and_rolls_back(shelf: Shelf, capsys):
     assert first.startswith("   1  20")
     assert first.endswith("  maitred-mini, current")
     assert second.endswith("  tuned, finetune")
+    (shelf.folder(1) / "release.json").write_text("{")
+    assert await maitred_thread("releases", str(shelf.root)) == 0
+    told = capsys.readouterr()
+    assert ("1/release.json is damaged" in told.err, told.out.strip()) == (True, second.strip())
+    assert await maitred_thread("evaluate", str(shelf.root)) == 1
+    assert f"{shelf.root} is a shelf of versions; give {shelf.root}/current" in capsys.readouterr().err
+    assert await maitred_thread("publish", str(shelf.root), str(shelf.root.with_name("other"))) == 1
+    assert await maitred_thread("releases", str(shelf.root.with_name("other"))) == 1
+    assert "other is no shelf of versions; make one: maitred publish" in capsys.readouterr().err
+    assert await maitred_thread("publish", str(BUILTIN_FOLDER), str(shelf.root.with_name("new")), "--sign", "no") == 1
+    assert not shelf.root.with_name("new").exists()
     assert await maitred_thread("publish", str(shelf.root)) == 2
     assert "takes a model and a shelf, and was given 1" in capsys.readouterr().err

@@ -46,9 +46,12 @@ class ReleasesView(msgspec.Struct, frozen=True):
 class VersionInService(AsgiApp):
     """A version's view of the server, and the requests that it answers; called, each gives them to the newest one."""
 
-    def __init__(self, versions: list[VersionInService], app: App, routes: RouteTable, number: int) -> None:
+    def __init__(
+        self, versions: list[VersionInService], app: App, routes: RouteTable, number: int, half: int | None
+    ) -> None:
         super().__init__(app, routes, told=((VERSION, b"%d" % number),))
         self._versions, self.view, self.number, self.num_requests = versions, app, number, 0
+        self.half = half  # of KV tiers, which is its own until it has closed
         versions.append(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,6 +74,7 @@ class Releases:
         self._shelf, self._seen, self._begin = shelf, seen, begin
         self.versions: list[VersionInService] = []  # the last is in service, the others drain
         self._past = ReplicaState(alive=False)  # counters of versions that are gone
+        self._free_halves = {1}
         self._starting: int | None = None
         self.why_refused: str | None = None
         self._num_changes = {"served": 0, "refused": 0}
@@ -87,7 +91,7 @@ class Releases:
 
     def front(self, app: App, routes: RouteTable) -> AsgiApp:
         """The application in front of all versions; `app` is the first one's view."""
-        first = VersionInService(self.versions, app, routes, self._seen[0])
+        first = VersionInService(self.versions, app, routes, self._seen[0], 0)
         app.observer.metrics.state_of = self._with_counters_of_others
         self._count("served", 0)
         return first
@@ -118,20 +122,22 @@ class Releases:
         if number == old.number:
             return
         self._starting = number
+        half = min(self._free_halves, default=None)
         try:
-            engine = await self._started(number)
+            engine = await self._started(number, half)
         finally:
             self._starting = None
+        self._free_halves -= {half}
         view = old.view.beside(engine.replica, engine.model)
-        VersionInService(self.versions, view, make_routes(self.routes), number)
+        VersionInService(self.versions, view, make_routes(self.routes), number, half)
         self._count("served")
         logger.warning("version %d is in service; %d requests stay with the one before", number, old.num_requests)
         self._keep(self._drain(old))
 
-    async def _started(self, number: int) -> Engine:
+    async def _started(self, number: int, half: int | None) -> Engine:
         """A version's engine, fit for requests. Raises what is wrong, and then there is none."""
         release = await asyncio.to_thread(self._shelf.verify, number)
-        starting = self._begin(release, beside=[version.view.model for version in self.versions])
+        starting = self._begin(release, beside=[version.view.model for version in self.versions], half=half)
         try:
             engine = await asyncio.to_thread(starting.wait)
         except BaseException:
@@ -176,6 +182,8 @@ class Releases:
         self.versions.remove(old)
         self._past = state_of_all((self._past, replace(replica.state(), num_blocks=0)), 0, {})
         await replica.close()
+        if old.half is not None:
+            self._free_halves.add(old.half)
         logger.info("version %d has answered its last request", old.number)
 
     def _refused(self, error: Exception) -> None:

@@ -49,6 +49,7 @@ def _publish(options: Options) -> int:
 def _releases(options: Options) -> int:
     import msgspec
 
+    from maitred.core.errors import CheckpointError
     from maitred.model.shelf import SIGNATURE, Shelf
 
     asked, shelf = options[ReleasesOptions], Shelf(Path(options[ReleasesOptions].shelf))
@@ -57,7 +58,12 @@ def _releases(options: Options) -> int:
         note(f"version {asked.use} of {asked.shelf} is in service")
         return 0
     current, _ = shelf.current()
-    for release in map(shelf.read, shelf.versions()):
+    for version in shelf.versions():
+        try:
+            release = shelf.read(version)
+        except CheckpointError as error:  # of others there is more to say
+            note(str(error))
+            continue
         is_signed = (shelf.folder(release.version) / SIGNATURE).is_file()
         marks = {"current": release.version == current, "signed": is_signed}
         if asked.json:

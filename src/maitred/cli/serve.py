@@ -267,9 +267,16 @@ def _shelf(options: Options) -> Shelf | None:
         if key is not None:
             raise ConfigError(f"trust_key is for a shelf of versions, and {model} is none; make one: maitred publish")
         return None
-    if _tensors(options).serves or process.in_process or process.kv_listen is not None:
-        told = "model_repository, in_process and kv_listen are not for a shelf, whose versions are two engines at times"
-        raise ConfigError(f"{told}; serve {model}/current")
+    why = "while a shelf's version changes, two engines serve, each in a process of its own"
+    if _tensors(options).serves:
+        raise ConfigError(
+            f"model_repository is not for a shelf: {why}, and tensor models would lose sequences and regions; serve "
+            f"them alone (maitred serve none --model-repository DIR --port N), and both with maitred route URL URL"
+        )
+    if process.in_process:
+        raise ConfigError(f"in_process is not for a shelf: {why}; leave it out, or serve {model}/current")
+    if process.kv_listen is not None:
+        raise ConfigError(f"kv_listen is one port, and {why}; leave it out, or serve {model}/current")
     from maitred.model.shelf import Shelf
 
     return Shelf(Path(model).expanduser(), Path(key) if key is not None else None)

@@ -36,13 +36,25 @@ class StartingRelease(StartingEngine):
     """A version's engine, and what it must repeat before it gets a request."""
 
     def __init__(
-        self, shelf: Shelf, start: Start, release: ModelRelease, beside: Iterable[ServedModel] = (), **how: Any
+        self,
+        shelf: Shelf,
+        start: Start,
+        release: ModelRelease,
+        beside: Iterable[ServedModel] = (),
+        half: int | None = 0,
+        **how: Any,
     ) -> None:
         """`release` was verified; `how` is as for any engine. `beside` are models in service, whose engines may come to
-        use all memory that they planned with, of what was available before the first.
+        use all memory that they planned with, of what was available before the first. `half` of KV tiers is its own;
+        None leaves it without, as two others have them.
         """
         self._release, self._model = release, replace(start.config.model, model=str(shelf.folder(release.version)))
-        tiers = start.config.tiers.of_engine(release.version % 2, 2)  # each folder has one owner at a time
+        tiers = start.config.tiers
+        if half is not None:
+            tiers = tiers.of_engine(half, 2)  # each folder has one owner at a time
+        elif tiers.kv_disk is not None or tiers.kv_host_bytes:
+            tiers = replace(tiers, kv_disk=None, kv_host_bytes=0)
+            logger.warning("version %d keeps no KV beside memory: two versions that drain do", release.version)
         planned = sum(each.footprint.weights_bytes + each.footprint.kv_bytes for each in beside if each.footprint)
         share, now = start.config.share, available_memory_bytes()
         first = now if share.available_bytes is None else share.available_bytes
@@ -58,15 +70,14 @@ class StartingRelease(StartingEngine):
 
     async def checked(self, engine: Engine) -> None:
         """Raises CheckpointError for a version that reads or writes other tokens than it did when it was published."""
-        version, golden, own = (
-            f"version {self._release.version}",
-            self._release.golden,
-            made_by(engine.model, self._model),
-        )
+        version, golden = f"version {self._release.version}", self._release.golden
+        own = made_by(engine.model, self._model)
         specs = [_spec(engine.model, place, told.text) for place, told in enumerate(golden)]
         wrong = [told.text for told, spec in zip(golden, specs, strict=True) if told.prompt != spec.prompt_token_ids]
         if wrong:
-            raise CheckpointError(f"{version} reads {wrong[0]!r} as other tokens than when it was published")
+            raise CheckpointError(
+                f"{version} reads {wrong[0]!r} as other tokens than when it was published; publish it again"
+            )
         if self._release.made_by != own:
             words = "%s: its golden tokens were made by %s, and this is %s; they are not compared"
             logger.warning(words, version, self._release.made_by, own)

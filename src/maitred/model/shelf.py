@@ -54,7 +54,10 @@ class Shelf:
     """The folder of a model's versions."""
 
     def __init__(self, root: Path, trust_key: Path | None = None) -> None:
-        """With `trust_key`, a public key in PEM, a version is good only if that key's owner signed it."""
+        """With `trust_key`, a version is good only if its owner signed it. Raises ConfigError for no public key."""
+        if trust_key is not None and not (trust_key.is_file() and b" PUBLIC KEY-" in trust_key.read_bytes()):
+            make = "make it of the private one: openssl pkey -in KEY.pem -pubout -out KEY.pub.pem"
+            raise ConfigError(f"trust_key is {trust_key}, which is no public key in PEM; {make}")
         self.root, self._trust_key = root, trust_key
 
     def folder(self, version: int) -> Path:
@@ -71,6 +74,9 @@ class Shelf:
         try:
             target, said_at = os.readlink(link), link.lstat().st_mtime_ns
         except OSError as error:
+            if not self.versions():
+                make = f"make one: maitred publish MODEL {self.root}"
+                raise CheckpointError(f"{self.root} is no shelf of versions; {make}") from None
             raise self._unusable(f"cannot read {link}: {error.strerror}") from None
         if (version := version_of(target)) is None:
             raise self._unusable(f"{link} leads to {target!r}, which is no version")
@@ -97,6 +103,8 @@ class Shelf:
     def verify(self, version: int) -> ModelRelease:
         """The version's release, once every byte was read. Raises CheckpointError for one that is not as published."""
         folder = self.folder(version)
+        if not folder.is_dir():
+            raise self._unusable(f"{folder} is not there")
         try:
             if self._trust_key is not None:
                 check_signature(folder / SUMS, self._trust_key)
@@ -143,7 +151,7 @@ def sign(path: Path, key: Path) -> None:
     if why_not is not None or signature.stat().st_size != SIGNATURE_BYTES:
         raise ConfigError(
             f"cannot sign with {key}: {why_not or 'it is no Ed25519 key'}; make one: "
-            f"openssl genpkey -algorithm ed25519 -out {key.name}"
+            f"openssl genpkey -algorithm ed25519 -out NEW.pem"
         )
 
 
@@ -164,4 +172,4 @@ def _openssl(*words: str | Path) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise ConfigError("signatures need the program openssl, 3.0 or later; install it") from None
-    return None if done.returncode == 0 else " ".join((done.stdout or done.stderr).split())
+    return None if done.returncode == 0 else (done.stdout or done.stderr).partition("\n")[0]

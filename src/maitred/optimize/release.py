@@ -115,9 +115,15 @@ def _report(files: Sequence[Path]) -> dict[str, Any]:
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
     """Raises ConfigError while another process publishes there, and for a folder that is something else."""
+    is_new = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
     others = [each.name for each in root.iterdir() if version_of(each.name) is None and not each.name.startswith(".")]
     if set(others) - {CURRENT}:
         raise ConfigError(f"{root} is no shelf: it holds {', '.join(sorted(others)[:3])}; name a folder of its own")
     with locked(root / ".lock", f"another process publishes to {root}; try again when it is done"):
-        yield
+        try:
+            yield
+        except BaseException:
+            if is_new:
+                shutil.rmtree(root)
+            raise
