@@ -44,7 +44,7 @@ def pruned(parent: Path, out: Path, *, steps: int | None = None, on: Any = None,
         corpus = Corpus(documents(), (), (), is_own=False, judged_on_own=False, hashes={})
         job = Job(
             "prune", ToolConfig(out=str(out), steps=steps), PruneConfig(**own), checkpoint, corpus, out,
-            out.with_name(f"{out.name}-state"), Rules(), on or (lambda done, total, words: None),
+            out.with_name(f"{out.name}-state"), Rules({}), on or (lambda done, total, words: None),
         )  # fmt: skip
         prune.TOOL.make(job)
     return job

@@ -107,11 +107,10 @@ def _evaluate(options: Options) -> int:
         )
         escalating = {}
         if asked.escalate_to is not None:
-            large, most = stack.enter_context(open_checkpoint(asked.escalate_to)), rules.max_task_drop
+            large = stack.enter_context(open_checkpoint(asked.escalate_to))
+            most = rules.limits.get("max_task_drop", DEFAULT_DROP)
             steps = cascade(str(model.path), str(large.path), tasks, seed=asked.seed, served=served, progress=progress)
-            passing = [
-                at for at, step in steps.items() if step["drop"].high <= (DEFAULT_DROP if most is None else most)
-            ]
+            passing = [at for at, step in steps.items() if step["drop"].high <= most]
             cascades = {f"{at:g}": {name: asdict(each) for name, each in step.items()} for at, step in steps.items()}
             escalating = {"cascade": cascades, "escalate_below": min(passing, default=None)}
     failures = judge(rules, found)

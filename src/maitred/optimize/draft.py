@@ -54,7 +54,7 @@ def make(job: Job) -> None:
 
 def measure(job: Job) -> Evaluation:
     """Acceptance on the held-out documents, and on general text as well where some was replayed."""
-    found = _measured(job, job.corpus.held_out, gain=job.rules.min_gain is not None)
+    found = _measured(job, job.corpus.held_out, gain="min_gain" in job.rules.limits)
     if job.own.replay_share and not job.corpus.is_own:
         general = _measured(job, _general(job)[1]).figures["acceptance"]
         found = replace(found, figures={**found.figures, "acceptance, general": general})

@@ -4,7 +4,7 @@ let a worse model through."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -28,39 +28,31 @@ FIGURES = {
 """Figure of each rule. A figure's parts, such as `acceptance, general`, must pass as well."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rules:
-    """Limits; None is no rule."""
+    """Limits by the name of their rule, of FIGURES."""
 
-    max_kl: float | None = None
-    max_perplexity_ratio: float | None = None
-    max_flips: float | None = None
-    max_task_drop: float | None = None
-    min_acceptance: float | None = None
-    min_gain: float | None = None
-    named: frozenset[str] = field(default=frozenset())
+    limits: Mapping[str, float]
+    named: frozenset[str] = frozenset()
     """Rules that the user's file names: what they are about must have been measured."""
-
-    def limits(self) -> dict[str, float]:
-        return {name: limit for name in FIGURES if (limit := getattr(self, name)) is not None}
 
     def check_enough(self, corpus: Corpus) -> None:
         """Raises ConfigError where no result could pass, before one is made."""
         counts = [("held-out documents", len(corpus.held_out), "--held-out or a longer --data")]
-        if self.max_task_drop is not None and (corpus.tasks or "max_task_drop" in self.named):
+        if "max_task_drop" in self.limits and (corpus.tasks or "max_task_drop" in self.named):
             counts.append(("tasks", len(corpus.tasks), "--tasks"))
         for what, count, where in counts:
-            if self.limits() and count < MIN_DOCUMENTS:
+            if self.limits and count < MIN_DOCUMENTS:
                 raise ConfigError(f"{count} {what} are too few to judge by; give {MIN_DOCUMENTS} or more with {where}")
 
 
-DEFAULTS: dict[str, Rules] = {
-    "quantize": Rules(max_kl=0.2, max_perplexity_ratio=1.1, max_flips=0.25, max_task_drop=0.03),
-    "prune": Rules(max_perplexity_ratio=1.5, max_task_drop=0.05, min_gain=1.02),
-    "distill": Rules(max_task_drop=0.25, min_gain=1.1),
-    "finetune": Rules(max_perplexity_ratio=0.99, max_task_drop=0.03),
-    "federate": Rules(max_perplexity_ratio=0.99, max_task_drop=0.03),
-    "train-draft": Rules(min_acceptance=0.3),
+DEFAULTS: dict[str, dict[str, float]] = {
+    "quantize": {"max_kl": 0.2, "max_perplexity_ratio": 1.1, "max_flips": 0.25, "max_task_drop": 0.03},
+    "prune": {"max_perplexity_ratio": 1.5, "max_task_drop": 0.05, "min_gain": 1.02},
+    "distill": {"max_task_drop": 0.25, "min_gain": 1.1},
+    "finetune": {"max_perplexity_ratio": 0.99, "max_task_drop": 0.03},
+    "federate": {"max_perplexity_ratio": 0.99, "max_task_drop": 0.03},
+    "train-draft": {"min_acceptance": 0.3},
 }
 """By tool; `evaluate` has none of its own."""
 
@@ -77,9 +69,9 @@ class BrokenRule:
 
 def read_rules(tool: str, file: str | None) -> Rules:
     """The tool's rules, with those of the user's YAML in their place. Raises ConfigError with the key."""
-    default = DEFAULTS.get(tool, Rules())
+    default = DEFAULTS.get(tool, {})
     if file is None:
-        return default
+        return Rules(default)
     given = _read(file)
     for name, limit in given.items():
         if name not in FIGURES:
@@ -88,8 +80,8 @@ def read_rules(tool: str, file: str | None) -> Rules:
             )
         if limit is not None and (type(limit) not in (int, float) or not isfinite(limit)):
             raise ConfigError(f"{file}: {name} is {limit!r}; write a number, or null for no such rule")
-    named = frozenset(name for name, limit in given.items() if limit is not None)
-    return Rules(**{**{name: getattr(default, name) for name in FIGURES}, **given, "named": named})
+    limits = {name: limit for name, limit in {**default, **given}.items() if limit is not None}
+    return Rules(limits, frozenset(given) & limits.keys())
 
 
 def _read(file: str) -> Mapping[str, Any]:
@@ -107,7 +99,7 @@ def _read(file: str) -> Mapping[str, Any]:
 def judge(rules: Rules, evaluation: Evaluation) -> tuple[BrokenRule, ...]:
     """What breaks which rule; nothing if the result may pass."""
     failures = []
-    for rule, limit in rules.limits().items():
+    for rule, limit in rules.limits.items():
         figures = {name: each for name, each in evaluation.figures.items() if name.split(",")[0] == FIGURES[rule]}
         if not figures and rule in rules.named:
             words = f"{rule}: {FIGURES[rule]} was not measured; it needs tasks, a parent or a draft"
@@ -120,7 +112,7 @@ def judge(rules: Rules, evaluation: Evaluation) -> tuple[BrokenRule, ...]:
 
 def gate_fields(rules: Rules, failures: Sequence[BrokenRule]) -> dict[str, Any]:
     """Of the report."""
-    return {"rules": rules.limits(), "failures": [asdict(failure) for failure in failures]}
+    return {"rules": dict(rules.limits), "failures": [asdict(failure) for failure in failures]}
 
 
 def _broken(rule: str, limit: float, name: str, figure: Interval) -> str:

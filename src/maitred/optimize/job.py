@@ -127,7 +127,7 @@ def measured(job: Job) -> Evaluation:
         tasks=job.corpus.tasks,
         seed=job.config.seed,
         served=job.served,
-        gain=job.rules.min_gain is not None,
+        gain="min_gain" in job.rules.limits,
         progress=job.progress,
     )
 
