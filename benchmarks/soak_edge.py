@@ -37,8 +37,7 @@ from onnx import TensorProto, helper
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from maitred.api.grpc.inference import InferenceService
-from maitred.api.grpc.server import HealthService
-from maitred.api.grpc.tfserving import ModelService, PredictionService
+from maitred.api.grpc.server import HealthService, ModelService, PredictionService
 from maitred.api.tensor.extensions import Extensions
 from maitred.config import ServerConfig
 from maitred.tenancy.keys import Key, KeyRing, digest_of

@@ -20,8 +20,7 @@ from tritonclient.utils import InferenceServerException  # noqa: E402
 from maitred.api.dialects.kserve.routes import kserve_routes  # noqa: E402
 from maitred.api.grpc.calls import PUSHBACK, grpc_error  # noqa: E402
 from maitred.api.grpc.inference import InferenceService  # noqa: E402
-from maitred.api.grpc.server import HealthService, grpc_server  # noqa: E402
-from maitred.api.grpc.tfserving import ModelService, PredictionService  # noqa: E402
+from maitred.api.grpc.server import HealthService, ModelService, PredictionService, grpc_server  # noqa: E402  # noqa: E402
 from maitred.api.routes import make_routes  # noqa: E402
 from maitred.api.tensor.extensions import NAMES, Extensions, Labels  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402

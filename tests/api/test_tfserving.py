@@ -15,8 +15,11 @@ grpc = pytest.importorskip("grpc", reason="the extra tensor brings it")
 from onnx import TensorProto  # noqa: E402
 
 from maitred.api.dialects.tfserving.routes import ROUTES  # noqa: E402
-from maitred.api.grpc.server import GrpcServer  # noqa: E402
-from maitred.api.grpc.tfserving import ModelService, PredictionService  # noqa: E402
+from maitred.api.grpc.server import (  # noqa: E402
+    GrpcServer,
+    ModelService,
+    PredictionService,
+)
 from maitred.api.routes import make_routes  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
 from maitred.tensor.tfs_fields import MESSAGES  # noqa: E402

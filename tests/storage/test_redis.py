@@ -19,8 +19,7 @@ from maitred.core.errors import ConfigError, RateLimited
 from maitred.kv.redis import open_kv_redis
 from maitred.storage import redis
 from maitred.storage.redis import LOOK_UP_S, MAX_FAILURES, MAX_QUEUED, PREFIX, Breaker, RedisStore
-from maitred.storage.redis_notices import Bound, Notices
-from maitred.storage.redis_quota import QuotaExchange
+from maitred.storage.redis_routers import Bound, Notices, QuotaExchange
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.shared import SharedQuotas
 from maitred.tenancy.tenant import Limits, Tenant

@@ -30,8 +30,7 @@ from maitred.gate.admission import UNKNOWN_SHARE, admission_of
 from maitred.gate.gate import Gate
 from maitred.storage.ledger import Ledger
 from maitred.storage.redis import RedisStore
-from maitred.storage.redis_notices import Bound, Notices
-from maitred.storage.redis_quota import QuotaExchange
+from maitred.storage.redis_routers import Bound, Notices, QuotaExchange
 from maitred.tenancy.caller import Caller
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.shared import SharedQuotas
