@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import statistics
@@ -107,6 +108,12 @@ def print_table(title: str, found: Found) -> None:
             ratio = f"{statistics.median(each):8.3f}" if each else f"{'-':>8}"
             cells.append(f"{statistics.median(run[figure] for run in rounds):18,.2f}{ratio}")
         print(f"{figure:26}" + "".join(cells), flush=True)
+
+
+def joules() -> float:
+    """Of the processor's packages so far, as powercap counts them; 0 where that cannot be read."""
+    counters = Path("/sys/class/powercap").glob("intel-rapl:?/energy_uj")
+    return sum(int(each.read_text()) for each in counters if os.access(each, os.R_OK)) / 1e6
 
 
 def write_section(page: Path, section: str, text: str) -> None:

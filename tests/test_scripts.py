@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import subprocess
@@ -169,3 +170,22 @@ def test_make_says_which_python_it_needs_before_it_makes_anything(tmp_path: Path
     assert done.returncode != 0
     assert "maitred needs Python 3.11 or later" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def test_the_techniques_script_measures_rows_and_tells_which_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    main = runpy.run_path(str(ROOT / "benchmarks" / "techniques.py"), run_name="imported")["main"]
+    asked = ["techniques.py", "--quick", "--work", str(tmp_path), "--only", "fusion", "--part", "speed"]
+    monkeypatch.setattr(sys, "argv", asked)
+    main()
+    told = capsys.readouterr().out
+    assert re.search(
+        r"\| operator fusion, three passes of ten \| smollm2 \| 1.00 \| \d+\.\d\d \| \d+\.\d\d \| 100.0% of the tokens",
+        told,
+    )
+    assert "--only kv-int8,kv-int4,static," in told
+    known = (tmp_path / "fusion.json").read_bytes()
+    main()
+    assert (tmp_path / "fusion.json").read_bytes() == known  # what is known is not measured again
