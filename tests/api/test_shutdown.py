@@ -67,7 +67,7 @@ def wait_for(clients: list[Client]) -> None:
     joined(*(client.thread for client in clients))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
 def test_what_is_in_flight_finishes_newcomers_are_sent_away_and_the_exit_code_is_zero(number: int):
     """R7."""
     with server() as child:
@@ -163,7 +163,9 @@ def num_tokens(served: ServerProcess) -> float:
 SOON_S = 30.0  # 0.2 s, and 2.3 where nobody reads, on a machine with little else to do; R7's bound is 4
 
 
-@pytest.mark.parametrize("drain_timeout_s", ["600", "2"], ids=["signal", "deadline"])
+@pytest.mark.parametrize(
+    "drain_timeout_s", ["600", pytest.param("2", marks=pytest.mark.soak)], ids=["signal", "deadline"]
+)
 def test_twenty_streams_of_an_engine_are_ended_and_the_server_with_them(serving, drain_timeout_s: str):
     """R7."""
     served = serving("--drain-timeout", drain_timeout_s)
@@ -203,10 +205,3 @@ def test_those_who_do_not_read_keep_no_server_that_was_told_twice(serving):
         sigterm(served)
         served.process.send_signal(signal.SIGTERM)
         assert ends(served, engines) < SOON_S
-
-
-def test_an_idle_server_ends_at_once():
-    with server() as child:
-        assert child.status("/health") == 200
-        child.signal(signal.SIGTERM)
-        assert child.end() == (0, "ended\n")

@@ -69,11 +69,11 @@ def test_the_same_answer_alone_in_a_batch_in_chunks_and_from_the_cache(llm: LLM)
 
 
 def test_thirty_two_long_requests_in_the_cache_of_three_all_end_with_the_same_tokens(llm: LLM):
-    """R22: each fills its context of 256 tokens, and there are blocks for three of them."""
+    """R22: each fills its context of 128 tokens, and there are blocks for three of them."""
     conversations = [[{"role": "user", "content": f"Two soups and {i} teas, please."}] for i in range(2, 34)]
-    params = SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=102, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in llm.chat(conversations, params)]
-    plan, context = llm.memory_plan, 256
+    plan, context = llm.memory_plan, 128
     kv_bytes = 3 * (context // plan.block_size) * plan.kv_bytes // plan.num_blocks
     with LLM(dtype="float32", max_model_len=context, max_num_seqs=32, kv_cache_memory_bytes=kv_bytes) as tight:
         assert tight.memory_plan.num_blocks * plan.block_size == 3 * context

@@ -17,7 +17,7 @@ from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from tests.model.adapters import random_tensors, write_adapter
 
-TOKENS, WINDOW = 500, 250
+TOKENS, WINDOW = 250, 250
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -93,11 +94,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
         yield running
 
 
-def undisturbed(fleet: RealFleet, number: int) -> dict[str, Any]:
-    path, fields = ASKED[number]
-    return without_what_differs(client_has(fleet.client.post(path, json=LONG | fields).content))
-
-
 def without_what_differs(had: dict[str, Any]) -> dict[str, Any]:
     """Ids, what was cached by then, and how far usage was at each event."""
     assert len(had["ids"]) == 1
@@ -139,7 +135,7 @@ def num_resumed(fleet: RealFleet) -> float:
 
 
 def test_streams_of_a_replica_that_hangs_or_dies_go_on_as_undisturbed(fleet):
-    expected = [undisturbed(fleet, number) for number in range(len(ASKED))]
+    expected = streams_while(fleet, lambda: None)
     for sent in (signal.SIGSTOP, signal.SIGKILL):
         before, hit = num_resumed(fleet), list[int]()
 
@@ -302,11 +298,10 @@ LONG_LEAVING = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def fleet_leaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
-    """The first has a second for what it has in the end, the others all the time."""
-    drains = [("--drain-timeout", seconds) for seconds in ("1", "600", "600")]
-    with real_fleet(tmp_path_factory.mktemp("fleet"), drains, "--balance", "hash") as running:
+@pytest.fixture
+def fleet_leaving(tmp_path: Path, drain_timeout_s: str) -> Iterator[RealFleet]:
+    """The first has so long for what it has in the end."""
+    with real_fleet(tmp_path, [("--drain-timeout", drain_timeout_s), ()], "--balance", "hash") as running:
         yield running
 
 
@@ -321,9 +316,11 @@ def session_at(fleet_leaving: RealFleet, replica: ServerProcess) -> dict[str, st
     raise AssertionError("it gets nobody")
 
 
-@pytest.mark.parametrize("num_signals", [1, pytest.param(2, marks=pytest.mark.soak)], ids=["deadline", "second signal"])
-def test_its_streams_go_on_elsewhere_when_its_time_is_over(fleet_leaving: RealFleet, num_signals: int):
-    leaving = fleet_leaving.replicas[num_signals - 1]
+@pytest.mark.parametrize(
+    "drain_timeout_s", ["1", pytest.param("600", marks=pytest.mark.soak)], ids=["deadline", "second signal"]
+)
+def test_its_streams_go_on_elsewhere_when_its_time_is_over(fleet_leaving: RealFleet, drain_timeout_s: str):
+    leaving = fleet_leaving.replicas[0]
     undisturbed = client_has(fleet_leaving.client.post("/v1/completions", json=LONG_LEAVING).content)
     headers, before = session_at(fleet_leaving, leaving), num_resumed(fleet_leaving)
     with fleet_leaving.client.stream("POST", "/v1/completions", json=LONG_LEAVING, headers=headers) as answer:
@@ -333,7 +330,7 @@ def test_its_streams_go_on_elsewhere_when_its_time_is_over(fleet_leaving: RealFl
         until(lambda: "draining" in fleet_leaving.states)
         fresh = fleet_leaving.client.post("/v1/completions", json=LONG_LEAVING | {"max_tokens": 1}, headers=headers)
         assert fresh.headers["x-maitred-replica"] not in leaving.url
-        if num_signals == 2:
+        if drain_timeout_s == "600":
             leaving.process.send_signal(signal.SIGTERM)
         had = first + b"".join(pieces)
     assert without_what_differs(client_has(had)) == without_what_differs(undisturbed)

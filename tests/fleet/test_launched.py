@@ -11,12 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from typing import Any
 
 import httpx
 import psutil
 
+from maitred.cli.main import main
 from tests.cli.running import maitred_process
 from tests.conftest import ROOT
 from tests.waiting import HANGS_S, is_gone, until
@@ -63,9 +65,9 @@ def states(client: httpx.Client) -> dict[str, str]:
 
 def order(client: httpx.Client, *words: str) -> None:
     """maitred fleet ... --url"""
-    told = maitred_process("fleet", *words, "--url", str(client.base_url))
-    assert told.code == 0, told.err
-    assert "maitred fleet status shows how far it is" in told.out
+    with redirect_stdout(StringIO()) as out:
+        assert main(["fleet", *words, "--url", str(client.base_url)]) == 0
+    assert "maitred fleet status shows how far it is" in out.getvalue()
 
 
 def started(client: httpx.Client) -> dict[str, float]:
@@ -128,9 +130,6 @@ def test_replicas_are_restarted_one_by_one_scaled_and_drained_while_requests_go_
         with asking_all_the_time(client) as answers:
             order(client, "restart")
             until(lambda: states(client) == {"replica-3": "ready", "replica-4": "ready"})
-            order(client, "scale", "3")
-            until(lambda: sorted(states(client)) == ["replica-3", "replica-4", "replica-5"])
-            until(lambda: set(states(client).values()) == {"ready"})
             order(client, "scale", "1")
             until(lambda: len(states(client)) == 1)
             (last,) = states(client)
@@ -170,18 +169,19 @@ def test_spares_are_kept_warm_and_asleep_and_taken_before_new_ones_are_started()
         assert asleep.children(), "its engine is there again"
 
 
-def test_flags_that_no_replica_can_start_with_or_that_exclude_each_other_are_told():
+def test_flags_that_no_replica_can_start_with_or_that_exclude_each_other_are_told(capsys):
     ended = maitred_process("route", "--port", "0", "--replicas", "1", "--log-level", "error", "--", "--bogus")
     assert ended.code == 1
     assert "error: replica-1 cannot be started" in ended.err
     assert "--bogus" in ended.err
-    assert maitred_process("route", "http://127.0.0.1:1", "--replicas", "1").code == 2
-    assert "add --replicas N" in maitred_process("route", "http://127.0.0.1:1", "--", "--max-num-seqs", "4").err
+    assert main(["route", "http://127.0.0.1:1", "--replicas", "1"]) == 2
+    assert main(["route", "http://127.0.0.1:1", "--", "--max-num-seqs", "4"]) == 2
+    assert "add --replicas N" in capsys.readouterr().err
 
 
 def told(client: httpx.Client, interrupt: Callable[[str], None]) -> tuple[dict[int, str], str]:
     """The texts of a long stream and its last event; `interrupt` gets its replica's name after the first event."""
-    long = ASK | {"max_tokens": 1500, "n": 4, "stream": True, "ignore_eos": True, "seed": 7, "temperature": 1.0}
+    long = ASK | {"max_tokens": 800, "n": 2, "stream": True, "ignore_eos": True, "seed": 7, "temperature": 1.0}
     texts: dict[int, str] = {}
     with client.stream("POST", "/v1/completions", json=long) as answer:
         lines = answer.iter_lines()

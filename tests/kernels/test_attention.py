@@ -83,18 +83,24 @@ def requests_and_oracles(name: str, dtype: str) -> tuple[list[Floats], list[Doub
     return rows, [oracle(SHAPES[name], request, dtype) for request in rows]
 
 
-def test_mixed_steps_agree_with_float64(dtype: str, isa: str) -> None:
-    """Every shape on the best instruction set, and a third of them, by turns, on the others."""
+EVERY = pytest.mark.parametrize("every", ["some", pytest.param("every", marks=pytest.mark.soak)])
+"""Of a matrix of shapes, formats and instruction sets: every case, or some by turns."""
+
+
+@EVERY
+def test_mixed_steps_agree_with_float64(dtype: str, isa: str, every: str) -> None:
+    """Every shape on the best instruction set, and some of them, by turns, on the others."""
     shapes = IN_INT4 if dtype == "int4" else [*SHAPES]
     turn = [*cases()].index((dtype, isa)) + ISAS.index(isa)
     steps = [[(2, 100), (0, 1), (3, 300)], [(3, 1), (2, 189), (1, 36)], [(3, 229), (2, 1), (1, 1)]]
-    for name in shapes if isa == ISAS[-1] else shapes[turn % 3 :: 3]:
+    for name in shapes if every == "every" or isa == ISAS[-1] else shapes[turn % 6 :: 6]:
         rows, wanted = requests_and_oracles(name, dtype)
         for got, exact in zip(attend_in_steps(SHAPES[name], rows, steps, dtype=dtype, isa=isa), wanted, strict=True):
             assert_close(got, exact, dtype, name)
 
 
-def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, isa: str) -> None:
+@EVERY
+def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, isa: str, every: str) -> None:
     rng, most_threads = np.random.default_rng(5), min(3, os.cpu_count() or 1)
     names = ["qwen3", "all three", "head of 26", "head of 80", "head of 96", "head of 256", "many share", "eight share"]
     names.append("blocks that divide no heads")
@@ -102,6 +108,8 @@ def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, is
         names = ["all three", "head of 26"]
     elif dtype == "int4":
         names = ["all three", "head of 26", "head of 80", "eight share"]
+    if every == "some" and isa not in ("plain", ISAS[-1]):
+        names = names[ISAS.index(isa) % 2 :: 2]
     for number, shape in enumerate(SHAPES[name] for name in names):
         rows = random_rows(shape, [3, 70, 310, 530])  # attention sums 256 tokens at once
         alone = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa, num_threads=1)

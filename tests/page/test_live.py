@@ -17,6 +17,7 @@ from maitred.engine.live_view import LiveView, live_view
 from tests.cli.top.test_top import with_lanes
 from tests.fakes import make_scheduler
 from tests.fakes_api import FakeReplica, RunningServer, running_server
+from tests.page.scripted import says, scripted
 from tests.page.worlds import FOREVER, Saying, serving
 from tests.waiting import until
 
@@ -76,7 +77,7 @@ def test_the_view_follows_the_load(server, open_page, expect):
 TILE_PLACES = "[...document.querySelectorAll('#stats > div')].map((t) => JSON.stringify(t.getBoundingClientRect()))"
 
 
-@pytest.mark.parametrize("width", [390, 800, 1300])
+@pytest.mark.parametrize("width", [390, *(pytest.param(width, marks=pytest.mark.soak) for width in (800, 1300))])
 def test_tiles_stay_where_they_are_when_drafts_come(open_page, expect, width):
     drafts = 0
     with serving(FOREVER, repeats=True, num_drafts=lambda request, num_rows: drafts) as server:
@@ -247,6 +248,16 @@ def frame(now: float, *requests: dict[str, Any], seats: tuple[int, ...] = (0,), 
     return {"seats": seats[: len(requests)], "engine": {"now": now, "running": requests, "waiting": list(waiting)}}
 
 
+@pytest.fixture(scope="module")
+def tickets(browser: Any) -> Iterator[Any]:
+    """A page from which the script can be asked, with no view of an engine."""
+    with scripted(says("")) as script:
+        page = browser.new_page()
+        page.goto(f"{script.url}/static/tickets.js")
+        yield page
+        page.close()
+
+
 def tickets_after(page: Any, *frames: dict[str, Any]) -> list[dict[str, Any]]:
     return page.evaluate(
         """async (frames) => {
@@ -259,9 +270,9 @@ def tickets_after(page: Any, *frames: dict[str, Any]) -> list[dict[str, Any]]:
     )
 
 
-def test_a_first_stay_has_the_requests_own_times(server, open_page):
+def test_a_first_stay_has_the_requests_own_times(tickets):
     (ticket,) = tickets_after(
-        open_page(server.url),
+        tickets,
         frame(2.0, running("a", "prefill")),
         frame(3.0, running("a", "decode", first_token_at=2.25)),
         frame(4.0),
@@ -269,31 +280,28 @@ def test_a_first_stay_has_the_requests_own_times(server, open_page):
     assert ticket["stints"] == [{"seat": 0, "from": 1.0, "decodeFrom": 2.25, "to": 4.0, "end": "done"}]
 
 
-def test_a_preempted_request_waits_and_comes_back_to_another_seat(server, open_page):
+def test_a_preempted_request_waits_and_comes_back_to_another_seat(tickets):
     waits = {**running("a", "-", num_preemptions=1), "state": "preempted"}
-    page = open_page(server.url)
     told = [
         frame(2.0, running("a", "decode", first_token_at=1.5)),
         frame(3.0, waiting=[waits]),
         frame(4.0, running("a", "prefill", num_preemptions=1), seats=(5,)),
         frame(4.5, running("a", "decode", num_preemptions=1), seats=(5,)),
     ]
-    (ticket,) = tickets_after(page, *told[:2])
+    (ticket,) = tickets_after(tickets, *told[:2])
     assert ticket["stints"][0]["end"] == "preempted"
     assert ticket["waiting"] == {"since": 3.0, "state": "preempted", "place": 0}
-    (ticket,) = tickets_after(page, *told)
+    (ticket,) = tickets_after(tickets, *told)
     assert ticket["waiting"] is None
     assert ticket["stints"][1] == {"seat": 5, "from": 4.0, "decodeFrom": 4.5, "to": None, "end": None}
 
 
-def test_while_nobody_looked_nothing_is_made_up(server, open_page):
-    (ticket,) = tickets_after(
-        open_page(server.url), frame(2.0, running("a", "decode", first_token_at=1.5)), frame(40.0)
-    )
+def test_while_nobody_looked_nothing_is_made_up(tickets):
+    (ticket,) = tickets_after(tickets, frame(2.0, running("a", "decode", first_token_at=1.5)), frame(40.0))
     assert ticket["stints"][0]["to"] == 2.0
 
 
-def test_two_are_never_in_one_slot_at_a_time_though_all_get_new_slots(server, open_page):
+def test_two_are_never_in_one_slot_at_a_time_though_all_get_new_slots(tickets):
     """After a failover: the same requests, new slots."""
     a, b, unseen = (running(name, "decode", first_token_at=1.5) for name in "abc")
     told = [
@@ -302,15 +310,14 @@ def test_two_are_never_in_one_slot_at_a_time_though_all_get_new_slots(server, op
         frame(5.0),
         frame(6.0, unseen, a, seats=(0, 2)),
     ]
-    stints = [stint for ticket in tickets_after(open_page(server.url), *told) for stint in ticket["stints"]]
+    stints = [stint for ticket in tickets_after(tickets, *told) for stint in ticket["stints"]]
     for slot in (0, 1, 2):
         own = sorted((s["from"], s["to"] or 6.0) for s in stints if s["seat"] == slot)
         assert own
         assert all(before[1] <= after[0] for before, after in pairwise(own)), own
 
 
-def test_old_tickets_go_and_another_engine_begins_anew(server, open_page):
-    page = open_page(server.url)
-    assert tickets_after(page, frame(2.0, running("a", "decode")), frame(3.0), frame(100.0)) == []
-    (ticket,) = tickets_after(page, frame(500.0, running("a", "decode")), frame(2.0, running("b", "prefill")))
+def test_old_tickets_go_and_another_engine_begins_anew(tickets):
+    assert tickets_after(tickets, frame(2.0, running("a", "decode")), frame(3.0), frame(100.0)) == []
+    (ticket,) = tickets_after(tickets, frame(500.0, running("a", "decode")), frame(2.0, running("b", "prefill")))
     assert (ticket["id"], ticket["number"]) == ("b", 1)

@@ -180,7 +180,9 @@ def test_a_schema_is_sent_and_its_answer_shown_as_it_is(open_page, expect):
     assert script.bodies[0]["response_format"] == form
 
 
-@pytest.mark.parametrize("viewport", [{"width": 390, "height": 844}, {"width": 1280, "height": 800}])
+@pytest.mark.parametrize(
+    "viewport", [{"width": 390, "height": 844}, pytest.param({"width": 1280, "height": 800}, marks=pytest.mark.soak)]
+)
 def test_the_model_that_was_picked_answers_and_stays_picked(open_page, expect, viewport):
     models = [{"id": "small"}, {"id": "large" * 30, "root": "maitred-mini"}]
     with scripted(says("Yes."), models=models) as script:

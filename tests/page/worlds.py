@@ -67,7 +67,8 @@ def serving(
         num_drafts=num_drafts,
     )
     clock = WallClock()
-    engine = client_of(EngineCore(scheduler, Saying(text, repeats=repeats, step_s=0.004), clock))
+    executor = Saying(text, repeats=repeats, step_s=0.004 if repeats else 0.0)
+    engine = client_of(EngineCore(scheduler, executor, clock))
     with running_server(engine, page_model(max_num_seqs=num_slots), **server) as running:
         try:
             yield running

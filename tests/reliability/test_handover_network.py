@@ -35,7 +35,8 @@ def may(*words: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("between", [pytest.param("workers", marks=pytest.mark.soak), "hosts"])
+@pytest.mark.soak
+@pytest.mark.parametrize("between", ["workers", "hosts"])
 def test_a_network_that_loses_delays_and_parts_costs_no_token(server: ServerProcess, tmp_path: Path, between: str):
     if not may(*INSIDE, "sh", "-c", f"{NARROW} && ip rule add ipproto tcp sport 1 blackhole"):
         pytest.skip("this user may not shape a network in a namespace of its own")

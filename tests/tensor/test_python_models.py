@@ -180,33 +180,26 @@ async def test_code_of_a_repository_needs_leave_and_is_told_what_is_wrong(tmp_pa
     assert not any(each.served for each in check(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("answer", "error", "says"),
-    [
-        (
-            'pb.InferenceResponse(error=pb.TritonError("too hot", pb.TritonError.INVALID_ARG))',
-            InvalidRequest,
-            "too hot",
-        ),
-        ('pb.InferenceResponse(error=pb.TritonError("no luck"))', KernelError, "no luck"),
-        ("1 / 0", KernelError, "ZeroDivisionError"),
-        ('pb.InferenceResponse([pb.Tensor("OTHER", array)])', KernelError, r"no output 'OUT', but \['OTHER'\]"),
-        (
-            'pb.InferenceResponse([pb.Tensor("OUT", array[0])])',
-            KernelError,
-            r"shape \[1\]; the config says .*\[1, -1\]",
-        ),
-        ('pb.InferenceResponse([pb.Tensor("OUT", array.astype("int8"))])', KernelError, "of int8 and shape"),
-        ("None", KernelError, "must return a list"),
-        ("request.exec()", KernelError, "ensemble"),
-    ],
-)
-async def test_what_a_model_does_wrong_is_told(tmp_path, answer, error, says):
-    write(tmp_path, "m", triton_model(f"{answer} if array[0, 0] else {DOUBLES}"))
+WRONG = [
+    ('pb.InferenceResponse(error=pb.TritonError("too hot", pb.TritonError.INVALID_ARG))', InvalidRequest, "too hot"),
+    ('pb.InferenceResponse(error=pb.TritonError("no luck"))', KernelError, "no luck"),
+    ("1 / 0", KernelError, "ZeroDivisionError"),
+    ('pb.InferenceResponse([pb.Tensor("OTHER", array)])', KernelError, r"no output 'OUT', but \['OTHER'\]"),
+    ('pb.InferenceResponse([pb.Tensor("OUT", array[0])])', KernelError, r"shape \[1\]; the config says .*\[1, -1\]"),
+    ('pb.InferenceResponse([pb.Tensor("OUT", array.astype("int8"))])', KernelError, "of int8 and shape"),
+    ("None", KernelError, "must return a list"),
+    ("request.exec()", KernelError, "ensemble"),
+]
+
+
+async def test_what_a_model_does_wrong_is_told(tmp_path):
+    answers = ", ".join(f"lambda: {answer}" for answer in (*(answer for answer, *_ in WRONG), DOUBLES))
+    write(tmp_path, "m", triton_model(f"[{answers}][int(array[0, 0])]()"))
     async with served(tmp_path) as service:
-        with pytest.raises(error, match=says):
-            await asked(service, "m", row(1))
-        assert np.array_equal(await asked(service, "m", row(0)), row(0))
+        for number, (_, error, says) in enumerate(WRONG):
+            with pytest.raises(error, match=says):
+                await asked(service, "m", row(number))
+            assert np.array_equal(await asked(service, "m", row(len(WRONG))), row(2 * len(WRONG)))
 
 
 async def test_only_the_request_that_makes_a_batch_fail_fails(tmp_path):

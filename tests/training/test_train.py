@@ -45,14 +45,15 @@ def test_a_short_run_learns_and_transformers_loads_it(steps: int, of_the_first: 
 
 def test_equal_seeds_give_equal_weights_even_when_interrupted(tmp_path: Path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    common = ("--draft", "--steps", "3")
+    common = ("--draft", "--steps", "2")
     main([*common, "--out", str(whole)])
-    main([*common, "--out", str(parts), "--stop-after", "2"])
+    main([*common, "--out", str(parts), "--stop-after", "1"])
     main([*common, "--out", str(parts)])
     one, two = (load_file(out / "model" / "model.safetensors") for out in (whole, parts))
     assert all(one[name].equal(two[name]) for name in one)
 
 
+@pytest.mark.soak
 def test_a_head_learns_beside_a_model_that_stays_as_it_is(tmp_path: Path):
     model = ROOT / "src/maitred/builtin/maitred-mini"
     before = (model / "model.safetensors").read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from random import Random
@@ -20,6 +21,7 @@ from training.world import CASE_MATTERS, SCORED, SOURCES, Chat, any_chat, held_o
 seeds = st.integers(0, 2**32)
 
 
+@functools.cache
 def training_turns(num_chats: int) -> list:
     rng = Random(0)
     return [turn for _ in range(num_chats) for turn in training_chat(rng, 6).turns]
@@ -40,7 +42,7 @@ def test_a_held_out_question_is_held_out_and_never_in_training(category: str):
     rng = Random(7)
     asked = [held_out_question(rng, category).turns[-1] for _ in range(30)]
     assert all(is_held_out(turn.key) for turn in asked)
-    trained = {turn.key for turn in training_turns(2_000)}
+    trained = {turn.key for turn in training_turns(4_000)}
     assert trained.isdisjoint(turn.key for turn in asked)
 
 
@@ -110,7 +112,7 @@ def test_what_must_be_remembered_is_said_before_and_names_keep_their_capitals():
         assert any(name in turn.user for turn in before)
 
     assert {"name", "table", "repeat"} == set(CASE_MATTERS)
-    for turn in training_turns(500):
+    for turn in training_turns(4_000):
         if turn.category == "name":
             assert turn.assistant.split()[-1].rstrip(".") in turn.user
 

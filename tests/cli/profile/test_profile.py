@@ -21,7 +21,7 @@ ONE_THREAD = ModelConfig(num_threads=1, dtype="float32")
 
 def test_profile_then_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, workload = tmp_path / "p.json", tmp_path / "w.yaml"
-    words = ["profile", "-o", str(path), "--seconds", "4", "--clock", "cpu", "--num-threads", "1"]
+    words = ["profile", "-o", str(path), "--seconds", "1", "--clock", "cpu", "--num-threads", "1"]
     assert main([*words, "--max-num-seqs", "12"]) == 0
     assert "error of a step" in capsys.readouterr().out
     profile = decode_profile(path.read_bytes(), "p")
