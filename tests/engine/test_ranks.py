@@ -61,7 +61,7 @@ def request() -> RequestSpec:
         pytest.param("rank 1", signal.SIGKILL, marks=pytest.mark.soak),
         pytest.param("rank 1", signal.SIGSEGV, marks=pytest.mark.soak),
         ("rank 1", signal.SIGSTOP),
-        ("rank 0", signal.SIGKILL),
+        pytest.param("rank 0", signal.SIGKILL, marks=pytest.mark.soak),
     ],
 )
 async def test_a_stream_goes_on_exactly_when_a_rank_is_lost(victim: str, number: int, model: Path):

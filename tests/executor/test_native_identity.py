@@ -206,11 +206,11 @@ def alone(decoder: Any, request: RequestState, adapter: Any = None, **formats: A
 
 
 def cases() -> list[Any]:
-    """Each format with each instruction set, in either decoder by turns; the other half is for `make soak`."""
+    """Each format with each instruction set, in either decoder by turns; the others are for `make soak`."""
     found = []
     for (row, isa), (column, formats) in product(enumerate(_native.available_isas()), enumerate([*FORMATS, *BLOCKS])):
         for number, kind in enumerate([formats["blocks"]] if "blocks" in formats else KINDS):
-            in_soak = "blocks" not in formats and (row + column + number) % 2
+            in_soak = (row + column + number) % (3 if "blocks" in formats else 4)
             found.append(pytest.param(formats, kind, isa, marks=[pytest.mark.soak] if in_soak else []))
     return found
 

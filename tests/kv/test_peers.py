@@ -226,7 +226,7 @@ def test_what_came_from_peers_is_seen_as_a_tier(make):
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "n": 4}])
-@pytest.mark.parametrize("place", [0, 0.5, 1])
+@pytest.mark.parametrize("place", [0, *(pytest.param(place, marks=pytest.mark.soak) for place in (0.5, 1))])
 def test_a_bit_that_flips_in_shared_memory_costs_no_token(make, monkeypatch, sampling, place):
     first, second = make(transport="shm"), make(transport="shm")
     said = first.complete("a", **sampling)

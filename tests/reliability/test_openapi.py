@@ -16,7 +16,7 @@ from tests.conftest import ROOT, ServerProcess, start_server
 from tests.waiting import HANGS_S, until
 
 # Few are the same every time; those that a schema's bounds make are for `make soak`.
-FEW = ("--generation-deterministic", "--phases", "fuzzing,stateful", "--max-examples", "5", "--request-timeout", "200")
+FEW = ("--generation-deterministic", "--phases", "fuzzing,stateful", "--max-examples", "3", "--request-timeout", "200")
 MANY = ("--max-examples", "1000", "--request-timeout", "10")
 
 

@@ -54,13 +54,13 @@ def told(server: ServerProcess) -> dict[str, Any]:
     return httpx.get(f"{server.url}/admin/releases", timeout=HANGS_S).json()
 
 
-def test_three_changes_and_a_roll_back_under_eight_streams_fail_none_and_a_kill_in_the_next_one_starts_with_current(
+def test_two_changes_and_a_roll_back_under_four_streams_fail_none_and_a_kill_in_the_next_one_starts_with_current(
     tmp_path: Path,
 ):
     shelf = Shelf(tmp_path / "waiter")
     publish(str(BUILTIN_FOLDER), shelf)
     server = start_server(str(shelf.root), "--kv-cache-memory-bytes", "64MiB")
-    guests = [Guest(server.url) for _ in range(8)]
+    guests = [Guest(server.url) for _ in range(4)]
 
     def turned_to(version: int) -> bool:
         state = told(server)
@@ -72,7 +72,7 @@ def test_three_changes_and_a_roll_back_under_eight_streams_fail_none_and_a_kill_
         return True
 
     try:
-        for version in (2, 3, 4):
+        for version in (2, 3):
             publish(str(other_model(tmp_path / f"model-{version}", version)), shelf)
             until(lambda version=version: turned_to(version))
         shelf.use(2)
@@ -86,9 +86,9 @@ def test_three_changes_and_a_roll_back_under_eight_streams_fail_none_and_a_kill_
         assert [version for version, _ in guest.answers[-1:]] == ["2"]
         for version, texts in guest.answers:
             answers[version].add(texts)
-    assert sorted(answers) == ["1", "2", "3", "4"]
-    assert [len(texts) for texts in answers.values()] == [1] * 4  # one answer of each, whichever way it came
-    assert len(set.union(*answers.values())) == 4
+    assert sorted(answers) == ["1", "2", "3"]
+    assert [len(texts) for texts in answers.values()] == [1] * 3  # one answer of each, whichever way it came
+    assert len(set.union(*answers.values())) == 3
 
     shelf.use(3)
     until(lambda: told(server)["starting"] == 3)

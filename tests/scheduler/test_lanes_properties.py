@@ -10,7 +10,7 @@ from tests.scheduler.lane_worlds import MAKERS, LaneWorld
 
 
 @pytest.mark.parametrize("policy", MAKERS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32), num_steps=st.integers(1, 120))
 @example(seed=200054, num_steps=120)  # under "fewest_running": a batch changes whose turn it is
 @example(seed=7781, num_steps=41)  # under "priority": a model's next head, while the share beside the LLM is used up

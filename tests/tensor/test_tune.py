@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 
+from maitred.cli import tuning
 from maitred.cli.main import main
 from maitred.cli.tuning import (
     RunFigures,
@@ -63,6 +64,13 @@ ONE = Setting(batch=1, delay_us=0, instances=1, threads=1)
 def few_settings(config, target):
     settings = settings_of(config, target, num_cores=1)
     return [each for each in settings if each.instances == 1 and each.batch in (1, 4, 8) and each.delay_us < 1000]
+
+
+@pytest.fixture(autouse=True)
+def few_requests(monkeypatch):
+    """Of each simulation; what they show needs no more."""
+    monkeypatch.setattr(tuning, "FIRST_REQUESTS", 150)
+    monkeypatch.setattr(tuning, "SECOND_REQUESTS", 600)
 
 
 @pytest.fixture

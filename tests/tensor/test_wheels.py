@@ -214,6 +214,7 @@ def read_alone(files, image):
     return scores, read(scores)["places"]
 
 
+@pytest.mark.soak
 def test_rapidocr_reads_an_image_as_an_ensemble_of_detection_classification_and_recognition(tmp_path):
     files, lines = write_reader(tmp_path), ["soup for two", "table 17", "nobody waits"]
     image = drawn(lines)

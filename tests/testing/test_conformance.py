@@ -66,23 +66,23 @@ def for_every_policy(max_examples: int) -> Callable[[Any], Any]:
     return decorate
 
 
-@for_every_policy(15)
+@for_every_policy(8)
 def test_every_property_holds_in_every_step(name: str, scenario: Scenario):
     executor = CheckingExecutor(scenario.block_size)
     check_steps(POLICIES[name], scenario, executor.execute, bring=executor.write)
 
 
-@for_every_policy(6)
+@for_every_policy(4)
 def test_two_runs_make_equal_plans(name: str, scenario: Scenario):
     check_determinism(POLICIES[name], scenario)
 
 
-@for_every_policy(7)
+@for_every_policy(4)
 def test_a_swap_of_policy_costs_nobody_the_age_it_has(name: str, scenario: Scenario):
     check_swap(POLICIES[name], scenario)
 
 
-@for_every_policy(7)
+@for_every_policy(4)
 def test_chats_and_batches_of_several_lanes_keep_all_of_it_under_one_policy(name: str, scenario: Scenario):
     check_lanes(POLICIES[name], scenario)
 
@@ -92,7 +92,7 @@ def test_in_a_lane_that_is_never_empty_nobody_starves_and_tenants_share(name: st
     check_busy_lane(POLICIES[name], scenario)
 
 
-@for_every_policy(4)
+@for_every_policy(3)
 def test_nobody_starves_under_an_endless_load(name: str, scenario: Scenario):
     check_endless_load(POLICIES[name], scenario)
 

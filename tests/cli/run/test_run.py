@@ -161,7 +161,7 @@ def killed_run(source: Path, out: Path, url: str, num_answers: int) -> int:
 def test_killed_at_any_time_each_custom_id_is_answered_exactly_once(tmp_path):
     source, out = batch_file(tmp_path, 300), tmp_path / "out.jsonl"
     had = 0
-    for more in (20, 70, 60):  # and then it hangs until it is killed
+    for more in (20, 130):  # and then it hangs until it is killed
         with answering(more) as url:
             had = killed_run(source, out, url, had + more)
     assert had == 150
