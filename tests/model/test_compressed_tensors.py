@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from maitred.core.errors import CheckpointError
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.packed import float32_values
-from maitred.model.weight_map import WeightSource
 from maitred.optimize.rounding import Form, round_to_nearest
 from maitred.optimize.write import packed
 from tests.model.checkpoints import make_checkpoint
@@ -38,7 +37,7 @@ def with_a_linear(tmp_path: Path, parts: dict[str, torch.Tensor], **config: Any)
 def parts_of(form: Form) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     weights = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     rounded = round_to_nearest(form, weights)
-    return packed(rounded, WeightSource(f"{NAME}.weight", (ROWS, WIDTH), "layers.1.down.weight")), rounded.values()
+    return packed(rounded), rounded.values()
 
 
 @pytest.mark.parametrize(

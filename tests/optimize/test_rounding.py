@@ -42,17 +42,19 @@ def obvious_gptq(rounded: Rounded, weights: torch.Tensor, hessian: torch.Tensor)
     )
     width = rounded.form.width_of(weights.shape[1])
     scale = rounded.scale.double().repeat_interleave(width, 1)
-    zero = rounded.zero.double().repeat_interleave(width, 1)
+    minimum = rounded.minimum.double().repeat_interleave(width, 1)
     codes = torch.empty_like(rest)
     for i in range(rest.shape[1]):
         inverse = torch.linalg.inv(damped[i:, i:])
-        codes[:, i] = (rest[:, i] / scale[:, i] + zero[:, i]).round().clamp(rounded.form.lowest, 7)
-        error = (rest[:, i] - (codes[:, i] - zero[:, i]) * scale[:, i]) / inverse[0, 0]
+        codes[:, i] = ((rest[:, i] - minimum[:, i]) / scale[:, i]).round().clamp(0, 15)
+        error = (rest[:, i] - codes[:, i] * scale[:, i] - minimum[:, i]) / inverse[0, 0]
         rest[:, i:] -= error[:, None] * inverse[0]
     return codes
 
 
-@pytest.mark.parametrize("form", [Form(4, 32, False), Form(4, 128, True), Form(4, None, True)])
+@pytest.mark.parametrize(
+    "form", [Form(4, 32, False), Form(4, 32, False, free=True), Form(4, 128, True), Form(4, None, True)]
+)
 def test_gptq_chooses_what_float64_chooses(form: Form):
     weights, hessian = world()
     rounded = gptq_in_order(form, weights, hessian, "a linear")
@@ -69,10 +71,26 @@ def test_scales_and_minima_are_exact_in_float16_and_bfloat16(form: Form):
     weights, _ = world()
     rounded = round_to_nearest(form, weights * torch.logspace(-4, 2, len(weights))[:, None])
     assert (rounded.scale.bfloat16().float() == rounded.scale.float()).all()
-    minimum = -(rounded.zero.float() - form.lowest) * rounded.scale.float()
-    assert (minimum.half().float() == minimum).all()
-    assert int(rounded.codes.min()) >= form.lowest
-    assert int(rounded.codes.max()) < -form.lowest
+    assert (rounded.minimum == -rounded.zero.float() * rounded.scale.float()).all()
+    if form.bits == 4:
+        assert (rounded.minimum.half().float() == rounded.minimum).all()
+    assert int(rounded.codes.max()) <= form.most
+
+
+def test_free_minima_find_the_grid_that_weights_lie_on():
+    """Of a file in Q4_1 whose values went through bfloat16; a whole number of steps cannot be their minimum."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (16, 4, 32), generator=generator)
+    scale = (0.02 + 0.01 * torch.rand(16, 4, 1, generator=generator)).half().float()
+    minimum = (-7.4 * scale + 0.003).half().float()
+    weights = (codes * scale + minimum).bfloat16().float().view(16, -1)
+    errors = [
+        float((round_to_nearest(Form(4, 32, False, free), weights).values() - weights).square().mean())
+        for free in (True, False)
+    ]
+    rounded = round_to_nearest(Form(4, 32, False, free=True), weights)
+    assert (rounded.minimum.half().float() == rounded.minimum).all()
+    assert errors[0] < 0.02 * errors[1]
 
 
 def test_an_error_of_rounding_is_at_most_half_a_step_where_nothing_is_clipped():

@@ -1,4 +1,5 @@
-"""A GGUF file's metadata -> the config.json that the model's family would have, and its tensors' Hugging Face names.
+"""A GGUF file's metadata -> the config.json that the model's family would have, and its tensors' Hugging Face names;
+and a file's metadata of a model.
 
 Keys, defaults and what a file leaves out (Gemma's local rope base, layer pattern) are those of llama.cpp's
 `src/models/*.cpp` and of the converter that writes the files, as of llama-cpp-python 0.3.36.
@@ -16,10 +17,11 @@ from typing import Any, NoReturn
 from maitred.core.errors import CheckpointError
 from maitred.model.gguf_file import HELD_AS, GgufFile
 from maitred.model.safetensors_file import RawTensor
+from maitred.model.spec import DecoderSpec, RopeSpec, RopeType
 
 Config = dict[str, Any]
 _NOT_A_WHOLE_MODEL = "the file is damaged or holds no whole model; download it again"
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 # Texts that end a turn, by which llama.cpp finds the tokens whose ids a file does not name.
 _END_TEXTS = frozenset((
@@ -154,6 +156,43 @@ def hugging_face_names(architecture: str, names: Iterable[str]) -> dict[str, str
     return found
 
 
+def metadata_of(spec: DecoderSpec, generation_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[float]]:
+    """Keys for a file of this model, and what `rope_freqs.weight` has to hold. What is not like the other models of its
+    architecture has no key: read the file back. Raises CheckpointError where there is no architecture."""
+    names = {row.name: name for name, row in ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
+    if (architecture := names.get(spec.architecture)) is None:
+        raise CheckpointError(f"{spec.architecture} has no GGUF file here; {', '.join(names)} have")
+    rope = next((layer.rope for layer in spec.layers if layer.rope is not None), None)
+    keys: dict[str, Any] = {
+        "block_count": spec.num_layers,
+        "context_length": spec.max_position_embeddings,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": spec.intermediate_size,
+        "vocab_size": spec.vocab_size,
+        "attention.head_count": spec.num_heads,
+        "attention.head_count_kv": spec.num_kv_heads,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        "attention.layer_norm_rms_epsilon": spec.norm_eps,
+        "attention.sliding_window": spec.layers[0].window,
+    }
+    if rope is not None:
+        keys |= {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
+    found = {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
+    for key, own in _SAMPLING.items():
+        if generation_config.get(own) is not None:
+            found[key] = (int if own == "top_k" else float)(generation_config[own])
+    divisors = _llama3_divisors(rope) if rope is not None and rope.rope_type is RopeType.LLAMA3 else []
+    return {"general.architecture": architecture, "general.quantization_version": 2, **found}, divisors
+
+
+def own_names(architecture: str, num_layers: int) -> dict[str, str]:
+    """Hugging Face name -> the file's, of every tensor that a model of this architecture may have."""
+    parts = {**_PARTS, **ARCHITECTURES[architecture].parts}
+    layers = (f"blk.{i}.{part}.{kind}" for i in range(num_layers) for part in parts for kind in ("weight", "bias"))
+    return hugging_face_names(architecture, (*_OUTSIDE, *layers))
+
+
 def permuted_heads(config: Config, architecture: str, name: str) -> int:
     """Heads in each of which the rows of a tensor, by its Hugging Face name, stand in pairs; 0 where none do."""
     if ARCHITECTURES[architecture].is_permuted:
@@ -166,24 +205,24 @@ def permuted_heads(config: Config, architecture: str, name: str) -> int:
 def in_rope_order(raw: RawTensor, num_heads: int) -> RawTensor:
     """Rows as transformers rotates them, the first half of a head with the second: llama.cpp's files put each pair
     side by side. Rows move whole, so that no value changes."""
-    rows, half = raw.shape[0], raw.shape[0] // num_heads // 2
-    if half * 2 * num_heads != rows:
-        raise CheckpointError(f"a matrix of {rows} rows is no {num_heads} heads of an even size; {_NOT_A_WHOLE_MODEL}")
-    size = len(raw.data) // rows
-    lines = [raw.data[i * size : (i + 1) * size] for i in range(rows)]
-    order = (lines[head * 2 * half + 2 * i + part] for head in range(num_heads) for part in (0, 1) for i in range(half))
-    return RawTensor(raw.dtype, raw.shape, memoryview(b"".join(order)))
+    half = raw.shape[0] // num_heads // 2
+    return _moved(raw, num_heads, [2 * i + part for part in (0, 1) for i in range(half)])
 
 
 def in_pair_order(raw: RawTensor, num_heads: int) -> RawTensor:
     """The rows of `in_rope_order` as llama.cpp's files hold them."""
-    rows, half = raw.shape[0], raw.shape[0] // num_heads // 2
+    half = raw.shape[0] // num_heads // 2
+    return _moved(raw, num_heads, [part * half + i for i in range(half) for part in (0, 1)])
+
+
+def _moved(raw: RawTensor, num_heads: int, order: Sequence[int]) -> RawTensor:
+    rows, width = raw.shape[0], len(order)
+    if width * num_heads != rows:
+        raise CheckpointError(f"a matrix of {rows} rows is no {num_heads} heads of an even size; {_NOT_A_WHOLE_MODEL}")
     size = len(raw.data) // rows
     lines = [raw.data[i * size : (i + 1) * size] for i in range(rows)]
-    order = (
-        lines[head * 2 * half + part * half + i] for head in range(num_heads) for i in range(half) for part in (0, 1)
-    )
-    return RawTensor(raw.dtype, raw.shape, memoryview(b"".join(order)))
+    moved = (lines[head * width + i] for head in range(num_heads) for i in order)
+    return RawTensor(raw.dtype, raw.shape, memoryview(b"".join(moved)))
 
 
 # ---- the parts of a config
@@ -269,18 +308,24 @@ def _attention_factor(keys: _Keys, stretch: float, original: int) -> Config:
 def _llama3(divisors: list[float], theta: float, dim: int) -> Config:
     """A divisor for each frequency, which is how files store Llama 3.1's rule: the rule itself where its usual numbers
     make these divisors, as they do in Meta's models, else the divisors."""
-    factor, (low, high, original) = max(divisors), _LLAMA3.values()
-    ruled = []
-    for i in range(0, dim, 2):
-        turns = original / (2 * math.pi * theta ** (i / dim))
-        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        ruled.append(1 / ((1 - smooth) / factor + smooth))
+    factor = max(divisors)
+    ruled = _llama3_divisors(RopeSpec(rope_type=RopeType.LLAMA3, theta=theta, dim=dim, factor=factor, **_LLAMA3))
     if len(ruled) == len(divisors) and all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-4), ruled, divisors)):
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     return {
         "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "factor": 1.0,
         "attention_factor": 1.0,
     }  # fmt: skip
+
+
+def _llama3_divisors(rope: RopeSpec) -> list[float]:
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    found = []
+    for i in range(0, rope.dim, 2):
+        turns = rope.original_max_position_embeddings / (2 * math.pi * rope.theta ** (i / rope.dim))
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        found.append(1 / ((1 - smooth) / rope.factor + smooth))
+    return found
 
 
 def _llama(keys: _Keys, config: Config) -> Config:

@@ -32,7 +32,7 @@ from maitred.optimize.job import Job, Tool, measured
 from maitred.optimize.rounding import Form, Rounded, gptq, nearest, round_to_nearest
 from maitred.optimize.scaling import SCALES, fold, scale_layer, seen_inputs
 from maitred.optimize.trainer import ADAMW_LR, Budget, batches_of, imitation, train
-from maitred.optimize.write import check_gguf_parent, child_config, save_compressed, save_gguf
+from maitred.optimize.write import child_config, describe_gguf, save_compressed, save_gguf
 
 BITS = {"int8": (8,), "int4": (4,), "mixed": (4, 8)}
 GROUP = 32
@@ -52,8 +52,8 @@ def make(job: Job) -> None:
     """Fill the job's folder: round all layers, judge each linear alone, and write; `mixed` then promotes linears."""
     config: QuantizeConfig = job.own
     spec, forms = spec_from_config(job.parent.config), forms_of(config)
-    if config.to == "gguf":
-        check_gguf_parent(job.parent)
+    if config.to == "gguf" and job.parent.gguf is None:
+        describe_gguf(job.parent, job.state / "described.gguf")
     if config.kv_dtype != "auto":
         job.served["kv_dtype"] = config.kv_dtype
     dtype = getattr(torch, child_config(job.parent, {})["dtype"])
@@ -88,7 +88,8 @@ def _memory_bytes(spec: DecoderSpec, num_tokens: int) -> int:
 def forms_of(config: QuantizeConfig) -> dict[int, Form]:
     """By bits. int8 has a scale for each row, unless groups are asked for."""
     group = {4: config.group_size or GROUP, 8: config.group_size}
-    return {bits: Form(bits, group[bits], config.symmetric or bits == 8) for bits in BITS[config.scheme]}
+    is_free = config.to == "gguf" and not config.symmetric
+    return {b: Form(b, group[b], config.symmetric or b == 8, is_free and b == 4) for b in BITS[config.scheme]}
 
 
 def quantize_layer(
@@ -114,7 +115,7 @@ def quantize_layer(
                 values = rounded.values()
                 share = seen.error(values - weight) / max(seen.error(weight), 1e-30)
                 kept[f"{name}.{bits}.error"] = torch.tensor(share)
-                kept |= {f"{name}.{bits}.{part}": getattr(rounded, part) for part in ("codes", "scale", "zero")}
+                kept |= {f"{name}.{bits}.{part}": getattr(rounded, part) for part in ("codes", "scale", "minimum")}
                 module.get_parameter(f"{name}.weight").copy_(values)
     others = {name: value for name, value in module.named_parameters() if name.removesuffix(".weight") not in LINEARS}
     return kept | {name: value.clone() for name, value in others.items()}
@@ -127,12 +128,12 @@ class FakeRounded(nn.Module):
         super().__init__()
         self.form = rounded.form
         self.scale = nn.Buffer(rounded.scale.float()[:, :, None], persistent=False)
-        self.zero = nn.Buffer(rounded.zero.float()[:, :, None], persistent=False)
+        self.minimum = nn.Buffer(rounded.minimum[:, :, None], persistent=False)
 
     def rounded(self, weight: Tensor) -> Rounded:
-        codes, _ = nearest(self.form, weight.detach().view(*self.scale.shape[:2], -1), self.scale, self.zero)
-        scale, zero = self.scale[:, :, 0].half(), self.zero[:, :, 0].to(torch.int8)
-        return Rounded(self.form, codes.view_as(weight).to(torch.int8), scale, zero)
+        codes, _ = nearest(self.form, weight.detach().view(*self.scale.shape[:2], -1), self.scale, self.minimum)
+        scale, minimum = self.scale[:, :, 0].half(), self.minimum[:, :, 0]
+        return Rounded(self.form, codes.view_as(weight).to(torch.uint8), scale, minimum)
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + (self.rounded(weight).values() - weight).detach()
@@ -168,7 +169,7 @@ def _train(job: Job, spec: DecoderSpec, form: Form) -> None:
 
 
 def rounded_of(kept: Mapping[str, Tensor], name: str, form: Form) -> Rounded:
-    return Rounded(form, *(kept[f"{name}.{form.bits}.{part}"] for part in ("codes", "scale", "zero")))
+    return Rounded(form, *(kept[f"{name}.{form.bits}.{part}"] for part in ("codes", "scale", "minimum")))
 
 
 @torch.no_grad()
@@ -218,14 +219,14 @@ def _write(job: Job, choice: Choice) -> None:
         rounded = {f"{name}.weight": rounded_of(kept, name, choice[index, name]) for name in LINEARS}
         return {**kept, **rounded}
 
-    folder = job.folder if job.own.to == "folder" else job.state / "folder"
-    for old in (job.folder, folder):
-        shutil.rmtree(old, ignore_errors=True)
-        old.mkdir()
-    save_compressed(job.parent, folder, layer_of)
+    shutil.rmtree(job.folder, ignore_errors=True)
+    job.folder.mkdir()
     if job.own.to == "gguf":
-        with open_checkpoint(str(folder)) as child:
-            save_gguf(child, job.parent, job.folder / "model.gguf")
+        path = job.state / "described.gguf" if job.parent.gguf is None else job.parent.path
+        with open_checkpoint(str(path)) as described:
+            save_gguf(job.parent, described, job.folder / "model.gguf", layer_of)
+    else:
+        save_compressed(job.parent, job.folder, layer_of)
 
 
 def _promote(job: Job, choice: Choice, form: Form, alone: Mapping[tuple[int, str], float], spec: DecoderSpec) -> None:

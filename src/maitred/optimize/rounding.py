@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ BLOCK = 128
 DAMPING = 0.01
 SHRINKS = tuple(1 - 0.025 * i for i in range(16))
 """Shares of a group's range that a scale may cover; what lies outside is clipped."""
+WIDER = 0.15
+"""Added to them where minima are free: groups whose values lie on a grid may not have its ends."""
+_LEAST_SCALE = 2.0**-14  # float16's least with all its bits
 
 Choose = Callable[[Tensor, int], Tensor]
 """(column of weights [N], its number in the group) -> the values that take its place"""
@@ -31,17 +34,19 @@ Begin = Callable[[Tensor, Tensor, int], Choose]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Number format of a rounded matrix: value = (code - zero) * scale."""
+    """Number format of a rounded matrix: value = minimum + code * scale, codes from 0."""
 
     bits: int
     group: int | None
     """Columns that share a scale; None is a whole row."""
     symmetric: bool
-    """Without a zero: Q4_0's and Q8_0's form, else Q4_1's."""
+    """0 is the code in the middle: Q4_0's and Q8_0's form, else Q4_1's."""
+    free: bool = False
+    """Not symmetric, and 0 need not be a code: minima are any float16s, which only a GGUF file holds."""
 
     @property
-    def lowest(self) -> int:
-        return -(1 << (self.bits - 1))
+    def most(self) -> int:
+        return (1 << self.bits) - 1
 
     def width_of(self, num_columns: int) -> int:
         """Raises ConfigError where groups do not fill the rows."""
@@ -55,64 +60,83 @@ class Form:
 
     def bytes_of(self, rows: int, columns: int) -> int:
         groups = rows * columns // self.width_of(columns)
-        return rows * columns * self.bits // 8 + groups * 2 + (0 if self.symmetric else groups * self.bits // 8)
+        minima = 0 if self.symmetric else groups * 2 if self.free else groups * self.bits // 8
+        return rows * columns * self.bits // 8 + groups * 2 + minima
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Codes [N, K] int8; scale [N, G] float16, zero [N, G] int8."""
+    """Codes [N, K] uint8; scale [N, G] float16; minimum [N, G] float32, of 4 bits a float16's number."""
 
     form: Form
     codes: Tensor
     scale: Tensor
-    zero: Tensor
+    minimum: Tensor
+
+    @property
+    def zero(self) -> Tensor:
+        """Codes [N, G] whose value is 0, where there are some."""
+        return (-self.minimum / self.scale.float()).round().to(torch.uint8)
 
     def values(self) -> Tensor:
-        rows, columns = self.codes.shape
-        codes = self.codes.view(*self.scale.shape, -1).float() - self.zero[:, :, None]
-        return (codes * self.scale[:, :, None].float()).view(rows, columns)
+        codes = self.codes.view(*self.scale.shape, -1).float()
+        return (codes * self.scale[:, :, None].float() + self.minimum[:, :, None]).view(self.codes.shape)
 
 
 def fit(
     form: Form, weights: Tensor, importance: Tensor | None = None, shrinks: Sequence[float] = SHRINKS
 ) -> tuple[Tensor, Tensor]:
-    """Scale (float16) and zero of weights [..., V] that share them: least squared error over `shrinks`, weighted by
+    """Scale (float16) and minimum of weights [..., V] that share them: least squared error over `shrinks`, weighted by
     `importance` [V].
 
     Scales have 8 significant bits, which bfloat16 holds as well: no loader rounds them. Beside a zero they have 7, so
     that their product, Q4_1's minimum, is a float16.
     """
-    weights = weights.float()
-    low, high = weights.amin(-1).clamp(max=0), weights.amax(-1).clamp(min=0)
-    steps = (1 << form.bits) - 1
+    weights, share = weights.float(), torch.ones(weights.shape[-1]) if importance is None else importance + 1e-30
+    share = share / share.sum(-1, keepdim=True)
+    low, high = weights.amin(-1), weights.amax(-1)
+    if not form.free:
+        low, high = low.clamp(max=0), high.clamp(min=0)
     best = torch.full(low.shape, torch.inf)
-    scale, zero = torch.zeros(low.shape), torch.zeros(low.shape)
+    scale, minimum = torch.zeros(low.shape), torch.zeros(low.shape)
     for shrink in shrinks:
         if form.symmetric:
-            tried = _short(torch.maximum(-low, high) * (shrink * 2 / steps), 8)
-            tried_zero = torch.zeros(low.shape)
+            tried = _short(torch.maximum(-low, high) * (shrink * 2 / form.most), 8)
+            least = -(form.most // 2 + 1) * tried
+        elif form.free:
+            tried, least = _solved(form, weights, share, (high - low) * ((shrink + WIDER) / form.most), low)
         else:
-            tried = _short((high - low) * (shrink / steps), 7)
-            tried_zero = (form.lowest - low * shrink / tried).round().clamp(form.lowest, form.lowest + steps)
-        error = nearest(form, weights, tried[..., None], tried_zero[..., None])[1] - weights
-        error = (error.square() if importance is None else error.square() * importance).sum(-1)
+            tried = _short((high - low) * (shrink / form.most), 7)
+            least = -(-low * shrink / tried).round().clamp(0, form.most) * tried
+        error = nearest(form, weights, tried[..., None], least[..., None])[1] - weights
+        error = (error.square() * share).sum(-1)
         better = error < best
-        best, scale, zero = (
-            torch.where(better, new, old) for new, old in ((error, best), (tried, scale), (tried_zero, zero))
+        best, scale, minimum = (
+            torch.where(better, new, old) for new, old in ((error, best), (tried, scale), (least, minimum))
         )
-    return scale.half(), zero.to(torch.int8)
+    return scale.half(), minimum
+
+
+def _solved(form: Form, weights: Tensor, share: Tensor, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum, float16 numbers, of least squares for the codes that steps of `scale` from `low` give."""
+    codes, _ = nearest(form, weights, scale.clamp(min=_LEAST_SCALE)[..., None], low[..., None])
+    mean, centre = (codes * share).sum(-1), (weights * share).sum(-1)
+    away = (codes - mean[..., None]) * share
+    slope = (away * weights).sum(-1) / (away * codes).sum(-1).clamp(min=1e-9)
+    solved = slope.clamp(_LEAST_SCALE, 2048.0).half().float()
+    return solved, (centre - solved * mean).half().float()
 
 
 def _short(values: Tensor, bits: int) -> Tensor:
     """The nearest float16s of so many significant bits, none 0."""
-    mantissa, exponent = torch.frexp(values.clamp(2.0**-14, 2048.0))
+    mantissa, exponent = torch.frexp(values.clamp(_LEAST_SCALE, 2048.0))
     return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
 
 
-def nearest(form: Form, weights: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+def nearest(form: Form, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
     """The codes nearest to the weights, and their values."""
-    codes = (weights / scale + zero).round().clamp(form.lowest, -form.lowest - 1)
-    return codes, (codes - zero) * scale
+    codes = ((weights - minimum) / scale).round_().clamp_(0, form.most)
+    return codes, codes * scale + minimum
 
 
 def round_to_nearest(
@@ -122,66 +146,50 @@ def round_to_nearest(
     rows, columns = weights.shape
     width = form.width_of(columns)
     grouped = weights.view(rows, -1, width)
-    scale, zero = fit(form, grouped, None if importance is None else importance.view(-1, width), shrinks)
-    codes, _ = nearest(form, grouped, scale.float()[..., None], zero[..., None])
-    return Rounded(form, codes.view(rows, columns).to(torch.int8), scale, zero)
+    scale, minimum = fit(form, grouped, None if importance is None else importance.view(-1, width), shrinks)
+    codes, _ = nearest(form, grouped, scale.float()[..., None], minimum[..., None])
+    return Rounded(form, codes.view(rows, columns).to(torch.uint8), scale, minimum)
 
 
 def gptq(form: Form, weights: Tensor, hessian: Tensor, name: str) -> Rounded:
-    """GPTQ, Frantar et al. 2022, arXiv:2210.17323: of the two orders of columns the one that loses less. `name` is for
-    what is told of a singular Hessian."""
+    """GPTQ, Frantar et al. 2022, arXiv:2210.17323: of two orders of columns the one that loses less, from left to right
+    or those of the largest inputs first, whose errors most others can make up for. `name` is for what is told of a
+    singular Hessian."""
 
     def error(rounded: Rounded) -> float:
         change = rounded.values() - weights
         return float(((change @ hessian) * change).sum())
 
-    return min((each(form, weights, hessian, name) for each in (gptq_in_order, gptq_by_importance)), key=error)
+    orders = (None, hessian.diagonal().argsort(descending=True))
+    return min((gptq_in_order(form, weights, hessian, name, order) for order in orders), key=error)
 
 
-def gptq_by_importance(form: Form, weights: Tensor, hessian: Tensor, name: str) -> Rounded:
-    """Columns of the largest inputs first, whose errors most others can make up for; scales are fitted before that, so
-    that a group's columns still lie side by side ("act-order" with static groups)."""
-    start = round_to_nearest(form, weights, hessian.diagonal())
-    order, width = hessian.diagonal().argsort(descending=True), form.width_of(weights.shape[1])
-    codes_KN = torch.empty(weights.shape[::-1], dtype=torch.int8)
-
-    def begin(_: Tensor, __: Tensor, first: int) -> Choose:
-        column = int(order[first])
-        scale, zero = start.scale[:, column // width].float(), start.zero[:, column // width]
-
-        def choose(column_N: Tensor, place: int) -> Tensor:
-            code_N, value_N = nearest(form, column_N, scale, zero)
-            codes_KN[column] = code_N
-            return value_N
-
-        return choose
-
-    compensated(weights[:, order], hessian[order][:, order], 1, begin, name)
-    return Rounded(form, codes_KN.T.contiguous(), start.scale, start.zero)
-
-
-def gptq_in_order(form: Form, weights: Tensor, hessian: Tensor, name: str) -> Rounded:
-    """Columns from left to right, a group's scale fitted to what is left of it; algorithm 1."""
-    rows, columns = weights.shape
-    width = form.width_of(columns)
-    codes_KN = torch.empty(columns, rows, dtype=torch.int8)
-    scales, zeros = torch.empty(rows, columns // width).half(), torch.empty(rows, columns // width, dtype=torch.int8)
-    importance = hessian.diagonal()
+def gptq_in_order(form: Form, weights: Tensor, hessian: Tensor, name: str, order: Tensor | None = None) -> Rounded:
+    """Columns from left to right, a group's scale fitted to what is left of it (algorithm 1); or in `order`, on scales
+    that are fitted before, so that a group's columns still lie side by side ("act-order" with static groups)."""
+    width, importance = form.width_of(weights.shape[1]), hessian.diagonal()
+    found = round_to_nearest(form, weights, importance, SHRINKS if order is not None else (1.0,))
+    codes_KN = torch.empty(weights.shape[::-1], dtype=torch.uint8)
 
     def begin(group_NV: Tensor, _: Tensor, first: int) -> Choose:
-        number = first // width
-        scales[:, number], zeros[:, number] = fit(form, group_NV, importance[first : first + width])
-        scale, zero = scales[:, number].float(), zeros[:, number]
+        column = first if order is None else int(order[first])
+        number = column // width
+        if order is None:
+            fitted = fit(form, group_NV, importance[first : first + width])
+            found.scale[:, number], found.minimum[:, number] = fitted
+        scale, minimum = found.scale[:, number].float(), found.minimum[:, number]
 
         def choose(column_N: Tensor, place: int) -> Tensor:
-            code_N, value_N = nearest(form, column_N, scale, zero)
-            codes_KN[first + place] = code_N
+            codes_KN[column + place], value_N = nearest(form, column_N, scale, minimum)
             return value_N
 
         return choose
 
-    compensated(weights, hessian, width, begin, name)
-    return Rounded(form, codes_KN.T.contiguous(), scales, zeros)
+    if order is None:
+        compensated(weights, hessian, width, begin, name)
+    else:
+        compensated(weights[:, order], hessian[order][:, order], 1, begin, name)
+    return replace(found, codes=codes_KN.T.contiguous())
 
 
 def sparse_2_4(weights: Tensor, hessian: Tensor, name: str) -> Tensor:
@@ -228,11 +236,11 @@ def inverse_factor(hessian: Tensor, name: str) -> Tensor:
     damping = DAMPING
     while True:
         damped = hessian + torch.diag(dead + damping * diagonal.mean().clamp(min=1e-12))
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))  # H = R R', R upper: the factor is R's inverse
         if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and bool(upper.isfinite().all()):
-                factor: Tensor = upper
+            eye = torch.eye(len(lower), dtype=lower.dtype)
+            factor = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1)
+            if bool(factor.isfinite().all()):
                 return factor
         damping *= 10
         _log.warning("%s: the Hessian is singular, damped by %g of its mean diagonal", name, damping)

@@ -1,5 +1,5 @@
 """Writing models: an ordinary folder in Hugging Face layout, with the parent's tokenizer and its config, changed; a
-quantised one of compressed-tensors; a GGUF file (ggml/docs/gguf.md, version 3) with its parent's metadata.
+quantised one of compressed-tensors; a GGUF file (ggml/docs/gguf.md, version 3).
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import math
 import re
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,22 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from maitred.core.errors import CheckpointError, ConfigError
-from maitred.model.checkpoint import Checkpoint
+from maitred.core.errors import CheckpointError
+from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.compressed_tensors import BLOCKS
 from maitred.model.families import spec_from_config
-from maitred.model.gguf_config import in_pair_order, permuted_heads
-from maitred.model.gguf_file import GGML_TYPES, MAGIC, Metadata
+from maitred.model.gguf_config import in_pair_order, metadata_of, own_names, permuted_heads
+from maitred.model.gguf_file import GGML_TYPES, MAGIC
 from maitred.model.packed import float32_values
 from maitred.model.safetensors_file import RawTensor
+from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import TorchDecoder, tensor_from_raw
 from maitred.model.weight_map import HARMLESS, WeightSource, decoder_sources
-from maitred.optimize.rounding import Form, Rounded
+from maitred.optimize.rounding import Form, Rounded, round_to_nearest
 from maitred.storage.files import replace_file
 from maitred.text.folder import gguf_metadata, read_chat_template
-from maitred.text.gguf_tokenizer import tokenizer_of
+from maitred.text.gguf_tokenizer import PROBE, metadata_of_tokenizer, tokenizer_of
+from maitred.text.tokenizer import Tokenizer
 
 _COPIED = (
     *("tokenizer*", "*.jinja", "additional_chat_templates", "chat_template.json", "generation_config.json"),
@@ -46,6 +49,7 @@ _GGML_NUMBERS = {name: number for number, (name, _, _) in GGML_TYPES.items()}
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7}  # llama.h, enum llama_ftype
 _ALIGNMENT = 32
+_FLOAT = re.compile(r"\d+\.\d+(e-?\d+)?|\d+e-\d+")
 _LEFT_OUT = ("general.file_type", "general.alignment", "split.")
 
 
@@ -101,51 +105,61 @@ def save_decoder(
     save_tokenizer(parent, folder)
 
 
-def save_compressed(
-    parent: Checkpoint, folder: Path, layer_of: Callable[[int], Mapping[str, Tensor | Rounded]]
-) -> None:
-    """Write a child of `parent` whose layers' parameters `layer_of` gives, as a compressed-tensors folder: rounded
-    matrices packed (`pack-quantized`), the rest in the parent's dtype."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = child_config(parent, {})
-    spec, dtype, names = spec_from_config(config), getattr(torch, config["dtype"]), parent.tensor_names()
-    weights = {name: tensor_from_raw(parent.tensor(name), name).clone() for name in names if HARMLESS.search(name)}
-    forms: dict[Form, list[str]] = {}
+LayerOf = Callable[[int], Mapping[str, Tensor | Rounded]]
+"""Number of a layer -> what takes the place of its parameters"""
+
+
+def _given(
+    spec: DecoderSpec, parent: Checkpoint, layer_of: LayerOf
+) -> Iterator[tuple[WeightSource, Tensor | Rounded | None]]:
+    """Each tensor of the parent, with the rows that take its place."""
     sources: dict[int, list[WeightSource]] = {}
-    for source in decoder_sources(spec, names):
+    for source in decoder_sources(spec, parent.tensor_names()):
         layer = re.match(r"layers\.(\d+)\.", source.parameter)
         sources.setdefault(int(layer[1]) if layer else -1, []).append(source)
     for index, found in sources.items():
         given = layer_of(index) if index >= 0 else {}
         for source in found:
             value = given.get(source.parameter.removeprefix(f"layers.{index}."))
+            rows = slice(source.row, source.row + source.shape[0])
             if isinstance(value, Rounded):
-                linear = source.tensor.removesuffix(".weight")
-                weights |= {f"{linear}.{part}": tensor for part, tensor in packed(value, source).items()}
-                forms.setdefault(value.form, []).append(linear)
-            elif value is not None:
-                weights[source.tensor] = (value[source.row : source.row + source.shape[0]] - source.offset).to(dtype)
+                yield source, Rounded(value.form, value.codes[rows], value.scale[rows], value.minimum[rows])
             else:
-                weights[source.tensor] = tensor_from_raw(parent.tensor(source.tensor), source.tensor).to(dtype)
+                yield source, None if value is None else value[rows] - source.offset
+
+
+def save_compressed(parent: Checkpoint, folder: Path, layer_of: LayerOf) -> None:
+    """Write a child of `parent` whose layers' parameters `layer_of` gives, as a compressed-tensors folder: rounded
+    matrices packed (`pack-quantized`), the rest in the parent's dtype."""
+    config = child_config(parent, {})
+    spec, dtype, names = spec_from_config(config), getattr(torch, config["dtype"]), parent.tensor_names()
+    weights = {name: tensor_from_raw(parent.tensor(name), name).clone() for name in names if HARMLESS.search(name)}
+    forms: dict[Form, list[str]] = {}
+    for source, value in _given(spec, parent, layer_of):
+        if isinstance(value, Rounded):
+            linear = source.tensor.removesuffix(".weight")
+            weights |= {f"{linear}.{part}": tensor for part, tensor in packed(value).items()}
+            forms.setdefault(value.form, []).append(linear)
+        else:
+            kept = tensor_from_raw(parent.tensor(source.tensor), source.tensor) if value is None else value
+            weights[source.tensor] = kept.to(dtype)
     save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", {**config, "quantization_config": _quantization_config(forms)})
     save_tokenizer(parent, folder)
 
 
-def packed(rounded: Rounded, source: WeightSource) -> dict[str, Tensor]:
-    """Parts of the rows of one linear, as `compressors/pack_quantized` of compressed-tensors 0.20 stores them."""
-    rows = slice(source.row, source.row + source.shape[0])
-    bits, zero = rounded.form.bits, rounded.zero[rows]
-    parts = {"weight_packed": _words(rounded.codes[rows], bits), "weight_scale": rounded.scale[rows].clone()}
+def packed(rounded: Rounded) -> dict[str, Tensor]:
+    """Parts of one linear, as `compressors/pack_quantized` of compressed-tensors 0.20 stores them."""
+    bits = rounded.form.bits
+    parts = {"weight_packed": _words(rounded.codes, bits), "weight_scale": rounded.scale.clone()}
     if not rounded.form.symmetric:
-        parts["weight_zero_point"] = _words(zero.T, bits).T.contiguous()
-    return parts | {"weight_shape": torch.tensor(source.shape)}
+        parts["weight_zero_point"] = _words(rounded.zero.T, bits).T.contiguous()
+    return parts | {"weight_shape": torch.tensor(rounded.codes.shape)}
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """Rows of signed codes as 32-bit words, counted from the least one, the first in the lowest bits."""
-    per_word = 32 // bits
-    values = nn.functional.pad(codes.short() + (1 << (bits - 1)), (0, -codes.shape[1] % per_word)).to(torch.uint8)
+    """Rows of codes as 32-bit words, the first in the lowest bits."""
+    values = nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)), value=1 << (bits - 1))
     if bits == 4:
         values = values[:, ::2] | values[:, 1::2] << 4
     return values.flatten().view(torch.int32).view(len(codes), -1)
@@ -177,62 +191,100 @@ def _quantization_config(forms: Mapping[Form, Sequence[str]]) -> dict[str, Any]:
     }
 
 
-def check_gguf_parent(parent: Checkpoint) -> None:
-    """Raises ConfigError for a parent whose metadata a GGUF file could not take over."""
-    if parent.gguf is None:
-        raise ConfigError(
-            f"--to gguf takes over the metadata of a GGUF parent, and {parent.path} is a folder; leave --to out, and "
-            f"let llama.cpp's convert_hf_to_gguf.py convert what needs a GGUF file"
-        )
+def describe_gguf(parent: Checkpoint, file: Path) -> None:
+    """Write a GGUF file that describes the parent, a folder, with holes for its weights. Raises CheckpointError where
+    that file would be of another model, or read texts otherwise."""
+    spec = spec_from_config(parent.config)
+    told, divisors = metadata_of(spec, parent.generation_config)
+    told |= {"general.name": parent.name, **metadata_of_tokenizer(parent.path, spec.vocab_size)}
+    own = own_names(told["general.architecture"], spec.num_layers)
+    tensors = {own[each.tensor]: RawTensor("F32", each.shape, memoryview(b"")) for each in decoder_sources(spec, ())}
+    if divisors:
+        tensors["rope_freqs.weight"] = _vector(np.array(divisors, np.float32))
+    _write_gguf(file, {key: _encoded(value) for key, value in told.items()}, tensors)
+    with open_checkpoint(str(file)) as read:
+        found = replace(spec_from_config(read.config), architecture=spec.architecture)
+    specs = [_FLOAT.sub(lambda number: f"{float(number[0]):.6g}", repr(each)).split(", ") for each in (spec, found)]
+    ids = [Tokenizer.from_folder(path).encode(PROBE) for path in (parent.path, file)]
+    if specs[0] != specs[1] or ids[0] != ids[1]:
+        differing = next((ours for ours, theirs in zip_longest(*specs) if ours != theirs), "how texts are read")
+        raise CheckpointError(f"{parent.path}: a GGUF file cannot say {differing}; leave out --to gguf")
 
 
-def save_gguf(child: Checkpoint, parent: Checkpoint, file: Path) -> None:
-    """Write `child`, a compressed folder, as one GGUF file. Embedding and output matrix are the parent's own blocks
-    where it has some, else Q8_0."""
-    check_gguf_parent(parent)
-    assert parent.gguf is not None
-    metadata, tensors = parent.gguf.metadata, dict[str, RawTensor]()
-    for name in parent.tensor_names():
-        raw = child.tensor(name)
-        if len(raw.shape) == 1:
-            raw = RawTensor("F32", raw.shape, memoryview(float32_values(raw, name).tobytes()))
-        elif raw.dtype in _FLOAT_TYPES:
-            kept = parent.tensor(name)
-            raw = _q8_0(float32_values(kept, name)) if kept.dtype in _FLOAT_TYPES else kept
-        num_heads = permuted_heads(parent.config, metadata["general.architecture"], name)
-        tensors[parent.own_name(name)] = in_pair_order(raw, num_heads) if num_heads else raw
-    for part in parent.files:  # tensors that its config was read from: divisors of rope
+def save_gguf(parent: Checkpoint, described: Checkpoint, file: Path, layer_of: LayerOf) -> None:
+    """Write the child of `parent` that `save_compressed` writes as one GGUF file, with the metadata of `described`.
+    Embedding and output matrix are the parent's own blocks where it has some, else Q8_0."""
+    assert described.gguf is not None
+    metadata, spec, tensors = described.gguf.metadata, spec_from_config(parent.config), dict[str, RawTensor]()
+    theirs, ours = (decoder_sources(spec, each.tensor_names()) for each in (parent, described))
+    names = {each.tensor: source.tensor for each, source in zip(theirs, ours, strict=True)}
+    for source, value in _given(spec, parent, layer_of):
+        name, kept = names[source.tensor], parent.tensor(source.tensor)
+        if isinstance(value, Rounded):
+            raw = _blocks(value)
+        elif len(source.shape) == 1:
+            raw = _vector(float32_values(kept, name) if value is None else value.float().numpy())
+        elif kept.dtype in _FLOAT_TYPES:
+            values = torch.from_numpy(float32_values(kept, name))
+            raw = _blocks(round_to_nearest(Form(8, 32, True), values, shrinks=(1.0,)))
+        else:
+            raw = kept
+        num_heads = permuted_heads(described.config, metadata["general.architecture"], name)
+        tensors[described.own_name(name)] = in_pair_order(raw, num_heads) if num_heads else raw
+    for part in described.files:  # tensors that its config was read from: divisors of rope
         tensors |= {name: part.tensor(name) for name in part.tensor_names() if name not in tensors}
-    _write_gguf(file, metadata, tensors)
+    _write_gguf(file, {key: metadata.raw(key) for key in metadata if not key.startswith(_LEFT_OUT)}, tensors)
 
 
-def _q8_0(values: NDArray[np.float32]) -> RawTensor:
-    """Blocks of 32 as ggml rounds them: their largest value becomes 127."""
-    blocks = np.empty((len(values), values.shape[1] // 32), BLOCKS["Q8_0"])
-    grouped = values.reshape(*blocks.shape, 32)
-    scale = np.abs(grouped).max(-1) / 127
-    blocks["d"] = scale
-    blocks["q"] = np.rint(grouped / np.where(scale == 0, 1, scale)[:, :, None])
-    return RawTensor("Q8_0", values.shape, memoryview(blocks.tobytes()))
+def _vector(values: NDArray[np.float32]) -> RawTensor:
+    return RawTensor("F32", values.shape, memoryview(values.tobytes()))
 
 
-def _write_gguf(file: Path, metadata: Metadata, tensors: Mapping[str, RawTensor]) -> None:
+def _blocks(rounded: Rounded) -> RawTensor:
+    """Q4_0, Q4_1 or Q8_0 of a rounded matrix; blocks of 32 share what a wider group has."""
+    dtype = "Q8_0" if rounded.form.bits == 8 else "Q4_0" if rounded.form.symmetric else "Q4_1"
+    rows, columns = rounded.codes.shape
+    blocks = np.empty((rows, columns // 32), BLOCKS[dtype])
+    codes, share = rounded.codes.numpy().reshape(*blocks.shape, 32), blocks.shape[1] // rounded.scale.shape[1]
+    blocks["d"] = rounded.scale.numpy().repeat(share, 1)
+    if dtype == "Q4_1":
+        blocks["m"] = rounded.minimum.numpy().repeat(share, 1)
+    blocks["q"] = codes.view(np.int8) ^ -128 if dtype == "Q8_0" else codes[:, :, :16] | codes[:, :, 16:] << 4
+    return RawTensor(dtype, (rows, columns), memoryview(blocks.tobytes()))
+
+
+def _write_gguf(file: Path, keys: dict[str, bytes], tensors: Mapping[str, RawTensor]) -> None:
+    """Tensors without bytes become holes."""
     most = max(_FILE_TYPES, key=lambda dtype: sum(len(raw.data) for raw in tensors.values() if raw.dtype == dtype))
-    keys = {key: metadata.raw(key) for key in metadata if not key.startswith(_LEFT_OUT)}
-    keys["general.file_type"] = struct.pack("<II", 4, _FILE_TYPES[most])
+    keys["general.file_type"] = _encoded(_FILE_TYPES[most])
     header = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(keys))]
     header += [_text(key) + value for key, value in keys.items()]
-    offset = 0
+    offset, offsets = 0, list[int]()
     for name, raw in tensors.items():
+        kind = _GGML_NUMBERS[raw.dtype]
         dims = struct.pack(f"<I{len(raw.shape)}Q", len(raw.shape), *raw.shape[::-1])
-        header.append(_text(name) + dims + struct.pack("<IQ", _GGML_NUMBERS[raw.dtype], offset))
-        offset += _padded(len(raw.data))
+        header.append(_text(name) + dims + struct.pack("<IQ", kind, offset))
+        offsets.append(offset)
+        offset += _padded(math.prod(raw.shape) // GGML_TYPES[kind][1] * GGML_TYPES[kind][2])
     with file.open("wb") as out:
         out.write(b"".join(header))
-        for raw in tensors.values():
-            out.write(bytes(_padded(out.tell()) - out.tell()))
+        begin = _padded(out.tell())
+        for at, raw in zip(offsets, tensors.values(), strict=True):
+            out.seek(begin + at)
             out.write(raw.data)
-        out.write(bytes(_padded(out.tell()) - out.tell()))
+        out.truncate(begin + offset)
+
+
+def _encoded(value: Any) -> bytes:
+    """A metadata value behind the number of its kind: flag, number or text, or a list of numbers or texts."""
+    if isinstance(value, list):
+        kind = 8 if isinstance(value[0], str) else 5
+        each = b"".join(map(_text, value)) if kind == 8 else struct.pack(f"<{len(value)}i", *value)
+        return struct.pack("<IIQ", 9, kind, len(value)) + each
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    kind, form = (7, "?") if isinstance(value, bool) else (4, "I") if isinstance(value, int) else (6, "f")
+    return struct.pack(f"<I{form}", kind, value)
 
 
 def _text(text: str) -> bytes:

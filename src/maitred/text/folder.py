@@ -53,12 +53,16 @@ def gguf_metadata(file: Path) -> Iterator[Mapping[str, Any]]:
         opened.close()
 
 
+def gguf_key_of(name: str) -> str:
+    """The key of bos_token, eos_token ..."""
+    return f"tokenizer.ggml.{_GGUF_NAMES.get(name, name.removesuffix('_token'))}_token_id"
+
+
 def gguf_token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     """bos_token, eos_token, eot_token ... -> id. Raises CheckpointError for what is no number."""
     found = dict(_SENTENCEPIECE_IDS) if metadata.get("tokenizer.ggml.model") == "llama" else {}
     for name in (*NAMED_TOKENS, "eot_token"):
-        key = f"tokenizer.ggml.{_GGUF_NAMES.get(name, name.removesuffix('_token'))}_token_id"
-        if key in metadata:
+        if (key := gguf_key_of(name)) in metadata:
             found[name] = metadata[key]
             if not isinstance(found[name], int):
                 raise CheckpointError(f"key {key} is {found[name]!r}, and no token id; {GGUF_AGAIN}")

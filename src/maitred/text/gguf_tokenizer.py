@@ -1,4 +1,4 @@
-"""A GGUF file's vocabulary -> the same tokenizer in the library `tokenizers`.
+"""A GGUF file's vocabulary -> the same tokenizer in the library `tokenizers`, and back from a folder's.
 
 As llama.cpp reads it (`src/llama-vocab.cpp` of llama-cpp-python 0.3.36): how a text is split before pairs are merged,
 which tokens are found whole, what is put before and after.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import compress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +16,15 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from maitred.core.errors import CheckpointError
-from maitred.text.folder import GGUF_AGAIN, gguf_named_tokens, gguf_token_ids
+from maitred.text.folder import (
+    GGUF_AGAIN,
+    gguf_key_of,
+    gguf_named_tokens,
+    gguf_token_ids,
+    read_chat_template,
+    read_named_tokens,
+)
+from maitred.text.tokenizer import whole_json
 
 # Each pattern of a rule splits what those before it left.
 _ENDINGS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -82,7 +91,7 @@ RULES = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), Rule(_GPT4O)),
 }
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1 is normal, 5 unused
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # types of tokens
 _SPACE = "▁"
 
 
@@ -189,13 +198,15 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tup
             f"pre-tokenizer {name!r} is not supported, which are {', '.join(RULES)}; choose another model"
         )
     inner = tokenizers.Tokenizer(models.BPE(ignore_merges=rule.whole_pieces))
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    inner.pre_tokenizer = _splits(rule)
     inner.decoder = decoders.ByteLevel()
     _add_ends(inner, vocabulary, rule.adds_bos)
     return inner, vocabulary.merges()
+
+
+def _splits(rule: Rule) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
@@ -231,3 +242,48 @@ def _add_ends(inner: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bo
         inner.post_processor = processors.TemplateProcessing(
             single=[piece for part in around for piece in part], special_tokens=list(ids.values())
         )
+
+
+PROBE = (
+    "It's I'LL 1 12 123 1234567 x²  two   three\t\ttabs \n\n  lines\r\n\tif (a!=b) {return c/d;} //end\n'hello'world "
+    "naïve CamelCase HTTPServer Ωmega Привет 中文字符，日本語テキスト。 한국어 العربية हिन्दी ไทย 🎉🎉 $5+<=>^~|`x` "
+)
+"""Text that the rules of splitting cut differently."""
+
+
+def metadata_of_tokenizer(folder: Path, num_rows: int) -> dict[str, Any]:
+    """Keys of a folder's tokenizer and chat template, of which `tokenizer_of` makes the same tokenizer, with a token
+    for each of `num_rows`.
+
+    Raises CheckpointError where it is no byte-level BPE, or splits texts by a rule that has no name.
+    """
+    text = whole_json(folder)
+    file, inner = msgspec.json.decode(text), tokenizers.Tokenizer.from_str(text)
+    model, added, split = file["model"], file.get("added_tokens") or [], inner.pre_tokenizer
+    is_bpe = model["type"] == "BPE" and (file.get("decoder") or {}).get("type") == "ByteLevel" and split is not None
+    whole, pieces = bool(model.get("ignore_merges")), split.pre_tokenize_str(PROBE) if is_bpe else []
+    rules = (name for name, rule in RULES.items() if rule.whole_pieces == whole)
+    name = next((name for name in rules if _splits(RULES[name]).pre_tokenize_str(PROBE) == pieces), None)
+    strips = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
+    if name is None or strips or (file.get("normalizer") or {}).get("type", "NFC") != "NFC":
+        why = "added tokens strip spaces" if strips else "texts are split by no known rule" if is_bpe else model["type"]
+        raise CheckpointError(f"{folder}: no GGUF file describes its tokenizer ({why}); leave out --to gguf")
+    tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
+    kinds = {token["content"]: _CONTROL if token["special"] else _USER_DEFINED for token in added}
+    ids = model["vocab"] | {token["content"]: token["id"] for token in added}
+    for text, number in ids.items():
+        if number < num_rows:
+            tokens[number], types[number] = text, kinds.get(text, _NORMAL)
+    named = {each: ids[text] for each, text in read_named_tokens(folder).items() if text in ids}
+    whole_ids, plain_ids = (inner.encode("a", add_special_tokens=has_ends).ids for has_ends in (True, False))
+    found: dict[str, Any] = {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": types}
+    found["merges"] = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    for end, place in (("bos", 0), ("eos", -1)):
+        found[f"add_{end}_token"] = whole_ids != plain_ids and whole_ids[place] == named.get(f"{end}_token")
+    templates = read_chat_template(folder) or {}
+    templates = {"default": templates} if isinstance(templates, str) else templates
+    return {
+        **{f"tokenizer.ggml.{key}": value for key, value in found.items()},
+        **{gguf_key_of(each): number for each, number in named.items()},
+        **{f"tokenizer.chat_template.{each}".removesuffix(".default"): text for each, text in templates.items()},
+    }
