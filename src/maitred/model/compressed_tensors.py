@@ -75,19 +75,8 @@ class CompressedLinear:
         if self.dtype == "F32":
             values = (code_NGV - zero_NG[:, :, None]) * scale_NG[:, :, None]
             return RawTensor("F32", self.shape, memoryview(values.astype(np.float32).tobytes()))
-        num_blocks = self.shape[1] // 32
-        scale_NB, zero_NB = (each.repeat(num_blocks // each.shape[1], 1) for each in (scale_NG, zero_NG))
-        code_NBV = code_NGV.reshape(-1, num_blocks, 32)
-        blocks = np.empty(scale_NB.shape, BLOCKS[self.dtype])
-        blocks["d"] = scale_NB
-        if self.dtype == "Q4_1":
-            blocks["m"] = scale_NB * -(zero_NB + 8)
-        if self.dtype == "Q8_0":
-            blocks["q"] = code_NBV - zero_NB[:, :, None]
-        else:
-            nibbles = (code_NBV + 8).astype(np.uint8)
-            blocks["q"] = nibbles[:, :, :16] | nibbles[:, :, 16:] << 4
-        return RawTensor(self.dtype, self.shape, memoryview(blocks.tobytes()))
+        stored_NGV = code_NGV - zero_NG[:, :, None] if self.dtype == "Q8_0" else (code_NGV + 8).astype(np.uint8)
+        return ggml_blocks(self.dtype, stored_NGV.reshape(self.shape), scale_NG, scale_NG * -(zero_NG + 8))
 
     def _scale_and_zero(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """[N, G] of each group, float32 and int16; a value is (code - zero) * scale."""
@@ -104,6 +93,17 @@ class CompressedLinear:
         if (raw := self.parts.get("weight_packed")) is None:
             return np.frombuffer(self.parts["weight"].data, np.int8).astype(np.int16)
         return _unpacked(np.frombuffer(raw.data, "<i4").reshape(raw.shape), self.bits, self.shape[1])
+
+
+def ggml_blocks(dtype: str, codes: NDArray[Any], scale_NG: NDArray[Any], minimum_NG: NDArray[Any]) -> RawTensor:
+    """Q4_0, Q4_1 or Q8_0 of a matrix's codes as they are stored; blocks of 32 share what a wider group has."""
+    blocks = np.empty((len(codes), codes.shape[1] // 32), BLOCKS[dtype])
+    share, code_NBV = blocks.shape[1] // scale_NG.shape[1], codes.reshape(*blocks.shape, 32)
+    blocks["d"] = scale_NG.repeat(share, 1)
+    if dtype == "Q4_1":
+        blocks["m"] = minimum_NG.repeat(share, 1)
+    blocks["q"] = code_NBV if dtype == "Q8_0" else code_NBV[:, :, :16] | code_NBV[:, :, 16:] << 4
+    return RawTensor(dtype, codes.shape, memoryview(blocks.tobytes()))
 
 
 def _is_float16(values: NDArray[Any]) -> bool:

@@ -73,11 +73,6 @@ class Rounded:
     scale: Tensor
     minimum: Tensor
 
-    @property
-    def zero(self) -> Tensor:
-        """Codes [N, G] whose value is 0, where there are some."""
-        return (-self.minimum / self.scale.float()).round().to(torch.uint8)
-
     def values(self) -> Tensor:
         codes = self.codes.view(*self.scale.shape, -1).float()
         return (codes * self.scale[:, :, None].float() + self.minimum[:, :, None]).view(self.codes.shape)
@@ -239,7 +234,7 @@ def inverse_factor(hessian: Tensor, name: str) -> Tensor:
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))  # H = R R', R upper: the factor is R's inverse
         if not failed:
             eye = torch.eye(len(lower), dtype=lower.dtype)
-            factor = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1)
+            factor: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1)
             if bool(factor.isfinite().all()):
                 return factor
         damping *= 10

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from maitred.core.errors import CheckpointError
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
-from maitred.model.compressed_tensors import BLOCKS
+from maitred.model.compressed_tensors import ggml_blocks
 from maitred.model.families import spec_from_config
 from maitred.model.gguf_config import in_pair_order, metadata_of, own_names, permuted_heads
 from maitred.model.gguf_file import GGML_TYPES, MAGIC
@@ -153,7 +153,8 @@ def packed(rounded: Rounded) -> dict[str, Tensor]:
     bits = rounded.form.bits
     parts = {"weight_packed": _words(rounded.codes, bits), "weight_scale": rounded.scale.clone()}
     if not rounded.form.symmetric:
-        parts["weight_zero_point"] = _words(rounded.zero.T, bits).T.contiguous()
+        zero = (-rounded.minimum / rounded.scale.float()).round().to(torch.uint8)
+        parts["weight_zero_point"] = _words(zero.T, bits).T.contiguous()
     return parts | {"weight_shape": torch.tensor(rounded.codes.shape)}
 
 
@@ -205,7 +206,8 @@ def describe_gguf(parent: Checkpoint, file: Path) -> None:
     with open_checkpoint(str(file)) as read:
         found = replace(spec_from_config(read.config), architecture=spec.architecture)
     specs = [_FLOAT.sub(lambda number: f"{float(number[0]):.6g}", repr(each)).split(", ") for each in (spec, found)]
-    ids = [Tokenizer.from_folder(path).encode(PROBE) for path in (parent.path, file)]
+    tokenizers = [Tokenizer.from_folder(path) for path in (parent.path, file)]
+    ids = [each.encode(PROBE + " and ".join(tokenizers[0].added_tokens)) for each in tokenizers]
     if specs[0] != specs[1] or ids[0] != ids[1]:
         differing = next((ours for ours, theirs in zip_longest(*specs) if ours != theirs), "how texts are read")
         raise CheckpointError(f"{parent.path}: a GGUF file cannot say {differing}; leave out --to gguf")
@@ -243,14 +245,10 @@ def _vector(values: NDArray[np.float32]) -> RawTensor:
 def _blocks(rounded: Rounded) -> RawTensor:
     """Q4_0, Q4_1 or Q8_0 of a rounded matrix; blocks of 32 share what a wider group has."""
     dtype = "Q8_0" if rounded.form.bits == 8 else "Q4_0" if rounded.form.symmetric else "Q4_1"
-    rows, columns = rounded.codes.shape
-    blocks = np.empty((rows, columns // 32), BLOCKS[dtype])
-    codes, share = rounded.codes.numpy().reshape(*blocks.shape, 32), blocks.shape[1] // rounded.scale.shape[1]
-    blocks["d"] = rounded.scale.numpy().repeat(share, 1)
-    if dtype == "Q4_1":
-        blocks["m"] = rounded.minimum.numpy().repeat(share, 1)
-    blocks["q"] = codes.view(np.int8) ^ -128 if dtype == "Q8_0" else codes[:, :, :16] | codes[:, :, 16:] << 4
-    return RawTensor(dtype, (rows, columns), memoryview(blocks.tobytes()))
+    codes = rounded.codes.numpy()
+    return ggml_blocks(
+        dtype, codes.view(np.int8) ^ -128 if dtype == "Q8_0" else codes, rounded.scale.numpy(), rounded.minimum.numpy()
+    )
 
 
 def _write_gguf(file: Path, keys: dict[str, bytes], tensors: Mapping[str, RawTensor]) -> None:

@@ -252,10 +252,8 @@ PROBE = (
 
 
 def metadata_of_tokenizer(folder: Path, num_rows: int) -> dict[str, Any]:
-    """Keys of a folder's tokenizer and chat template, of which `tokenizer_of` makes the same tokenizer, with a token
-    for each of `num_rows`.
-
-    Raises CheckpointError where it is no byte-level BPE, or splits texts by a rule that has no name.
+    """Keys of a folder's tokenizer, a byte-level BPE, and its chat template; `num_rows` have a token each. What keys
+    cannot say (tokens that strip spaces) is found by reading them back. Raises CheckpointError for other kinds.
     """
     text = whole_json(folder)
     file, inner = msgspec.json.decode(text), tokenizers.Tokenizer.from_str(text)
@@ -264,9 +262,8 @@ def metadata_of_tokenizer(folder: Path, num_rows: int) -> dict[str, Any]:
     whole, pieces = bool(model.get("ignore_merges")), split.pre_tokenize_str(PROBE) if is_bpe else []
     rules = (name for name, rule in RULES.items() if rule.whole_pieces == whole)
     name = next((name for name in rules if _splits(RULES[name]).pre_tokenize_str(PROBE) == pieces), None)
-    strips = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
-    if name is None or strips or (file.get("normalizer") or {}).get("type", "NFC") != "NFC":
-        why = "added tokens strip spaces" if strips else "texts are split by no known rule" if is_bpe else model["type"]
+    if name is None:
+        why = "texts are split by no known rule" if is_bpe else f"{model['type']}, and byte-level BPE is what can be"
         raise CheckpointError(f"{folder}: no GGUF file describes its tokenizer ({why}); leave out --to gguf")
     tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
     kinds = {token["content"]: _CONTROL if token["special"] else _USER_DEFINED for token in added}
