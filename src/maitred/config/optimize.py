@@ -174,7 +174,7 @@ class QuantizeConfig:
     """int4 without a zero of each group: Q4_0's form, else Q4_1's, which takes 0.5 bits more for a weight and loses
     less; transformers with compressed-tensors 0.20 cannot load that from a folder."""
     to: str = one_of(("folder", "gguf"), "folder")
-    """A compressed-tensors folder, or from a GGUF parent a GGUF file."""
+    """A compressed-tensors folder, or a GGUF file (of a folder with a byte-level BPE tokenizer, or of a GGUF parent)."""
     kv_dtype: str = one_of(KV_DTYPES, "auto")
     """KV cache with which the result is measured; serve it with the same."""
     calibration_tokens: int = 32768
