@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
+from operator import attrgetter
 from typing import Annotated, Any
 
 from maitred.config import SchedulerConfig
@@ -42,6 +43,18 @@ def fcfs(config: SchedulerConfig) -> Policy:
     )
 
 
+def by(at: Callable[[Queued], float]) -> Callable[[Queued], tuple[Any, ...]]:
+    """Order by a time, smallest first; of equal ones the first to arrive."""
+    return lambda request: (at(request), request.arrived_at, request.request_id)
+
+
+def in_lower_class(
+    class_of: Callable[[Queued], int], at: Callable[[Queued], float]
+) -> Callable[[Queued, Queued], bool]:
+    """Preemption rule: by a request of a lower class, and only one that is also before in the order by `at`."""
+    return lambda waiting, running: class_of(waiting) < class_of(running) and at(waiting) < at(running)
+
+
 def priority(config: SchedulerConfig, *, ageing_s: float) -> Policy:
     """Most urgent first (0 before 1), with ageing against starvation.
 
@@ -54,19 +67,13 @@ def priority(config: SchedulerConfig, *, ageing_s: float) -> Policy:
     def aged_at(request: Queued) -> float:
         return request.arrived_at + request.priority * ageing_s
 
-    def order(request: Queued) -> tuple[Any, ...]:
-        return (aged_at(request), request.arrived_at, request.request_id)
-
-    def outranks(waiting: Queued, running: Queued) -> bool:
-        return waiting.priority < running.priority and aged_at(waiting) < aged_at(running)
-
     return Policy(
         source="Silberschatz, Galvin, Gagne, Operating System Concepts, 5.3.4",
         bound="of priority p: overtaken only by arrivals within p * ageing_s",
-        order=order,
+        order=by(aged_at),
         overtaken_until=aged_at,
         terms=lambda request: {**arrival_term(request), "priority_s": request.priority * ageing_s},
-        outranks=outranks,
+        outranks=in_lower_class(attrgetter("priority"), aged_at),
         reads_predictions=False,
     )
 
@@ -141,17 +148,10 @@ def _deadline_of(default_s: float, ageing_s: float) -> Callable[[Queued], float]
     return deadline
 
 
-def _by(at: Callable[[Queued], float]) -> tuple[Callable[[Queued], tuple[Any, ...]], Callable[[Queued, Queued], bool]]:
-    """Order and preemption rule for a time that is smallest for the most pressing request."""
-
-    def order(request: Queued) -> tuple[Any, ...]:
-        return (at(request), request.arrived_at, request.request_id)
-
-    def outranks(waiting: Queued, running: Queued) -> bool:
-        # Once it has its first token a request has met its deadline or missed it: to put it out would gain nothing.
-        return not running.num_outputs and at(waiting) < at(running)
-
-    return order, outranks
+def _before_first_token(at: Callable[[Queued], float]) -> Callable[[Queued, Queued], bool]:
+    """Preemption rule for a time that is smallest for the most pressing request."""
+    # Once it has its first token a request has met its deadline or missed it: to put it out would gain nothing.
+    return lambda waiting, running: not running.num_outputs and at(waiting) < at(running)
 
 
 def edf(config: SchedulerConfig, *, default_ttft_slo_s: float, ageing_s: float) -> Policy:
@@ -163,14 +163,13 @@ def edf(config: SchedulerConfig, *, default_ttft_slo_s: float, ageing_s: float) 
     its own deadline. Preemption: of requests that have no first token yet, by one with an earlier deadline.
     """
     deadline = _deadline_of(default_ttft_slo_s, ageing_s)
-    order, outranks = _by(deadline)
     return Policy(
         source="Liu and Layland, Journal of the ACM, 1973",
         bound="overtaken only by arrivals before its own deadline, which is at most an hour after it arrived",
-        order=order,
+        order=by(deadline),
         overtaken_until=deadline,
         terms=lambda request: {**arrival_term(request), "slack_s": deadline(request) - request.arrived_at},
-        outranks=outranks,
+        outranks=_before_first_token(deadline),
         reads_predictions=False,
     )
 
@@ -189,18 +188,17 @@ def least_slack(
     def latest_start(request: Queued) -> float:
         return max(request.arrived_at, deadline(request) - request.num_inputs / prefill_tokens_per_s)
 
-    order, outranks = _by(latest_start)
     return Policy(
         source="Mok, PhD thesis, MIT, 1983",
         bound="overtaken only by arrivals before its own latest start, which is at most an hour after it arrived",
-        order=order,
+        order=by(latest_start),
         overtaken_until=latest_start,
         terms=lambda request: {
             **arrival_term(request),
             "slack_s": deadline(request) - request.arrived_at,
             "prefill_s": latest_start(request) - deadline(request),
         },
-        outranks=outranks,
+        outranks=_before_first_token(latest_start),
         reads_predictions=False,
     )
 
@@ -357,9 +355,7 @@ def lpm(config: SchedulerConfig, *, ageing_tokens_per_s: float, ageing_s: float)
         num_cached = kv_needs.get(request.request_id, NO_KV_NEED).num_cached
         return min(num_cached / ageing_tokens_per_s, ageing_s)
 
-    def order(request: Queued) -> tuple[Any, ...]:
-        return (request.arrived_at - prefix_s(request), request.arrived_at, request.request_id)
-
+    order = by(lambda request: request.arrived_at - prefix_s(request))
     return Policy(
         source="SGLang, Zheng et al. 2023, arXiv:2312.07104",
         bound="overtaken only by arrivals within ageing_s",
@@ -389,14 +385,11 @@ def rr(config: SchedulerConfig, *, quantum_tokens: int) -> Policy:
         used = quanta.get(request.request_id)
         return request.arrived_at if used is None else used.ended_at
 
-    def order(request: Queued) -> tuple[Any, ...]:
-        return (joined_at(request), request.arrived_at, request.request_id)
-
     return Policy(
         source="Kleinrock, Naval Research Logistics, 1964",
         bound="overtaken by no later arrival; with n before it, waiting or running, and s slots, its first "
         "token comes after at most (n / s + 1) quanta and n + 1 prompts, which share one budget",
-        order=order,
+        order=by(joined_at),
         overtaken_until=joined_at,
         terms=lambda request: {**arrival_term(request), "since_quantum_s": joined_at(request) - request.arrived_at},
         quantum_end=lambda request: max(request.num_computed, request.num_inputs) + quantum_tokens,
@@ -434,26 +427,20 @@ def mlfq(config: SchedulerConfig, *, quantum_tokens: int, mlfq_levels: int, agei
     def aged_at(request: Queued) -> float:
         return joined_at(request) + level(request) * ageing_s
 
-    def order(request: Queued) -> tuple[Any, ...]:
-        return (aged_at(request), request.arrived_at, request.request_id)
-
-    def outranks(waiting: Queued, running: Queued) -> bool:
-        return level(waiting) < level(running) and aged_at(waiting) < aged_at(running)
-
     def quantum_end(request: Queued) -> int:
         return max(request.num_inputs, request.num_computed + (quantum << level(request)))
 
     return Policy(
         source="FastServe, Wu et al. 2023, arXiv:2305.05920",
         bound="at level l: overtaken only by arrivals within l * ageing_s; l < mlfq_levels",
-        order=order,
+        order=by(aged_at),
         overtaken_until=aged_at,
         terms=lambda request: {
             **arrival_term(request),
             "since_quantum_s": joined_at(request) - request.arrived_at,
             "level_s": level(request) * ageing_s,
         },
-        outranks=outranks,
+        outranks=in_lower_class(level, aged_at),
         quantum_end=quantum_end,
         quanta=quanta,
         heeds_priority=False,
@@ -490,13 +477,10 @@ def sjf(
     rate, kv_needs = ageing_tokens_per_s, dict[str, KVNeed]()
     costs = Costs(output_weight=output_token_weight, block_weight=kv_block_weight, needs=kv_needs)
 
-    def order(request: Queued) -> tuple[Any, ...]:
-        return (request.arrived_at + costs.expected(request) / rate, request.arrived_at, request.request_id)
-
     return Policy(
         source="Smith, Naval Research Logistics, 1956; Fu et al. 2024, arXiv:2408.15792",
         bound=COST_BOUND,
-        order=order,
+        order=by(lambda request: request.arrived_at + costs.expected(request) / rate),
         overtaken_until=lambda request: request.arrived_at + costs.largest(request) / rate,
         terms=lambda request: {**arrival_term(request), "cost_s": costs.expected(request) / rate},
         kv_needs=kv_needs,
@@ -523,8 +507,7 @@ def srpt(
     weight, rate, kv_needs = output_token_weight, ageing_tokens_per_s, dict[str, KVNeed]()
     costs = Costs(output_weight=weight, block_weight=kv_block_weight, needs=kv_needs)
 
-    def order(request: Queued) -> tuple[Any, ...]:
-        return (request.arrived_at + costs.remaining(request) / rate, request.arrived_at, request.request_id)
+    order = by(lambda request: request.arrived_at + costs.remaining(request) / rate)
 
     def outranks(waiting: Queued, running: Queued) -> bool:
         # Asked of every running request while slots are full, so the commonest answer comes first.
@@ -573,12 +556,6 @@ def interactive(
     def aged_at(request: Queued) -> float:
         return request.arrived_at + request.priority * ageing_s + costs.expected(request) / rate
 
-    def order(request: Queued) -> tuple[Any, ...]:
-        return (aged_at(request), request.arrived_at, request.request_id)
-
-    def outranks(waiting: Queued, running: Queued) -> bool:
-        return waiting.priority < running.priority and aged_at(waiting) < aged_at(running)
-
     def overtaken_until(request: Queued) -> float:
         return request.arrived_at + request.priority * ageing_s + costs.largest(request) / rate
 
@@ -592,10 +569,10 @@ def interactive(
     return Policy(
         source="Silberschatz, Galvin, Gagne, Operating System Concepts, 5.3.4; Smith 1956",
         bound="of priority p: overtaken only by arrivals within p * ageing_s + the bound of sjf",
-        order=order,
+        order=by(aged_at),
         overtaken_until=overtaken_until,
         terms=terms,
-        outranks=outranks,
+        outranks=in_lower_class(attrgetter("priority"), aged_at),
         kv_needs=kv_needs,
     )
 

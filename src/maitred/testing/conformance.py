@@ -11,7 +11,8 @@ that is a function of the seed, so a fault can be seen again by its number; also
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -19,7 +20,7 @@ from msgspec import structs
 
 from maitred.core.request import RequestState, Terms
 from maitred.policy.parameters import make_policy
-from maitred.policy.policy import PolicyFactory
+from maitred.policy.policy import PolicyFactory, Queued
 from maitred.testing.conformance_lanes import TensorWorld, lane_fair_share_fault, lane_starvation_fault
 from maitred.testing.conformance_steps import STEP_PROPERTIES, PolicyFault, conservation
 from maitred.testing.conformance_world import Bring, Execute, Scenario, ServiceMeter, World, answer, scenario_of
@@ -129,20 +130,13 @@ RIVALS = {
 }
 
 
-def rival_terms(kind: str, number: int) -> Terms:
-    """Terms of rival `number` of a kind."""
-    terms = RIVALS[kind]
-    return terms if terms.tenant else structs.replace(terms, tenant=f"a{number:05d}" if "new" in kind else "rivals")
-
-
 def check_endless_load(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
     """The least favoured request there can be finishes, whatever comes in for ever, at twice what can be served."""
     for kind in RIVALS:
-        roomy = replace(scenario, num_blocks=200, block_size=2, max_num_seqs=1 + scenario.seed % 2)
-        roomy = replace(roomy, max_num_batched_tokens=16, enable_prefix_caching=True)
+        roomy = roomy_scenario(scenario)
         world = World(make, roomy, execute)
         for _ in range(2 * roomy.max_num_seqs):
-            world.add(_rival(world, kind))
+            world.add(rival(world, kind))
         victim = world.make_request(prompt=8, max_tokens=3, terms=Terms(priority=2, tenant="victim"))
         world.add(victim)
         until = world.policy.overtaken_until(victim)
@@ -154,14 +148,22 @@ def check_endless_load(make: PolicyFactory, scenario: Scenario, execute: Execute
                 fault = f"after {max_steps} steps one is not done that was overtaken until {until}; rivals: {kind}"
                 raise PolicyFault("starvation bound", roomy, max_steps, fault)
             for _ in range(roomy.max_num_seqs):
-                world.add(_rival(world, kind))
+                world.add(rival(world, kind))
             world.carry_out(world.step())
 
 
-def _rival(world: World, kind: str) -> RequestState:
+def roomy_scenario(scenario: Scenario) -> Scenario:
+    """The scenario with blocks for all, few slots and a prefix cache."""
+    roomy = replace(scenario, num_blocks=200, block_size=2, max_num_seqs=1 + scenario.seed % 2)
+    return replace(roomy, max_num_batched_tokens=16, enable_prefix_caching=True)
+
+
+def rival(world: World, kind: str) -> RequestState:
+    """The next request of a kind."""
     number = len(world.requests)
     family, prompt = (1, 5) if kind is CACHED else (None, 1 + number % 2)
-    terms = rival_terms(kind, number)
+    terms = RIVALS[kind]
+    terms = terms if terms.tenant else structs.replace(terms, tenant=f"a{number:05d}" if "new" in kind else "rivals")
     return world.make_request(prompt=prompt, max_tokens=2, family=family, predicted_output_tokens=1.0, terms=terms)
 
 
@@ -187,14 +189,8 @@ def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute =
     bound /= min(weight for _, _, weight in shapes)
     meter = ServiceMeter(len(shapes), scenario.config.output_token_weight)
     for _ in range(max(150, int(2 * bound))):
-        for number, (prompt, output, weight) in enumerate(shapes):
-            while sum(r.tenant == f"t{number}" for r in world.scheduler.waiting) <= scenario.max_num_seqs:
-                tenant, priority = f"t{number}", number % 3
-                world.add(
-                    world.make_request(
-                        prompt=prompt, max_tokens=output, terms=Terms(tenant=tenant, weight=weight, priority=priority)
-                    )
-                )
+        for request in waiting_tenants(world, shapes, world.scheduler.waiting, scenario.max_num_seqs + 1):
+            world.add(request)
         moment = world.step()
         meter.read(moment.plan, world.requests)
         if meter.widest > bound:
@@ -202,6 +198,17 @@ def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute =
             raise PolicyFault("fair share", scenario, moment.plan.step, fault)
         world.carry_out(moment)
     return meter.widest / bound
+
+
+def waiting_tenants(
+    world: World, shapes: Sequence[tuple[int, int, float]], waiting: Iterable[Queued], count: int
+) -> Iterator[RequestState]:
+    """Requests with which so many of each tenant wait."""
+    held = Counter(request.tenant for request in waiting)
+    for number, (prompt, output, weight) in enumerate(shapes):
+        terms = Terms(tenant=f"t{number}", weight=weight, priority=number % 3)
+        for _ in range(count - held[terms.tenant]):
+            yield world.make_request(prompt=prompt, max_tokens=output, terms=terms)
 
 
 def tenant_shape(world: World, number: int) -> tuple[int, int, float]:

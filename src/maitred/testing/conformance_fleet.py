@@ -22,7 +22,7 @@ from maitred.fleet.fleet_request import AnswerUsage, request_of
 from maitred.fleet.replicas import ReplicaFacts
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
-from maitred.testing.conformance import CACHED, RIVALS, PolicyFault, rival_terms, tenant_shape
+from maitred.testing.conformance import RIVALS, PolicyFault, rival, roomy_scenario, tenant_shape, waiting_tenants
 from maitred.testing.conformance_world import CHECKED, Scenario, ServiceMeter, World, answer, scenario_of
 
 
@@ -186,18 +186,11 @@ def check_fleet_determinism(make: PolicyFactory, scenario: Scenario, balance: st
 def check_fleet_endless_load(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> None:
     """The least favoured request there can be finishes, whatever comes in for ever."""
     for kind in RIVALS:
-        roomy = replace(scenario, num_blocks=200, block_size=2, max_num_seqs=1 + scenario.seed % 2)
-        roomy = replace(roomy, max_num_batched_tokens=16, enable_prefix_caching=True)
+        roomy = roomy_scenario(scenario)
         world = FleetWorld(make, roomy, balance, num_replicas=2)
         places = 2 * (roomy.max_num_seqs + 1)
-
-        def rival(world: FleetWorld, kind: str = kind) -> RequestState:
-            number, family = len(world.specs), 1 if kind is CACHED else None
-            terms = rival_terms(kind, number)
-            return world.source.make_request(prompt=1 + number % 2, max_tokens=2, family=family, terms=terms)
-
         for _ in range(2 * places):
-            world.add(rival(world))
+            world.add(rival(world.source, kind))
         victim = world.source.make_request(prompt=8, max_tokens=3, terms=Terms(priority=2, tenant="victim"))
         world.add(victim)
         asked = world.core.request(victim.request_id)
@@ -207,7 +200,7 @@ def check_fleet_endless_load(make: PolicyFactory, scenario: Scenario, balance: s
             if world.num_steps > max_steps:
                 raise world.fault("starvation bound", f"after {max_steps} steps one is not done; rivals: {kind}")
             for _ in range(places):
-                world.add(rival(world))
+                world.add(rival(world.source, kind))
             world.step()
 
 
@@ -229,15 +222,8 @@ def check_fleet_fair_share(make: PolicyFactory, scenario: Scenario, balance: str
     bound /= min(weight for _, _, weight in shapes)
     meter = ServiceMeter(len(shapes), scenario.config.output_token_weight)
     for _ in range(max(100, int(bound))):
-        for number, (prompt, output, weight) in enumerate(shapes):
-            held = sum(1 for r in world.core.held() if r.tenant == f"t{number}")
-            for _ in range(num_places - held):
-                tenant, priority = f"t{number}", number % 3
-                world.add(
-                    world.source.make_request(
-                        prompt=prompt, max_tokens=output, terms=Terms(tenant=tenant, weight=weight, priority=priority)
-                    )
-                )
+        for request in waiting_tenants(world.source, shapes, world.core.held(), num_places):
+            world.add(request)
         world.step()
         for plan in world.plans:
             meter.read(plan, world.source.requests)
