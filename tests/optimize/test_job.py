@@ -157,12 +157,12 @@ def test_a_second_process_at_the_same_folder_is_refused(tmp_path: Path):
         with pytest.raises(ConfigError, match=r"another process is at work in .*out.part") as refused:
             run(asked)
         refusals.append(refused)
+        assert (tmp_path / "out.part" / "asked.json").is_file()
         raise Ended
 
     with pytest.raises(Ended):
         run_tool(Tool("copy", make), asked, Own(), lambda done, total, words: None)
     assert len(refusals) == 1
-    assert (tmp_path / "out.part" / "asked.json").is_file()
 
 
 @pytest.mark.parametrize("writer", ["copy", "safetensors"])
@@ -198,6 +198,27 @@ def test_what_cannot_work_leaves_nothing_behind(tmp_path: Path):
         with pytest.raises(ConfigError, match=told):
             run(wrong)
         assert beside(tmp_path) == {"few"}, told
+    (few / "current").symlink_to("1")
+    (few / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}')
+    for wrong, told in [
+        (replace(asked, out=str(few / "1" / "out")), "lies in a shelf; name a folder outside"),
+        (replace(asked, out=str(tmp_path / "data.jsonl" / "out")), "out cannot be made: Not a directory; name another"),
+        (replace(asked, data=str(few / "latin.jsonl")), "latin.jsonl:1: .* can't decode byte 0xe9"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            run(wrong)
+    assert {each.name for each in few.iterdir()} == {"rules.yaml", "data.jsonl", "latin.jsonl", "current"}
+
+    def slip(job: Job) -> None:
+        (job.state / "own.jsonl").touch()
+        raise ConfigError("a flag's value that only the tool can judge")
+
+    with pytest.raises(ConfigError, match="only the tool"):
+        run_tool(Tool("copy", slip), asked, Own(), lambda done, total, words: None)
+    assert beside(tmp_path) == {"few"}
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(b"\xef\xbb\xbf" + data.read_bytes().replace(b"\n", b"\r\n"))  # as Windows' editors write
+    assert run(asked).passed
 
 
 def test_what_memory_cannot_hold_is_refused_with_both_numbers(tmp_path: Path):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
@@ -39,6 +40,7 @@ WINDOW = 2048
 HELD_OUT_SHARE = 10
 OWN_DOCUMENTS, OWN_BATCH = 256, 32
 OWN_QUESTION, OWN_REPLY = 32, 96
+OWN_FILE = "own.jsonl"
 OWN_JUDGES = (
     "how closely the model follows its parent on texts that the parent wrote; not what either knows of other texts, "
     "nor whether answers are right: --held-out and --tasks tell that"
@@ -168,7 +170,7 @@ def read_corpus(
     elif held_out is not None and not learns:
         learn = []
     else:
-        learn = own_documents(parent, state / "own.jsonl", seed=config.seed, progress=progress)
+        learn = own_documents(parent, state / OWN_FILE, seed=config.seed, progress=progress)
     if held_out is None:
         learn, held_out = parted(learn, config.data or "the parent's own documents")
     elif config.data is not None:
@@ -293,8 +295,8 @@ def json_lines(file: str | Path, kind: type[T]) -> Iterator[tuple[int, T]]:
             if raw.strip():
                 found = True
                 try:
-                    yield number, msgspec.json.decode(raw, type=kind)
-                except msgspec.DecodeError as error:
+                    yield number, msgspec.json.decode(raw.removeprefix(BOM_UTF8), type=kind)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise ConfigError(f"{file}:{number}: {error}; write one JSON object a line") from None
     if not found:
         raise ConfigError(f"{file} is empty; write one JSON object a line")

@@ -24,7 +24,8 @@ from maitred.core.errors import ConfigError, OutOfMemory
 from maitred.engine.memory import available_memory_bytes, format_bytes
 from maitred.model.checkpoint import NO_ROOM, Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.optimize.data import Corpus, Progress, file_hashes, read_corpus
+from maitred.model.shelf import CURRENT
+from maitred.optimize.data import OWN_FILE, Corpus, Progress, file_hashes, read_corpus
 from maitred.optimize.evaluate import Evaluation, evaluate
 from maitred.optimize.gate import BrokenRule, Rules, gate_fields, judge, read_rules
 from maitred.optimize.write import write_json
@@ -143,7 +144,12 @@ def open_job(
         parent = stack.enter_context(open_checkpoint(config.model))
         flags = {flag: value for flag, value in (asdict(config) | asdict(own)).items() if flag not in _FILES}
         asked = {"tool": name, "parent": parent.identity, **flags, **file_hashes(config)}
-        (part / "state").mkdir(parents=True, exist_ok=True)
+        if any((folder / CURRENT).is_symlink() for folder in out.absolute().parents[:2]):
+            raise ConfigError(f"{out} lies in a shelf; name a folder outside, and put it there with maitred publish")
+        try:
+            (part / "state").mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise ConfigError(f"{out} cannot be made: {error.strerror}; name another --out") from None
         busy = f"another process is at work in {part}; wait for it, or name another --out"
         stack.enter_context(locked(part / "lock", busy))
         try:
@@ -152,18 +158,24 @@ def open_job(
             _check_same(part, asked)
             corpus = read_corpus(config, parent, part / "state", progress, learns=learns)
             rules.check_enough(corpus)
-        except BaseException:
-            if not (part / "model").exists() and (out.exists() or not any((part / "state").iterdir())):
+            (part / "model").mkdir(exist_ok=True)
+            yield Job(name, config, own, parent, corpus, part / "model", part / "state", rules, progress)
+        except BaseException as error:
+            spare = {OWN_FILE} if isinstance(error, ConfigError) else set()  # which another command writes anew
+            if not _kept(part) - spare or (out.exists() and not (part / "model").exists()):
                 _remove(out)  # nothing to go on from
             raise
-        (part / "model").mkdir(exist_ok=True)
-        yield Job(name, config, own, parent, corpus, part / "model", part / "state", rules, progress)
+
+
+def _kept(part: Path) -> set[str]:
+    """What a job has kept to go on from."""
+    return {file.name for folder in ("state", "model") for file in (part / folder).glob("*")}
 
 
 def _check_same(part: Path, asked: Mapping[str, Any]) -> None:
     """Note what is asked, where it is the first time."""
     file, asked = part / "asked.json", json.loads(json.dumps(asked))  # as it is read again
-    if not file.is_file():
+    if not (file.is_file() and _kept(part)):
         write_json(file, asked)
         return
     before = json.loads(file.read_text())
