@@ -1,4 +1,5 @@
-"""Block formats against GGML's own arithmetic (`gguf`): codes, products, and the same bits in any company."""
+"""Block formats against GGML's own arithmetic (`gguf`): codes, products, and the same bits in any company. And those of
+quantised folders against what their makers' papers say."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from numpy.typing import NDArray
 from maitred.core.errors import KernelError
 from maitred.kernels import _native, linear
 from maitred.kernels.linear import SourceMatrix
-from tests.kernels.test_linear import in_blocks
+from tests.kernels.test_linear import bf16_round, in_blocks
 
 gguf = pytest.importorskip("gguf")
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 ISAS = _native.available_isas()
 HEADS = {  # where a block has its f16 numbers
@@ -23,7 +25,10 @@ HEADS = {  # where a block has its f16 numbers
 KEPT = {
     "Q4_0": "q4_0", "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q8_0": "q8_0", "Q3_K": "q6_k", "Q4_K": "q4_k",
     "Q5_K": "q5_k", "Q6_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q8_0",
+    "Q4_Z": "q4_z", "Q8_Z": "q8_z", "Q8_W": "q8_w", "F8_128": "fp8",
 }  # fmt: skip
+FOLDERS = ("Q4_Z", "Q8_Z", "Q8_W", "F8_128")
+MADE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_Z", "Q8_Z", "Q8_W")
 Array = NDArray[Any]
 
 
@@ -35,6 +40,8 @@ def pool() -> Any:
 def random_rows(kind: str, n: int, k: int, *, scale: float = 0.01, seed: int = 0) -> tuple[Array, Array]:
     """Bytes of n rows, every code and part there is among them, and the float32 values that they stand for."""
     rng = np.random.default_rng(n + k + seed)
+    if kind in FOLDERS:
+        return folder_rows(kind, n, k, scale, rng)
     values, num_bytes = _native.source_block(kind)
     blocks = rng.integers(0, 256, (n, k // values, num_bytes), dtype=np.uint8)
     for at in HEADS[kind]:
@@ -46,6 +53,25 @@ def random_rows(kind: str, n: int, k: int, *, scale: float = 0.01, seed: int = 0
     return rows, gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
 
 
+def folder_rows(kind: str, n: int, k: int, scale: float, rng: Any) -> tuple[Array, Array]:
+    size = 128 if kind == "F8_128" else 32
+    codes = rng.integers(0, 16 if kind == "Q4_Z" else 256, (n, k // size, size), dtype=np.uint8)
+    d = rng.uniform(scale / 50, scale, codes.shape[:2]).astype(np.float16 if kind in ("Q4_Z", "Q8_Z") else np.float32)
+    zero = rng.integers(0, 16 if kind == "Q4_Z" else 256, codes.shape[:2]).astype(np.float16)
+    heads, values = d[..., None].view(np.uint8), codes.astype(np.float32)
+    if kind in ("Q4_Z", "Q8_Z"):
+        heads = np.concatenate([heads, zero[..., None].view(np.uint8)], -1)
+        values -= zero[..., None]
+    if kind == "Q8_W":
+        values = codes.view(np.int8).astype(np.float32)
+    if kind == "F8_128":
+        codes[codes & 127 == 127] = 1  # no NaN
+        values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    stored = codes[..., :16] | codes[..., 16:] << 4 if kind == "Q4_Z" else codes
+    rows = np.concatenate([heads, stored], -1).reshape(n, -1)
+    return rows, (values * d[..., None].astype(np.float32)).reshape(n, k)
+
+
 def stored_rows(kind: str, values: Array, *, seed: int = 0) -> Array:
     """Rows as a file of that type has them: the values', or, where gguf cannot make those, some of its own."""
     try:
@@ -54,7 +80,7 @@ def stored_rows(kind: str, values: Array, *, seed: int = 0) -> Array:
         return random_rows(kind, *values.shape, scale=2e-3, seed=seed)[0]
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [*HEADS, *FOLDERS])
 def test_rows_expand_to_the_values_that_ggml_computes(kind: str):
     rows, values = random_rows(kind, 9, 768)
     assert np.array_equal(linear.expand(kind, rows.reshape(-1), (9, 768)), values)
@@ -68,7 +94,7 @@ def test_packed_codes_are_the_files(pool: Any, kind: str, gated: bool):
     assert np.array_equal(linear.unpack_rows(packed, range(70)), values)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", MADE)
 def test_memory_is_at_most_a_tenth_more_than_the_file(kind: str):
     values, num_bytes = _native.source_block(kind)
     shape = linear.linear_shape(KEPT[kind], 640, 1024)
@@ -76,7 +102,7 @@ def test_memory_is_at_most_a_tenth_more_than_the_file(kind: str):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", MADE)
 def test_a_product_is_the_files_values_times_rows_of_8_bits(pool: Any, isa: str, kind: str):
     rows, values = random_rows(kind, 45, 768)
     packed = linear.pack(pool, [SourceMatrix(rows, kind)], KEPT[kind])
@@ -93,13 +119,25 @@ def test_a_product_is_the_files_values_times_rows_of_8_bits(pool: Any, isa: str,
 
 
 @pytest.mark.skipif("amx" not in ISAS, reason="this processor has no tiles")
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", MADE)
 def test_tiles_give_the_bits_of_vectors(pool: Any, kind: str):
     rows, _ = random_rows(kind, 45, 768)
     packed = linear.pack(pool, [SourceMatrix(rows, kind)], KEPT[kind])
     x = np.random.default_rng(3).standard_normal((70, 768)).astype(np.float32)
     by_tiles, by_vectors = (linear.linear(pool, packed, x, isa=isa) for isa in ("amx", "avx512"))
     assert np.array_equal(by_tiles, by_vectors)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_fp8_meets_rows_of_bfloat16(pool: Any, isa: str):
+    rows, values = random_rows("F8_128", 45, 768)
+    packed = linear.pack(pool, [SourceMatrix(rows, "F8_128")], "fp8")
+    x = np.random.default_rng(3).standard_normal((40, 768)).astype(np.float32)
+    expected = bf16_round(x).astype(np.float64) @ values.astype(np.float64).T
+    whole = linear.linear(pool, packed, x, isa=isa)
+    assert (np.abs(whole - expected) <= 2e-5 * (np.abs(x) @ np.abs(values).T) + 1e-6).all()
+    for m in (1, 3, 8, 33):
+        assert np.array_equal(linear.linear(pool, packed, x[:m], isa=isa), whole[:m])
 
 
 def test_a_code_of_minus_128_is_what_it_says(pool: Any):

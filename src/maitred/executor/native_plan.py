@@ -208,10 +208,11 @@ class NativePlan:
         )
 
     def _widened(self) -> str:
-        """Types of a GGUF file that are held in a larger format."""
+        """Types of a file that are held in a larger format."""
         names = self.checkpoint.tensor_names() if self.program.formats.stored else ()
         found = {self.checkpoint.dtype_of(name) for name in names}
         told = [f"{dtype} {how} {HELD_AS[dtype]}" for dtype, how in WIDENED.items() if dtype in found]
+        told += [self.checkpoint.expanded] if names and self.checkpoint.expanded else []
         return f" ({', '.join(told)})" if told else ""
 
     def build(

@@ -16,7 +16,10 @@ from numpy.typing import NDArray
 from maitred.core.errors import KernelError
 from maitred.kernels import _native
 
-DTYPES = ("float32", "bfloat16", "int8", "float16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+DTYPES = (
+    "float32", "bfloat16", "int8", "float16", "fp8", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_z", "q8_z", "q8_w",
+    "q4_k", "q5_k", "q6_k",
+)  # fmt: skip
 SOURCE_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 PACK_VERSION: int = _native.PACK_VERSION
 """Version of the packed layout; part of any cache's key. The layout is the same for every instruction set."""

@@ -26,7 +26,7 @@ from maitred.model.safetensors_file import RawTensor, SafetensorsFile, TensorFil
 from maitred.model.weight_map import weight_map
 
 if TYPE_CHECKING:
-    from maitred.model.compressed_tensors import CompressedLinear
+    from maitred.model.quantised import QuantisedLinear
 
 ALLOW = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -84,6 +84,7 @@ def _explain(error: Exception, model: str, revision: str | None) -> str:
 __all__ = ["BUILTIN_FOLDER", "BUILTIN_NAME", "Checkpoint", "RawTensor", "open_checkpoint"]
 
 INDEX_NAME = "model.safetensors.index.json"
+QUANTISED = ("quantization_config", "compression_config")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -156,7 +157,7 @@ class Checkpoint:
         """The file with the metadata of a GGUF model; `config` and `generation_config` are made of it."""
         self._files: tuple[TensorFile, ...]
         self._own_names: dict[str, str] = {}  # of tensors that the files call otherwise
-        self._compressed: dict[str, CompressedLinear] = {}
+        self._quantised: dict[str, QuantisedLinear] = {}
         if path.is_file():
             self._open_gguf(path)
             return
@@ -164,21 +165,23 @@ class Checkpoint:
         self.generation_config = _read_json_if_there(path / "generation_config.json")
         self._files = tuple(SafetensorsFile(file) for file in _weight_files(path))
         self._file_of = _locate_tensors(self._files)
-        if (quantised := self.config.get("quantization_config") or {}).get("quant_method") == "compressed-tensors":
-            self._open_compressed(quantised)
+        text = self.config.get("text_config") or {}
+        found = [each.get(key) for each in (self.config, text) for key in QUANTISED]
+        if quantised := next((each for each in found if each), None):
+            self._open_quantised(quantised)
 
-    def _open_compressed(self, quantised: dict[str, Any]) -> None:
+    def _open_quantised(self, quantised: dict[str, Any]) -> None:
         """Show the linears' weights under their names, in place of their parts."""
-        from maitred.model.compressed_tensors import PARTS, compressed_linears  # noqa: PLC0415  numpy, for these alone
+        from maitred.model.quantised import quantised_linears  # noqa: PLC0415  numpy, for these alone
 
-        located, self.config = self._file_of, {k: v for k, v in self.config.items() if k != "quantization_config"}
+        self.config = {key: value for key, value in self.config.items() if key not in QUANTISED}
+        if text := self.config.get("text_config"):
+            self.config["text_config"] = {key: value for key, value in text.items() if key not in QUANTISED}
         try:
-            self._compressed = compressed_linears(quantised, located, lambda name: located[name].tensor(name))
-        except CheckpointError as error:
+            self._quantised, self._file_of = quantised_linears(quantised, self._file_of, self.path / "config.json")
+        except BaseException:
             self.close()
-            raise CheckpointError(f"{self.path}: {error}") from None
-        shown = {f"{each.name}.{part}": name for name, each in self._compressed.items() for part in PARTS}
-        self._file_of = {shown.get(name, name): file for name, file in located.items()}
+            raise
 
     def _open_gguf(self, path: Path) -> None:
         files = self._files = open_gguf(path)
@@ -224,11 +227,23 @@ class Checkpoint:
     @property
     def has_formats(self) -> bool:
         """Whether matrices have number formats of their own, as a GGUF file's and a quantised folder's."""
-        return self.gguf is not None or bool(self._compressed)
+        return self.gguf is not None or bool(self._quantised)
+
+    @property
+    def expanded(self) -> str:
+        """Types in which linears are held that no format of the library has as the file does, and what that costs."""
+        found = [each for each in self._quantised.values() if each.expanded_bytes]
+        if not found:
+            return ""
+        types = sorted({_DTYPES[each.dtype] for each in found})
+        now, before = (
+            sum(sizes) / 1e6 for sizes in zip(*((e.expanded_bytes, e.num_bytes) for e in found), strict=True)
+        )
+        return f"{len(found)} linears expanded to {', '.join(types)}: {now:,.1f} MB of {before:,.1f}"
 
     def _num_bytes_of(self, name: str) -> int:
-        if name in self._compressed:
-            return self._compressed[name].num_bytes
+        if name in self._quantised:
+            return self._quantised[name].num_bytes
         return self._file_of[name].num_bytes_of(self.own_name(name))
 
     @property
@@ -282,8 +297,8 @@ class Checkpoint:
         return tuple(self._file_of)
 
     def tensor(self, name: str) -> RawTensor:
-        if name in self._compressed:
-            return self._compressed[name].tensor()
+        if name in self._quantised:
+            return self._quantised[name].tensor()
         raw = self._file_of[name].tensor(self.own_name(name))
         if self.gguf is None:
             return raw
@@ -291,9 +306,14 @@ class Checkpoint:
         return in_rope_order(raw, num_heads) if num_heads else raw
 
     def dtype_of(self, name: str) -> str:
-        if name in self._compressed:
-            return self._compressed[name].dtype
+        if name in self._quantised:
+            return self._quantised[name].dtype
         return self._file_of[name].dtype_of(self.own_name(name))
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        if name in self._quantised:
+            return self._quantised[name].shape
+        return self._file_of[name].shape_of(self.own_name(name))
 
     def file_of(self, name: str) -> Path:
         return self._file_of[name].path
@@ -318,7 +338,7 @@ class Checkpoint:
             file.check_unchanged()
 
     def close(self) -> None:
-        self._compressed.clear()
+        self._quantised.clear()
         for file in self._files:
             file.close()
 

@@ -34,8 +34,10 @@ HELD_AS = {
     "Q4_0": "q4_0", "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q8_0": "q8_0",
     "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
     "Q3_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q8_0", "Q2_K": "q8_0", "IQ4_XS": "q8_0",
+    "Q4_Z": "q4_z", "Q8_Z": "q8_z", "Q8_W": "q8_w", "F8_128": "fp8",
 }  # fmt: skip
-"""Type of a tensor that is computed here -> the number format in which the native executor holds it."""
+"""Type of a tensor that is computed here -> the number format in which the native executor holds it. The last four are
+of quantised folders (`quantised`)."""
 WIDENED = {
     "Q3_K": "the same values in", "IQ4_NL": "the same values in", "MXFP4": "the same values in",
     "Q2_K": "rounded to", "IQ4_XS": "rounded to",

@@ -157,7 +157,7 @@ class _Sources:
     def matrices(self, part: Part) -> Iterator[SourceMatrix]:
         """The part's rows as the files hold them, from top to bottom."""
         for source, raw in self._of(part):
-            values, dtype = _matrix(raw)
+            values, dtype = _matrix(raw) if raw.order is None else (float32_values(raw, source.tensor), "float32")
             assert source.offset == 0.0, source  # only norms have one
             yield SourceMatrix(values[_rows_within(part, source)], dtype)
 
@@ -176,17 +176,15 @@ class _Sources:
 
 
 def _check_shape(source: WeightSource, checkpoint: Checkpoint) -> None:
-    raw = checkpoint.tensor(source.tensor)
-    check_shape(source, raw.shape, checkpoint.file_of(source.tensor))
-    _check_dtype(raw, source.tensor, matrix=len(source.shape) > 1)
+    check_shape(source, checkpoint.shape_of(source.tensor), checkpoint.file_of(source.tensor))
+    _check_dtype(checkpoint.dtype_of(source.tensor), source.tensor, matrix=len(source.shape) > 1)
 
 
-def _check_dtype(raw: RawTensor, name: str, *, matrix: bool = False) -> None:
+def _check_dtype(dtype: str, name: str, *, matrix: bool = False) -> None:
     known = tuple(dict.fromkeys((*_NUMPY_DTYPES, *HELD_AS))) if matrix else tuple(_NUMPY_DTYPES)
-    if raw.dtype not in known:
+    if dtype not in known:
         raise CheckpointError(
-            f"tensor {name} is of type {raw.dtype}; {'matrices' if matrix else 'vectors'} must be one of "
-            f"{', '.join(known)}"
+            f"tensor {name} is of type {dtype}; {'matrices' if matrix else 'vectors'} must be one of {', '.join(known)}"
         )
 
 
@@ -223,9 +221,12 @@ def _values(raw: RawTensor) -> tuple[NDArray[Any], str]:
 
 def float32_values(raw: RawTensor, name: str) -> NDArray[np.float32]:
     """A tensor in float32, block types expanded. Raises CheckpointError, naming it, for one of an unknown type."""
-    _check_dtype(raw, name, matrix=True)
+    _check_dtype(raw.dtype, name, matrix=True)
     if raw.dtype not in _NUMPY_DTYPES:
-        return expand(raw.dtype, np.frombuffer(raw.data, dtype=np.uint8), raw.shape)
+        values = expand(raw.dtype, np.frombuffer(raw.data, dtype=np.uint8), raw.shape)
+        if raw.order is not None:
+            values[..., raw.order] = values.copy()
+        return values
     return _float32(*_values(raw))
 
 

@@ -30,12 +30,13 @@ TAPS = "taps"  # states that a head reads, or that the caller of a head gives
 LOGITS = "logits"
 
 
-BLOCK_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
-"""GGML's names: codes of 4 to 8 bits, with a scale (and a minimum) for each 32 values or each 16."""
+BLOCK_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_z", "q8_z", "q8_w", "q4_k", "q5_k", "q6_k")
+"""Codes of 4 to 8 bits, with a scale (and a minimum or a zero) for each 32 values or each 16: GGML's, and three of
+quantised folders."""
 
 
 class Format(Struct, frozen=True, kw_only=True):
-    """Number format of a weight: float32, float16, bfloat16, int8, or one of `BLOCK_FORMATS`."""
+    """Number format of a weight: float32, float16, bfloat16, int8, fp8, or one of `BLOCK_FORMATS`."""
 
     dtype: str
 
@@ -47,7 +48,7 @@ class Format(Struct, frozen=True, kw_only=True):
         """Format of the activations that multiply it; block formats share one, 8 bits with a scale for each 32."""
         if self.dtype in BLOCK_FORMATS:
             return "q8_0"
-        return "float32" if self.dtype == "float16" else self.dtype
+        return {"float16": "float32", "fp8": "bfloat16"}.get(self.dtype, self.dtype)
 
 
 VECTOR = Format(dtype="float32")

@@ -26,6 +26,7 @@ ARITHMETIC = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int
 BYTES = {  # of a weight, scales included
     "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int4": 20 / 32,
     "q4_0": 18 / 32, "q4_1": 20 / 32, "q5_0": 22 / 32, "q5_1": 24 / 32, "q8_0": 34 / 32,
+    "q4_z": 20 / 32, "q8_z": 36 / 32, "q8_w": 36 / 32, "fp8": 132 / 128,
     "q4_k": 148 / 256, "q5_k": 180 / 256, "q6_k": 210 / 256,
 }  # fmt: skip
 SCALE_BYTES = 4  # of a row of int8
@@ -60,7 +61,7 @@ class WeightFormat(NamedTuple):
     def arithmetic(self) -> str:
         if self.dtype in ("float32", "float16"):
             return "float32"
-        return "bfloat16" if self.dtype == "bfloat16" else "int8"
+        return "bfloat16" if self.dtype in ("bfloat16", "fp8") else "int8"
 
     @property
     def lm_head(self) -> WeightFormat:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import mmap
+import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class RawTensor:
     shape: tuple[int, ...]
     data: memoryview
     """Read-only bytes over the mapping; valid until the file is closed."""
+    order: Any = None
+    """Where the bytes have columns in another order: for each of theirs, the number of the tensor's (int32 [K])."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,20 @@ class TensorFile:
     def tensor(self, name: str) -> RawTensor:
         entry = self._entries[name]
         return RawTensor(entry.dtype, entry.shape, self._view[entry.begin : entry.end])
+
+    def read(self, name: str) -> RawTensor:
+        """A copy of the tensor. Raises CheckpointError where another process shortened the file: its mapping would
+        end the process by SIGBUS."""
+        entry = self._entries[name]
+        with self.path.open("rb") as file:
+            data = os.pread(file.fileno(), entry.end - entry.begin, entry.begin)
+            while 0 < len(data) < entry.end - entry.begin and (
+                more := os.pread(file.fileno(), entry.end - entry.begin - len(data), entry.begin + len(data))
+            ):
+                data += more
+        if len(data) < entry.end - entry.begin:
+            self.check_unchanged()
+        return RawTensor(entry.dtype, entry.shape, memoryview(data))
 
     def dtype_of(self, name: str) -> str:
         return self._entries[name].dtype

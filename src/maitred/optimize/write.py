@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from maitred.core.errors import CheckpointError
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
-from maitred.model.compressed_tensors import ggml_blocks
 from maitred.model.families import spec_from_config
 from maitred.model.gguf_config import in_pair_order, metadata_of, own_names, permuted_heads
 from maitred.model.gguf_file import GGML_TYPES, MAGIC
 from maitred.model.packed import float32_values
+from maitred.model.quantised import ggml_blocks
 from maitred.model.safetensors_file import RawTensor
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import TorchDecoder, tensor_from_raw

@@ -55,7 +55,11 @@ SourceType source_type(const std::string& name) {
                                   {"Q6_K", SourceType::q6_k},
                                   {"IQ4_NL", SourceType::iq4_nl},
                                   {"IQ4_XS", SourceType::iq4_xs},
-                                  {"MXFP4", SourceType::mxfp4}});
+                                  {"MXFP4", SourceType::mxfp4},
+                                  {"Q4_Z", SourceType::q4_z},
+                                  {"Q8_Z", SourceType::q8_z},
+                                  {"Q8_W", SourceType::q8_w},
+                                  {"F8_128", SourceType::f8}});
 }
 
 DType dtype_named(const std::string& name) {
@@ -68,6 +72,10 @@ DType dtype_named(const std::string& name) {
                              {"q5_0", DType::q5_0},
                              {"q5_1", DType::q5_1},
                              {"q8_0", DType::q8_0},
+                             {"fp8", DType::f8},
+                             {"q4_z", DType::q4_z},
+                             {"q8_z", DType::q8_z},
+                             {"q8_w", DType::q8_w},
                              {"q4_k", DType::q4_k},
                              {"q5_k", DType::q5_k},
                              {"q6_k", DType::q6_k}});
@@ -96,7 +104,7 @@ void pack(ThreadPool& pool, const LinearShape& shape, const std::vector<nb::tupl
                                  nb::cast<int>(t[1])});
     rows += sources.back().num_rows;
     const SourceType type = sources.back().type;
-    const bool makes = !is_blocked(shape.dtype) || shape.dtype == DType::q4_1 || shape.dtype == DType::q8_0;
+    const bool makes = shape.dtype < DType::f8 || shape.dtype == DType::q4_1 || shape.dtype == DType::q8_0;
     if (shape.k % source_block_values(type) != 0 || !(makes || keeps(type, shape.dtype)))
       throw std::invalid_argument("rows of " + std::to_string(shape.k) + " values of " + nb::cast<std::string>(t[3]) +
                                   " cannot be packed so");

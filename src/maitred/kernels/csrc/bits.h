@@ -18,6 +18,10 @@ static inline float float_of(uint32_t u) {
   return x;
 }
 
+static inline float float_of_halves(uint16_t upper, uint16_t lower) {
+  return float_of(static_cast<uint32_t>(upper) << 16 | lower);
+}
+
 static inline float bf16_to_float(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
 
 // Round to nearest even; NaN stays NaN.
@@ -46,6 +50,13 @@ static inline uint16_t float_to_f16(float x) {
     return static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
   const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+// FP8 of 4 exponent bits (E4M3: bias 7, no infinities) as bf16, which has all its values. Loops over it vectorise.
+static inline uint16_t f8_to_bf16(uint8_t x) {
+  const uint32_t magnitude = x & 0x7fu;
+  const uint32_t subnormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f) >> 16;
+  return static_cast<uint16_t>((x & 0x80u) << 8 | (magnitude < 8 ? subnormal : (magnitude << 4) + 0x3c00u));
 }
 
 }  // namespace maitred

@@ -12,7 +12,9 @@ namespace maitred {
 
 // w = d * (code - offset) + m for each block of values, m = 0 where the form has no minimum. Forms without parts have d
 // and m as f16 for each block of 32; those with parts have f16 D and M for a unit of 256 values, and 8-bit parts:
-// d = D * part, m = -(M * part) for each 32 values, or d = D * part for each 16.
+// d = D * part, m = -(M * part) for each 32 values, or d = D * part for each 16. Two forms are not GGML's but of what
+// GPTQ, AWQ and compressed-tensors store: with `zero`, M is the code that stands for 0, m = d * (offset - M); with `wide`,
+// D is a float32, its upper half where D is and its lower one where M is.
 struct BlockForm {
   int bits;  // of a code, which is unsigned
   int unit;  // values from one head (D, M) to the next
@@ -20,9 +22,11 @@ struct BlockForm {
   bool minimum;
   bool parts;
   int block;  // values that share d
+  bool zero = false;
+  bool wide = false;
 
   constexpr int blocks() const { return unit / 32; }
-  constexpr int head_bytes() const { return minimum ? 128 : 64; }              // of 32 channels
+  constexpr int head_bytes() const { return minimum || wide ? 128 : 64; }      // of 32 channels
   constexpr int block_bytes() const { return (parts ? 64 : 0) + 128 * bits; }  // of 32 values x 32 channels
   constexpr int unit_bytes() const { return head_bytes() + blocks() * block_bytes(); }
 };
@@ -33,6 +37,9 @@ constexpr BlockForm block_form(DType dtype) {
          : dtype == DType::q5_0 ? BlockForm{5, 32, 16, false, false, 32}
          : dtype == DType::q5_1 ? BlockForm{5, 32, 0, true, false, 32}
          : dtype == DType::q8_0 ? BlockForm{8, 32, 128, false, false, 32}
+         : dtype == DType::q4_z ? BlockForm{4, 32, 0, true, false, 32, true}
+         : dtype == DType::q8_z ? BlockForm{8, 32, 128, true, false, 32, true}
+         : dtype == DType::q8_w ? BlockForm{8, 32, 128, false, false, 32, false, true}
          : dtype == DType::q4_k ? BlockForm{4, 256, 0, true, true, 32}
          : dtype == DType::q5_k ? BlockForm{5, 256, 0, true, true, 32}
                                 : BlockForm{6, 256, 32, false, true, 16};
@@ -59,6 +66,12 @@ inline auto with_block_type(DType dtype, const Body& body) {
       return body(BlockType<DType::q5_1>{});
     case DType::q8_0:
       return body(BlockType<DType::q8_0>{});
+    case DType::q4_z:
+      return body(BlockType<DType::q4_z>{});
+    case DType::q8_z:
+      return body(BlockType<DType::q8_z>{});
+    case DType::q8_w:
+      return body(BlockType<DType::q8_w>{});
     case DType::q4_k:
       return body(BlockType<DType::q4_k>{});
     case DType::q5_k:
@@ -90,7 +103,9 @@ struct ChannelScales {
 static inline ChannelScales channel_scales(const BlockForm& form, const uint8_t* head, const uint8_t* block,
                                            int channel) {
   const uint16_t* heads = reinterpret_cast<const uint16_t*>(head);
-  const float d = f16_to_float(heads[channel]), m = form.minimum ? f16_to_float(heads[32 + channel]) : 0.0f;
+  const float d = form.wide ? float_of_halves(heads[channel], heads[32 + channel]) : f16_to_float(heads[channel]);
+  const float second = form.minimum ? f16_to_float(heads[32 + channel]) : 0.0f;
+  const float m = form.zero ? d * (static_cast<float>(form.offset) - second) : second;
   if (!form.parts) return {{d, d}, m};
   if (form.minimum) {
     const float scaled = d * static_cast<float>(block[channel]);

@@ -15,7 +15,8 @@ struct Layout {
 };
 constexpr Layout kLayouts[] = {{1, 4},     {1, 2},   {1, 2},     {32, 18},   {32, 20},   {32, 22},
                                {32, 24},   {32, 34}, {256, 84},  {256, 110}, {256, 144}, {256, 176},
-                               {256, 210}, {32, 18}, {256, 136}, {32, 17}};
+                               {256, 210}, {32, 18}, {256, 136}, {32, 17},   {32, 20},   {32, 36},
+                               {32, 36},   {128, 132}};
 constexpr int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};  // IQ4
 constexpr int8_t kE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // MXFP4's values, doubled
 
@@ -67,9 +68,10 @@ void block_codes(SourceType type, const uint8_t* p, uint8_t* codes, uint16_t* he
   switch (type) {
     case SourceType::q4_0:
     case SourceType::q4_1:
+    case SourceType::q4_z:
     case SourceType::q5_0:
     case SourceType::q5_1: {
-      const bool minimum = type == SourceType::q4_1 || type == SourceType::q5_1;
+      const bool minimum = type != SourceType::q4_0 && type != SourceType::q5_0;
       const bool five = type == SourceType::q5_0 || type == SourceType::q5_1;
       head[0] = half_at(p);
       if (minimum) head[1] = half_at(p + 2);
@@ -81,6 +83,16 @@ void block_codes(SourceType type, const uint8_t* p, uint8_t* codes, uint16_t* he
     case SourceType::q8_0:
       head[0] = half_at(p);
       for (int i = 0; i < 32; ++i) codes[i] = p[2 + i] ^ 0x80;
+      return;
+    case SourceType::q8_z:
+      head[0] = half_at(p);
+      head[1] = half_at(p + 2);
+      std::memcpy(codes, p + 4, 32);
+      return;
+    case SourceType::q8_w:
+      head[0] = half_at(p + 2);
+      head[1] = half_at(p);
+      for (int i = 0; i < 32; ++i) codes[i] = p[4 + i] ^ 0x80;
       return;
     case SourceType::iq4_nl:
       head[0] = half_at(p);
@@ -145,6 +157,14 @@ DType kept_as(SourceType type) {
     case SourceType::iq4_nl:
     case SourceType::mxfp4:
       return DType::q8_0;
+    case SourceType::q4_z:
+      return DType::q4_z;
+    case SourceType::q8_z:
+      return DType::q8_z;
+    case SourceType::q8_w:
+      return DType::q8_w;
+    case SourceType::f8:
+      return DType::f8;
     case SourceType::q4_k:
       return DType::q4_k;
     case SourceType::q5_k:
@@ -182,8 +202,12 @@ void iq4_xs_to_float(const uint8_t* p, float* out) {
 
 void codes_to_float(const BlockForm& form, const uint8_t* codes, const uint16_t* head, const uint8_t* parts, int count,
                     float* out) {
-  const float d = f16_to_float(head[0]), m = f16_to_float(head[1]);
+  const float d = form.wide ? float_of_halves(head[0], head[1]) : f16_to_float(head[0]), m = f16_to_float(head[1]);
   for (int i = 0; i < count; ++i) {
+    if (form.zero) {  // exact: the difference is an integer
+      out[i] = d * (static_cast<float>(codes[i]) - m);
+      continue;
+    }
     float scale = d, minimum = form.minimum ? m : 0.0f;
     if (form.parts && form.minimum) {
       scale = d * static_cast<float>(parts[i / 32 * 2]);
@@ -276,11 +300,16 @@ void fit_q8_0(const float* x, uint16_t* head, uint8_t* codes) {
 int source_block_values(SourceType type) { return kLayouts[static_cast<int>(type)].values; }
 int source_block_bytes(SourceType type) { return kLayouts[static_cast<int>(type)].bytes; }
 
-bool keeps(SourceType type, DType dtype) { return is_blocked(dtype) && kept_as(type) == dtype; }
+bool keeps(SourceType type, DType dtype) { return dtype >= DType::f8 && kept_as(type) == dtype; }
 
 void to_codes(SourceType type, const void* row, int k, const RowCodes& out) {
   const int values = source_block_values(type), bytes = source_block_bytes(type);
   const uint8_t* from = static_cast<const uint8_t*>(row);
+  for (int block = 0; type == SourceType::f8 && block * values < k; ++block) {
+    std::memcpy(out.heads + 2 * block, from + block * bytes, 4);
+    std::memcpy(out.codes + block * values, from + block * bytes + 4, values);
+  }
+  if (type == SourceType::f8) return;
   for (int block = 0; block * values < k; ++block, from += bytes)
     block_codes(type, from, out.codes + block * values, out.heads + 2 * block, out.parts + 16 * block);
 }
@@ -298,7 +327,10 @@ void to_float(SourceType type, const void* row, int k, float* out) {
   }
   const int values = source_block_values(type), bytes = source_block_bytes(type);
   for (int i = 0; i < k; i += values, from += bytes) {
-    if (type == SourceType::q2_k) {
+    if (type == SourceType::f8) {
+      const float d = float_of(word_at(from));
+      for (int j = 0; j < values; ++j) out[i + j] = d * bf16_to_float(f8_to_bf16(from[4 + j]));
+    } else if (type == SourceType::q2_k) {
       q2_to_float(from, out + i);
     } else if (type == SourceType::iq4_xs) {
       iq4_xs_to_float(from, out + i);

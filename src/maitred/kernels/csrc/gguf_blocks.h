@@ -1,4 +1,6 @@
 // Rows of a GGUF file's tensors, as GGML lays them out (ggml-common.h): to float32, or to codes and scales as they are.
+// And rows of quantised folders as model/quantised.py lays them out: q4_z (d and zero f16, 16 bytes of nibbles as Q4_1's),
+// q8_z (d and zero f16, 32 unsigned codes), q8_w (d f32, 32 signed codes), f8 (d f32, 128 values of E4M3).
 #pragma once
 
 #include <cstdint>
@@ -23,7 +25,11 @@ enum class SourceType : uint8_t {
   q6_k,
   iq4_nl,
   iq4_xs,
-  mxfp4
+  mxfp4,
+  q4_z,
+  q8_z,
+  q8_w,
+  f8
 };
 
 // Values and bytes of a source's block: 1 and the size of a value for f32, bf16, f16.
@@ -33,7 +39,7 @@ int source_block_bytes(SourceType type);
 // k values of a row, with the float32 arithmetic of GGML's own dequantisation.
 void to_float(SourceType type, const void* row, int k, float* out);
 
-// What the block format `dtype` keeps of one row: codes [k], and for each unit D and M (f16), and for each 32 values
+// What the format `dtype` keeps of one row: codes [k], and for each unit D and M (f16; f8: D as f32), and for each 32 values
 // two parts: of q4_k and q5_k (of d, of m), of q6_k those of its halves.
 struct RowCodes {
   uint8_t* codes;

@@ -16,13 +16,16 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 // Values of one channel in a step of K; of block formats, where codes are bytes until they are written.
 int step_values(DType dtype) { return dtype == DType::f32 || dtype == DType::f16 ? 1 : dtype == DType::bf16 ? 2 : 4; }
 
+int unit_values(DType dtype) { return dtype == DType::f8 ? kF8Unit : block_form(dtype).unit; }
+bool has_units(DType dtype) { return dtype == DType::f8 || is_blocked(dtype); }
+
 int padded_k(const LinearShape& shape) {
   return static_cast<int>(
-      round_up(shape.k, is_blocked(shape.dtype) ? block_form(shape.dtype).unit : step_values(shape.dtype)));
+      round_up(shape.k, has_units(shape.dtype) ? unit_values(shape.dtype) : step_values(shape.dtype)));
 }
 
 int num_units(const LinearShape& shape) {
-  return is_blocked(shape.dtype) ? padded_k(shape) / block_form(shape.dtype).unit : 0;
+  return has_units(shape.dtype) ? padded_k(shape) / unit_values(shape.dtype) : 0;
 }
 
 // The row of the stacked matrix that is channel `lane` of a tile, or -1 in the padding.
@@ -133,10 +136,10 @@ void transpose(TileUnits& tile, int lanes, int first, int steps, uint8_t* out) {
 }
 
 // The same for values of two bytes.
-void transpose_halves(TileUnits& tile, int steps, uint8_t* out) {
+void transpose_halves(TileUnits& tile, int first, int steps, uint8_t* out) {
   uint16_t* to = reinterpret_cast<uint16_t*>(out);
   for (int lane = 0; lane < kTile; ++lane) {
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(tile.channel(lane));
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(tile.channel(lane)) + first;
     for (int step = 0; step < steps; ++step) to[step * kTile + lane] = from[step];
   }
 }
@@ -172,7 +175,7 @@ void write_units(const LinearShape& shape, TileUnits& tile, uint8_t* out) {
     for (int lane = 0; lane < kTile; ++lane) {
       const uint16_t* from = tile.heads.data() + 2 * (static_cast<int64_t>(lane) * units + unit);
       heads[lane] = from[0];
-      if (form.minimum) heads[kTile + lane] = from[1];
+      if (form.minimum || form.wide) heads[kTile + lane] = from[1];
     }
     out += form.head_bytes();
     for (int block = 0; block < form.blocks(); ++block) {
@@ -185,6 +188,16 @@ void write_units(const LinearShape& shape, TileUnits& tile, uint8_t* out) {
       write_block(form.bits, tile, (unit * form.blocks() + block) * 8, out);
       out += 128 * form.bits;
     }
+  }
+}
+
+void write_f8(const LinearShape& shape, TileUnits& tile, uint8_t* out) {
+  constexpr int kSteps = kF8Unit / 2;
+  const int units = num_units(shape);
+  for (int unit = 0; unit < units; ++unit, out += kF8UnitBytes) {
+    for (int lane = 0; lane < kTile; ++lane)
+      std::memcpy(out + lane * sizeof(float), tile.heads.data() + 2 * (int64_t{lane} * units + unit), sizeof(float));
+    transpose_halves(tile, unit * kSteps, kSteps, out + kTile * sizeof(float));
   }
 }
 
@@ -215,8 +228,10 @@ void pack_tile(const LinearShape& shape, const SourceRows* sources, const float*
   uint8_t* to = out + index * tile_bytes(shape);
   if (is_blocked(shape.dtype))
     write_units(shape, tile, to);
+  else if (shape.dtype == DType::f8)
+    write_f8(shape, tile, to);
   else if (shape.dtype == DType::f16)
-    transpose_halves(tile, shape.k, to);
+    transpose_halves(tile, 0, shape.k, to);
   else
     transpose(tile, kTile, 0, padded_k(shape) / step_values(shape.dtype), to);
 }
@@ -242,6 +257,7 @@ int num_tiles(const LinearShape& shape) {
 int64_t tile_bytes(const LinearShape& shape) {
   const int64_t k = padded_k(shape);
   if (is_blocked(shape.dtype)) return int64_t{num_units(shape)} * block_form(shape.dtype).unit_bytes();
+  if (shape.dtype == DType::f8) return int64_t{num_units(shape)} * kF8UnitBytes;
   return k * kTile * (shape.dtype == DType::f32 ? 4 : shape.dtype == DType::int8 ? 1 : 2);
 }
 
@@ -293,6 +309,11 @@ void unpack_row(const PackedLinear& weights, int row, float* out) {
   for (int i = 0; i < shape.k; ++i) {
     if (shape.dtype == DType::f32) out[i] = reinterpret_cast<const float*>(from)[i * kTile + lane];
     if (shape.dtype == DType::f16) out[i] = f16_to_float(halves[i * kTile + lane]);
+    if (shape.dtype == DType::f8) {
+      const uint8_t* unit = from + i / kF8Unit * kF8UnitBytes;
+      const uint8_t* codes = unit + kTile * sizeof(float) + i % kF8Unit / 2 * 2 * kTile;
+      out[i] = reinterpret_cast<const float*>(unit)[lane] * bf16_to_float(f8_to_bf16(codes[2 * lane + i % 2]));
+    }
     if (shape.dtype == DType::bf16) out[i] = bf16_to_float(halves[i / 2 * 2 * kTile + 2 * lane + i % 2]);
     if (shape.dtype == DType::int8)
       out[i] = scale * static_cast<float>(from[i / 4 * 4 * kTile + 4 * lane + i % 4] - 128);
@@ -302,7 +323,7 @@ void unpack_row(const PackedLinear& weights, int row, float* out) {
 
 DType operand_dtype(DType weight_dtype) {
   if (is_blocked(weight_dtype)) return DType::q8_0;
-  return weight_dtype == DType::f16 ? DType::f32 : weight_dtype;
+  return weight_dtype == DType::f16 ? DType::f32 : weight_dtype == DType::f8 ? DType::bf16 : weight_dtype;
 }
 
 int64_t operand_row_bytes(DType operand_dtype, int k) {

@@ -8,7 +8,9 @@
 //   they
 //                   meet are before those are rounded; H w ~ block * scale * q, one f32 scale a channel, after the
 //                   tiles
-//   block formats   [tile][unit] of: D of 32 channels, M of 32 channels where there is a minimum (f16), then for each
+//   f8              [tile][unit of 128 values] of: f32 scales of 32 channels, then [step of 2][channel][values], each
+//                   value a byte (E4M3): 4224 bytes, which are multiplied as bf16
+//   block formats   [tile][unit] of: D of 32 channels, M of 32 channels where there is a minimum (f16; block_form.h), then for each
 //   32
 //                   values: [2][channel] parts (where the form has them), and codes in 8 steps of 4 values:
 //                     8 bits      [step][channel][4 bytes]
@@ -37,6 +39,8 @@ namespace maitred {
 
 constexpr int kPackVersion = 3;  // of the layout above
 constexpr int kTile = 32;        // output channels of a tile
+constexpr int kF8Unit = 128;     // values of a channel that share a scale
+constexpr int kF8UnitBytes = kTile * (static_cast<int>(sizeof(float)) + kF8Unit);
 
 struct LinearShape {
   DType dtype;

@@ -134,7 +134,9 @@ inline void multiply_block(const uint8_t* head, const uint8_t* w, const uint8_t*
   constexpr int kOffset = kForm.bits == 8 ? 0 : kForm.offset;  // 8-bit codes are signed above
   const uint8_t* codes = w + (kForm.parts ? 64 : 0);
   for (int v = 0; v < kVectors; ++v) {
-    const __m256 d = load_f16(head + 16 * v), m = kForm.minimum ? load_f16(head + 64 + 16 * v) : _mm256_setzero_ps();
+    const __m256 d = kForm.wide ? load_halves(head + 16 * v, head + 64 + 16 * v) : load_f16(head + 16 * v);
+    __m256 m = kForm.minimum ? load_f16(head + 64 + 16 * v) : _mm256_setzero_ps();
+    if (kForm.zero) m = _mm256_mul_ps(d, _mm256_sub_ps(_mm256_set1_ps(static_cast<float>(kForm.offset)), m));
     for (int half = 0; half < kHalves; ++half) {
       __m256i acc[R];
 #pragma GCC unroll 4

@@ -29,7 +29,7 @@ struct Block {
   const int32_t* sums;  // of row 0: at the run's first unit
   int sums_stride;
   int num_rows;
-  int steps;  // of K (f32 and f16 1 value, bf16 2, int8 4); block formats: units
+  int steps;  // of K (f32 and f16 1 value, bf16 2, int8 4); f8 and block formats: units
   bool first;
   void* acc;
   // What to prefetch, from `next` on: next_bytes with each step of K.
@@ -53,7 +53,7 @@ constexpr int kLeastShareBytes = 49152;  // of weights, for up to 8 rows
 struct Plan {
   int tiles;
   int rows_per_block, row_blocks;
-  int steps, step_bytes, step_values;  // of a tile; block formats: units
+  int steps, step_bytes, step_values;  // of a tile; f8 and block formats: units
   int run_steps;
   bool one_pass;
   int least_share;  // units
@@ -63,6 +63,7 @@ static inline Plan plan_of(const LinearShape& shape, int m, int chunk_rows, cons
   Plan plan{};
   plan.tiles = num_tiles(shape);
   plan.step_values = is_blocked(shape.dtype)      ? block_form(shape.dtype).unit
+                     : shape.dtype == DType::f8   ? kF8Unit
                      : shape.dtype == DType::int8 ? 4
                      : shape.dtype == DType::bf16 ? 2
                                                   : 1;
@@ -214,12 +215,39 @@ inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, i
 
 // --- products ---
 
+// f8, unit by unit: expanded to bf16, which the first-level cache holds, multiplied, and scaled onto the sums.
+template <class K>
+inline void multiply_f8(const Block& b) {
+  using V = typename K::V;
+  constexpr int kMostRows = 12;
+  alignas(64) uint16_t values[kF8Unit * kTile];
+  alignas(64) float sums[kMostRows * kTile];
+  Block unit{reinterpret_cast<const uint8_t*>(values), b.rows, b.row_stride, nullptr, 0, b.num_rows, kF8Unit / 2, true,
+             sums, b.next, divide_up(b.next_bytes, kF8Unit / 2)};
+  const uint8_t* weights = b.weights;
+  for (int step = 0; step < b.steps; ++step, weights += kF8UnitBytes) {
+    V::widen_f8(weights + kTile * sizeof(float), kF8Unit * kTile, values);
+    K::bf16(unit);
+    for (int i = 0; i < kTile; i += V::width) {
+      const V scale = V::load(reinterpret_cast<const float*>(weights) + i);
+      for (int row = 0; row < b.num_rows; ++row) {
+        float* acc = static_cast<float*>(b.acc) + row * kTile + i;
+        const V before = b.first && step == 0 ? V::set1(0.0f) : V::load(acc);
+        V::store(acc, V::fma(V::load(sums + row * kTile + i), scale, before));
+      }
+    }
+    unit.rows += kF8Unit * sizeof(uint16_t);
+    unit.next += b.next_bytes;
+  }
+}
+
 template <class K>
 inline void multiply(DType dtype, const Block& block) {
   if (dtype == DType::f32) return K::f32(block);
   if (dtype == DType::bf16) return K::bf16(block);
   if (dtype == DType::int8) return K::int8(block);
   if (dtype == DType::f16) return K::f16(block);
+  if (dtype == DType::f8) return multiply_f8<K>(block);
   with_block_type(dtype, [&](auto type) { K::template blocked<decltype(type)::value>(block); });
 }
 
@@ -330,7 +358,7 @@ void linear(const PackedLinear& weights, const Operand& rows, int m, const Linea
 
 template <class K>
 LinearProduct product(const LinearShape& shape, int) {
-  return {K::product(shape.dtype), K::rows_at_once(shape.dtype)};
+  return {K::product(shape.dtype == DType::f8 ? DType::bf16 : shape.dtype), K::rows_at_once(shape.dtype)};
 }
 
 template <class K>

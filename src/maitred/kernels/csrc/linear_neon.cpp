@@ -95,6 +95,12 @@ inline float32x4_t load_f16(const uint8_t* p) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
 }
 
+// f32 whose upper halves lie apart from the lower ones.
+inline float32x4_t load_halves(const uint8_t* upper, const uint8_t* lower) {
+  const uint32x4_t high = vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(upper)), 16);
+  return vreinterpretq_f32_u32(vaddw_u16(high, vld1_u16(reinterpret_cast<const uint16_t*>(lower))));
+}
+
 inline float32x4_t widen_part(const uint8_t* p, bool is_signed) {
   float values[4];
   for (int i = 0; i < 4; ++i)
@@ -111,7 +117,7 @@ inline void multiply_block(const uint8_t* head, const uint8_t* w, const uint8_t*
   const uint8_t* codes = w + (kForm.parts ? 64 : 0);
   const float scale = float_of(static_cast<uint32_t>(row_sums[0]));
   for (int v = 0; v < kVectors; ++v) {
-    const float32x4_t d = load_f16(head + 8 * v);
+    const float32x4_t d = kForm.wide ? load_halves(head + 8 * v, head + 64 + 8 * v) : load_f16(head + 8 * v);
     float32x4_t y = vld1q_f32(sums + 4 * v);
     for (int half = 0; half < kHalves; ++half) {
       int32x4_t acc = vdupq_n_s32(-kOffset * (kHalves == 1 ? row_sums[1] + row_sums[2] : row_sums[1 + half]));
@@ -126,6 +132,7 @@ inline void multiply_block(const uint8_t* head, const uint8_t* w, const uint8_t*
     }
     if (kForm.minimum) {
       float32x4_t m = load_f16(head + 64 + 8 * v);
+      if (kForm.zero) m = vmulq_f32(d, vsubq_f32(vdupq_n_f32(static_cast<float>(kForm.offset)), m));
       if (kForm.parts) m = vnegq_f32(vmulq_f32(m, widen_part(w + 32 + 4 * v, false)));
       y = vfmaq_f32(y, m, vdupq_n_f32(scale * static_cast<float>(row_sums[1] + row_sums[2])));
     }

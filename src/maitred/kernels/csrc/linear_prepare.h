@@ -143,7 +143,7 @@ void prepare(const PrepareSource& source, const LinearShape& shape, int first, i
     NormedRow<V> row = normed_row<V>(source, shape.k, i);
     uint8_t* to = static_cast<uint8_t*>(out.rows) + i * out.row_stride;
     if (operand_dtype(shape.dtype) == DType::f32) prepare_f32(row, reinterpret_cast<float*>(to));
-    if (shape.dtype == DType::bf16) prepare_bf16<K>(row, reinterpret_cast<uint16_t*>(to));
+    if (operand_dtype(shape.dtype) == DType::bf16) prepare_bf16<K>(row, reinterpret_cast<uint16_t*>(to));
     int32_t* const sums = out.sums + static_cast<int64_t>(i) * sums_per_row(shape);
     if (is_blocked(shape.dtype))
       prepare_blocks<K>(row, sums_per_row(shape) / kSumsPerBlock, reinterpret_cast<int8_t*>(to), sums);

@@ -5,10 +5,27 @@
 
 namespace maitred {
 
-enum class DType : uint8_t { f32, bf16, int8, f16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
+enum class DType : uint8_t {
+  f32,
+  bf16,
+  int8,
+  f16,
+  f8,
+  q4_0,
+  q4_1,
+  q5_0,
+  q5_1,
+  q8_0,
+  q4_z,
+  q8_z,
+  q8_w,
+  q4_k,
+  q5_k,
+  q6_k
+};
 
 // Activations made ready for a linear: M rows of K values, padded with zeros as the packed weights want them.
-// Which format a weight's format takes: f32 and f16 -> f32, bf16 -> bf16, int8 -> int8 (one scale a row, of rotated
+// Which format a weight's format takes: f32 and f16 -> f32, bf16 and f8 -> bf16, int8 -> int8 (one scale a row, of rotated
 // rows), block formats -> int8 too (`q8_0`: a scale for each 32 values; block_form.h).
 struct Operand {
   DType dtype;

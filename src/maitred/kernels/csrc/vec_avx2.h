@@ -27,6 +27,11 @@ inline __m256 odd_of(__m256i pairs) {
 inline __m256 load_bf16(const void* p) {
   return even_of(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }
+// f32 whose upper halves lie apart from the lower ones.
+inline __m256 load_halves(const void* upper, const void* lower) {
+  const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(lower)));
+  return _mm256_or_ps(load_bf16(upper), _mm256_castsi256_ps(low));
+}
 
 inline __m256 load_f16(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
 inline __m256 widen_u8(const uint8_t* p) {
@@ -86,6 +91,9 @@ struct Vec8 {
   friend Vec8 operator/(Vec8 a, Vec8 b) { return {_mm256_div_ps(a.v, b.v)}; }
 
   static Vec8 from_int32(const int32_t* from) { return {_mm256_cvtepi32_ps(load_bits(from))}; }
+  static void widen_f8(const uint8_t* from, int n, uint16_t* to) {
+    for (int i = 0; i < n; ++i) to[i] = f8_to_bf16(from[i]);
+  }
   static void store_bf16(uint16_t* to, Vec8 a) {
     float values[8];
     store(values, a);

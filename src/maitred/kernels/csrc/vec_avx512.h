@@ -34,6 +34,11 @@ inline __m512 load_bf16(const void* p) {
   return even_of(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))));
 }
 inline __m512 load_f16(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+// f32 whose upper halves lie apart from the lower ones.
+inline __m512 load_halves(const void* upper, const void* lower) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(lower)));
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(load_bf16(upper)), low));
+}
 inline __m256i to_bf16(__m512 values) { return (__m256i)_mm512_cvtneps_pbh(values); }
 
 // sum + the products of the values in each word of 4 bytes, by format.
@@ -75,7 +80,9 @@ inline __m512 widen_s8(const uint8_t* p) {
 template <DType kDType>
 inline BlockScales block_scales(const uint8_t* head, const uint8_t* parts) {
   constexpr BlockForm kForm = block_form(kDType);
-  const __m512 d = load_f16(head), m = kForm.minimum ? load_f16(head + 64) : _mm512_setzero_ps();
+  const __m512 d = kForm.wide ? load_halves(head, head + 64) : load_f16(head);
+  __m512 m = kForm.minimum ? load_f16(head + 64) : _mm512_setzero_ps();
+  if (kForm.zero) m = _mm512_mul_ps(d, _mm512_sub_ps(_mm512_set1_ps(static_cast<float>(kForm.offset)), m));
   if (kForm.parts && kForm.minimum) {
     const __m512 scaled = _mm512_mul_ps(m, widen_u8(parts + 32));
     return {{_mm512_mul_ps(d, widen_u8(parts))}, _mm512_sub_ps(_mm512_setzero_ps(), scaled)};
@@ -167,6 +174,21 @@ struct Vec16 {
   static Vec16 from_int32(const int32_t* from) { return {_mm512_cvtepi32_ps(load_bits(from))}; }
   static Vec16 from_int32(const int32_t* from, int32_t start) {
     return {_mm512_cvtepi32_ps(_mm512_add_epi32(load_bits(from), _mm512_set1_epi32(start)))};
+  }
+  // n: a multiple of 32. Subnormal values, whose codes are below 8, come from a table.
+  static void widen_f8(const uint8_t* from, int n, uint16_t* to) {
+    alignas(64) static constexpr uint16_t kSubnormal[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const __m512i table = load_bits(kSubnormal), magnitude = _mm512_set1_epi16(0x7f), least = _mm512_set1_epi16(8);
+    const __m512i bias = _mm512_set1_epi16(0x3c00), sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+    for (int i = 0; i < n; i += 32) {
+      const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+      const __m512i below = _mm512_and_si512(bytes, magnitude);
+      const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(below, 4), bias);
+      const __m512i value =
+          _mm512_mask_permutexvar_epi16(normal, _mm512_cmplt_epu16_mask(below, least), bytes, table);
+      const __m512i signs = _mm512_slli_epi16(bytes, 8);  // value | (signs & sign)
+      _mm512_storeu_si512(to + i, _mm512_ternarylogic_epi32(value, signs, sign, 0xf8));
+    }
   }
   static void store_bf16(uint16_t* to, Vec16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_bf16(a.v)); }
   static void store_int8(int8_t* to, Vec16 a) {

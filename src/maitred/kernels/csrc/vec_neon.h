@@ -69,6 +69,9 @@ struct Vec4 {
   friend Vec4 operator/(Vec4 a, Vec4 b) { return {vdivq_f32(a.v, b.v)}; }
 
   static Vec4 from_int32(const int32_t* from) { return {vcvtq_f32_s32(vld1q_s32(from))}; }
+  static void widen_f8(const uint8_t* from, int n, uint16_t* to) {
+    for (int i = 0; i < n; ++i) to[i] = f8_to_bf16(from[i]);
+  }
   static void store_bf16(uint16_t* to, Vec4 a) {
     for (int i = 0; i < 4; ++i) to[i] = float_to_bf16(a.v[i]);
   }

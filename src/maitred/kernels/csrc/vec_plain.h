@@ -37,6 +37,9 @@ struct Vec1 {
   friend Vec1 operator/(Vec1 a, Vec1 b) { return {a.x / b.x}; }
 
   static Vec1 from_int32(const int32_t* from) { return {static_cast<float>(*from)}; }
+  static void widen_f8(const uint8_t* from, int n, uint16_t* to) {
+    for (int i = 0; i < n; ++i) to[i] = f8_to_bf16(from[i]);
+  }
   static void store_bf16(uint16_t* to, Vec1 a) { *to = float_to_bf16(a.x); }
   static void store_int8(int8_t* to, Vec1 a) {
     const float q = std::nearbyint(a.x);
