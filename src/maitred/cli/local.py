@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Options
 from maitred.cli.flags import UsageError, flags_of
-from maitred.config import (
-    POLICY_NAMES,
-    CacheConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    ProcessConfig,
-    SchedulerConfig,
-    ServerConfig,
-    SpeculativeConfig,
-    TiersConfig,
-)
+from maitred.config import PARTS, POLICY_NAMES, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig, ServerConfig
 from maitred.core.errors import did_you_mean
 from maitred.model.checkpoint import check_model
 
@@ -29,15 +18,7 @@ if TYPE_CHECKING:
     from maitred.engine.starting import Engine
 
 # EngineConfig gives only its own scalar fields: its parts stand before it
-ENGINE_PARTS: tuple[type, ...] = (
-    ModelConfig,
-    CacheConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    LoraConfig,
-    TiersConfig,
-    EngineConfig,
-)
+ENGINE_PARTS: tuple[type, ...] = (*PARTS.values(), EngineConfig)
 
 
 def engine_config(options: Options) -> EngineConfig:
@@ -45,15 +26,7 @@ def engine_config(options: Options) -> EngineConfig:
     for a model's files that cannot be served, before the engine is imported."""
     _check_policy(options[SchedulerConfig])
     check_model(options[ModelConfig].model)
-    return replace(
-        options[EngineConfig],
-        model=options[ModelConfig],
-        cache=options[CacheConfig],
-        scheduler=options[SchedulerConfig],
-        speculative=options[SpeculativeConfig],
-        lora=options[LoraConfig],
-        tiers=options[TiersConfig],
-    )
+    return replace(options[EngineConfig], **{name: options[part] for name, part in PARTS.items()})
 
 
 def _check_policy(config: SchedulerConfig) -> None:

@@ -385,3 +385,14 @@ class EngineConfig:
             raise ConfigError(
                 "kv_disk keeps what the prefix cache finds; leave enable_prefix_caching on, or kv_disk out"
             )
+
+
+PARTS: dict[str, type] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "speculative": SpeculativeConfig,
+    "lora": LoraConfig,
+    "tiers": TiersConfig,
+}
+"""Parts of an EngineConfig that are flags and arguments of every engine, by its fields."""

@@ -14,15 +14,7 @@ from dataclasses import fields
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast, get_args, get_type_hints
 
-from maitred.config import (
-    CacheConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    TiersConfig,
-)
+from maitred.config import PARTS, CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig, TiersConfig
 from maitred.core.clock import WallClock
 from maitred.core.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest, did_you_mean
 from maitred.core.request import FinishReason, SamplingParams, Terms
@@ -105,15 +97,8 @@ class LLM:
         given = locals()  # before any other name is there
         if unknown:
             raise TypeError(_unknown_argument(next(iter(unknown))))
-        config = EngineConfig(
-            model=_filled(ModelConfig, given),
-            cache=_filled(CacheConfig, given),
-            scheduler=_filled(SchedulerConfig, given),
-            lora=_filled(LoraConfig, given),
-            speculative=_filled(SpeculativeConfig, given),
-            tiers=_filled(TiersConfig, given),
-            decision_log=decision_log,
-        )
+        parts: dict[str, Any] = {name: _filled(part, given) for name, part in PARTS.items()}
+        config = EngineConfig(**parts, decision_log=decision_log)
         self._clock = WallClock()
         self._woken = threading.Event()  # KV that requests wait for has come, or an adapter was read
         self._parts: EngineParts | None = build_parts(config, clock=self._clock, wake=self._woken.set)

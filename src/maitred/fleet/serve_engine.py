@@ -9,17 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from maitred.config import (
-    AdmissionConfig,
-    CacheConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    ProcessConfig,
-    SchedulerConfig,
-    ServerConfig,
-    SpeculativeConfig,
-)
+from maitred.config import PARTS, AdmissionConfig, EngineConfig, ProcessConfig, SchedulerConfig, ServerConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import ConfigError, EngineDead, did_you_mean
 from maitred.engine.client import EngineClient
@@ -30,16 +20,8 @@ from maitred.fleet.serve_choice import ARRIVED, ENDED, SERVED_S, START_S
 from maitred.fleet.workers import Workers
 
 SERVING = "maitred.api.serving"  # by name: layers above this one are imported only where they run
-PARTS: tuple[type, ...] = (
-    ModelConfig,
-    CacheConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    LoraConfig,
-    AdmissionConfig,
-    ProcessConfig,
-    ServerConfig,
-)
+OF_ENGINE = {name: part for name, part in PARTS.items() if name != "tiers"} | {"admission": AdmissionConfig}
+TAKEN = (*OF_ENGINE.values(), ProcessConfig, ServerConfig)
 NOT_HERE = ("host", "port", "announce_fd", "ssl_certfile", "ssl_keyfile", "tenants", "ledger")  # Serve listens
 
 
@@ -79,20 +61,13 @@ class ServeOptions:
 
     @property
     def engine(self) -> EngineConfig:
-        return EngineConfig(
-            model=self.part(ModelConfig),
-            cache=self.part(CacheConfig),
-            scheduler=self.part(SchedulerConfig),
-            admission=self.part(AdmissionConfig),
-            speculative=self.part(SpeculativeConfig),
-            lora=self.part(LoraConfig),
-        )
+        return EngineConfig(**{name: self.part(part) for name, part in OF_ENGINE.items()})
 
 
 def read_options(given: Mapping[str, Any]) -> ServeOptions:
     """Raises ConfigError for a name that nothing has, and for a value that its part refuses."""
     own = {f.name for f in fields(ServeOptions)} - {"settings"}
-    where = {f.name: part for part in PARTS for f in fields(part) if f.name not in NOT_HERE}
+    where = {f.name: part for part in TAKEN for f in fields(part) if f.name not in NOT_HERE}
     settings: dict[type, dict[str, Any]] = {}
     for name in given.keys() - own:
         if name not in where:
@@ -100,7 +75,7 @@ def read_options(given: Mapping[str, Any]) -> ServeOptions:
         value = given[name]
         settings.setdefault(where[name], {})[name] = tuple(value) if isinstance(value, list) else value
     options = ServeOptions(**{name: given[name] for name in own & given.keys()}, settings=settings)
-    for part in PARTS:
+    for part in TAKEN:
         options.part(part)
     return options
 
