@@ -171,10 +171,10 @@ class QuantizeConfig:
     group_size: int | None = None
     """Weights of a row that share a scale, a multiple of 32; None is 32 for int4, the whole row for int8."""
     symmetric: bool = True
-    """int4 without a zero of each group: Q4_0's form, else Q4_1's, which takes 0.5 bits more for a weight and loses
-    less; transformers with compressed-tensors 0.20 cannot load that from a folder."""
+    """int4 without a zero of each group: Q4_0's form, else Q4_1's, which loses less; a zero takes 0.125 bits more for a
+    weight in groups of 32, and 0.5 as a minimum in a GGUF file."""
     to: str = one_of(("folder", "gguf"), "folder")
-    """A compressed-tensors folder, or a GGUF file (of a folder with a byte-level BPE tokenizer, or of a GGUF parent)."""
+    """A compressed-tensors folder, or a GGUF file: of a folder whose tokenizer is byte-level BPE, or of another file."""
     kv_dtype: str = one_of(KV_DTYPES, "auto")
     """KV cache with which the result is measured; serve it with the same."""
     calibration_tokens: int = 32768

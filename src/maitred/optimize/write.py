@@ -183,6 +183,7 @@ def _quantization_config(forms: Mapping[Form, Sequence[str]]) -> dict[str, Any]:
             "format": "pack-quantized",
         }  # fmt: skip
     return {
+        **({} if all(form.symmetric for form in forms) else {"dequantize": True}),  # transformers: no room for zeros
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
