@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import contextlib
 import functools
+import gc
 import json
 import logging
 import os
@@ -134,6 +135,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Half of a server's start would be compiling maitred."""
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(ROOT / "src", quiet=2, workers=0)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """What is collected stays to the end: looking through it for garbage, now or later, finds none."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -619,7 +619,7 @@ def check(response: httpx.Response) -> None:
 def test_no_value_of_any_field_makes_a_5xx(http, path):
     names, base = BASES[path]
 
-    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.dictionaries(st.sampled_from(names), anything, min_size=1, max_size=3))
     def run(fields: dict[str, Any]) -> None:
         check(http.post(path, json={**base, **fields}))

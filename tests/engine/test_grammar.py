@@ -86,7 +86,7 @@ def test_forced_tokens_save_steps_and_change_no_token(plain: EngineParts, forcin
     assert len(steps) < 0.6 * len(served["r"].token_ids)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_parameters_give_the_same_tokens_with_and_without_forced_ones(
     plain: EngineParts, forcing: EngineParts, data: st.DataObject

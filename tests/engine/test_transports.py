@@ -94,6 +94,11 @@ async def test_an_abort_frees_every_block(transport: str, gate: Gate):
         await until_async(lambda: client.state().num_blocks_used == 0)
 
 
+IN_SOAK_BY_PROCESS = pytest.mark.parametrize("transport", ["thread", pytest.param("process", marks=pytest.mark.soak)])
+"""Of deaths of a process test_client.py has the stories; here the same happens without one."""
+
+
+@IN_SOAK_BY_PROCESS
 async def test_who_shared_an_engine_with_one_that_kills_it_goes_on_token_for_token(transport: str, caplog):
     """Two engines raise with all four; then they come back one by one, and only the culprit goes on killing."""
     admitted: list[LiveRequest] = []
@@ -119,6 +124,7 @@ async def test_who_shared_an_engine_with_one_that_kills_it_goes_on_token_for_tok
     assert "RuntimeError: the model fell over; 4 requests wait for the next one" in caplog.text
 
 
+@IN_SOAK_BY_PROCESS
 async def test_prompt_logprobs_are_told_once_whatever_engines_raise(transport: str):
     async with running_client("raise_at=3", transport=transport) as client:
         work = follow(client, ask("good", sampling={"prompt_logprobs": 0, "logprobs": 0}))
@@ -129,6 +135,7 @@ async def test_prompt_logprobs_are_told_once_whatever_engines_raise(transport: s
         assert sum(len(progress.logprobs or ()) for progress in told) == 60
 
 
+@IN_SOAK_BY_PROCESS
 async def test_an_engine_that_raises_with_whatever_it_is_given_is_given_up(transport: str):
     async with running_client("raise_at=0", transport=transport, max_restarts=3) as client:
         ends = await asyncio.gather(*(follow(client, ask(f"r{i}", POISON)) for i in range(4)), return_exceptions=True)

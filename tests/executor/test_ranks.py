@@ -100,7 +100,7 @@ def a_gguf_file(path: Path) -> Path:
     [
         ("llama_bias", 3, {}, {"dtype": "float32", "kv_dtype": "bfloat16"}),
         ("gemma2", 2, {"tie_word_embeddings": True}, {"dtype": "bfloat16"}),
-        ("qwen3", 3, {"hidden_size": 40}, {"dtype": "int8", "kv_dtype": "int4"}),
+        pytest.param("qwen3", 3, {"hidden_size": 40}, {"dtype": "int8", "kv_dtype": "int4"}, marks=pytest.mark.soak),
         ("gguf", 2, {}, {"dtype": "auto", "num_threads": 2}),
     ],
     ids=["llama_bias", "gemma2", "qwen3", "gguf"],

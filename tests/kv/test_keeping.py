@@ -65,8 +65,17 @@ def make() -> Iterator[Callable[..., Engine]]:
         yield one
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "n": 4}])
-@pytest.mark.parametrize("speculative", ["off", "mtp", "draft"])
+SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "n": 4})
+
+
+@pytest.mark.parametrize(
+    ("speculative", "sampling"),
+    [
+        pytest.param(speculative, sampling, marks=() if row == column else pytest.mark.soak)
+        for row, speculative in enumerate(("off", "mtp", "draft"))
+        for column, sampling in enumerate(SAMPLINGS)
+    ],
+)
 def test_a_new_engine_goes_on_with_what_another_computed(make, sampling, speculative):
     first = make(speculative=speculative)
     said = first.complete("a", **sampling)

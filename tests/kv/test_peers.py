@@ -334,8 +334,8 @@ def test_a_draft_head_at_one_end_is_left_out(make_alike, gives, takes):
     ("takes", "sides"),
     [
         ({"kv_dtype": "bfloat16"}, "kv_dtype is 'float32' here, 'bfloat16' there"),
-        ({"max_model_len": 256}, "context 400' here, "),
-        ({"dtype": "int8"}, "weight_dtype is 'float32' here, 'int8' there"),
+        pytest.param({"max_model_len": 256}, "context 400' here, ", marks=pytest.mark.soak),
+        pytest.param({"dtype": "int8"}, "weight_dtype is 'float32' here, 'int8' there", marks=pytest.mark.soak),
         ({"revision": "abc"}, "' here, 'abc' there"),
         ({"executor": "torch", "device": "cpu"}, "executor is 'native' here, 'torch' there"),
     ],

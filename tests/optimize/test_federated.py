@@ -167,7 +167,7 @@ def free_port() -> int:
 
 def serve(folder: Path, port: int) -> None:
     given = {"model": str(folder / "parent"), "out": str(folder / "out"), "held_out": str(folder / "held.jsonl")}
-    own = {"rounds": 3, "min_clients": 2, "port": port, "round_s": 2.0, "clip": 50.0}
+    own = {"rounds": 2, "min_clients": 2, "port": port, "round_s": 2.0, "clip": 50.0}
     report = run_tool(TOOL, ToolConfig(**given), FederateConfig(**own), lambda *_: None)  # type: ignore[arg-type]
     assert report.passed, report.fields["gate"]
 
@@ -212,11 +212,11 @@ def test_a_federation_goes_on_through_kills_and_learns_what_no_client_told(tmp_p
     first.join()
     second.join()
     fields = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [each["clients"] for each in fields["federate"]["history"]] == [2, 2, 2]
+    assert [each["clients"] for each in fields["federate"]["history"]] == [2, 2]
     assert fields["figures"]["perplexity_ratio"]["high"] < 0.9
     for name in "ab":
         assert told[name]["loss_after"] < told[name]["loss_before"]
-        assert told[name]["accepted"] >= 3
+        assert told[name]["accepted"] >= 2
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(np.abs(tensor.numpy()).max() > 0 for name, tensor in adapter.items() if "lora_B" in name)
     given = {name: str(tmp_path / f"{file}.jsonl") for name, file in (("data", "a"), ("held_out", "held"))}

@@ -54,7 +54,7 @@ IDS = [3, 6, 9, 12, 15, 18, 21, 24]
     [
         ("llama", {"target_modules": ("q_proj", "v_proj", "down_proj"), "lora_alpha": 32.0}),
         ("phi3", {"lora_rank": 3, "lora_alpha": 5.0}),
-        ("gemma3", {}),
+        pytest.param("gemma3", {}, marks=pytest.mark.soak),
     ],
 )
 def test_an_adapter_answers_as_in_peft_in_whatever_parts_of_the_stacked_weights(family: str, own: dict, tmp_path: Path):

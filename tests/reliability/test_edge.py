@@ -466,7 +466,7 @@ def refused_hostile(url: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("log_format", [pytest.param("text", marks=pytest.mark.soak), "json"])
 def test_what_a_client_names_reaches_no_header_and_forges_no_line(tmp_path: Path, log_format: str):
     log = tmp_path / "log"
     with log.open("wb") as stderr, attacked(stderr.fileno(), log_level="info", log_format=log_format) as server:

@@ -102,7 +102,7 @@ def test_it_states_source_bound_and_terms(name: str, scenario: Scenario):
     check_statement(POLICIES[name], scenario)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(scenario=scenarios())
 def test_the_service_gap_of_two_backlogged_tenants_stays_within_the_papers_bound(scenario: Scenario):
     assert check_fair_share(vtc, replace(scenario, longest_prompt=12, longest_output=8)) <= 1.0
@@ -110,7 +110,7 @@ def test_the_service_gap_of_two_backlogged_tenants_stays_within_the_papers_bound
 
 def test_the_papers_bound_is_not_far_from_what_is_seen():
     """Else it would prove nothing: the largest drift is a good part of it."""
-    assert max(check_fair_share(vtc, scenario_of(seed)) for seed in range(12)) > 0.2
+    assert max(check_fair_share(vtc, scenario_of(seed)) for seed in range(5)) > 0.2
 
 
 @pytest.mark.parametrize("name", POLICIES)

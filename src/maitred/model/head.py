@@ -85,6 +85,12 @@ class HeadCheckpoint(Checkpoint):
     def tensor(self, name: str) -> RawTensor:
         return self._served.tensor(self._borrowed) if self._borrows(name) else super().tensor(name)
 
+    def dtype_of(self, name: str) -> str:
+        return self._served.dtype_of(self._borrowed) if self._borrows(name) else super().dtype_of(name)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._served.shape_of(self._borrowed) if self._borrows(name) else super().shape_of(name)
+
     def file_of(self, name: str) -> Path:
         return self._served.file_of(self._borrowed) if self._borrows(name) else super().file_of(name)
 

@@ -157,7 +157,13 @@ def test_admission_is_there_when_asked_for(trace: str, capsys):
     assert "--max-queued-requests is for --admission, which was not given; add it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted(WORKLOADS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.soak if path.stem == "tenants" else ())
+        for path in sorted(WORKLOADS.glob("*.yaml"))
+    ],
+)
 def test_the_examples_run(path: Path, tmp_path: Path, capsys):
     is_overload = path.stem == "tenants"
     policies = "fcfs,vtc" if is_overload else "interactive"
