@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count, islice, repeat
 from pathlib import Path
 from random import Random
@@ -370,18 +370,12 @@ def _profile(fit: Fit, parts: EngineParts, config: EngineConfig, clock: str) -> 
         model=parts.model.names[0],
         machine=f"{platform.system()} {platform.machine()}, {_held(parts)}, {clock} time",
         executor=parts.model.footprint.executor if parts.model.footprint is not None else config.model.executor,
-        cost_model=fit.cost_model,
         max_model_len=plan.max_model_len,
         kv_bytes_per_token=plan.bytes_per_block // plan.block_size,
         kv_memory_bytes=plan.longest_context * plan.bytes_per_block // plan.block_size,
         block_size=plan.block_size,
         token_budget=parts.core.scheduler.config.token_budget,
-        num_steps=fit.num_steps,
-        num_held_out_steps=fit.num_held_out_steps,
-        mape=fit.mape,
-        p90_error=fit.p90_error,
-        bias=fit.bias,
-        terms=fit.terms,
+        **{each.name: getattr(fit, each.name) for each in fields(fit)},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,27 +52,16 @@ class ServedModel:
     @classmethod
     def of(cls, facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] | None = None) -> ServedModel:
         """The model as the engine tells it. Its text is read when it is first asked for; the weights stay there."""
-        return cls(
-            names=facts.names,
-            text=FolderText(
-                Path(facts.tokenizer_folder),
-                facts.chat_template,
-                read_tokenizer,
-                allow_special_tokens_in_content=facts.allow_special_tokens_in_content,
-                tool_format=facts.tool_format,
-                num_rows=facts.vocab_size,
-            ),
-            max_model_len=facts.max_model_len,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=facts.eos_token_ids,
-            generation_defaults=facts.generation_defaults,
-            created=facts.created,
-            root=facts.root,
-            revision=facts.revision,
-            block_size=facts.block_size,
-            max_num_seqs=facts.max_num_seqs,
-            footprint=facts.footprint,
+        text = FolderText(
+            Path(facts.tokenizer_folder),
+            facts.chat_template,
+            read_tokenizer,
+            allow_special_tokens_in_content=facts.allow_special_tokens_in_content,
+            tool_format=facts.tool_format,
+            num_rows=facts.vocab_size,
         )
+        shared = {each.name: getattr(facts, each.name) for each in fields(cls) if each.name not in ("text", "version")}
+        return cls(text=text, **shared)
 
     @property
     def name(self) -> str:
