@@ -118,16 +118,11 @@ def first_tokens(documents: Iterable[Sequence[int]], num_tokens: int) -> list[li
 
 def layer_state(state: Path, index: int) -> dict[str, Tensor]:
     """What the walk kept of a layer."""
-    kept: dict[str, Tensor] = load_file(_file_of_layer(state, index))
-    return kept
+    return dict(load_file(state / f"layer-{index:04}.safetensors"))
 
 
 def save_layer(state: Path, index: int, kept: Mapping[str, Tensor]) -> None:
-    save_whole(kept, _file_of_layer(state, index))
-
-
-def _file_of_layer(state: Path, index: int) -> Path:
-    return state / f"layer-{index:04}.safetensors"
+    save_whole(kept, state / f"layer-{index:04}.safetensors")
 
 
 def save_whole(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -130,7 +130,7 @@ def _make(job: Job) -> None:
     matrices = {} if own.full else attach_lora(decoder, own, config.seed)
     if own.full:
         decoder.requires_grad_(True)
-    trained = [p for p in decoder.parameters() if p.requires_grad]
+    num_trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
     lr = own.learning_rate or (FULL_LR if own.full else LORA_LR)
     steps = config.steps
     if steps is None and config.minutes is None:
@@ -140,8 +140,8 @@ def _make(job: Job) -> None:
     run = train(decoder, reading(decoder), batches, budget, job.state, job.progress)
     job.notes |= {
         "method": "full" if own.full else f"lora of rank {own.lora_rank}" + (", merged" if own.merge else ""),
-        "trained_parameters": sum(p.numel() for p in trained),
-        "share_of_parameters": round(sum(p.numel() for p in trained) / spec.num_parameters(), 5),
+        "trained_parameters": num_trained,
+        "share_of_parameters": round(num_trained / spec.num_parameters(), 5),
         "learning_rate": lr,
         "steps": run.step,
         "curve": run.curve,

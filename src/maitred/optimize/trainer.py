@@ -237,11 +237,6 @@ class TokenBatch:
         """Of each token in its document."""
         return torch.cat([torch.arange(length) for length in self.lengths])
 
-    @property
-    def targets_N(self) -> Tensor:  # noqa: N802
-        """The tokens that are learnt."""
-        return self.ids_T[self.learnt_T]
-
 
 def batch_of(documents: Sequence[Document]) -> TokenBatch:
     ids = np.concatenate([each.ids for each in documents])
@@ -295,7 +290,7 @@ def imitation(student: TorchDecoder, teacher: TorchDecoder) -> Callable[[TokenBa
 
 def hard_loss(logits_NV: Tensor, batch: TokenBatch) -> Tensor:
     """Mean cross-entropy (nats) of the tokens that are learnt."""
-    return F.cross_entropy(logits_NV, batch.targets_N)
+    return F.cross_entropy(logits_NV, batch.ids_T[batch.learnt_T])
 
 
 def soft_loss(logits_NV: Tensor, taught_NV: Tensor, temperature: float = 1.0) -> Tensor:
