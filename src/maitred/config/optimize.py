@@ -174,7 +174,7 @@ class QuantizeConfig:
     """int4 without a zero of each group: Q4_0's form, else Q4_1's, which loses less; a zero takes 0.125 bits more for a
     weight in groups of 32, and 0.5 as a minimum in a GGUF file."""
     to: str = one_of(("folder", "gguf"), "folder")
-    """A compressed-tensors folder, or a GGUF file: of a folder whose tokenizer is byte-level BPE, or of another file."""
+    """A compressed-tensors folder, or a GGUF file: of a folder with a byte-level BPE tokenizer, or of another file."""
     kv_dtype: str = one_of(KV_DTYPES, "auto")
     """KV cache with which the result is measured; serve it with the same."""
     calibration_tokens: int = 32768
