@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from maitred.core.cost_model import CostModel, StepShape, shape_of
 from maitred.core.errors import ConfigError
 from maitred.core.step import ScheduledRow
-from maitred.sim.devices import DEVICES, MODELS, num_kv_blocks, roofline
+from maitred.sim.devices import DEVICES, MODELS, device_named, num_kv_blocks, roofline
 from maitred.sim.engine import Simulation
 from maitred.sim.fit import TERMS, MeasuredStep, fit_edge, fit_steps, nonnegative_least_squares
 from maitred.sim.profile import EdgeModel, EdgeSample, Jitter, Profile, decode_profile, encode_profile
@@ -198,3 +198,50 @@ def test_a_client_that_thinks_begins_when_it_has_the_answer():
     plain = Simulation(setup(), COSTS, SimulatedResults()).run(iter([asked]))
     edged = Simulation(setup(), COSTS, SimulatedResults(edge=EDGE)).run(iter([asked]))
     assert edged.duration_s == pytest.approx(plain.duration_s + EDGE.whole_s(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active", "kv_values"),
+    [  # as the models' cards have them; KV values of a token in all layers
+        ("qwen3-30b-a3b", 30.5, 3.3, 48 * 2 * 4 * 128),
+        ("qwen3-235b-a22b", 235, 22, 94 * 2 * 4 * 128),
+        ("glm-4.5-air", 106, 12, 46 * 2 * 8 * 128),
+        ("glm-4.5", 355, 32, 92 * 2 * 8 * 128),
+        ("gpt-oss-120b", 116.8, 5.1, 36 * 2 * 8 * 64),
+        ("deepseek-v3", 671, 37, 61 * 576),
+        ("mixtral-8x7b", 46.7, 12.9, 32 * 2 * 8 * 128),
+    ],
+)
+def test_a_mixture_of_experts_has_the_size_that_its_card_says(
+    name: str, billions: float, active: float, kv_values: int
+):
+    shape = MODELS[name]
+    assert shape.num_parameters == pytest.approx(billions * 1e9, rel=0.01)
+    assert shape.num_active_parameters == pytest.approx(active * 1e9, rel=0.1)  # the embedding is only looked up
+    assert shape.kv_bytes_per_token == 2 * kv_values
+
+
+def test_a_batch_reads_the_experts_that_its_tokens_are_sent_to():
+    shape, device = MODELS["qwen3-30b-a3b"], DEVICES["h100"]
+    model = roofline(device, shape)
+    bandwidth = device.bandwidth * device.bandwidth_efficiency
+    dense = shape.num_parameters - shape.expert_parameters
+    for tokens, share in ((1, 8 / 128), (32, 1 - (1 - 8 / 128) ** 32), (512, 1.0)):
+        read_s = 2 * (dense + share * shape.expert_parameters) / bandwidth
+        assert model.tokens_s(0, tokens) == pytest.approx(read_s, rel=1e-6)
+
+
+def test_layers_with_a_window_read_and_keep_no_more_than_it():
+    shape, device = MODELS["gemma-3-27b"], device_named("h100x2")
+    model, per_token = roofline(device, shape), shape.kv_bytes_per_token / 62
+    bandwidth = device.bandwidth * device.bandwidth_efficiency
+
+    def context_s(tokens: int) -> float:
+        return model.step_s(StepShape(1, 0, 1, tokens, 0, 1, 1)) - model.step_s(StepShape(1, 0, 1, 0, 0, 1, 1))
+
+    assert context_s(1000) == pytest.approx(1000 * 62 * per_token / bandwidth)
+    assert context_s(100_000) == pytest.approx((100_000 * 10 + 1024 * 52) * per_token / bandwidth)
+    blocks = num_kv_blocks(device, shape, 16, max_num_seqs=8)
+    kept = blocks * 16 * 10 * per_token + 8 * 1024 * 52 * per_token
+    assert kept == pytest.approx(0.9 * device.memory_bytes - shape.weight_bytes, rel=0.01)
+    assert blocks > 5 * num_kv_blocks(device, shape, 16)

@@ -149,7 +149,8 @@ def _of_datasheet(device: devices.Device, shape: devices.ModelShape) -> Simulate
     devices.num_kv_blocks(device, shape, 1)  # refuses what does not fit
 
     def num_blocks(cache: CacheConfig, max_num_seqs: int) -> int:
-        free = devices.num_kv_blocks(device, shape, cache.block_size) * cache.block_size * shape.kv_bytes_per_token
+        blocks = devices.num_kv_blocks(device, shape, cache.block_size, max_num_seqs)
+        free = blocks * cache.block_size * shape.kv_bytes_per_token
         return _enough_blocks(cache, max_num_seqs, shape.context, shape.kv_bytes_per_token, free)
 
     return SimulatedTarget(

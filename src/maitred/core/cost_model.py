@@ -90,11 +90,19 @@ class CostModel:
     """Time of each step, whatever is in it: dispatch, launch, synchronisation."""
     row_s: float = 0.0
     weights_s: float = 0.0
-    """Floor under the tokens' arithmetic: reading all weights once."""
+    """Floor under the tokens' arithmetic: reading once all weights that every token meets."""
+    experts_s: float = 0.0
+    """Time of reading all routed experts once, of which a step reads those that its tokens are sent to."""
+    experts_missed: float = 0.0
+    """Share of the experts that one token is not sent to."""
     prefill_token_s: float = 0.0
     decode_token_s: float = 0.0
     context_token_s: float = 0.0
     prefill_attention_s: float = 0.0
+    window: int = 0
+    """Tokens that layers with a window look back on; the next two are these layers' alone."""
+    window_token_s: float = 0.0
+    window_attention_s: float = 0.0
     sample_s: float = 0.0
     group_s: float = 0.0
     between_s: float = 0.0
@@ -122,13 +130,16 @@ class CostModel:
             + attention * self.prefill_attention_s
             + samples * self.sample_s
             + groups * self.group_s
+            + min(context, rows * self.window) * self.window_token_s  # as if contexts were alike
+            + min(attention, prefill * self.window) * self.window_attention_s
         )
 
     def tokens_s(self, prefill: float, decode: float) -> float:
         """Return the time of a step's tokens, or of reading the weights for them."""
         if self.steps:
             return between(self.steps, prefill + decode)
-        return max(prefill * self.prefill_token_s + decode * self.decode_token_s, self.weights_s)
+        read_s = self.weights_s + self.experts_s * (1 - self.experts_missed ** (prefill + decode))
+        return max(prefill * self.prefill_token_s + decode * self.decode_token_s, read_s)
 
     def draft_s(self, rows: float) -> float:
         """Return the time of one draft each for so many requests."""

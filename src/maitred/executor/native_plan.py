@@ -408,7 +408,7 @@ def resolve_formats(
     asked = () if config.lm_head_dtype == "auto" else ("embedding.weight", "output.weight")
     kept = {name: parts for name, parts in stored.items() if name not in asked}
     most = Counter(format for parts in kept.values() for _, format in parts).most_common(1)
-    return Formats(linears=most[0][0], head=_format(head), stored=kept)
+    return Formats(linears=_format(most[0][0].dtype), head=_format(head), stored=kept)
 
 
 def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Stored]:
@@ -418,8 +418,12 @@ def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Store
     found: dict[str, list[tuple[int, Format]]] = {}
     for source in weight_map(spec, checkpoint.tensor_names()):
         if len(source.shape) == MATRIX:
-            dtype = checkpoint.dtype_of(source.tensor)
-            found.setdefault(source.parameter, []).append((source.row, Format(dtype=HELD_AS.get(dtype, dtype))))
+            dtype, order = checkpoint.dtype_of(source.tensor), checkpoint.order_of(source.tensor)
+            if order and source.parameter in ("embedding.weight", "output.weight"):  # rows are read as they are there
+                dtype, order = "F32", ""
+            found.setdefault(source.parameter, []).append(
+                (source.row, Format(dtype=HELD_AS.get(dtype, dtype), order=order))
+            )
     return {parameter: tuple(sorted(parts, key=lambda part: part[0])) for parameter, parts in found.items()}
 
 

@@ -310,6 +310,10 @@ class Checkpoint:
             return self._quantised[name].dtype
         return self._file_of[name].dtype_of(self.own_name(name))
 
+    def order_of(self, name: str) -> str:
+        """A name of the order in which a matrix's columns are stored; empty where they are in their own."""
+        return self._quantised[name].order if name in self._quantised else ""
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         if name in self._quantised:
             return self._quantised[name].shape

@@ -15,6 +15,7 @@ from maitred.core.errors import KernelError
 from maitred.model.program import (
     HIDDEN,
     LOGITS,
+    ORDER,
     QKV,
     TAKEN,
     TAPS,
@@ -148,8 +149,11 @@ def linears(
     for target, first, rows in parts:
         format = formats.of(f"{name}.weight", first)
         if format != prepared:
-            prepared = format
-            yield prepare(source, width, format)
+            prepared, order = format, None
+            if format.order:
+                part = Part(parameter=f"{name}.weight", first=first, rows=width)
+                order = Weight(name=f"{name}.{target}.order", parts=(part,), width=1, format=ORDER)
+            yield replace(prepare(source, width, format), order=order)
         yield linear("operand", target, name, first, rows, width, format, biased)
 
 

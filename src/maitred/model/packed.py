@@ -18,7 +18,7 @@ from maitred.core.errors import CheckpointError
 from maitred.kernels.linear import SourceMatrix, allocate, expand, linear_shape, pack
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.gguf_file import HELD_AS
-from maitred.model.program import Part, Program, Weight
+from maitred.model.program import ORDER, Part, Program, Weight
 from maitred.model.weight_map import WeightSource, check_shape, head_map, weight_map
 
 ALIGNMENT = 4096  # of a tensor in a flat file: a page
@@ -129,12 +129,15 @@ def pack_weights(
 
 
 def _fill(weight: Weight, buffer: Buffer, sources: _Sources, threads: Any) -> None:
+    if weight.format == ORDER:
+        buffer[: 4 * weight.rows].view(np.int32)[:] = sources.order(weight.parts[0])
+        return
     if not is_matrix(weight):
         buffer[: 4 * weight.rows].view(np.float32)[:] = sources.vector(weight.parts)
         return
     pack(
         threads,
-        [matrix for part in weight.parts for matrix in sources.matrices(part)],
+        [matrix for part in weight.parts for matrix in sources.matrices(part, sorted=bool(weight.format.order))],
         weight.format.dtype,
         gated=weight.gated,
         bias=sources.vector(weight.bias) if weight.bias else None,
@@ -154,10 +157,16 @@ class _Sources:
             self._by_parameter.setdefault(source.parameter, []).append(source)
             _check_shape(source, checkpoint)
 
-    def matrices(self, part: Part) -> Iterator[SourceMatrix]:
-        """The part's rows as the files hold them, from top to bottom."""
+    def order(self, part: Part) -> NDArray[np.int32]:
+        """Order of the columns of the matrix that begins with the part."""
+        return next(raw.order for source, raw in self._of(part) if source.row <= part.first)
+
+    def matrices(self, part: Part, *, sorted: bool) -> Iterator[SourceMatrix]:
+        """The part's rows as the files hold them, from top to bottom; columns in their own order unless `sorted`."""
         for source, raw in self._of(part):
-            values, dtype = _matrix(raw) if raw.order is None else (float32_values(raw, source.tensor), "float32")
+            values, dtype = (
+                _matrix(raw) if sorted or raw.order is None else (float32_values(raw, source.tensor), "float32")
+            )
             assert source.offset == 0.0, source  # only norms have one
             yield SourceMatrix(values[_rows_within(part, source)], dtype)
 

@@ -39,6 +39,8 @@ class Format(Struct, frozen=True, kw_only=True):
     """Number format of a weight: float32, float16, bfloat16, int8, fp8, or one of `BLOCK_FORMATS`."""
 
     dtype: str
+    order: str = ""
+    """A name of the order in which the file has the columns, where that is not theirs: rows are sorted likewise."""
 
     def __str__(self) -> str:
         return self.dtype
@@ -52,6 +54,7 @@ class Format(Struct, frozen=True, kw_only=True):
 
 
 VECTOR = Format(dtype="float32")
+ORDER = Format(dtype="order")  # of a vector of columns' numbers, int32
 
 
 class Formats(Struct, frozen=True, kw_only=True):
@@ -149,6 +152,7 @@ class Prepare(Struct, frozen=True):
     dtype: str
     norm: Weight | None = None
     takes: bool = False  # only the rows whose logits are wanted
+    order: Weight | None = None
 
 
 class Store(Struct, frozen=True):
@@ -303,7 +307,9 @@ def weights_of(op: Op) -> tuple[Weight, ...]:
     match op:
         case Embed() | Norm() | HeadNorm() | NormAdd() | Linear():
             return (op.weight,)
-        case Prepare() | Columns():
+        case Prepare():
+            return tuple(weight for weight in (op.norm, op.order) if weight is not None)
+        case Columns():
             return (op.norm,) if op.norm is not None else ()
         case QKV():
             return tuple(weight for weight in (op.q_norm, op.k_norm) if weight is not None)

@@ -12,6 +12,7 @@ Layouts: compressed-tensors 0.20 (`compressors/`), GPTQModel (`utils/model.py`: 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -129,6 +130,12 @@ class QuantisedLinear:
     def expanded_bytes(self) -> int:
         """Bytes of the values where there is no block form for them, else 0."""
         return math.prod(self.shape) * (4 if self.dtype == "F32" else 2) if self.dtype in _EXPANDED else 0
+
+    @cached_property
+    def order(self) -> str:
+        """A name of the order of columns in the blocks, the same for the same order; empty for their own."""
+        order = self._stored.grid().order if self.dtype not in _EXPANDED else None
+        return "" if order is None else hashlib.sha256(order.tobytes()).hexdigest()[:16]
 
     @cached_property
     def dtype(self) -> str:

@@ -8,7 +8,7 @@ measurements, and `maitred profile` replaces them on a machine one has.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from maitred.model.spec import DecoderSpec
 
 T = TypeVar("T")
 GB, TFLOPS = 1e9, 1e12
+MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +28,23 @@ class ModelShape:
 
     name: str
     num_parameters: float
-    """All weights that a step reads, at large batch every expert of a mixture."""
+    """All weights, which a step of many tokens reads."""
     num_active_parameters: float
     """Weights that multiply one token; the embedding table, which is only looked up, is not among them."""
     num_layers: int
     q_width: int
     """Query heads x head size."""
     kv_width: int
-    """Key/value heads x head size."""
+    """Key/value heads x head size; of latent attention half of what a layer keeps of a token."""
     context: int
     bytes_per_weight: float = 2.0
     bytes_per_kv: float = 2.0
+    expert_parameters: float = 0.0
+    """Weights of routed experts, among `num_parameters`."""
+    experts: int = 0
+    experts_per_token: int = 0
+    windowed_layers: int = 0
+    window: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -45,11 +52,16 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
+        """Bytes of a token that every layer keeps: one within the window."""
         return 2 * self.num_layers * self.kv_width * self.bytes_per_kv
+
+    @property
+    def full_layers(self) -> int:
+        return self.num_layers - self.windowed_layers
 
 
 def shape_of_decoder(name: str, spec: DecoderSpec, bytes_per_value: float = 2.0) -> ModelShape:
-    parameters = spec.num_parameters()
+    parameters, windows = spec.num_parameters(), [layer.window for layer in spec.layers if layer.window is not None]
     looked_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
     return ModelShape(
         name=name,
@@ -61,6 +73,8 @@ def shape_of_decoder(name: str, spec: DecoderSpec, bytes_per_value: float = 2.0)
         context=spec.max_position_embeddings,
         bytes_per_weight=bytes_per_value,
         bytes_per_kv=bytes_per_value,
+        windowed_layers=len(windows),
+        window=max(windows, default=0),
     )
 
 
@@ -76,7 +90,58 @@ def _dense(name: str, billions: float, layers: int, q_width: int, kv_width: int,
     )
 
 
-# From the models' config.json on the Hugging Face hub.
+def _routed(
+    name: str,
+    *,
+    layers: int,
+    hidden: int,
+    attention: float,
+    q_width: int,
+    kv_width: int,
+    context: int,
+    experts: int,
+    per_token: int,
+    width: int,
+    dense_layers: int = 0,
+    dense_width: int = 0,
+    shared: int = 0,
+    vocabulary: int = 151_936,
+    windowed_layers: int = 0,
+    window: int = 0,
+    bytes_per_weight: float = 2.0,
+) -> ModelShape:
+    """`attention`: weights of a layer's. Experts are three matrices of `width`; the first layers have a dense MLP."""
+    expert, routed_layers = 3 * hidden * width, layers - dense_layers
+    others = layers * attention + 3 * hidden * dense_width * dense_layers + hidden * vocabulary
+    others += routed_layers * (shared * expert + hidden * experts)
+    return ModelShape(
+        name=name,
+        num_parameters=others + routed_layers * experts * expert + hidden * vocabulary,
+        num_active_parameters=others + routed_layers * per_token * expert,
+        num_layers=layers,
+        q_width=q_width,
+        kv_width=kv_width,
+        context=context,
+        bytes_per_weight=bytes_per_weight,
+        expert_parameters=routed_layers * experts * expert,
+        experts=experts,
+        experts_per_token=per_token,
+        windowed_layers=windowed_layers,
+        window=window,
+    )  # fmt: skip
+
+
+def _grouped(hidden: int, q_width: int, kv_width: int) -> float:
+    return 2.0 * hidden * (q_width + kv_width)
+
+
+def _latent(hidden: int, heads: int, q_rank: int, rank: int, nope: int, rope: int, value: int) -> float:
+    queries = hidden * q_rank + q_rank * heads * (nope + rope)
+    return float(queries + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden)
+
+
+# From the models' config.json on the Hugging Face hub (GLM-4.5's also in the GLM-5 report, table 1; Gemma 3 27B's in
+# transformers' conversion script). A latent query is as wide as what it meets, 576 values, and what it gets, 512.
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -86,16 +151,43 @@ MODELS: dict[str, ModelShape] = {
         _dense("qwen3-0.6b", 0.6, 28, 2048, 1024, 40_960),
         _dense("qwen3-32b", 32.8, 64, 8192, 1024, 40_960),
         ModelShape(
-            name="mixtral-8x7b",
-            num_parameters=46.7e9,
-            num_active_parameters=12.9e9,
-            num_layers=32,
-            q_width=4096,
-            kv_width=1024,
-            context=32_768,
+            name="gemma-3-27b", num_parameters=27.0e9, num_active_parameters=27.0e9, num_layers=62, q_width=4096,
+            kv_width=2048, context=131_072, windowed_layers=52, window=1024,
+        ),
+        _routed(
+            "mixtral-8x7b", layers=32, hidden=4096, attention=_grouped(4096, 4096, 1024), q_width=4096, kv_width=1024,
+            context=32_768, experts=8, per_token=2, width=14_336, vocabulary=32_000,
+        ),
+        _routed(
+            "qwen3-30b-a3b", layers=48, hidden=2048, attention=_grouped(2048, 4096, 512), q_width=4096, kv_width=512,
+            context=40_960, experts=128, per_token=8, width=768,
+        ),
+        _routed(
+            "qwen3-235b-a22b", layers=94, hidden=4096, attention=_grouped(4096, 8192, 512), q_width=8192, kv_width=512,
+            context=40_960, experts=128, per_token=8, width=1536,
+        ),
+        _routed(
+            "glm-4.5-air", layers=46, hidden=4096, attention=_grouped(4096, 12_288, 1024), q_width=12_288,
+            kv_width=1024, context=131_072, experts=128, per_token=8, width=1408, dense_layers=1, dense_width=10_944,
+            shared=1, vocabulary=151_552,
+        ),
+        _routed(
+            "glm-4.5", layers=92, hidden=5120, attention=_grouped(5120, 12_288, 1024), q_width=12_288, kv_width=1024,
+            context=131_072, experts=160, per_token=8, width=1536, dense_layers=3, dense_width=12_288, shared=1,
+            vocabulary=151_552,
+        ),
+        _routed(
+            "gpt-oss-120b", layers=36, hidden=2880, attention=_grouped(2880, 4096, 512), q_width=4096, kv_width=512,
+            context=131_072, experts=128, per_token=4, width=2880, vocabulary=201_088, windowed_layers=18, window=128,
+            bytes_per_weight=4.25 / 8,
+        ),
+        _routed(
+            "deepseek-v3", layers=61, hidden=7168, attention=_latent(7168, 128, 1536, 512, 128, 64, 128),
+            q_width=128 * (576 + 512) // 2, kv_width=288, context=163_840, experts=256, per_token=8, width=2048,
+            dense_layers=3, dense_width=18_432, shared=1, vocabulary=129_280, bytes_per_weight=1.0,
         ),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,18 +273,28 @@ def roofline(device: Device, model: ModelShape) -> CostModel:
     return CostModel(
         fixed_s=device.step_s,
         row_s=device.row_s,
-        weights_s=model.weight_bytes / bandwidth,
+        weights_s=(model.num_parameters - model.expert_parameters) * model.bytes_per_weight / bandwidth,
+        experts_s=model.expert_parameters * model.bytes_per_weight / bandwidth,
+        experts_missed=1 - model.experts_per_token / model.experts if model.experts else 0.0,
         prefill_token_s=token_s,
         decode_token_s=token_s,
-        context_token_s=model.kv_bytes_per_token / bandwidth,
-        prefill_attention_s=4 * model.num_layers * model.q_width / flops,
+        context_token_s=model.kv_bytes_per_token / bandwidth * model.full_layers / model.num_layers,
+        prefill_attention_s=4 * model.full_layers * model.q_width / flops,
+        window=model.window,
+        window_token_s=model.kv_bytes_per_token / bandwidth * model.windowed_layers / model.num_layers,
+        window_attention_s=4 * model.windowed_layers * model.q_width / flops,
     )
 
 
-def num_kv_blocks(device: Device, model: ModelShape, block_size: int) -> int:
-    """Return the blocks that fit beside the weights and a tenth for activations. Raises ConfigError for no room."""
+def num_kv_blocks(device: Device, model: ModelShape, block_size: int, max_num_seqs: int = 0) -> int:
+    """Return the blocks that fit beside the weights and a tenth for activations, where layers with a window keep that
+    of `max_num_seqs` requests at most. Raises ConfigError for no room."""
     free = 0.9 * device.memory_bytes - model.weight_bytes
-    blocks = int(free / (model.kv_bytes_per_token * block_size))
+    per_token = model.kv_bytes_per_token
+    windowed = max_num_seqs * model.window * per_token * model.windowed_layers / model.num_layers
+    if 0 < windowed < free * model.windowed_layers / model.num_layers:  # so much is kept, whatever contexts are
+        free, per_token = free - windowed, per_token * model.full_layers / model.num_layers
+    blocks = int(free / (per_token * block_size))
     if blocks < 1:
         raise ConfigError(
             f"{model.name} has {model.weight_bytes / GB:.0f} GB of weights, {device.name} has "
@@ -202,8 +304,16 @@ def num_kv_blocks(device: Device, model: ModelShape, block_size: int) -> int:
 
 
 def device_named(name: str) -> Device:
-    """Raises ConfigError that lists the choices."""
-    return _named(name, DEVICES, "--device", "or give the file of a profile (maitred profile -o FILE)")
+    """A device, or N of them side by side as NAMExN, whose shares of a step end together and meet for nothing: a bound.
+    Raises ConfigError that lists the choices."""
+    one, _, number = name.rpartition("x")
+    if one in DEVICES and number.isdigit() and 1 <= int(number) <= MOST_DEVICES:
+        each, count = DEVICES[one], int(number)
+        together = {key: count * getattr(each, key) for key in ("peak_flops", "bandwidth", "memory_bytes")}
+        return replace(each, name=name, **together)
+    return _named(
+        name, DEVICES, "--device", "several as h100x8, or give the file of a profile (maitred profile -o FILE)"
+    )
 
 
 def model_named(name: str) -> ModelShape:

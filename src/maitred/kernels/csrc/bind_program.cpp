@@ -339,13 +339,16 @@ void bind_program(nb::module_& m) {
       .def(
           "prepare",
           [](BoundProgram& self, const Rows& source, const LinearShape& shape, const nb::object& norm, float eps,
-             bool few, bool taken, int adapted) {
+             bool few, bool taken, const nb::object& order, int adapted) {
             check_width(source, shape.k);
+            const int32_t* const columns = reinterpret_cast<const int32_t*>(vector_of(order, shape.k));  // bits
+            for (int i = 0; columns != nullptr && i < shape.k; ++i)
+              if (columns[i] < 0 || columns[i] >= shape.k) throw std::invalid_argument("no order of columns");
             add_prepare(self.program, self.operands(), source, shape, vector_of(norm, shape.k), eps, few, taken,
-                        source.values == self.rotated, self.adapted(adapted));
+                        source.values == self.rotated, columns, self.adapted(adapted));
           },
           nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("few"), nb::arg("taken"),
-          nb::arg("adapted"))
+          nb::arg("order").none(), nb::arg("adapted"))
       .def(
           "adapted_linear",
           [](BoundProgram& self, const LinearShape& shape, bool few) { return self.adapters.add_linear(shape, few); },

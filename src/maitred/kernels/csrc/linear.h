@@ -98,6 +98,7 @@ struct PrepareSource {
   const float* norm_weight;  // [k], null: no norm
   float eps;
   bool rotated = false;  // for int8 weights: rows come as H x / block already
+  const int32_t* order = nullptr;  // [k] of weights whose columns were sorted: value i of a prepared row is order[i]
 };
 
 // --- the product ---

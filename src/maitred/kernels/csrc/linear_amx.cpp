@@ -134,7 +134,9 @@ inline int depths_length(const Plan& plan, int step, bool jumps) {
   return steps == left || steps < kDepth ? left : steps / kDepth * kDepth;
 }
 
-bool is_few_bf16(const LinearShape& shape, int m) { return shape.dtype == DType::bf16 && m <= kFewRowsBf16; }
+bool is_few_bf16(const LinearShape& shape, int m) {  // f8 as well
+  return operand_dtype(shape.dtype) == DType::bf16 && m <= kFewRowsBf16;
+}
 
 // All of a linear's rows, and the part of them that one block has.
 struct Rows {
@@ -187,7 +189,7 @@ void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, cons
       run.out_rows = ends ? chunk.count : 0;
       run.out = out.rows + chunk.first * out.row_stride + tile * run.out_width;
       if (is_few_bf16(shape, rows.all))
-        multiply_few(run, chunk.count, at, operand.row_stride, reinterpret_cast<float*>(sums));
+        multiply_few<false>(run, chunk.count, at, operand.row_stride, reinterpret_cast<float*>(sums));
       else if (shape.dtype == DType::bf16)
         multiply<Bf16>(run, chunk.tall, plan.one_pass, at, operand.row_stride, sums);
       else
@@ -195,6 +197,45 @@ void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, cons
       if (ends)
         end_tile<Amx>(weights, plan, tile, chunk.count, operand, chunk.first,
                       sums + (chunk.first - chunk.begin) * kTile * 4, out);
+    }
+  }
+}
+
+// As multiply_tile, unit by unit, each of which starts from zero and is scaled onto the sums. Tiles multiply units that
+// are expanded to bf16, few rows the codes as they stand.
+void multiply_tile_f8(const PackedLinear& weights, const Plan& plan, int tile, const uint8_t* after, const Rows& rows,
+                      const LinearOut& out) {
+  const LinearShape& shape = weights.shape;
+  const Operand& operand = rows.operand;
+  const uint8_t* from = weights.data + tile * tile_bytes(shape);
+  const bool few = is_few_bf16(shape, rows.all);
+  alignas(64) float acc[kLimits.max_rows * kTile], sums[kRows * kTile];
+  alignas(64) uint16_t values[kF8Unit * kTile];
+  std::memset(acc, 0, rows.count * kTile * sizeof(float));
+  constexpr int kAhead = 2;  // units
+  for (int step = 0; step < plan.steps; ++step, from += kF8UnitBytes) {
+    const int over = step + kAhead - plan.steps;  // units that the next tile begins with
+    const uint8_t* next = over < 0 ? from + kAhead * kF8UnitBytes : after + int64_t{over} * kF8UnitBytes;
+    if (over >= 0 && after == nullptr) next = from;
+    const float* scales = reinterpret_cast<const float*>(from);
+    const uint8_t* codes = from + kTile * sizeof(float);
+    for (int line = 0; !few && line < kF8UnitBytes; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
+    if (!few) Vec16::widen_f8(codes, kF8Unit * kTile, values);
+    Run run{few ? codes : reinterpret_cast<const uint8_t*>(values), kF8Unit / (2 * kDepth), nullptr, true, next, few,
+            nullptr, out.row_stride, 0, shape.gated ? kHalf : kTile};
+    for (int index = 0; index < divide_up(rows.count, kRows); ++index) {
+      const Chunk chunk(rows, index, kRows);
+      const uint8_t* at = static_cast<const uint8_t*>(operand.rows) + chunk.begin * operand.row_stride +
+                          int64_t{step} * kF8Unit * sizeof(uint16_t);
+      if (few)
+        multiply_few<true>(run, chunk.count, at, operand.row_stride, sums);
+      else
+        multiply<Bf16>(run, chunk.tall, false, at, operand.row_stride, reinterpret_cast<uint8_t*>(sums));
+      float* to = acc + (chunk.first - rows.first) * kTile;
+      const float* found = sums + (chunk.first - chunk.begin) * kTile;
+      for (int i = 0; i < chunk.count * kTile; i += Vec16::width)
+        Vec16::store(to + i, Vec16::fma(Vec16::load(found + i), Vec16::load(scales + i % kTile), Vec16::load(to + i)));
+      if (step + 1 == plan.steps) end_tile<Amx>(weights, plan, tile, chunk.count, operand, chunk.first, to, out);
     }
   }
 }
@@ -358,7 +399,7 @@ void multiply_tile_blocked(const PackedLinear& weights, const Plan& plan, int ti
 
 using MultiplyTile = void (*)(const PackedLinear&, const Plan&, int, const uint8_t*, const Rows&, const LinearOut&);
 MultiplyTile multiply_tile_of(DType dtype) {
-  if (!is_blocked(dtype)) return &multiply_tile;
+  if (!is_blocked(dtype)) return dtype == DType::f8 ? &multiply_tile_f8 : &multiply_tile;
   return with_block_type(dtype,
                          [](auto type) -> MultiplyTile { return &multiply_tile_blocked<decltype(type)::value>; });
 }
@@ -368,7 +409,7 @@ MultiplyTile multiply_tile_of(DType dtype) {
 bool takes_tiles(const LinearShape& shape, int m) {
   if (shape.dtype == DType::int8) return m > kFewRows;
   if (is_blocked(shape.dtype)) return m > kFewRowsBlocked;
-  return shape.dtype == DType::bf16 && m > kFewRowsBf16;
+  return operand_dtype(shape.dtype) == DType::bf16 && m > kFewRowsBf16;
 }
 
 void linear(const PackedLinear& weights, const Operand& operand, int m, const LinearOut& out, WorkCounter& counter,
@@ -395,7 +436,7 @@ LinearProduct product(const LinearShape& shape, int m) {
   if (is_few_bf16(shape, m)) return {"vfmadd zmm", kFewRowsBf16};
   if (!takes_tiles(shape, m)) return kLinearAvx512.product(shape, m);
   if (is_blocked(shape.dtype)) return {"tdpbsud", kHalf};
-  return {shape.dtype == DType::bf16 ? "tdpbf16ps" : "tdpbsud", kRows};
+  return {operand_dtype(shape.dtype) == DType::bf16 ? "tdpbf16ps" : "tdpbsud", kRows};
 }
 
 }  // namespace

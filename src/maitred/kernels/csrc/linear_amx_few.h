@@ -52,8 +52,19 @@ inline void prefetch_behind(Vector& a, Vector& b, const uint8_t* line) {
   asm volatile("prefetcht1 %2" : "+v"(a), "+v"(b) : "m"(*line));
 }
 
-// R rows x 32 channels over a depth, while as many bytes from `next` on are asked for.
-template <int R>
+// Both values of 16 channels' pairs of f8 in each half, times 2^-8: as f16, whose exponent has a bit more.
+inline void f8_pairs(__m512i pairs, __m512& even0, __m512& odd0, __m512& even1, __m512& odd1) {
+  const __m512i kept = _mm512_set1_epi16(static_cast<int16_t>(0xbf80));
+  const __m512i even = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(pairs, 8), 1), kept);
+  const __m512i odd = _mm512_and_si512(_mm512_srai_epi16(pairs, 1), kept);
+  even0 = _mm512_cvtph_ps(_mm512_castsi512_si256(even));
+  odd0 = _mm512_cvtph_ps(_mm512_castsi512_si256(odd));
+  even1 = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1));
+  odd1 = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
+}
+
+// R rows x 32 channels over a depth, while as many bytes from `next` on are asked for. kF8: weights are f8.
+template <int R, bool kF8>
 inline void multiply_depth_few(const uint8_t* weights, const uint8_t* rows, int64_t stride, const uint8_t* next,
                                __m512 (&sums)[R][2]) {
   alignas(64) float values[R][2][kDepth];
@@ -61,16 +72,22 @@ inline void multiply_depth_few(const uint8_t* weights, const uint8_t* rows, int6
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     const __m512i pairs = _mm512_loadu_si512(rows + r * stride);
-    _mm512_store_ps(values[r][0], even_of(pairs));
-    _mm512_store_ps(values[r][1], odd_of(pairs));
+    const __m512 back = _mm512_set1_ps(kF8 ? 256.0f : 1.0f);
+    _mm512_store_ps(values[r][0], kF8 ? _mm512_mul_ps(even_of(pairs), back) : even_of(pairs));
+    _mm512_store_ps(values[r][1], kF8 ? _mm512_mul_ps(odd_of(pairs), back) : odd_of(pairs));
     even[r][0] = even[r][1] = odd[r][0] = odd[r][1] = _mm512_setzero_ps();
   }
   asm("" : "+m"(values));  // else GCC shuffles values out of the vectors that it still has
 #pragma GCC unroll 1
   for (int step = 0; step < kDepth; ++step) {
-    __m512i w0 = _mm512_loadu_si512(weights + 128 * step), w1 = _mm512_loadu_si512(weights + 128 * step + 64);
-    prefetch_behind(w0, w1, next + 128 * step);
-    const __m512 even0 = even_of(w0), odd0 = odd_of(w0), even1 = even_of(w1), odd1 = odd_of(w1);
+    __m512 even0, odd0, even1, odd1;
+    if (kF8) {
+      f8_pairs(_mm512_loadu_si512(weights + 64 * step), even0, odd0, even1, odd1);
+    } else {
+      __m512i w0 = _mm512_loadu_si512(weights + 128 * step), w1 = _mm512_loadu_si512(weights + 128 * step + 64);
+      prefetch_behind(w0, w1, next + 128 * step);
+      even0 = even_of(w0), odd0 = odd_of(w0), even1 = even_of(w1), odd1 = odd_of(w1);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512 x0 = _mm512_set1_ps(values[r][0][step]), x1 = _mm512_set1_ps(values[r][1][step]);
@@ -79,7 +96,7 @@ inline void multiply_depth_few(const uint8_t* weights, const uint8_t* rows, int6
       add_product(even[r][1], x0, even1);
       add_product(odd[r][1], x1, odd1);
     }
-    prefetch_behind(even[R - 1][1], odd[R - 1][1], next + 128 * step + 64);
+    prefetch_behind(even[R - 1][1], odd[R - 1][1], next + (kF8 ? 64 * step : 128 * step + 64));
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 2 * R; ++i) {
@@ -88,22 +105,25 @@ inline void multiply_depth_few(const uint8_t* weights, const uint8_t* rows, int6
   }
 }
 
-template <int R>
+template <int R, bool kF8>
 __attribute__((noinline)) void multiply_run_few(const Run& run, const uint8_t* rows, int64_t stride, float* acc) {
   __m512 sums[R][2];
 #pragma GCC unroll 16
   for (int i = 0; i < 2 * R; ++i) sums[i / 2][i % 2] = run.first ? _mm512_setzero_ps() : _mm512_load_ps(acc + 16 * i);
   const uint8_t *weights = run.weights, *next = run.lines == 0 ? weights : run.next;
-  for (int depth = 0; depth < run.depths; ++depth, weights += kDepthBytes, rows += 64, next += kDepthBytes)
-    multiply_depth_few<R>(weights, rows, stride, next, sums);
-  if (run.tail != nullptr) multiply_depth_few<R>(run.tail, rows, stride, run.tail, sums);
+  constexpr int kBytes = kF8 ? kDepthBytes / 2 : kDepthBytes;
+  for (int depth = 0; depth < run.depths; ++depth, weights += kBytes, rows += 64, next += kBytes)
+    multiply_depth_few<R, kF8>(weights, rows, stride, next, sums);
+  if (run.tail != nullptr) multiply_depth_few<R, kF8>(run.tail, rows, stride, run.tail, sums);
 #pragma GCC unroll 16
   for (int i = 0; i < 2 * R; ++i) _mm512_store_ps(acc + 16 * i, sums[i / 2][i % 2]);
 }
 
+template <bool kF8>
 constexpr void (*kFew[kFewRowsBf16])(const Run&, const uint8_t*, int64_t, float*) = {
-    &multiply_run_few<1>, &multiply_run_few<2>, &multiply_run_few<3>, &multiply_run_few<4>};
+    &multiply_run_few<1, kF8>, &multiply_run_few<2, kF8>, &multiply_run_few<3, kF8>, &multiply_run_few<4, kF8>};
 
+template <bool kF8>
 __attribute__((noinline)) void multiply_few(const Run& run, int num_rows, const uint8_t* rows, int64_t stride,
                                             float* acc) {
   float* out = run.out;
@@ -112,7 +132,7 @@ __attribute__((noinline)) void multiply_few(const Run& run, int num_rows, const 
     if (run.out_width == kTile) Vec16::prefetch_to_write(out + kHalf);
   }
   const ZeroDenormals zeros;
-  kFew[num_rows - 1](run, rows, stride, acc);
+  kFew<kF8>[num_rows - 1](run, rows, stride, acc);
 }
 
 }  // namespace

@@ -136,11 +136,17 @@ inline void prepare_f32(const NormedRow<V>& row, float* to) {
 template <class K>
 void prepare(const PrepareSource& source, const LinearShape& shape, int first, int last, const Operand& out) {
   using V = typename K::V;
-  const bool rotates = shape.dtype == DType::int8 && !source.rotated && rotation_block(shape.k) > 1;
-  float* const rotated =
-      static_cast<float*>(__builtin_alloca_with_align(rotates ? operand_row_bytes(DType::f32, shape.k) : 64, 8 * 64));
+  const auto room = [&](bool wanted) { return wanted ? operand_row_bytes(DType::f32, shape.k) : 64; };
+  const bool sorts = source.order != nullptr, rotates = shape.dtype == DType::int8 && !source.rotated && rotation_block(shape.k) > 1;
+  float* const rotated = static_cast<float*>(__builtin_alloca_with_align(room(rotates || sorts), 8 * 64));
+  float* const sorted = static_cast<float*>(__builtin_alloca_with_align(room(sorts), 8 * 64));
   for (int i = first; i < last; ++i) {
     NormedRow<V> row = normed_row<V>(source, shape.k, i);
+    if (sorts) {
+      prepare_f32(row, rotated);
+      for (int j = 0; j < shape.k; ++j) sorted[j] = rotated[source.order[j]];
+      row = NormedRow<V>{sorted, nullptr, 1.0f, shape.k};
+    }
     uint8_t* to = static_cast<uint8_t*>(out.rows) + i * out.row_stride;
     if (operand_dtype(shape.dtype) == DType::f32) prepare_f32(row, reinterpret_cast<float*>(to));
     if (operand_dtype(shape.dtype) == DType::bf16) prepare_bf16<K>(row, reinterpret_cast<uint16_t*>(to));

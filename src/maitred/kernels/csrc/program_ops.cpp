@@ -86,7 +86,7 @@ void add_take(Program& program, const Rows& source, const Rows& target) {
 }
 
 void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
-                 const float* norm_weight, float eps, bool few, bool taken, bool rotated,
+                 const float* norm_weight, float eps, bool few, bool taken, bool rotated, const int32_t* order,
                  const AdaptedLinear& adapted) {
   const LinearKernels& kernels = linear_kernels(program.isa());
   const char* name = norm_weight == nullptr ? "prepare" : "norm and prepare";
@@ -94,7 +94,8 @@ void add_prepare(Program& program, const OperandBuffers& operands, const Rows& s
     const int m = rows_of(step, few);
     const Operand operand = operands.of(worker, shape, m);
     const PrepareSource from{source.values, source.stride, taken ? step.logits_tokens : nullptr,
-                             norm_weight,   eps,           rotated};
+                             norm_weight,   eps,           rotated,
+                             order};
     if (adapted.active()) adapted.adapters->project(adapted.linear, from, counters[1], worker);
     if (m <= kOwnRows) {
       kernels.prepare(from, shape, 0, m, operand);

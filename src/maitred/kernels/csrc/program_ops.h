@@ -66,7 +66,8 @@ void add_take(Program& program, const Rows& source, const Rows& target);
 // few: as many rows as logits are wanted; and if `taken`, those of source that belong to them, else its first ones.
 // norm_weight null: no norm.
 void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
-                 const float* norm_weight, float eps, bool few, bool taken, bool rotated, const AdaptedLinear& adapted);
+                 const float* norm_weight, float eps, bool few, bool taken, bool rotated, const int32_t* order,
+                 const AdaptedLinear& adapted);
 
 // few: as many rows as logits are wanted.
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
