@@ -82,24 +82,17 @@ def gptq(bits: int, group: int, *, act_order: bool = False, centred: bool = Fals
         "qzeros": words((zero if v2 else zero - 1).T, bits),
         "scales": scale.T,
         "g_idx": g_idx,
+        "bias": torch.zeros(ROWS),  # AutoGPTQ's, in linears that have none
     }
     told = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order}
     told["checkpoint_format"] = "gptq_v2" if v2 else "gptq"
     return parts, told, values_of(codes, scale, zero, g_idx)
 
 
-def awq(version: str, group: int = 32) -> Made:
+def awq(group: int = 32) -> Made:
     codes, scale, zero = integers(4, group)
     values = values_of(codes, scale, zero, torch.arange(WIDTH) // group)
-    told = {"quant_method": "awq", "bits": 4, "group_size": group, "version": version, "zero_point": True}
-    if version == "gemv":
-        pad = torch.nn.functional.pad
-        room = -scale.shape[1] % 8
-        return (
-            {"qweight": words(codes, 4), "qzeros": words(pad(zero, (0, room)), 4), "scales": pad(scale, (0, room))},
-            told,
-            values,
-        )
+    told = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     woven = [
         words(each.T.reshape(-1, ROWS // 8, 8)[..., order].reshape(len(each.T), ROWS), 4) for each in (codes, zero)
@@ -185,8 +178,7 @@ FORMATS: dict[str, tuple[Callable[[], Made], str]] = {
     "gptq 4 bits in act-order": (lambda: gptq(4, 32, act_order=True), "Q4_Z"),
     "gptq 8 bits in act-order": (lambda: gptq(8, 32, act_order=True, centred=True), "Q8_0"),
     "gptq groups of 16": (lambda: gptq(4, 16, act_order=True), "F32"),
-    "awq gemm": (lambda: awq("gemm"), "Q4_Z"),
-    "awq gemv": (lambda: awq("gemv"), "Q4_Z"),
+    "awq gemm": (awq, "Q4_Z"),
     "int8, scales in bfloat16": (lambda: int8(torch.bfloat16), "Q8_0"),
     "int8, small scales": (lambda: int8(torch.bfloat16, 1e-5), "Q8_W"),
     "int8, scales in float32": (lambda: int8(torch.float32), "Q8_W"),

@@ -6,7 +6,7 @@ and zeros in the middle; Q4_Z and Q8_Z, which have zeros beside float16 scales; 
 FP8 with a float32 scale for each 128 values; MXFP4. What has no form is expanded, and `Checkpoint.expanded` tells.
 
 Layouts: compressed-tensors 0.20 (`compressors/`), GPTQModel (`utils/model.py`: zeros of both conventions), AutoAWQ
-(`modules/linear/gemm.py`, `gemv.py`), transformers 5.23 (`integrations/finegrained_fp8.py`, `mxfp4.py`), bitsandbytes
+(`modules/linear/gemm.py`), transformers 5.23 (`integrations/finegrained_fp8.py`, `mxfp4.py`), bitsandbytes
 0.48 (`functional.py`, QuantState).
 """
 
@@ -48,7 +48,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of
 Config = Mapping[str, Any]
 
 
-class Grid(NamedTuple):
+class ScaleGrid(NamedTuple):
     """What a linear [N, K] has beside its codes, in G groups of K / G stored columns."""
 
     scale: NDArray[Any]  # [N, G]
@@ -56,18 +56,18 @@ class Grid(NamedTuple):
     order: NDArray[np.int32] | None = None  # [K]: stored column i is column order[i]; None: as they stand
 
 
-class Stored(NamedTuple):
+class StoredLinear(NamedTuple):
     """A linear as its reader finds it. Nothing is read from the file before it is asked for."""
 
     kind: str  # int, f8, MXFP4; BF16: values, which `codes` gives
     bits: int
     shape: tuple[int, ...]
-    grid: Callable[[], Grid]
+    grid: Callable[[], ScaleGrid]
     codes: Callable[[], NDArray[Any]]  # [N, K], integers counted from 0
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearParts:
     """A linear's parts by the ends of their names."""
 
     name: str
@@ -119,7 +119,7 @@ class Linear:
 class QuantisedLinear:
     """Shows a linear's codes as a tensor of the type whose blocks have exactly its values."""
 
-    def __init__(self, linear: Linear, stored: Stored) -> None:
+    def __init__(self, linear: LinearParts, stored: StoredLinear) -> None:
         self.shape, self._linear, self._stored = stored.shape, linear, stored
 
     @property
@@ -165,7 +165,7 @@ class QuantisedLinear:
         if self.dtype in _EXPANDED:
             group = np.empty(codes.shape[1], np.int64)
             group[slice(None) if order is None else order] = np.arange(len(group)) // -(-len(group) // scale.shape[1])
-            wide = _E4M3[codes] if self._stored.kind == "f8" else codes.astype(np.float32) - zero[:, group]
+            wide = _e4m3(codes) if self._stored.kind == "f8" else codes.astype(np.float32) - zero[:, group]
             wide *= scale[:, group]
             return RawTensor(
                 self.dtype, self.shape, memoryview((wide if self.dtype == "F32" else _bfloat16(wide)).tobytes())
@@ -193,17 +193,17 @@ def ggml_blocks(
 # ---- formats
 
 
-class Format(NamedTuple):
+class FolderFormat(NamedTuple):
     """Names of a format's parts, and how a linear is read. `marks` are of parts that nothing else has."""
 
     parts: tuple[str, ...]
     marks: tuple[str, ...]
-    read: Callable[[Linear, Config], Stored]
+    read: Callable[[LinearParts, Config], StoredLinear]
     skipped: tuple[str, ...] = ()  # scales of activations, which are rounded here as they come
     shown_as: str = ".weight"
 
 
-def _gptq(linear: Linear, config: Config) -> Stored:
+def _gptq(linear: LinearParts, config: Config) -> StoredLinear:
     (num_words, rows), (groups, scaled) = linear.shape(".qweight"), linear.shape(".scales")
     width = linear.shape(".g_idx")[0] if ".g_idx" in linear.parts else num_words * 32 // int(config.get("bits", 4))
     bits = num_words * 32 // width
@@ -215,41 +215,30 @@ def _gptq(linear: Linear, config: Config) -> Stored:
         linear.refuse_shapes()
     is_v2 = (config.get("checkpoint_format") or config.get("format")) == "gptq_v2"
 
-    def grid() -> Grid:
+    def grid() -> ScaleGrid:
         words = linear.array(".qzeros").view(np.uint32)
         if not is_v2:  # one less is stored; a word's carry undoes the borrow of those that wrote it
             words = words + np.uint32(0x11111111 if bits == 4 else 0x01010101)
         zero = _unpacked(words, bits, rows).T.astype(np.int16)
-        return Grid(linear.array(".scales").T, zero, _order(linear, ".g_idx", width, groups))
+        return ScaleGrid(linear.array(".scales").T, zero, _order(linear, ".g_idx", width, groups))
 
-    return Stored(
+    return StoredLinear(
         "int", bits, (rows, width), grid,
         lambda: _unpacked(np.ascontiguousarray(linear.array(".qweight").T), bits, width),
     )  # fmt: skip
 
 
-def _awq(linear: Linear, config: Config) -> Stored:
-    if (bits := int(config.get("bits", config.get("w_bit", 4)))) != 4:
-        linear.refuse(f"codes of {bits} bits (4 are read)")
+def _awq(linear: LinearParts, config: Config) -> StoredLinear:
+    told = int(config.get("bits", config.get("w_bit", 4))), str(config.get("version", "gemm")).lower()
+    if told != (4, "gemm"):
+        linear.refuse(f"codes of {told[0]} bits in the layout {told[1]} (4 bits in gemm's are read)")
     weights, scales, zeros = (linear.shape(end) for end in (".qweight", ".scales", ".qzeros"))
-    if config.get("version", "gemm").lower() == "gemv":
-        size = int(config.get("group_size", config.get("q_group_size", 128)))
-        rows, width = weights[0], weights[1] * 8
-        groups = width // size if size > 0 else 1
-        if width % groups or (width % size if size > 0 else 0) or scales[0] != rows or zeros[1] * 8 < groups:
-            linear.refuse_shapes()
-        return Stored(
-            "int", 4, (rows, width),
-            lambda: Grid(linear.array(".scales")[:, :groups],
-                         _unpacked(linear.array(".qzeros"), 4, groups).astype(np.int16)),
-            lambda: _unpacked(linear.array(".qweight"), 4, width),
-        )  # fmt: skip
     rows, width, groups = weights[1] * 8, weights[0], scales[0]
     if scales[1:] != (rows,) or zeros != (groups, weights[1]) or width % groups:
         linear.refuse_shapes()
-    return Stored(
+    return StoredLinear(
         "int", 4, (rows, width),
-        lambda: Grid(linear.array(".scales").T, _awq_codes(linear.array(".qzeros")).astype(np.int16)),
+        lambda: ScaleGrid(linear.array(".scales").T, _awq_codes(linear.array(".qzeros")).astype(np.int16)),
         lambda: _awq_codes(linear.array(".qweight")),
     )  # fmt: skip
 
@@ -260,7 +249,7 @@ def _awq_codes(words_KW: NDArray[Any]) -> NDArray[np.uint8]:
     return found.reshape(-1, len(words_KW))
 
 
-def _compressed(linear: Linear, config: Config) -> Stored:
+def _compressed(linear: LinearParts, config: Config) -> StoredLinear:
     scale = linear.shape(".weight_scale")
     codes: Callable[[], NDArray[Any]]
     if ".weight_packed" not in linear.parts:
@@ -283,7 +272,7 @@ def _compressed(linear: Linear, config: Config) -> Stored:
     if scale not in ((), (1,), (rows,)) and scale[0] != rows:
         linear.refuse_shapes()
 
-    def grid() -> Grid:
+    def grid() -> ScaleGrid:
         found = _rows_of(linear.array(".weight_scale"), rows)
         zero: NDArray[Any] | int = 1 << (bits - 1)
         if ".weight_zero_point" in linear.parts:
@@ -292,12 +281,12 @@ def _compressed(linear: Linear, config: Config) -> Stored:
                 zero = _unpacked(np.ascontiguousarray(zeros.T), bits, rows).T.astype(np.int16)
             else:
                 zero = zero + _rows_of(zeros, rows).astype(np.int16)
-        return Grid(found, zero, _order(linear, ".weight_g_idx", width, found.shape[1]))
+        return ScaleGrid(found, zero, _order(linear, ".weight_g_idx", width, found.shape[1]))
 
-    return Stored("int", bits, (rows, width), grid, codes)
+    return StoredLinear("int", bits, (rows, width), grid, codes)
 
 
-def _fp8(linear: Linear, config: Config) -> Stored:
+def _fp8(linear: LinearParts, config: Config) -> StoredLinear:
     """FP8 with a scale for the tensor, a row or a block; "inv" only says that the scale is one to multiply with."""
     rows, width = linear.shape(".weight")
     scale = linear.shape(".weight_scale_inv", ".weight_scale")
@@ -311,19 +300,19 @@ def _fp8(linear: Linear, config: Config) -> Stored:
     if not in_blocks and scale not in ((), (1,), (1, 1), (rows,), (rows, 1)):
         linear.refuse_shapes()
 
-    def grid() -> Grid:
+    def grid() -> ScaleGrid:
         found = linear.array(end)
         if linear.dtype(end) == "F8_E8M0":
             found = np.ldexp(np.float32(1), found.astype(np.int32) - 127)
         if not in_blocks or block is None:
-            return Grid(_rows_of(found, rows))
+            return ScaleGrid(_rows_of(found, rows))
         found = found.repeat(block[0], 0)[:rows]
         if width % block[1]:  # the last block is cut short: a group for each of its columns' common divisor
             size = math.gcd(width, block[1])
             found = found.repeat(block[1] // size, 1)[:, : width // size]
-        return Grid(found)
+        return ScaleGrid(found)
 
-    return Stored("f8", 8, (rows, width), grid, lambda: linear.array(".weight"))
+    return StoredLinear("f8", 8, (rows, width), grid, lambda: linear.array(".weight"))
 
 
 def _block_of(config: Config) -> tuple[int, int] | None:
@@ -333,7 +322,7 @@ def _block_of(config: Config) -> tuple[int, int] | None:
     return (int(found[0]), int(found[1])) if found else None
 
 
-def _mxfp4(linear: Linear, ends: tuple[str, str]) -> Stored:
+def _mxfp4(linear: LinearParts, ends: tuple[str, str]) -> StoredLinear:
     """E2M1 codes, the first of two in the low nibble, and an exponent for each 32."""
     codes, scales = linear.shape(ends[0]), linear.shape(ends[1])
     rows, width = codes[:-1], codes[-1] * 2
@@ -341,21 +330,21 @@ def _mxfp4(linear: Linear, ends: tuple[str, str]) -> Stored:
         rows, width = codes[:-2], codes[-2] * codes[-1] * 2
     if scales != (*rows, width // 32) or width % 32 or {linear.dtype(end) for end in ends} - {"U8", "F8_E8M0"}:
         linear.refuse_shapes()
-    return Stored(
+    return StoredLinear(
         "MXFP4", 4, (*rows, width),
-        lambda: Grid(linear.array(ends[1])),
+        lambda: ScaleGrid(linear.array(ends[1])),
         lambda: _unpacked(linear.array(ends[0]).reshape(*rows, -1), 4, width),
     )  # fmt: skip
 
 
-def _bitsandbytes(linear: Linear, config: Config) -> Stored:
+def _bitsandbytes(linear: LinearParts, config: Config) -> StoredLinear:
     if ".SCB" in linear.parts:
         rows, width = linear.shape(".weight")
         if linear.shape(".SCB") != (rows,) or linear.dtype(".weight") != "I8":
             linear.refuse_shapes()
-        return Stored(
+        return StoredLinear(
             "int", 8, (rows, width),
-            lambda: Grid((linear.array(".SCB") / np.float32(127))[:, None], 128),
+            lambda: ScaleGrid((linear.array(".SCB") / np.float32(127))[:, None], 128),
             lambda: linear.array(".weight").view(np.uint8) ^ 0x80,
         )  # fmt: skip
     end = next((end for end in linear.parts if end.startswith(".weight.quant_state.")), ".weight.quant_state")
@@ -368,10 +357,10 @@ def _bitsandbytes(linear: Linear, config: Config) -> Stored:
         linear.refuse(f"a quant_state that cannot be read ({error})")
     if math.prod(linear.shape(".weight")) * 2 != rows * width or rows * width % size:
         linear.refuse_shapes()
-    return Stored("BF16", 4, (rows, width), lambda: Grid(np.ones((1, 1))), partial(_nf4, linear, state))
+    return StoredLinear("BF16", 4, (rows, width), lambda: ScaleGrid(np.ones((1, 1))), partial(_nf4, linear, state))
 
 
-def _nf4(linear: Linear, state: Mapping[str, Any]) -> NDArray[np.float32]:
+def _nf4(linear: LinearParts, state: Mapping[str, Any]) -> NDArray[np.float32]:
     codes = linear.array(".weight").reshape(-1)
     table, absmax = linear.array(".weight.quant_map"), linear.array(".weight.absmax").reshape(-1)
     if ".weight.nested_absmax" in linear.parts:
@@ -385,20 +374,20 @@ def _nf4(linear: Linear, state: Mapping[str, Any]) -> NDArray[np.float32]:
 
 
 _INPUT_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".activation_scale")
-FORMATS: dict[str, Format] = {
-    "compressed-tensors": Format(
+FORMATS: dict[str, FolderFormat] = {
+    "compressed-tensors": FolderFormat(
         (".weight_packed", ".weight", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
         (".weight_packed", ".weight_scale"), _compressed, _INPUT_SCALES,
     ),
-    "gptq": Format((".qweight", ".qzeros", ".scales", ".g_idx"), (".qweight", ".scales"), _gptq),
-    "awq": Format((".qweight", ".qzeros", ".scales"), (".qweight", ".scales"), _awq),
-    "fp8": Format(
+    "gptq": FolderFormat((".qweight", ".qzeros", ".scales", ".g_idx"), (".qweight", ".scales"), _gptq),
+    "awq": FolderFormat((".qweight", ".qzeros", ".scales"), (".qweight", ".scales"), _awq),
+    "fp8": FolderFormat(
         (".weight", ".weight_scale_inv", ".weight_scale"), (".weight_scale_inv", ".weight_scale"), _fp8, _INPUT_SCALES
     ),
-    "mxfp4": Format(
+    "mxfp4": FolderFormat(
         ("_blocks", "_scales"), ("_blocks",), lambda linear, _: _mxfp4(linear, ("_blocks", "_scales")), shown_as=""
     ),
-    "bitsandbytes": Format(
+    "bitsandbytes": FolderFormat(
         (".weight", ".SCB", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map",
          ".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
         (".SCB", ".weight.absmax"), _bitsandbytes, (".weight_format",),
@@ -422,8 +411,17 @@ def quantised_linears(
     form, found, shown = FORMATS[method], dict[str, QuantisedLinear](), dict[str, str]()
     for name in dict.fromkeys(_linears(form, files)):
         parts = {end: (files[name + end], name + end) for end in form.parts if name + end in files}
-        linear = Linear(name, parts)
-        found[name + form.shown_as] = QuantisedLinear(linear, form.read(linear, config))
+        linear = LinearParts(name, parts)
+        try:
+            found[name + form.shown_as] = QuantisedLinear(linear, form.read(linear, config))
+        except (ValueError, TypeError, IndexError, ArithmeticError, KeyError, AttributeError):
+            linear.refuse_shapes()
+        if (
+            method == "gptq"
+            and (bias := name + ".bias") in files
+            and not bytes(files[bias].read(bias).data).strip(b"\0")
+        ):
+            shown[bias] = name + form.shown_as  # which AutoGPTQ gives every linear
         shown |= dict.fromkeys((name + end for end in (*form.parts, *form.skipped)), name + form.shown_as)
     if not found:
         raise CheckpointError(
@@ -433,7 +431,7 @@ def quantised_linears(
     return found, {shown.get(name, name): file for name, file in files.items() if not name.endswith(_OF_KV)}
 
 
-def _linears(form: Format, files: Mapping[str, TensorFile]) -> Iterator[str]:
+def _linears(form: FolderFormat, files: Mapping[str, TensorFile]) -> Iterator[str]:
     for name, file in files.items():
         for mark in form.marks:
             if name.endswith(mark):
@@ -476,7 +474,7 @@ def _unpacked(words: NDArray[Any], bits: int, width: int) -> NDArray[np.uint8]:
     return found[..., :width]
 
 
-def _order(linear: Linear, end: str, width: int, groups: int) -> NDArray[np.int32] | None:
+def _order(linear: LinearParts, end: str, width: int, groups: int) -> NDArray[np.int32] | None:
     """Order in which columns of one group stand side by side; None where they do."""
     if end not in linear.parts:
         return None
@@ -505,11 +503,7 @@ def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
 
-def _e4m3() -> NDArray[np.float32]:
-    code = np.arange(256)
-    exponent, mantissa = code >> 3 & 15, code & 7
-    size = np.ldexp(np.where(exponent, mantissa + 8, mantissa), np.maximum(exponent, 1) - 10)
-    return np.where(code & 127 == 127, np.nan, np.where(code >> 7, -size, size)).astype(np.float32)
-
-
-_E4M3 = _e4m3()
+def _e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Values of FP8: as float16, whose exponent has one bit more, they are 256 times smaller."""
+    wide = codes.astype(np.uint16)
+    return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).view(np.float16).astype(np.float32) * 256

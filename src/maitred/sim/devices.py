@@ -92,56 +92,24 @@ def _dense(name: str, billions: float, layers: int, q_width: int, kv_width: int,
 
 def _routed(
     name: str,
-    *,
+    billions: float,
+    active: float,
     layers: int,
-    hidden: int,
-    attention: float,
     q_width: int,
     kv_width: int,
     context: int,
-    experts: int,
-    per_token: int,
-    width: int,
-    dense_layers: int = 0,
-    dense_width: int = 0,
-    shared: int = 0,
-    vocabulary: int = 151_936,
-    windowed_layers: int = 0,
-    window: int = 0,
-    bytes_per_weight: float = 2.0,
+    experts: tuple[int, int, int, int],
+    **more: float,
 ) -> ModelShape:
-    """`attention`: weights of a layer's. Experts are three matrices of `width`; the first layers have a dense MLP."""
-    expert, routed_layers = 3 * hidden * width, layers - dense_layers
-    others = layers * attention + 3 * hidden * dense_width * dense_layers + hidden * vocabulary
-    others += routed_layers * (shared * expert + hidden * experts)
-    return ModelShape(
-        name=name,
-        num_parameters=others + routed_layers * experts * expert + hidden * vocabulary,
-        num_active_parameters=others + routed_layers * per_token * expert,
-        num_layers=layers,
-        q_width=q_width,
-        kv_width=kv_width,
-        context=context,
-        bytes_per_weight=bytes_per_weight,
-        expert_parameters=routed_layers * experts * expert,
-        experts=experts,
-        experts_per_token=per_token,
-        windowed_layers=windowed_layers,
-        window=window,
-    )  # fmt: skip
+    """`experts`: layers that have some, their number in each, those of a token, and the weights of one."""
+    routed_layers, number, per_token, weights = experts
+    routed = {"expert_parameters": float(routed_layers * number * weights), "experts": number}
+    more |= {"num_active_parameters": active * 1e9, "experts_per_token": per_token, **routed}
+    return replace(_dense(name, billions, layers, q_width, kv_width, context), **more)  # fmt: skip
 
 
-def _grouped(hidden: int, q_width: int, kv_width: int) -> float:
-    return 2.0 * hidden * (q_width + kv_width)
-
-
-def _latent(hidden: int, heads: int, q_rank: int, rank: int, nope: int, rope: int, value: int) -> float:
-    queries = hidden * q_rank + q_rank * heads * (nope + rope)
-    return float(queries + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden)
-
-
-# From the models' config.json on the Hugging Face hub (GLM-4.5's also in the GLM-5 report, table 1; Gemma 3 27B's in
-# transformers' conversion script). A latent query is as wide as what it meets, 576 values, and what it gets, 512.
+# From the models' cards and config.json on the Hugging Face hub; GLM-4.5's stand in the GLM-5 report's table 1 too,
+# Gemma 3 27B's in transformers' conversion script. DeepSeek's queries meet 576 values of a token and get 512 of them.
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -150,41 +118,19 @@ MODELS: dict[str, ModelShape] = {
         _dense("llama-3.1-70b", 70.6, 80, 8192, 1024, 131_072),
         _dense("qwen3-0.6b", 0.6, 28, 2048, 1024, 40_960),
         _dense("qwen3-32b", 32.8, 64, 8192, 1024, 40_960),
-        ModelShape(
-            name="gemma-3-27b", num_parameters=27.0e9, num_active_parameters=27.0e9, num_layers=62, q_width=4096,
-            kv_width=2048, context=131_072, windowed_layers=52, window=1024,
+        replace(_dense("gemma-3-27b", 27.0, 62, 4096, 2048, 131_072), windowed_layers=52, window=1024),
+        _routed("mixtral-8x7b", 46.7, 12.9, 32, 4096, 1024, 32_768, (32, 8, 2, 3 * 4096 * 14_336)),
+        _routed("qwen3-30b-a3b", 30.5, 3.3, 48, 4096, 512, 40_960, (48, 128, 8, 3 * 2048 * 768)),
+        _routed("qwen3-235b-a22b", 235.0, 22.0, 94, 8192, 512, 40_960, (94, 128, 8, 3 * 4096 * 1536)),
+        _routed("glm-4.5-air", 106.0, 12.0, 46, 12_288, 1024, 131_072, (45, 128, 8, 3 * 4096 * 1408)),
+        _routed("glm-4.5", 355.0, 32.0, 92, 12_288, 1024, 131_072, (89, 160, 8, 3 * 5120 * 1536)),
+        _routed(
+            "gpt-oss-120b", 116.8, 5.1, 36, 4096, 512, 131_072, (36, 128, 4, 3 * 2880 * 2880),
+            windowed_layers=18, window=128, bytes_per_weight=4.25 / 8,
         ),
         _routed(
-            "mixtral-8x7b", layers=32, hidden=4096, attention=_grouped(4096, 4096, 1024), q_width=4096, kv_width=1024,
-            context=32_768, experts=8, per_token=2, width=14_336, vocabulary=32_000,
-        ),
-        _routed(
-            "qwen3-30b-a3b", layers=48, hidden=2048, attention=_grouped(2048, 4096, 512), q_width=4096, kv_width=512,
-            context=40_960, experts=128, per_token=8, width=768,
-        ),
-        _routed(
-            "qwen3-235b-a22b", layers=94, hidden=4096, attention=_grouped(4096, 8192, 512), q_width=8192, kv_width=512,
-            context=40_960, experts=128, per_token=8, width=1536,
-        ),
-        _routed(
-            "glm-4.5-air", layers=46, hidden=4096, attention=_grouped(4096, 12_288, 1024), q_width=12_288,
-            kv_width=1024, context=131_072, experts=128, per_token=8, width=1408, dense_layers=1, dense_width=10_944,
-            shared=1, vocabulary=151_552,
-        ),
-        _routed(
-            "glm-4.5", layers=92, hidden=5120, attention=_grouped(5120, 12_288, 1024), q_width=12_288, kv_width=1024,
-            context=131_072, experts=160, per_token=8, width=1536, dense_layers=3, dense_width=12_288, shared=1,
-            vocabulary=151_552,
-        ),
-        _routed(
-            "gpt-oss-120b", layers=36, hidden=2880, attention=_grouped(2880, 4096, 512), q_width=4096, kv_width=512,
-            context=131_072, experts=128, per_token=4, width=2880, vocabulary=201_088, windowed_layers=18, window=128,
-            bytes_per_weight=4.25 / 8,
-        ),
-        _routed(
-            "deepseek-v3", layers=61, hidden=7168, attention=_latent(7168, 128, 1536, 512, 128, 64, 128),
-            q_width=128 * (576 + 512) // 2, kv_width=288, context=163_840, experts=256, per_token=8, width=2048,
-            dense_layers=3, dense_width=18_432, shared=1, vocabulary=129_280, bytes_per_weight=1.0,
+            "deepseek-v3", 671.0, 37.0, 61, 128 * (576 + 512) // 2, 576 // 2, 163_840, (58, 256, 8, 3 * 7168 * 2048),
+            bytes_per_weight=1.0,
         ),
     )
 }  # fmt: skip
