@@ -31,8 +31,8 @@ class Narrow:
 
 
 BLOCK_TYPES = {
-    "blocks of 32": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    "super-blocks": ("Q4_K", "Q5_K", "Q6_K", "F16", "BF16"),
+    "blocks of 32": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_Z", "Q8_Z", "Q8_W"),
+    "super-blocks": ("Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F8_128"),
 }
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head")
 
@@ -46,7 +46,7 @@ class DecoderCheckpoint:
     def __init__(self, decoder: Any, types: tuple[str, ...] = ()) -> None:
         self.gguf = "in memory" if types else None
         self.has_formats = bool(types)
-        self._types = types
+        self._types, self.expanded = types, ""
         self.spec: DecoderSpec = replace(decoder.spec, fused_weights=not types)
         self._parameters = dict(decoder.named_parameters())
         self._sources = {source.tensor: source for source in weight_map(self.spec, Everything())}
@@ -67,6 +67,12 @@ class DecoderCheckpoint:
         part = next(i for i, part in enumerate(_PARTS) if part in name)
         alike = (0, 0, 0, 1, 2, 2, 3, 4, 4) if ".layers.0." in name else range(9)
         return self._types[alike[part] % len(self._types)]
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._sources[name].shape
+
+    def order_of(self, name: str) -> str:
+        return ""
 
     def check_unchanged(self) -> None: ...
 
