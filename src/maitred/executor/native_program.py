@@ -280,8 +280,8 @@ class _Builder:
                 norm, few = self._vector(op.norm), index >= self._head
                 shape = shape_of(reader.weight)
                 adapted = self._adapted(reader, few)
-                order = self._vector(op.order)
-                self._native.prepare(self.rows[op.source], shape, norm, self._eps, few, op.takes, order, adapted)
+                order = () if op.order is None else (self._vector(op.order),)
+                self._native.prepare(self.rows[op.source], shape, norm, self._eps, few, op.takes, adapted, *order)
             case Take():
                 source = self.rows[op.source]
                 self._native.take(source, self._rows(op.target, source.width))

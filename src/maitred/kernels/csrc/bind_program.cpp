@@ -339,7 +339,7 @@ void bind_program(nb::module_& m) {
       .def(
           "prepare",
           [](BoundProgram& self, const Rows& source, const LinearShape& shape, const nb::object& norm, float eps,
-             bool few, bool taken, const nb::object& order, int adapted) {
+             bool few, bool taken, int adapted, const nb::object& order) {
             check_width(source, shape.k);
             const int32_t* const columns = reinterpret_cast<const int32_t*>(vector_of(order, shape.k));  // bits
             for (int i = 0; columns != nullptr && i < shape.k; ++i)
@@ -348,7 +348,7 @@ void bind_program(nb::module_& m) {
                         source.values == self.rotated, columns, self.adapted(adapted));
           },
           nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("few"), nb::arg("taken"),
-          nb::arg("order").none(), nb::arg("adapted"))
+          nb::arg("adapted"), nb::arg("order").none() = nb::none())
       .def(
           "adapted_linear",
           [](BoundProgram& self, const LinearShape& shape, bool few) { return self.adapters.add_linear(shape, few); },
