@@ -213,7 +213,9 @@ class StepsAhead:
     def __call__(self, index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         groups = self._spec.num_heads // self._spec.num_kv_heads
         self._steps.append((k_TKH.repeat_interleave(groups, 1), v_TKH.repeat_interleave(groups, 1)))
-        steps = [x_TNH.split(self._lengths) for x_TNH in (q_TNH * self._spec.attention_scale, *chain(*self._steps))]
+        steps = [
+            torch.split(x_TNH, self._lengths) for x_TNH in (q_TNH * self._spec.attention_scale, *chain(*self._steps))
+        ]
         return torch.cat([self._attend(q, k, v, *later) for q, k, v, *later in zip(*steps, strict=True)])
 
     @staticmethod
