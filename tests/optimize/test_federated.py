@@ -216,7 +216,8 @@ def test_a_federation_goes_on_through_kills_and_learns_what_no_client_told(tmp_p
     assert fields["figures"]["perplexity_ratio"]["high"] < 0.9
     for name in "ab":
         assert told[name]["loss_after"] < told[name]["loss_before"]
-        assert told[name]["accepted"] >= 2
+        repeated = told[name].get("late_or_repeated", 0)  # where the server was killed before it could answer
+        assert told[name]["accepted"] + repeated >= 2
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(np.abs(tensor.numpy()).max() > 0 for name, tensor in adapter.items() if "lora_B" in name)
     given = {name: str(tmp_path / f"{file}.jsonl") for name, file in (("data", "a"), ("held_out", "held"))}

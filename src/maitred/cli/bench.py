@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from maitred.cli.command import Command, deferred
 from maitred.cli.flags import option
+from maitred.config.field_checks import require_at_least, require_choices, require_over_0
 from maitred.core.errors import ConfigError
 
 ENDPOINTS = ("completions", "chat")
@@ -29,8 +30,7 @@ class TargetOptions:
     """Longest a request may take in seconds before it counts as failed."""
 
     def __post_init__(self) -> None:
-        if self.endpoint not in ENDPOINTS:
-            raise ConfigError(f"endpoint is {self.endpoint!r}; choose one of {', '.join(ENDPOINTS)}")
+        require_choices(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +53,7 @@ class LoadOptions:
     """Same seed, same load; None draws a new one, so that an earlier run's prefix cache is no help."""
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "duration_s", "rate", "burstiness", "concurrency"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be over 0")
+        require_over_0(self, "num_requests", "duration_s", "rate", "burstiness", "concurrency")
         if self.rate is not None and self.concurrency is not None:
             raise ConfigError("--rate (open loop) and --concurrency (closed loop) exclude each other; drop one")
 
@@ -96,12 +93,9 @@ class PromptOptions:
     def __post_init__(self) -> None:
         if self.prompt_form not in PROMPT_FORMS:
             raise ConfigError(f"prompt_form is {self.prompt_form!r}; choose one of {', '.join(PROMPT_FORMS)}")
-        for name, low in (("shared_prefix_len", 0), ("num_prefixes", 1)):
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {low}")
-        for name in ("rate_scale", "length_scale"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be over 0")
+        require_at_least("shared_prefix_len", self.shared_prefix_len, 0)
+        require_at_least("num_prefixes", self.num_prefixes, 1)
+        require_over_0(self, "rate_scale", "length_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +172,10 @@ class InferOptions:
     """Print what was measured as JSON."""
 
     def __post_init__(self) -> None:
-        if self.protocol not in ("http", "grpc"):
-            raise ConfigError(f"protocol is {self.protocol!r}; choose http or grpc")
+        require_choices(self)
         if self.rate is not None and self.concurrency is not None:
             raise ConfigError("rate and concurrency are two ways to load a server; give one of them")
-        for name in ("rows", "length", "concurrency", "rate", "num_requests", "duration_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be over 0")
+        require_over_0(self, "rows", "length", "concurrency", "rate", "num_requests", "duration_s")
 
 
 INFER = Command(

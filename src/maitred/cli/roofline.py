@@ -15,6 +15,7 @@ from maitred.cli.console import note
 from maitred.cli.flags import option
 from maitred.cli.local import ENGINE_PARTS, engine_config
 from maitred.config import CacheConfig, EngineConfig, SpeculativeConfig
+from maitred.config.field_checks import require_at_least
 from maitred.core.errors import ConfigError
 from maitred.core.request import SamplingParams
 from maitred.engine.memory import format_bytes
@@ -42,9 +43,8 @@ class RooflineOptions:
     """Print one JSON object in place of the tables."""
 
     def __post_init__(self) -> None:
-        for name, tokens in (("context", self.context), ("prompt", self.prompt)):
-            if tokens < 1:
-                raise ConfigError(f"{name} is {tokens}; it must be at least 1")
+        require_at_least("context", self.context, 1)
+        require_at_least("prompt", self.prompt, 1)
 
 
 DECODE_STEPS = 24

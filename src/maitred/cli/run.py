@@ -12,6 +12,7 @@ from maitred.cli.command import Command, Options
 from maitred.cli.console import note
 from maitred.cli.flags import option
 from maitred.cli.local import ENGINE_PARTS, engine_config, local_endpoint, refuse_engine_flags, start_engine
+from maitred.config.field_checks import require_at_least
 from maitred.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ class RunOptions:
     """Exit with 0 though lines have no good answer, in this run or an earlier one; else it is 1."""
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
+        require_at_least("concurrency", self.concurrency, 1)
 
 
 def _run(options: Options) -> int:

@@ -14,6 +14,7 @@ from maitred.config import (
     CacheConfig,
     SchedulerConfig,
 )
+from maitred.config.field_checks import require_at_least, require_between, require_over_0
 from maitred.core.errors import ConfigError
 
 DEVICES = ("a100", "h100", "h200", "mi300x", "tpu-v5e", "cpu")
@@ -67,14 +68,10 @@ class SimulateOptions:
             raise ConfigError("--workload and --trace both name what comes; drop one")
         if self.trace_unit not in (None, "ms", "s"):
             raise ConfigError(f"trace_unit is {self.trace_unit!r}; choose ms or s")
-        if self.trace_block_size is not None and self.trace_block_size < 1:
-            raise ConfigError(f"trace_block_size is {self.trace_block_size}; it must be at least 1")
-        if not self.rate_scale > 0:
-            raise ConfigError(f"rate_scale is {self.rate_scale}; it must be over 0")
-        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
-            raise ConfigError(f"acceptance is {self.acceptance}; it must be from 0 to 1")
-        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be from 1 to 16")
+        require_at_least("trace_block_size", self.trace_block_size, 1)
+        require_over_0(self, "rate_scale")
+        require_between("acceptance", self.acceptance, 0, 1)
+        require_between("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         if self.report is not None and not self.report.endswith((".html", ".svg")):
             raise ConfigError(f"report is {self.report!r}; its name must end in .html or .svg")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import UsageError, option
+from maitred.config.field_checks import require_at_least, require_over_0
 from maitred.core.errors import ConfigError
 from maitred.core.objectives import parse_seconds
 
@@ -48,12 +49,8 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.concurrency is None):
             raise ConfigError("--rate or --concurrency is required, and only one of them")
-        for name in ("rate", "concurrency", "rows", "seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be over 0")
-        if self.length < 0:
-            raise ConfigError(f"length is {self.length}; it must be at least 0")
+        require_over_0(self, "rate", "concurrency", "rows", "seconds")
+        require_at_least("length", self.length, 0)
 
 
 def _run(options: Options) -> int:

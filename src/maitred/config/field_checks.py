@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field, fields
+from math import inf
 from typing import TYPE_CHECKING
 
 from maitred.core.errors import ConfigError, did_you_mean
@@ -32,9 +33,18 @@ def require_at_least(name: str, value: float | None, low: float) -> None:
         raise ConfigError(f"{name} is {value}; it must be at least {low}")
 
 
-def require_between(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
+def require_between(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
         raise ConfigError(f"{name} is {value}; it must be from {low:g} to {high:g}")
+
+
+def require_over_0(config: DataclassInstance, *names: str, most: float = inf) -> None:
+    """Check these fields; None passes, a NaN does not."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value <= most:
+            limit = "" if most == inf else f" and at most {most:g}"
+            raise ConfigError(f"{name} is {value}; it must be over 0{limit}")
 
 
 def host_and_port(name: str, value: str) -> tuple[str, int]:

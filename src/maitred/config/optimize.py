@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from maitred.config import DTYPES, KV_DTYPES
-from maitred.config.field_checks import one_of, require_at_least, require_between, require_choices
+from maitred.config.field_checks import one_of, require_at_least, require_between, require_choices, require_over_0
 from maitred.core.errors import ConfigError
 
 
@@ -81,8 +81,7 @@ class LoraShape:
 
     def __post_init__(self) -> None:
         require_between("lora_rank", self.lora_rank, 1, 1024)
-        if not 0 < self.lora_alpha < 1e6:
-            raise ConfigError(f"lora_alpha is {self.lora_alpha}; it must be a number over 0")
+        require_over_0(self, "lora_alpha", most=1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +99,7 @@ class FinetuneConfig(LoraShape):
         if self.full and self.merge:
             raise ConfigError("full and merge exclude each other: without an adapter there is nothing to merge")
         LoraShape.__post_init__(self)
-        if self.learning_rate is not None and not 0 < self.learning_rate < 1e6:
-            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be a number over 0")
+        require_over_0(self, "learning_rate", most=1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +129,7 @@ class FederateConfig(LoraShape):
             require_at_least(name, getattr(self, name), 1)
         require_at_least("noise", self.noise, 0)
         require_between("port", self.port, 1, 65535)
-        for name in ("clip", "round_s"):
-            if not 0 < getattr(self, name) < 1e9:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a number over 0")
+        require_over_0(self, "clip", "round_s", most=1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,10 +124,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         require_choices(self)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
-        if not 1 <= self.default_max_n <= 128:
-            raise ConfigError(f"default_max_n is {self.default_max_n}; it must be from 1 to 128")
+        require_between("port", self.port, 0, 65535)
+        require_between("default_max_n", self.default_max_n, 1, 128)
         require_at_least("max_body_bytes", self.max_body_bytes, 1)
         require_at_least("max_concurrent_requests", self.max_concurrent_requests, 1)
         require_at_least("max_connections", self.max_connections, 1)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from maitred.config import RESUME_RULES
+from maitred.config.field_checks import require_between
 from maitred.core.errors import ConfigError, did_you_mean
 
 BALANCES = ("round_robin", "least_load", "two_choices", "hash", "session", "prefix")
@@ -77,9 +78,7 @@ class FleetConfig:
                     f"{name} is {value!r}{did_you_mean(value, choices)}; choose one of {', '.join(choices)}"
                 )
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(f"{name} is {value}; it must be from {low:g} to {high:g}")
+            require_between(name, getattr(self, name), low, high)
         tiers_of(self)
 
     def limit_of(self, slots: int) -> int:

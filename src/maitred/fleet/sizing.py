@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maitred.core.errors import ConfigError
+from maitred.config.field_checks import require_at_least
 from maitred.fleet.actions import Sleep, Start, Stop
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.replicas import FleetReplica, ReplicaFacts, Replicas, State
@@ -34,8 +34,7 @@ class AutoscaleConfig:
     """How long (s) a request may wait for a replica; None is 1 s."""
 
     def __post_init__(self) -> None:
-        if not self.idle_s >= 0:
-            raise ConfigError(f"idle_s is {self.idle_s}; it must be at least 0")
+        require_at_least("idle_s", self.idle_s, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from maitred.config.field_checks import require_at_least, require_between
 from maitred.core.errors import ConfigError
 from maitred.sim.workload import Arrival, TokenSpan, Turn, chain
 from maitred.tenancy.caller import ANYBODY
@@ -140,12 +141,12 @@ class ClassSpec:
     """Tenant of its requests; None draws from the workload's tenants."""
 
     def __post_init__(self) -> None:
-        _at_least("share", self.share, 0.0)
-        _at_least("max_tokens", self.max_tokens, 1)
-        _at_least("prefix_tokens", self.prefix_tokens, 0)
-        _at_least("num_prefixes", self.num_prefixes, 1)
-        _at_least("think_s", self.think_s, 0.0)
-        _at_least("priority", self.priority or 0, 0)
+        require_at_least("share", self.share, 0)
+        require_at_least("max_tokens", self.max_tokens, 1)
+        require_at_least("prefix_tokens", self.prefix_tokens, 0)
+        require_at_least("num_prefixes", self.num_prefixes, 1)
+        require_at_least("think_s", self.think_s, 0)
+        require_at_least("priority", self.priority or 0, 0)
         for name in ("input", "output", "turns"):
             parse_length(getattr(self, name), name)
 
@@ -169,8 +170,8 @@ class TenantSpec:
     token_budget: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least("share", self.share, 0.0)
-        _at_least("weight", self.weight, 1e-6)
+        require_at_least("share", self.share, 0)
+        require_at_least("weight", self.weight, 1e-6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,19 +201,13 @@ class WorkloadSpec:
         if self.kind not in KINDS:
             raise ConfigError(f"kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
         for name in ("rate", "burstiness", "period_s"):
-            _at_least(name, getattr(self, name), 1e-9)
-        _at_least("num_requests", self.num_requests, 1)
-        if not 0 <= self.amplitude <= 1:
-            raise ConfigError(f"amplitude is {self.amplitude}; it must be from 0 to 1")
+            require_at_least(name, getattr(self, name), 1e-9)
+        require_at_least("num_requests", self.num_requests, 1)
+        require_between("amplitude", self.amplitude, 0, 1)
         if not self.classes or not any(c.share > 0 for c in self.classes.values()):
             raise ConfigError("classes is empty, or has no share over 0; give at least one class")
         if self.tenants and not any(t.share > 0 for t in self.tenants.values()):
             raise ConfigError("tenants have no share over 0; give at least one")
-
-
-def _at_least(name: str, value: float, low: float) -> None:
-    if not value >= low:
-        raise ConfigError(f"{name} is {value}; it must be at least {low:g}")
 
 
 # ---- from a mapping (YAML, JSON) to a spec
