@@ -72,13 +72,17 @@ bool close(const std::vector<float>& a, const std::vector<float>& b, float room)
 }
 
 // What is packed from float32; the other block formats come as a file's blocks.
-bool can_be_random(DType dtype) { return !is_blocked(dtype) || dtype == DType::q4_1 || dtype == DType::q8_0; }
+bool can_be_random(DType dtype) { return dtype < DType::f8 || dtype == DType::q4_1 || dtype == DType::q8_0; }
 
 // Any bytes are codes and parts; the f16 heads are made small and positive.
 SourceRows random_blocks(const LinearShape& shape, std::vector<uint8_t>& blocks) {
   const SourceType type = shape.dtype == DType::q4_0   ? SourceType::q4_0
                           : shape.dtype == DType::q5_0 ? SourceType::q5_0
                           : shape.dtype == DType::q5_1 ? SourceType::q5_1
+                          : shape.dtype == DType::q4_z ? SourceType::q4_z
+                          : shape.dtype == DType::q8_z ? SourceType::q8_z
+                          : shape.dtype == DType::q8_w ? SourceType::q8_w
+                          : shape.dtype == DType::f8   ? SourceType::f8
                           : shape.dtype == DType::q4_k ? SourceType::q4_k
                           : shape.dtype == DType::q5_k ? SourceType::q5_k
                                                        : SourceType::q6_k;
@@ -86,9 +90,11 @@ SourceRows random_blocks(const LinearShape& shape, std::vector<uint8_t>& blocks)
   blocks.resize(static_cast<size_t>(shape.n) * per_row * bytes);
   for (uint8_t& byte : blocks) byte = static_cast<uint8_t>(static_cast<int>(random_value() * 128.0f) + 128);
   const uint16_t head = float_to_f16(block_form(shape.dtype).parts ? 0x1p-12f : 0x1p-5f);
+  const float wide = type == SourceType::f8 ? 0x1p-9f : 0x1p-8f;
   for (size_t at = type == SourceType::q6_k ? 208 : 0; at < blocks.size(); at += bytes) {
     std::memcpy(blocks.data() + at, &head, 2);
     if (block_form(shape.dtype).minimum) std::memcpy(blocks.data() + at + 2, &head, 2);
+    if (type == SourceType::f8 || type == SourceType::q8_w) std::memcpy(blocks.data() + at, &wide, 4);
   }
   return SourceRows{type, blocks.data(), static_cast<int64_t>(per_row) * bytes, shape.n};
 }
@@ -121,8 +127,9 @@ void check_shape(Isa isa, LinearShape shape, const LinearOut& how) {
 }
 
 void check_isa(Isa isa) {
-  for (DType dtype : {DType::f32, DType::bf16, DType::int8, DType::f16, DType::q4_0, DType::q4_1, DType::q5_0,
-                      DType::q5_1, DType::q8_0, DType::q4_k, DType::q5_k, DType::q6_k})
+  for (DType dtype : {DType::f32, DType::bf16, DType::int8, DType::f16, DType::f8, DType::q4_0, DType::q4_1, DType::q5_0,
+                      DType::q5_1, DType::q8_0, DType::q4_z, DType::q8_z, DType::q8_w, DType::q4_k, DType::q5_k,
+                      DType::q6_k})
     for (int n : {1, 33, 70})
       for (int k : {1, 5, 130, 192, 515, 512}) {
         if (!can_be_random(dtype) ? k != 512 : k == 512) continue;
