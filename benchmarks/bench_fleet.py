@@ -20,8 +20,7 @@ from maitred.core.cost_model import CostModel
 from maitred.fleet.config import FleetConfig
 from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.engine import EngineSetup, Simulation
-from maitred.sim.fleet import FleetSimulation
-from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
+from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
 from maitred.sim.results import SimulatedResults
 from maitred.sim.traces import BLOCK_TOKENS, TraceLine, TraceWorkload
 from maitred.sim.workload import Arrival

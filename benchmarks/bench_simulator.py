@@ -22,8 +22,7 @@ from maitred.core.cost_model import CostModel
 from maitred.fleet.config import FleetConfig
 from maitred.policy.policies import POLICIES
 from maitred.sim.engine import EngineSetup, Simulation
-from maitred.sim.fleet import FleetSimulation
-from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
+from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
 from maitred.sim.results import SimulatedResults
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec
 from maitred.sim.workload import Arrival

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from maitred.fleet.config import BALANCES, FleetConfig
 from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
-from maitred.sim.fleet import FleetSimulation
-from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
+from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
 from maitred.sim.results import SimulatedResults
 from maitred.sim.workload import chain
 from tests.sim.worlds import COSTS, arrival, setup, simulation, workload

@@ -13,8 +13,7 @@ from maitred.decisions.log import Recorder, StepRecord
 from maitred.decisions.replay import first_difference
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
-from maitred.sim.fleet import FleetSimulation
-from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
+from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
 from maitred.sim.links import Links, SimulatedDisk, SimulatedLink, link_named
 from maitred.sim.report import svg_report
 from maitred.sim.results import Objectives, SimulatedResults

@@ -31,8 +31,7 @@ from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
 from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.engine import EngineSetup, Simulation
-from maitred.sim.fleet import FleetSimulation
-from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
+from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
 from maitred.sim.links import SimulatedDisk, SimulatedLink, link_named
 from maitred.sim.profile import Jitter
 from maitred.sim.report import html_report, svg_report
