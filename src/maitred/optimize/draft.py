@@ -27,8 +27,8 @@ from maitred.model.weight_map import head_sources
 from maitred.optimize import distill
 from maitred.optimize.calibrate import attend_of
 from maitred.optimize.data import Document, own_documents, parted
-from maitred.optimize.evaluate import Evaluation, evaluate
-from maitred.optimize.job import Job, Tool
+from maitred.optimize.evaluate import Evaluation
+from maitred.optimize.job import Job, Tool, measured
 from maitred.optimize.trainer import HAS_BF16, Budget, TokenBatch, batches_of, train
 from maitred.optimize.write import write_json
 
@@ -54,26 +54,15 @@ def make(job: Job) -> None:
 
 def measure(job: Job) -> Evaluation:
     """Acceptance on the held-out documents, and on general text as well where some was replayed."""
-    found = _measured(job, job.corpus.held_out, gain="min_gain" in job.rules.limits)
+    asked: dict[str, Any] = {"draft": str(job.folder), "against": None, "tasks": ()}
+    found = measured(job, **asked)
     if job.own.replay_share and not job.corpus.is_own:
-        general = _measured(job, _general(job)[1]).figures["acceptance"]
+        general = measured(job, documents=_general(job)[1], gain=False, **asked).figures["acceptance"]
         found = replace(found, figures={**found.figures, "acceptance, general": general})
     return found
 
 
 TOOL = Tool("train-draft", make, measure)
-
-
-def _measured(job: Job, documents: Sequence[Document], *, gain: bool = False) -> Evaluation:
-    return evaluate(
-        str(job.parent.path),
-        documents=documents,
-        seed=job.config.seed,
-        served=job.served,
-        draft=str(job.folder),
-        gain=gain,
-        progress=job.progress,
-    )
 
 
 def _general(job: Job) -> tuple[list[Document], list[Document]]:

@@ -119,18 +119,13 @@ def run_tool(tool: Tool, config: ToolConfig, own: DataclassInstance, progress: P
     return report
 
 
-def measured(job: Job) -> Evaluation:
-    """Parent and result on the native executor, on the held-out documents and tasks; an adapter on its parent."""
-    return evaluate(
-        str(job.parent.path if "lora" in job.served else job.folder),
-        against=job.parent,
-        documents=job.corpus.held_out,
-        tasks=job.corpus.tasks,
-        seed=job.config.seed,
-        served=job.served,
-        gain="min_gain" in job.rules.limits,
-        progress=job.progress,
-    )
+def measured(job: Job, **asked: Any) -> Evaluation:
+    """Parent and result on the native executor, on the held-out documents and tasks; an adapter, or a draft, on its
+    parent. `asked` takes the place of these arguments of `evaluate`."""
+    model = job.parent.path if "lora" in job.served or "draft" in asked else job.folder
+    corpus, gain = job.corpus, "min_gain" in job.rules.limits
+    given = {"against": job.parent, "documents": corpus.held_out, "tasks": corpus.tasks, "gain": gain, **asked}
+    return evaluate(str(model), seed=job.config.seed, served=job.served, progress=job.progress, **given)
 
 
 @contextmanager
