@@ -96,22 +96,15 @@ def _evaluate(options: Options) -> int:
             folder = stack.enter_context(TemporaryDirectory(prefix="maitred-"))
             own = Path(folder) / "own.jsonl"
             documents = own_documents(parent or model, own, seed=asked.seed, progress=progress, count=NUM_OWN)
+        how: dict[str, Any] = {"tasks": tasks, "seed": asked.seed, "served": served, "progress": progress}
         found = evaluate(
-            str(model.path),
-            against=parent,
-            documents=documents,
-            tasks=tasks,
-            seed=asked.seed,
-            served=served,
-            draft=asked.draft,
-            gain=asked.gain,
-            progress=progress,
+            str(model.path), against=parent, documents=documents, draft=asked.draft, gain=asked.gain, **how
         )
         escalating = {}
         if asked.escalate_to is not None:
             large = stack.enter_context(open_checkpoint(asked.escalate_to))
             most = rules.limits.get("max_task_drop", DEFAULT_DROP)
-            steps = cascade(str(model.path), str(large.path), tasks, seed=asked.seed, served=served, progress=progress)
+            steps = cascade(str(model.path), str(large.path), **how)
             passing = [at for at, step in steps.items() if step["drop"].high <= most]
             cascades = {f"{at:g}": {name: asdict(each) for name, each in step.items()} for at, step in steps.items()}
             escalating = {"cascade": cascades, "escalate_below": min(passing, default=None)}
