@@ -140,6 +140,17 @@ def test_fp8_meets_rows_of_bfloat16(pool: Any, isa: str):
         assert np.array_equal(linear.linear(pool, packed, x[:m], isa=isa), whole[:m])
 
 
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_planted_channels_cost_at_most_a_third_of_one_scale_a_row(pool: Any, kind: str):
+    rows, values = random_rows(kind, 64, 768)
+    x = np.random.default_rng(5).standard_normal((8, 768)).astype(np.float32)
+    x[:, ::97] *= 60
+    step = np.abs(x).max(1, keepdims=True) / 127
+    exact, one_scale = (each.astype(np.float64) @ values.T for each in (x, np.rint(x / step) * step))
+    found = linear.linear(pool, linear.pack(pool, [SourceMatrix(rows, kind)], KEPT[kind]), x)
+    assert 3 * np.sqrt(((found - exact) ** 2).mean()) <= np.sqrt(((one_scale - exact) ** 2).mean())
+
+
 def test_a_code_of_minus_128_is_what_it_says(pool: Any):
     """Signed 8-bit products that are made of absolute values must not lose the one that has no opposite."""
     rows = np.zeros((32, 34), dtype=np.uint8)

@@ -138,7 +138,7 @@ class CostModel:
         """Return the time of a step's tokens, or of reading the weights for them."""
         if self.steps:
             return between(self.steps, prefill + decode)
-        read_s = self.weights_s + self.experts_s * (1 - self.experts_missed ** (prefill + decode))
+        read_s: float = self.weights_s + self.experts_s * (1 - self.experts_missed ** (prefill + decode))
         return max(prefill * self.prefill_token_s + decode * self.decode_token_s, read_s)
 
     def draft_s(self, rows: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from maitred.config import DEFAULT_TOKEN_BUDGET
 from maitred.core.cost_model import CostModel, native_token_budget
@@ -99,11 +99,11 @@ def _routed(
     kv_width: int,
     context: int,
     experts: tuple[int, int, int, int],
-    **more: float,
+    **more: Any,
 ) -> ModelShape:
     """`experts`: layers that have some, their number in each, those of a token, and the weights of one."""
     routed_layers, number, per_token, weights = experts
-    routed = {"expert_parameters": float(routed_layers * number * weights), "experts": number}
+    routed: dict[str, Any] = {"expert_parameters": float(routed_layers * number * weights), "experts": number}
     more |= {"num_active_parameters": active * 1e9, "experts_per_token": per_token, **routed}
     return replace(_dense(name, billions, layers, q_width, kv_width, context), **more)  # fmt: skip
 
