@@ -37,7 +37,7 @@ from maitred.optimize.rounding import Form, Rounded, round_to_nearest
 from maitred.storage.files import replace_file
 from maitred.text.folder import gguf_metadata, read_chat_template
 from maitred.text.gguf_tokenizer import PROBE, metadata_of_tokenizer, tokenizer_of
-from maitred.text.tokenizer import Tokenizer
+from maitred.text.tokenizer import Tokenizer, whole_json
 
 _COPIED = (
     *("tokenizer*", "*.jinja", "additional_chat_templates", "chat_template.json", "generation_config.json"),
@@ -198,7 +198,8 @@ def describe_gguf(parent: Checkpoint, file: Path) -> None:
     that file would be of another model, or read texts otherwise."""
     spec = spec_from_config(parent.config)
     told, divisors = metadata_of(spec, parent.generation_config)
-    told |= {"general.name": parent.name, **metadata_of_tokenizer(parent.path, spec.vocab_size)}
+    told["general.name"] = parent.name
+    told |= metadata_of_tokenizer(parent.path, whole_json(parent.path), spec.vocab_size)
     own = own_names(told["general.architecture"], spec.num_layers)
     tensors = {own[each.tensor]: RawTensor("F32", each.shape, memoryview(b"")) for each in decoder_sources(spec, ())}
     if divisors:

@@ -24,7 +24,6 @@ from maitred.text.folder import (
     read_chat_template,
     read_named_tokens,
 )
-from maitred.text.tokenizer import whole_json
 
 # Each pattern of a rule splits what those before it left.
 _ENDINGS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -251,11 +250,11 @@ PROBE = (
 """Text that the rules of splitting cut differently."""
 
 
-def metadata_of_tokenizer(folder: Path, num_rows: int) -> dict[str, Any]:
-    """Keys of a folder's tokenizer, a byte-level BPE, and its chat template; `num_rows` have a token each. What keys
-    cannot say (tokens that strip spaces) is found by reading them back. Raises CheckpointError for other kinds.
+def metadata_of_tokenizer(folder: Path, text: str, num_rows: int) -> dict[str, Any]:
+    """Keys of a folder's tokenizer, a byte-level BPE with `text` as its whole tokenizer.json, and its chat template;
+    `num_rows` have a token each. What keys cannot say (tokens that strip spaces) is found by reading them back. Raises
+    CheckpointError for other kinds.
     """
-    text = whole_json(folder)
     file, inner = msgspec.json.decode(text), tokenizers.Tokenizer.from_str(text)
     model, added, split = file["model"], file.get("added_tokens") or [], inner.pre_tokenizer
     is_bpe = model["type"] == "BPE" and (file.get("decoder") or {}).get("type") == "ByteLevel" and split is not None
@@ -268,10 +267,10 @@ def metadata_of_tokenizer(folder: Path, num_rows: int) -> dict[str, Any]:
     tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
     kinds = {token["content"]: _CONTROL if token["special"] else _USER_DEFINED for token in added}
     ids = model["vocab"] | {token["content"]: token["id"] for token in added}
-    for text, number in ids.items():
+    for token, number in ids.items():
         if number < num_rows:
-            tokens[number], types[number] = text, kinds.get(text, _NORMAL)
-    named = {each: ids[text] for each, text in read_named_tokens(folder).items() if text in ids}
+            tokens[number], types[number] = token, kinds.get(token, _NORMAL)
+    named = {each: ids[token] for each, token in read_named_tokens(folder).items() if token in ids}
     whole_ids, plain_ids = (inner.encode("a", add_special_tokens=has_ends).ids for has_ends in (True, False))
     found: dict[str, Any] = {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": types}
     found["merges"] = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
