@@ -46,6 +46,9 @@ def test_a_cut_that_leaves_everything_is_the_teacher(family: str, tmp_path: Path
     [
         ("3/2", "give a share below 1"),
         ("1/90000", "no model of that share"),
+        ("2", "no share such as 1/4, and no sizes such as layers=3"),
+        ("1/0", "no share such as"),
+        ("layers=x", "no sizes such as"),
         ("layers=9", "no cut of LlamaForCausalLM"),
         ("width=3", "no size 'width'; sizes are layers, hidden"),
         ("heads=3,kv_heads=2", "2 heads to each of kv_heads"),

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -172,8 +173,8 @@ def serve(folder: Path, port: int) -> None:
     assert report.passed, report.fields["gate"]
 
 
-def take_part(folder: Path, port: int, name: str, told: dict[str, dict], model: str = "parent") -> None:
-    own = JoinConfig(
+def client(folder: Path, port: int, name: str, model: str = "parent") -> JoinConfig:
+    return JoinConfig(
         url=f"http://127.0.0.1:{port}",
         data=str(folder / f"{name}.jsonl"),
         local_steps=12,
@@ -181,7 +182,10 @@ def take_part(folder: Path, port: int, name: str, told: dict[str, dict], model: 
         learning_rate=0.02,
         name=name,
     )
-    told[name] = join(own, lambda *_: None)
+
+
+def take_part(folder: Path, port: int, name: str, told: dict[str, dict], model: str = "parent") -> None:
+    told[name] = join(client(folder, port, name, model), lambda *_: None)
 
 
 def test_a_federation_goes_on_through_kills_and_learns_what_no_client_told(tmp_path: Path):
@@ -203,6 +207,9 @@ def test_a_federation_goes_on_through_kills_and_learns_what_no_client_told(tmp_p
         until(lambda: asked(port, "dead"))
         with pytest.raises(ConfigError, match="the server's model is another one than other"):
             take_part(tmp_path, port, "b", told, "other")
+        for wrong, words in (("url", "cannot reach nowhere"), ("data", "nowhere: No such file")):
+            with pytest.raises(ConfigError, match=words):
+                join(replace(client(tmp_path, port, "b"), **{wrong: "nowhere"}), lambda *_: None)
         second = threading.Thread(target=take_part, args=(tmp_path, port, "b", told))
         second.start()
         _, errors = server.communicate()

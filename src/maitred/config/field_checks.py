@@ -29,8 +29,8 @@ def require_choices(config: DataclassInstance) -> None:
 
 
 def require_at_least(name: str, value: float | None, low: float) -> None:
-    if value is not None and not value >= low:
-        raise ConfigError(f"{name} is {value}; it must be at least {low}")
+    if value is not None and not low <= value < inf:
+        raise ConfigError(f"{name} is {value}; it must be {'finite' if value == inf else f'at least {low}'}")
 
 
 def require_between(name: str, value: float | None, low: float, high: float) -> None:

@@ -153,6 +153,7 @@ class JoinConfig:
 
     def __post_init__(self) -> None:
         require_at_least("local_steps", self.local_steps, 1)
+        require_at_least("learning_rate", self.learning_rate, 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -385,6 +385,8 @@ def local_path(model: str) -> Path | None:
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise CheckpointError(f"{folder} is an adapter; serve its model with --lora NAME={folder}, or merge it")
         if (folder / "current").is_symlink():
             raise CheckpointError(f"{folder} is a shelf of versions; give {folder}/current, or {folder}/1 and so on")
         raise CheckpointError(f"{folder} has no config.json, so it is no model in Hugging Face layout; check the path")

@@ -152,7 +152,7 @@ def _scored(job: Job, folder: Path, size: int) -> dict[str, Any]:
 @contextmanager
 def _student(job: Job, teacher: TorchDecoder, asked: str) -> Iterator[Student]:
     """A cut of the teacher of these sizes, or the model that `asked` names. Raises ConfigError for unlike tokens."""
-    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*|(\w+=\d+,?)+", asked):
+    if not re.fullmatch(r"\d+(/\d*)?|[^/]*=.*", asked):
         with open_checkpoint(asked) as parent:
             difference = vocabulary_difference(parent.tokenizer_file(), job.parent.tokenizer_file())
             spec = spec_from_config(parent.config)
@@ -178,6 +178,8 @@ def sizes(parent: Checkpoint, asked: str) -> dict[str, Any]:
     """Changes of the config for a student of `1/4` of the parameters or less, or of the sizes that are named; others
     follow the hidden size. Raises ConfigError for what cannot be cut out of the parent."""
     spec = spec_from_config(child_config(parent, {}))
+    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*|(\w+=\d+,?)+", asked):
+        raise ConfigError(f"--student {asked} is no share such as 1/4, and no sizes such as layers=3,hidden=128")
     if "=" in asked:
         named = {name: int(value) for name, _, value in (part.partition("=") for part in asked.strip(",").split(","))}
         if unknown := sorted(named.keys() - _NAMES.keys()):

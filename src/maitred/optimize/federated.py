@@ -344,9 +344,9 @@ class _Link:
     def ask(self, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
         """Status, headers and body. Raises ConfigError for refusals but 409, and for a server that stays away."""
         ends = time.monotonic() + PATIENCE_S
-        request = urllib.request.Request(f"{self._url}{path}", body, {**self._headers, **headers})
         while True:
             try:
+                request = urllib.request.Request(f"{self._url}{path}", body, {**self._headers, **headers})
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     found = answer.read()
                     self.sent, self.received = self.sent + len(body or b""), self.received + len(found)
@@ -368,10 +368,11 @@ def join(own: JoinConfig, progress: Progress) -> dict[str, Any]:
     """Take part until the last round; what is told of it. Raises ConfigError."""
     client = own.name or _digest(f"{os.uname().nodename} {Path(own.data).resolve()}".encode())
     link = _Link(own, client)
-    plan = json.loads(link.ask("/federate/plan")[2])
-    shape = {**plan["lora"], "target_modules": tuple(plan["lora"]["target_modules"])}
     with open_checkpoint(own.model) as parent:
         documents, held_out = parted(Reader(parent).read(own.data), own.data)
+        progress(0, 1, f"asking {own.url}")
+        plan = json.loads(link.ask("/federate/plan")[2])
+        shape = {**plan["lora"], "target_modules": tuple(plan["lora"]["target_modules"])}
         decoder = load_torch_decoder(spec_from_config(parent.config), parent)
         matrices = attach_lora(decoder, LoraShape(**shape), plan["seed"])
         if _identity(parent, matrices) != plan["digest"]:
