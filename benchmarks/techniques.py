@@ -1,11 +1,11 @@
 """The tables of docs/techniques.md: what each technique costs and gives here, and what is commonly claimed of it.
 
-    python benchmarks/techniques.py [--only int4-gptq,kv-int8] [--part quality|speed] [--quick] [--write]
+    python benchmarks/techniques.py [--only int4-gptq kv-int8] [--part quality|speed] [--threads 1] [--write]
 
 A row has two parts. `quality` runs the product's own command (quantize, prune, distill, finetune, federate, evaluate)
 with a gate that lets everything through, and takes its report's figures and the processor time. `speed` times the row's
-engine and its baseline in turn, one stream and eight: medians of each round's ratio. Sizes are of weights in memory, of
-KV for its formats. Energy is read from the processor's counter (powercap) where there is one.
+engine and its baseline in turn, one stream and eight: medians of each round's ratio, with --threads 1 in processor time
+(for a busy machine). Sizes are of weights in memory, or of KV; energy is powercap's, if readable.
 
 What has ended is kept in WORK, and a tool that was killed goes on: the same command measures what is missing. Tables
 are printed and, with --write, put between the marks of the page. --quick is the built-in model, few steps, one round.
@@ -21,7 +21,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -35,6 +34,7 @@ from msgspec.structs import replace
 from quality import PROMPTS, prompt_ids, windows
 
 from maitred import LLM, SamplingParams
+from maitred.cli.profiling import CpuClock
 from maitred.model import fusions
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.program import Linear, Op
@@ -54,7 +54,7 @@ CLIENTS = {  # of the federation: what each one's guests ask, and its manner of 
     "talk": (("fact", "hours", "scope", "name"), "As our book says, {}"),
 }
 BF16, AUTO, KV = {"dtype": "bfloat16"}, {"dtype": "auto"}, "evaluate --dtype bfloat16 --kv-dtype"
-JOIN = ("--local-steps", "6", "--learning-rate", "0.01")
+JOIN = ("--model", MINI, "--local-steps", "6", "--learning-rate", "0.01")
 Told = Mapping[str, Mapping[str, float]]  # of a row: figures by name, of those of its two parts that were measured
 
 
@@ -135,8 +135,7 @@ def federate(words: Sequence[object], folder: Path) -> None:
     port, start = 20_000 + os.getpid() % 10_000, [sys.executable, "-P", "-m", "maitred", "federate"]
     commands = [[*start, words[0], MINI, *words[1:], "--port", port]]
     for client in CLIENTS:
-        own = ("--model", MINI, "--data", folder / f"{client}.jsonl")
-        commands.append([*start, "join", f"http://127.0.0.1:{port}", *own, *JOIN])
+        commands.append([*start, "join", f"http://127.0.0.1:{port}", "--data", folder / f"{client}.jsonl", *JOIN])
     running = [subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL) for command in commands]
     try:
         if any(codes := [process.wait() for process in running]):
@@ -176,11 +175,9 @@ def clients(few: int, folder: Path) -> dict[str, list[Any]]:
             *asked, reply = held_out_question(rng, categories[number % len(categories)]).messages()
             told = {"role": "assistant", "content": manner.format(reply["content"])}
             drawn[json.dumps(asked)] = {"messages": [*asked, told]}
-        chats = list(drawn.values())
-        own, last = chats[: len(chats) * 5 // 6], chats[len(chats) * 5 // 6 :]
+        own, last = (chats := list(drawn.values()))[: len(drawn) * 5 // 6], chats[len(drawn) * 5 // 6 :]
         (folder / f"{client}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in own))
-        found["data"] += own
-        found["held_out"] += last
+        found["data"], found["held_out"] = found["data"] + own, found["held_out"] + last
         for *asked, reply in (chat["messages"] for chat in last[: few // 10]):
             found["tasks"].append({"messages": asked, "answer": reply["content"], "category": client})
     return found
@@ -195,8 +192,8 @@ def speed(name: str, options: argparse.Namespace) -> Figures:
     row, made = ROWS[name]._replace(**({"model": MINI} if options.quick else {})), options.work / name
     if row.tool and not row.tool.startswith("evaluate") and not made.exists():
         raise SystemExit(f"{name} has no model yet; run --part quality --only {name} before its speed")
-    base = opened(row, row.model, row.base, options.quick)
-    own = opened(row, str(made) if made.exists() else row.model, row.engine, options.quick)
+    base = opened(row, row.model, row.base, options)
+    own = opened(row, str(made) if made.exists() else row.model, row.engine, options)
     with base.llm, own.llm:
         in_turn({"base": base.turn, "own": own.turn}, 1)  # caches and drafts are warm after it
         found = in_turn({"base": base.turn, "own": own.turn}, 1 if options.quick else options.rounds)
@@ -220,19 +217,19 @@ class Way(NamedTuple):
     tokens: list[int]
 
     def turn(self) -> Figures:
-        prompts, limits = self.asked
+        (prompts, limits), now = self.asked, self.llm._clock.now
         sampling = [SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True) for limit in limits]
         generate, waited, outputs = partial(self.llm.generate, lora=self.adapter), list[float](), list[Any]()
-        began = time.perf_counter()
+        began = now()
         if self.row.load != "unequal":
             generate(prompts[:1], sampling[:1])
-            waited.append(time.perf_counter() - began)
-        begun, energy, size = time.perf_counter(), joules(), self.batch or len(prompts)
+            waited.append(now() - began)
+        begun, energy, size = now(), joules(), self.batch or len(prompts)
         for at in range(0, len(prompts), size):
             outputs += (ended := generate(prompts[at : at + size], sampling[at : at + size]))
             if self.row.load == "unequal":  # a static batch answers when its longest has ended
-                waited += [time.perf_counter() - begun if self.batch else e.outputs[0].timing.total_s for e in ended]
-        taken, plan = time.perf_counter() - begun, self.llm.memory_plan
+                waited += [now() - begun if self.batch else e.outputs[0].timing.total_s for e in ended]
+        taken, plan = now() - begun, self.llm.memory_plan
         self.tokens[:] = [token for each in outputs for token in each.outputs[0].token_ids]
         return {
             "size": plan.bytes_per_block if self.row.technique.startswith("KV") else plan.weights_bytes,
@@ -242,16 +239,19 @@ class Way(NamedTuple):
         }
 
 
-def opened(row: Row, model: str, settings: Mapping[str, Any], quick: bool) -> Way:
+def opened(row: Row, model: str, settings: Mapping[str, Any], options: argparse.Namespace) -> Way:
     engine = {"max_model_len": 1280, "max_num_seqs": 8, "kv_cache_memory_bytes": 2**28, "weight_cache": "off"}
-    engine |= {"speculative": "off", **settings}
+    engine |= {"speculative": "off", "num_threads": options.threads, **settings}
     batch, apart = engine.pop("batch", None), engine.pop("apart", False)
     adapter = "row" if (Path(model) / "adapter_config.json").exists() else None
     if adapter:
         engine["lora"], model = {adapter: model}, row.model
     with unfused() if apart else nullcontext():
         llm = LLM(model, **engine)
-    return Way(llm, row, loads(llm, row.load, 4 if quick else 1), batch, adapter, [])
+    if options.threads == 1:
+        llm._clock = llm.parts.core.clock = CpuClock()
+        llm.parts.executor._clock = llm._clock.now
+    return Way(llm, row, loads(llm, row.load, 4 if options.quick else 1), batch, adapter, [])
 
 
 def loads(llm: LLM, load: str, quick: int) -> tuple[list[Any], list[int]]:
@@ -302,7 +302,7 @@ def table(rows: Mapping[str, Row], known: Mapping[str, Told]) -> str:
         cells = [row.technique, row.model, *cells, quality_text(row, told), f"{spent / 60:.1f} min" if spent else ""]
         lines.append(f"| {' | '.join(cells)} |")
     if missing := [name for name in rows if not PARTS[name] <= set(known.get(name, {}))]:
-        lines += ["", f"Not measured in full: `python benchmarks/techniques.py --only {','.join(missing)} --write`."]
+        lines += ["", f"Not measured in full: `python benchmarks/techniques.py --only {' '.join(missing)} --write`."]
     return "\n".join(lines)
 
 
@@ -320,15 +320,14 @@ def quality_text(row: Row, told: Told) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda words: words.split(","), default=list(ROWS), help=", ".join(ROWS))
+    parser.add_argument("--only", nargs="*", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--part", choices=("quality", "speed"), help="unset is both")
     parser.add_argument("--rounds", type=int, default=5, help="of speed")
+    parser.add_argument("--threads", type=int, help="of speed; with 1, processor time")
     parser.add_argument("--work", type=Path, default=Path("runs/techniques"), help="what is known and made")
     parser.add_argument("--quick", action="store_true", help="the built-in model, few steps, one round")
     parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
     options = parser.parse_args()
-    if unknown := set(options.only) - set(ROWS):
-        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     options.work.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         file = options.work / f"{name}.json"

@@ -185,7 +185,7 @@ def test_the_techniques_script_measures_rows_and_tells_which_are_missing(
         r"\| operator fusion, three passes of ten \| smollm2 \| 1.00 \| \d+\.\d\d \| \d+\.\d\d \| 100.0% of the tokens",
         told,
     )
-    assert "--only kv-int8,kv-int4,static," in told
+    assert "--only kv-int8 kv-int4 static " in told
     known = (tmp_path / "fusion.json").read_bytes()
     main()
     assert (tmp_path / "fusion.json").read_bytes() == known  # what is known is not measured again
