@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from maitred.kernels import _native
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.program import Format
-from maitred.model.spec import QKNorm
-from tests.executor.native_worlds import make_native, nan_embedding
+from maitred.model.spec import QKNorm, RoutedSpec
+from tests.executor.native_worlds import DecoderCheckpoint, make_native, nan_embedding, native_plan
 from tests.executor.torch_worlds import (
     VOCAB,
     Hand,
@@ -419,3 +420,26 @@ def test_a_request_is_served_without_pytorch():
     )
     done = subprocess.run([sys.executable, "-c", served], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["served"]
+
+
+# ---- experts
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_experts_in_a_files_own_blocks_compute_what_those_hold(kind: str):
+    """As the same values in float32 do, but for the rounding of activations, which turns few tokens to other experts."""
+    spec = make_spec(hidden_size=256, intermediate_size=256, head_dim=64)
+    routed = RoutedSpec(num_experts=5, num_active=2, width=256, normalized=True)
+    decoder = make_decoder(replace(spec, layers=tuple(replace(layer, mlp=routed) for layer in spec.layers)))
+    checkpoint: Any = DecoderCheckpoint(decoder, (kind,))
+    prompt, found = random_prompt(40, seed=1), []
+    for dtype in ("float32", "auto"):
+        executor = native_plan(checkpoint, checkpoint.spec, dtype=dtype).build(num_blocks=32, max_model_len=128)
+        executor.on_logits = seen = Seen()
+        hand = Hand(executor)
+        hand.add("r", prompt)
+        hand.step()
+        found.append(seen.of("r").numpy())
+        assert int(executor.runner.tokens_of_expert[0].sum()) == 2 * len(prompt)
+    errors = np.abs(found[1] - found[0]).mean(axis=1) / np.abs(found[0]).mean(axis=1)
+    assert 0 < np.median(errors) < 0.1

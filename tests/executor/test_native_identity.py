@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from maitred.core.request import RequestState, SamplingParams
 from maitred.executor.native import Logits
 from maitred.kernels import _native
-from maitred.model.spec import Activation, NormPlacement, QKNorm
+from maitred.model.spec import Activation, NormPlacement, QKNorm, RoutedSpec
 from tests.executor.native_worlds import BLOCK_TYPES, make_native
 from tests.executor.torch_worlds import VOCAB, make_decoder, make_spec
 from tests.fakes import FakeExecutor, make_request, make_scheduler
@@ -48,6 +48,12 @@ BLOCKS = [  # of GGUF files, all in one model
     {"dtype": "auto", "kv_dtype": "bfloat16", "blocks": "super-blocks"},
     {"dtype": "auto", "kv_dtype": "int8", "blocks": "blocks of 32"},
 ]
+ROUTED = [  # experts of every kind of number format
+    {"dtype": "float32", "kv_dtype": "float32"},
+    {"dtype": "bfloat16", "kv_dtype": "int8"},
+    {"dtype": "int8", "kv_dtype": "int8"},
+    {"dtype": "int4", "kv_dtype": "bfloat16"},
+]
 KINDS = ("narrow", "wide")
 MOST_THREADS = min(3, os.cpu_count() or 1)  # more than processors, and they spin for each other
 SEGMENT = 256  # tokens that attention sums at once
@@ -63,6 +69,10 @@ def a_decoder(kind: str) -> Any:
         if kind == "blocks of 32":
             sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_heads": 3, "num_kv_heads": 1}
         return make_decoder(make_spec(windows=(None, 270), max_position_embeddings=LONGEST, **sizes))
+    if kind == "routed":
+        spec = make_spec(windows=(None, 37), hidden_size=72, max_position_embeddings=LONGEST)
+        routed = RoutedSpec(num_experts=7, num_active=3, width=52, normalized=True, shared_width=36, shared_gate=True)
+        return make_decoder(replace(spec, layers=tuple(replace(layer, mlp=routed) for layer in spec.layers)))
     if kind == "wide":
         sizes = {"hidden_size": 580, "intermediate_size": 150, "head_dim": 80, "num_heads": 3, "num_kv_heads": 1}
         spec = make_spec(windows=(None, 270), qk_norm=QKNorm.PER_HEAD, max_position_embeddings=LONGEST, **sizes)
@@ -212,6 +222,9 @@ def cases() -> list[Any]:
         for number, kind in enumerate([formats["blocks"]] if "blocks" in formats else KINDS):
             in_soak = (row + column + number) % (3 if "blocks" in formats else 4)
             found.append(pytest.param(formats, kind, isa, marks=[pytest.mark.soak] if in_soak else []))
+    for (row, isa), (column, formats) in product(enumerate(_native.available_isas()), enumerate(ROUTED)):
+        marks = [pytest.mark.soak] if row != column % len(_native.available_isas()) else []
+        found.append(pytest.param(formats, "routed", isa, marks=marks))
     return found
 
 

@@ -102,8 +102,9 @@ def a_gguf_file(path: Path) -> Path:
         ("gemma2", 2, {"tie_word_embeddings": True}, {"dtype": "bfloat16"}),
         pytest.param("qwen3", 3, {"hidden_size": 40}, {"dtype": "int8", "kv_dtype": "int4"}, marks=pytest.mark.soak),
         ("gguf", 2, {}, {"dtype": "auto", "num_threads": 2}),
+        ("gpt_oss", 2, {}, {"dtype": "int8", "num_threads": 2}),
     ],
-    ids=["llama_bias", "gemma2", "qwen3", "gguf"],
+    ids=["llama_bias", "gemma2", "qwen3", "gguf", "gpt_oss"],
 )
 def test_any_number_of_ranks_gives_the_bits_of_one(
     family: str, num_ranks: int, changes: dict[str, Any], model: dict[str, Any], tmp_path: Path

@@ -41,7 +41,7 @@ def make_spec(*, windows: Sequence[int | None] = (None, None), **changes: Any) -
 def dense_attend(spec: DecoderSpec) -> Attend:
     """Causal attention over the T tokens of one whole sequence, the obvious way."""
 
-    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         num_tokens, group = q_TNH.shape[0], spec.num_heads // spec.num_kv_heads
         k_TNH, v_TNH = k_TKH.repeat_interleave(group, dim=1), v_TKH.repeat_interleave(group, dim=1)
         scores_NTS = torch.einsum("tnh,snh->nts", q_TNH.float(), k_TNH.float()) * spec.attention_scale
@@ -53,7 +53,10 @@ def dense_attend(spec: DecoderSpec) -> Attend:
         if window is not None:
             hidden_TS |= behind_TS >= window
         scores_NTS = scores_NTS.masked_fill(hidden_TS.to(scores_NTS.device), float("-inf"))
-        return torch.einsum("nts,snh->tnh", scores_NTS.softmax(-1), v_TNH.float()).to(q_TNH.dtype)
+        if sinks_N is not None:
+            scores_NTS = torch.cat((scores_NTS, sinks_N[:, None, None].expand(-1, num_tokens, 1)), dim=-1)
+        weights_NTS = scores_NTS.softmax(-1)[..., :num_tokens]
+        return torch.einsum("nts,snh->tnh", weights_NTS, v_TNH.float()).to(q_TNH.dtype)
 
     return attend
 

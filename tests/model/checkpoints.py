@@ -30,6 +30,7 @@ _COMMON: dict[str, Any] = {
 }
 _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 10, "num_hidden_layers": 4}
 _STRETCHED = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 36, "norm_topk_prob": True}
 
 # name -> (transformers' class prefix, what its config says beside _COMMON)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,6 +86,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 11, "tie_word_embeddings": False},
     ),
     "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 10,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", **_STRETCHED},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 20, "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.4, **_STRETCHED}},
+    ),
+    "glm4": ("Glm4", {"head_dim": 18, "attention_bias": True, "partial_rotary_factor": 0.5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**_EXPERTS, "shared_expert_intermediate_size": 52, "norm_topk_prob": False, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 20, "mlp_only_layers": [1]}),
+    "olmoe": ("Olmoe", {**_EXPERTS, "intermediate_size": 36}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **{"head_dim": 20, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
+            **{"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 36, "n_shared_experts": 2, "first_k_dense_replace": 1},
+            **{"norm_topk_prob": True, "routed_scaling_factor": 1.5},
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **{"head_dim": 20, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 10},
+            **{"swiglu_limit": 0.5, "rope_parameters": {"rope_type": "yarn", "truncate": False, **_STRETCHED}},
+        },
+    ),
     "granite": (
         "Granite",
         {"embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3},
@@ -116,6 +156,9 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     model = model_class(config_class(**{**_COMMON, **settings, **overrides})).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):

@@ -50,6 +50,18 @@ def family(architecture: str, model_type: str, **extra: Any) -> Config:
     return llama(architectures=[architecture], model_type=model_type, **extra)
 
 
+def plain_forms(architecture: str, model_type: str, rope: Config | None = None, **extra: Any) -> tuple[Config, Config]:
+    """Forms that differ only in where the rope stands."""
+    stretched = {} if rope is None else {"rope_scaling": rope}
+    today = {"rope_type": "default"} | (rope or {}) | {"rope_theta": 1e6}
+    if "partial_rotary_factor" in extra:
+        today["partial_rotary_factor"] = extra["partial_rotary_factor"]
+    return (
+        family(architecture, model_type, rope_theta=1e6, **stretched, **extra),
+        family(architecture, model_type, rope_parameters=today, **extra),
+    )
+
+
 # name -> (older form, today's form)
 FORMS: dict[str, tuple[Config, Config]] = {
     "llama 2": (
@@ -192,6 +204,51 @@ FORMS: dict[str, tuple[Config, Config]] = {
             tie_word_embeddings=True,
         ),
     ),
+    "olmo3": (
+        family(
+            "Olmo3ForCausalLM", "olmo3", rope_theta=500000.0, sliding_window=64,
+            rope_scaling={
+                "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "attention_factor": 1.2
+            },
+        ),
+        family(
+            "Olmo3ForCausalLM", "olmo3", sliding_window=64,
+            layer_types=[*["sliding_attention"] * 3, "full_attention", *["sliding_attention"] * 2],
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "attention_factor": 1.2,
+                    "original_max_position_embeddings": 512,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        ),
+    ),
+    "ministral3": plain_forms(
+        "Ministral3ForCausalLM", "ministral3", rope={"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 512}, head_dim=16,
+    ),
+    "glm4": plain_forms("Glm4ForCausalLM", "glm4", head_dim=16, attention_bias=True, partial_rotary_factor=0.5),
+    "glm4.5": plain_forms(
+        "Glm4MoeForCausalLM", "glm4_moe", head_dim=16, attention_bias=True, use_qk_norm=True, n_routed_experts=16,
+        num_experts_per_tok=4, moe_intermediate_size=32, n_shared_experts=1, first_k_dense_replace=2, n_group=1,
+        topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, partial_rotary_factor=0.5,
+        num_nextn_predict_layers=1,
+    ),
+    "mixtral": plain_forms("MixtralForCausalLM", "mixtral", num_local_experts=8, num_experts_per_tok=2),
+    "olmoe": plain_forms("OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=3, norm_topk_prob=False),
+    "qwen2_moe": plain_forms(
+        "Qwen2MoeForCausalLM", "qwen2_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+        shared_expert_intermediate_size=64, decoder_sparse_step=2, max_window_layers=21, use_sliding_window=False,
+    ),
+    "qwen3_moe": plain_forms(
+        "Qwen3MoeForCausalLM", "qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+        head_dim=16, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[1], max_window_layers=48,
+    ),
+    "gpt_oss": plain_forms(
+        "GptOssForCausalLM", "gpt_oss", rope={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 512}, head_dim=16, num_local_experts=8,
+        num_experts_per_tok=3, sliding_window=64, attention_bias=True, swiglu_limit=7.0,
+    ),
 }  # fmt: skip
 
 
@@ -234,6 +291,18 @@ def test_windows_follow_each_familys_pattern() -> None:
     assert windows("gemma2") == [64, None] * 3
     assert windows("gemma3") == [64, 64, None] * 2
     assert windows("phi3") == [2047] * 6
+    assert windows("olmo3") == [64, 64, 64, None, 64, 64]
+    assert windows("gpt_oss") == [64, None] * 3
+
+
+def test_layers_are_dense_or_routed_as_each_family_says() -> None:
+    routed = {name: [layer.routed is not None for layer in spec(name).layers] for name in FORMS}
+    assert routed["glm4.5"] == [False, False, True, True, True, True]
+    assert routed["qwen2_moe"] == [False, True] * 3
+    assert routed["qwen3_moe"] == [True, False, True, True, True, True]
+    assert all(routed["mixtral"] + routed["olmoe"] + routed["gpt_oss"])
+    assert not any(any(layers) for name, layers in routed.items() if "moe" not in name and name in ("glm4", "phi3"))
+    assert spec("glm4.5").num_mtp_layers == 1
 
 
 def test_families_differ_from_llama_where_they_should():

@@ -112,7 +112,8 @@ def _explain(options: Options) -> int:
             tell_linears(plan.program, plan.isa),
             tell_buffers(plan.buffers),
             [
-                f"a step    reads {step_bytes(plan.program) / 1e6:,.1f} MB of weights, and {kv_bytes:,.0f} bytes of "
+                f"a step    {'of a token ' if any(layer.routed for layer in spec.layers) else ''}reads "
+                f"{step_bytes(plan.program) / 1e6:,.1f} MB of weights, and {kv_bytes:,.0f} bytes of "
                 "keys and values for each token of context of each request",
                 f"          and has at most {plan.token_budget} tokens (--max-num-batched-tokens)",
             ],

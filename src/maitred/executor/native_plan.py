@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +44,10 @@ from maitred.model.gguf_file import HELD_AS, WIDENED
 from maitred.model.packaged import default_folder
 from maitred.model.packed import OnPacked, plan_weights, total_bytes
 from maitred.model.packed_cache import WeightCache, load_weights
-from maitred.model.program import Columns, Format, Formats, Program
+from maitred.model.program import ROUTERS, Columns, Format, Formats, Program
 from maitred.model.shares import own_program
 from maitred.model.spec import DecoderSpec, NormPlacement
-from maitred.model.weight_map import weight_map
+from maitred.model.weight_map import OTHER_SENSES, weight_map
 
 
 class NativeSampler:
@@ -97,7 +97,7 @@ def _outcome(sampled: Sampled, row: int, token_id: int, fault: int, sampler: Req
     return SampledToken(token_id, TokenLogprobs(ids, tuple(sampled.logprobs[row, : num_top + 1].tolist()), ranks))
 
 
-MATRIX = 2  # dimensions
+EXPERT_PASS = 512  # tokens whose experts are computed together, as csrc/experts.h has it
 Stored = tuple[tuple[int, Format], ...]
 
 
@@ -180,12 +180,14 @@ class NativePlan:
             "queries, keys and values": spec.q_width + 2 * spec.kv_width,
             "queries made ready": 2 * spec.q_width,
             "attention": spec.q_width,
-            "gate times up": spec.intermediate_size,
-            "prepared rows": max(spec.hidden_size, spec.q_width, spec.intermediate_size),
+            "gate times up": sum(spec.mlp_widths),
+            "prepared rows": max(spec.hidden_size, spec.q_width, *spec.mlp_widths),
         }
         if spec.norm_placement is not NormPlacement.PRE:
             rows["a part before its norm"] = spec.hidden_size
         sizes = {f"{name} [{self.max_tokens} x {width}]": 4 * self.max_tokens * width for name, width in rows.items()}
+        if (experts := expert_buffer_values(spec, self.max_tokens)) is not None:
+            sizes["rows of experts"] = 4 * experts
         sizes[f"logits [{self.max_logits} x {spec.vocab_size}]"] = 4 * self.max_logits * spec.vocab_size
         return list(sizes.items())
 
@@ -204,7 +206,8 @@ class NativePlan:
         ranks = f"{self.num_ranks} ranks of " if self.num_ranks > 1 else ""
         return (
             f"native  {self.isa}, {ranks}{up_to}{self.num_threads} thread{'s' if self.num_threads > 1 else ''}, "
-            f"weights {formats}{self._widened()}, KV cache {self.kv_dtype}, {len(self.program.ops)} operations a step"
+            f"weights {formats}{self._widened()}{self._left_out()}, KV cache {self.kv_dtype}, "
+            f"{len(self.program.ops)} operations a step"
         )
 
     def _widened(self) -> str:
@@ -214,6 +217,11 @@ class NativePlan:
         told = [f"{dtype} {how} {HELD_AS[dtype]}" for dtype, how in WIDENED.items() if dtype in found]
         told += [self.checkpoint.expanded] if names and self.checkpoint.expanded else []
         return f" ({', '.join(told)})" if told else ""
+
+    def _left_out(self) -> str:
+        """Tensors of the parts of a multimodal model that read pictures and sounds."""
+        count = sum(bool(OTHER_SENSES.search(name)) for name in self.checkpoint.tensor_names())
+        return f" without {count} tensors of pictures and sounds" if count else ""
 
     def build(
         self,
@@ -319,6 +327,17 @@ class NativePlan:
         return Ranks(begin, on_lost)
 
 
+def expert_buffer_values(spec: DecoderSpec, max_tokens: int) -> int | None:
+    """Values that routed layers gather in a pass: each pair of a row and an expert made ready, before and behind down.
+    None without routed layers."""
+    routed = [layer.routed for layer in spec.layers if layer.routed is not None]
+    if not routed:
+        return None
+    pairs = min(max_tokens, EXPERT_PASS) * max(each.num_active for each in routed)
+    width = max(each.width for each in routed)
+    return pairs * (max(width, spec.hidden_size) + width + spec.hidden_size)
+
+
 def plan_native_executor(
     config: ModelConfig,
     checkpoint: Checkpoint,
@@ -417,14 +436,25 @@ def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Store
         return {}
     found: dict[str, list[tuple[int, Format]]] = {}
     for source in weight_map(spec, checkpoint.tensor_names()):
-        if len(source.shape) == MATRIX:
+        if source.is_matrix and not source.parameter.endswith(ROUTERS):
             dtype, order = checkpoint.dtype_of(source.tensor), checkpoint.order_of(source.tensor)
-            if order and source.parameter in ("embedding.weight", "output.weight"):  # rows are read as they are there
+            # Rows of embeddings are read as they are there, and experts share their rows.
+            if order and (source.parameter in ("embedding.weight", "output.weight") or ".experts." in source.parameter):
                 dtype, order = "F32", ""
-            found.setdefault(source.parameter, []).append(
-                (source.row, Format(dtype=HELD_AS.get(dtype, dtype), order=order))
-            )
-    return {parameter: tuple(sorted(parts, key=lambda part: part[0])) for parameter, parts in found.items()}
+            format = Format(dtype=HELD_AS.get(dtype, dtype), order=order)
+            found.setdefault(source.parameter, []).extend((piece.row, format) for piece in source.pieces())
+    return {parameter: tuple(_runs(sorted(parts, key=_row))) for parameter, parts in found.items()}
+
+
+def _row(part: tuple[int, Format]) -> int:
+    return part[0]
+
+
+def _runs(parts: Sequence[tuple[int, Format]]) -> Iterator[tuple[int, Format]]:
+    """The first of each run of parts in one format."""
+    for before, part in zip([None, *parts], parts, strict=False):
+        if before is None or before[1] != part[1]:
+            yield part
 
 
 def _format(dtype: str) -> Format:

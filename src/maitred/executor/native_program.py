@@ -22,6 +22,7 @@ from maitred.model.program import (
     Attention,
     Columns,
     Embed,
+    Experts,
     Gate,
     Gated,
     Linear,
@@ -29,15 +30,18 @@ from maitred.model.program import (
     Op,
     Prepare,
     Program,
+    Route,
+    SigmoidScale,
     Store,
     Take,
     Weight,
 )
 from maitred.model.rope import inverse_frequencies
 from maitred.model.shares import Share, share_of
-from maitred.model.spec import RopeSpec
+from maitred.model.spec import SWIGLU_SLOPE, Activation, RopeSpec
 
 LOGITS_BYTES = 48 * 2**20  # of the rows of logits of one run; more of them come in several
+NOT_ADAPTED = -1  # the number of a linear that adapters leave alone
 Int32s = NDArray[np.int32]
 
 
@@ -227,6 +231,12 @@ class NativeProgram:
         self._native.release_adapter_memory(offset, num_bytes)
 
     @property
+    def tokens_of_expert(self) -> list[NDArray[np.int64]]:
+        """Of each routed layer, the rows that each of its experts had since the start; views."""
+        found: list[NDArray[np.int64]] = self._native.tokens_of_expert
+        return found
+
+    @property
     def buffer_bytes(self) -> int:
         return int(self._native.buffer_bytes)
 
@@ -251,13 +261,19 @@ class _Builder:
         self._eps = program.spec.norm_eps
         self._head = _head_begins(program.ops)
         self.rows: dict[str, Any] = {}
+        self._made: dict[tuple[str, int], Any] = {}
         self.adapted: list[Weight] = []
         self.frequencies: list[NDArray[np.float32]] = []  # the native program reads them where they are
         self._tables: dict[RopeSpec, Any] = {}
+        self._query_tables: dict[RopeSpec | None, Any] = {}  # of ropes with factors of their own for queries
 
     def build(self) -> None:
         ops = self._program.ops
         self._native.operands([shape_of(op.weight) for op in ops if isinstance(op, Linear)])
+        if routed := [op for op in ops if isinstance(op, Experts)]:
+            shapes = [shape_of(weight) for op in routed for weight in (op.gate_up, op.down)]
+            most = (max(getattr(op.routed, name) for op in routed) for name in ("num_experts", "num_active", "width"))
+            self._native.routed(*most, self._program.spec.hidden_size, list({repr(s): s for s in shapes}.values()))
         logits_begin = self._head
         if self._program.head is not None:
             self._rows(TAPS, self._program.head.tap_width)
@@ -278,8 +294,8 @@ class _Builder:
             case Prepare():
                 reader = self._reader(index)
                 norm, few = self._vector(op.norm), index >= self._head
-                shape = shape_of(reader.weight)
-                adapted = self._adapted(reader, few)
+                shape = shape_of(reader.weight if isinstance(reader, Linear) else reader.gate_up)
+                adapted = self._adapted(reader, few) if isinstance(reader, Linear) else NOT_ADAPTED
                 order = () if op.order is None else (self._vector(op.order),)
                 self._native.prepare(self.rows[op.source], shape, norm, self._eps, few, op.takes, adapted, *order)
             case Take():
@@ -295,12 +311,16 @@ class _Builder:
                 spec = self._program.spec
                 target = self._rows(op.target, spec.q_width)
                 cap = spec.attention_softcap or 0.0
-                reader = shape_of(self._reader(index).weight)
-                scale, window = spec.attention_scale, op.window or 0
-                self._native.attention(op.layer, spec.num_heads, window, scale, cap, target, reader)
+                reader = self._reader(index)
+                assert isinstance(reader, Linear)
+                scale, window, sinks = spec.attention_scale, op.window or 0, self._vector(op.sinks)
+                shape = shape_of(reader.weight)
+                self._native.attention(op.layer, spec.num_heads, window, scale, cap, target, shape, sinks)
             case Gate():
                 gate, up = self.rows[op.gate], self.rows[op.up]
                 self._native.gate(gate, up, self._rows(op.target, gate.width), op.activation.value, index >= self._head)
+            case Route() | Experts() | SigmoidScale():
+                self._add_routed(op, index >= self._head)
             case NormAdd():
                 weight, few = self._vector(op.weight), index >= self._head
                 self._native.norm_add(self.rows[op.source], self.rows[op.target], weight, self._eps, op.scale, few)
@@ -325,6 +345,55 @@ class _Builder:
     def _width(self, value: str) -> int:
         """Return the width of a value that is written by columns."""
         return max(op.first + op.width for op in self._program.ops if isinstance(op, Columns) and op.target == value)
+
+    def _add_routed(self, op: Route | Experts | SigmoidScale, few: bool) -> None:
+        if isinstance(op, SigmoidScale):
+            self._native.sigmoid_scale(self.rows[op.value], self.rows[op.source], op.column, few)
+        elif isinstance(op, Route):
+            self._add_route(op, few)
+        else:
+            self._add_experts(op, few)
+
+    def _add_route(self, op: Route, few: bool) -> None:
+        routed = op.routed
+        self._native.route(
+            self.rows[op.source],
+            routed.scoring.value,
+            routed.num_experts,
+            routed.num_active,
+            routed.num_groups,
+            routed.num_active_groups,
+            routed.best_of_group,
+            routed.normalized,
+            routed.scale,
+            self._vector(op.correction),
+            few,
+        )
+
+    def _add_experts(self, op: Experts, few: bool) -> None:
+        gate_up, down = self._share(op.gate_up), self._share(op.down)
+        assert gate_up.weight is not None and down.weight is not None  # noqa: PT018  own_program refuses others
+        ending, alpha = ("add", op.ending.scale) if isinstance(op.ending, AddTo) else ("store", 1.0)
+        gated = op.gated
+        self._native.experts(
+            op.routed.num_experts,
+            op.routed.num_active,
+            op.routed.width,
+            shape_of(gate_up.weight),
+            self._data(op.gate_up),
+            gate_up.first,
+            shape_of(down.weight),
+            self._data(op.down),
+            down.first,
+            self._rows(op.target, self._program.spec.hidden_size),
+            ending,
+            alpha,
+            gated.activation.value,
+            SWIGLU_SLOPE if gated.activation is Activation.CLAMPED_SWIGLU else 1.0,
+            gated.limit,
+            few,
+            op.gate_up.name.removesuffix(".gate_up"),
+        )
 
     def _add_linear(self, index: int, op: Linear) -> None:
         few = index >= self._head
@@ -353,7 +422,7 @@ class _Builder:
     def _adapted(self, linear: Linear, few: bool) -> int:
         """The linear's number among those that adapters may add to, -1 for the output matrix."""
         if linear.target == LOGITS:
-            return -1
+            return NOT_ADAPTED
         if linear.weight not in self.adapted[-1:]:
             number = self._native.adapted_linear(shape_of(linear.weight), few)
             assert number == len(self.adapted)
@@ -371,6 +440,8 @@ class _Builder:
             self._vector(op.k_norm),
             op.full_width,
             self._eps,
+            op.rope is not None and op.rope.interleaved,
+            self._query_tables.get(op.rope),
         )
 
     def _add_rope_tables(self) -> None:
@@ -378,15 +449,20 @@ class _Builder:
             if rope is not None:
                 frequencies = np.array(inverse_frequencies(rope, self._max_model_len), dtype=np.float32)
                 self.frequencies.append(frequencies)
-                self._tables[rope] = self._native.rope_table(frequencies, rope.attention_factor)
+                factor, context = rope.attention_factor, rope.original_max_position_embeddings
+                self._tables[rope] = self._native.rope_table(frequencies, factor)
+                if rope.query_beta:
+                    self._query_tables[rope] = self._native.rope_table(frequencies, factor, rope.query_beta, context)
 
-    def _reader(self, index: int) -> Linear:
-        """The linear that reads what the operation at `index` prepares or attends to."""
-        return next(op for op in self._program.ops[index:] if isinstance(op, Linear))
+    def _reader(self, index: int) -> Linear | Experts:
+        """The operation that reads what the one at `index` prepares or attends to."""
+        return next(op for op in self._program.ops[index:] if isinstance(op, Linear | Experts))
 
     def _rows(self, name: str, width: int, *, few: bool = False) -> Any:
-        if name not in self.rows:
-            self.rows[name] = self._native.rows(width, few)
+        """The value's rows, which hold what was written last: layers may write it in unlike widths."""
+        if (name, width) not in self._made:
+            self._made[name, width] = self._native.rows(width, few)
+        self.rows[name] = self._made[name, width]
         return self.rows[name]
 
     def _share(self, weight: Weight) -> Share:

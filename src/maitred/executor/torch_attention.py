@@ -59,11 +59,16 @@ class GatherAttention:
         slots_T = self._tensor(batch.slots)
         groups = [self._prepare_group(batch, group) for group in batch.groups()]
 
-        def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int,
+            q_TNH: torch.Tensor,
+            k_TKH: torch.Tensor,
+            v_TKH: torch.Tensor,
+            sinks_N: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             self._pool.write(layer, slots_T, k_TKH, v_TKH)
-            if len(groups) == 1:
-                return self._attend_group(layer, q_TNH, groups[0])
-            return torch.cat([self._attend_group(layer, q_TNH, group) for group in groups])
+            found = [self._attend_group(layer, q_TNH, group, sinks_N) for group in groups]
+            return found[0] if len(found) == 1 else torch.cat(found)
 
         return attend
 
@@ -93,16 +98,18 @@ class GatherAttention:
         mask_RQL = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return _Keys(block_ids, num_keys, mask_RQL.masked_fill_(hidden, float("-inf")))
 
-    def _attend_group(self, layer: int, q_TNH: torch.Tensor, group: _Group) -> torch.Tensor:
+    def _attend_group(
+        self, layer: int, q_TNH: torch.Tensor, group: _Group, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
         """Returns the group's tokens' out, [t, N, H]."""
         rows, keys = group.rows, group.keys_of_window[self._windows[layer]]
         k_RLKH, v_RLKH = self._gather(layer, rows.num_rows, keys)
         if rows.query_len > LONGEST_SHARED_QUERY:
-            return self._attend_long(q_TNH[rows.tokens], k_RLKH[0], v_RLKH[0], keys.mask)
+            return self._attend_long(q_TNH[rows.tokens], k_RLKH[0], v_RLKH[0], keys.mask, sinks_N)
         assert keys.mask is not None
         q = q_TNH[rows.tokens] if group.query_index is None else q_TNH.index_select(0, group.query_index)
         q_RQNH = q.view(rows.num_rows, rows.query_len, *q.shape[1:])
-        out = self._attend_short(q_RQNH, k_RLKH, v_RLKH, keys.mask)
+        out = self._attend_short(q_RQNH, k_RLKH, v_RLKH, keys.mask, sinks_N)
         return out if group.query_keep is None else out.index_select(0, group.query_keep)
 
     def _gather(self, layer: int, num_rows: int, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +126,12 @@ class GatherAttention:
         return gathered[0], gathered[1]
 
     def _attend_short(
-        self, q_RQNH: torch.Tensor, k_RLKH: torch.Tensor, v_RLKH: torch.Tensor, mask_RQL: torch.Tensor
+        self,
+        q_RQNH: torch.Tensor,
+        k_RLKH: torch.Tensor,
+        v_RLKH: torch.Tensor,
+        mask_RQL: torch.Tensor,
+        sinks_N: torch.Tensor | None,
     ) -> torch.Tensor:
         """Few queries a row: the G query heads of a key head are folded into the queries, so keys are read once."""
         num_rows, query_len, num_heads, head_dim = q_RQNH.shape
@@ -128,12 +140,18 @@ class GatherAttention:
         q = q_RQNH.view(num_rows, query_len, num_kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
         q = q.reshape(num_rows, num_kv_heads, query_len * group, head_dim)
         mask = mask_RQL[:, None, :, None, :].expand(-1, -1, -1, group, -1).flatten(2, 3)
-        out = self._attend(q, k_RLKH.transpose(1, 2), v_RLKH.transpose(1, 2), mask)
+        sinks = None if sinks_N is None else sinks_N.view(-1, 1, group).repeat(1, query_len, 1).flatten(1)[..., None]
+        out = self._attend(q, k_RLKH.transpose(1, 2), v_RLKH.transpose(1, 2), mask, sinks)
         out = out.view(num_rows, num_kv_heads, query_len, group, head_dim).permute(0, 2, 1, 3, 4)
         return out.reshape(num_rows * query_len, num_heads, head_dim)
 
     def _attend_long(
-        self, q_QNH: torch.Tensor, k_LKH: torch.Tensor, v_LKH: torch.Tensor, mask_RQL: torch.Tensor | None
+        self,
+        q_QNH: torch.Tensor,
+        k_LKH: torch.Tensor,
+        v_LKH: torch.Tensor,
+        mask_RQL: torch.Tensor | None,
+        sinks_N: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend one row: key heads are the batch, and the G query heads of each see the same keys through stride 0."""
         query_len, num_heads, head_dim = q_QNH.shape
@@ -143,21 +161,34 @@ class GatherAttention:
             k_LKH, v_LKH = k_LKH[:query_len], v_LKH[:query_len]
         k, v = (x.permute(1, 0, 2)[:, None].expand(-1, q.shape[1], -1, -1) for x in (k_LKH, v_LKH))
         mask = None if mask_RQL is None else mask_RQL[:, None]
-        out = self._attend(q, k, v, mask)
+        sinks = None if sinks_N is None else sinks_N.view(num_kv_heads, -1, 1, 1)
+        out = self._attend(q, k, v, mask, sinks)
         return out.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """q [.., .., queries, H], k and v [.., .., keys, H]; without a mask, causal over as many keys as queries."""
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """q [.., .., queries, H], k and v [.., .., keys, H]; without a mask, causal over as many keys as queries. Sinks
+        are logits of one key more, without a value."""
         scale, softcap = self._spec.attention_scale, self._spec.attention_softcap
-        if softcap is None:
+        if softcap is None and sinks is None:
             return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-        scores = softcap * torch.tanh(torch.matmul(q, k.transpose(-1, -2)).float() * (scale / softcap))
+        scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if mask is None:
             above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
             scores = scores.masked_fill_(above, float("-inf"))
         else:
             scores = scores + mask
-        return torch.matmul(torch.softmax(scores, dim=-1).to(v.dtype), v)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        return torch.matmul(torch.softmax(scores, dim=-1)[..., : k.shape[-2]].to(v.dtype), v)
 
     def _tensor(self, array: object) -> torch.Tensor:
         return torch.as_tensor(array, device=self._device)
@@ -178,8 +209,8 @@ def flash_refusal(spec: DecoderSpec, *, device: torch.device, dtype: torch.dtype
         return f"it computes in 16 bits, and this is {dtype} with a {kv_dtype} KV cache"
     if spec.head_dim % 8 or spec.head_dim > MOST_HEAD_DIM:
         return f"head size {spec.head_dim} is not a multiple of 8 up to {MOST_HEAD_DIM}"
-    if spec.attention_softcap is not None:
-        return "it has no softcap"
+    if spec.attention_softcap is not None or spec.attention_sinks:
+        return f"it has no {'attention sinks' if spec.attention_sinks else 'softcap'}"
     from torch.nn.attention import varlen  # noqa: PLC0415  # see FlashAttention
 
     if lacks := {"seqused_k", "block_table", "num_splits", "enable_gqa"} - set(

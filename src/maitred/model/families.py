@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from maitred.core.errors import CheckpointError
-from maitred.model.rope_config import Config, gemma3_ropes, rope_from_config
-from maitred.model.spec import Activation, DecoderSpec, LayerSpec, NormPlacement, QKNorm, RopeType
+from maitred.model.rope_config import Config, rope_from_config, ropes_by_type
+from maitred.model.spec import (
+    Activation,
+    DecoderSpec,
+    LayerSpec,
+    NormPlacement,
+    QKNorm,
+    RopeType,
+    RoutedSpec,
+    Scoring,
+)
 
 LayersOf = Callable[[Config, int], tuple[LayerSpec, ...]]  # (config with the family's defaults, head_dim)
+RoutedOf = Callable[[Config, int], RoutedSpec | None]  # (the same config, number of the layer); None: it is dense
 
 
 def same_window(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
@@ -36,15 +46,28 @@ def qwen_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(window=_window(window, t), rope=rope) for t in types)
 
 
-def gemma2_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
+def qwen2_moe_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
+    """Even layers below `max_window_layers` slide, when `use_sliding_window` says so."""
+    types = _layer_types(c, lambda i: bool(c["use_sliding_window"]) and i % 2 == 0 and i < c["max_window_layers"])
+    rope = rope_from_config(c, head_dim)
+    return tuple(LayerSpec(window=_window(c["sliding_window"], t), rope=rope) for t in types)
+
+
+def qwen3_moe_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
+    """All slide, or none."""
+    return same_window({**c, "sliding_window": c["sliding_window"] if c["use_sliding_window"] else None}, head_dim)
+
+
+def alternating_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
     rope = rope_from_config(c, head_dim)
     types = _layer_types(c, lambda i: i % 2 == 0)
     return tuple(LayerSpec(window=_window(c["sliding_window"], t), rope=rope) for t in types)
 
 
-def gemma3_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
+def patterned_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
+    """Each `sliding_window_pattern`-th layer is full, and the two kinds have ropes of their own."""
     pattern = c["sliding_window_pattern"]
-    ropes = gemma3_ropes(c, head_dim)
+    ropes = ropes_by_type(c, head_dim)
     types = _layer_types(c, lambda i: (i + 1) % pattern != 0)
     return tuple(LayerSpec(window=_window(c["sliding_window"], t), rope=ropes[t]) for t in types)
 
@@ -59,6 +82,83 @@ def smollm3_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
     return tuple(
         LayerSpec(window=_window(c["sliding_window"], t), rope=rope if has_rope[i] else None)
         for i, t in enumerate(types)
+    )
+
+
+def no_experts(c: Config, layer: int) -> None:
+    return None
+
+
+def mixtral_experts(c: Config, layer: int) -> RoutedSpec:
+    return RoutedSpec(
+        num_experts=c["num_local_experts"],
+        num_active=c["num_experts_per_tok"],
+        width=c["intermediate_size"],
+        normalized=True,
+    )
+
+
+def qwen_experts(c: Config, layer: int) -> RoutedSpec | None:
+    """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`; Qwen2's has a shared expert with a gate."""
+    experts = c.get("num_experts") or c.get("num_local_experts")
+    if layer in (c["mlp_only_layers"] or ()) or not experts or (layer + 1) % c["decoder_sparse_step"]:
+        return None
+    shared = c.get("shared_expert_intermediate_size") or 0
+    return RoutedSpec(
+        num_experts=experts,
+        num_active=c["num_experts_per_tok"],
+        width=c["moe_intermediate_size"],
+        normalized=bool(c["norm_topk_prob"]),
+        shared_width=shared,
+        shared_gate=shared > 0,
+    )
+
+
+def olmoe_experts(c: Config, layer: int) -> RoutedSpec:
+    if c["clip_qkv"] is not None:
+        raise CheckpointError(
+            f"clip_qkv is {c['clip_qkv']}; queries, keys and values cannot be clipped, use a release without"
+        )
+    return RoutedSpec(
+        num_experts=c["num_experts"],
+        num_active=c["num_experts_per_tok"],
+        width=c["intermediate_size"],
+        normalized=bool(c["norm_topk_prob"]),
+    )
+
+
+def deepseek_experts(c: Config, layer: int) -> RoutedSpec | None:
+    """GLM-4.5's and DeepSeek-V3's: sigmoid with a correction bias, groups, shared experts; first layers are dense."""
+    if (scoring := c.get("scoring_func", "sigmoid")) != "sigmoid" or c.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise CheckpointError(
+            f"a router with scoring_func {scoring!r} and topk_method {c.get('topk_method')!r} is not supported; the "
+            f"supported one has sigmoid and noaux_tc"
+        )
+    if layer < c["first_k_dense_replace"]:
+        return None
+    return RoutedSpec(
+        num_experts=c.get("n_routed_experts") or c["num_local_experts"],
+        num_active=c["num_experts_per_tok"],
+        width=c["moe_intermediate_size"],
+        scoring=Scoring.SIGMOID,
+        correction_bias=True,
+        num_groups=c["n_group"],
+        num_active_groups=c["topk_group"],
+        normalized=bool(c["norm_topk_prob"]),
+        scale=float(c["routed_scaling_factor"]),
+        shared_width=c["moe_intermediate_size"] * (c["n_shared_experts"] or 0),
+    )
+
+
+def gpt_oss_experts(c: Config, layer: int) -> RoutedSpec:
+    return RoutedSpec(
+        num_experts=c.get("num_local_experts") or c["num_experts"],
+        num_active=c["num_experts_per_tok"],
+        width=c["intermediate_size"],
+        scoring=Scoring.SOFTMAX_OF_CHOSEN,
+        router_bias=True,
+        expert_bias=True,
+        interleaved=True,
     )
 
 
@@ -115,7 +215,7 @@ def spec_from_config(config: Config) -> DecoderSpec:
 def _describe(architecture: str, family: Family, config: Config) -> DecoderSpec:
     c = _with_defaults(config, family)
     head_dim = _head_dim(c)
-    layers = family.layers(c, head_dim)
+    layers = tuple(replace(layer, mlp=family.experts(c, i)) for i, layer in enumerate(family.layers(c, head_dim)))
     if not family.partial_rotary and any(layer.rope and layer.rope.dim != head_dim for layer in layers):
         raise CheckpointError(f"{architecture} rotates whole heads; partial_rotary_factor must be absent or 1")
     return DecoderSpec(
@@ -131,13 +231,17 @@ def _describe(architecture: str, family: Family, config: Config) -> DecoderSpec:
         norm_eps=float(c["rms_norm_eps"]),
         norm_placement=family.norm_placement,
         norm_offset=float(c.get("norm_offset", family.norm_offset)),  # 0 of a GGUF file
-        qk_norm=family.qk_norm,
-        activation=_activation(c[family.activation_key]),
+        qk_norm=QKNorm.NONE if c.get("use_qk_norm") is False else family.qk_norm,
+        activation=family.activation or _activation(c[family.activation_key]),
+        activation_limit=float(c.get("swiglu_limit") or 0),
+        attention_sinks=family.attention_sinks,
+        num_mtp_layers=c.get("num_nextn_predict_layers") or 0,
         qkv_bias=_switch(c, family.qkv_bias),
         output_bias=_switch(c, family.output_bias),
         mlp_bias=_switch(c, family.mlp_bias),
         tied_embeddings=bool(c["tie_word_embeddings"]),
         fused_weights=family.fused_weights,
+        fused_gate_up=family.fused_gate_up,
         **{"attention_scale": head_dim**-0.5, **family.scales(c)},
     )
 
@@ -175,15 +279,20 @@ class Family:
 
     model_types: tuple[str, ...]
     layers: LayersOf = no_window
+    experts: RoutedOf = no_experts
     scales: Callable[[Config], dict[str, Any]] = _no_scales
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: float = 0.0
     qk_norm: QKNorm = QKNorm.NONE
     activation_key: str = "hidden_act"
+    activation: Activation | None = None
+    """Where the model has its own, whatever the config says."""
+    attention_sinks: bool = False
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     fused_weights: bool = False
+    fused_gate_up: bool = False
     partial_rotary: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -204,6 +313,15 @@ _QWEN_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_QWEN_MOE_DEFAULTS = _QWEN_DEFAULTS | {
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "mlp_only_layers": None,
+}
+_GLM_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 131_072,
+    "partial_rotary_factor": 0.5,
+}
 _GEMMA_DEFAULTS: dict[str, Any] = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -218,7 +336,7 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
 }
 _GEMMA2 = Family(
     model_types=("gemma2",),
-    layers=gemma2_layers,
+    layers=alternating_layers,
     scales=_gemma2_scales,
     norm_placement=NormPlacement.BOTH,
     norm_offset=1.0,
@@ -235,7 +353,7 @@ _GEMMA2 = Family(
 )
 _GEMMA3 = Family(
     model_types=("gemma3_text", "gemma3"),
-    layers=gemma3_layers,
+    layers=patterned_layers,
     scales=_gemma3_scales,
     norm_placement=NormPlacement.BOTH,
     norm_offset=1.0,
@@ -259,6 +377,59 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its text model; pictures are not read
+    "Glm4ForCausalLM": Family(
+        model_types=("glm4",),
+        norm_placement=NormPlacement.GLM4,
+        qkv_bias="attention_bias",
+        fused_gate_up=True,
+        partial_rotary=True,
+        defaults=_GLM_DEFAULTS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_bias": True,
+            "rms_norm_eps": 1.5625e-07,
+            "rope_interleaved": True,
+        },
+    ),
+    "Glm4MoeForCausalLM": Family(  # GLM-4.5 and Air
+        model_types=("glm4_moe",),
+        experts=deepseek_experts,
+        qk_norm=QKNorm.PER_HEAD,
+        qkv_bias="attention_bias",
+        partial_rotary=True,
+        defaults=_GLM_DEFAULTS
+        | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
+    "GptOssForCausalLM": Family(
+        model_types=("gpt_oss",),
+        layers=alternating_layers,
+        experts=gpt_oss_experts,
+        activation=Activation.CLAMPED_SWIGLU,
+        attention_sinks=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "attention_bias": True,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        },
+    ),
     "GraniteForCausalLM": Family(
         model_types=("granite",),
         scales=_granite_scales,
@@ -275,10 +446,34 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_types=("llama",), qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"
     ),
+    "Ministral3ForCausalLM": Family(
+        model_types=("ministral3",),
+        layers=same_window,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+        },
+    ),
     "MistralForCausalLM": Family(
         model_types=("mistral",),
         layers=same_window,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    ),
+    "MixtralForCausalLM": Family(
+        model_types=("mixtral",),
+        layers=same_window,
+        experts=mixtral_experts,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+        },
     ),
     "Olmo2ForCausalLM": Family(
         model_types=("olmo2",),
@@ -287,6 +482,28 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         defaults={"rms_norm_eps": 1e-5},
+    ),
+    "Olmo3ForCausalLM": Family(
+        model_types=("olmo3",),
+        layers=patterned_layers,
+        norm_placement=NormPlacement.POST,
+        qk_norm=QKNorm.FULL_WIDTH,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+    "OlmoeForCausalLM": Family(
+        model_types=("olmoe",),
+        experts=olmoe_experts,
+        qk_norm=QKNorm.FULL_WIDTH,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "clip_qkv": None, "norm_topk_prob": False},
     ),
     "Phi3ForCausalLM": Family(
         model_types=("phi3",),
@@ -303,6 +520,14 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(
         model_types=("qwen2",), layers=qwen_layers, qkv_bias=True, defaults=_QWEN_DEFAULTS
     ),  # Qwen2 and Qwen2.5
+    "Qwen2MoeForCausalLM": Family(
+        model_types=("qwen2_moe",),
+        layers=qwen2_moe_layers,
+        experts=qwen_experts,
+        qkv_bias="qkv_bias",
+        defaults=_QWEN_MOE_DEFAULTS
+        | {"num_key_value_heads": 16, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
+    ),
     "Qwen3ForCausalLM": Family(
         model_types=("qwen3",),
         layers=qwen_layers,
@@ -310,6 +535,15 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_types=("qwen3_moe",),
+        layers=qwen3_moe_layers,
+        experts=qwen_experts,
+        qk_norm=QKNorm.PER_HEAD,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults=_QWEN_MOE_DEFAULTS | {"num_key_value_heads": 4},
     ),
     "SmolLM3ForCausalLM": Family(
         model_types=("smollm3",),
@@ -339,9 +573,10 @@ def _architecture(config: Config) -> str:
             if config.get("auto_map"):
                 _log.debug("config.json brings its own Python code (auto_map); it is not run, %s is built in", name)
             return str(name)
-    if not names:
+    text = config.get("text_config") or {}
+    if not names or any(name.endswith("ForConditionalGeneration") for name in names):
         for name, family in FAMILIES.items():
-            if config.get("model_type") in family.model_types:
+            if (text.get("model_type") or config.get("model_type")) in family.model_types:
                 return name
     unknown = names[0] if names else config.get("model_type")
     code = " It brings its own Python code (auto_map), which is never run." if config.get("auto_map") else ""

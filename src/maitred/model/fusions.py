@@ -25,6 +25,7 @@ from maitred.model.program import (
     Attention,
     Columns,
     Embed,
+    Experts,
     Format,
     Formats,
     Fusion,
@@ -39,14 +40,16 @@ from maitred.model.program import (
     Prepare,
     Program,
     Rope,
+    Route,
     Scale,
+    SigmoidScale,
     Softcap,
     Store,
     Take,
     Weight,
     WriteKV,
 )
-from maitred.model.spec import DecoderSpec, NormPlacement, QKNorm
+from maitred.model.spec import DecoderSpec, NormPlacement, QKNorm, RoutedSpec
 
 
 def lower(spec: DecoderSpec, formats: Formats, taps: Sequence[int] = ()) -> list[Op]:
@@ -61,7 +64,13 @@ def _lowered(spec: DecoderSpec, formats: Formats, taps: Sequence[int]) -> Iterat
         yield from _tap(spec, taps, index)
         layer = f"layers.{index}."
         yield from part_of(spec, layer + "attention", attention(spec, formats, index))
-        yield from part_of(spec, layer + "mlp", mlp(spec, formats, layer))
+        routed = spec.layers[index].routed
+        computed = (
+            mlp(spec, formats, layer, spec.inner_width(index))
+            if routed is None
+            else experts(spec, formats, layer, routed)
+        )
+        yield from part_of(spec, layer + "mlp", computed)
     yield from _tap(spec, taps, spec.num_layers)
     yield Take(HIDDEN, TAKEN)
     yield Norm(TAKEN, "normed", vector("norm", spec.hidden_size))
@@ -127,17 +136,74 @@ def attention(
         yield Rope("q", layer.rope)
         yield Rope("k", layer.rope)
     yield WriteKV(kept, "k", "v")
-    yield Attention("q", "attended", kept, layer.window)
+    sinks = vector(f"layers.{index}.sinks", spec.num_heads) if spec.attention_sinks else None
+    yield Attention("q", "attended", kept, layer.window, sinks)
     output = f"layers.{index}.attention_output"
     yield from linears("attended", [("part", 0, spec.hidden_size)], output, q, formats, spec.output_bias)
 
 
-def mlp(spec: DecoderSpec, formats: Formats, layer: str) -> Iterator[Op]:
-    inner, hidden = spec.intermediate_size, spec.hidden_size
+def mlp(spec: DecoderSpec, formats: Formats, layer: str, inner: int) -> Iterator[Op]:
+    """Write a dense MLP of `inner` values, whose parameters have the prefix `layer`."""
+    hidden = spec.hidden_size
     parts = [("gate", 0, inner), ("up", inner, inner)]
     yield from linears("normed", parts, f"{layer}gate_up", hidden, formats, spec.mlp_bias)
     yield Gate("gate", "up", "inner", spec.activation)
     yield from linears("inner", [("part", 0, hidden)], f"{layer}down", inner, formats, spec.mlp_bias)
+
+
+def experts(spec: DecoderSpec, formats: Formats, layer: str, routed: RoutedSpec) -> Iterator[Op]:
+    """Write a routed MLP. All that reads the residual stream comes before anything is added to it."""
+    hidden, shared = spec.hidden_size, routed.shared_width
+    yield prepare("normed", hidden, VECTOR)
+    yield Linear("operand", "scores", _router(layer, routed, hidden))
+    yield Route("scores", routed, vector(f"{layer}correction", routed.num_experts) if routed.correction_bias else None)
+    gate_up = _expert_weight(f"{layer}experts.gate_up", routed, 2 * routed.width, hidden, formats)
+    down = _expert_weight(f"{layer}experts.down", routed, hidden, routed.width, formats)
+    prepared = None
+    if shared:
+        dense = list(mlp(spec, formats, f"{layer}shared.", shared))
+        down_at = next(i for i, op in enumerate(dense) if isinstance(op, Prepare) and op.source == "inner")
+        yield from dense[:down_at]
+        last = next(op for op in reversed(dense[:down_at]) if isinstance(op, Prepare))
+        prepared = last.dtype if last.order is None else None
+        if routed.shared_gate:
+            yield SigmoidScale("inner", "scores", routed.num_experts)
+    if prepared != gate_up.format.operand:
+        yield prepare("normed", hidden, gate_up.format)
+    yield Experts("operand", "part", gate_up, down, Gated(spec.activation, spec.activation_limit), routed)
+    if shared:
+        pre = spec.norm_placement is NormPlacement.PRE
+        if pre:
+            yield Add("part", HIDDEN, spec.residual_scale)
+        for op in dense[down_at:]:
+            yield replace(op, ending=AddTo(1.0)) if isinstance(op, Linear) and not pre else op
+
+
+def _router(layer: str, routed: RoutedSpec, hidden: int) -> Weight:
+    parts = [Part(parameter=f"{layer}router.weight", first=0, rows=routed.num_experts)]
+    if routed.shared_gate:
+        parts.append(Part(parameter=f"{layer}shared_gate.weight", first=0, rows=1))
+    bias = (Part(parameter=f"{layer}router.bias", first=0, rows=routed.num_experts),) if routed.router_bias else ()
+    return Weight(name=f"{layer}router", parts=tuple(parts), width=hidden, format=VECTOR, bias=bias)
+
+
+def _expert_weight(name: str, routed: RoutedSpec, rows: int, width: int, formats: Formats) -> Weight:
+    found = {formats.of(f"{name}.weight", row) for row in range(0, routed.num_experts * rows, max(rows // 2, 1))}
+    if len(found) > 1:
+        raise KernelError(
+            f"{name} is stored in {' and '.join(sorted(map(str, found)))}; experts of a layer must be in one format; "
+            f"choose one by --dtype"
+        )
+    total = routed.num_experts * rows
+    return Weight(
+        name=name,
+        parts=(Part(parameter=f"{name}.weight", first=0, rows=total),),
+        width=width,
+        format=found.pop(),
+        bias=(Part(parameter=f"{name}.bias", first=0, rows=total),) if routed.expert_bias else (),
+        gated=name.endswith("gate_up"),
+        experts=routed.num_experts,
+    )
 
 
 def linears(
@@ -179,7 +245,7 @@ def vector(name: str, rows: int) -> Weight:
     return matrix(name, rows, 1, VECTOR)
 
 
-NATIVE_OPS = (Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd, Gate)
+NATIVE_OPS = (Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd, Gate, Route, Experts, SigmoidScale)
 
 
 Rewrite = Callable[[Sequence[Op]], tuple[int, list[Op]] | None]
@@ -305,6 +371,8 @@ def _add_into_linear(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
     match ops:
         case [Linear(ending=Store()) as linear, Add() as add, *_] if add.source == linear.target:
             return 2, [replace(linear, target=add.target, ending=AddTo(add.scale))]
+        case [Experts(ending=Store()) as each, Add() as add, *_] if add.source == each.target:
+            return 2, [replace(each, target=add.target, ending=AddTo(add.scale))]
     return None
 
 

@@ -296,7 +296,7 @@ def _lowered(spec: HeadSpec, formats: Formats, pool_layer: int) -> Iterator[Op]:
     yield Columns(HIDDEN, _BOTH, hidden, first=hidden, norm=None if spec.norms_residual else norm)
     yield from attention(decoder, formats, 0, _BOTH, 2 * hidden, pool_layer)
     yield Add("part", HIDDEN, 1.0)
-    yield from part_of(decoder, "layers.0.mlp", mlp(decoder, formats, "layers.0."))
+    yield from part_of(decoder, "layers.0.mlp", mlp(decoder, formats, "layers.0.", decoder.intermediate_size))
     yield Take(HIDDEN, TAKEN)
     if spec.norms_state:
         yield Columns(TAKEN, TAKEN, hidden, norm=vector("norm", hidden))

@@ -7,6 +7,7 @@ buffers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ from maitred.core.errors import CheckpointError
 from maitred.kernels.linear import SourceMatrix, allocate, expand, linear_shape, pack
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.gguf_file import HELD_AS
-from maitred.model.program import ORDER, Part, Program, Weight
-from maitred.model.weight_map import WeightSource, check_shape, head_map, weight_map
+from maitred.model.program import ORDER, Part, Program, Weight, cut
+from maitred.model.weight_map import Piece, WeightSource, check_shape, head_map, weight_map
 
 ALIGNMENT = 4096  # of a tensor in a flat file: a page
 Buffer = NDArray[np.uint8]
@@ -73,12 +74,13 @@ def is_matrix(weight: Weight) -> bool:
 
 
 def shape_of(weight: Weight) -> Any:
-    """Raises KernelError for a matrix that no kernel takes."""
-    return linear_shape(weight.format.dtype, weight.rows, weight.width, gated=weight.gated, bias=bool(weight.bias))
+    """The shape of each of its matrices. Raises KernelError for one that no kernel takes."""
+    rows, width = weight.matrix_rows, weight.width
+    return linear_shape(weight.format.dtype, rows, width, gated=weight.gated, bias=bool(weight.bias))
 
 
 def packed_bytes(weight: Weight) -> int:
-    return int(shape_of(weight).packed_bytes) if is_matrix(weight) else 4 * weight.rows
+    return int(shape_of(weight).packed_bytes) * (weight.experts or 1) if is_matrix(weight) else 4 * weight.rows
 
 
 def plan_weights(program: Program) -> tuple[WeightPlan, ...]:
@@ -135,14 +137,20 @@ def _fill(weight: Weight, buffer: Buffer, sources: _Sources, threads: Any) -> No
     if not is_matrix(weight):
         buffer[: 4 * weight.rows].view(np.float32)[:] = sources.vector(weight.parts)
         return
-    pack(
-        threads,
-        [matrix for part in weight.parts for matrix in sources.matrices(part, sorted=bool(weight.format.order))],
-        weight.format.dtype,
-        gated=weight.gated,
-        bias=sources.vector(weight.bias) if weight.bias else None,
-        out=buffer,
-    )
+    count = weight.experts or 1
+    rows, num_bytes = weight.matrix_rows, int(shape_of(weight).packed_bytes)
+    is_sorted = bool(weight.format.order)
+    for number in range(count):
+        first = number * rows
+        parts = tuple(cut(weight.parts, first, first + rows))
+        pack(
+            threads,
+            [matrix for part in parts for matrix in sources.matrices(part, sorted=is_sorted)],
+            weight.format.dtype,
+            gated=weight.gated,
+            bias=sources.vector(tuple(cut(weight.bias, first, first + rows))) if weight.bias else None,
+            out=buffer[number * num_bytes : (number + 1) * num_bytes],
+        )
 
 
 class _Sources:
@@ -150,43 +158,58 @@ class _Sources:
 
     def __init__(self, program: Program, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._by_parameter: dict[str, list[WeightSource]] = {}
+        self._last: tuple[str, RawTensor] | None = None  # that was read
+        self._by_parameter: dict[str, list[tuple[Piece, WeightSource]]] = {}
         names = checkpoint.tensor_names()
         found = weight_map(program.spec, names) if program.head is None else head_map(program.head, names)
         for source in found:
-            self._by_parameter.setdefault(source.parameter, []).append(source)
+            pieces = self._by_parameter.setdefault(source.parameter, [])
+            pieces.extend((piece, source) for piece in source.pieces())
             _check_shape(source, checkpoint)
+        for pieces in self._by_parameter.values():
+            pieces.sort(key=_row_of)
 
     def order(self, part: Part) -> NDArray[np.int32]:
         """Order of the columns of the matrix that begins with the part."""
-        return next(raw.order for source, raw in self._of(part) if source.row <= part.first)
+        return next(raw.order for _, _, raw in self._of(part))
 
     def matrices(self, part: Part, *, sorted: bool) -> Iterator[SourceMatrix]:
         """The part's rows as the files hold them, from top to bottom; columns in their own order unless `sorted`."""
-        for source, raw in self._of(part):
+        for piece, source, raw in self._of(part):
             values, dtype = (
                 _matrix(raw) if sorted or raw.order is None else (float32_values(raw, source.tensor), "float32")
             )
             assert source.offset == 0.0, source  # only norms have one
-            yield SourceMatrix(values[_rows_within(part, source)], dtype)
+            rows = source.take(values, piece)[_rows_within(part, piece)]
+            yield SourceMatrix(np.ascontiguousarray(rows) if source.stack is not None else rows, dtype)
 
     def vector(self, parts: tuple[Part, ...]) -> NDArray[np.float32]:
         found = []
         for part in parts:
-            for source, raw in self._of(part):
+            for piece, source, raw in self._of(part):
                 values, dtype = _values(raw)
-                found.append(_float32(values[_rows_within(part, source)], dtype) + np.float32(source.offset))
+                rows = source.take(values, piece)[_rows_within(part, piece)]
+                found.append(_float32(rows, dtype) + np.float32(source.offset))
         return np.concatenate(found)
 
-    def _of(self, part: Part) -> Iterator[tuple[WeightSource, RawTensor]]:
-        for source in sorted(self._by_parameter[part.parameter], key=lambda source: source.row):
-            if source.row < part.first + part.rows and part.first < source.row + source.shape[0]:
-                yield source, self._checkpoint.tensor(source.tensor)
+    def _of(self, part: Part) -> Iterator[tuple[Piece, WeightSource, RawTensor]]:
+        pieces = self._by_parameter[part.parameter]
+        first = max(bisect_right(pieces, part.first, key=_row_of) - 1, 0)
+        for piece, source in pieces[first:]:
+            if piece.row >= part.first + part.rows:
+                return
+            if self._last is None or self._last[0] != source.tensor:  # one for all experts is asked for by each
+                self._last = source.tensor, self._checkpoint.tensor(source.tensor)
+            yield piece, source, self._last[1]
+
+
+def _row_of(found: tuple[Piece, WeightSource]) -> int:
+    return found[0].row
 
 
 def _check_shape(source: WeightSource, checkpoint: Checkpoint) -> None:
     check_shape(source, checkpoint.shape_of(source.tensor), checkpoint.file_of(source.tensor))
-    _check_dtype(checkpoint.dtype_of(source.tensor), source.tensor, matrix=len(source.shape) > 1)
+    _check_dtype(checkpoint.dtype_of(source.tensor), source.tensor, matrix=source.is_matrix)
 
 
 def _check_dtype(dtype: str, name: str, *, matrix: bool = False) -> None:
@@ -197,9 +220,9 @@ def _check_dtype(dtype: str, name: str, *, matrix: bool = False) -> None:
         )
 
 
-def _rows_within(part: Part, source: WeightSource) -> slice:
-    """Rows of the source's tensor that belong to the part."""
-    return slice(max(part.first - source.row, 0), min(part.first + part.rows - source.row, source.shape[0]))
+def _rows_within(part: Part, piece: Piece) -> slice:
+    """Rows of the piece that belong to the part."""
+    return slice(max(part.first - piece.row, 0), min(part.first + part.rows - piece.row, piece.num_rows))
 
 
 # safetensors' name -> (how numpy reads it, the packer's name); numpy has no bfloat16, so its bits come as uint16
@@ -214,7 +237,7 @@ _NUMPY_DTYPES: dict[str, tuple[Any, str]] = {
 def _matrix(raw: RawTensor) -> tuple[NDArray[Any], str]:
     """Rows as `SourceMatrix` takes them: those of block types stay bytes."""
     if raw.dtype not in _NUMPY_DTYPES:
-        return np.frombuffer(raw.data, dtype=np.uint8).reshape(raw.shape[0], -1), raw.dtype
+        return np.frombuffer(raw.data, dtype=np.uint8).reshape(*raw.shape[:-1], -1), raw.dtype
     return _values(raw)
 
 

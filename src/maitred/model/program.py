@@ -20,9 +20,12 @@ those take 7 ms of every start to define.
 
 from __future__ import annotations
 
-from msgspec import Struct
+from collections.abc import Iterator
 
-from maitred.model.spec import Activation, DecoderSpec, HeadSpec, RopeSpec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from maitred.model.spec import Activation, DecoderSpec, HeadSpec, RopeSpec, RoutedSpec
 
 HIDDEN = "hidden"  # the residual stream
 TAKEN = "taken"  # its rows whose logits are wanted
@@ -55,6 +58,7 @@ class Format(Struct, frozen=True, kw_only=True):
 
 VECTOR = Format(dtype="float32")
 ORDER = Format(dtype="order")  # of a vector of columns' numbers, int32
+ROUTERS = ("router.weight", "shared_gate.weight")  # parameters that stay float32: a token's experts hang on them
 
 
 class Formats(Struct, frozen=True, kw_only=True):
@@ -68,6 +72,8 @@ class Formats(Struct, frozen=True, kw_only=True):
 
     def of(self, parameter: str, row: int) -> Format:
         """Format of the parameter's rows from `row` on."""
+        if parameter.endswith(ROUTERS):
+            return VECTOR
         for first, format in reversed(self.stored.get(parameter, ())):
             if first <= row:
                 return format
@@ -92,6 +98,7 @@ class Weight(Struct, frozen=True, kw_only=True):
     """A matrix [rows, width], `parts` one below the other, and the bias that is packed with it; a vector has width 1.
 
     `gated`: the first half of the rows is the gate and the second half goes up, packed so that one tile holds both.
+    `experts`: so many matrices [rows / experts, width], one behind the other at equal distances; 0: it is one matrix.
     """
 
     name: str
@@ -100,10 +107,26 @@ class Weight(Struct, frozen=True, kw_only=True):
     format: Format
     bias: tuple[Part, ...] = ()
     gated: bool = False
+    experts: int = 0
 
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.parts)
+
+    @property
+    def matrix_rows(self) -> int:
+        """Rows of one matrix."""
+        return self.rows // (self.experts or 1)
+
+
+def cut(parts: tuple[Part, ...], first: int, end: int) -> Iterator[Part]:
+    """Rows [first, end) of the parts, counted from the first one's top."""
+    top = 0
+    for part in parts:
+        from_row, to_row = max(first - top, 0), min(end - top, part.rows)
+        if from_row < to_row:
+            yield replace(part, first=part.first + from_row, rows=to_row - from_row)
+        top += part.rows
 
 
 # ---- operations
@@ -172,6 +195,7 @@ class Gated(Struct, frozen=True):
     """target = activation(acc of the gate) * (acc of the way up)"""
 
     activation: Activation
+    limit: float = 0.0  # of a clamped activation
 
 
 class Linear(Struct, frozen=True):
@@ -182,6 +206,34 @@ class Linear(Struct, frozen=True):
     weight: Weight
     ending: Store | AddTo | Gated = Store()
     first: int = 0  # column of the target where the outputs begin
+
+
+class Route(Struct, frozen=True):
+    """Experts and weights of each row, from its logits; those that the next `Experts` computes."""
+
+    source: str
+    routed: RoutedSpec
+    correction: Weight | None
+
+
+class Experts(Struct, frozen=True):
+    """acc = sum over a row's experts, in ascending order, of weight * down(gated gate_up), and what becomes of it"""
+
+    source: str
+    target: str
+    gate_up: Weight
+    down: Weight
+    gated: Gated
+    routed: RoutedSpec
+    ending: Store | AddTo = Store()
+
+
+class SigmoidScale(Struct, frozen=True):
+    """value *= sigmoid(column of source)"""
+
+    value: str
+    source: str
+    column: int
 
 
 class HeadNorm(Struct, frozen=True):
@@ -225,6 +277,7 @@ class Attention(Struct, frozen=True):
     target: str
     layer: int
     window: int | None
+    sinks: Weight | None = None
 
 
 class Gate(Struct, frozen=True):
@@ -267,7 +320,7 @@ class Softcap(Struct, frozen=True):
 
 Op = (
     Embed | Take | Norm | Columns | Prepare | Linear | HeadNorm | Rope | WriteKV | QKV | Attention | Gate | Add
-    | NormAdd | Scale | Softcap
+    | NormAdd | Scale | Softcap | Route | Experts | SigmoidScale
 )  # fmt: skip
 
 # ---- the program
@@ -307,10 +360,16 @@ def weights_of(op: Op) -> tuple[Weight, ...]:
     match op:
         case Embed() | Norm() | HeadNorm() | NormAdd() | Linear():
             return (op.weight,)
+        case Experts():
+            return (op.gate_up, op.down)
         case Prepare():
             return tuple(weight for weight in (op.norm, op.order) if weight is not None)
         case Columns():
             return (op.norm,) if op.norm is not None else ()
+        case Route():
+            return (op.correction,) if op.correction is not None else ()
+        case Attention():
+            return (op.sinks,) if op.sinks is not None else ()
         case QKV():
             return tuple(weight for weight in (op.q_norm, op.k_norm) if weight is not None)
         case _:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from maitred.kernels import _native
 from maitred.model.packed import packed_bytes, shape_of
-from maitred.model.program import Linear, Program, Weight
+from maitred.model.program import Experts, Linear, Program, Weight
 
 NAME_WIDTH = 44
 MOST_ROWS = 64  # from which on no kernel gives way to another
@@ -21,27 +21,35 @@ class LinearGroup:
     name: str
     count: int
     weight: Weight
+    num_active: int = 0
+    """Of experts: those that a token has."""
 
     @property
     def num_bytes(self) -> int:
         return self.count * packed_bytes(self.weight)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a step of one token reads."""
+        return self.num_bytes * self.num_active // self.weight.experts if self.num_active else self.num_bytes
 
 
 def linear_groups(program: Program) -> list[LinearGroup]:
     """Return the linears in the order of the program; the same weight used twice counts where it multiplies."""
     groups: dict[tuple[object, ...], LinearGroup] = {}
     for op in program.ops:
-        if isinstance(op, Linear):
-            name = re.sub(r"\.\d+\.", ".*.", op.weight.name)
-            key = (name, op.weight.rows, op.weight.width, op.weight.format)
+        weights = (op.weight,) if isinstance(op, Linear) else (op.gate_up, op.down) if isinstance(op, Experts) else ()
+        for weight in weights:
+            name = re.sub(r"\.\d+\.", ".*.", weight.name)
+            key = (name, weight.rows, weight.width, weight.format)
             count = groups[key].count + 1 if key in groups else 1
-            groups[key] = LinearGroup(name, count, op.weight)
+            groups[key] = LinearGroup(name, count, weight, op.routed.num_active if isinstance(op, Experts) else 0)
     return list(groups.values())
 
 
 def step_bytes(program: Program) -> int:
-    """Weights that a step reads, whatever its number of tokens."""
-    return sum(group.num_bytes for group in linear_groups(program))
+    """Weights that a step of one token reads; of more tokens, so it is without experts, and with them it is more."""
+    return sum(group.read_bytes for group in linear_groups(program))
 
 
 def linear_bytes(program: Program) -> float:
@@ -64,10 +72,12 @@ def tell_linears(program: Program, isa: str) -> list[str]:
     lines = ["linears"]
     for group in linear_groups(program):
         weight = group.weight
+        experts = f"{weight.experts} x " if weight.experts else ""
         lines.append(
-            f"  {group.name:28} {group.count:>4} x [{weight.rows:,} x {weight.width:,}] {weight.format!s:9} "
-            f"{_tell_kernels(weight, isa)}"
+            f"  {group.name:28} {group.count:>4} x {experts}[{weight.matrix_rows:,} x {weight.width:,}] "
+            f"{weight.format!s:9} {_tell_kernels(weight, isa)}"
             f"{', gate beside up' if weight.gated else ''}; {group.num_bytes / 1e6:,.1f} MB"
+            f"{f', of which a token reads {group.read_bytes / 1e6:,.1f}' if experts else ''}"
         )
     return lines
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from maitred.kernels import _native
 from maitred.kernels.linear import SourceMatrix, allocate, linear, pack
-from maitred.model.spec import DecoderSpec
+from maitred.model.spec import DecoderSpec, RoutedSpec
 
 # Arithmetic that a weight format runs on: weights of 4 to 8 bits meet int8 activations.
 ARITHMETIC = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
@@ -107,12 +107,15 @@ def step_work(
     """The ops of one step that a floor counts: linears, attention, lm_head. Norms and the like move next to nothing."""
     tokens = sum(row.num_tokens for row in rows)
     qkv_width = spec.q_width + 2 * spec.kv_width
-    for layer in spec.layers:
+    for index, layer in enumerate(spec.layers):
         yield _linear("qkv", qkv_width, spec.hidden_size, tokens, weights)
         yield _attention(spec, layer.window, rows, kv)
         yield _linear("attention_output", spec.hidden_size, spec.q_width, tokens, weights)
-        yield _linear("gate_up", 2 * spec.intermediate_size, spec.hidden_size, tokens, weights)
-        yield _linear("down", spec.hidden_size, spec.intermediate_size, tokens, weights)
+        if layer.routed is not None:
+            yield from _routed(spec, layer.routed, tokens, weights)
+        if inner := layer.routed.shared_width if layer.routed is not None else spec.inner_width(index):
+            yield _linear("gate_up", 2 * inner, spec.hidden_size, tokens, weights)
+            yield _linear("down", spec.hidden_size, inner, tokens, weights)
     sampled = sum(row.samples for row in rows)
     if sampled:
         yield _linear("lm_head", spec.vocab_size, spec.hidden_size, sampled, lm_head or weights.lm_head)
@@ -142,6 +145,19 @@ def token_budget(weights: WeightFormat, machine: Machine) -> int:
 def _linear(name: str, width_out: int, width_in: int, tokens: int, weights: WeightFormat) -> Work:
     ops = 2.0 * width_out * width_in * tokens
     return Work(name, weights.bytes_of(width_out, width_in), ops, weights.arithmetic)
+
+
+def experts_touched(routed: RoutedSpec, tokens: int) -> float:
+    """Experts of a layer that a step of so many tokens reads, on average where each is as likely as the others."""
+    return routed.num_experts * (1 - (1 - routed.num_active / routed.num_experts) ** tokens)
+
+
+def _routed(spec: DecoderSpec, routed: RoutedSpec, tokens: int, weights: WeightFormat) -> Iterator[Work]:
+    hidden, width, touched = spec.hidden_size, routed.width, experts_touched(routed, tokens)
+    yield _linear("router", routed.num_experts, hidden, tokens, WeightFormat("float32"))
+    for name, rows, columns in (("experts.gate_up", 2 * width, hidden), ("experts.down", hidden, width)):
+        ops = 2.0 * rows * columns * tokens * routed.num_active
+        yield Work(name, touched * weights.bytes_of(rows, columns), ops, weights.arithmetic)
 
 
 def _attention(spec: DecoderSpec, window: int | None, rows: Sequence[Row], kv: KVFormat) -> Work:

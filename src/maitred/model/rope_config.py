@@ -26,18 +26,19 @@ def rope_from_config(config: Config, head_dim: int) -> RopeSpec:
     return rope_from_parameters(parameters, config, head_dim)
 
 
-def gemma3_ropes(config: Config, head_dim: int) -> dict[str, RopeSpec]:
-    """The ropes of Gemma 3 by layer type: full layers may be stretched, sliding ones have their own theta."""
+def ropes_by_type(config: Config, head_dim: int) -> dict[str, RopeSpec]:
+    """The ropes of full and of sliding layers (Gemma 3, OLMo 3): full ones may be stretched, sliding ones may have
+    their own theta."""
     nested = config.get("rope_parameters") or {}
     if nested and not {"full_attention", "sliding_attention"} & set(nested):
         raise CheckpointError(
-            "rope_parameters of a Gemma 3 model must hold one entry for full_attention and one for sliding_attention; "
+            "rope_parameters must hold an entry for full_attention and one for sliding_attention where layers differ; "
             f"it holds {', '.join(sorted(nested))}"
         )
     full = dict(nested.get("full_attention") or {}) | dict(config.get("rope_scaling") or {})
     sliding = dict(nested.get("sliding_attention") or {})
     _set_default(full, "rope_theta", config["rope_theta"])
-    _set_default(sliding, "rope_theta", config["rope_local_base_freq"])
+    _set_default(sliding, "rope_theta", config.get("rope_local_base_freq", config["rope_theta"]))
     return {
         "full_attention": rope_from_parameters(full, config, head_dim),
         "sliding_attention": rope_from_parameters(sliding, config, head_dim),
@@ -54,6 +55,7 @@ def rope_from_parameters(parameters: Config, config: Config, head_dim: int) -> R
         rope_type=rope_type,
         theta=float(parameters["rope_theta"]),
         dim=int(head_dim * float(parameters.get("partial_rotary_factor") or 1.0)),
+        interleaved=bool(config.get("rope_interleaved")),
         **_READERS[rope_type](parameters, config["max_position_embeddings"], original),
     )
     _check_factors(rope)
@@ -96,6 +98,7 @@ def _yarn(parameters: Config, context: int, original: int) -> dict[str, Any]:
         "beta_fast": float(parameters.get("beta_fast") or 32),
         "beta_slow": float(parameters.get("beta_slow") or 1),
         "truncate": bool(parameters.get("truncate", True)),
+        "query_beta": float(parameters.get("llama_4_scaling_beta") or 0),
     }
 
 

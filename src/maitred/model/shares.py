@@ -7,12 +7,12 @@ and every rank has them all; biases go with their channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from maitred.model.program import Embed, Linear, Op, Part, Program, Weight
+from maitred.core.errors import KernelError
+from maitred.model.program import Embed, Experts, Linear, Op, Program, Weight, cut
 
 TILE = 32  # rows that are packed side by side
 
@@ -27,13 +27,13 @@ class Share(NamedTuple):
 def share_of(weight: Weight, rank: int, num_ranks: int) -> Share:
     """Tiles are dealt evenly, in order."""
     halves = 2 if weight.gated else 1
-    width, tile = weight.rows // halves, TILE // halves
+    width, tile = weight.matrix_rows // halves, TILE // halves
     num_tiles = -(-width // tile)
     first, end = (min(num_tiles * r // num_ranks * tile, width) for r in (rank, rank + 1))
     if first == end:
         return Share(first, None)
-    runs = [(half * width + first, half * width + end) for half in range(halves)]
-    parts, bias = (tuple(part for run in runs for part in _cut(of, *run)) for of in (weight.parts, weight.bias))
+    runs = [(half * width + first, half * width + end) for half in range(halves * (weight.experts or 1))]
+    parts, bias = (tuple(part for run in runs for part in cut(of, *run)) for of in (weight.parts, weight.bias))
     return Share(first, replace(weight, parts=parts, bias=bias))
 
 
@@ -45,16 +45,14 @@ def own_program(program: Program, rank: int, num_ranks: int) -> Program:
             share = share_of(op.weight, rank, num_ranks)
             if share.weight is not None:
                 ops.append(replace(op, weight=share.weight))
+        elif isinstance(op, Experts):
+            gate_up, down = (share_of(weight, rank, num_ranks).weight for weight in (op.gate_up, op.down))
+            if gate_up is None or down is None:
+                raise KernelError(
+                    f"{op.gate_up.name}: experts of {op.routed.width} values cannot be divided over {num_ranks} ranks; "
+                    f"choose a smaller --tensor-parallel"
+                )
+            ops.append(replace(op, gate_up=gate_up, down=down))
         else:
             ops.append(op)
     return replace(program, ops=tuple(ops))
-
-
-def _cut(parts: tuple[Part, ...], first: int, end: int) -> Iterator[Part]:
-    """Rows [first, end) of the parts, counted from the first one's top."""
-    top = 0
-    for part in parts:
-        from_row, to_row = max(first - top, 0), min(end - top, part.rows)
-        if from_row < to_row:
-            yield replace(part, first=part.first + from_row, rows=to_row - from_row)
-        top += part.rows

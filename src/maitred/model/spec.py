@@ -11,6 +11,8 @@ from enum import Enum
 
 from maitred.core.errors import CheckpointError
 
+SWIGLU_SLOPE = 1.702  # of Activation.CLAMPED_SWIGLU
+
 
 class NormPlacement(Enum):
     """Places at which a layer's two parts (attention and MLP) are normalised; x is the residual stream."""
@@ -18,6 +20,7 @@ class NormPlacement(Enum):
     PRE = "pre"  # x + part(norm(x)): Llama
     POST = "post"  # x + norm(part(x)): OLMo 2
     BOTH = "both"  # x + norm(part(norm(x))): Gemma 2 and 3
+    GLM4 = "glm4"  # the same, under names of its own in the checkpoint: GLM-4
 
 
 class QKNorm(Enum):
@@ -32,6 +35,7 @@ class Activation(Enum):
     SILU = "silu"
     GELU = "gelu"  # exact, by erf
     GELU_TANH = "gelu_tanh"  # tanh approximation
+    CLAMPED_SWIGLU = "clamped_swiglu"  # of both ways: (up + 1) * gate * sigmoid(1.702 gate), clamped first: gpt-oss
 
 
 class RopeType(Enum):
@@ -66,10 +70,54 @@ class RopeSpec:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    interleaved: bool = False
+    """Values 2i and 2i + 1 are a pair (GLM-4), instead of i and i + dim / 2."""
+    query_beta: float = 0.0
+    """Queries at position p are multiplied by 1 + query_beta * ln(1 + p // original_max_position_embeddings)."""
 
     @property
     def num_frequencies(self) -> int:
         return (self.dim + 1) // 2
+
+
+class Scoring(Enum):
+    """Rule by which a router's logits become scores, by which experts are chosen and weighted."""
+
+    SOFTMAX = "softmax"  # over all experts
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"  # over those with the largest logits: gpt-oss
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedSpec:
+    """An MLP of experts, each gated: a token's is the weighted sum of those that its router chooses."""
+
+    num_experts: int
+    num_active: int
+    """Experts of a token."""
+    width: int
+    """Values between an expert's gate_up and its down."""
+    scoring: Scoring = Scoring.SOFTMAX
+    correction_bias: bool = False
+    """A bias of each expert is added to its score for the choice alone."""
+    num_groups: int = 1
+    """Experts are chosen from the best `num_active_groups` of so many groups; a group counts by the sum of its
+    `best_of_group` best scores."""
+    num_active_groups: int = 1
+    best_of_group: int = 2
+    normalized: bool = False
+    """Weights of a token are divided by their sum."""
+    scale: float = 1.0
+    """Multiplies the weights."""
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_width: int = 0
+    """Width of the expert that every token has beside those; 0: there is none."""
+    shared_gate: bool = False
+    """The shared expert's output is multiplied by the sigmoid of one more logit (Qwen2-MoE)."""
+    interleaved: bool = False
+    """A checkpoint with one tensor for all experts has rows of gate and up in turn (gpt-oss); only the weight map
+    differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +128,12 @@ class LayerSpec:
     """Sliding window in tokens: position p attends to (p - window, p]; None attends to all before it."""
     rope: RopeSpec | None = None
     """None leaves positions out (NoPE, arXiv:2305.19466)."""
+    mlp: RoutedSpec | int | None = None
+    """Routed experts, or a dense MLP of this width; None: of the decoder's `intermediate_size`."""
+
+    @property
+    def routed(self) -> RoutedSpec | None:
+        return self.mlp if isinstance(self.mlp, RoutedSpec) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +162,16 @@ class DecoderSpec:
     mlp_bias: bool = False
     tied_embeddings: bool = False
     """The output matrix is the embedding."""
+    attention_sinks: bool = False
+    """Each head has a logit that only adds to the softmax's denominator (gpt-oss)."""
+    activation_limit: float = 0.0
+    """Clamps gate and up of `Activation.CLAMPED_SWIGLU`."""
+    num_mtp_layers: int = 0
+    """Layers behind the decoder's that the checkpoint carries for drafting; they are no part of it."""
     fused_weights: bool = False
     """The checkpoint stores q, k, v as one matrix and gate, up as one (Phi-3); only the weight map differs."""
+    fused_gate_up: bool = False
+    """The same of gate and up alone (GLM-4)."""
     attention_scale: float
     """Multiplies q.k; 1/sqrt(head_dim) for Llama."""
     attention_softcap: float | None = None
@@ -142,16 +204,41 @@ class DecoderSpec:
         """Numbers the KV cache holds for one token, keys and values of all layers."""
         return 2 * self.num_layers * self.kv_width
 
+    def inner_width(self, layer: int) -> int:
+        """Values between gate_up and down of a layer's dense MLP; 0 where it is routed."""
+        mlp = self.layers[layer].mlp
+        return 0 if isinstance(mlp, RoutedSpec) else self.intermediate_size if mlp is None else mlp
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """The distinct `inner_width`s of all layers, shared experts' included, ascending."""
+        shared = {layer.routed.shared_width for layer in self.layers if layer.routed is not None}
+        return tuple(sorted((shared | {self.inner_width(i) for i in range(self.num_layers)}) - {0}))
+
     def num_parameters(self) -> int:
         """Weights as held in memory; tied embeddings count once."""
         return sum(_product(shape) for shape in parameter_shapes(self).values())
 
+    def num_active_parameters(self) -> int:
+        """The same without the experts that a token does not have."""
+        routed = [layer.routed for layer in self.layers if layer.routed is not None]
+        idle = sum((each.num_experts - each.num_active) * each.width for each in routed)
+        return self.num_parameters() - 3 * self.hidden_size * idle
+
+    def _experts(self) -> str:
+        routed = [layer.routed for layer in self.layers if layer.routed is not None]
+        if not routed:
+            return ""
+        return f" ({len(routed)} with {routed[-1].num_active} of {routed[-1].num_experts} experts)"
+
     def identity(self) -> str:
         """Return one line for logs and messages."""
+        active, total = self.num_active_parameters(), self.num_parameters()
+        of_token = f" ({active / 1e6:,.1f} M of a token)" if active < total else ""
         return (
-            f"{self.architecture}, {self.num_parameters() / 1e6:,.1f} M parameters, {self.num_layers} layers, "
-            f"hidden size {self.hidden_size}, {self.num_heads} heads of {self.head_dim} ({self.num_kv_heads} for keys "
-            f"and values), context {self.max_position_embeddings}"
+            f"{self.architecture}, {total / 1e6:,.1f} M parameters{of_token}, "
+            f"{self.num_layers} layers{self._experts()}, hidden size {self.hidden_size}, {self.num_heads} heads of "
+            f"{self.head_dim} ({self.num_kv_heads} for keys and values), context {self.max_position_embeddings}"
         )
 
 
@@ -160,18 +247,18 @@ def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
     Matrices are [out, in]. q, k, v are one matrix `qkv` (rows in this order), gate and up are one matrix `gate_up`, in
     every family. `attention_norm` and `mlp_norm` stand before their part, `attention_post_norm` and `mlp_post_norm`
-    after it.
+    after it. A routed layer's experts stand one below the other in `experts.gate_up` and `experts.down`.
     """
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, spec.hidden_size)}
     for i in range(spec.num_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(spec).items()}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(spec, i).items()}
     shapes["norm.weight"] = (spec.hidden_size,)
     if not spec.tied_embeddings:
         shapes["output.weight"] = (spec.vocab_size, spec.hidden_size)
     return shapes
 
 
-def _layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(spec: DecoderSpec, layer: int) -> dict[str, tuple[int, ...]]:
     pre = spec.norm_placement is not NormPlacement.POST
     post = spec.norm_placement is not NormPlacement.PRE
     hidden, qkv_width = (spec.hidden_size,), spec.q_width + 2 * spec.kv_width
@@ -183,17 +270,40 @@ def _layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
         "qkv.bias": (qkv_width,) if spec.qkv_bias else None,
         "q_norm.weight": (spec.q_width if full else spec.head_dim,) if normed else None,
         "k_norm.weight": (spec.kv_width if full else spec.head_dim,) if normed else None,
+        "sinks.weight": (spec.num_heads,) if spec.attention_sinks else None,
         "attention_output.weight": (spec.hidden_size, spec.q_width),
         "attention_output.bias": hidden if spec.output_bias else None,
         "attention_post_norm.weight": hidden if post else None,
         "mlp_norm.weight": hidden if pre else None,
-        "gate_up.weight": (2 * spec.intermediate_size, spec.hidden_size),
-        "gate_up.bias": (2 * spec.intermediate_size,) if spec.mlp_bias else None,
-        "down.weight": (spec.hidden_size, spec.intermediate_size),
-        "down.bias": hidden if spec.mlp_bias else None,
+        **_mlp_shapes(spec, layer),
         "mlp_post_norm.weight": hidden if post else None,
     }
     return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _mlp_shapes(spec: DecoderSpec, layer: int) -> dict[str, tuple[int, ...] | None]:
+    routed, hidden = spec.layers[layer].routed, spec.hidden_size
+    if routed is None:
+        inner = spec.inner_width(layer)
+        return {
+            "gate_up.weight": (2 * inner, hidden),
+            "gate_up.bias": (2 * inner,) if spec.mlp_bias else None,
+            "down.weight": (hidden, inner),
+            "down.bias": (hidden,) if spec.mlp_bias else None,
+        }
+    experts, inner, shared = routed.num_experts, routed.width, routed.shared_width
+    return {
+        "router.weight": (experts, hidden),
+        "router.bias": (experts,) if routed.router_bias else None,
+        "correction.weight": (experts,) if routed.correction_bias else None,
+        "experts.gate_up.weight": (experts * 2 * inner, hidden),
+        "experts.gate_up.bias": (experts * 2 * inner,) if routed.expert_bias else None,
+        "experts.down.weight": (experts * hidden, inner),
+        "experts.down.bias": (experts * hidden,) if routed.expert_bias else None,
+        "shared_gate.weight": (1, hidden) if routed.shared_gate else None,
+        "shared.gate_up.weight": (2 * shared, hidden) if shared else None,
+        "shared.down.weight": (hidden, shared) if shared else None,
+    }
 
 
 def _product(shape: tuple[int, ...]) -> int:
@@ -223,6 +333,25 @@ def _check(spec: DecoderSpec) -> None:
             raise CheckpointError(
                 f"{spec.architecture}: layer {i} rotates {layer.rope.dim} values of a head of {spec.head_dim}"
             )
+        if layer.routed is not None:
+            _check_routed(spec.architecture, i, layer.routed)
+
+
+def _check_routed(architecture: str, layer: int, routed: RoutedSpec) -> None:
+    experts, groups = routed.num_experts, routed.num_groups
+    if min(experts, routed.num_active, routed.width, groups, routed.num_active_groups, routed.best_of_group) < 1:
+        raise CheckpointError(f"{architecture}: layer {layer} has a number of its experts below 1: {routed}")
+    if experts % groups or routed.num_active_groups > groups:
+        raise CheckpointError(
+            f"{architecture}: layer {layer} chooses {routed.num_active_groups} of {groups} groups of {experts} "
+            f"experts; the number of groups must divide theirs"
+        )
+    eligible = experts // groups * routed.num_active_groups
+    if routed.num_active > eligible or (groups > 1 and routed.best_of_group > experts // groups):
+        raise CheckpointError(
+            f"{architecture}: layer {layer} gives a token {routed.num_active} of {eligible} eligible experts, in "
+            f"groups of {experts // groups}; it has too few"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,27 +7,39 @@ sequences), N query heads, K key/value heads, H head size, D hidden size, V voca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, linear, rms_norm, silu
 
 from maitred.model.rope import inverse_frequencies
-from maitred.model.spec import Activation, DecoderSpec, LayerSpec, NormPlacement, QKNorm, RopeSpec
+from maitred.model.spec import (
+    SWIGLU_SLOPE,
+    Activation,
+    DecoderSpec,
+    LayerSpec,
+    NormPlacement,
+    QKNorm,
+    RopeSpec,
+    RoutedSpec,
+    Scoring,
+)
 from maitred.model.weight_map import WeightSource, check_shape, weight_map
 
 if TYPE_CHECKING:
     from maitred.model.checkpoint import Checkpoint, RawTensor
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer index, q_TNH, k_TKH, v_TKH) -> out_TNH; rope is applied already, scale and softcap are in the spec."""
+Attend = Callable[..., Tensor]
+"""(layer index, q_TNH, k_TKH, v_TKH) -> out_TNH; rope is applied already, scale and softcap are in the spec. Where this
+says so (`attention_sinks`), sinks_N, logits that only add to the denominator, are one argument more."""
 
 Progress = Callable[[int, int], None]
 """(bytes loaded, bytes in all)"""
 
-Rotation = tuple[Tensor, Tensor]  # cos_TR, sin_TR, R pairs of a head
+Rotation = Sequence[Tensor]  # cos_TR, sin_TR, R pairs of a head
+Rotations = dict[RopeSpec, tuple[Tensor, Tensor, Tensor | None]]  # and the queries' factors [T, 1, 1], where there are
 
 
 class TorchDecoder(nn.Module):
@@ -70,7 +82,7 @@ class TorchDecoder(nn.Module):
         comes into the first layer, and out of each.
         """
         hidden_TD = embedding(token_ids_T, self.embedding.weight) * self.embedding_scale
-        rotations = {rope.spec: rope(positions_T) for rope in self.ropes}
+        rotations = self.rotations(positions_T)
         for layer in self.layers:
             if states is not None:
                 states.append(hidden_TD)
@@ -79,6 +91,10 @@ class TorchDecoder(nn.Module):
             states.append(hidden_TD)
         normed_TD: Tensor = self.norm(hidden_TD)
         return normed_TD
+
+    def rotations(self, positions_T: Tensor) -> Rotations:
+        ropes: Any = self.ropes
+        return {rope.spec: rope(positions_T) for rope in ropes}
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Returns float32 logits_TV, scaled and softcapped."""
@@ -126,15 +142,27 @@ class _Rope(nn.Module):
         frequencies = torch.tensor(inverse_frequencies(spec, max_model_len), dtype=torch.float32, device=device)
         self.frequencies_R = nn.Buffer(frequencies, persistent=False)
 
-    def forward(self, positions_T: Tensor) -> Rotation:
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         angles_TR = positions_T.float()[:, None] * self.frequencies_R
-        return angles_TR.cos() * self.spec.attention_factor, angles_TR.sin() * self.spec.attention_factor
+        factor = self.spec.attention_factor
+        return angles_TR.cos() * factor, angles_TR.sin() * factor, self._query_scale(positions_T)
+
+    def _query_scale(self, positions_T: Tensor) -> Tensor | None:
+        """Factors of the queries, [T, 1, 1], where the rope has them."""
+        if not self.spec.query_beta:
+            return None
+        turns_T = torch.floor(positions_T / self.spec.original_max_position_embeddings)
+        return (1 + self.spec.query_beta * torch.log(1 + turns_T))[:, None, None]
 
 
-def rotate(x_TNH: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + R) of the first 2R values of every head, in float32; the rest passes through."""
+def rotate(x_TNH: Tensor, rotation: Rotation, *, interleaved: bool = False) -> Tensor:
+    """Rotate the pairs (i, i + R) of the first 2R values of every head, in float32; the rest passes through. Pairs that
+    are interleaved, (2i, 2i + 1), are taken apart first and stay so, which leaves products of queries and keys."""
     cos_T1R, sin_T1R = rotation[0][:, None], rotation[1][:, None]
     num_pairs = cos_T1R.shape[-1]
+    if interleaved:
+        apart = (x_TNH[..., : 2 * num_pairs : 2], x_TNH[..., 1 : 2 * num_pairs : 2], x_TNH[..., 2 * num_pairs :])
+        x_TNH = torch.cat(apart, dim=-1)
     first, second = x_TNH[..., :num_pairs].float(), x_TNH[..., num_pairs : 2 * num_pairs].float()
     rotated = torch.cat((first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R), dim=-1)
     rotated = rotated.to(x_TNH.dtype)
@@ -157,21 +185,38 @@ class _Layer(nn.Module):
         super().__init__()
         self.spec, self.index = spec, index
         self.layer_spec: LayerSpec = spec.layers[index]
-        self.activation = _ACTIVATIONS[spec.activation]
-        hidden, inner = spec.hidden_size, spec.intermediate_size
+        hidden, inner = spec.hidden_size, spec.inner_width(index)
         pre = spec.norm_placement is not NormPlacement.POST
         post = spec.norm_placement is not NormPlacement.PRE
         self.attention_norm = make.norm(hidden, spec) if pre else None
         self.qkv = make.linear(hidden, spec.q_width + 2 * spec.kv_width, bias=spec.qkv_bias)
         self.q_norm, self.k_norm = _qk_norms(spec, make)
+        self.sinks = make.norm(spec.num_heads, spec) if spec.attention_sinks else None  # for its vector
         self.attention_output = make.linear(spec.q_width, hidden, bias=spec.output_bias)
         self.attention_post_norm = make.norm(hidden, spec) if post else None
         self.mlp_norm = make.norm(hidden, spec) if pre else None
-        self.gate_up = make.linear(hidden, 2 * inner, bias=spec.mlp_bias)
-        self.down = make.linear(inner, hidden, bias=spec.mlp_bias)
+        if self.layer_spec.routed is not None:
+            self._make_routed(self.layer_spec.routed, make)
+        else:
+            self.gate_up = make.linear(hidden, 2 * inner, bias=spec.mlp_bias)
+            self.down = make.linear(inner, hidden, bias=spec.mlp_bias)
         self.mlp_post_norm = make.norm(hidden, spec) if post else None
 
-    def forward(self, hidden_TD: Tensor, rotations: dict[RopeSpec, Rotation], attend: Attend) -> Tensor:
+    def _make_routed(self, routed: RoutedSpec, make: _Maker) -> None:
+        spec, hidden, experts, shared = self.spec, self.spec.hidden_size, routed.num_experts, routed.shared_width
+        self.router = make.linear(hidden, experts, bias=routed.router_bias)
+        self.correction = make.norm(experts, spec) if routed.correction_bias else None  # for its vector
+        self.experts = nn.ModuleDict(
+            {
+                "gate_up": make.linear(hidden, experts * 2 * routed.width, bias=routed.expert_bias),
+                "down": make.linear(routed.width, experts * hidden, bias=routed.expert_bias),
+            }
+        )
+        self.shared_gate = make.linear(hidden, 1, bias=False) if routed.shared_gate else None
+        matrices = {"gate_up": (hidden, 2 * shared), "down": (shared, hidden)} if shared else {}
+        self.shared = nn.ModuleDict({name: make.linear(*sizes, bias=False) for name, sizes in matrices.items()})
+
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         part_TD = self.attention(_maybe(self.attention_norm, hidden_TD), rotations, attend)
         hidden_TD = self._add(hidden_TD, _maybe(self.attention_post_norm, part_TD))
         part_TD = self.mlp(_maybe(self.mlp_norm, hidden_TD))
@@ -181,15 +226,20 @@ class _Layer(nn.Module):
         scale = self.spec.residual_scale
         return hidden_TD + part_TD if scale == 1.0 else hidden_TD + part_TD * scale
 
-    def attention(self, x_TD: Tensor, rotations: dict[RopeSpec, Rotation], attend: Attend) -> Tensor:
+    def attention(self, x_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         spec = self.spec
         qk, v = torch.split(self.qkv(x_TD), [spec.q_width + spec.kv_width, spec.kv_width], dim=-1)
         qk_TMH = self._normed(qk)  # M = N + K heads: one rotation for both
-        if self.layer_spec.rope is not None:
-            qk_TMH = rotate(qk_TMH, rotations[self.layer_spec.rope])
+        rope, scale = self.layer_spec.rope, None
+        if rope is not None:
+            *rotation, scale = rotations[rope]
+            qk_TMH = rotate(qk_TMH, rotation, interleaved=rope.interleaved)
         q_TNH, k_TKH = torch.split(qk_TMH, [spec.num_heads, spec.num_kv_heads], dim=1)
+        if scale is not None:
+            q_TNH = q_TNH * scale.to(q_TNH.dtype)
         v_TKH = v.view(-1, spec.num_kv_heads, spec.head_dim)
-        out_TNH = attend(self.index, q_TNH, k_TKH, v_TKH)
+        sinks = () if self.sinks is None else (self.sinks.weight,)
+        out_TNH = attend(self.index, q_TNH, k_TKH, v_TKH, *sinks)
         out_TD: Tensor = self.attention_output(out_TNH.flatten(-2))
         return out_TD
 
@@ -206,9 +256,71 @@ class _Layer(nn.Module):
         return qk_TMH
 
     def mlp(self, x_TD: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
-        out_TD: Tensor = self.down(self.activation(gate) * up)
+        if self.layer_spec.routed is not None:
+            return self._routed(self.layer_spec.routed, x_TD)
+        out_TD: Tensor = self.down(self._gated(self.gate_up(x_TD)))
         return out_TD
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.spec.activation is not Activation.CLAMPED_SWIGLU:
+            return _ACTIVATIONS[self.spec.activation](gate) * up
+        limit = self.spec.activation_limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(SWIGLU_SLOPE * gate)
+
+    def _routed(self, routed: RoutedSpec, x_TD: Tensor) -> Tensor:
+        bias = None if self.router.bias is None else self.router.bias.float()
+        logits_TE = linear(x_TD.float(), self.router.weight.float(), bias)
+        weights_TE = route(routed, logits_TE, None if self.correction is None else self.correction.weight)
+        out_TD = torch.zeros_like(x_TD)
+        for expert in (weights_TE != 0).any(dim=0).nonzero()[:, 0].tolist():
+            rows = (weights_TE[:, expert] != 0).nonzero()[:, 0]
+            inner = self._gated(_expert_linear(self.experts["gate_up"], expert, routed, x_TD[rows]))
+            part = _expert_linear(self.experts["down"], expert, routed, inner)
+            out_TD.index_add_(0, rows, (part * weights_TE[rows, expert, None]).to(x_TD.dtype))
+        if not routed.shared_width:
+            return out_TD
+        shared_TD = self.shared["down"](self._gated(self.shared["gate_up"](x_TD)))
+        if self.shared_gate is not None:
+            shared_TD = torch.sigmoid(self.shared_gate(x_TD)) * shared_TD
+        return out_TD.add_(shared_TD)
+
+
+def route(routed: RoutedSpec, logits_TE: Tensor, correction_E: Tensor | None) -> Tensor:
+    """Weights of the experts for each token, [T, E]: 0 for those that it does not have. Of equal scores the lower
+    number's expert is chosen."""
+    if routed.scoring is Scoring.SIGMOID:
+        scores_TE = torch.sigmoid(logits_TE)
+    else:
+        scores_TE = logits_TE if routed.scoring is Scoring.SOFTMAX_OF_CHOSEN else torch.softmax(logits_TE, dim=-1)
+    choice_TE = scores_TE if correction_E is None else scores_TE + correction_E
+    if routed.num_groups > 1:
+        groups_TGE = choice_TE.view(len(choice_TE), routed.num_groups, -1)
+        best_TG = groups_TGE.topk(routed.best_of_group, dim=-1).values.sum(dim=-1)
+        chosen_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(
+            1, _best(best_TG, routed.num_active_groups), True
+        )
+        choice_TE = groups_TGE.masked_fill(~chosen_TG[..., None], -torch.inf).flatten(1)
+    chosen = _best(choice_TE, routed.num_active)
+    weights = scores_TE.gather(1, chosen)
+    if routed.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        weights = torch.softmax(weights, dim=-1)
+    if routed.normalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return torch.zeros_like(scores_TE).scatter_(1, chosen, weights * routed.scale)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Places of each row's largest values; of equal ones the first come first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _expert_linear(stacked: Any, expert: int, routed: RoutedSpec, x: Tensor) -> Tensor:
+    """The rows of one expert in the matrix of all."""
+    size = len(stacked.weight) // routed.num_experts
+    rows = slice(expert * size, (expert + 1) * size)
+    return linear(x, stacked.weight[rows], None if stacked.bias is None else stacked.bias[rows])
 
 
 def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
@@ -243,14 +355,16 @@ def load_torch_decoder(
 
     Raises CheckpointError naming tensor, shapes and file when something is missing, surplus or of the wrong shape.
     """
-    sources = {source.tensor: source for source in weight_map(spec, checkpoint.tensor_names())}
+    sources: dict[str, list[WeightSource]] = {}
+    for source in weight_map(spec, checkpoint.tensor_names()):
+        sources.setdefault(source.tensor, []).append(source)
     decoder = TorchDecoder(spec, device=device, dtype=dtype, max_model_len=max_model_len)
     parameters = dict(decoder.named_parameters())
     loaded = 0
     for name in checkpoint.tensor_names():  # in file order
         raw = checkpoint.tensor(name)
-        if name in sources:
-            _fill(parameters[sources[name].parameter], sources[name], checkpoint)
+        for source in sources.get(name, ()):
+            _fill(parameters[source.parameter], source, checkpoint)
         loaded += raw.data.nbytes
         if progress is not None:
             progress(loaded, checkpoint.weight_bytes)
@@ -272,10 +386,12 @@ def load_part(decoder: TorchDecoder, name: str, checkpoint: Checkpoint) -> nn.Mo
 def _fill(parameter: Tensor, source: WeightSource, checkpoint: Checkpoint) -> None:
     raw = checkpoint.tensor(source.tensor)
     check_shape(source, raw.shape, checkpoint.file_of(source.tensor))
-    target = parameter[source.row : source.row + source.shape[0]]
-    target.copy_(tensor_from_raw(raw, source.tensor))
-    if source.offset:
-        target.add_(source.offset)
+    values = tensor_from_raw(raw, source.tensor)
+    for piece in source.pieces():
+        target = parameter[piece.row : piece.row + piece.num_rows]
+        target.copy_(source.take(values, piece))
+        if source.offset:
+            target.add_(source.offset)
 
 
 _TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

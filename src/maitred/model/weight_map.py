@@ -6,16 +6,20 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from maitred.core.errors import CheckpointError
-from maitred.model.spec import DecoderSpec, HeadSpec, NormPlacement, QKNorm
+from maitred.model.spec import DecoderSpec, HeadSpec, NormPlacement, QKNorm, RoutedSpec
 
 # Prefixes under which a text model's tensors stand: as usual, and inside a multimodal model, older form and today's.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 
 # Tensors that a checkpoint may hold and the decoder has no use for: rotary tables of old releases, and the parts of a
-# multimodal model that read pictures.
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq$|vision_tower\.|multi_modal_projector\.)")
+# multimodal model that read pictures and sounds.
+OTHER_SENSES = re.compile(
+    r"(^|\.)(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_(vision|audio))\."
+)
+HARMLESS = re.compile(rf"(^|\.)rotary_emb\.inv_freq$|{OTHER_SENSES.pattern}")
 
 # And in a head's folder: its vocabulary (`head_folder` reads it), and what its training copied from the model.
 HARMLESS_IN_HEAD = re.compile(r"^(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$")
@@ -23,15 +27,53 @@ HEAD_LAYERS = ("layers.0.", "midlayer.")
 """Names of a head's one layer in `speculators` and in SpecForge."""
 
 
+class Stack(NamedTuple):
+    """How a tensor [experts, ..] that holds something of all experts lies in their parameter."""
+
+    rows: int  # of each expert
+    distance: int  # rows of the parameter from one expert's to the next one's
+    transposed: bool = False  # its matrices are [in, out]
+    turn: int = 0  # every `turns`-th row from this one on: 2 where rows of gate and up are in turn
+    turns: int = 1
+
+
+class Piece(NamedTuple):
+    """Rows of a parameter that lie together in a tensor of the checkpoint."""
+
+    row: int
+    num_rows: int
+    expert: int = 0  # of a stack
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """One tensor of the checkpoint and where it goes: rows [row, row + shape[0]) of `parameter`, plus `offset`."""
+    """One tensor of the checkpoint and where it goes: rows [row, row + shape[0]) of `parameter`, plus `offset`; those
+    of a stack lie apart. A tensor of a stack may be the source of several parts."""
 
     tensor: str
     shape: tuple[int, ...]  # as in the file
     parameter: str
     row: int = 0
     offset: float = 0.0  # added to every value: Gemma's norms store w - 1
+    stack: Stack | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) - (self.stack is not None) > 1
+
+    def pieces(self) -> Iterator[Piece]:
+        if self.stack is None:
+            yield Piece(self.row, self.shape[0])
+            return
+        for expert in range(self.shape[0]):
+            yield Piece(self.row + expert * self.stack.distance, self.stack.rows, expert)
+
+    def take(self, values: Any, piece: Piece) -> Any:
+        """Rows of a piece out of the tensor's values, NumPy's or PyTorch's; a view."""
+        if self.stack is None:
+            return values
+        found = values[piece.expert]
+        return (found.T if self.stack.transposed else found)[self.stack.turn :: self.stack.turns]
 
 
 def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
@@ -39,6 +81,7 @@ def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[Weight
 
     Raises CheckpointError naming tensors that are missing, or that the decoder has no place for.
     """
+    tensor_names = dict.fromkeys(tensor_names) if isinstance(tensor_names, tuple) else tensor_names
     sources = decoder_sources(spec, tensor_names)
     _check(sources, tensor_names, spec.architecture, lambda name: _is_harmless(name, spec))
     return sources
@@ -47,7 +90,7 @@ def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[Weight
 def decoder_sources(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
     """Every tensor that a checkpoint of `spec` holds, under the prefix of `tensor_names`; none is looked for."""
     prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
-    return tuple(_sources(spec, prefix))
+    return tuple(_sources(spec, prefix, tensor_names))
 
 
 def head_map(spec: HeadSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
@@ -88,32 +131,39 @@ def check_shape(source: WeightSource, shape: tuple[int, ...], file: Path) -> Non
 
 
 def linear_sources(spec: DecoderSpec) -> dict[str, WeightSource]:
-    """The layers' matrices by the name of their module without the model's prefix, as layers.0.self_attn.q_proj."""
+    """The layers' matrices by the name of their module without the model's prefix, as layers.0.self_attn.q_proj; no
+    routed MLP's."""
     found: dict[str, WeightSource] = {}
     for i in range(spec.num_layers):
         layer = f"layers.{i}."
         attention = _attention(spec, f"{layer}self_attn.", layer, spec.hidden_size)
-        for source in (*attention, *_mlp(spec, f"{layer}mlp.", layer)):
-            if len(source.shape) == 2:
+        dense = () if spec.layers[i].routed else _mlp(spec, f"{layer}mlp.", layer, spec.inner_width(i))
+        for source in (*attention, *dense):
+            if source.is_matrix:
                 found[source.tensor.removesuffix(".weight")] = source
     return found
 
 
 def _is_harmless(name: str, spec: DecoderSpec) -> bool:
-    return bool(HARMLESS.search(name)) or (spec.tied_embeddings and name.endswith("lm_head.weight"))
+    layer = re.search(r"\blayers\.(\d+)\.", name)
+    behind = layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.num_mtp_layers
+    return bool(HARMLESS.search(name)) or behind or (spec.tied_embeddings and name.endswith("lm_head.weight"))
 
 
 def _first(names: list[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
 
 
-def _sources(spec: DecoderSpec, prefix: str) -> Iterator[WeightSource]:
+def _sources(spec: DecoderSpec, prefix: str, names: Collection[str]) -> Iterator[WeightSource]:
     hidden = (spec.hidden_size,)
     yield WeightSource(f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size), "embedding.weight")
     for i in range(spec.num_layers):
         source, target = f"{prefix}layers.{i}.", f"layers.{i}."
         yield from _attention(spec, source + "self_attn.", target, spec.hidden_size)
-        yield from _mlp(spec, source + "mlp.", target)
+        if (routed := spec.layers[i].routed) is not None:
+            yield from _routed(routed, source, target, spec.hidden_size, names)
+        else:
+            yield from _mlp(spec, source + "mlp.", target, spec.inner_width(i))
         for tensor, parameter in _NORMS[spec.norm_placement]:
             yield WeightSource(f"{source}{tensor}.weight", hidden, f"{target}{parameter}.weight", 0, spec.norm_offset)
     yield WeightSource(f"{prefix}norm.weight", hidden, "norm.weight", 0, spec.norm_offset)
@@ -135,7 +185,7 @@ def head_sources(spec: HeadSpec, source: str = HEAD_LAYERS[0]) -> Iterator[Weigh
     for tensor, parameter in _NORMS[NormPlacement.PRE]:
         yield WeightSource(f"{source}{tensor}.weight", hidden, f"{target}{parameter}.weight")
     yield from _attention(decoder, source + "self_attn.", target, 2 * decoder.hidden_size)
-    yield from _mlp(decoder, source + "mlp.", target)
+    yield from _mlp(decoder, source + "mlp.", target, decoder.intermediate_size)
     yield WeightSource("norm.weight", hidden, "norm.weight")
     yield WeightSource("lm_head.weight", (decoder.vocab_size, *hidden), "output.weight")
 
@@ -152,6 +202,12 @@ _NORMS: dict[NormPlacement, tuple[tuple[str, str], ...]] = {  # (name in the che
         ("pre_feedforward_layernorm", "mlp_norm"),
         ("post_feedforward_layernorm", "mlp_post_norm"),
     ),
+    NormPlacement.GLM4: (
+        ("input_layernorm", "attention_norm"),
+        ("post_self_attn_layernorm", "attention_post_norm"),
+        ("post_attention_layernorm", "mlp_norm"),
+        ("post_mlp_layernorm", "mlp_post_norm"),
+    ),
 }
 
 
@@ -164,15 +220,75 @@ def _attention(spec: DecoderSpec, source: str, target: str, width_in: int) -> It
         for name, width in (("q_norm", q), ("k_norm", kv)):
             shape = (width if full else spec.head_dim,)
             yield WeightSource(f"{source}{name}.weight", shape, f"{target}{name}.weight", 0, spec.norm_offset)
+    if spec.attention_sinks:
+        yield WeightSource(f"{source}sinks", (spec.num_heads,), f"{target}sinks.weight")
     parts = (("o_proj", spec.hidden_size),)
     yield from _stacked(source, parts, spec.q_width, f"{target}attention_output", spec.output_bias)
 
 
-def _mlp(spec: DecoderSpec, source: str, target: str) -> Iterator[WeightSource]:
-    n = spec.intermediate_size
-    parts = (("gate_up_proj", 2 * n),) if spec.fused_weights else (("gate_proj", n), ("up_proj", n))
+def _mlp(spec: DecoderSpec, source: str, target: str, n: int) -> Iterator[WeightSource]:
+    fused = spec.fused_weights or spec.fused_gate_up
+    parts = (("gate_up_proj", 2 * n),) if fused else (("gate_proj", n), ("up_proj", n))
     yield from _stacked(source, parts, spec.hidden_size, f"{target}gate_up", spec.mlp_bias)
     yield from _stacked(source, (("down_proj", spec.hidden_size),), n, f"{target}down", spec.mlp_bias)
+
+
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # names of an expert's matrices on the hub
+
+
+def _routed(routed: RoutedSpec, layer: str, target: str, hidden: int, names: Collection[str]) -> Iterator[WeightSource]:
+    """A routed MLP: a tensor an expert and matrix, as on the hub, or those of all experts in one, as in
+    transformers 5 and in gpt-oss."""
+    mixtral = f"{layer}block_sparse_moe.gate.weight" in names and f"{layer}mlp.gate.weight" not in names
+    source, own = f"{layer}{'block_sparse_moe' if mixtral else 'mlp'}.", _MIXTRAL if mixtral else {}
+    router = "router" if f"{source}router.weight" in names and f"{source}gate.weight" not in names else "gate"
+    yield WeightSource(f"{source}{router}.weight", (routed.num_experts, hidden), f"{target}router.weight")
+    if routed.router_bias:
+        yield WeightSource(f"{source}{router}.bias", (routed.num_experts,), f"{target}router.bias")
+    if routed.correction_bias:
+        tensor = f"{source}{router}.e_score_correction_bias"
+        yield WeightSource(tensor, (routed.num_experts,), f"{target}correction.weight")
+    experts, width = f"{source}experts.", routed.width
+    matrices = (
+        ("gate_proj", "gate_up", 0, width),
+        ("up_proj", "gate_up", width, width),
+        ("down_proj", "down", 0, hidden),
+    )
+    ends = [end for end in ("", "_blocks") if f"{experts}gate_up_proj{end}" in names]
+    if ends and f"{experts}0.{own.get('gate_proj', 'gate_proj')}.weight" not in names:
+        yield from _fused_experts(routed, experts, target, hidden, ends[0])
+    else:
+        for expert in range(routed.num_experts):
+            for name, parameter, first, rows in matrices:
+                width_in, distance = (width, hidden) if parameter == "down" else (hidden, 2 * width)
+                tensor, row = f"{experts}{expert}.{own.get(name, name)}", expert * distance + first
+                yield WeightSource(f"{tensor}.weight", (rows, width_in), f"{target}experts.{parameter}.weight", row)
+                if routed.expert_bias:
+                    yield WeightSource(f"{tensor}.bias", (rows,), f"{target}experts.{parameter}.bias", row)
+    if routed.shared_width:
+        shared = f"{source}shared_expert{'' if routed.shared_gate else 's'}."
+        parts = (("gate_proj", routed.shared_width), ("up_proj", routed.shared_width))
+        yield from _stacked(shared, parts, hidden, f"{target}shared.gate_up", False)
+        yield from _stacked(shared, (("down_proj", hidden),), routed.shared_width, f"{target}shared.down", False)
+    if routed.shared_gate:
+        yield WeightSource(f"{source}shared_expert_gate.weight", (1, hidden), f"{target}shared_gate.weight")
+
+
+def _fused_experts(
+    routed: RoutedSpec, experts: str, target: str, hidden: int, end: str
+) -> Iterator[WeightSource]:
+    """One tensor for all experts; what has `end` is MXFP4, whose rows are never [in, out]."""
+    number, width, transposed = routed.num_experts, routed.width, routed.interleaved and not end
+    for name, rows, width_in in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
+        turns = 2 if name == "gate_up" and routed.interleaved else 1
+        for turn in range(turns):
+            stack = Stack(rows // turns, rows, transposed, turn, turns)
+            shape = (number, width_in, rows) if transposed else (number, rows, width_in)
+            to, row = f"{target}experts.{name}", turn * stack.rows
+            yield WeightSource(f"{experts}{name}_proj{end}", shape, f"{to}.weight", row, stack=stack)
+            if routed.expert_bias:
+                of_bias = stack._replace(transposed=False)
+                yield WeightSource(f"{experts}{name}_proj_bias", (number, rows), f"{to}.bias", row, stack=of_bias)
 
 
 def _stacked(

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
-from maitred.model.torch_decoder import Attend, Rotation, TorchDecoder, load_part, tensor_from_raw
+from maitred.model.torch_decoder import Attend, Rotations, TorchDecoder, load_part, tensor_from_raw
 from maitred.model.weight_map import weight_map
 from maitred.storage.files import replace_file
 
@@ -149,9 +149,8 @@ def batches_of(documents: Sequence[Sequence[int]]) -> list[list[int]]:
     return batches
 
 
-def rotations_of(decoder: TorchDecoder, lengths: Sequence[int]) -> dict[object, Rotation]:
-    positions_T = torch.cat([torch.arange(length) for length in lengths])
-    return {rope.spec: rope(positions_T) for rope in decoder.ropes}
+def rotations_of(decoder: TorchDecoder, lengths: Sequence[int]) -> Rotations:
+    return decoder.rotations(torch.cat([torch.arange(length) for length in lengths]))
 
 
 def attend_of(spec: DecoderSpec, lengths: Sequence[int]) -> Attend:

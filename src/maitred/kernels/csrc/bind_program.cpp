@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "chain.h"
+#include "experts.h"
 #include "program.h"
 #include "program_ops.h"
 #include "rotate.h"
@@ -33,6 +34,7 @@ using Table = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutInts = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ChainSettings = nb::ndarray<const double, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
 using Sequences = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using Counts = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>, nb::device::cpu>;
 using SharedBytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>, nb::device::cpu>;
 using View = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::device::cpu>;
 
@@ -63,6 +65,11 @@ struct BoundProgram {
     return *operand_buffers;
   }
 
+  ExpertBuffers& experts() const {
+    if (expert_buffers == nullptr) throw std::logic_error("room for experts comes before the operations that use it");
+    return *expert_buffers;
+  }
+
   // One plan for each window, built before each step.
   AttentionPlan& plan(int num_heads, int window) {
     std::unique_ptr<AttentionPlan>& plan = plans[{num_heads, window}];
@@ -81,6 +88,8 @@ struct BoundProgram {
   Adapters adapters;
   FirstTouch first_touch;
   std::unique_ptr<OperandBuffers> operand_buffers;
+  std::unique_ptr<ExpertBuffers> expert_buffers;           // where a layer is routed
+  std::vector<std::pair<int64_t*, int>> tokens_of_expert;  // of each routed layer, and their number
   std::map<std::pair<int, int>, std::unique_ptr<AttentionPlan>> plans;
   std::unique_ptr<AttentionScratch> scratch;
   uint8_t* queries = nullptr;
@@ -127,7 +136,8 @@ GateAct act_named(const std::string& name) {
   if (name == "silu") return GateAct::silu;
   if (name == "gelu") return GateAct::gelu;
   if (name == "gelu_tanh") return GateAct::gelu_tanh;
-  throw std::invalid_argument("no activation '" + name + "'; choose one of silu, gelu, gelu_tanh");
+  if (name == "clamped_swiglu") return GateAct::clamped_swiglu;
+  throw std::invalid_argument("no activation '" + name + "'; choose one of silu, gelu, gelu_tanh, clamped_swiglu");
 }
 
 void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, const Rows& target, int column, int first,
@@ -144,15 +154,67 @@ void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, con
              self.adapted(adapted, first / (shape.gated ? kTile / 2 : kTile)), name);
 }
 
-RopeTable make_rope_table(BoundProgram& self, const Vector& frequencies, float factor) {
+PackedExperts packed_experts(const LinearShape& shape, const Bytes& data, int num_experts) {
+  if (static_cast<int64_t>(data.size()) < num_experts * packed_bytes(shape))
+    throw std::invalid_argument(std::to_string(num_experts) + " experts in " + std::to_string(data.size()) + " bytes");
+  return PackedExperts{shape, packed(shape, data).data};
+}
+
+void route(BoundProgram& self, const Rows& logits, const std::string& scoring, int num_experts, int num_active,
+           int num_groups, int num_active_groups, int best_of_group, bool normalized, float scale,
+           const nb::object& correction, bool few) {
+  const Scoring rule = scoring == "sigmoid"             ? Scoring::sigmoid
+                       : scoring == "softmax_of_chosen" ? Scoring::softmax_of_chosen
+                                                        : Scoring::softmax;
+  if (rule == Scoring::softmax && scoring != "softmax") throw std::invalid_argument("no scoring '" + scoring + "'");
+  if (logits.width < num_experts) check_width(logits, num_experts);
+  const RouteOp op{rule,
+                   num_experts,
+                   num_active,
+                   num_groups,
+                   num_active_groups,
+                   best_of_group,
+                   normalized,
+                   scale,
+                   vector_of(correction, num_experts)};
+  self.experts().check(op);
+  add_route(self.program, op, self.experts(), logits, few);
+}
+
+void experts(BoundProgram& self, int num_experts, int num_active, int width, const LinearShape& gate_up,
+             const Bytes& gate_up_data, int first_inner, const LinearShape& down, const Bytes& down_data, int first_out,
+             const Rows& target, const std::string& ending, float alpha, const std::string& act, float act_alpha,
+             float act_limit, bool few, const std::string& name) {
+  ExpertsOp op{packed_experts(gate_up, gate_up_data, num_experts),
+               packed_experts(down, down_data, num_experts),
+               first_inner,
+               first_out,
+               width,
+               LinearOut{nullptr, 0},
+               ending_named(ending),
+               alpha,
+               few};
+  op.gated.act = act_named(act);
+  op.gated.alpha = act_alpha;
+  op.gated.softcap = act_limit;
+  self.experts().check(op, num_active, target.width);
+  int64_t* tokens = static_cast<int64_t*>(self.program.add_own_bytes(num_experts * int64_t{sizeof(int64_t)}));
+  self.tokens_of_expert.emplace_back(tokens, num_experts);
+  add_experts(self.program, op, num_active, self.experts(), self.operands(), target, tokens, name);
+}
+
+RopeTable make_rope_table(BoundProgram& self, const Vector& frequencies, float factor, float query_beta,
+                          int query_context) {
   const int num_pairs = static_cast<int>(frequencies.size());
+  if (query_context < 1) throw std::invalid_argument("a rope for a context of no tokens");
   float* table = self.program.add_rows(self.program.limits().max_tokens, 2 * num_pairs);
-  add_rope_table(self.program, RopeOp{frequencies.data(), num_pairs, factor}, table);
+  add_rope_table(self.program, RopeOp{frequencies.data(), num_pairs, factor, query_beta, query_context}, table);
   return RopeTable{table, num_pairs};
 }
 
 void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, const RopeTable* rope,
-            const nb::object& q_norm, const nb::object& k_norm, bool full_width, float eps) {
+            const nb::object& q_norm, const nb::object& k_norm, bool full_width, float eps, bool interleaved,
+            const RopeTable* query_rope) {
   const KVLayout& layout = self.program.pool().layout();
   const int64_t head = layout.head_dim;
   check_width(source, (num_heads + 2 * layout.num_kv_heads) * head);
@@ -164,10 +226,14 @@ void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, co
   op.k_norm = vector_of(k_norm, full_width ? layout.num_kv_heads * head : head);
   op.eps = eps;
   op.num_pairs = rope == nullptr ? 0 : rope->num_pairs;
+  op.interleaved = interleaved;
+  if (interleaved && op.norm != QKNorm::none) throw std::invalid_argument("norms of heads with interleaved pairs");
   if (self.queries == nullptr)
     self.queries = static_cast<uint8_t*>(
         self.program.add_bytes(self.program.limits().max_tokens * num_heads * query_head_bytes(layout)));
-  add_qkv(self.program, op, source, rope == nullptr ? nullptr : rope->table, self.queries);
+  const RopeTable* of_queries = query_rope == nullptr ? rope : query_rope;
+  add_qkv(self.program, op, source, rope == nullptr ? nullptr : rope->table,
+          rope == nullptr ? nullptr : of_queries->table, self.queries);
 }
 
 // Where an int8 linear reads what an int8 or int4 pool's values became, both would rotate it by the same blocks, and
@@ -369,6 +435,7 @@ void bind_program(nb::module_& m) {
              bool few) {
             check_width(up, gate.width);
             check_width(target, gate.width);
+            if (act_named(act) == GateAct::clamped_swiglu) throw std::invalid_argument("a gate of its own that clamps");
             add_gate(self.program, gate, up, target, act_named(act), few);
           },
           nb::arg("gate"), nb::arg("up"), nb::arg("target"), nb::arg("act"), nb::arg("few"),
@@ -390,9 +457,44 @@ void bind_program(nb::module_& m) {
             add_norm_add(self.program, part, target, vector_of(weight, part.width), eps, scale, few);
           },
           nb::arg("part"), nb::arg("target"), nb::arg("weight"), nb::arg("eps"), nb::arg("scale"), nb::arg("few"))
-      .def("rope_table", &make_rope_table, nb::arg("frequencies"), nb::arg("factor"))
+      .def(
+          "routed",
+          [](BoundProgram& self, int num_experts, int num_active, int width, int hidden,
+             const std::vector<LinearShape>& shapes) {
+            self.expert_buffers =
+                std::make_unique<ExpertBuffers>(self.program, num_experts, num_active, width, hidden, shapes);
+          },
+          nb::arg("num_experts"), nb::arg("num_active"), nb::arg("width"), nb::arg("hidden"), nb::arg("shapes"),
+          "Room for routed layers, of which each has so many at most, and matrices of these shapes; once, before them.")
+      .def("route", &route, nb::arg("logits"), nb::arg("scoring"), nb::arg("num_experts"), nb::arg("num_active"),
+           nb::arg("num_groups"), nb::arg("num_active_groups"), nb::arg("best_of_group"), nb::arg("normalized"),
+           nb::arg("scale"), nb::arg("correction").none(), nb::arg("few"))
+      .def("experts", &experts, nb::arg("num_experts"), nb::arg("num_active"), nb::arg("width"), nb::arg("gate_up"),
+           nb::arg("gate_up_data"), nb::arg("first_inner"), nb::arg("down"), nb::arg("down_data"), nb::arg("first_out"),
+           nb::arg("target"), nb::arg("ending"), nb::arg("alpha"), nb::arg("act"), nb::arg("act_alpha"),
+           nb::arg("act_limit"), nb::arg("few"), nb::arg("name"),
+           "Of the rows that were routed last; first_inner, first_out: the outputs where a rank's begin.")
+      .def(
+          "sigmoid_scale",
+          [](BoundProgram& self, const Rows& values, const Rows& logits, int column, bool few) {
+            logits.columns(column, 1);
+            add_sigmoid_scale(self.program, values, logits, column, few);
+          },
+          nb::arg("values"), nb::arg("logits"), nb::arg("column"), nb::arg("few"))
+      .def_prop_ro(
+          "tokens_of_expert",
+          [](const BoundProgram& self) {
+            std::vector<Counts> found;
+            for (const auto& [tokens, count] : self.tokens_of_expert)
+              found.emplace_back(tokens, std::initializer_list<size_t>{static_cast<size_t>(count)}, nb::handle());
+            return found;
+          },
+          nb::rv_policy::reference, "Rows that each expert of each routed layer had; only while the program lives.")
+      .def("rope_table", &make_rope_table, nb::arg("frequencies"), nb::arg("factor"), nb::arg("query_beta") = 0.0f,
+           nb::arg("query_context") = 1)
       .def("qkv", &qkv_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("source"), nb::arg("rope").none(),
-           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("full_width"), nb::arg("eps"))
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("full_width"), nb::arg("eps"),
+           nb::arg("interleaved") = false, nb::arg("query_rope") = nb::none())
       .def("attention", &attention_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("window"), nb::arg("scale"),
            nb::arg("softcap"), nb::arg("target"), nb::arg("reader"), nb::arg("sinks") = nb::none(),
            "reader: the linear that reads the target next; sinks: a logit a head that only adds to the denominator.")

@@ -108,7 +108,8 @@ enum class Ending : uint8_t {
   add,    // out += alpha * (acc + bias)
   gate,   // out  = act(gate + bias) * (up + bias); only and always for gated weights
 };
-enum class GateAct : uint8_t { silu, gelu, gelu_tanh };
+// clamped_swiglu: (up' + 1) * gate' * sigmoid(alpha * gate'), with gate' = min(gate, softcap) and up' within +-softcap.
+enum class GateAct : uint8_t { silu, gelu, gelu_tanh, clamped_swiglu };
 
 struct LinearOut {
   float* rows;

@@ -165,6 +165,11 @@ inline void end_gate(const Tile<K>& tile, const void* acc, int num_rows, const L
     for (int i = 0; i < kVectors && i * V::width < tile.width; ++i) {
       const V gate = value_at<K, kInt32>(tile, acc, row, delta, i);
       const V up = value_at<K, kInt32>(tile, acc, row, delta, kVectors + i);
+      if (kAct == GateAct::clamped_swiglu) {
+        const V opened = clamped_swiglu(gate, up, V::set1(out.alpha), V::set1(out.softcap));
+        put(to + i * V::width, opened, tile.width - i * V::width);
+        continue;
+      }
       const V act = kAct == GateAct::silu ? silu(gate) : kAct == GateAct::gelu ? gelu(gate) : gelu_tanh(gate);
       put(to + i * V::width, act * up, tile.width - i * V::width);
     }
@@ -195,7 +200,8 @@ inline void end_rows(const Tile<K>& tile, const void* acc, int num_rows, const L
   if (out.ending == Ending::add) return end_plain<K, kInt32, Ending::add>(tile, acc, num_rows, out, to);
   if (out.act == GateAct::silu) return end_gate<K, kInt32, GateAct::silu>(tile, acc, num_rows, out, to);
   if (out.act == GateAct::gelu) return end_gate<K, kInt32, GateAct::gelu>(tile, acc, num_rows, out, to);
-  return end_gate<K, kInt32, GateAct::gelu_tanh>(tile, acc, num_rows, out, to);
+  if (out.act == GateAct::gelu_tanh) return end_gate<K, kInt32, GateAct::gelu_tanh>(tile, acc, num_rows, out, to);
+  return end_gate<K, kInt32, GateAct::clamped_swiglu>(tile, acc, num_rows, out, to);
 }
 
 // Rows row0 .. of one tile, from their sums acc [num_rows][32] to the output.

@@ -50,6 +50,8 @@ class Program {
 
   const Limits& limits() const { return limits_; }
   int num_threads() const { return team_ != nullptr ? team_->num_threads() : threads_.num_threads(); }  // of all ranks
+  // Threads of this process that take part, of which the worker is one.
+  int own_threads(const Worker& worker) const { return team_ != nullptr ? threads_.num_threads() : worker.count; }
   Team* team() const { return team_; }
   const KVPool& pool() const { return pool_; }
   Isa isa() const { return isa_; }

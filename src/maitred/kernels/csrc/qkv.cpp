@@ -39,19 +39,21 @@ void rope_table(const RopeOp& op, const StepRows& step, float* table, WorkCounte
     const int end = std::min(first + kTokensPerShare, step.num_tokens);
     for (int token = first; token < end; ++token) {
       const float position = static_cast<float>(step.positions[token]);
+      const float turns = static_cast<float>(step.positions[token] / op.query_context);
+      const float factor = op.attention_factor * (1.0f + op.query_beta * std::log(1.0f + turns));
       float* cos = table + int64_t{token} * 2 * op.num_pairs;
       float* sin = cos + op.num_pairs;
       for (int i = 0; i < op.num_pairs; ++i) {
         const float angle = position * op.inverse_frequencies[i];
-        cos[i] = std::cos(angle) * op.attention_factor;
-        sin[i] = std::sin(angle) * op.attention_factor;
+        cos[i] = std::cos(angle) * factor;
+        sin[i] = std::sin(angle) * factor;
       }
     }
   }
 }
 
 void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float* rows, int64_t row_stride,
-         const float* rope, uint8_t* queries, WorkCounter& counter, const Worker&, Isa isa) {
+         const float* rope, const float* query_rope, uint8_t* queries, WorkCounter& counter, const Worker&, Isa isa) {
   const KVLayout& layout = pool.layout();
   const QKVKernels& kernels = qkv_kernels(isa);
   const int64_t query_stride = op.num_heads * query_head_bytes(layout);
@@ -69,8 +71,10 @@ void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float*
             pool.block(op.layer, table[before / layout.block_size]) + before % layout.block_size * layout.cell_bytes;
       }
       kernels.run({&op, &layout, rows + token * row_stride, row_stride,
-                   rope == nullptr ? nullptr : rope + int64_t{token} * 2 * op.num_pairs, queries + token * query_stride,
-                   query_stride, pool.block(op.layer, block), slot, count, earlier, num_earlier});
+                   rope == nullptr ? nullptr : rope + int64_t{token} * 2 * op.num_pairs,
+                   rope == nullptr ? nullptr : query_rope + int64_t{token} * 2 * op.num_pairs,
+                   queries + token * query_stride, query_stride, pool.block(op.layer, block), slot, count, earlier,
+                   num_earlier});
     }
   }
 }

@@ -24,6 +24,10 @@ struct RopeOp {
   const float* inverse_frequencies;  // [num_pairs] radians per position
   int num_pairs;
   float attention_factor;
+  // A table for queries alone: at position p they are multiplied by 1 + query_beta * ln(1 + p / query_context), whole
+  // contexts counted. 0: none.
+  float query_beta = 0.0f;
+  int query_context = 1;
 };
 
 // table [T][2][num_pairs]. Called by all workers.
@@ -36,13 +40,15 @@ struct QKVOp {
   const float* q_norm;  // [head_dim], or [num_heads * head_dim] for full_width; offset already added
   const float* k_norm;
   float eps;
-  int num_pairs;  // values i and i + num_pairs of each head are rotated together; 0 leaves positions out
+  int num_pairs;     // values i and i + num_pairs of each head are rotated together; 0 leaves positions out
+  bool interleaved;  // values 2i and 2i + 1 are, and become i and i + num_pairs in queries and keys alike
 };
 
 // rows [T][stride]: q heads, k heads, v heads. queries [T][num_heads][query_head_bytes]. rope may be null without
-// pairs. Called by all workers; attention may read the pool once all have returned.
+// pairs; query_rope may be the same. Called by all workers; attention may read the pool once all have returned.
 void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float* rows, int64_t row_stride,
-         const float* rope, uint8_t* queries, WorkCounter& counter, const Worker& worker, Isa isa);
+         const float* rope, const float* query_rope, uint8_t* queries, WorkCounter& counter, const Worker& worker,
+         Isa isa);
 
 // What the instruction sets compile for themselves: consecutive tokens of one request whose K and V go to one tile of
 // one block (any consecutive slots of a block that is not tiled).
@@ -52,7 +58,8 @@ struct QKVRun {
   const float* rows;  // of the first token
   int64_t row_stride;
   const float* rope;  // [count][2][num_pairs] cosines, then sines; null without pairs
-  uint8_t* queries;   // of the first token
+  const float* query_rope;
+  uint8_t* queries;  // of the first token
   int64_t query_stride;
   uint8_t* block;
   int slot;                       // of the first token, in the block

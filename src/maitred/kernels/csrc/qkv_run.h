@@ -369,12 +369,22 @@ inline const float* weights_of(const QKVOp& op, const float* weights, int head, 
   return op.norm == QKNorm::full_width ? weights + int64_t{head} * head_dim : weights;
 }
 
+// A head whose interleaved pairs are taken apart.
+inline const float* apart_of(const float* x, int head_dim, int num_pairs, float* apart) {
+  for (int i = 0; i < num_pairs; ++i) apart[i] = x[2 * i], apart[num_pairs + i] = x[2 * i + 1];
+  for (int i = 2 * num_pairs; i < head_dim; ++i) apart[i] = x[i];
+  return apart;
+}
+
 // One head of one token, q or k.
 template <int kHead>
-inline void ready(const QKVRun& work, int token, const float* x, const float* weights, float inverse, float* out) {
+inline void ready(const QKVRun& work, const float* rope, int token, const float* x, const float* weights, float inverse,
+                  float* out) {
   const int num_pairs = work.op->num_pairs;
-  const float* cos = work.rope == nullptr ? nullptr : work.rope + int64_t{token} * 2 * num_pairs;
+  const float* cos = rope == nullptr ? nullptr : rope + int64_t{token} * 2 * num_pairs;
   const float* sin = cos == nullptr ? nullptr : cos + num_pairs;
+  float apart[kLargestHead];
+  if (work.op->interleaved) x = apart_of(x, work.layout->head_dim, num_pairs, apart);
   ready_head<kHead>(x, work.layout->head_dim, inverse, weights, cos, sin, num_pairs, out);
 }
 
@@ -425,7 +435,7 @@ inline void store_queries(const QKVRun& work) {
       if (op.norm == QKNorm::per_head) inverses_of(x, head_dim, count, head_dim, op.eps, inverse);
       for (int i = 0; i < count; ++i) {
         ahead.fetch(lines_a_head);
-        ready<kHead>(work, t, x + i * head_dim, weights_of(op, op.q_norm, first + i, head_dim),
+        ready<kHead>(work, work.query_rope, t, x + i * head_dim, weights_of(op, op.q_norm, first + i, head_dim),
                      op.norm == QKNorm::per_head ? inverse[i] : whole, head);
         if (layout.is_integer()) rotate(head, head_dim);
         store_query<Formats, kHead>(layout, head, to + (first + i) * query_bytes);
@@ -455,7 +465,7 @@ void run_heads(const QKVRun& work) {
         const int left = work.count - t;
         inverses_of(k + t * stride, stride, left < kAtOnce ? left : kAtOnce, head_dim, op.eps, inverse + t);
       }
-      ready<kHead>(work, t, k + t * stride, weights, inverse[t], heads + t * head_dim);
+      ready<kHead>(work, work.rope, t, k + t * stride, weights, inverse[t], heads + t * head_dim);
       if (rotates) rotate(heads + t * head_dim, head_dim);
     }
     uint8_t* cell = cell_of(layout, work.block, h, work.slot);

@@ -82,4 +82,13 @@ inline V gelu_tanh(V x) {
   return V::set1(0.5f) * x * (V::set1(1.0f) + tanh_of(inner));
 }
 
+// (up' + 1) * gate' * sigmoid(slope * gate'), gate' and up' clamped: gpt-oss.
+template <class V>
+inline V clamped_swiglu(V gate, V up, V slope, V limit) {
+  const V one = V::set1(1.0f), zero = V::set1(0.0f);
+  gate = V::min(limit, gate);
+  up = V::max(zero - limit, V::min(limit, up));
+  return (up + one) * gate / (one + exp_of(zero - slope * gate));
+}
+
 }  // namespace maitred
