@@ -53,6 +53,34 @@ def test_one_tensor_an_expert_and_one_for_all_give_the_same_weights(tmp_path: Pa
     assert_same_weights(load(apart), load(together))
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def mxfp4(rows: int, width: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Experts [5, rows, width]: blocks and scales as gpt-oss has them, and their values."""
+    codes = torch.randint(0, 16, (5, rows, width // 32, 32), generator=generator)
+    scales = torch.randint(120, 124, (5, rows, width // 32), generator=generator)
+    values = E2M1[codes] * torch.exp2(scales.float() - 127)[..., None]
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    return blocks.to(torch.uint8), scales.to(torch.uint8), values.flatten(2)
+
+
+def test_gpt_oss_experts_in_mxfp4_are_those_that_transformers_writes_transposed(tmp_path: Path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
+    packed, plain = (make_checkpoint("gpt_oss", tmp_path / name, **sizes) for name in ("packed", "plain"))
+    of_packed, of_plain = tensors_of(packed), tensors_of(plain)
+    generator = torch.Generator().manual_seed(1)
+    for name in [name for name in of_plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        width, rows = of_plain[name].shape[1:]
+        blocks, scales, values = mxfp4(rows, width, generator)
+        of_plain[name] = values.transpose(1, 2)
+        del of_packed[name]
+        of_packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    write(plain, of_plain)
+    write(packed, of_packed, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    assert_same_weights(load(plain), load(packed))
+
+
 def test_layers_that_only_draft_and_parts_that_read_pictures_are_left_out(tmp_path: Path):
     folder = make_checkpoint("glm4_moe", tmp_path)
     before, tensors = load(folder), tensors_of(folder)

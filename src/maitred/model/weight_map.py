@@ -274,9 +274,7 @@ def _routed(routed: RoutedSpec, layer: str, target: str, hidden: int, names: Col
         yield WeightSource(f"{source}shared_expert_gate.weight", (1, hidden), f"{target}shared_gate.weight")
 
 
-def _fused_experts(
-    routed: RoutedSpec, experts: str, target: str, hidden: int, end: str
-) -> Iterator[WeightSource]:
+def _fused_experts(routed: RoutedSpec, experts: str, target: str, hidden: int, end: str) -> Iterator[WeightSource]:
     """One tensor for all experts; what has `end` is MXFP4, whose rows are never [in, out]."""
     number, width, transposed = routed.num_experts, routed.width, routed.interleaved and not end
     for name, rows, width_in in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
