@@ -427,7 +427,7 @@ def test_a_request_is_served_without_pytorch():
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 def test_experts_in_a_files_own_blocks_compute_what_those_hold(kind: str):
-    """As the same values in float32 do, but for the rounding of activations, which turns few tokens to other experts."""
+    """As the same values in float32 do, but for rounded activations, which turn few tokens to other experts."""
     spec = make_spec(hidden_size=256, intermediate_size=256, head_dim=64)
     routed = RoutedSpec(num_experts=5, num_active=2, width=256, normalized=True)
     decoder = make_decoder(replace(spec, layers=tuple(replace(layer, mlp=routed) for layer in spec.layers)))

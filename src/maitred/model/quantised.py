@@ -385,7 +385,8 @@ FORMATS: dict[str, FolderFormat] = {
         (".weight", ".weight_scale_inv", ".weight_scale"), (".weight_scale_inv", ".weight_scale"), _fp8, _INPUT_SCALES
     ),
     "mxfp4": FolderFormat(
-        ("_blocks", "_scales"), ("_blocks",), lambda linear, _: _mxfp4(linear, ("_blocks", "_scales")), shown_as="_blocks"
+        ("_blocks", "_scales"), ("_blocks",), lambda linear, _: _mxfp4(linear, ("_blocks", "_scales")),
+        shown_as="_blocks",
     ),
     "bitsandbytes": FolderFormat(
         (".weight", ".SCB", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map",
