@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import random
 import re
@@ -24,6 +25,7 @@ from pathlib import Path
 import httpx
 import hypothesis
 import pytest
+from _pytest.assertion import rewrite
 
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from tests import ROOT
@@ -135,6 +137,27 @@ def pytest_configure(config: pytest.Config) -> None:
     """Half of a server's start would be compiling maitred."""
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(ROOT / "src", quiet=2, workers=0)
+        if getattr(config.option, "numprocesses", 0):
+            rewrite_tests(config)
+
+
+def rewrite_tests(config: pytest.Config) -> None:
+    """As pytest does when it imports them; all of its processes, which begin at once, would do it to each file."""
+    files = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("tests/**/conftest.py")]
+
+    def work(files: Sequence[Path]) -> None:
+        for file in files:
+            kept = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+            if rewrite._read_pyc(file, kept) is None and rewrite.try_makedirs(kept.parent):
+                source_hash, code = rewrite._rewrite_test(file, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, kept)
+
+    num_processes, forking = os.cpu_count() or 1, multiprocessing.get_context("fork")
+    processes = [forking.Process(target=work, args=(files[at::num_processes],)) for at in range(num_processes)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
 
 
 def pytest_collection(session: pytest.Session) -> None:
