@@ -17,7 +17,7 @@ import pytest
 from maitred.fleet.launch import Exited, IsReady, Listens
 from tests.fleet.launching import Told
 from tests.fleet.test_end_to_end import RealFleet, start_router
-from tests.fleet.test_failover import ASKED, num_resumed, streams_while
+from tests.fleet.test_failover import num_resumed, streams_while
 from tests.waiting import HANGS_S, until, until_async
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'maitred[ray]'")
