@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Decode steps of layers of Qwen3-30B-A3B's shape with int8 weights, against the floor of the bytes that they touch.
+
+    benchmarks/bench_experts.py [--layers 4] [--threads 2] [--batch 1 --batch 8 --batch 32]
+
+Weights are random codes, so nothing is downloaded or packed; tokens are random, and the experts that a step touched are
+counted by the program. Prints, for each batch, the best and the median step, and the floor by the machine's own stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from maitred.executor.native_program import NativeProgram, RaggedStep, running_sums
+from maitred.kernels import _native
+from maitred.kernels.kv_pool import make_kv_pool
+from maitred.kernels.linear import allocate
+from maitred.model.families import spec_from_config
+from maitred.model.fusions import compile_program
+from maitred.model.packed import PackedTensor, PackedWeights, is_matrix, packed_bytes
+from maitred.model.program import Format, Formats, Linear, Weight
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+CONTEXT, REPEATS = 64, 12
+
+
+def random_weights(program: object) -> PackedWeights:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, 1 << 24, dtype=np.uint8)
+    return PackedWeights({w.name: PackedTensor(w, _filled(w, codes, rng)) for w in program.weights})  # type: ignore[attr-defined]
+
+
+def _filled(weight: Weight, codes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    buffer = allocate(packed_bytes(weight))
+    if not is_matrix(weight):
+        buffer[: 4 * weight.rows].view(np.float32)[:] = 1.0
+    elif weight.format.dtype == "float32":
+        values = buffer.view(np.float32)
+        values[:] = rng.standard_normal(len(values), dtype=np.float32) * 0.05
+    else:
+        one = len(buffer) // (weight.experts or 1)
+        channels = -(-weight.matrix_rows // 32) * 32
+        for begin in range(0, len(buffer), one):
+            matrix = buffer[begin : begin + one]
+            for at in range(0, one - 4 * channels, len(codes)):
+                part = matrix[at : min(at + len(codes), one - 4 * channels)]
+                part[:] = codes[: len(part)]
+            matrix[one - 4 * channels :].view(np.float32)[:] = 1e-5
+    return buffer
+
+
+def step_of(batch: int, rng: np.random.Generator) -> RaggedStep:
+    blocks = CONTEXT // 16 + 1
+    return RaggedStep(
+        rng.integers(0, CONFIG["vocab_size"], batch).astype(np.int32),
+        np.full(batch, CONTEXT, np.int32),
+        np.arange(batch + 1, dtype=np.int32),
+        np.arange(batch * blocks, dtype=np.int32),
+        running_sums([blocks] * batch),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, action="append")
+    asked = parser.parse_args()
+    spec = spec_from_config(CONFIG | {"num_hidden_layers": asked.layers})
+    int8 = Format(dtype="int8")
+    program = compile_program(spec, Formats(linears=int8, head=int8))
+    weights = random_weights(program)
+    threads = _native.ThreadPool(asked.threads)
+    pool = make_kv_pool(dtype="bfloat16", num_layers=asked.layers, num_blocks=256, block_size=16, num_kv_heads=4,
+                        head_dim=128)  # fmt: skip
+    runner = NativeProgram(program, weights, pool, threads, max_tokens=64, max_logits=64, max_model_len=4096)
+    memory, isa, rng = allocate(1 << 28), _native.default_isa(), np.random.default_rng(1)
+    memory[::2048] = 1
+    dense = sum(packed_bytes(op.weight) for op in program.ops if isinstance(op, Linear))
+    one_expert = sum(packed_bytes(w) for w in program.weights if w.experts) / asked.layers / 128
+    for batch in asked.batch or (1, 8, 32):
+        ratios, touched = [], []
+        for _ in range(REPEATS):
+            step, before = step_of(batch, rng), [each.copy() for each in runner.tokens_of_expert]
+            stream = _native.measure_stream(isa, threads, memory, 1)
+            began = time.perf_counter()
+            runner.run(step, list(range(batch)))
+            took_s = time.perf_counter() - began
+            counts = [now - was for now, was in zip(runner.tokens_of_expert, before, strict=True)]
+            touched.append(sum(int((each > 0).sum()) for each in counts))
+            ratios.append((dense + one_expert * touched[-1]) / stream / took_s)
+        print(
+            f"batch {batch:>2}: {statistics.median(touched) / asked.layers:5.1f} experts a layer, "
+            f"{(dense + one_expert * statistics.median(touched)) / 1e6:,.0f} MB; of the floor "
+            f"median {statistics.median(ratios):.0%}, best {max(ratios):.0%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
