@@ -548,7 +548,7 @@ WALL_CLOCK_USERS = {
     "engine/tensors.py": "when a model was last asked, as Triton's statistics tell",
     "optimize/release.py": "when a version was published",
     "storage/capture.py": "when an answer was captured, and names of files in that order",
-    "cli/capture.py": "what was captured until now is erased",
+    "cli/optimize.py": "what was captured until now is erased",
 }
 
 
