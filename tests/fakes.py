@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from maitred.config import SchedulerConfig
 from maitred.core.request import RequestSpec, RequestState, SamplingParams, Terms
 from maitred.core.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
-from maitred.kv.manager import KVCacheManager
+from maitred.kv.pages import KVGroups, kv_cache_manager
 from maitred.kv.prefix_cache import BlockHasher, TokenHasher
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import NumDrafts, Speculation
@@ -99,8 +99,10 @@ def make_scheduler(
     stop_rule: StopRule = stop_at_token,
     num_drafts: NumDrafts | None = None,
     speculation: Speculation | None = None,
+    groups: KVGroups | None = None,
     **settings: Any,
 ) -> Scheduler:
+    """`num_blocks` are pages where there are `groups`."""
     config = SchedulerConfig(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
@@ -108,8 +110,10 @@ def make_scheduler(
         ageing_s=ageing_s,
         **settings,
     )
-    kv_cache = KVCacheManager(
-        num_blocks=num_blocks,
+    kv_cache = kv_cache_manager(
+        groups,
+        num_pages=num_blocks,
+        num_blocks=groups.num_blocks(num_blocks, 160) if groups is not None else num_blocks,
         block_size=block_size,
         hasher=hasher or TokenHasher(block_size, MODEL),
         enable_prefix_caching=enable_prefix_caching,

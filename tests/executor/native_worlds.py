@@ -98,9 +98,9 @@ def make_native(
 ) -> NativeExecutor:
     """`changes` are fields of ModelConfig, SchedulerConfig and NativeExecutor; `blocks` names types of a GGUF file."""
     checkpoint: Any = DecoderCheckpoint(decoder, BLOCK_TYPES.get(changes.pop("blocks", ""), ()))
-    on_logits = changes.pop("on_logits", None)
+    on_logits, groups = changes.pop("on_logits", None), changes.pop("groups", None)
     plan = native_plan(checkpoint, checkpoint.spec, block_size=block_size, **changes)
-    spec = checkpoint.spec
+    plan, spec = plan.in_groups(groups) if groups is not None else plan, checkpoint.spec
     executor = plan.build(
         num_blocks=num_blocks, max_model_len=spec.max_position_embeddings, num_host_blocks=num_host_blocks
     )

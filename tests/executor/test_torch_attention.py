@@ -145,7 +145,7 @@ def test_a_batch_names_every_token_of_the_plan_once(rows: list[tuple[int, int]],
         for i, (start, count) in enumerate(rows)
         for p in range(start, start + count)
     }
-    got = list(zip(batch.token_ids.tolist(), batch.positions.tolist(), batch.slots.tolist(), strict=True))
+    got = list(zip(batch.token_ids.tolist(), batch.positions.tolist(), batch.slots().tolist(), strict=True))
     assert len(got) == len(wanted)
     assert set(got) == wanted
     assert [works[i] for i in batch.order] == batch.works
@@ -160,7 +160,7 @@ def test_groups_cover_the_batch_and_their_spans_the_keys(
     groups = batch.groups()
     assert [row for group in groups for row in range(group.rows.start, group.rows.stop)] == list(range(len(rows)))
     assert [t for group in groups for t in range(group.tokens.start, group.tokens.stop)] == list(
-        range(len(batch.slots))
+        range(len(batch.slots()))
     )
     for group in groups:
         assert group.num_rows == 1 or group.query_len <= LONGEST_SHARED_QUERY

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, ModelOutput, ScheduledRow, SchedulerOutput
+from maitred.executor.state import PageTables
+from maitred.kv.pages import KVGroups
 from tests.fakes import FakeExecutor, TokenAt, token_at
 
 Slots = dict[int, list[int | None]]
@@ -19,9 +21,19 @@ class CheckingExecutor(FakeExecutor):
     freed too early or found under a wrong hash, a rejected draft that is taken for a token all fail here.
     """
 
-    def __init__(self, block_size: int, token_at: TokenAt = token_at, draft_at: TokenAt | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        token_at: TokenAt = token_at,
+        draft_at: TokenAt | None = None,
+        groups: KVGroups | None = None,
+    ) -> None:
+        """With `groups` of layers, slots are those of pages, and each group is checked as far as its window sees."""
         super().__init__(token_at, draft_at)
         self._block_size = block_size
+        self._pages = PageTables(groups) if groups is not None else None
+        kinds = zip(groups.windows, groups.counts, strict=True) if groups is not None else [(None, 1)]
+        self._windows = [window for window, count in kinds for _ in range(count)]  # of each group
         self._slots: Slots = {}
         self._host: Slots = {}
         self._tables: dict[str, list[int]] = {}
@@ -55,7 +67,11 @@ class CheckingExecutor(FakeExecutor):
         for copy in plan.swap_outs:
             self._host[copy.target] = list(self._block(copy.source))
         assert len({copy.target for copy in plan.swap_outs}) == len(plan.swap_outs), "two copies to one host block"
-        self._copy(plan.block_copies)
+        if self._pages is None:
+            self._copy(plan.block_copies)
+        else:
+            copy = self._pages.take(plan, lambda pairs: self._copy(tuple(BlockCopy(*pair) for pair in pairs)))
+            copy(plan.block_copies)
         assert not {copy.target for copy in plan.swap_ins} & {copy.target for copy in plan.block_copies}
         for copy in plan.swap_ins:
             self._slots[copy.target] = list(self._host[copy.source])
@@ -102,12 +118,19 @@ class CheckingExecutor(FakeExecutor):
         for position in range(row.start, row.start + row.num_tokens):
             block = table[position // self._block_size]
             assert block not in others, f"{row.request_id} writes block {block}, which others hold too"
-            self._block(block)[position % self._block_size] = history[position]
+            for group in range(len(self._windows)):
+                self._block(self._page(group, block))[position % self._block_size] = history[position]
 
     def _assert_holds_history(self, row: ScheduledRow, end: int) -> None:
         table, history = self._tables[row.request_id], self._histories[row.request_id]
-        held = [self._block(table[i // self._block_size])[i % self._block_size] for i in range(end)]
-        assert held == history[:end], f"{row.request_id} reads what is not its own"
+        for group, window in enumerate(self._windows):
+            seen = range(max(0, row.start + 1 - window) if window is not None else 0, end)
+            pages = {i: self._page(group, table[i]) for i in {i // self._block_size for i in seen}}
+            held = [self._block(pages[i // self._block_size])[i % self._block_size] for i in seen]
+            assert held == history[seen.start : end], f"{row.request_id} reads what is not its own"
+
+    def _page(self, group: int, block: int) -> int:
+        return block if self._pages is None else int(self._pages.of([block])[group, 0])
 
     def _block(self, block: int) -> list[int | None]:
         return self._slots.setdefault(block, [None] * self._block_size)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from maitred.core.cost_model import SwapCosts
 from maitred.core.request import FinishReason, RequestState, SamplingParams
 from maitred.core.step import RequestProgress, ScheduledRow, SchedulerOutput
+from maitred.kv.pages import groups_of
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.reservations import ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
@@ -288,9 +289,15 @@ def postponing_some() -> Callable[[str, int], bool]:
     return postponed
 
 
-def make_world(chooser: Random, with_kv_from_elsewhere: bool = False) -> World:
+def make_world(chooser: Random, with_kv_from_elsewhere: bool = False, with_windows: bool = False) -> World:
     block_size = chooser.choice([1, 2, 3, 4])
     num_blocks = chooser.randint(4, 20)
+    groups = None
+    if with_windows:
+        windows = [chooser.choice([None, None, 1, 3, 6, 11]) for _ in range(chooser.randint(1, 5))]
+        groups = groups_of([*windows, chooser.choice([2, 5, 9])], 1024)
+        assert groups is not None
+        num_blocks = max(num_blocks * chooser.randint(1, 4), groups.pages_for(4 * block_size, block_size))
     seqs = chooser.randint(1, 6)
     scheduler = make_scheduler(
         num_blocks=num_blocks,
@@ -303,11 +310,14 @@ def make_world(chooser: Random, with_kv_from_elsewhere: bool = False) -> World:
         enable_prefix_caching=chooser.random() < 0.85,
         num_host_blocks=chooser.choice([0, 2, 5, 50]),
         num_drafts=chooser.choice([None, some_drafts, lambda request, num_rows: 4]),
+        groups=groups,
     )
     scheduler.set_swap_costs(costs_at_random(chooser))
     largest = num_blocks * block_size  # a request may need the whole cache
+    if groups is not None:
+        largest = min(groups.tokens_for(num_blocks, block_size, 200), scheduler.kv_cache.num_blocks * block_size)
     draft_at = chooser.choice([token_or_end, draft_right_or_wrong, lambda request_id, position: 0])
-    executor = CheckingExecutor(block_size, token_or_end, draft_at)
+    executor = CheckingExecutor(block_size, token_or_end, draft_at, groups)
     executor.forced_after = chooser.choice([some_forced, lambda request_id, position: 0])
     executor.postponed = chooser.choice([postponing_some(), lambda request_id, position: False])
     return World(chooser, scheduler, executor, block_size, largest, with_kv_from_elsewhere=with_kv_from_elsewhere)
@@ -319,6 +329,16 @@ def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(
     seed: int, num_acts: int, with_kv_from_elsewhere: bool
 ) -> None:
     world = make_world(Random(seed), with_kv_from_elsewhere)
+    for _ in range(num_acts):
+        world.act()
+    world.drain()
+    world.check_outcomes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(chooser=st.randoms(use_true_random=False), num_acts=st.integers(1, 80))
+def test_layers_of_windows_have_the_pages_that_they_see(chooser: Random, num_acts: int) -> None:
+    world = make_world(chooser, with_windows=True)
     for _ in range(num_acts):
         world.act()
     world.drain()

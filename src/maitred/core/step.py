@@ -57,12 +57,21 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class PageChange(NamedTuple):
+    """The block's pages of groups `first_group` .. are these from now on."""
+
+    block: int
+    first_group: int
+    pages: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
     """The plan of one step; plain, immutable, comparable. An empty plan has no rows.
 
     Order for the executor: forget `forgotten_request_ids`, learn `new_requests`, do `swap_outs`, then `block_copies`,
-    then `swap_ins`, compute `rows`.
+    then `swap_ins`, compute `rows`. Where blocks consist of pages, what is copied from is found by the pages of before
+    `page_changes`, all else by those after. They follow from the rest, so they take no part in whether plans are equal.
     """
 
     step: int  # 0, 1, 2 ...
@@ -72,6 +81,7 @@ class SchedulerOutput:
     block_copies: tuple[BlockCopy, ...] = ()  # copy on write
     swap_outs: tuple[BlockCopy, ...] = ()  # from a block to one of the host's
     swap_ins: tuple[BlockCopy, ...] = ()  # from one of the host's blocks
+    page_changes: tuple[PageChange, ...] = field(compare=False, default=())
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from maitred.core.errors import ConfigError
 from maitred.core.request import FinishReason, RequestSpec, RequestState
 from maitred.core.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 from maitred.decisions import log
+from maitred.kv.pages import KVGroups
 
 VERSION = 11
 
@@ -26,6 +27,8 @@ class Header(msgspec.Struct, frozen=True):
     enable_prefix_caching: bool
     num_host_blocks: int = 0
     num_speculative_tokens: int = 0  # most drafts of a row; 0 where none are made, or other rules say how many
+    groups: KVGroups | None = None  # of layers, where blocks consist of pages
+    num_pages: int = 0  # of these
     run: str = ""  # equal in all files of a run
     part: int = 0  # 0, 1, 2 ...
     version: int = VERSION

@@ -11,7 +11,7 @@ from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.core.tensor_request import Batch, TensorRequest
 from maitred.decisions import log
 from maitred.decisions.codec import Header, read_log
-from maitred.kv.manager import KVCacheManager
+from maitred.kv.pages import kv_cache_manager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.scheduler.scheduler import Scheduler
@@ -98,7 +98,9 @@ def fresh_scheduler(
     header: Header, outcomes: LoggedOutcomes, policies: Mapping[str, PolicyFactory] = POLICIES
 ) -> Scheduler:
     """Return a scheduler like the recorded one at its begin; `policies` must hold those that the log names."""
-    kv_cache = KVCacheManager(
+    kv_cache = kv_cache_manager(
+        header.groups,
+        num_pages=header.num_pages,
         num_blocks=header.num_blocks,
         block_size=header.block_size,
         hasher=outcomes.hasher,

@@ -31,7 +31,7 @@ from maitred.engine.planning import EnginePlan, OnEvent, check_overrides, facts_
 from maitred.engine.step_meter import StepMeter, SwapMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
-from maitred.kv.manager import KVCacheManager
+from maitred.kv.pages import kv_cache_manager
 from maitred.kv.prefix_cache import TokenHasher
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.spec import DecoderSpec
@@ -224,7 +224,7 @@ def _build_executor(
             tell(f"{phase:7} {story} in {timeline.phases[phase]:.2f} s")
 
     executor = plan.executor.build(
-        num_blocks=plan.memory.num_blocks,
+        num_blocks=plan.memory.num_pages,
         max_model_len=plan.memory.max_model_len,
         num_host_blocks=plan.num_host_blocks,
         on_phase=on_phase,
@@ -247,7 +247,9 @@ def _build_executor(
 def _scheduler(
     config: EngineConfig, plan: EnginePlan, revision: str, policies: Mapping[str, PolicyFactory]
 ) -> Scheduler:
-    cache = KVCacheManager(
+    cache = kv_cache_manager(
+        plan.memory.groups,
+        num_pages=plan.memory.num_pages,
         num_blocks=plan.memory.num_blocks,
         block_size=config.cache.block_size,
         hasher=TokenHasher(config.cache.block_size, revision),
@@ -316,6 +318,8 @@ def _decision_log(config: EngineConfig, plan: EnginePlan) -> DecisionLogFile:
         block_size=plan.memory.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=plan.num_host_blocks,
+        groups=plan.memory.groups,
+        num_pages=plan.memory.num_pages if plan.memory.groups is not None else 0,
         num_speculative_tokens=config.speculative.num_speculative_tokens if plan.drafts is not None else 0,
     )
     return DecisionLogFile(

@@ -15,6 +15,7 @@ from maitred.engine.timeline import OnPhase
 from maitred.executor.grammar import Grammars
 from maitred.executor.state import Proposer, SwapBandwidth
 from maitred.kv.layout import BlockIO, CellLayout, LayerIO
+from maitred.kv.pages import KVGroups
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 
@@ -94,6 +95,16 @@ class ExecutorPlan(Protocol):
 
     @property
     def bytes_per_block(self) -> int: ...
+
+    @property
+    def bytes_per_page(self) -> int: ...
+
+    @property
+    def groups(self) -> KVGroups | None:
+        """Groups of layers, where blocks consist of pages."""
+        ...
+
+    def in_groups(self, groups: KVGroups) -> ExecutorPlan: ...
 
     def available_bytes(self, host_available_bytes: int) -> int: ...
 

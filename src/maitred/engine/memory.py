@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from maitred.config import CacheConfig, SchedulerConfig
 from maitred.core.errors import OutOfMemory
+from maitred.kv.pages import KVGroups
 
 GIB = 1024**3
 DEFAULT_SWAP_BYTES = 4 * GIB
@@ -30,6 +32,14 @@ class DraftMemory:
     bytes_per_block: int = 0
 
 
+class PagePlan(NamedTuple):
+    """The pool where blocks consist of pages."""
+
+    groups: KVGroups
+    num_pages: int
+    bytes_per_page: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes that will be allocated; planned before anything is."""
@@ -43,30 +53,56 @@ class MemoryPlan:
     model_context: int  # tokens the model was made for
     longest_context: int  # tokens one request could have if it had all the KV cache
     draft: DraftMemory | None = None  # of the above, unless said otherwise
+    pages: PagePlan | None = None  # None: `num_blocks` whole blocks
+
+    @property
+    def groups(self) -> KVGroups | None:
+        return self.pages.groups if self.pages is not None else None
+
+    @property
+    def num_pages(self) -> int:
+        """What the pool counts: blocks, where they are whole."""
+        return self.pages.num_pages if self.pages is not None else self.num_blocks
 
     @property
     def kv_bytes(self) -> int:
         """The draft model's included."""
+        if self.pages is not None:
+            return self.pages.num_pages * self.pages.bytes_per_page
         return self.num_blocks * (self.bytes_per_block + (self.draft.bytes_per_block if self.draft else 0))
 
     @property
     def num_full_contexts(self) -> float:
         """Number of requests of max_model_len that fit at once."""
-        return self.num_blocks * self.block_size / self.max_model_len
+        if self.pages is None:
+            return self.num_blocks * self.block_size / self.max_model_len
+        return self.num_pages / self.pages.groups.pages_for(self.max_model_len, self.block_size)
 
     def describe(self) -> str:
         """A few lines for the terminal."""
         lines = [
             f"memory  available {format_bytes(self.available_bytes)}",
             f"        weights   {format_bytes(self.weights_bytes)}",
-            f"        KV cache  {format_bytes(self.kv_bytes)} = {self.num_blocks:,} blocks of {self.block_size} tokens "
-            f"({self.num_blocks * self.block_size:,} tokens, {self.num_full_contexts:.1f} full contexts)",
+            f"        KV cache  {format_bytes(self.kv_bytes)} = {self._units()}, "
+            f"{self.num_full_contexts:.1f} full contexts)",
             f"        context   {self.max_model_len:,} tokens{self._remark()}; "
             f"the longest that memory holds is {self.longest_context:,}",
         ]
         if self.draft is not None:
             lines.append(f"        of these, {self._drafts_share(self.draft)}")
         return "\n".join(lines)
+
+    def _units(self) -> str:
+        if self.pages is None:
+            tokens = self.num_blocks * self.block_size
+            return f"{self.num_blocks:,} blocks of {self.block_size} tokens ({tokens:,} tokens"
+        groups, num_pages, bytes_per_page = self.pages
+        windows = " and ".join(f"{window:,}" for window in groups.windows if window is not None)
+        context_bytes = bytes_per_page * groups.pages_for(self.max_model_len, self.block_size)
+        return (
+            f"{num_pages:,} pages of {self.block_size} tokens in {groups.size} layers (a window of {windows} "
+            f"tokens keeps no more: {format_bytes(context_bytes)} for a full context"
+        )
 
     def _drafts_share(self, draft: DraftMemory) -> str:
         weights = f"{format_bytes(draft.weights_bytes)} of weights"
@@ -122,6 +158,8 @@ def plan_memory(
     scheduler: SchedulerConfig,
     draft: DraftMemory | None = None,
     kv_share: float = 1.0,
+    groups: KVGroups | None = None,
+    bytes_per_page: int | None = None,
 ) -> MemoryPlan:
     """Fit the KV cache: what `max_num_seqs` full contexts need, bounded by `kv_share` of what the weights leave; one
     full context may take more.
@@ -130,7 +168,10 @@ def plan_memory(
     Without `pinned_context` the context shrinks to what fits; with it, or with a pinned number of KV bytes, what does
     not fit raises OutOfMemory with both numbers.
     """
-    served_bytes_per_block = bytes_per_block
+    served_bytes_per_block, served_bytes_per_page = bytes_per_block, bytes_per_page or bytes_per_block
+    if groups is not None:
+        assert draft is None or not draft.bytes_per_block, "a draft model has whole blocks"
+        bytes_per_block = served_bytes_per_page  # memory is counted in pages
     if draft is not None:
         weights_bytes, bytes_per_block = weights_bytes + draft.weights_bytes, bytes_per_block + draft.bytes_per_block
     budget = int(available_bytes * (1 - RESERVE_SHARE)) - weights_bytes
@@ -148,28 +189,37 @@ def plan_memory(
             f"one KV block of {cache.block_size} tokens needs {format_bytes(bytes_per_block)}, and "
             f"kv_cache_memory_bytes is {format_bytes(budget)}; give the KV cache more, or take a smaller --block-size"
         )
-    blocks_per_context = math.ceil(context / cache.block_size)
+    blocks_per_context = _pages_for(groups, context, cache.block_size)
+    longest = blocks_that_fit * cache.block_size
+    if groups is not None:
+        longest = groups.tokens_for(blocks_that_fit, cache.block_size, max(context, model_context, 2**20))
     if blocks_that_fit < blocks_per_context:
-        if pinned_context is not None:
-            raise OutOfMemory(_context_too_long(context, blocks_per_context, blocks_that_fit, bytes_per_block, cache))
-        context = blocks_that_fit * cache.block_size
+        if pinned_context is not None or not longest:
+            raise OutOfMemory(_context_too_long(context, blocks_per_context, blocks_that_fit, longest, bytes_per_block))
+        context = longest
     if cache.kv_cache_memory_bytes is not None:
-        num_blocks = blocks_that_fit
+        num_pages = blocks_that_fit
     else:
-        blocks_per_context = math.ceil(context / cache.block_size)
+        ahead = scheduler.token_budget if groups is not None else 1  # the chunk under way
+        blocks_per_context = _pages_for(groups, context, cache.block_size, ahead)
         share = max(int(blocks_that_fit * kv_share), blocks_per_context)
-        num_blocks = min(blocks_that_fit, share, scheduler.max_num_seqs * blocks_per_context)
+        num_pages = min(blocks_that_fit, share, scheduler.max_num_seqs * blocks_per_context)
     return MemoryPlan(
         available_bytes=available_bytes,
         weights_bytes=weights_bytes,
         bytes_per_block=served_bytes_per_block,
         block_size=cache.block_size,
-        num_blocks=num_blocks,
+        num_blocks=num_pages if groups is None else groups.num_blocks(num_pages, context),
         max_model_len=context,
         model_context=model_context,
-        longest_context=blocks_that_fit * cache.block_size,
+        longest_context=longest,
         draft=draft,
+        pages=PagePlan(groups, num_pages, served_bytes_per_page) if groups is not None else None,
     )
+
+
+def _pages_for(groups: KVGroups | None, num_tokens: int, block_size: int, ahead: int = 1) -> int:
+    return math.ceil(num_tokens / block_size) if groups is None else groups.pages_for(num_tokens, block_size, ahead)
 
 
 def _pinned_kv(asked_bytes: int, budget: int) -> int:
@@ -181,11 +231,11 @@ def _pinned_kv(asked_bytes: int, budget: int) -> int:
     return asked_bytes
 
 
-def _context_too_long(context: int, needed: int, fitting: int, bytes_per_block: int, cache: CacheConfig) -> str:
+def _context_too_long(context: int, needed: int, fitting: int, longest: int, bytes_per_block: int) -> str:
     return (
         f"one context of {context:,} tokens needs {format_bytes(needed * bytes_per_block)} of KV cache, and "
-        f"{format_bytes(fitting * bytes_per_block)} ({fitting * cache.block_size:,} tokens) fit; "
-        f"serve with --max-model-len {max(fitting * cache.block_size, 2)} or less, or with a larger KV cache"
+        f"{format_bytes(fitting * bytes_per_block)} ({longest:,} tokens) fit; "
+        f"serve with --max-model-len {max(longest, 2)} or less, or with a larger KV cache"
     )
 
 

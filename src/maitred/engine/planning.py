@@ -24,6 +24,7 @@ from maitred.engine.memory import (
     usable_cores,
 )
 from maitred.engine.model_facts import Footprint, ModelFacts
+from maitred.kv.pages import KVGroups, groups_of
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.packaged import remark
@@ -59,6 +60,8 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
         files=files,
         tell=tell,
     )
+    if (groups := _groups(config, spec, drafts)) is not None:
+        executor = executor.in_groups(groups)
     scheduler = config.scheduler.settled(executor.token_budget)
     available_bytes = executor.available_bytes(_own_memory(config, executor))
     memory = plan_memory(
@@ -68,9 +71,11 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
         model_context=spec.max_position_embeddings,
         pinned_context=config.model.max_model_len,
         cache=config.cache,
-        scheduler=config.scheduler,
+        scheduler=scheduler,
         draft=drafts.memory if drafts is not None else None,
         kv_share=1.0 if executor.on_gpu else HOST_KV_SHARE,
+        groups=groups,
+        bytes_per_page=executor.bytes_per_page,
     )
     tell(executor.describe())
     tell(memory.describe())
@@ -80,6 +85,18 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     if drafts is not None:
         tell(drafts.describe(config.speculative.num_speculative_tokens))
     return EnginePlan(spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
+
+
+def _groups(config: EngineConfig, spec: DecoderSpec, drafts: DraftPlan | None) -> KVGroups | None:
+    """Groups of layers that keep what their windows see; None where blocks are whole: without windows, and where blocks
+    are also a draft model's or head's, or go to other engines or tiers.
+    """
+    has_drafter = drafts is not None and (drafts.model is not None or drafts.head is not None)
+    if has_drafter or config.tiers.are_wanted or config.share.exchanges_kv:
+        return None
+    return groups_of(
+        [layer.window for layer in spec.layers], config.model.max_model_len or spec.max_position_embeddings
+    )
 
 
 def _own_memory(config: EngineConfig, executor: ExecutorPlan) -> int:
@@ -102,6 +119,8 @@ def _told_share(config: EngineConfig, executor: ExecutorPlan) -> str:
 
 
 def _num_host_blocks(config: EngineConfig, executor: ExecutorPlan, memory: MemoryPlan) -> int:
+    if memory.groups is not None:
+        return 0
     on_gpu = executor.on_gpu
     num_bytes = swap_bytes(
         config.cache.swap_memory_bytes,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maitred.executor.state import Ints, RowWork
+from maitred.executor.state import Ints, PageTables, RowWork
 
 # Rows with more tokens than this attend alone; shorter ones share a padded call with rows of like length.
 LONGEST_SHARED_QUERY = 32
@@ -59,11 +59,16 @@ class TorchBatch:
     likeness: Ints  # [R] equal where rows may share a call
     token_ids: Ints  # [T]
     positions: Ints  # [T]
-    slots: Ints  # [T] slot in the pool: block id * block_size + offset
+    blocks: Ints  # [T] block id
     starts: Ints  # [R] first position to compute
     num_tokens: Ints  # [R]
     first_tokens: Ints  # [R] index of the row's first token in the batch
     block_size: int
+
+    def slots(self, pages: PageTables | None = None, group: int = 0) -> Ints:
+        """[T] slot in the pool: block id, or its page of a group of layers, * block_size + offset."""
+        blocks_T = self.blocks if pages is None else pages.of_group(group, self.blocks)
+        return blocks_T * self.block_size + self.positions % self.block_size
 
     @property
     def contexts(self) -> Ints:
@@ -147,7 +152,7 @@ def build_batch(works: Sequence[RowWork], block_size: int) -> TorchBatch:
         likeness=likeness_R,
         token_ids=token_ids_T,
         positions=positions_T,
-        slots=blocks_T * block_size + positions_T % block_size,
+        blocks=blocks_T,
         starts=starts_R,
         num_tokens=num_tokens_R,
         first_tokens=first_token_R,
@@ -165,6 +170,19 @@ def unwritten_slots(works: Iterable[RowWork], block_size: int) -> Ints:
     for row, state, _ in works:
         positions = np.arange(row.start + row.num_tokens, state.blocks.size * block_size)
         slots.append(state.blocks.array[positions // block_size] * block_size + positions % block_size)
+    return np.concatenate(slots)
+
+
+def stale_slots(works: Iterable[RowWork], block_size: int, pages: PageTables) -> Ints:
+    """The same where blocks consist of pages, and those of a window come chunk by chunk: the rest of each row's last
+    block, in all groups, when the row begins it.
+    """
+    slots = [np.empty(0, dtype=np.int64)]
+    for row, state, _ in works:
+        end = row.start + row.num_tokens
+        if end % block_size and row.start <= end // block_size * block_size:
+            pages_G = pages.of([int(state.blocks.array[end // block_size])]).astype(np.int64)
+            slots.append((pages_G * block_size + np.arange(end % block_size, block_size)).ravel())
     return np.concatenate(slots)
 
 

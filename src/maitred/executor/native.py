@@ -33,7 +33,7 @@ from maitred.executor.rows import (
 )
 from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
-from maitred.executor.state import ComputedRows, HeldRequest, Proposer, RowWork, SwapBandwidth, take_plan
+from maitred.executor.state import ComputedRows, HeldRequest, PageTables, Proposer, RowWork, SwapBandwidth, take_plan
 from maitred.kernels import _native
 from maitred.kernels.kv_pool import HostBlocks
 from maitred.kv.layout import CellLayout, NativeLayers
@@ -121,7 +121,7 @@ def cut(works: Sequence[RowWork], max_tokens: int, skipped: Container[int] = ())
     return passes if passes[0] else []
 
 
-def ragged_step(slices: Sequence[Slice], block_size: int) -> RaggedStep:
+def ragged_step(slices: Sequence[Slice], block_size: int, pages: PageTables | None = None) -> RaggedStep:
     """Block tables already hold this step's blocks."""
     num_tokens = [piece.num_tokens for piece in slices]
     tables = [piece.work.state.blocks.array[: -(-(piece.start + piece.num_tokens) // block_size)] for piece in slices]
@@ -141,11 +141,12 @@ def ragged_step(slices: Sequence[Slice], block_size: int) -> RaggedStep:
             if piece.samples and piece.work.drafts:
                 token_ids[first + len(known) : end] = piece.work.drafts
             positions[first:end] += piece.start - first
+    blocks = np.concatenate(tables, dtype=np.int32, casting="unsafe")
     return RaggedStep(
         token_ids=token_ids,
         positions=positions,
         first_tokens=first_tokens,
-        block_tables=np.concatenate(tables, dtype=np.int32, casting="unsafe"),
+        block_tables=blocks if pages is None else pages.of(blocks).ravel(),
         first_blocks=running_sums([len(table) for table in tables]),
     )
 
@@ -289,11 +290,12 @@ class NativeExecutor:
         choice: ThreadChoice | None = None,
         ranks: Ranks | None = None,
         adapters: NativeAdapters | None = None,
+        pages: PageTables | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`pool` is the `_native.KVPool` that the runner writes, `threads` the `_native.ThreadPool` of which `choice`
-        decides how many take part; without it all do; `ranks` the processes that run the program too. `clock` tells
-        seconds.
+        decides how many take part; without it all do; `ranks` the processes that run the program too. `pages` are where
+        blocks are not whole. `clock` tells seconds.
         """
         self.on_logits = on_logits
         self.vocab_size = runner.vocab_size
@@ -309,6 +311,7 @@ class NativeExecutor:
         self._host = host
         self.threads, self.choice, self._clock = threads, choice, clock
         self._ranks = ranks
+        self._pages = pages
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         planned = self._take_plan(plan)
@@ -386,9 +389,8 @@ class NativeExecutor:
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """Take in all of the plan but the computing; return each row's block table."""
-        works = take_plan(
-            plan, self._states, self.vocab_size, self.pool.copy_blocks, self._host, self.grammars, self.proposer
-        )
+        copy = self.pool.copy_blocks if self._pages is None else self._pages.take(plan, self.pool.copy_blocks)
+        works = take_plan(plan, self._states, self.vocab_size, copy, self._host, self.grammars, self.proposer)
         for work in works:
             work.state.take_blocks(work.row)
         return works  # what others left in unwritten slots is never read, so nothing is cleared
@@ -397,7 +399,7 @@ class NativeExecutor:
         self, slices: Sequence[Slice], tokens: dict[int, SampledToken], prompts: dict[int, list[TokenLogprobs]]
     ) -> None:
         """Run the program once; return the wanted logits."""
-        step = ragged_step(slices, self._block_size)
+        step = ragged_step(slices, self._block_size, self._pages)
         if self.adapters is not None and any(names := [piece.work.state.adapter for piece in slices]):
             step.adapters = self.adapters.slots(names)
         sampling = [piece for piece in slices if piece.samples]

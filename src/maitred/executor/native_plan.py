@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,9 +35,11 @@ from maitred.executor.ranks import (
 )
 from maitred.executor.sampler import SampledToken, uniform
 from maitred.executor.sampler_state import RequestSampler
+from maitred.executor.state import PageTables
 from maitred.kernels import _native
 from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
 from maitred.kernels.sampler import FAULTS, NO_LOGPROBS, Sampled, Sampler
+from maitred.kv.pages import KVGroups
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
 from maitred.model.gguf_file import HELD_AS, WIDENED
@@ -118,6 +120,7 @@ class NativePlan:
     num_ranks: int = 1  # processes, each with its share of the weights and so many threads
     rank_config: RankConfig | None = None  # where there are several
     weight_cache: WeightCache | None = None
+    groups: KVGroups | None = None  # of layers, where blocks consist of pages
 
     name = "native"
     device_name = "cpu"
@@ -170,6 +173,16 @@ class NativePlan:
                 head_dim=spec.head_dim,
             )
         )
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of what the pool counts: blocks, or pages of a group of layers."""
+        if self.groups is None:
+            return self.bytes_per_block
+        return self.bytes_per_block // self.num_pool_layers * self.groups.size
+
+    def in_groups(self, groups: KVGroups) -> NativePlan:
+        return replace(self, groups=groups)
 
     @property
     def buffers(self) -> list[tuple[str, int]]:
@@ -233,7 +246,8 @@ class NativePlan:
         on_packed: OnPacked | None = None,
         on_lost: OnLost | None = None,
     ) -> NativeExecutor:
-        """Load the weights and allocate the pool. Raises CheckpointError, OutOfMemory or KernelError.
+        """Load the weights and allocate the pool, of so many blocks, or pages where there are groups. Raises
+        CheckpointError, OutOfMemory or KernelError.
 
         `on_phase` is told of each phase as it ends, and what happened in it; `on_packed` how many bytes of weights are
         packed, and of how many, while that lasts; `on_lost` of a rank that ended by itself, after which steps raise.
@@ -270,6 +284,7 @@ class NativePlan:
             choice=ThreadChoice(self.num_threads) if self.choose_threads else None,
             ranks=ranks,
             adapters=NativeAdapters(runner),
+            pages=PageTables(self.groups) if self.groups is not None else None,
         )
         if ranks is not None:
             weakref.finalize(executor, ranks.close)  # of one that is dropped, as when what comes next fails
@@ -280,7 +295,7 @@ class NativePlan:
         spec = self.spec
         return make_kv_pool(
             dtype=self.kv_dtype,
-            num_layers=self.num_pool_layers,
+            num_layers=self.num_pool_layers if self.groups is None else self.groups.size,
             num_blocks=num_blocks,
             block_size=self.block_size,
             num_kv_heads=spec.num_kv_heads,
@@ -306,6 +321,7 @@ class NativePlan:
             max_model_len=max_model_len,
             isa=self.isa,
             place=place,
+            layers=self.groups.places if self.groups is not None else (),
         )
         return runner, loaded.summary
 
@@ -319,8 +335,9 @@ class NativePlan:
             config=self.rank_config,
             num_ranks=self.num_ranks,
             num_threads=self.num_threads,
-            memory_bytes=num_blocks * self.bytes_per_block + 2 * self.buffer_bytes + SPARE_BYTES,
+            memory_bytes=num_blocks * self.bytes_per_page + 2 * self.buffer_bytes + SPARE_BYTES,
             num_blocks=num_blocks,
+            groups=self.groups,
             max_model_len=max_model_len,
             cpus=processors_of_ranks(self.num_ranks, self.num_threads) if self.bind_threads else (),
         )

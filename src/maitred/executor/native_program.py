@@ -52,7 +52,7 @@ class RaggedStep:
     token_ids: Int32s  # [T]
     positions: Int32s  # [T]
     first_tokens: Int32s  # [R + 1]
-    block_tables: Int32s  # block ids of slice 0, then of slice 1, ...
+    block_tables: Int32s  # block ids of slice 0, then of slice 1, ...; all that for each group of layers
     first_blocks: Int32s  # [R + 1]
     adapters: Int32s | None = None  # [R] slots, -1 for none; None where no row has one
 
@@ -117,9 +117,11 @@ class NativeProgram:
         max_model_len: int,
         isa: str | None = None,
         place: Place = ALONE,
+        layers: Sequence[tuple[int, int]] = (),
     ) -> None:
         """`pool` is a `_native.KVPool`, `threads` a `_native.ThreadPool`; `isa` None is the default one. `weights` are
-        the shares of `place`'s rank (`shares.own_program`).
+        the shares of `place`'s rank (`shares.own_program`). `layers` have the group of each layer and its place there,
+        where steps have block tables for several groups.
         """
         spec = program.spec
         self.program = program
@@ -139,6 +141,8 @@ class NativeProgram:
             max_positions=max_model_len,
             team=place.team,
         )
+        if layers:
+            self._native.place_layers(list(layers))
         builder = _Builder(program, weights, self._native, max_model_len, place)
         builder.build()
         self._frequencies = builder.frequencies

@@ -57,6 +57,8 @@ def _load(begin: Begin, place: Place) -> NativeProgram:
             num_drafts=config.num_drafts,
             taps=config.taps,
         )
+        if begin.groups is not None:
+            plan = plan.in_groups(begin.groups)
         threads = _native.ThreadPool(begin.num_threads)
         pool = plan.make_pool(begin.num_blocks, place)
         runner, _ = plan.load(threads, pool, max_model_len=begin.max_model_len, place=place)

@@ -25,6 +25,7 @@ from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.core.errors import ConfigError, KernelError, OutOfMemory
 from maitred.executor.native_program import Place
 from maitred.kernels import _native
+from maitred.kv.pages import KVGroups
 from maitred.model.checkpoint import Checkpoint
 
 # -P: the current folder, which may be a model's with Python code in it, is no place for modules
@@ -61,7 +62,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int  # of each
     memory_fd: int = -1
     memory_bytes: int
-    num_blocks: int
+    num_blocks: int  # or pages, where there are groups
+    groups: KVGroups | None = None
     max_model_len: int
     cpus: tuple[tuple[int, ...], ...] = ()  # of each rank's threads; none: any
 

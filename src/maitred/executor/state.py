@@ -12,8 +12,10 @@ from maitred.core.errors import KernelError
 from maitred.core.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 from maitred.executor.grammar import Grammars, GrammarSlot
 from maitred.executor.sampler_state import RequestSampler
+from maitred.kv.pages import KVGroups
 
 Ints = NDArray[np.int64]
+CopyBlocks = Callable[[Sequence[tuple[int, int]]], object]
 TapRows = NDArray[np.float32]
 
 
@@ -54,6 +56,43 @@ class GrowingInts:
 
     def shorten(self, size: int) -> None:
         self.size = min(self.size, size)
+
+
+class PageTables:
+    """The pages of each block, as plans tell of them: one table for each group of layers (`kv.pages`).
+
+    What a block has no more stays in the table: nothing reads it.
+    """
+
+    def __init__(self, groups: KVGroups) -> None:
+        self.groups = groups
+        self._pages = np.zeros((groups.num_groups, 1024), np.int32)  # [groups, blocks]
+
+    def of(self, blocks: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+        """[groups, blocks]"""
+        pages: NDArray[np.int32] = self._pages[:, blocks]
+        return pages
+
+    def of_group(self, group: int, blocks: NDArray[np.integer]) -> Ints:
+        """The same of one group, in any shape."""
+        pages: Ints = self._pages[group, blocks].astype(np.int64)
+        return pages
+
+    def take(self, plan: SchedulerOutput, copy_pages: CopyBlocks) -> CopyBlocks:
+        """Take in what the plan tells of pages; return what copies its blocks."""
+        sources = self.of([copy.source for copy in plan.block_copies])
+        for block, first, pages in plan.page_changes:
+            if block >= self._pages.shape[1]:
+                grown = np.zeros((len(self._pages), 2 * block), np.int32)
+                grown[:, : self._pages.shape[1]] = self._pages
+                self._pages = grown
+            self._pages[first : first + len(pages), block] = pages
+
+        def copy_blocks(copies: Sequence[tuple[int, int]]) -> None:
+            targets = self.of([target for _, target in copies])
+            copy_pages(list(zip(sources.ravel().tolist(), targets.ravel().tolist(), strict=True)))
+
+        return copy_blocks
 
 
 class HeldRequest:
@@ -177,7 +216,7 @@ def take_plan(
     plan: SchedulerOutput,
     states: dict[str, HeldRequest],
     vocab_size: int,
-    copy_blocks: Callable[[Sequence[tuple[int, int]]], object],
+    copy_blocks: CopyBlocks,
     host: HostPool | None,
     grammars: Grammars | None = None,
     proposer: Proposer | None = None,

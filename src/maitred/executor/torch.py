@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
 from maitred.core.errors import ConfigError, KernelError
 from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 from maitred.executor import torch_kv
-from maitred.executor.batch import TorchBatch, build_batch, unwritten_slots
+from maitred.executor.batch import TorchBatch, build_batch, stale_slots, unwritten_slots
 from maitred.executor.grammar import Grammars
 from maitred.executor.rows import (
     PROMPT_LOGPROBS_CHUNK,
@@ -26,9 +26,10 @@ from maitred.executor.rows import (
     with_drafts,
 )
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
-from maitred.executor.state import HeldRequest, Proposer, RowWork, SwapBandwidth, take_plan
+from maitred.executor.state import HeldRequest, PageTables, Proposer, RowWork, SwapBandwidth, take_plan
 from maitred.executor.torch_attention import FlashAttention, GatherAttention, flash_refusal, reads_block_tables
 from maitred.kv.layout import CellLayout, HostLayers, LayerIO
+from maitred.kv.pages import KVGroups
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
@@ -62,7 +63,9 @@ class TorchExecutor:
         num_threads: int | None = None,
         num_host_blocks: int = 0,
         on_logits: OnLogits | None = None,
+        groups: KVGroups | None = None,
     ) -> None:
+        """`num_blocks` are pages where there are `groups`."""
         spec = decoder.spec
         self.on_logits = on_logits
         self.device = device
@@ -73,16 +76,21 @@ class TorchExecutor:
         self._states: dict[str, HeldRequest] = {}
         self.grammars: Grammars | None = None  # for requests with one; set by the engine's builder
         self.pool = torch_kv.TorchKVPool(
-            torch_kv.pool_shape(spec, num_blocks=num_blocks, block_size=block_size), device=device, dtype=kv_dtype
+            torch_kv.pool_shape(
+                spec, num_blocks=num_blocks, block_size=block_size, num_layers=groups.size if groups else None
+            ),
+            device=device,
+            dtype=kv_dtype,
         )
+        self._pages = PageTables(groups) if groups is not None else None
         self._host = torch_kv.TorchHostPool(self.pool, num_host_blocks) if num_host_blocks else None
         self.proposer: Proposer | None = None  # never one: drafts are refused before anything is loaded
         self.threads: object = None
         self._attention: GatherAttention | FlashAttention
         if flash_refusal(spec, device=device, dtype=dtype, kv_dtype=kv_dtype) is None:
-            self._attention = FlashAttention(spec, self.pool, device=device)
+            self._attention = FlashAttention(spec, self.pool, device=device, pages=self._pages)
         else:
-            self._attention = GatherAttention(spec, self.pool, device=device, dtype=dtype)
+            self._attention = GatherAttention(spec, self.pool, device=device, dtype=dtype, pages=self._pages)
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         with torch.inference_mode(), torch_threads(self._num_threads):
@@ -132,7 +140,8 @@ class TorchExecutor:
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """Take in all of the plan but the computing: each row's block table too, and what of it must be cleared."""
-        works = take_plan(plan, self._states, self.vocab_size, self.pool.copy_blocks, self._host, self.grammars)
+        copy = self.pool.copy_blocks if self._pages is None else self._pages.take(plan, self.pool.copy_blocks)
+        works = take_plan(plan, self._states, self.vocab_size, copy, self._host, self.grammars)
         works = with_drafts(works, None, self.vocab_size, 0)  # there are no drafts here
         for work in works:
             if work.state.adapter:
@@ -141,7 +150,10 @@ class TorchExecutor:
                     f"does not have; --executor native does"
                 )
         changed = [work for work in works if work.state.take_blocks(work.row)]
-        stale = unwritten_slots(changed, self._block_size)
+        if self._pages is None:
+            stale = unwritten_slots(changed, self._block_size)
+        else:  # what is masked is read in all of the last block
+            stale = stale_slots(works, self._block_size, self._pages)
         if stale.size:
             self.pool.clear(torch.as_tensor(stale, device=self.device))
         return works
@@ -223,6 +235,7 @@ class TorchPlan:
     kv_dtype: torch.dtype
     block_size: int
     num_threads: int | None
+    groups: KVGroups | None = None  # of layers, where blocks consist of pages
 
     name = "torch"
     isa = ""  # its own choice
@@ -257,6 +270,16 @@ class TorchPlan:
     def bytes_per_block(self) -> int:
         """Bytes of one KV block over all layers."""
         return torch_kv.kv_bytes_per_block(self.spec, self.block_size, self.kv_dtype.itemsize)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of what the pool counts: blocks, or pages of a group of layers."""
+        if self.groups is None:
+            return self.bytes_per_block
+        return self.bytes_per_block // self.spec.num_layers * self.groups.size
+
+    def in_groups(self, groups: KVGroups) -> TorchPlan:
+        return replace(self, groups=groups)
 
     def available_bytes(self, host_available_bytes: int) -> int:
         """Free memory where weights and cache will lie: the GPU's, or the host's as given."""
@@ -304,6 +327,7 @@ class TorchPlan:
             kv_dtype=self.kv_dtype,
             num_threads=self.num_threads,
             num_host_blocks=num_host_blocks,
+            groups=self.groups,
         )
 
 

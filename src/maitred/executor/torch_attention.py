@@ -9,8 +9,9 @@ query length, L its padded number of keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from inspect import signature
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +20,13 @@ from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention
 
 from maitred.executor.batch import LONGEST_SHARED_QUERY, RowGroup, TorchBatch
-from maitred.executor.state import Ints
+from maitred.executor.state import Ints, PageTables
 from maitred.executor.torch_kv import TorchKVPool
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend
+
+_Kind = tuple[int, int | None]
+"""Group and window of a layer."""
 
 
 @dataclass(slots=True)
@@ -39,15 +43,42 @@ class _Group:
     rows: RowGroup
     query_index: torch.Tensor | None  # [R * Q] tokens of the batch, None when the group is not padded
     query_keep: torch.Tensor | None  # which of [R * Q] are real
-    keys_of_window: dict[int | None, _Keys]
+    keys_of_kind: dict[_Kind, _Keys]
+
+
+class _Places(NamedTuple):
+    """Where layers are in the pool: all in their order with the blocks themselves, or in groups with pages."""
+
+    layers: tuple[int, ...]  # of each layer: its number in the pool
+    kinds: tuple[_Kind, ...]
+    pages: PageTables | None
+
+    def ids(self, kind: _Kind, block_ids: NDArray[np.integer]) -> NDArray[np.integer]:
+        """What the pool counts, for block ids of a request."""
+        return block_ids if self.pages is None else self.pages.of_group(kind[0], block_ids)
+
+
+def _places(spec: DecoderSpec, pages: PageTables | None) -> _Places:
+    windows = [layer.window for layer in spec.layers]
+    found = pages.groups.places if pages is not None else tuple((0, layer) for layer in range(spec.num_layers))
+    kinds = tuple((group, window) for (group, _), window in zip(found, windows, strict=True))
+    return _Places(tuple(layer for _, layer in found), kinds, pages)
 
 
 class GatherAttention:
     """Paged attention by gathering each row's blocks; owns the scratch memory for that."""
 
-    def __init__(self, spec: DecoderSpec, pool: TorchKVPool, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        pool: TorchKVPool,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        pages: PageTables | None = None,
+    ) -> None:
         self._spec = spec
-        self._windows = [layer.window for layer in spec.layers]
+        self._places = _places(spec, pages)
         self._pool = pool
         self._device = device
         self._dtype = dtype
@@ -56,7 +87,10 @@ class GatherAttention:
 
     def prepare(self, batch: TorchBatch) -> Attend:
         """The attention of one step: writes a layer's K/V into the pool, then attends."""
-        slots_T = self._tensor(batch.slots)
+        places = self._places
+        slots_of = {
+            group: self._tensor(batch.slots(places.pages, group)) for group in {kind[0] for kind in places.kinds}
+        }
         groups = [self._prepare_group(batch, group) for group in batch.groups()]
 
         def attend(
@@ -66,7 +100,7 @@ class GatherAttention:
             v_TKH: torch.Tensor,
             sinks_N: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            self._pool.write(layer, slots_T, k_TKH, v_TKH)
+            self._pool.write(layer, slots_of[places.kinds[layer][0]], k_TKH, v_TKH, places.layers[layer])
             found = [self._attend_group(layer, q_TNH, group, sinks_N) for group in groups]
             return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -77,13 +111,14 @@ class GatherAttention:
             rows,
             query_index=self._tensor(batch.query_index(rows).reshape(-1)) if rows.padded else None,
             query_keep=self._tensor(batch.query_keep(rows)) if rows.padded else None,
-            keys_of_window={window: self._prepare_keys(batch, rows, window) for window in dict.fromkeys(self._windows)},
+            keys_of_kind={kind: self._prepare_keys(batch, rows, kind) for kind in dict.fromkeys(self._places.kinds)},
         )
 
-    def _prepare_keys(self, batch: TorchBatch, rows: RowGroup, window: int | None) -> _Keys:
+    def _prepare_keys(self, batch: TorchBatch, rows: RowGroup, kind: _Kind) -> _Keys:
+        window = kind[1]
         span = batch.key_span(rows, window)
         num_keys = span.block_ids.shape[1] * batch.block_size
-        block_ids = self._tensor(span.block_ids.reshape(-1))
+        block_ids = self._tensor(self._places.ids(kind, span.block_ids.reshape(-1)))
         starts_R, contexts_R = batch.starts[rows.rows], batch.contexts[rows.rows]
         whole = rows.num_rows == 1 and starts_R[0] == 0 and (window is None or contexts_R[0] <= window)
         if whole and rows.query_len > LONGEST_SHARED_QUERY:
@@ -102,8 +137,8 @@ class GatherAttention:
         self, layer: int, q_TNH: torch.Tensor, group: _Group, sinks_N: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns the group's tokens' out, [t, N, H]."""
-        rows, keys = group.rows, group.keys_of_window[self._windows[layer]]
-        k_RLKH, v_RLKH = self._gather(layer, rows.num_rows, keys)
+        rows, keys = group.rows, group.keys_of_kind[self._places.kinds[layer]]
+        k_RLKH, v_RLKH = self._gather(self._places.layers[layer], rows.num_rows, keys)
         if rows.query_len > LONGEST_SHARED_QUERY:
             return self._attend_long(q_TNH[rows.tokens], k_RLKH[0], v_RLKH[0], keys.mask, sinks_N)
         assert keys.mask is not None
@@ -234,14 +269,19 @@ class _FlashKeys:
     max_k: int
     block_table: torch.Tensor | None = None  # [R, B] int32
     gathered_ids: torch.Tensor | None = None  # [all blocks of all rows], when there is no table
+    table_of_blocks: NDArray[np.int32] = field(
+        default_factory=lambda: np.zeros((0, 0), np.int32)
+    )  # the table's, not pages
 
 
 class FlashAttention:
     """Paged attention for what `flash_refusal` lets pass."""
 
-    def __init__(self, spec: DecoderSpec, pool: TorchKVPool, *, device: torch.device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, pool: TorchKVPool, *, device: torch.device, pages: PageTables | None = None
+    ) -> None:
         self._scale = spec.attention_scale
-        self._windows = [layer.window for layer in spec.layers]
+        self._places = _places(spec, pages)
         self._pool = pool
         self._device = device
         self._paged = reads_block_tables(pool.shape.block_size)
@@ -252,16 +292,20 @@ class FlashAttention:
 
     def prepare(self, batch: TorchBatch) -> Attend:
         """The attention of one step: writes a layer's K/V into the pool, then attends."""
-        slots_T = torch.as_tensor(batch.slots, device=self._device)
+        places = self._places
+        slots_of = {
+            group: torch.as_tensor(batch.slots(places.pages, group), device=self._device)
+            for group in {kind[0] for kind in places.kinds}
+        }
         cu_seq_q = self._offsets(batch.num_tokens)
         max_q = int(batch.num_tokens.max())
-        keys_of_window = self._prepare_keys(batch)
+        keys_of_kind = self._prepare_keys(batch)
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-            self._pool.write(layer, slots_T, k_TKH, v_TKH)
-            window = self._windows[layer]
-            keys = keys_of_window[window]
-            k, v = self._pool.blocks(layer)
+            group, window = places.kinds[layer]
+            self._pool.write(layer, slots_of[group], k_TKH, v_TKH, places.layers[layer])
+            keys = keys_of_kind[group, window]
+            k, v = self._pool.blocks(places.layers[layer])
             if keys.gathered_ids is not None:
                 k, v = (x.index_select(0, keys.gathered_ids).flatten(0, 1) for x in (k, v))
             out = self._varlen_attn(
@@ -284,11 +328,17 @@ class FlashAttention:
 
         return attend
 
-    def _prepare_keys(self, batch: TorchBatch) -> dict[int | None, _FlashKeys]:
-        windows = dict.fromkeys(self._windows)
-        if self._paged:  # the kernel skips what a window hides
-            return dict.fromkeys(windows, self._paged_keys(batch))
-        return {window: self._gathered_keys(batch, window) for window in windows}
+    def _prepare_keys(self, batch: TorchBatch) -> dict[_Kind, _FlashKeys]:
+        kinds = dict.fromkeys(self._places.kinds)
+        if not self._paged:
+            return {kind: self._gathered_keys(batch, kind) for kind in kinds}
+        keys = self._paged_keys(batch)  # the kernel skips what a window hides
+        pages = self._places.pages
+        if pages is None:
+            return dict.fromkeys(kinds, keys)
+        return {
+            kind: replace(keys, block_table=self._int32(self._places.ids(kind, keys.table_of_blocks))) for kind in kinds
+        }
 
     def _paged_keys(self, batch: TorchBatch) -> _FlashKeys:
         contexts_R = batch.contexts
@@ -301,11 +351,12 @@ class FlashAttention:
             cu_seq_k=self._offsets(contexts_R),
             max_k=int(contexts_R.max()),
             block_table=self._int32(table_RB),
+            table_of_blocks=table_RB,
         )
 
-    def _gathered_keys(self, batch: TorchBatch, window: int | None) -> _FlashKeys:
+    def _gathered_keys(self, batch: TorchBatch, kind: _Kind) -> _FlashKeys:
         """Whole blocks side by side, from the first that a row's tokens see; the kernel counts from the last key."""
-        first_R, counts_R = batch.block_ranges(slice(None), window)
+        first_R, counts_R = batch.block_ranges(slice(None), kind[1])
         tables = [
             work.state.blocks.array[first : first + count]
             for work, first, count in zip(batch.works, first_R.tolist(), counts_R.tolist(), strict=True)
@@ -315,7 +366,7 @@ class FlashAttention:
             seqused_k=self._int32(used_R),
             cu_seq_k=self._offsets(counts_R * batch.block_size),
             max_k=int(counts_R.max()) * batch.block_size,
-            gathered_ids=torch.as_tensor(np.concatenate(tables), device=self._device),
+            gathered_ids=torch.as_tensor(self._places.ids(kind, np.concatenate(tables)), device=self._device),
         )
 
     def _offsets(self, lengths_R: Ints) -> torch.Tensor:

@@ -32,14 +32,14 @@ class PoolShape(NamedTuple):
     head_dim: int
 
 
-def pool_shape(spec: DecoderSpec, *, num_blocks: int, block_size: int) -> PoolShape:
-    """Raises ConfigError when there is no block, or a block without a slot."""
+def pool_shape(spec: DecoderSpec, *, num_blocks: int, block_size: int, num_layers: int | None = None) -> PoolShape:
+    """`num_layers` are those of a page. Raises ConfigError when there is no block, or a block without a slot."""
     if num_blocks < 1 or block_size < 1:
         raise ConfigError(
             f"the KV cache would have {num_blocks} blocks of {block_size} tokens; "
             f"both must be at least 1, so give it more memory (--kv-cache-memory-bytes)"
         )
-    return PoolShape(spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    return PoolShape(num_layers or spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
 
 
 def kv_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype_bytes: int) -> int:
@@ -86,12 +86,15 @@ class TorchKVPool:
         """The same, each [slots, kv heads, head size]."""
         return self._slots[layer, 0], self._slots[layer, 1]
 
-    def write(self, layer: int, slots_T: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        k_slots, v_slots = self.slots(layer)
+    def write(
+        self, layer: int, slots_T: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, place: int | None = None
+    ) -> None:
+        """`layer` is the model's; `place` the pool's, where they differ."""
+        k_slots, v_slots = self.slots(layer if place is None else place)
         k_slots.index_copy_(0, slots_T, k_TKH.to(self.dtype))
         v_slots.index_copy_(0, slots_T, v_TKH.to(self.dtype))
         if self.written:
-            self.written[layer].record()
+            self.written[layer if place is None else place].record()
         self.progress = self.progress[0] + (layer == 0), layer + 1
 
     @property

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from maitred.core.errors import PromptTooLong
 from maitred.core.request import RequestState
-from maitred.core.step import BlockCopy
+from maitred.core.step import BlockCopy, PageChange
 from maitred.kv.prefix_cache import BlockHasher, Changes, PrefixCache
 
 
@@ -160,12 +160,32 @@ class KVCacheManager:
         return self._pool.num_blocks
 
     @property
+    def num_used(self) -> int:
+        return self._pool.num_used
+
+    # Memory is counted in pages; a block is one, where nothing else is said.
+    pages_per_block = 1
+    opens_windows = False  # whether each chunk of a prompt asks for room (`allocate_spare`)
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_blocks
+
+    @property
     def num_free(self) -> int:
         return self._pool.num_free
 
     @property
-    def num_used(self) -> int:
+    def num_pages_used(self) -> int:
         return self._pool.num_used
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages without which a request of so many known tokens cannot run."""
+        return self.num_blocks_for(num_tokens)
+
+    def take_page_changes(self) -> tuple[PageChange, ...]:
+        """Return what the executor is to be told of pages; nothing where blocks are whole."""
+        return ()
 
     @property
     def num_cached(self) -> int:
@@ -235,8 +255,8 @@ class KVCacheManager:
         )
 
     def num_blocks_short(self, request: RequestState, hit: PrefixHit) -> int:
-        """Return how many more free blocks `admit` would need; 0 when it would succeed."""
-        return max(0, self.num_blocks_needed(request, hit) - self._pool.num_free)
+        """Return how many more free pages `admit` would need; 0 when it would succeed."""
+        return max(0, self.num_blocks_needed(request, hit) - self.num_free)
 
     def num_blocks_needed(self, request: RequestState, hit: PrefixHit) -> int:
         """Free blocks that `admit` takes."""
@@ -278,7 +298,7 @@ class KVCacheManager:
         num_new = max(0, end_block - len(table))
         if num_new + len(shared) > self._pool.num_free:
             return None
-        copies, replaced = self._copy_on_write(table, shared)
+        copies, replaced = self._copy_on_write(request, shared)
         new = self._take(num_new)
         table.extend(new)
         return Allocation(tuple(new), replaced, copies)
@@ -419,9 +439,9 @@ class KVCacheManager:
         return tuple([BlockCopy(host, block) for host, block in zip(hit.host_blocks, taken, strict=True)])
 
     def _copy_on_write(
-        self, table: list[int], shared: list[int]
+        self, request: RequestState, shared: list[int]
     ) -> tuple[tuple[BlockCopy, ...], tuple[tuple[int, int], ...]]:
-        copies, replaced = [], []
+        copies, replaced, table = [], [], request.block_table
         for index, block in zip(shared, self._take(len(shared)), strict=True):
             copies.append(BlockCopy(table[index], block))
             replaced.append((index, block))

@@ -114,6 +114,9 @@ class PrefixCache:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._blocks
 
+    def block_of(self, digest: bytes) -> int | None:
+        return self._blocks.get(digest)
+
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of a chain."""
         blocks, found = self._blocks, []

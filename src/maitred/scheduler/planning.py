@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from maitred.core.cost_model import SwapCosts
 from maitred.core.request import RequestState, RequestStatus
-from maitred.core.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
+from maitred.core.step import BlockCopy, NewRequest, PageChange, ScheduledRow, SchedulerOutput
 from maitred.kv.manager import Allocation
 from maitred.kv.tiers import worth_fetching
 from maitred.scheduler.notes import Blocked, Lack, Preemption, PreemptionCause
@@ -59,7 +59,7 @@ class PlanBuilder:
             self.copies = [copy for copy in self.copies if copy.target not in table]
         return Removed(num_tokens, copied_from)
 
-    def plan(self, step: int, forgotten: Sequence[str]) -> SchedulerOutput:
+    def plan(self, step: int, forgotten: Sequence[str], page_changes: tuple[PageChange, ...] = ()) -> SchedulerOutput:
         """Return the plan as it stands; `forgotten` left their slots since the plan before."""
         return SchedulerOutput(
             step=step,
@@ -69,6 +69,7 @@ class PlanBuilder:
             block_copies=tuple(self.copies),
             swap_outs=tuple(self.swap_outs),
             swap_ins=tuple(self.swap_ins),
+            page_changes=page_changes,
         )
 
 
@@ -142,7 +143,7 @@ def _num_replaceable(state: SchedulerState) -> int:
     hit = state.reusable(head)
     if state.num_running < state.config.max_num_seqs and not state.kv.num_blocks_short(head, hit):
         return 0
-    if state.kv.num_blocks_for(head.num_tokens) > state.kv.num_blocks - num_kept_before(state, head):
+    if state.kv.num_pages_for(head.num_tokens) > state.kv.num_pages - num_kept_before(state, head):
         return 0  # it would find no room if all left
     budget = state.config.token_budget - state.num_running
     return max(1, budget // max(1, head.num_tokens - hit.num_tokens))
@@ -191,21 +192,46 @@ def _plan_forced(state: SchedulerState, builder: PlanBuilder) -> None:
 
 
 def _plan_prefills(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
-    """Further chunks of prompts already begun; their blocks were allocated when they were admitted."""
+    """Further chunks of prompts already begun; their blocks were allocated when they were admitted, not their windows'
+    pages.
+    """
     for request in sorted(state.prefilling.values(), key=state.order.place):
         _plan_admissions(state, builder, now, ahead_of=request)
         if builder.budget > 0 and request.status is RUNNING and request.request_id not in builder.settled:
-            _plan_chunk(request, builder)
+            _plan_chunk(state, request, builder)
 
 
-def _plan_chunk(request: RequestState, builder: PlanBuilder, block_ids: tuple[int, ...] = ()) -> None:
+def _plan_chunk(
+    state: SchedulerState, request: RequestState, builder: PlanBuilder, block_ids: tuple[int, ...] = ()
+) -> None:
     start = request.num_computed_tokens
     num_tokens = min(builder.budget, request.num_tokens - start)
+    if state.kv.opens_windows:
+        num_tokens = _open_windows(state, request, builder, num_tokens)
+        if not num_tokens:
+            return
     samples = start + num_tokens == request.num_tokens
     builder.rows.append(ScheduledRow(request.request_id, start, num_tokens, samples, block_ids))
     builder.requests.append(request)
     builder.budget -= num_tokens
     request.num_computed_tokens = start + num_tokens
+
+
+def _open_windows(state: SchedulerState, request: RequestState, builder: PlanBuilder, num_tokens: int) -> int:
+    """Return for how many of a chunk's tokens there is room in the layers of windows; made as `grow` does if for none.
+    0 if the request is itself the worst, or the worst has just begun.
+    """
+    while not (count := state.kv.allocate_spare(request, num_tokens)[0]):
+        if give_up_one(state):
+            continue
+        victim = state.worst_running()
+        if victim.request_id in builder.settled:
+            return 0
+        builder.out_of_blocks = True
+        preempt(state, victim, builder, PreemptionCause.BLOCKS, by=request)
+        if victim is request:
+            return 0
+    return count
 
 
 # ---- those that wait
@@ -248,7 +274,7 @@ def _plan_admissions(
         builder.copies += allocation.copies
         builder.swap_ins += allocation.swap_ins
         state.counters.num_swapped_in_blocks += len(allocation.swap_ins)
-        _plan_chunk(head, builder, allocation.new_block_ids)
+        _plan_chunk(state, head, builder, allocation.new_block_ids)
 
 
 def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> Allocation | None:
@@ -286,7 +312,7 @@ def _victims_for(state: SchedulerState, head: RequestState, builder: PlanBuilder
     short = kv.num_blocks_short(head, hit)
     if not short and state.num_running < state.config.max_num_seqs:
         return []
-    if not outranked or short > sum(len(r.block_table) for r in outranked):
+    if not outranked or short > kv.pages_per_block * sum(len(r.block_table) for r in outranked):
         return []
     victims = []
     for victim in outranked:

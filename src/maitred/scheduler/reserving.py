@@ -179,7 +179,7 @@ def num_kept_before(state: SchedulerState, head: RequestState) -> int:
     """Blocks of reservations that are not given up for `head`, which comes behind them."""
     place, waiting = state.order.place(head), state.reservations.waiting
     before = (waiting[each] for each in state.reservations.reserved if state.order.place(waiting[each]) < place)
-    return sum(len(request.block_table) for request in before)
+    return state.kv.pages_per_block * sum(len(request.block_table) for request in before)
 
 
 def can_step(state: SchedulerState) -> bool:

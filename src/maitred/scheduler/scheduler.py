@@ -170,8 +170,8 @@ class Scheduler:
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=len(self._state.order.queue) + len(self._state.reservations.waiting),
-            num_blocks=self._kv.num_blocks,
-            num_blocks_used=self._kv.num_used,
+            num_blocks=self._kv.num_pages,
+            num_blocks_used=self._kv.num_pages_used,
             num_blocks_cached=self._kv.num_cached,
             **asdict(self._state.counters),
         )
@@ -307,7 +307,7 @@ class Scheduler:
             plan_drafts(state, builder, [self.num_drafts(one, len(builder.rows)) for one in builder.requests])
         elif self._speculation is not None:
             self._drafting = speculate(state, self._speculation, builder)
-        plan = builder.plan(self._step, state.forgotten)
+        plan = builder.plan(self._step, state.forgotten, self._kv.take_page_changes())
         self._step += 1
         self._in_flight = builder.requests
         state.forgotten = []

@@ -10,7 +10,7 @@ from maitred.config import SchedulerConfig
 from maitred.core.cost_model import SwapCosts
 from maitred.core.replica import DraftCounts
 from maitred.core.request import FinishReason, RequestState, RequestStatus
-from maitred.kv.manager import KVCacheManager, PrefixHit
+from maitred.kv.manager import NO_HIT, KVCacheManager, PrefixHit
 from maitred.policy.order import ServiceOrder
 from maitred.policy.predictor import Predictor
 from maitred.scheduler.reservations import Reservations
@@ -124,7 +124,9 @@ class SchedulerState:
         groups = self.sample_groups
         source = groups.source_for(request) if groups.groups else None
         if source is not None and request.num_prompt_tokens - 1 >= max(hit.num_tokens, request.num_swapped_tokens):
-            return self.kv.fork(source, request)
+            forked = self.kv.fork(source, request)
+            if forked is not NO_HIT:
+                return forked
         return self.kv.swapped(request, hit) if request.num_swapped_tokens else hit
 
     def enqueue(self, request: RequestState) -> None:

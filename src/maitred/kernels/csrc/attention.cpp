@@ -84,7 +84,7 @@ void gather_tile(const Job& job, const AttentionItem& item, int first, int end, 
   const KVLayout& from = job.pool.layout();
   const KVLayout& to = job.tile_layout;
   const int per_word = to.values_per_word, value_bytes = 4 / per_word;
-  const int32_t* table = job.step.block_tables + job.step.first_blocks[item.row];
+  const int32_t* table = job.step.table(job.op.group, item.row);
   for (int position = first; position < end; ++position) {
     const int lane = position % kTileSlots;
     const uint8_t* cell = job.pool.block(job.op.layer, table[position / from.block_size]) +
@@ -108,7 +108,7 @@ void gather_tile(const Job& job, const AttentionItem& item, int first, int end, 
 // One tile's slots from its first on, which keys behind it are coded with, out of cells of int4.
 void expand_tile(const Job& job, const AttentionItem& item, int position, int end, uint8_t* tile) {
   const KVLayout& from = job.pool.layout();
-  const int32_t* table = job.step.block_tables + job.step.first_blocks[item.row];
+  const int32_t* table = job.step.table(job.op.group, item.row);
   const uint8_t* cells[kTileSlots];
   for (int at = position; at < end; ++at)
     cells[at - position] = job.pool.block(job.op.layer, table[at / from.block_size]) + item.kv_head * from.head_stride +
@@ -120,7 +120,7 @@ void expand_tile(const Job& job, const AttentionItem& item, int position, int en
 void find_tiles(const Job& job, const AttentionItem& item, int segment, Span span, const uint8_t** tiles) {
   const KVLayout& layout = job.pool.layout();
   const int base = segment * kSegmentSlots;
-  const int32_t* table = job.step.block_tables + job.step.first_blocks[item.row];
+  const int32_t* table = job.step.table(job.op.group, item.row);
   for (int tile = span.first / kTileSlots; tile * kTileSlots < span.end; ++tile) {
     const int position = base + tile * kTileSlots;
     if (layout.tiled) {

@@ -36,7 +36,8 @@ constexpr int kBlockRows = 48;  // of them, those that are computed at once
 constexpr int kSweepGroup = 8;  // most query heads of a K/V head for items of several K/V heads
 
 struct AttentionOp {
-  int layer;
+  int layer;  // of its group's, in the pool
+  int group;
   int num_heads;
   float scale;           // multiplies q.k; positive
   float softcap;         // c: score becomes c * tanh(score / c); 0: none

@@ -218,8 +218,10 @@ void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, co
   const KVLayout& layout = self.program.pool().layout();
   const int64_t head = layout.head_dim;
   check_width(source, (num_heads + 2 * layout.num_kv_heads) * head);
+  const Program::LayerPlace place = self.program.place(layer);
   QKVOp op{};
-  op.layer = layer;
+  op.layer = place.layer;
+  op.group = place.group;
   op.num_heads = num_heads;
   op.norm = q_norm.is_none() ? QKNorm::none : full_width ? QKNorm::full_width : QKNorm::per_head;
   op.q_norm = vector_of(q_norm, full_width ? num_heads * head : head);
@@ -232,7 +234,7 @@ void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, co
     self.queries = static_cast<uint8_t*>(
         self.program.add_bytes(self.program.limits().max_tokens * num_heads * query_head_bytes(layout)));
   const RopeTable* of_queries = query_rope == nullptr ? rope : query_rope;
-  add_qkv(self.program, op, source, rope == nullptr ? nullptr : rope->table,
+  add_qkv(self.program, layer, op, source, rope == nullptr ? nullptr : rope->table,
           rope == nullptr ? nullptr : of_queries->table, self.queries);
 }
 
@@ -252,8 +254,10 @@ void attention_op(BoundProgram& self, int layer, int num_heads, int window, floa
   self.rotated = rotated ? target.values : nullptr;
   if (self.queries == nullptr) throw std::logic_error("attention before queries");
   AttentionPlan& plan = self.plan(num_heads, window);
-  add_attention(self.program, AttentionOp{layer, num_heads, scale, softcap, vector_of(sinks, num_heads), rotated}, plan,
-                *self.scratch, self.queries, target);
+  const Program::LayerPlace place = self.program.place(layer);
+  add_attention(self.program,
+                AttentionOp{place.layer, place.group, num_heads, scale, softcap, vector_of(sinks, num_heads), rotated},
+                plan, *self.scratch, self.queries, target);
 }
 
 using Runs = nb::ndarray<const int32_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
@@ -285,12 +289,13 @@ void load_adapter(BoundProgram& self, int slot, const std::vector<std::optional<
   self.adapters.load(slot, std::move(loaded));
 }
 
-StepRows step_of(const Ints& token_ids, const Ints& positions, const Ints& first_tokens, const Ints& block_tables,
-                 const Ints& first_blocks, const Ints& logits_tokens,
+StepRows step_of(const Program& program, const Ints& token_ids, const Ints& positions, const Ints& first_tokens,
+                 const Ints& block_tables, const Ints& first_blocks, const Ints& logits_tokens,
                  const std::optional<Ints>& adapters = std::nullopt) {
   if (positions.size() != token_ids.size() || (adapters && adapters->size() + 1 != first_tokens.size()) ||
       first_tokens.size() < 2 || first_blocks.size() != first_tokens.size() ||
-      first_blocks.data()[first_blocks.size() - 1] != static_cast<int32_t>(block_tables.size()))
+      int64_t{first_blocks.data()[first_blocks.size() - 1]} * program.num_groups() !=
+          static_cast<int64_t>(block_tables.size()))
     throw std::invalid_argument("the arrays of a step do not fit each other");
   StepRows step{};
   step.num_tokens = static_cast<int>(token_ids.size());
@@ -303,6 +308,7 @@ StepRows step_of(const Ints& token_ids, const Ints& positions, const Ints& first
   step.first_blocks = first_blocks.data();
   step.logits_tokens = logits_tokens.data();
   step.adapters = adapters ? adapters->data() : nullptr;
+  step.num_groups = program.num_groups();
   return step;
 }
 
@@ -310,7 +316,7 @@ void run(BoundProgram& self, const Ints& token_ids, const Ints& positions, const
          const Ints& block_tables, const Ints& first_blocks, const Ints& logits_tokens,
          const std::optional<Ints>& adapters) {
   const StepRows step =
-      step_of(token_ids, positions, first_tokens, block_tables, first_blocks, logits_tokens, adapters);
+      step_of(self.program, token_ids, positions, first_tokens, block_tables, first_blocks, logits_tokens, adapters);
   nb::gil_scoped_release release;
   self.program.run(step);
 }
@@ -327,7 +333,9 @@ void chain(BoundProgram& self, Sampler& sampler, const Rows& logits, const Ints&
            const Ints& first_tokens, const Ints& block_tables, const Ints& first_blocks, const Ints& num_tokens,
            const ChainSettings& settings, const Sequences& sequences, const Table& tokens, const OutInts& num_sampled,
            const OutInts& faults, const Rows* state, const Rows* hidden, const std::optional<Ints>& vocabulary) {
-  const StepRows step = step_of(token_ids, positions, first_tokens, block_tables, first_blocks, first_tokens);
+  if (self.program.num_groups() != 1) throw std::invalid_argument("a chain of steps of several groups of layers");
+  const StepRows step =
+      step_of(self.program, token_ids, positions, first_tokens, block_tables, first_blocks, first_tokens);
   const size_t num_rows = static_cast<size_t>(step.num_rows);
   if (num_tokens.size() != num_rows || settings.shape(0) != num_rows || sequences.shape(0) != num_rows ||
       tokens.shape(0) != num_rows || num_sampled.size() != num_rows || faults.size() != num_rows)
@@ -498,6 +506,14 @@ void bind_program(nb::module_& m) {
       .def("attention", &attention_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("window"), nb::arg("scale"),
            nb::arg("softcap"), nb::arg("target"), nb::arg("reader"), nb::arg("sinks") = nb::none(),
            "reader: the linear that reads the target next; sinks: a logit a head that only adds to the denominator.")
+      .def(
+          "place_layers",
+          [](BoundProgram& self, const std::vector<std::pair<int, int>>& places) {
+            std::vector<Program::LayerPlace> found;
+            for (const auto& [group, layer] : places) found.push_back({group, layer});
+            self.program.place_layers(found);
+          },
+          nb::arg("places"), "Group of each layer, and its place among the group's; before the operations.")
       .def("begin_state", [](BoundProgram& self) { self.program.begin_state(); })
       .def("begin_logits", [](BoundProgram& self) { self.program.begin_logits(); })
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("first_tokens"), nb::arg("block_tables"),

@@ -23,7 +23,7 @@ FirstTouch::FirstTouch(const KVPool& pool, int num_threads)
 
 void FirstTouch::plan(const StepRows& step) {
   units_.clear();
-  for (int i = 0; i < step.first_blocks[step.num_rows]; ++i) {
+  for (int64_t i = 0; i < step.num_table_blocks(); ++i) {
     const int group = step.block_tables[i] / group_blocks_;
     if (!used_[static_cast<size_t>(group)]) use(group);
   }

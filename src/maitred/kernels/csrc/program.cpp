@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace maitred {
@@ -25,10 +26,25 @@ void check_below(const char* what, int got, int limit) {
 
 Program::Program(ThreadPool& threads, KVPool& pool, const Limits& limits, Isa isa, Team* team)
     : threads_(threads), pool_(pool), limits_(limits), isa_(isa), team_(team) {
+  reserve_of_team();
+}
+
+void Program::reserve_of_team() {
   if (team_ == nullptr) return;
-  const int block_size = pool.layout().block_size;  // and one more block for what is planned ahead
-  const int64_t blocks_of_row = (limits.max_positions + block_size - 1) / block_size + 1;
-  team_->reserve(limits.max_tokens, limits.max_logits, limits.max_tokens * blocks_of_row);
+  const int block_size = pool_.layout().block_size;  // and one more block for what is planned ahead
+  const int64_t blocks_of_row = (limits_.max_positions + block_size - 1) / block_size + 1;
+  team_->reserve(limits_.max_tokens, limits_.max_logits, num_groups_ * limits_.max_tokens * blocks_of_row);
+}
+
+void Program::place_layers(const std::vector<LayerPlace>& places) {
+  places_ = places;
+  for (const LayerPlace& place : places) {
+    if (place.group < 0 || place.layer < 0 || place.layer >= pool_.num_layers())
+      throw std::invalid_argument("layer " + std::to_string(place.layer) + " of a group, in a KV pool of " +
+                                  std::to_string(pool_.num_layers()));
+    num_groups_ = std::max(num_groups_, place.group + 1);
+  }
+  if (num_groups_ > 1) reserve_of_team();  // more than the constructor did
 }
 
 void* Program::add_bytes(int64_t num_bytes) {
@@ -142,8 +158,10 @@ void Program::check(const StepRows& rows) const {
     check_below("token id", rows.token_ids[t], limits_.vocab_size);
     check_below("position", rows.positions[t], limits_.max_positions);
   }
-  for (int b = 0; b < rows.first_blocks[rows.num_rows]; ++b)
-    check_below("block", rows.block_tables[b], pool_.num_blocks());
+  if (rows.num_groups != num_groups_)
+    throw std::invalid_argument("a step has block tables of " + std::to_string(rows.num_groups) +
+                                " groups of layers, the program " + std::to_string(num_groups_));
+  for (int64_t b = 0; b < rows.num_table_blocks(); ++b) check_below("block", rows.block_tables[b], pool_.num_blocks());
 }
 
 void Program::check_row(const StepRows& rows, int row) const {

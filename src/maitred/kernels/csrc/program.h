@@ -37,6 +37,11 @@ class Program {
     bool writes_kv = false;   // of the next layer; workers meet after it
   };
 
+  // Where the keys and values of a layer are: in the pool's layer of that number, by the tables of a group.
+  struct LayerPlace {
+    int group, layer;
+  };
+
   // What a step is checked against, since a wrong index would read memory that is not ours.
   struct Limits {
     int max_tokens;     // of a step
@@ -54,6 +59,12 @@ class Program {
   int own_threads(const Worker& worker) const { return team_ != nullptr ? threads_.num_threads() : worker.count; }
   Team* team() const { return team_; }
   const KVPool& pool() const { return pool_; }
+  // Of each layer; before the first operation. Without it all are in one group, in their order.
+  void place_layers(const std::vector<LayerPlace>& places);
+  LayerPlace place(int layer) const {
+    return places_.empty() ? LayerPlace{0, layer} : places_.at(static_cast<size_t>(layer));
+  }
+  int num_groups() const { return num_groups_; }
   Isa isa() const { return isa_; }
 
   void* add_bytes(int64_t num_bytes);      // zeroed, 64-byte aligned, as long as the program lives; ranks share them
@@ -92,6 +103,7 @@ class Program {
   void check_row(const StepRows& rows, int row) const;
   void check_logits(const StepRows& rows, int num_tokens) const;
   void make_counters();
+  void reserve_of_team();
   void run_all(const StepRows& rows, bool goes_on = false);
   void begin(const StepRows& rows, bool only_logits);
   void run_ops(const StepRows& rows, size_t first, size_t end);
@@ -103,6 +115,8 @@ class Program {
   Team* const team_;
   std::vector<Planner> planners_, logits_planners_;
   std::vector<Op> ops_;
+  std::vector<LayerPlace> places_;
+  int num_groups_ = 1;
   std::vector<std::unique_ptr<Pages>> buffers_;
   std::unique_ptr<WorkCounter[]> own_counters_;  // of all operations; made when the first step runs
   WorkCounter* counters_ = nullptr;              // the same, or those that ranks share

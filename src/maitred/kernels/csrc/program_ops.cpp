@@ -157,15 +157,15 @@ void add_rope_table(Program& program, const RopeOp& rope, float* table) {
   });
 }
 
-void add_qkv(Program& program, const QKVOp& op, const Rows& source, const float* rope_table, const float* query_table,
-             uint8_t* queries) {
+void add_qkv(Program& program, int layer, const QKVOp& op, const Rows& source, const float* rope_table,
+             const float* query_table, uint8_t* queries) {
   const KVPool& pool = program.pool();
   const Isa isa = program.isa();
   program.add("rope and KV write", 1, [=, &pool](const StepRows& step, WorkCounter* counters, const Worker& worker) {
     qkv(op, pool, step, source.values, source.stride, rope_table, query_table, queries, counters[0], worker, isa);
     return true;
   });
-  program.mark_kv_write(op.layer);
+  program.mark_kv_write(layer);
 }
 
 void add_attention(Program& program, const AttentionOp& op, AttentionPlan& plan, const AttentionScratch& scratch,

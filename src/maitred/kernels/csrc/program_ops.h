@@ -85,8 +85,9 @@ void add_norm(Program& program, const Rows& source, const Rows& target, const fl
 // table: room for max_tokens x 2 x num_pairs values.
 void add_rope_table(Program& program, const RopeOp& rope, float* table);
 
-void add_qkv(Program& program, const QKVOp& op, const Rows& source, const float* rope_table, const float* query_table,
-             uint8_t* queries);
+// layer: of the model, in whose order they tell that they have written.
+void add_qkv(Program& program, int layer, const QKVOp& op, const Rows& source, const float* rope_table,
+             const float* query_table, uint8_t* queries);
 
 // plan: of the op's window, built anew for each step by a planner of the program.
 void add_attention(Program& program, const AttentionOp& op, AttentionPlan& plan, const AttentionScratch& scratch,

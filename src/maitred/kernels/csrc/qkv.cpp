@@ -60,7 +60,7 @@ void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float*
   for (Runs runs(step); runs.seek(counter.take());) {
     for (int token = runs.first, count; token < runs.end; token += count) {
       const int position = step.positions[token], slot = position % layout.block_size;
-      const int32_t* table = step.block_tables + step.first_blocks[runs.row];
+      const int32_t* table = step.table(op.group, runs.row);
       const int block = table[position / layout.block_size];
       count = std::min(runs.end - token, layout.block_size - slot);  // a block may end before a run does
       const int num_earlier = layout.dtype == DType::q4_1 ? position % kTileSlots : 0;

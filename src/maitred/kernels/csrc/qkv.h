@@ -34,7 +34,8 @@ struct RopeOp {
 void rope_table(const RopeOp& op, const StepRows& step, float* table, WorkCounter& counter, const Worker& worker);
 
 struct QKVOp {
-  int layer;
+  int layer;  // of its group's, in the pool
+  int group;
   int num_heads;  // query heads
   QKNorm norm;
   const float* q_norm;  // [head_dim], or [num_heads * head_dim] for full_width; offset already added

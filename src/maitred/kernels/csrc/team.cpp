@@ -81,7 +81,7 @@ void Team::reserve(int max_tokens, int max_logits, int64_t max_blocks) {
 
 void Team::begin(const StepRows& rows, bool only_logits) {
   check();
-  const int64_t num_blocks = only_logits ? 0 : rows.first_blocks[rows.num_rows];
+  const int64_t num_blocks = only_logits ? 0 : rows.num_table_blocks();
   if (rows.num_tokens > max_tokens_ || rows.num_logits > max_logits_ || num_blocks > max_blocks_)
     throw std::invalid_argument("a step with block tables of " + std::to_string(num_blocks) +
                                 " blocks in all; ranks share room for " + std::to_string(max_blocks_));
@@ -98,6 +98,7 @@ void Team::begin(const StepRows& rows, bool only_logits) {
   shared_->num_tokens = rows.num_tokens;
   shared_->num_rows = rows.num_rows;
   shared_->num_logits = rows.num_logits;
+  shared_->num_groups = rows.num_groups;
   shared_->only_logits = only_logits;
   shared_->round.store(++seen_, std::memory_order_release);
   shared_->begins.open();
@@ -128,7 +129,8 @@ bool Team::wait(StepRows& rows, bool& only_logits) {
                   shared_->num_logits,   arrays_.token_ids,
                   arrays_.positions,     arrays_.first_tokens,
                   arrays_.block_tables,  arrays_.first_blocks,
-                  arrays_.logits_tokens, shared_->adapted ? arrays_.adapters : nullptr};
+                  arrays_.logits_tokens, shared_->adapted ? arrays_.adapters : nullptr,
+                  shared_->num_groups};
   return true;
 }
 

@@ -68,7 +68,7 @@ class Team {
     Barrier barrier;
     Gate begins;
     alignas(64) std::atomic<int64_t> round;  // negative: no more
-    int num_tokens, num_rows, num_logits;
+    int num_tokens, num_rows, num_logits, num_groups;
     bool only_logits, adapted;
   };
   struct Arrays {

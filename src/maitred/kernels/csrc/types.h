@@ -43,10 +43,16 @@ struct StepRows {
   const int32_t* token_ids;      // [T]
   const int32_t* positions;      // [T]
   const int32_t* first_tokens;   // [R + 1] request r has tokens first_tokens[r] .. first_tokens[r + 1] - 1
-  const int32_t* block_tables;   // block ids of request 0, then of request 1, ...
+  const int32_t* block_tables;   // block ids of request 0, then of request 1, ...; then of the next group of layers
   const int32_t* first_blocks;   // [R + 1] where each request's part of block_tables begins
   const int32_t* logits_tokens;  // [num_logits] tokens whose logits are wanted, ascending
   const int32_t* adapters;       // [R] the slot of each request's adapter, -1 for none; null where no request has one
+  int num_groups = 1;            // of layers, each with block tables of its own
+
+  const int32_t* table(int group, int row) const {
+    return block_tables + int64_t{group} * first_blocks[num_rows] + first_blocks[row];
+  }
+  int64_t num_table_blocks() const { return int64_t{num_groups} * first_blocks[num_rows]; }
 };
 
 }  // namespace maitred
