@@ -113,7 +113,7 @@ def make_scheduler(
     kv_cache = kv_cache_manager(
         groups,
         num_pages=num_blocks,
-        num_blocks=groups.num_blocks(num_blocks, 160) if groups is not None else num_blocks,
+        num_blocks=min(400, groups.num_blocks(num_blocks, 160)) if groups is not None else num_blocks,
         block_size=block_size,
         hasher=hasher or TokenHasher(block_size, MODEL),
         enable_prefix_caching=enable_prefix_caching,

@@ -315,7 +315,7 @@ def make_world(chooser: Random, with_kv_from_elsewhere: bool = False, with_windo
     scheduler.set_swap_costs(costs_at_random(chooser))
     largest = num_blocks * block_size  # a request may need the whole cache
     if groups is not None:
-        largest = min(groups.tokens_for(num_blocks, block_size, 200), scheduler.kv_cache.num_blocks * block_size)
+        largest = min(groups.tokens_for(num_blocks, block_size, 120), scheduler.kv_cache.num_blocks * block_size)
     draft_at = chooser.choice([token_or_end, draft_right_or_wrong, lambda request_id, position: 0])
     executor = CheckingExecutor(block_size, token_or_end, draft_at, groups)
     executor.forced_after = chooser.choice([some_forced, lambda request_id, position: 0])
@@ -335,7 +335,7 @@ def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(
     world.check_outcomes()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(chooser=st.randoms(use_true_random=False), num_acts=st.integers(1, 80))
 def test_layers_of_windows_have_the_pages_that_they_see(chooser: Random, num_acts: int) -> None:
     world = make_world(chooser, with_windows=True)
