@@ -60,7 +60,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
         files=files,
         tell=tell,
     )
-    if (groups := _groups(config, spec, drafts)) is not None:
+    if (groups := _groups(config, spec, drafts, tell)) is not None:
         executor = executor.in_groups(groups)
     scheduler = config.scheduler.settled(executor.token_budget)
     available_bytes = executor.available_bytes(_own_memory(config, executor))
@@ -87,16 +87,22 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     return EnginePlan(spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
 
 
-def _groups(config: EngineConfig, spec: DecoderSpec, drafts: DraftPlan | None) -> KVGroups | None:
+def _groups(config: EngineConfig, spec: DecoderSpec, drafts: DraftPlan | None, tell: OnEvent) -> KVGroups | None:
     """Groups of layers that keep what their windows see; None where blocks are whole: without windows, and where blocks
-    are also a draft model's or head's, or go to other engines or tiers.
+    are also a draft model's or head's, or go elsewhere. That is told.
     """
-    has_drafter = drafts is not None and (drafts.model is not None or drafts.head is not None)
-    if has_drafter or config.tiers.are_wanted or config.share.exchanges_kv:
-        return None
-    return groups_of(
-        [layer.window for layer in spec.layers], config.model.max_model_len or spec.max_position_embeddings
-    )
+    context = config.model.max_model_len or spec.max_position_embeddings
+    groups = groups_of([layer.window for layer in spec.layers], context)
+    reasons = {
+        "a drafter's KV lies beside it": drafts is not None and (drafts.model is not None or drafts.head is not None),
+        "KV tiers store whole blocks": config.tiers.are_wanted,
+        "engines exchange whole blocks": config.share.exchanges_kv,
+        "swap memory holds whole blocks": bool(config.cache.swap_memory_bytes),
+    }
+    why = [reason for reason, holds in reasons.items() if holds]
+    if groups is not None and why:
+        tell(f"windows the KV of all tokens is kept in all layers: {why[0]}")
+    return None if why else groups
 
 
 def _own_memory(config: EngineConfig, executor: ExecutorPlan) -> int:
