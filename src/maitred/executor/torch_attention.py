@@ -46,7 +46,7 @@ class _Group:
     keys_of_kind: dict[_Kind, _Keys]
 
 
-class _Places(NamedTuple):
+class _LayerPlaces(NamedTuple):
     """Where layers are in the pool: all in their order with the blocks themselves, or in groups with pages."""
 
     layers: tuple[int, ...]  # of each layer: its number in the pool
@@ -58,11 +58,11 @@ class _Places(NamedTuple):
         return block_ids if self.pages is None else self.pages.of_group(kind[0], block_ids)
 
 
-def _places(spec: DecoderSpec, pages: PageTables | None) -> _Places:
+def _places(spec: DecoderSpec, pages: PageTables | None) -> _LayerPlaces:
     windows = [layer.window for layer in spec.layers]
     found = pages.groups.places if pages is not None else tuple((0, layer) for layer in range(spec.num_layers))
     kinds = tuple((group, window) for (group, _), window in zip(found, windows, strict=True))
-    return _Places(tuple(layer for _, layer in found), kinds, pages)
+    return _LayerPlaces(tuple(layer for _, layer in found), kinds, pages)
 
 
 class GatherAttention:
