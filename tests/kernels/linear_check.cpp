@@ -127,9 +127,9 @@ void check_shape(Isa isa, LinearShape shape, const LinearOut& how) {
 }
 
 void check_isa(Isa isa) {
-  for (DType dtype : {DType::f32, DType::bf16, DType::int8, DType::f16, DType::f8, DType::q4_0, DType::q4_1, DType::q5_0,
-                      DType::q5_1, DType::q8_0, DType::q4_z, DType::q8_z, DType::q8_w, DType::q4_k, DType::q5_k,
-                      DType::q6_k})
+  for (DType dtype :
+       {DType::f32, DType::bf16, DType::int8, DType::f16, DType::f8, DType::q4_0, DType::q4_1, DType::q5_0, DType::q5_1,
+        DType::q8_0, DType::q4_z, DType::q8_z, DType::q8_w, DType::q4_k, DType::q5_k, DType::q6_k})
     for (int n : {1, 33, 70})
       for (int k : {1, 5, 130, 192, 515, 512}) {
         if (!can_be_random(dtype) ? k != 512 : k == 512) continue;

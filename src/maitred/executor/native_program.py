@@ -20,6 +20,7 @@ from maitred.model.program import (
     TAPS,
     AddTo,
     Attention,
+    ChooseExperts,
     Columns,
     Embed,
     Experts,
@@ -30,7 +31,6 @@ from maitred.model.program import (
     Op,
     Prepare,
     Program,
-    Route,
     SigmoidScale,
     Store,
     Take,
@@ -323,7 +323,7 @@ class _Builder:
             case Gate():
                 gate, up = self.rows[op.gate], self.rows[op.up]
                 self._native.gate(gate, up, self._rows(op.target, gate.width), op.activation.value, index >= self._head)
-            case Route() | Experts() | SigmoidScale():
+            case ChooseExperts() | Experts() | SigmoidScale():
                 self._add_routed(op, index >= self._head)
             case NormAdd():
                 weight, few = self._vector(op.weight), index >= self._head
@@ -350,15 +350,15 @@ class _Builder:
         """Return the width of a value that is written by columns."""
         return max(op.first + op.width for op in self._program.ops if isinstance(op, Columns) and op.target == value)
 
-    def _add_routed(self, op: Route | Experts | SigmoidScale, few: bool) -> None:
+    def _add_routed(self, op: ChooseExperts | Experts | SigmoidScale, few: bool) -> None:
         if isinstance(op, SigmoidScale):
             self._native.sigmoid_scale(self.rows[op.value], self.rows[op.source], op.column, few)
-        elif isinstance(op, Route):
+        elif isinstance(op, ChooseExperts):
             self._add_route(op, few)
         else:
             self._add_experts(op, few)
 
-    def _add_route(self, op: Route, few: bool) -> None:
+    def _add_route(self, op: ChooseExperts, few: bool) -> None:
         routed = op.routed
         self._native.route(
             self.rows[op.source],

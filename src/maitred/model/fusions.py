@@ -23,6 +23,7 @@ from maitred.model.program import (
     Add,
     AddTo,
     Attention,
+    ChooseExperts,
     Columns,
     Embed,
     Experts,
@@ -40,7 +41,6 @@ from maitred.model.program import (
     Prepare,
     Program,
     Rope,
-    Route,
     Scale,
     SigmoidScale,
     Softcap,
@@ -156,7 +156,9 @@ def experts(spec: DecoderSpec, formats: Formats, layer: str, routed: RoutedSpec)
     hidden, shared = spec.hidden_size, routed.shared_width
     yield prepare("normed", hidden, VECTOR)
     yield Linear("operand", "scores", _router(layer, routed, hidden))
-    yield Route("scores", routed, vector(f"{layer}correction", routed.num_experts) if routed.correction_bias else None)
+    yield ChooseExperts(
+        "scores", routed, vector(f"{layer}correction", routed.num_experts) if routed.correction_bias else None
+    )
     gate_up = _expert_weight(f"{layer}experts.gate_up", routed, 2 * routed.width, hidden, formats)
     down = _expert_weight(f"{layer}experts.down", routed, hidden, routed.width, formats)
     prepared = None
@@ -245,7 +247,9 @@ def vector(name: str, rows: int) -> Weight:
     return matrix(name, rows, 1, VECTOR)
 
 
-NATIVE_OPS = (Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd, Gate, Route, Experts, SigmoidScale)
+NATIVE_OPS = (
+    Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd, Gate, ChooseExperts, Experts, SigmoidScale,
+)  # fmt: skip
 
 
 Rewrite = Callable[[Sequence[Op]], tuple[int, list[Op]] | None]

@@ -20,7 +20,7 @@ from maitred.kernels.linear import SourceMatrix, allocate, expand, linear_shape,
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.gguf_file import HELD_AS
 from maitred.model.program import ORDER, Part, Program, Weight, cut
-from maitred.model.weight_map import Piece, WeightSource, check_shape, head_map, weight_map
+from maitred.model.weight_map import RowSpan, WeightSource, check_shape, head_map, weight_map
 
 ALIGNMENT = 4096  # of a tensor in a flat file: a page
 Buffer = NDArray[np.uint8]
@@ -159,7 +159,7 @@ class _Sources:
     def __init__(self, program: Program, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._last: tuple[str, RawTensor] | None = None  # that was read
-        self._by_parameter: dict[str, list[tuple[Piece, WeightSource]]] = {}
+        self._by_parameter: dict[str, list[tuple[RowSpan, WeightSource]]] = {}
         names = checkpoint.tensor_names()
         found = weight_map(program.spec, names) if program.head is None else head_map(program.head, names)
         for source in found:
@@ -192,7 +192,7 @@ class _Sources:
                 found.append(_float32(rows, dtype) + np.float32(source.offset))
         return np.concatenate(found)
 
-    def _of(self, part: Part) -> Iterator[tuple[Piece, WeightSource, RawTensor]]:
+    def _of(self, part: Part) -> Iterator[tuple[RowSpan, WeightSource, RawTensor]]:
         pieces = self._by_parameter[part.parameter]
         first = max(bisect_right(pieces, part.first, key=_row_of) - 1, 0)
         for piece, source in pieces[first:]:
@@ -203,7 +203,7 @@ class _Sources:
             yield piece, source, self._last[1]
 
 
-def _row_of(found: tuple[Piece, WeightSource]) -> int:
+def _row_of(found: tuple[RowSpan, WeightSource]) -> int:
     return found[0].row
 
 
@@ -220,7 +220,7 @@ def _check_dtype(dtype: str, name: str, *, matrix: bool = False) -> None:
         )
 
 
-def _rows_within(part: Part, piece: Piece) -> slice:
+def _rows_within(part: Part, piece: RowSpan) -> slice:
     """Rows of the piece that belong to the part."""
     return slice(max(part.first - piece.row, 0), min(part.first + part.rows - piece.row, piece.num_rows))
 

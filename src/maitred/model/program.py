@@ -208,7 +208,7 @@ class Linear(Struct, frozen=True):
     first: int = 0  # column of the target where the outputs begin
 
 
-class Route(Struct, frozen=True):
+class ChooseExperts(Struct, frozen=True):
     """Experts and weights of each row, from its logits; those that the next `Experts` computes."""
 
     source: str
@@ -320,7 +320,7 @@ class Softcap(Struct, frozen=True):
 
 Op = (
     Embed | Take | Norm | Columns | Prepare | Linear | HeadNorm | Rope | WriteKV | QKV | Attention | Gate | Add
-    | NormAdd | Scale | Softcap | Route | Experts | SigmoidScale
+    | NormAdd | Scale | Softcap | ChooseExperts | Experts | SigmoidScale
 )  # fmt: skip
 
 # ---- the program
@@ -366,7 +366,7 @@ def weights_of(op: Op) -> tuple[Weight, ...]:
             return tuple(weight for weight in (op.norm, op.order) if weight is not None)
         case Columns():
             return (op.norm,) if op.norm is not None else ()
-        case Route():
+        case ChooseExperts():
             return (op.correction,) if op.correction is not None else ()
         case Attention():
             return (op.sinks,) if op.sinks is not None else ()

@@ -37,7 +37,7 @@ class Stack(NamedTuple):
     turns: int = 1
 
 
-class Piece(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows of a parameter that lie together in a tensor of the checkpoint."""
 
     row: int
@@ -61,14 +61,14 @@ class WeightSource:
     def is_matrix(self) -> bool:
         return len(self.shape) - (self.stack is not None) > 1
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[RowSpan]:
         if self.stack is None:
-            yield Piece(self.row, self.shape[0])
+            yield RowSpan(self.row, self.shape[0])
             return
         for expert in range(self.shape[0]):
-            yield Piece(self.row + expert * self.stack.distance, self.stack.rows, expert)
+            yield RowSpan(self.row + expert * self.stack.distance, self.stack.rows, expert)
 
-    def take(self, values: Any, piece: Piece) -> Any:
+    def take(self, values: Any, piece: RowSpan) -> Any:
         """Rows of a piece out of the tensor's values, NumPy's or PyTorch's; a view."""
         if self.stack is None:
             return values
