@@ -42,12 +42,14 @@ KNOWN: frozenset[Circle] = frozenset()
 ON_A_CHATS_WAY = "files that one streamed chat request passes"
 # They go down with the figures; one that is raised says why, on its line.
 CEILINGS = {
-    "files": 399,  # 26 of them are the tools around the model and what they keep
-    # 6,280 are those tools, for which 3,500 were meant: documents in three forms with what is learnt of each, paired
+    "files": 396,  # 21 of them are the tools around the model and what they keep
+    # 6,200 are those tools, for which 3,500 were meant: documents in three forms with what is learnt of each, paired
     # intervals, states that outlive any end, and refusals with their numbers took as many lines as the methods.
-    "lines": 93_220,
-    ON_A_CHATS_WAY: 72,
-    "modules under 100 lines with one importer": 5,
+    # 2,200 are layers of unlike kinds: rows for nine families, pages of windows (480 lines, a class beside the one of
+    # whole blocks, which stays as quick as it was) and a reader for each form of the hub's quantised folders.
+    "lines": 95_400,
+    ON_A_CHATS_WAY: 71,
+    "modules under 100 lines with one importer": 2,
     "names of classes that stand twice": 20,
     "protocols with fewer than two implementations": 0,
     "functions over 80 lines": 0,
