@@ -108,10 +108,10 @@ def _routed(
     return replace(_dense(name, billions, layers, q_width, kv_width, context), **more)  # fmt: skip
 
 
-# Shapes are of the models' config.json, totals of their cards, as far as they were at hand: GLM-4.5's stand in the GLM-5
-# report's table 1, Gemma 3 27B's in transformers' conversion script, DeepSeek-V3's and gpt-oss's are the defaults of
-# transformers' config classes; Qwen3's mixtures and GLM-4.5-Air are not checked against their files, but add up to their
-# names within 15%. DeepSeek's queries meet 576 values of a token and get 512 of them.
+# Shapes are of config.json, totals of the cards, as far as they were at hand: GLM-4.5's stand in the GLM-5 report's
+# table 1, Gemma 3 27B's in transformers' conversion script, DeepSeek-V3's and gpt-oss's are defaults of transformers'
+# config classes; Qwen3's mixtures and GLM-4.5-Air are not checked against their files, and add up to their names within
+# 15%. DeepSeek's queries meet 576 values of a token and get 512 of them.
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
