@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from maitred.core.errors import CheckpointError, KernelError
 from maitred.kernels import _native
 from maitred.model import fusions
-from maitred.model.checkpoint import open_checkpoint
+from maitred.model.checkpoint import Checkpoint, RawTensor, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.fusions import compile_program, lower
 from maitred.model.packed import ALIGNMENT, is_matrix, pack_weights, plan_weights, total_bytes
@@ -185,6 +185,27 @@ def test_buffers_that_the_caller_brings_are_filled_the_same(tmp_path: Path):
     for plan in plan_weights(program):
         packed = flat[plan.offset : plan.offset + plan.num_bytes]
         assert np.array_equal(packed, wanted[plan.weight.name].buffer), plan.weight.name
+
+
+class CountingCheckpoint(Checkpoint):
+    """Counts how often each tensor is read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "counted")
+        self.reads: Counter[str] = Counter()
+
+    def tensor(self, name: str) -> RawTensor:
+        self.reads[name] += 1
+        return super().tensor(name)
+
+
+def test_a_tensor_with_all_experts_is_read_once_for_all_of_them(tmp_path: Path):
+    checkpoint = CountingCheckpoint(make_checkpoint("gpt_oss", tmp_path))
+    program = compile_program(spec_from_config(checkpoint.config), INT8)
+    pack_weights(program, checkpoint, _native.ThreadPool(1))
+    stacks = [name for name in checkpoint.reads if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert stacks
+    assert {checkpoint.reads[name] for name in stacks} == {1}
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path):

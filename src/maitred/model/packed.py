@@ -140,6 +140,7 @@ def _fill(weight: Weight, buffer: Buffer, sources: _Sources, threads: Any) -> No
     count = weight.experts or 1
     rows, num_bytes = weight.matrix_rows, int(shape_of(weight).packed_bytes)
     is_sorted = bool(weight.format.order)
+    bias = sources.vector(weight.bias) if weight.bias else None  # of all, since a file may have one tensor for all
     for number in range(count):
         first = number * rows
         parts = tuple(cut(weight.parts, first, first + rows))
@@ -148,7 +149,7 @@ def _fill(weight: Weight, buffer: Buffer, sources: _Sources, threads: Any) -> No
             [matrix for part in parts for matrix in sources.matrices(part, sorted=is_sorted)],
             weight.format.dtype,
             gated=weight.gated,
-            bias=sources.vector(tuple(cut(weight.bias, first, first + rows))) if weight.bias else None,
+            bias=bias[first : first + rows] if bias is not None else None,
             out=buffer[number * num_bytes : (number + 1) * num_bytes],
         )
 

@@ -131,18 +131,27 @@ class QuantisedLinear:
         """Bytes of the values where there is no block form for them, else 0."""
         return math.prod(self.shape) * (4 if self.dtype == "F32" else 2) if self.dtype in _EXPANDED else 0
 
-    @cached_property
+    @property
+    def dtype(self) -> str:
+        return self._form[0]
+
+    @property
     def order(self) -> str:
         """A name of the order of columns in the blocks, the same for the same order; empty for their own."""
-        order = self._stored.grid().order if self.dtype not in _EXPANDED else None
-        return "" if order is None else hashlib.sha256(order.tobytes()).hexdigest()[:16]
+        return self._form[1]
 
     @cached_property
-    def dtype(self) -> str:
-        kind, bits, *_ = self._stored
-        if kind not in ("int", "f8"):
-            return kind
+    def _form(self) -> tuple[str, str]:
+        """Type and order, by one look at the grid in the file."""
+        if self._stored.kind not in ("int", "f8"):
+            return self._stored.kind, ""
         grid = self._stored.grid()
+        dtype = self._type_of(grid)
+        is_sorted = grid.order is not None and dtype not in _EXPANDED
+        return dtype, hashlib.sha256(grid.order.tobytes()).hexdigest()[:16] if is_sorted else ""
+
+    def _type_of(self, grid: ScaleGrid) -> str:
+        kind, bits = self._stored.kind, self._stored.bits
         group, rest = divmod(self.shape[-1], grid.scale.shape[1])
         if kind == "f8":
             powers = bool((np.frexp(grid.scale)[0] == 0.5).all())

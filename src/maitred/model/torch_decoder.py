@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -364,7 +365,7 @@ def load_torch_decoder(
     for name in checkpoint.tensor_names():  # in file order
         raw = checkpoint.tensor(name)
         for source in sources.get(name, ()):
-            _fill(parameters[source.parameter], source, checkpoint)
+            _fill(parameters[source.parameter], source, raw, checkpoint.file_of(name))
         loaded += raw.data.nbytes
         if progress is not None:
             progress(loaded, checkpoint.weight_bytes)
@@ -379,13 +380,13 @@ def load_part(decoder: TorchDecoder, name: str, checkpoint: Checkpoint) -> nn.Mo
     parameters = dict(part.named_parameters(prefix=name))
     for source in weight_map(decoder.spec, checkpoint.tensor_names()):
         if source.parameter in parameters:
-            _fill(parameters[source.parameter], source, checkpoint)
+            raw = checkpoint.tensor(source.tensor)
+            _fill(parameters[source.parameter], source, raw, checkpoint.file_of(source.tensor))
     return part
 
 
-def _fill(parameter: Tensor, source: WeightSource, checkpoint: Checkpoint) -> None:
-    raw = checkpoint.tensor(source.tensor)
-    check_shape(source, raw.shape, checkpoint.file_of(source.tensor))
+def _fill(parameter: Tensor, source: WeightSource, raw: RawTensor, file: Path) -> None:
+    check_shape(source, raw.shape, file)
     values = tensor_from_raw(raw, source.tensor)
     for piece in source.pieces():
         target = parameter[piece.row : piece.row + piece.num_rows]
