@@ -53,8 +53,8 @@ std::vector<float> run(Isa isa, DType dtype, int num_heads, int num_kv_heads, in
     WorkCounter counters[3];
     const RopeOp rope{frequencies.data(), head_dim / 2, 1.0f};
     const QKVOp op{0, 0, num_heads, QKNorm::none, nullptr, nullptr, 1e-6f, head_dim / 2};
-    const AttentionOp attend{0, 0, num_heads, 1.0f / std::sqrt(static_cast<float>(head_dim)), softcap,
-                             sinks ? logits.data() : nullptr};
+    const AttentionOp attend{
+        0, 0, num_heads, 1.0f / std::sqrt(static_cast<float>(head_dim)), softcap, sinks ? logits.data() : nullptr};
     threads.run([&](const Worker& worker) {
       rope_table(rope, step, table.data(), counters[0], worker);
       worker.meet();

@@ -40,26 +40,14 @@ E named(const std::string& name, std::initializer_list<std::pair<const char*, E>
 }
 
 SourceType source_type(const std::string& name) {
-  return named<SourceType>(name, {{"float32", SourceType::f32},
-                                  {"bfloat16", SourceType::bf16},
-                                  {"float16", SourceType::f16},
-                                  {"Q4_0", SourceType::q4_0},
-                                  {"Q4_1", SourceType::q4_1},
-                                  {"Q5_0", SourceType::q5_0},
-                                  {"Q5_1", SourceType::q5_1},
-                                  {"Q8_0", SourceType::q8_0},
-                                  {"Q2_K", SourceType::q2_k},
-                                  {"Q3_K", SourceType::q3_k},
-                                  {"Q4_K", SourceType::q4_k},
-                                  {"Q5_K", SourceType::q5_k},
-                                  {"Q6_K", SourceType::q6_k},
-                                  {"IQ4_NL", SourceType::iq4_nl},
-                                  {"IQ4_XS", SourceType::iq4_xs},
-                                  {"MXFP4", SourceType::mxfp4},
-                                  {"Q4_Z", SourceType::q4_z},
-                                  {"Q8_Z", SourceType::q8_z},
-                                  {"Q8_W", SourceType::q8_w},
-                                  {"F8_128", SourceType::f8}});
+  return named<SourceType>(
+      name, {{"float32", SourceType::f32}, {"bfloat16", SourceType::bf16}, {"float16", SourceType::f16},
+             {"Q4_0", SourceType::q4_0},   {"Q4_1", SourceType::q4_1},     {"Q5_0", SourceType::q5_0},
+             {"Q5_1", SourceType::q5_1},   {"Q8_0", SourceType::q8_0},     {"Q2_K", SourceType::q2_k},
+             {"Q3_K", SourceType::q3_k},   {"Q4_K", SourceType::q4_k},     {"Q5_K", SourceType::q5_k},
+             {"Q6_K", SourceType::q6_k},   {"IQ4_NL", SourceType::iq4_nl}, {"IQ4_XS", SourceType::iq4_xs},
+             {"MXFP4", SourceType::mxfp4}, {"Q4_Z", SourceType::q4_z},     {"Q8_Z", SourceType::q8_z},
+             {"Q8_W", SourceType::q8_w},   {"F8_128", SourceType::f8}});
 }
 
 DType dtype_named(const std::string& name) {

@@ -112,13 +112,6 @@ const float* vector_of(const nb::object& vector, int64_t width) {
   return values.data();
 }
 
-// Floats of a row that fill an odd number of cache lines: a linear writes columns of many rows, and in a cache, rows a
-// power of two apart would push each other out.
-int64_t odd_lines(int64_t width) {
-  constexpr int64_t kLine = 64 / sizeof(float);
-  return ((width + kLine - 1) / kLine | 1) * kLine;
-}
-
 void check_width(const Rows& rows, int64_t width) {
   if (rows.width == width) return;
   throw std::invalid_argument("rows of " + std::to_string(rows.width) + " values where " + std::to_string(width) +
@@ -364,6 +357,7 @@ std::vector<std::pair<std::string, int64_t>> profile(const BoundProgram& self) {
 }  // namespace
 
 void bind_program(nb::module_& m) {
+  m.attr("EXPERT_PASS") = ExpertBuffers::kTokens;
   nb::class_<Rows>(m, "Rows", "Rows of float32 that operations of one program read and write.")
       .def_ro("width", &Rows::width)
       .def(

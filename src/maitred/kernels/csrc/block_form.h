@@ -13,8 +13,8 @@ namespace maitred {
 // w = d * (code - offset) + m for each block of values, m = 0 where the form has no minimum. Forms without parts have d
 // and m as f16 for each block of 32; those with parts have f16 D and M for a unit of 256 values, and 8-bit parts:
 // d = D * part, m = -(M * part) for each 32 values, or d = D * part for each 16. Two forms are not GGML's but of what
-// GPTQ, AWQ and compressed-tensors store: with `zero`, M is the code that stands for 0, m = d * (offset - M); with `wide`,
-// D is a float32, its upper half where D is and its lower one where M is.
+// GPTQ, AWQ and compressed-tensors store: with `zero`, M is the code that stands for 0, m = d * (offset - M); with
+// `wide`, D is a float32, its upper half where D is and its lower one where M is.
 struct BlockForm {
   int bits;  // of a code, which is unsigned
   int unit;  // values from one head (D, M) to the next

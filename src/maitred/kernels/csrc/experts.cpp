@@ -14,9 +14,6 @@ namespace {
 
 constexpr int kGatheredAtOnce = 8;
 
-// Floats of a row that fill an odd number of cache lines, as bind_program.cpp has it for all rows.
-int64_t odd_lines(int64_t width) { return ((width + 15) / 16 | 1) * 16; }
-
 inline float exp_one(float x) { return exp_of(Vec1{x}).x; }
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp_one(-x)); }
 

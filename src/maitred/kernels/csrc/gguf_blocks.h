@@ -1,6 +1,6 @@
 // Rows of a GGUF file's tensors, as GGML lays them out (ggml-common.h): to float32, or to codes and scales as they are.
-// And rows of quantised folders as model/quantised.py lays them out: q4_z (d and zero f16, 16 bytes of nibbles as Q4_1's),
-// q8_z (d and zero f16, 32 unsigned codes), q8_w (d f32, 32 signed codes), f8 (d f32, 128 values of E4M3).
+// And rows of quantised folders as model/quantised.py lays them out: q4_z (d and zero f16, 16 bytes of nibbles as
+// Q4_1's), q8_z (d and zero f16, 32 unsigned codes), q8_w (d f32, 32 signed codes), f8 (d f32, 128 values of E4M3).
 #pragma once
 
 #include <cstdint>
@@ -39,8 +39,8 @@ int source_block_bytes(SourceType type);
 // k values of a row, with the float32 arithmetic of GGML's own dequantisation.
 void to_float(SourceType type, const void* row, int k, float* out);
 
-// What the format `dtype` keeps of one row: codes [k], and for each unit D and M (f16; f8: D as f32), and for each 32 values
-// two parts: of q4_k and q5_k (of d, of m), of q6_k those of its halves.
+// What the format `dtype` keeps of one row: codes [k], and for each unit D and M (f16; f8: D as f32), and for each 32
+// values two parts: of q4_k and q5_k (of d, of m), of q6_k those of its halves.
 struct RowCodes {
   uint8_t* codes;
   uint16_t* heads;  // [units][2]

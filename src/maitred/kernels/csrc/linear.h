@@ -10,8 +10,8 @@
 //                   tiles
 //   f8              [tile][unit of 128 values] of: f32 scales of 32 channels, then [step of 2][channel][values], each
 //                   value a byte (E4M3): 4224 bytes, which are multiplied as bf16
-//   block formats   [tile][unit] of: D of 32 channels, M of 32 channels where there is a minimum (f16; block_form.h), then for each
-//   32
+//   block formats   [tile][unit] of: D of 32 channels, M of 32 channels where there is a minimum (f16; block_form.h),
+//   then for each 32
 //                   values: [2][channel] parts (where the form has them), and codes in 8 steps of 4 values:
 //                     8 bits      [step][channel][4 bytes]
 //                     4, 5, 6     [step][channel of 16][4 bytes], whose low nibble belongs to that channel and whose
@@ -97,7 +97,7 @@ struct PrepareSource {
   const int32_t* index;      // null: rows as they stand
   const float* norm_weight;  // [k], null: no norm
   float eps;
-  bool rotated = false;  // for int8 weights: rows come as H x / block already
+  bool rotated = false;            // for int8 weights: rows come as H x / block already
   const int32_t* order = nullptr;  // [k] of weights whose columns were sorted: value i of a prepared row is order[i]
 };
 

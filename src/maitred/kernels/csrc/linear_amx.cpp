@@ -221,8 +221,16 @@ void multiply_tile_f8(const PackedLinear& weights, const Plan& plan, int tile, c
     const uint8_t* codes = from + kTile * sizeof(float);
     for (int line = 0; !few && line < kF8UnitBytes; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
     if (!few) Vec16::widen_f8(codes, kF8Unit * kTile, values);
-    Run run{few ? codes : reinterpret_cast<const uint8_t*>(values), kF8Unit / (2 * kDepth), nullptr, true, next, few,
-            nullptr, out.row_stride, 0, shape.gated ? kHalf : kTile};
+    Run run{few ? codes : reinterpret_cast<const uint8_t*>(values),
+            kF8Unit / (2 * kDepth),
+            nullptr,
+            true,
+            next,
+            few,
+            nullptr,
+            out.row_stride,
+            0,
+            shape.gated ? kHalf : kTile};
     for (int index = 0; index < divide_up(rows.count, kRows); ++index) {
       const Chunk chunk(rows, index, kRows);
       const uint8_t* at = static_cast<const uint8_t*>(operand.rows) + chunk.begin * operand.row_stride +

@@ -228,8 +228,17 @@ inline void multiply_f8(const Block& b) {
   constexpr int kMostRows = 12;
   alignas(64) uint16_t values[kF8Unit * kTile];
   alignas(64) float sums[kMostRows * kTile];
-  Block unit{reinterpret_cast<const uint8_t*>(values), b.rows, b.row_stride, nullptr, 0, b.num_rows, kF8Unit / 2, true,
-             sums, b.next, divide_up(b.next_bytes, kF8Unit / 2)};
+  Block unit{reinterpret_cast<const uint8_t*>(values),
+             b.rows,
+             b.row_stride,
+             nullptr,
+             0,
+             b.num_rows,
+             kF8Unit / 2,
+             true,
+             sums,
+             b.next,
+             divide_up(b.next_bytes, kF8Unit / 2)};
   const uint8_t* weights = b.weights;
   for (int step = 0; step < b.steps; ++step, weights += kF8UnitBytes) {
     V::widen_f8(weights + kTile * sizeof(float), kF8Unit * kTile, values);

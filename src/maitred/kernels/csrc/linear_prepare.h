@@ -137,7 +137,8 @@ template <class K>
 void prepare(const PrepareSource& source, const LinearShape& shape, int first, int last, const Operand& out) {
   using V = typename K::V;
   const auto room = [&](bool wanted) { return wanted ? operand_row_bytes(DType::f32, shape.k) : 64; };
-  const bool sorts = source.order != nullptr, rotates = shape.dtype == DType::int8 && !source.rotated && rotation_block(shape.k) > 1;
+  const bool sorts = source.order != nullptr,
+             rotates = shape.dtype == DType::int8 && !source.rotated && rotation_block(shape.k) > 1;
   float* const rotated = static_cast<float*>(__builtin_alloca_with_align(room(rotates || sorts), 8 * 64));
   float* const sorted = static_cast<float*>(__builtin_alloca_with_align(room(sorts), 8 * 64));
   for (int i = first; i < last; ++i) {

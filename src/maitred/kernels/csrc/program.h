@@ -19,6 +19,13 @@
 
 namespace maitred {
 
+// Floats of a row that fill an odd number of cache lines: a linear writes columns of many rows, and in a cache, rows a
+// power of two apart would push each other out.
+inline int64_t odd_lines(int64_t width) {
+  constexpr int64_t kLine = 64 / sizeof(float);
+  return ((width + kLine - 1) / kLine | 1) * kLine;
+}
+
 class Program {
  public:
   // Called by every thread of the pool; must not throw. True: nobody goes on before all have returned. False is for

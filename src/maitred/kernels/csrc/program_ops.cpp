@@ -93,9 +93,8 @@ void add_prepare(Program& program, const OperandBuffers& operands, const Rows& s
   program.add(name, 2, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
     const int m = rows_of(step, few);
     const Operand operand = operands.of(worker, shape, m);
-    const PrepareSource from{source.values, source.stride, taken ? step.logits_tokens : nullptr,
-                             norm_weight,   eps,           rotated,
-                             order};
+    const PrepareSource from{source.values, source.stride, taken ? step.logits_tokens : nullptr, norm_weight, eps,
+                             rotated,       order};
     if (adapted.active()) adapted.adapters->project(adapted.linear, from, counters[1], worker);
     if (m <= kOwnRows) {
       kernels.prepare(from, shape, 0, m, operand);

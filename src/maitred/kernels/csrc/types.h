@@ -25,8 +25,8 @@ enum class DType : uint8_t {
 };
 
 // Activations made ready for a linear: M rows of K values, padded with zeros as the packed weights want them.
-// Which format a weight's format takes: f32 and f16 -> f32, bf16 and f8 -> bf16, int8 -> int8 (one scale a row, of rotated
-// rows), block formats -> int8 too (`q8_0`: a scale for each 32 values; block_form.h).
+// Which format a weight's format takes: f32 and f16 -> f32, bf16 and f8 -> bf16, int8 -> int8 (one scale a row, of
+// rotated rows), block formats -> int8 too (`q8_0`: a scale for each 32 values; block_form.h).
 struct Operand {
   DType dtype;
   void* rows;

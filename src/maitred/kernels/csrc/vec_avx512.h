@@ -184,8 +184,7 @@ struct Vec16 {
       const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
       const __m512i below = _mm512_and_si512(bytes, magnitude);
       const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(below, 4), bias);
-      const __m512i value =
-          _mm512_mask_permutexvar_epi16(normal, _mm512_cmplt_epu16_mask(below, least), bytes, table);
+      const __m512i value = _mm512_mask_permutexvar_epi16(normal, _mm512_cmplt_epu16_mask(below, least), bytes, table);
       const __m512i signs = _mm512_slli_epi16(bytes, 8);  // value | (signs & sign)
       _mm512_storeu_si512(to + i, _mm512_ternarylogic_epi32(value, signs, sign, 0xf8));
     }
