@@ -174,8 +174,9 @@ def unwritten_slots(works: Iterable[RowWork], block_size: int) -> Ints:
 
 
 def stale_slots(works: Iterable[RowWork], block_size: int, pages: PageTables) -> Ints:
-    """The same where blocks consist of pages, and those of a window come chunk by chunk: the rest of each row's last
-    block, in all groups, when the row begins it.
+    """Slots that may hold what others left, where blocks consist of pages and those of a window come chunk by chunk.
+
+    They are the rest of each row's last block, in all groups, when the row begins it.
     """
     slots = [np.empty(0, dtype=np.int64)]
     for row, state, _ in works:

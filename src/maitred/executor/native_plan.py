@@ -99,7 +99,6 @@ def _outcome(sampled: Sampled, row: int, token_id: int, fault: int, sampler: Req
     return SampledToken(token_id, TokenLogprobs(ids, tuple(sampled.logprobs[row, : num_top + 1].tolist()), ranks))
 
 
-EXPERT_PASS = 512  # tokens whose experts are computed together, as csrc/experts.h has it
 Stored = tuple[tuple[int, Format], ...]
 
 
@@ -350,7 +349,7 @@ def expert_buffer_values(spec: DecoderSpec, max_tokens: int) -> int | None:
     routed = [layer.routed for layer in spec.layers if layer.routed is not None]
     if not routed:
         return None
-    pairs = min(max_tokens, EXPERT_PASS) * max(each.num_active for each in routed)
+    pairs = min(max_tokens, _native.EXPERT_PASS) * max(each.num_active for each in routed)
     width = max(each.width for each in routed)
     return pairs * (max(width, spec.hidden_size) + width + spec.hidden_size)
 

@@ -69,12 +69,12 @@ class PageTables:
         self._pages = np.zeros((groups.num_groups, 1024), np.int32)  # [groups, blocks]
 
     def of(self, blocks: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-        """[groups, blocks]"""
+        """Pages [groups, blocks] of blocks."""
         pages: NDArray[np.int32] = self._pages[:, blocks]
         return pages
 
     def of_group(self, group: int, blocks: NDArray[np.integer]) -> Ints:
-        """The same of one group, in any shape."""
+        """Pages of blocks in one group, in the blocks' shape."""
         pages: Ints = self._pages[group, blocks].astype(np.int64)
         return pages
 

@@ -9,7 +9,7 @@ query length, L its padded number of keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import NamedTuple
 
@@ -57,6 +57,11 @@ class _LayerPlaces(NamedTuple):
         """What the pool counts, for block ids of a request."""
         return block_ids if self.pages is None else self.pages.of_group(kind[0], block_ids)
 
+    def slots(self, batch: TorchBatch, device: torch.device) -> dict[int, torch.Tensor]:
+        """Slots [T] of the batch's tokens in the layers of each group."""
+        groups = {group for group, _ in self.kinds}
+        return {group: torch.as_tensor(batch.slots(self.pages, group), device=device) for group in groups}
+
 
 def _places(spec: DecoderSpec, pages: PageTables | None) -> _LayerPlaces:
     windows = [layer.window for layer in spec.layers]
@@ -87,10 +92,7 @@ class GatherAttention:
 
     def prepare(self, batch: TorchBatch) -> Attend:
         """The attention of one step: writes a layer's K/V into the pool, then attends."""
-        places = self._places
-        slots_of = {
-            group: self._tensor(batch.slots(places.pages, group)) for group in {kind[0] for kind in places.kinds}
-        }
+        places, slots_of = self._places, self._places.slots(batch, self._device)
         groups = [self._prepare_group(batch, group) for group in batch.groups()]
 
         def attend(
@@ -269,9 +271,6 @@ class _FlashKeys:
     max_k: int
     block_table: torch.Tensor | None = None  # [R, B] int32
     gathered_ids: torch.Tensor | None = None  # [all blocks of all rows], when there is no table
-    table_of_blocks: NDArray[np.int32] = field(
-        default_factory=lambda: np.zeros((0, 0), np.int32)
-    )  # the table's, not pages
 
 
 class FlashAttention:
@@ -292,11 +291,7 @@ class FlashAttention:
 
     def prepare(self, batch: TorchBatch) -> Attend:
         """The attention of one step: writes a layer's K/V into the pool, then attends."""
-        places = self._places
-        slots_of = {
-            group: torch.as_tensor(batch.slots(places.pages, group), device=self._device)
-            for group in {kind[0] for kind in places.kinds}
-        }
+        places, slots_of = self._places, self._places.slots(batch, self._device)
         cu_seq_q = self._offsets(batch.num_tokens)
         max_q = int(batch.num_tokens.max())
         keys_of_kind = self._prepare_keys(batch)
@@ -329,18 +324,14 @@ class FlashAttention:
         return attend
 
     def _prepare_keys(self, batch: TorchBatch) -> dict[_Kind, _FlashKeys]:
-        kinds = dict.fromkeys(self._places.kinds)
+        kinds = tuple(dict.fromkeys(self._places.kinds))
         if not self._paged:
             return {kind: self._gathered_keys(batch, kind) for kind in kinds}
-        keys = self._paged_keys(batch)  # the kernel skips what a window hides
-        pages = self._places.pages
-        if pages is None:
-            return dict.fromkeys(kinds, keys)
-        return {
-            kind: replace(keys, block_table=self._int32(self._places.ids(kind, keys.table_of_blocks))) for kind in kinds
-        }
+        keys_of_group = {kind[0]: self._paged_keys(batch, kind) for kind in dict(kinds).items()}
+        return {kind: keys_of_group[kind[0]] for kind in kinds}
 
-    def _paged_keys(self, batch: TorchBatch) -> _FlashKeys:
+    def _paged_keys(self, batch: TorchBatch, kind: _Kind) -> _FlashKeys:
+        """Block tables of a group's layers, whatever their window: the kernel skips what one hides."""
         contexts_R = batch.contexts
         table_RB = np.zeros((len(contexts_R), int(-(-contexts_R.max() // batch.block_size))), dtype=np.int32)
         for ids_B, work in zip(table_RB, batch.works, strict=True):
@@ -350,8 +341,7 @@ class FlashAttention:
             seqused_k=self._int32(contexts_R),
             cu_seq_k=self._offsets(contexts_R),
             max_k=int(contexts_R.max()),
-            block_table=self._int32(table_RB),
-            table_of_blocks=table_RB,
+            block_table=self._int32(self._places.ids(kind, table_RB)),
         )
 
     def _gathered_keys(self, batch: TorchBatch, kind: _Kind) -> _FlashKeys:

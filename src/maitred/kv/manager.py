@@ -165,6 +165,7 @@ class KVCacheManager:
 
     # Memory is counted in pages; a block is one, where nothing else is said.
     pages_per_block = 1
+    unit = "blocks"
     opens_windows = False  # whether each chunk of a prompt asks for room (`allocate_spare`)
 
     @property
@@ -219,12 +220,13 @@ class KVCacheManager:
 
     def check_fits(self, request: RequestState) -> None:
         """Raises PromptTooLong when the request would not fit even alone."""
-        needed = self.num_blocks_for(request.num_prompt_tokens + request.max_tokens - 1)  # the last is never computed
-        if needed > self.num_blocks:
+        num_tokens = request.num_prompt_tokens + request.max_tokens - 1  # the last is never computed
+        needed = self.num_pages_for(num_tokens)
+        if needed > self.num_pages or self.num_blocks_for(num_tokens) > self.num_blocks:
             raise PromptTooLong(
                 f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens with max_tokens "
-                f"{request.max_tokens} needs {needed} KV blocks of {self.block_size} tokens, the cache has "
-                f"{self.num_blocks}; shorten it, or serve with a larger --kv-cache-memory-bytes"
+                f"{request.max_tokens} needs {needed} KV {self.unit} of {self.block_size} tokens, the cache has "
+                f"{self.num_pages}; shorten it, or serve with a larger --kv-cache-memory-bytes"
             )
 
     def find_prefix(self, request: RequestState) -> PrefixHit:

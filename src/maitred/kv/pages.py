@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from maitred.core.errors import PromptTooLong
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, PageChange
 from maitred.kv.manager import NO_HIT, Allocation, BlockPool, KVCacheManager, PrefixHit
@@ -219,10 +218,10 @@ class PagedBlockPool(BlockPool):
 
 
 class PagedKVCacheManager(KVCacheManager):
-    """The same bookkeeping where some layers see a window alone: memory is counted in pages.
+    """Bookkeeping of a KV cache some of whose layers see a window alone: memory is counted in pages.
 
     Positions have the pages of a window from when they are computed until they are seen no more; blocks for all known
-    tokens are taken when a request is admitted, as ever. A hit ends where it has all pages of the last window.
+    tokens are taken when a request is admitted. A hit ends where it has all pages of the last window.
     """
 
     def __init__(self, groups: KVGroups, *, num_pages: int, **same: Any) -> None:
@@ -236,6 +235,7 @@ class PagedKVCacheManager(KVCacheManager):
         self._windows: dict[str, list[range]] = {}  # of each request and kind: places in its table whose pages it holds
 
     opens_windows = True
+    unit = "pages"
 
     @property
     def num_pages(self) -> int:
@@ -256,23 +256,13 @@ class PagedKVCacheManager(KVCacheManager):
     def num_pages_for(self, num_tokens: int) -> int:
         return self.groups.pages_for(num_tokens, self.block_size)
 
-    def check_fits(self, request: RequestState) -> None:
-        num_tokens = request.num_prompt_tokens + request.max_tokens - 1
-        needed = self.num_pages_for(num_tokens)
-        if needed > self.num_pages or self.num_blocks_for(num_tokens) > self.num_blocks:
-            raise PromptTooLong(
-                f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens with max_tokens "
-                f"{request.max_tokens} needs {needed} KV pages of {self.block_size} tokens, the cache has "
-                f"{self.num_pages}; shorten it, or serve with a larger --kv-cache-memory-bytes"
-            )
-
     def find_prefix(self, request: RequestState) -> PrefixHit:
         blocks = super().find_prefix(request).blocks
         usable = self._num_usable(blocks)
         return PrefixHit(blocks[:usable], usable * self.block_size)
 
     def fork(self, source: RequestState, target: RequestState) -> PrefixHit:
-        """As ever; no hit where the source has left pages that `target` would see."""
+        """Blocks that `target` can share; none where the source has left pages that `target` would see."""
         hit = super().fork(source, target)
         return hit if self._sees_all(hit.blocks, hit.num_tokens) else NO_HIT
 
@@ -331,7 +321,7 @@ class PagedKVCacheManager(KVCacheManager):
         super().trim(request)
 
     def commit(self, request: RequestState, start: int, end: int) -> None:
-        """As ever; pages that no later token of the request sees are its no more."""
+        """Blocks filled by [start, end) can be found; pages that no later token of the request sees are given back."""
         super().commit(request, start, end)
         if request.request_id in self._windows:
             for kind, _ in self._kinds:
@@ -378,7 +368,7 @@ class PagedKVCacheManager(KVCacheManager):
                 window = self._windows.get(request.request_id, [range(0)] * len(self.groups.counts))[kind]
                 held.update(request.block_table[window.start : window.stop])
                 if window:
-                    assert window.start <= self._first(kind, request.num_computed_tokens) or not window
+                    assert window.start <= self._first(kind, request.num_computed_tokens)
             assert held == self.pages.holders[kind], "pages of a window held otherwise than tables say"
 
     # -- windows
@@ -441,7 +431,7 @@ class PagedKVCacheManager(KVCacheManager):
         return tuple(new)
 
     def _drop(self, request: RequestState, kind: int, kept: range) -> None:
-        """Of what a request holds of a kind only `kept` goes on; a chain is evicted from its end."""
+        """Pages of a kind outside `kept` are the request's no more, the last first: a chain is evicted from its end."""
         held, table = self._windows[request.request_id][kind], request.block_table
         for index in reversed(held):
             if index not in kept:

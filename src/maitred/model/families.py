@@ -128,7 +128,8 @@ def olmoe_experts(c: Config, layer: int) -> RoutedSpec:
 
 
 def deepseek_experts(c: Config, layer: int) -> RoutedSpec | None:
-    """GLM-4.5's and DeepSeek-V3's: sigmoid with a correction bias, groups, shared experts; first layers are dense."""
+    """DeepSeek-V3's rule, which GLM-4.5 has: sigmoid with a correction bias, groups, shared experts; first layers are
+    dense."""
     if (scoring := c.get("scoring_func", "sigmoid")) != "sigmoid" or c.get("topk_method", "noaux_tc") != "noaux_tc":
         raise CheckpointError(
             f"a router with scoring_func {scoring!r} and topk_method {c.get('topk_method')!r} is not supported; the "

@@ -81,7 +81,8 @@ def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[Weight
 
     Raises CheckpointError naming tensors that are missing, or that the decoder has no place for.
     """
-    tensor_names = dict.fromkeys(tensor_names) if isinstance(tensor_names, tuple) else tensor_names
+    if isinstance(tensor_names, tuple):  # a checkpoint's, of which thousands are looked for one by one
+        tensor_names = dict.fromkeys(tensor_names)
     sources = decoder_sources(spec, tensor_names)
     _check(sources, tensor_names, spec.architecture, lambda name: _is_harmless(name, spec))
     return sources

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -218,18 +218,12 @@ def _plan_chunk(
 
 
 def _open_windows(state: SchedulerState, request: RequestState, builder: PlanBuilder, num_tokens: int) -> int:
-    """Return for how many of a chunk's tokens there is room in the layers of windows; made as `grow` does if for none.
+    """Return for how many of a chunk's tokens there is room in the layers of windows, made if for none.
+
     0 if the request is itself the worst, or the worst has just begun.
     """
     while not (count := state.kv.allocate_spare(request, num_tokens)[0]):
-        if give_up_one(state):
-            continue
-        victim = state.worst_running()
-        if victim.request_id in builder.settled:
-            return 0
-        builder.out_of_blocks = True
-        preempt(state, victim, builder, PreemptionCause.BLOCKS, by=request)
-        if victim is request:
+        if not _make_room(state, request, builder, spared=builder.settled):
             return 0
     return count
 
@@ -282,14 +276,21 @@ def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> 
     it is itself the worst.
     """
     while (allocation := state.kv.allocate(request, 1)) is None:
-        if give_up_one(state):
-            continue
-        victim = state.worst_running()
-        builder.out_of_blocks = True
-        preempt(state, victim, builder, PreemptionCause.BLOCKS, by=request)
-        if victim is request:
+        if not _make_room(state, request, builder):
             return None
     return allocation
+
+
+def _make_room(state: SchedulerState, request: RequestState, builder: PlanBuilder, spared: Container[str] = ()) -> bool:
+    """Give up what is set aside, or preempt the worst running request; False if that is `request`, or to be spared."""
+    if give_up_one(state):
+        return True
+    victim = state.worst_running()
+    if victim.request_id in spared:
+        return False
+    builder.out_of_blocks = True
+    preempt(state, victim, builder, PreemptionCause.BLOCKS, by=request)
+    return victim is not request
 
 
 def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> bool:
