@@ -349,7 +349,7 @@ def expert_buffer_values(spec: DecoderSpec, max_tokens: int) -> int | None:
     routed = [layer.routed for layer in spec.layers if layer.routed is not None]
     if not routed:
         return None
-    pairs = min(max_tokens, _native.EXPERT_PASS) * max(each.num_active for each in routed)
+    pairs: int = min(max_tokens, _native.EXPERT_PASS) * max(each.num_active for each in routed)
     width = max(each.width for each in routed)
     return pairs * (max(width, spec.hidden_size) + width + spec.hidden_size)
 

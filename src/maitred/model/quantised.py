@@ -147,8 +147,8 @@ class QuantisedLinear:
             return self._stored.kind, ""
         grid = self._stored.grid()
         dtype = self._type_of(grid)
-        is_sorted = grid.order is not None and dtype not in _EXPANDED
-        return dtype, hashlib.sha256(grid.order.tobytes()).hexdigest()[:16] if is_sorted else ""
+        order = grid.order if dtype not in _EXPANDED else None
+        return dtype, "" if order is None else hashlib.sha256(order.tobytes()).hexdigest()[:16]
 
     def _type_of(self, grid: ScaleGrid) -> str:
         kind, bits = self._stored.kind, self._stored.bits
