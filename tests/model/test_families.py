@@ -25,6 +25,13 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
 _LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.5, 8.0, 30.0]}
 
 
@@ -239,6 +246,20 @@ FORMS: dict[str, tuple[Config, Config]] = {
     "qwen2_moe": plain_forms(
         "Qwen2MoeForCausalLM", "qwen2_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
         shared_expert_intermediate_size=64, decoder_sparse_step=2, max_window_layers=21, use_sliding_window=False,
+    ),
+    "qwen3_next": plain_forms(
+        "Qwen3NextForCausalLM", "qwen3_next", head_dim=16, num_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=32, shared_expert_intermediate_size=64, partial_rotary_factor=0.25,
+        full_attention_interval=2, **_DELTA,
+    ),
+    "qwen3.5": plain_forms(
+        "Qwen3_5ForCausalLM", "qwen3_5_text", head_dim=16, partial_rotary_factor=0.25, mtp_num_hidden_layers=1,
+        full_attention_interval=4, **_DELTA,
+    ),
+    "qwen3.5 moe": plain_forms(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", head_dim=16, num_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=32, shared_expert_intermediate_size=64, partial_rotary_factor=0.25,
+        full_attention_interval=2, **_DELTA,
     ),
     "qwen3_moe": plain_forms(
         "Qwen3MoeForCausalLM", "qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,

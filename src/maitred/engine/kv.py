@@ -121,7 +121,7 @@ def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> 
             revision=facts.revision,
             positions=_positions(spec, facts.max_model_len),
             kv_dtype=held.kv_dtype,
-            num_layers=spec.num_layers,
+            num_layers=len(spec.kv_layers),
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             weight_dtype=held.dtype,
@@ -129,7 +129,7 @@ def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> 
             isa=held.isa or held.device,
         ),
         block_size=facts.block_size,
-        num_head_layers=executor.num_kv_layers - spec.num_layers,
+        num_head_layers=executor.num_kv_layers - len(spec.kv_layers),
     )
 
 

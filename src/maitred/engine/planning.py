@@ -92,7 +92,7 @@ def _groups(config: EngineConfig, spec: DecoderSpec, drafts: DraftPlan | None, t
     are also a draft model's or head's, or go elsewhere. That is told.
     """
     context = config.model.max_model_len or spec.max_position_embeddings
-    groups = groups_of([layer.window for layer in spec.layers], context)
+    groups = groups_of([spec.layers[i].window for i in spec.kv_layers], context)
     reasons = {
         "a drafter's KV lies beside it": drafts is not None and (drafts.model is not None or drafts.head is not None),
         "KV tiers store whole blocks": config.tiers.are_wanted,

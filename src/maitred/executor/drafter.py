@@ -621,7 +621,7 @@ def plan_head(served: NativePlan, checkpoint: HeadCheckpoint, *, max_rows: int) 
 
     Raises KernelError for a matrix that no kernel takes.
     """
-    program = compile_head(checkpoint.spec, served.program.formats, served.spec.num_layers)
+    program = compile_head(checkpoint.spec, served.program.formats, len(served.spec.kv_layers))
     plan_weights(program)
     rows = most_logits(checkpoint.spec.decoder.vocab_size, max_rows)
     return HeadPlan(program=program, checkpoint=checkpoint, served=served, max_rows=min(rows, served.max_tokens))

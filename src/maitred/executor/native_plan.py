@@ -132,7 +132,7 @@ class NativePlan:
     @property
     def num_pool_layers(self) -> int:
         """A head's is one more."""
-        return self.spec.num_layers + any(isinstance(op, Columns) for op in self.program.ops)
+        return len(self.spec.kv_layers) + any(isinstance(op, Columns) for op in self.program.ops)
 
     @property
     def dtype_name(self) -> str:

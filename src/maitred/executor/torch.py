@@ -276,7 +276,7 @@ class TorchPlan:
         """Bytes of what the pool counts: blocks, or pages of a group of layers."""
         if self.groups is None:
             return self.bytes_per_block
-        return self.bytes_per_block // self.spec.num_layers * self.groups.size
+        return self.bytes_per_block // len(self.spec.kv_layers) * self.groups.size
 
     def in_groups(self, groups: KVGroups) -> TorchPlan:
         return replace(self, groups=groups)

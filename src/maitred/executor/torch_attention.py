@@ -64,8 +64,8 @@ class _LayerPlaces(NamedTuple):
 
 
 def _places(spec: DecoderSpec, pages: PageTables | None) -> _LayerPlaces:
-    windows = [layer.window for layer in spec.layers]
-    found = pages.groups.places if pages is not None else tuple((0, layer) for layer in range(spec.num_layers))
+    windows = [spec.layers[i].window for i in spec.kv_layers]
+    found = pages.groups.places if pages is not None else tuple((0, place) for place in range(len(windows)))
     kinds = tuple((group, window) for (group, _), window in zip(found, windows, strict=True))
     return _LayerPlaces(tuple(layer for _, layer in found), kinds, pages)
 

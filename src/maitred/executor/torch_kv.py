@@ -39,7 +39,7 @@ def pool_shape(spec: DecoderSpec, *, num_blocks: int, block_size: int, num_layer
             f"the KV cache would have {num_blocks} blocks of {block_size} tokens; "
             f"both must be at least 1, so give it more memory (--kv-cache-memory-bytes)"
         )
-    return PoolShape(num_layers or spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    return PoolShape(num_layers or len(spec.kv_layers), 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
 
 
 def kv_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype_bytes: int) -> int:

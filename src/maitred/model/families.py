@@ -6,8 +6,9 @@ Defaults for keys that a config.json leaves out are those of transformers' own c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from maitred.core.errors import CheckpointError
@@ -18,6 +19,7 @@ from maitred.model.spec import (
     LayerSpec,
     NormPlacement,
     QKNorm,
+    RecurrentSpec,
     RopeType,
     RoutedSpec,
     Scoring,
@@ -83,6 +85,25 @@ def smollm3_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
         LayerSpec(window=_window(c["sliding_window"], t), rope=rope if has_rope[i] else None)
         for i, t in enumerate(types)
     )
+
+
+def recurrent_layers(c: Config, head_dim: int, *, grouped: bool = False) -> tuple[LayerSpec, ...]:
+    """Each `full_attention_interval`-th layer has softmax attention, the others a gated delta rule."""
+    n, interval = c["num_hidden_layers"], c["full_attention_interval"]
+    rule = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(n)]
+    types = _checked_types(c, c.get("layer_types") or rule, ("full_attention", "linear_attention"))
+    rope = rope_from_config(c, head_dim)
+    delta = RecurrentSpec(
+        num_key_heads=c["linear_num_key_heads"],
+        num_value_heads=c["linear_num_value_heads"],
+        key_dim=c["linear_key_head_dim"],
+        value_dim=c["linear_value_head_dim"],
+        conv_width=c["linear_conv_kernel_dim"],
+        grouped=grouped,
+    )
+    if _activation(c["hidden_act"]) is not Activation.SILU:
+        raise CheckpointError(f"hidden_act is {c['hidden_act']!r}; the convolution of recurrent layers needs silu")
+    return tuple(LayerSpec(rope=rope) if t == "full_attention" else LayerSpec(attention=delta) for t in types)
 
 
 def no_experts(c: Config, layer: int) -> None:
@@ -167,13 +188,15 @@ def _layer_types(c: Config, is_sliding: Callable[[int], bool]) -> list[str]:
     """`layer_types` of today's form, or the rule of the older one."""
     n = c["num_hidden_layers"]
     types = c.get("layer_types") or ["sliding_attention" if is_sliding(i) else "full_attention" for i in range(n)]
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    return _checked_types(c, types, ("full_attention", "sliding_attention"))
+
+
+def _checked_types(c: Config, types: Sequence[str], known: tuple[str, ...]) -> list[str]:
+    unknown = sorted(set(types) - set(known))
     if unknown:
-        raise CheckpointError(
-            f"layer type {unknown[0]!r} is not supported; the supported ones are full_attention, sliding_attention"
-        )
-    if len(types) != n:
-        raise CheckpointError(f"config.json has {len(types)} layer_types for {n} layers")
+        raise CheckpointError(f"layer type {unknown[0]!r} is not supported; the supported ones are {', '.join(known)}")
+    if len(types) != c["num_hidden_layers"]:
+        raise CheckpointError(f"config.json has {len(types)} layer_types for {c['num_hidden_layers']} layers")
     return list(types)
 
 
@@ -236,7 +259,8 @@ def _describe(architecture: str, family: Family, config: Config) -> DecoderSpec:
         activation=family.activation or _activation(c[family.activation_key]),
         activation_limit=float(c.get("swiglu_limit") or 0),
         attention_sinks=family.attention_sinks,
-        num_mtp_layers=c.get("num_nextn_predict_layers") or 0,
+        output_gate=family.output_gate,
+        num_mtp_layers=c.get("num_nextn_predict_layers") or c.get("mtp_num_hidden_layers") or 0,
         qkv_bias=_switch(c, family.qkv_bias),
         output_bias=_switch(c, family.output_bias),
         mlp_bias=_switch(c, family.mlp_bias),
@@ -289,6 +313,7 @@ class Family:
     activation: Activation | None = None
     """Where the model has its own, whatever the config says."""
     attention_sinks: bool = False
+    output_gate: bool = False
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
@@ -319,6 +344,43 @@ _QWEN_MOE_DEFAULTS = _QWEN_DEFAULTS | {
     "norm_topk_prob": False,
     "mlp_only_layers": None,
 }
+_QWEN_NEXT = Family(
+    model_types=("qwen3_next",),
+    layers=partial(recurrent_layers, grouped=True),
+    experts=qwen_experts,
+    norm_offset=1.0,
+    qk_norm=QKNorm.PER_HEAD,
+    output_gate=True,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    partial_rotary=True,
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+)
+_QWEN35_MOE = replace(
+    _QWEN_NEXT,
+    model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+    layers=recurrent_layers,
+    defaults={**_QWEN_NEXT.defaults, "num_experts": 256, "num_experts_per_tok": 8},
+)
 _GLM_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 131_072,
     "partial_rotary_factor": 0.5,
@@ -537,6 +599,14 @@ FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
     ),
+    "Qwen3NextForCausalLM": _QWEN_NEXT,
+    "Qwen3_5ForCausalLM": replace(
+        _QWEN35_MOE,
+        model_types=("qwen3_5_text", "qwen3_5"),
+        experts=no_experts,
+        defaults={**_QWEN_NEXT.defaults, "num_key_value_heads": 4},
+    ),
+    "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
     "Qwen3MoeForCausalLM": Family(
         model_types=("qwen3_moe",),
         layers=qwen3_moe_layers,

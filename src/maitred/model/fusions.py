@@ -40,6 +40,7 @@ from maitred.model.program import (
     Part,
     Prepare,
     Program,
+    Recurrent,
     Rope,
     Scale,
     SigmoidScale,
@@ -49,7 +50,7 @@ from maitred.model.program import (
     Weight,
     WriteKV,
 )
-from maitred.model.spec import DecoderSpec, NormPlacement, QKNorm, RoutedSpec
+from maitred.model.spec import DecoderSpec, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
 
 
 def lower(spec: DecoderSpec, formats: Formats, taps: Sequence[int] = ()) -> list[Op]:
@@ -63,7 +64,7 @@ def _lowered(spec: DecoderSpec, formats: Formats, taps: Sequence[int]) -> Iterat
     for index in range(spec.num_layers):
         yield from _tap(spec, taps, index)
         layer = f"layers.{index}."
-        yield from part_of(spec, layer + "attention", attention(spec, formats, index))
+        yield from part_of(spec, layer + "attention", _mixer(spec, formats, index))
         routed = spec.layers[index].routed
         computed = (
             mlp(spec, formats, layer, spec.inner_width(index))
@@ -113,6 +114,27 @@ def part_of(spec: DecoderSpec, name: str, computed: Iterator[Op]) -> Iterator[Op
     yield Add("part", HIDDEN, spec.residual_scale)
 
 
+def _mixer(spec: DecoderSpec, formats: Formats, index: int) -> Iterator[Op]:
+    """Write what mixes a layer's tokens: attention or a recurrence, which have places of their own among their kind."""
+    if (delta := spec.layers[index].recurrent) is None:
+        return attention(spec, formats, index, pool_layer=spec.kv_layers.index(index))
+    return recurrent(delta, formats, index, index - sum(layer < index for layer in spec.kv_layers), spec.hidden_size)
+
+
+def recurrent(delta: RecurrentSpec, formats: Formats, index: int, place: int, hidden: int) -> Iterator[Op]:
+    """Write the recurrent layer `index`, whose states are those of `place`."""
+    name, heads = f"layers.{index}.recurrent.", delta.num_value_heads
+    parts, row = [], 0
+    for value, rows in (("channels", delta.num_channels), ("z", delta.value_width), ("b", heads), ("a", heads)):
+        parts.append((value, row, rows))
+        row += rows
+    yield from linears("normed", parts, f"{name}inputs", hidden, formats, False)
+    vectors = {"conv": delta.num_channels * delta.conv_width, "step_bias": heads, "log_decay": heads}
+    weights = [vector(name + each, rows) for each, rows in (vectors | {"norm": delta.value_dim}).items()]
+    yield Recurrent("inputs", "mixed", place, delta, *weights)
+    yield from linears("mixed", [("part", 0, hidden)], f"{name}output", delta.value_width, formats, False)
+
+
 def attention(
     spec: DecoderSpec,
     formats: Formats,
@@ -125,7 +147,7 @@ def attention(
     layer, qkv = spec.layers[index], f"layers.{index}.qkv"
     q, kv, width = spec.q_width, spec.kv_width, width or spec.hidden_size
     kept = index if pool_layer is None else pool_layer
-    parts = [("q", 0, q), ("k", q, kv), ("v", q + kv, kv)]
+    parts = [("q", 0, q), ("k", q, kv), ("v", q + kv, kv)] + [("og", q + 2 * kv, q)] * spec.output_gate
     yield from linears(source, parts, qkv, width, formats, spec.qkv_bias)
     if spec.qk_norm is not QKNorm.NONE:
         full = spec.qk_norm is QKNorm.FULL_WIDTH
@@ -137,7 +159,7 @@ def attention(
         yield Rope("k", layer.rope)
     yield WriteKV(kept, "k", "v")
     sinks = vector(f"layers.{index}.sinks", spec.num_heads) if spec.attention_sinks else None
-    yield Attention("q", "attended", kept, layer.window, sinks)
+    yield Attention("q", "attended", kept, layer.window, sinks, spec.output_gate)
     output = f"layers.{index}.attention_output"
     yield from linears("attended", [("part", 0, spec.hidden_size)], output, q, formats, spec.output_bias)
 
@@ -308,17 +330,21 @@ def _everywhere(rewrite: Rewrite) -> Callable[[list[Op]], tuple[list[Op], int]]:
 _LONGEST = 12  # more than any pass looks at
 
 
+_STACKED = {**dict.fromkeys("qkv", "qkv"), "og": "qkv", **dict.fromkeys(("channels", "z", "b", "a"), "inputs")}
+
+
 def _stack_qkv(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
-    match ops:
-        case [Linear(target="q") as q, Linear(target="k") as k, Linear(target="v") as v, *_] if _alike(q, k, v):
-            return 3, [replace(q, target="qkv", weight=_stack(q, k, v))]
-        case [Linear(target="q") as q, Linear(target="k") as k, *_] if _alike(q, k):
-            return 2, [replace(q, target="qkv", weight=_stack(q, k))]
-        case [Linear(target="k") as k, Linear(target="v") as v, *_] if _alike(k, v):
-            return 2, [replace(k, target="qkv", weight=_stack(k, v), first=_first_row(k))]
-        case [Linear(target="q" | "k" | "v") as one, *_]:
-            return 1, [replace(one, target="qkv", first=_first_row(one))]
-    return None
+    """Linears of one format that write columns of one value, one behind the other."""
+    run: list[Linear] = []
+    for op in ops:
+        if not isinstance(op, Linear) or op.target not in _STACKED or (run and not _alike(run[0], op)):
+            break
+        run.append(op)
+    if not run:
+        return None
+    first = run[0]
+    weight = _stack(*run) if len(run) > 1 else first.weight
+    return len(run), [replace(first, target=_STACKED[first.target], weight=weight, first=_first_row(first))]
 
 
 def _alike(*linears: Linear) -> bool:
@@ -434,7 +460,7 @@ def _tie_output(ops: list[Op]) -> tuple[list[Op], int]:
 
 def _take_early(ops: list[Op]) -> tuple[list[Op], int]:
     """End unwanted rows where their keys and values are written and attended to: in the last layer."""
-    last = max(index for index, op in enumerate(ops) if isinstance(op, Attention))
+    last = max(index for index, op in enumerate(ops) if isinstance(op, Attention | Recurrent))
     if any(isinstance(op, Columns) and op.target == TAPS for op in ops[last:]):  # a head looks at all of them
         return ops, 0
     take = next(op for op in ops[last:] if isinstance(op, Take))

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
-from maitred.model.spec import Activation, DecoderSpec, HeadSpec, RopeSpec, RoutedSpec
+from maitred.model.spec import Activation, DecoderSpec, HeadSpec, RecurrentSpec, RopeSpec, RoutedSpec
 
 HIDDEN = "hidden"  # the residual stream
 TAKEN = "taken"  # its rows whose logits are wanted
@@ -278,6 +278,21 @@ class Attention(Struct, frozen=True):
     layer: int
     window: int | None
     sinks: Weight | None = None
+    gated: bool = False  # times the sigmoid of the columns of "qkv" behind the values
+
+
+class Recurrent(Struct, frozen=True):
+    """target = the gated delta rule over a request's tokens, from their inputs and the state of its slot; `layer` is
+    the place among recurrent layers"""
+
+    source: str
+    target: str
+    layer: int
+    spec: RecurrentSpec
+    conv: Weight
+    step_bias: Weight
+    log_decay: Weight
+    norm: Weight
 
 
 class Gate(Struct, frozen=True):
@@ -320,7 +335,7 @@ class Softcap(Struct, frozen=True):
 
 Op = (
     Embed | Take | Norm | Columns | Prepare | Linear | HeadNorm | Rope | WriteKV | QKV | Attention | Gate | Add
-    | NormAdd | Scale | Softcap | ChooseExperts | Experts | SigmoidScale
+    | NormAdd | Scale | Softcap | ChooseExperts | Experts | SigmoidScale | Recurrent
 )  # fmt: skip
 
 # ---- the program
@@ -370,6 +385,8 @@ def weights_of(op: Op) -> tuple[Weight, ...]:
             return (op.correction,) if op.correction is not None else ()
         case Attention():
             return (op.sinks,) if op.sinks is not None else ()
+        case Recurrent():
+            return (op.conv, op.step_bias, op.log_decay, op.norm)
         case QKV():
             return tuple(weight for weight in (op.q_norm, op.k_norm) if weight is not None)
         case _:

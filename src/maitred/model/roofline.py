@@ -106,11 +106,15 @@ def step_work(
 ) -> Iterator[Work]:
     """The ops of one step that a floor counts: linears, attention, lm_head. Norms and the like move next to nothing."""
     tokens = sum(row.num_tokens for row in rows)
-    qkv_width = spec.q_width + 2 * spec.kv_width
     for index, layer in enumerate(spec.layers):
-        yield _linear("qkv", qkv_width, spec.hidden_size, tokens, weights)
-        yield _attention(spec, layer.window, rows, kv)
-        yield _linear("attention_output", spec.hidden_size, spec.q_width, tokens, weights)
+        if (delta := layer.recurrent) is not None:
+            yield _linear("recurrent.inputs", delta.input_width, spec.hidden_size, tokens, weights)
+            yield Work("recurrence", 8.0 * delta.state_values * len(rows), 8.0 * delta.state_values * tokens, "float32")
+            yield _linear("recurrent.output", spec.hidden_size, delta.value_width, tokens, weights)
+        else:
+            yield _linear("qkv", spec.qkv_width, spec.hidden_size, tokens, weights)
+            yield _attention(spec, layer.window, rows, kv)
+            yield _linear("attention_output", spec.hidden_size, spec.q_width, tokens, weights)
         if layer.routed is not None:
             yield from _routed(spec, layer.routed, tokens, weights)
         if inner := layer.routed.shared_width if layer.routed is not None else spec.inner_width(index):

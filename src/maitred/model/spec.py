@@ -121,15 +121,56 @@ class RoutedSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSpec:
+    """A gated delta rule behind a short convolution (arXiv:2412.06464): each value head has a matrix
+    [key_dim, value_dim] that every token changes. A key head serves consecutive value heads."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Tokens that the convolution sees, the newest included."""
+    grouped: bool = False
+    """The checkpoint has q, k, v and z of a key head side by side (Qwen3-Next); only the weight map differs."""
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys, values."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_width
+
+    @property
+    def input_width(self) -> int:
+        """Values that a token's input becomes: channels, the output's gate z, and two numbers of each value head, of
+        which become beta and the decay."""
+        return self.num_channels + self.value_width + 2 * self.num_value_heads
+
+    @property
+    def state_values(self) -> int:
+        """Numbers of a request's state: the convolution's last inputs, and the matrices."""
+        return (self.conv_width - 1) * self.num_channels + self.num_value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """Properties that may differ from one layer to the next."""
 
+    attention: RecurrentSpec | None = None
+    """None: softmax over the tokens before."""
     window: int | None = None
     """Sliding window in tokens: position p attends to (p - window, p]; None attends to all before it."""
     rope: RopeSpec | None = None
     """None leaves positions out (NoPE, arXiv:2305.19466)."""
     mlp: RoutedSpec | int | None = None
     """Routed experts, or a dense MLP of this width; None: of the decoder's `intermediate_size`."""
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        return self.attention if isinstance(self.attention, RecurrentSpec) else None
 
     @property
     def routed(self) -> RoutedSpec | None:
@@ -162,6 +203,9 @@ class DecoderSpec:
     mlp_bias: bool = False
     tied_embeddings: bool = False
     """The output matrix is the embedding."""
+    output_gate: bool = False
+    """What attention gives is multiplied by the sigmoid of as many values, which are rows of `qkv` behind v
+    (Qwen3-Next)."""
     attention_sinks: bool = False
     """Each head has a logit that only adds to the softmax's denominator (gpt-oss)."""
     activation_limit: float = 0.0
@@ -200,9 +244,29 @@ class DecoderSpec:
     def kv_width(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def qkv_width(self) -> int:
+        """Rows of a softmax layer's `qkv`."""
+        return self.q_width * (1 + self.output_gate) + 2 * self.kv_width
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that keep keys and values; their places here are those in the KV cache."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent is None)
+
     def kv_values_per_token(self) -> int:
-        """Numbers the KV cache holds for one token, keys and values of all layers."""
-        return 2 * self.num_layers * self.kv_width
+        """Numbers the KV cache holds for one token, keys and values of all layers that have them."""
+        return 2 * len(self.kv_layers) * self.kv_width
+
+    @property
+    def has_state(self) -> bool:
+        """Some layers are recurrent: a request has a slot of states beside its KV blocks."""
+        return len(self.kv_layers) < self.num_layers
+
+    @property
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of a request's states, all layers', in float32."""
+        return 4 * sum(layer.recurrent.state_values for layer in self.layers if layer.recurrent is not None)
 
     def inner_width(self, layer: int) -> int:
         """Values between gate_up and down of a layer's dense MLP; 0 where it is routed."""
@@ -261,24 +325,42 @@ def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(spec: DecoderSpec, layer: int) -> dict[str, tuple[int, ...]]:
     pre = spec.norm_placement is not NormPlacement.POST
     post = spec.norm_placement is not NormPlacement.PRE
-    hidden, qkv_width = (spec.hidden_size,), spec.q_width + 2 * spec.kv_width
-    full = spec.qk_norm is QKNorm.FULL_WIDTH
-    normed = spec.qk_norm is not QKNorm.NONE
+    hidden = (spec.hidden_size,)
+    recurrent = spec.layers[layer].recurrent
     shapes: dict[str, tuple[int, ...] | None] = {
         "attention_norm.weight": hidden if pre else None,
-        "qkv.weight": (qkv_width, spec.hidden_size),
-        "qkv.bias": (qkv_width,) if spec.qkv_bias else None,
-        "q_norm.weight": (spec.q_width if full else spec.head_dim,) if normed else None,
-        "k_norm.weight": (spec.kv_width if full else spec.head_dim,) if normed else None,
-        "sinks.weight": (spec.num_heads,) if spec.attention_sinks else None,
-        "attention_output.weight": (spec.hidden_size, spec.q_width),
-        "attention_output.bias": hidden if spec.output_bias else None,
+        **(_attention_shapes(spec) if recurrent is None else _recurrent_shapes(recurrent, spec.hidden_size)),
         "attention_post_norm.weight": hidden if post else None,
         "mlp_norm.weight": hidden if pre else None,
         **_mlp_shapes(spec, layer),
         "mlp_post_norm.weight": hidden if post else None,
     }
     return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _attention_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...] | None]:
+    full = spec.qk_norm is QKNorm.FULL_WIDTH
+    normed = spec.qk_norm is not QKNorm.NONE
+    return {
+        "qkv.weight": (spec.qkv_width, spec.hidden_size),
+        "qkv.bias": (spec.qkv_width,) if spec.qkv_bias else None,
+        "q_norm.weight": (spec.q_width if full else spec.head_dim,) if normed else None,
+        "k_norm.weight": (spec.kv_width if full else spec.head_dim,) if normed else None,
+        "sinks.weight": (spec.num_heads,) if spec.attention_sinks else None,
+        "attention_output.weight": (spec.hidden_size, spec.q_width),
+        "attention_output.bias": (spec.hidden_size,) if spec.output_bias else None,
+    }
+
+
+def _recurrent_shapes(recurrent: RecurrentSpec, hidden: int) -> dict[str, tuple[int, ...] | None]:
+    return {
+        "recurrent.inputs.weight": (recurrent.input_width, hidden),
+        "recurrent.conv.weight": (recurrent.num_channels * recurrent.conv_width,),
+        "recurrent.step_bias.weight": (recurrent.num_value_heads,),
+        "recurrent.log_decay.weight": (recurrent.num_value_heads,),
+        "recurrent.norm.weight": (recurrent.value_dim,),
+        "recurrent.output.weight": (hidden, recurrent.value_width),
+    }
 
 
 def _mlp_shapes(spec: DecoderSpec, layer: int) -> dict[str, tuple[int, ...] | None]:
@@ -335,6 +417,21 @@ def _check(spec: DecoderSpec) -> None:
             )
         if layer.routed is not None:
             _check_routed(spec.architecture, i, layer.routed)
+        if layer.recurrent is not None:
+            _check_recurrent(spec.architecture, i, layer.recurrent)
+    if not spec.kv_layers:
+        raise CheckpointError(f"{spec.architecture}: all {spec.num_layers} layers are recurrent; one must have keys")
+
+
+def _check_recurrent(architecture: str, layer: int, recurrent: RecurrentSpec) -> None:
+    keys, values = recurrent.num_key_heads, recurrent.num_value_heads
+    if min(keys, values, recurrent.key_dim, recurrent.value_dim) < 1 or recurrent.conv_width < 2:
+        raise CheckpointError(f"{architecture}: layer {layer} has a size that is too small: {recurrent}")
+    if values % keys:
+        raise CheckpointError(
+            f"{architecture}: layer {layer} has {keys} key heads for {values} value heads; the first must divide the "
+            f"second"
+        )
 
 
 def _check_routed(architecture: str, layer: int, routed: RoutedSpec) -> None:

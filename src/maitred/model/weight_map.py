@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maitred.core.errors import CheckpointError
-from maitred.model.spec import DecoderSpec, HeadSpec, NormPlacement, QKNorm, RoutedSpec
+from maitred.model.spec import DecoderSpec, HeadSpec, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
 
 # Prefixes under which a text model's tensors stand: as usual, and inside a multimodal model, older form and today's.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")
@@ -19,7 +19,7 @@ PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 OTHER_SENSES = re.compile(
     r"(^|\.)(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_(vision|audio))\."
 )
-HARMLESS = re.compile(rf"(^|\.)rotary_emb\.inv_freq$|{OTHER_SENSES.pattern}")
+HARMLESS = re.compile(rf"(^|\.)rotary_emb\.inv_freq$|^mtp\.|{OTHER_SENSES.pattern}")  # mtp: Qwen's layers for drafting
 
 # And in a head's folder: its vocabulary (`head_folder` reads it), and what its training copied from the model.
 HARMLESS_IN_HEAD = re.compile(r"^(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$")
@@ -28,13 +28,16 @@ HEAD_LAYERS = ("layers.0.", "midlayer.")
 
 
 class Stack(NamedTuple):
-    """How a tensor [experts, ..] that holds something of all experts lies in their parameter."""
+    """How a tensor [experts, ..] that holds something of all experts lies in their parameter; likewise one whose rows
+    are `groups` of equal size, of a head each, that hold unlike things side by side."""
 
     rows: int  # of each expert
     distance: int  # rows of the parameter from one expert's to the next one's
     transposed: bool = False  # its matrices are [in, out]
     turn: int = 0  # every `turns`-th row from this one on: 2 where rows of gate and up are in turn
     turns: int = 1
+    groups: int = 0
+    first: int = 0  # of the `rows`, in a group
 
 
 class RowSpan(NamedTuple):
@@ -59,19 +62,22 @@ class WeightSource:
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.shape) - (self.stack is not None) > 1
+        return len(self.shape) - (self.stack is not None and not self.stack.groups) == 2
 
     def pieces(self) -> Iterator[RowSpan]:
-        if self.stack is None:
-            yield RowSpan(self.row, self.shape[0])
+        if self.stack is None:  # a convolution [channels, 1, width] lies flat
+            yield RowSpan(self.row, self.shape[0] * (self.shape[2] if len(self.shape) > 2 else 1))
             return
-        for expert in range(self.shape[0]):
+        for expert in range(self.stack.groups or self.shape[0]):
             yield RowSpan(self.row + expert * self.stack.distance, self.stack.rows, expert)
 
     def take(self, values: Any, piece: RowSpan) -> Any:
         """Rows of a piece out of the tensor's values, NumPy's or PyTorch's; a view."""
         if self.stack is None:
-            return values
+            return values if len(self.shape) <= 2 else values.reshape(-1)
+        if self.stack.groups:
+            by_group = values.reshape(self.stack.groups, self.shape[0] // self.stack.groups, *values.shape[1:])
+            return by_group[piece.expert][self.stack.first : self.stack.first + self.stack.rows]
         found = values[piece.expert]
         return (found.T if self.stack.transposed else found)[self.stack.turn :: self.stack.turns]
 
@@ -137,10 +143,11 @@ def linear_sources(spec: DecoderSpec) -> dict[str, WeightSource]:
     found: dict[str, WeightSource] = {}
     for i in range(spec.num_layers):
         layer = f"layers.{i}."
-        attention = _attention(spec, f"{layer}self_attn.", layer, spec.hidden_size)
+        recurrent = spec.layers[i].recurrent
+        attention = () if recurrent else _attention(spec, f"{layer}self_attn.", layer, spec.hidden_size)
         dense = () if spec.layers[i].routed else _mlp(spec, f"{layer}mlp.", layer, spec.inner_width(i))
         for source in (*attention, *dense):
-            if source.is_matrix:
+            if source.is_matrix and source.stack is None:
                 found[source.tensor.removesuffix(".weight")] = source
     return found
 
@@ -160,7 +167,10 @@ def _sources(spec: DecoderSpec, prefix: str, names: Collection[str]) -> Iterator
     yield WeightSource(f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size), "embedding.weight")
     for i in range(spec.num_layers):
         source, target = f"{prefix}layers.{i}.", f"layers.{i}."
-        yield from _attention(spec, source + "self_attn.", target, spec.hidden_size)
+        if (recurrent := spec.layers[i].recurrent) is not None:
+            yield from _recurrent(recurrent, source + "linear_attn.", f"{target}recurrent.", spec.hidden_size)
+        else:
+            yield from _attention(spec, source + "self_attn.", target, spec.hidden_size)
         if (routed := spec.layers[i].routed) is not None:
             yield from _routed(routed, source, target, spec.hidden_size, names)
         else:
@@ -215,7 +225,16 @@ _NORMS: dict[NormPlacement, tuple[tuple[str, str], ...]] = {  # (name in the che
 def _attention(spec: DecoderSpec, source: str, target: str, width_in: int) -> Iterator[WeightSource]:
     q, kv = spec.q_width, spec.kv_width
     parts = (("qkv_proj", q + 2 * kv),) if spec.fused_weights else (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    yield from _stacked(source, parts, width_in, f"{target}qkv", spec.qkv_bias)
+    if spec.output_gate:  # q_proj has of each head its query and its gate
+        halves, head = ((0, 0), (1, q + 2 * kv)), spec.head_dim
+        shapes: tuple[tuple[str, tuple[int, ...]], ...] = (("weight", (2 * q, width_in)), ("bias", (2 * q,)))
+        for half, row in halves:
+            of_heads = Stack(head, head, groups=spec.num_heads, first=half * head)
+            for kind, shape in shapes[: 1 + spec.qkv_bias]:
+                yield WeightSource(f"{source}q_proj.{kind}", shape, f"{target}qkv.{kind}", row, stack=of_heads)
+        yield from _stacked(source, parts[1:], width_in, f"{target}qkv", spec.qkv_bias, row=q)
+    else:
+        yield from _stacked(source, parts, width_in, f"{target}qkv", spec.qkv_bias)
     if spec.qk_norm is not QKNorm.NONE:
         full = spec.qk_norm is QKNorm.FULL_WIDTH
         for name, width in (("q_norm", q), ("k_norm", kv)):
@@ -225,6 +244,31 @@ def _attention(spec: DecoderSpec, source: str, target: str, width_in: int) -> It
         yield WeightSource(f"{source}sinks", (spec.num_heads,), f"{target}sinks.weight")
     parts = (("o_proj", spec.hidden_size),)
     yield from _stacked(source, parts, spec.q_width, f"{target}attention_output", spec.output_bias)
+
+
+def _recurrent(recurrent: RecurrentSpec, source: str, target: str, hidden: int) -> Iterator[WeightSource]:
+    keys, heads, inputs = recurrent.num_key_heads, recurrent.num_value_heads, f"{target}inputs"
+    key, value = recurrent.key_dim, recurrent.value_width // keys  # rows of a key head
+    if recurrent.grouped:
+        row = 0
+        for name, parts in (("qkvz", (key, key, value, value)), ("ba", (heads // keys,) * 2)):
+            for index, rows in enumerate(parts):
+                of_head = Stack(rows, rows, groups=keys, first=sum(parts[:index]))
+                shape = (keys * sum(parts), hidden)
+                yield WeightSource(f"{source}in_proj_{name}.weight", shape, f"{inputs}.weight", row, stack=of_head)
+                row += keys * rows
+    else:
+        qkvz = (("in_proj_qkv", recurrent.num_channels), ("in_proj_z", recurrent.value_width))
+        yield from _stacked(source, (*qkvz, ("in_proj_b", heads), ("in_proj_a", heads)), hidden, inputs, False)
+    shape = (recurrent.num_channels, 1, recurrent.conv_width)
+    yield WeightSource(f"{source}conv1d.weight", shape, f"{target}conv.weight")
+    for name, parameter, rows in (
+        ("dt_bias", "step_bias", heads),
+        ("A_log", "log_decay", heads),
+        ("norm.weight", "norm", recurrent.value_dim),
+    ):
+        yield WeightSource(f"{source}{name}", (rows,), f"{target}{parameter}.weight")
+    yield from _stacked(source, (("out_proj", hidden),), recurrent.value_width, f"{target}output", False)
 
 
 def _mlp(spec: DecoderSpec, source: str, target: str, n: int) -> Iterator[WeightSource]:
@@ -291,10 +335,9 @@ def _fused_experts(routed: RoutedSpec, experts: str, target: str, hidden: int, e
 
 
 def _stacked(
-    source: str, parts: tuple[tuple[str, int], ...], width_in: int, parameter: str, bias: bool
+    source: str, parts: tuple[tuple[str, int], ...], width_in: int, parameter: str, bias: bool, row: int = 0
 ) -> Iterator[WeightSource]:
-    """Matrices (name, rows) one below the other in one parameter, and their biases."""
-    row = 0
+    """Matrices (name, rows) one below the other in one parameter from `row` on, and their biases."""
     for name, rows in parts:
         yield WeightSource(f"{source}{name}.weight", (rows, width_in), f"{parameter}.weight", row)
         if bias:

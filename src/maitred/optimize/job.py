@@ -103,10 +103,9 @@ def run_tool(tool: Tool, config: ToolConfig, own: DataclassInstance, progress: P
     begun, out = time.monotonic(), Path(config.out)
     with open_job(tool.name, config, own, progress, learns=tool.learns) as job:
         spec = spec_from_config(job.parent.config)
-        if any(layer.routed is not None for layer in spec.layers):
-            raise ConfigError(
-                f"{config.model}: {spec.architecture} has routed experts, and {tool.name} takes dense models"
-            )
+        if spec.has_state or any(layer.routed is not None for layer in spec.layers):
+            kind = "recurrent layers" if spec.has_state else "routed experts"
+            raise ConfigError(f"{config.model}: {spec.architecture} has {kind}, and {tool.name} takes dense models")
         if tool.measure is None:
             exact_bytes = 4 * spec.num_parameters()
             job.need_memory(exact_bytes + job.parent.weight_bytes, "the result beside its parent in float32")
