@@ -22,6 +22,7 @@ class NewRequest:
     num_output_tokens: int = 0
     output_token_ids: tuple[int, ...] = field(compare=False, repr=False, default=())
     spec: RequestSpec = field(compare=False, repr=False)
+    state_slot: int | None = field(compare=False, default=None)  # of recurrent layers, until it is forgotten
 
 
 class ScheduledRow(NamedTuple):
@@ -65,13 +66,31 @@ class PageChange(NamedTuple):
     pages: tuple[int, ...]
 
 
+class StateSave(NamedTuple):
+    """Write the state after the tokens before `position` of the request's row to a slot, too."""
+
+    request_id: str
+    position: int  # after the row's start, and not behind a draft
+    slot: int
+
+
+class PoolChanges(NamedTuple):
+    """What a plan tells beside its rows of what lies in the KV cache; it follows from them."""
+
+    page_changes: tuple[PageChange, ...] = ()
+    state_copies: tuple[BlockCopy, ...] = ()
+    state_saves: tuple[StateSave, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
     """The plan of one step; plain, immutable, comparable. An empty plan has no rows.
 
     Order for the executor: forget `forgotten_request_ids`, learn `new_requests`, do `swap_outs`, then `block_copies`,
     then `swap_ins`, compute `rows`. Where blocks consist of pages, what is copied from is found by the pages of before
-    `page_changes`, all else by those after. They follow from the rest, so they take no part in whether plans are equal.
+    `page_changes`, all else by those after. Slots of recurrent layers' states are copied one after another, in order,
+    before the rows; a row from position 0 begins without a state (design note 0034). All these follow from the rest, so
+    they take no part in whether plans are equal.
     """
 
     step: int  # 0, 1, 2 ...
@@ -82,6 +101,8 @@ class SchedulerOutput:
     swap_outs: tuple[BlockCopy, ...] = ()  # from a block to one of the host's
     swap_ins: tuple[BlockCopy, ...] = ()  # from one of the host's blocks
     page_changes: tuple[PageChange, ...] = field(compare=False, default=())
+    state_copies: tuple[BlockCopy, ...] = field(compare=False, default=())  # from slot to slot
+    state_saves: tuple[StateSave, ...] = field(compare=False, default=())  # while rows are computed
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from maitred.core.errors import PromptTooLong
 from maitred.core.request import RequestState
-from maitred.core.step import BlockCopy, PageChange
+from maitred.core.step import BlockCopy, PoolChanges, ScheduledRow
 from maitred.kv.prefix_cache import BlockHasher, Changes, PrefixCache
 
 
@@ -124,9 +124,11 @@ class Allocation(NamedTuple):
     replaced_blocks: tuple[tuple[int, int], ...] = ()  # (index in table, new block id)
     copies: tuple[BlockCopy, ...] = ()
     swap_ins: tuple[BlockCopy, ...] = ()
+    state_slot: int | None = None  # for its recurrent layers
 
 
 NO_HIT = PrefixHit((), 0)
+NO_POOL_CHANGES = PoolChanges()
 
 
 class KVCacheManager:
@@ -184,9 +186,9 @@ class KVCacheManager:
         """Pages without which a request of so many known tokens cannot run."""
         return self.num_blocks_for(num_tokens)
 
-    def take_page_changes(self) -> tuple[PageChange, ...]:
-        """Return what the executor is to be told of pages; nothing where blocks are whole."""
-        return ()
+    def take_pool_changes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> PoolChanges:
+        """Return what the executor is to be told beside a finished plan's rows; nothing where blocks are whole."""
+        return NO_POOL_CHANGES
 
     @property
     def num_cached(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from maitred.core.request import RequestState
-from maitred.core.step import BlockCopy, PageChange
+from maitred.core.step import BlockCopy, PageChange, PoolChanges, ScheduledRow
 from maitred.kv.manager import NO_HIT, Allocation, BlockPool, KVCacheManager, PrefixHit
 
 MOST_BLOCKS = 2**20  # numbers of blocks, where they have no pages that stay
@@ -249,9 +249,9 @@ class PagedKVCacheManager(KVCacheManager):
     def num_pages_used(self) -> int:
         return self.num_pages - self.num_free
 
-    def take_page_changes(self) -> tuple[PageChange, ...]:
+    def take_pool_changes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> PoolChanges:
         changes, self.pages.changes = tuple(self.pages.changes), []
-        return changes
+        return PoolChanges(page_changes=changes)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return self.groups.pages_for(num_tokens, self.block_size)

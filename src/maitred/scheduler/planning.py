@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from maitred.core.cost_model import SwapCosts
 from maitred.core.request import RequestState, RequestStatus
-from maitred.core.step import BlockCopy, NewRequest, PageChange, ScheduledRow, SchedulerOutput
-from maitred.kv.manager import Allocation
+from maitred.core.step import BlockCopy, NewRequest, PoolChanges, ScheduledRow, SchedulerOutput
+from maitred.kv.manager import NO_POOL_CHANGES, Allocation
 from maitred.kv.tiers import worth_fetching
 from maitred.scheduler.notes import Blocked, Lack, Preemption, PreemptionCause
 from maitred.scheduler.reserving import give_up_one, num_kept_before
@@ -59,7 +59,7 @@ class PlanBuilder:
             self.copies = [copy for copy in self.copies if copy.target not in table]
         return Removed(num_tokens, copied_from)
 
-    def plan(self, step: int, forgotten: Sequence[str], page_changes: tuple[PageChange, ...] = ()) -> SchedulerOutput:
+    def plan(self, step: int, forgotten: Sequence[str], pool: PoolChanges = NO_POOL_CHANGES) -> SchedulerOutput:
         """Return the plan as it stands; `forgotten` left their slots since the plan before."""
         return SchedulerOutput(
             step=step,
@@ -69,17 +69,20 @@ class PlanBuilder:
             block_copies=tuple(self.copies),
             swap_outs=tuple(self.swap_outs),
             swap_ins=tuple(self.swap_ins),
-            page_changes=page_changes,
+            page_changes=pool.page_changes,
+            state_copies=pool.state_copies,
+            state_saves=pool.state_saves,
         )
 
 
-def describe(request: RequestState) -> NewRequest:
+def describe(request: RequestState, state_slot: int | None = None) -> NewRequest:
     """Describe a request that the executor does not hold."""
     return NewRequest(
         request_id=request.request_id,
         num_output_tokens=len(request.output_token_ids),
         output_token_ids=tuple(request.output_token_ids),
         spec=request.spec,
+        state_slot=state_slot,
     )
 
 
@@ -264,7 +267,7 @@ def _plan_admissions(
             if not hit.forked:  # else the prompt was counted with the sample it is shared with
                 state.counters.count_prompt(head)
         builder.settled.add(head.request_id)
-        builder.new_requests.append(describe(head))
+        builder.new_requests.append(describe(head, allocation.state_slot))
         builder.copies += allocation.copies
         builder.swap_ins += allocation.swap_ins
         state.counters.num_swapped_in_blocks += len(allocation.swap_ins)

@@ -307,7 +307,7 @@ class Scheduler:
             plan_drafts(state, builder, [self.num_drafts(one, len(builder.rows)) for one in builder.requests])
         elif self._speculation is not None:
             self._drafting = speculate(state, self._speculation, builder)
-        plan = builder.plan(self._step, state.forgotten, self._kv.take_page_changes())
+        plan = builder.plan(self._step, state.forgotten, self._kv.take_pool_changes(builder.rows, builder.requests))
         self._step += 1
         self._in_flight = builder.requests
         state.forgotten = []
