@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from maitred.cli.command import make_parser
-from maitred.cli.main import load, main
+from maitred.cli.main import COMMANDS, load, main
+from maitred.engine import foreign
 from maitred.engine.foreign import EQUAL, FLAGS, flag_named, what_was_meant
 from tests.conftest import ROOT
 
@@ -21,6 +22,11 @@ def test_what_is_called_equal_is_there():
     for answer in FLAGS.values():
         assert answer.startswith((EQUAL, "not yet: ", "not needed: ", "gone: "))
         assert set(re.findall(r"--[a-z-]+", answer)) - {"--replicas"} <= set(OWN)
+
+
+def test_no_command_that_is_here_is_told_as_missing():
+    told = {name: answer for name, answer in foreign.COMMANDS.items() if name in COMMANDS}
+    assert not [name for name, answer in told.items() if answer.startswith(("not yet: ", "gone: "))]
 
 
 @pytest.mark.parametrize(
@@ -46,8 +52,6 @@ def test_what_is_called_equal_is_there():
         ("manifests kubernetes", "gone: deploy/kubernetes"),
         ("deploy model", "deploy/kubernetes puts a fleet"),
         ("quantize model", "--dtype int8 (or int4)"),
-        ("prune model", "not yet: weights"),
-        ("distill model", "--speculative-model DIR"),
         ("list", "maitred models lists"),
         ("pull owner/name", "maitred serve OWNER/NAME downloads"),
         ("show name", "maitred explain MODEL"),

@@ -25,9 +25,7 @@ COMMANDS = {
     "plan": "maitred explain MODEL tells how a model would be run, maitred serve --help what it needs of memory",
     "deploy": "maitred serve MODEL serves one here, deploy/kubernetes puts a fleet on Kubernetes",
     "manifests": "gone: deploy/kubernetes and deploy/haproxy have the files, docs/fleet.md tells how they are applied",
-    "quantize": "maitred serve MODEL --dtype int8 (or int4) quantises at load",
-    "prune": "not yet: weights are served as they are; --dtype int8 (or int4) makes them smaller",
-    "distill": "not yet: models are not trained here; --speculative-model DIR takes a small one that was",
+    "quantize": "or maitred serve MODEL --dtype int8 (or int4), which quantises at load",
     "run-batch": "maitred run -i FILE -o FILE answers a file of batch lines",
 }
 
