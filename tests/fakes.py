@@ -100,6 +100,7 @@ def make_scheduler(
     num_drafts: NumDrafts | None = None,
     speculation: Speculation | None = None,
     groups: KVGroups | None = None,
+    num_state_slots: int = 0,
     **settings: Any,
 ) -> Scheduler:
     """`num_blocks` are pages where there are `groups`."""
@@ -118,6 +119,7 @@ def make_scheduler(
         hasher=hasher or TokenHasher(block_size, MODEL),
         enable_prefix_caching=enable_prefix_caching,
         num_host_blocks=num_host_blocks,
+        num_state_slots=num_state_slots,
     )
     return Scheduler(config, kv_cache, stop_rule, num_drafts=num_drafts, speculation=speculation)
 

@@ -116,6 +116,7 @@ def record_run(
     forced_after: Callable[[str, int], int] | None = None,
     num_speculative_tokens: int = 0,
     kv_from_elsewhere: bool = False,
+    num_state_slots: int = 0,
     **settings: object,
 ) -> Run:
     """A live loop under random load; `meddle` aborts, finishes, fails and swaps the policy on the way."""
@@ -131,6 +132,7 @@ def record_run(
         ageing_tokens_per_s=50.0,
         num_host_blocks=NUM_HOST_BLOCKS,
         speculation=Speculation(most) if most else None,
+        num_state_slots=num_state_slots,
         **settings,
     )
     header = Header(
@@ -140,6 +142,7 @@ def record_run(
         enable_prefix_caching=True,
         num_host_blocks=NUM_HOST_BLOCKS,
         num_speculative_tokens=most,
+        num_state_slots=num_state_slots,
     )
     executor = TimedExecutor(clock)
     executor.forced_after = forced_after or executor.forced_after
@@ -240,6 +243,15 @@ def test_forced_tokens_are_caught_up_with_again_as_they_were(seed: int):
     assert first_difference(frames) is None
     assert sum(outcome.num_forced for outcome in outcomes) > 50
     assert any(0 < outcome.num_forced < outcome.num_tokens - 1 for outcome in outcomes)  # with accepted drafts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hits_that_end_where_a_state_was_kept_end_there_again(seed: int):
+    frames, scheduler = record_run(seed, num_state_slots=6, num_drafts=some_drafts)
+    assert first_difference(frames) is None
+    assert scheduler.stats.num_state_evictions > 5
+    header = msgspec.msgpack.decode(frames[0], type=Header)
+    assert first_difference([msgspec.msgpack.encode(structs.replace(header, num_state_slots=0)), *frames[1:]])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -438,7 +450,7 @@ def test_what_is_damaged_no_log_or_of_another_version_is_refused():
     with pytest.raises(ConfigError, match="is this a decision log"):
         read_log([])
     header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=10)
-    with pytest.raises(ConfigError, match="version 10, this maitred reads version 11; read it with"):
+    with pytest.raises(ConfigError, match="version 10, this maitred reads version 12; read it with"):
         read_log([msgspec.msgpack.encode(header)])
 
 

@@ -32,6 +32,8 @@ def plan(
     max_num_seqs: int = 4,
     draft: DraftMemory | None = None,
     kv_share: float = 1.0,
+    bytes_per_state_slot: int = 0,
+    state_bytes: int | None = None,
 ) -> MemoryPlan:
     return plan_memory(
         available_bytes=available,
@@ -39,10 +41,11 @@ def plan(
         bytes_per_block=bytes_per_block,
         model_context=model_context,
         pinned_context=pinned,
-        cache=CacheConfig(block_size=16, kv_cache_memory_bytes=kv_bytes),
+        cache=CacheConfig(block_size=16, kv_cache_memory_bytes=kv_bytes, state_cache_memory_bytes=state_bytes),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512),
         draft=draft,
         kv_share=kv_share,
+        bytes_per_state_slot=bytes_per_state_slot,
     )
 
 
@@ -103,6 +106,23 @@ def test_a_draft_models_weights_and_cache_come_out_of_the_same_memory():
     assert beside.kv_bytes == beside.num_blocks * (mib + mib // 4)
     assert "of these, 1.00 GiB of weights and 1.40 GiB of cache are the draft model's" in beside.describe()
     assert plan(kv_bytes=300 * mib, draft=DraftMemory(0, mib // 2)).num_blocks == 200
+
+
+def test_states_come_out_of_what_weights_leave_before_keys_and_values():
+    mib = 1024 * 1024
+    alone, beside = plan(max_num_seqs=512), plan(max_num_seqs=64, model_context=32768, bytes_per_state_slot=16 * mib)
+    assert beside.states == (128, 16 * mib, 64)
+    assert beside.num_blocks == alone.num_blocks - 2048
+    assert "states    2.00 GiB = 128 slots of 16.0 MiB (64 requests, and 64 snapshots" in beside.describe()
+    assert plan(bytes_per_state_slot=512 * mib).num_state_slots == 4 + 3, "a quarter of what they leave"
+    assert plan(bytes_per_state_slot=mib, state_bytes=100 * mib + 1).num_state_slots == 4 + 100
+    assert plan(bytes_per_state_slot=mib, state_bytes=0).num_state_slots == 4
+    with pytest.raises(
+        OutOfMemory, match=r"states of 64 requests need 64.00 GiB.* serve with --max-num-seqs 4 or less"
+    ):
+        plan(max_num_seqs=64, bytes_per_state_slot=GIB)
+    with pytest.raises(OutOfMemory, match=r"state_cache_memory_bytes asks for 9.00 GiB, and 8.00 GiB are left"):
+        plan(bytes_per_state_slot=mib, state_bytes=9 * GIB)
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_numbers():

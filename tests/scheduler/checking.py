@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from maitred.core.request import RequestState
-from maitred.core.step import BlockCopy, ModelOutput, ScheduledRow, SchedulerOutput
+from maitred.core.step import BlockCopy, ModelOutput, NewRequest, ScheduledRow, SchedulerOutput, StateSave
 from maitred.executor.state import PageTables
 from maitred.kv.pages import KVGroups
 from tests.fakes import FakeExecutor, TokenAt, token_at
 
 Slots = dict[int, list[int | None]]
+History = list[int]  # a hash of all tokens up to each
+
+
+class State(NamedTuple):
+    """What a recurrent layer has of the tokens that it has consumed."""
+
+    num_tokens: int = 0
+    value: int | None = None
+
+    def after(self, token: int) -> State:
+        return State(self.num_tokens + 1, hash((self.value, token)))
 
 
 class CheckingExecutor(FakeExecutor):
@@ -19,6 +31,9 @@ class CheckingExecutor(FakeExecutor):
     Asserts for each row that positions before `start` hold its own history before the step, that the written blocks
     belong to nobody else, and that the whole history is there after the step. A wrong share, a missing copy, a block
     freed too early or found under a wrong hash, a rejected draft that is taken for a token all fail here.
+
+    Requests with a state slot have a state, too, of what the slot's rows consumed; drafts and a last token that may be
+    computed again are consumed when the next row's start says that they stood.
     """
 
     def __init__(
@@ -37,7 +52,11 @@ class CheckingExecutor(FakeExecutor):
         self._slots: Slots = {}
         self._host: Slots = {}
         self._tables: dict[str, list[int]] = {}
-        self._histories: dict[str, list[int]] = {}
+        self._histories: dict[str, History] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self.states: dict[int, State] = {}  # by slot
+        self._state_slots: dict[str, int] = {}
+        self._pending: dict[str, list[int]] = {}
 
     def write(self, block_ids: Sequence[int], request: RequestState, start: int) -> None:
         """What another engine computed of its tokens from position `start` on comes to these blocks."""
@@ -61,9 +80,7 @@ class CheckingExecutor(FakeExecutor):
         for request_id in plan.forgotten_request_ids:
             del self._tables[request_id], self._histories[request_id]
         for new in plan.new_requests:
-            self._tables[new.request_id] = []
-            self._histories[new.request_id] = []
-            self._learn(new.request_id, (*new.spec.prompt_token_ids, *new.output_token_ids))
+            self._meet(new)
         for copy in plan.swap_outs:
             self._host[copy.target] = list(self._block(copy.source))
         assert len({copy.target for copy in plan.swap_outs}) == len(plan.swap_outs), "two copies to one host block"
@@ -76,6 +93,11 @@ class CheckingExecutor(FakeExecutor):
         for copy in plan.swap_ins:
             self._slots[copy.target] = list(self._host[copy.source])
         self._compute(plan.rows)
+        for copied in plan.state_copies:
+            self.states[copied.target] = self.states[copied.source]
+        for row in plan.rows:
+            if row.request_id in self._state_slots:
+                self._consume(row, [save for save in plan.state_saves if save.request_id == row.request_id])
         for row in output.rows:
             self._learn(row.request_id, row.token_ids)
         num_accepted = {row.request_id: row.num_accepted for row in output.rows}
@@ -85,8 +107,16 @@ class CheckingExecutor(FakeExecutor):
                 del self._tables[row.request_id][-(-end // self._block_size) :]
         return output
 
+    def _meet(self, new: NewRequest) -> None:
+        request_id = new.request_id
+        self._tables[request_id], self._histories[request_id], self._tokens[request_id] = [], [], []
+        if new.state_slot is not None:
+            self._state_slots[request_id], self._pending[request_id] = new.state_slot, []
+        self._learn(request_id, (*new.spec.prompt_token_ids, *new.output_token_ids))
+
     def _learn(self, request_id: str, token_ids: tuple[int, ...]) -> None:
         history = self._histories[request_id]
+        self._tokens[request_id] += token_ids
         for token in token_ids:
             history.append(hash((history[-1] if history else None, token)))
 
@@ -120,6 +150,24 @@ class CheckingExecutor(FakeExecutor):
             assert block not in others, f"{row.request_id} writes block {block}, which others hold too"
             for group in range(len(self._windows)):
                 self._block(self._page(group, block))[position % self._block_size] = history[position]
+
+    def _consume(self, row: ScheduledRow, saves: Sequence[StateSave]) -> None:
+        request_id, slot, history = row.request_id, self._state_slots[row.request_id], self._histories[row.request_id]
+        state = self.states[slot] if row.start else State()
+        certain = self._pending[request_id][: row.start - state.num_tokens] if row.start else []
+        assert state.num_tokens + len(certain) == row.start, f"{request_id} goes on from a state of another position"
+        known = self._tokens[request_id][row.start : row.start + row.num_known]
+        uncertain = [known.pop()] if row.samples else []
+        positions = [save.position for save in saves]
+        assert positions == sorted(set(positions))
+        assert all(row.start <= position <= row.start + len(known) for position in positions)
+        for token in (*certain, *known, None):
+            self.states |= {save.slot: state for save in saves if save.position == state.num_tokens}
+            state = state.after(token) if token is not None else state
+        assert state.value == ([None, *history])[state.num_tokens], f"{request_id} has the state of other tokens"
+        self.states[slot] = state
+        drafts = range(row.start + row.num_known, row.start + row.num_tokens)
+        self._pending[request_id] = uncertain + [self._draft_at(request_id, position) for position in drafts]
 
     def _assert_holds_history(self, row: ScheduledRow, end: int) -> None:
         table, history = self._tables[row.request_id], self._histories[row.request_id]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from maitred.core.cost_model import SwapCosts
 from maitred.core.request import FinishReason, RequestState, SamplingParams
 from maitred.core.step import RequestProgress, ScheduledRow, SchedulerOutput
 from maitred.kv.pages import groups_of
+from maitred.kv.states import StatefulKVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.reservations import ReservedBlocks
 from maitred.scheduler.scheduler import Scheduler
@@ -289,7 +291,9 @@ def postponing_some() -> Callable[[str, int], bool]:
     return postponed
 
 
-def make_world(chooser: Random, with_kv_from_elsewhere: bool = False, with_windows: bool = False) -> World:
+def make_world(
+    chooser: Random, with_kv_from_elsewhere: bool = False, with_windows: bool = False, with_states: bool = False
+) -> World:
     block_size = chooser.choice([1, 2, 3, 4])
     num_blocks = chooser.randint(4, 20)
     groups = None
@@ -311,7 +315,10 @@ def make_world(chooser: Random, with_kv_from_elsewhere: bool = False, with_windo
         num_host_blocks=chooser.choice([0, 2, 5, 50]),
         num_drafts=chooser.choice([None, some_drafts, lambda request, num_rows: 4]),
         groups=groups,
+        num_state_slots=seqs + chooser.choice([0, 1, 2, 5, 20]) if with_states else 0,
     )
+    if isinstance(scheduler.kv_cache, StatefulKVCacheManager):
+        scheduler.kv_cache.stride = chooser.choice([2, 5, 9, 512])
     scheduler.set_swap_costs(costs_at_random(chooser))
     largest = num_blocks * block_size  # a request may need the whole cache
     if groups is not None:
@@ -343,6 +350,34 @@ def test_layers_of_windows_have_the_pages_that_they_see(chooser: Random, num_act
         world.act()
     world.drain()
     world.check_outcomes()
+
+
+def run_with_states(seed: int, num_acts: int) -> Counter[str]:
+    """A world of a model with recurrent layers, whose states the executor checks; what was seen in it."""
+    world = make_world(Random(seed), with_states=True)
+    for _ in range(num_acts):
+        world.act()
+    world.drain()
+    world.check_outcomes()
+    kv, plans = world.scheduler.kv_cache, world.executor.plans
+    assert isinstance(kv, StatefulKVCacheManager)
+    resumed = [plan.state_copies for plan in plans if any(new.num_output_tokens for new in plan.new_requests)]
+    drafted = [row for plan in plans for row in plan.rows if row.num_drafts]
+    saves, hits = (sum(len(getattr(plan, name)) for plan in plans) for name in ("state_saves", "state_copies"))
+    counts = {"saves": saves, "hits": hits, "drafts": len(drafted), "evicted": kv.num_evictions}
+    return Counter(counts | {"resumed": sum(map(len, resumed))})
+
+
+def test_states_are_those_of_the_tokens_before_them_whatever_happens() -> None:
+    """Prefix hits, drafts, preemption, chunks, aborts and samples in random worlds; `make soak` runs a thousand."""
+    seen = sum((run_with_states(seed, 1 + seed % 80) for seed in range(60)), Counter[str]())
+    assert min(seen.values()) > 20, seen
+
+
+@pytest.mark.soak
+def test_states_are_those_of_the_tokens_before_them_in_a_thousand_worlds() -> None:
+    seen = sum((run_with_states(seed, 20 + seed % 400) for seed in range(1000)), Counter[str]())
+    assert min(seen.values()) > 1000, seen
 
 
 def test_long_runs_of_random_load() -> None:

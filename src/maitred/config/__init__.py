@@ -121,7 +121,9 @@ class CacheConfig:
     swap_memory_bytes: int | None = None
     """Host memory for keys and values of preempted requests, used where copying beats computing again; None is 4 GiB
     (at most a quarter of what is free) with a GPU, and 0 on a CPU: there a larger KV cache serves better."""
-
+    state_cache_memory_bytes: int | None = None
+    """Bytes for snapshots of recurrent layers' states, at which requests that begin alike go on; the slots of requests
+    that do not run hold some, too. None is a snapshot for each of max_num_seqs, of free memory a quarter at most."""
     kv_transport: str = one_of(("auto", "shm", "tcp", "nixl"), "auto")
     """How KV moves between workers: shm (memory of this machine), tcp, nixl, or auto, the first of them that works."""
     kv_lease_s: float = 30.0
@@ -133,6 +135,7 @@ class CacheConfig:
         require_at_least("block_size", self.block_size, 1)
         require_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         require_at_least("swap_memory_bytes", self.swap_memory_bytes, 0)
+        require_at_least("state_cache_memory_bytes", self.state_cache_memory_bytes, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ REQUESTS_WAITING = _gauge("requests_waiting", "requests", "Samples that wait to 
 KV_BLOCKS_CAPACITY = _gauge("kv_blocks_capacity", "blocks", "Blocks of the KV cache.")
 KV_BLOCKS_USED = _gauge("kv_blocks_used", "blocks", "Blocks held by requests; cached but free blocks do not count.")
 KV_BLOCKS_CACHED = _gauge("kv_blocks_cached", "blocks", "Blocks findable by prefix, in use or free.")
+STATE_SNAPSHOTS = _gauge("state_snapshots", "slots", "States of recurrent layers kept for prompts that begin alike.")
 CACHE_INFO = _gauge("cache_config_info", "bool", "Always 1; how the KV cache is cut.", ("block_size", "num_blocks"))
 KV_USAGE = _gauge("kv_usage_ratio", "ratio", "Share of the KV cache held by requests, 0 to 1.")
 LAST_STEP_AGE = _gauge("engine_last_step_age_seconds", "seconds", "Time since a step last ended; 0 when idle.")
@@ -139,6 +140,7 @@ KV_DROPPED = _counter(
 )
 PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "tokens", "Prompt tokens looked up in the prefix cache.")
 PREFIX_HIT = _counter("prefix_cache_hit_tokens", "tokens", "Prompt tokens found in the prefix cache.")
+STATE_EVICTIONS = _counter("state_snapshot_evictions", "slots", "State snapshots that made room for others.")
 REQUESTS_FINISHED = _counter("requests_finished", "requests", "Samples that ended, by finish reason.", ("reason",))
 ENGINE_METRICS = _group()
 

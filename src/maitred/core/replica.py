@@ -135,6 +135,7 @@ class ReplicaState:
     num_blocks: int = 0
     num_blocks_used: int = 0  # held by requests; cached but free blocks do not count
     num_blocks_cached: int = 0  # findable by prefix, in use or free
+    num_state_snapshots: int = 0  # of recurrent layers
     prefill_tokens_per_s: float = 0.0  # as its steps have shown, while a router wants to know; 0 before
     decode_tokens_per_s: float = 0.0
     # counters
@@ -153,6 +154,7 @@ class ReplicaState:
     num_swapped_in_blocks: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_state_evictions: int = 0  # of snapshots
     kv_tiers: KVFigures = field(default_factory=KVFigures)
     num_finished: Mapping[FinishReason, int] = field(default_factory=dict)
     last_step_age_s: float = 0.0  # since a step last ended, or 0 when idle

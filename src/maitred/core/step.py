@@ -67,10 +67,10 @@ class PageChange(NamedTuple):
 
 
 class StateSave(NamedTuple):
-    """Write the state after the tokens before `position` of the request's row to a slot, too."""
+    """Write the state of the request, once its row has consumed the tokens before `position`, to a slot too."""
 
     request_id: str
-    position: int  # after the row's start, and not behind a draft
+    position: int  # from the row's start on, and neither behind a draft nor behind the known token it samples after
     slot: int
 
 

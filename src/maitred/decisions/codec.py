@@ -15,7 +15,7 @@ from maitred.core.step import BlockCopy, NewRequest, RequestProgress, ScheduledR
 from maitred.decisions import log
 from maitred.kv.pages import KVGroups
 
-VERSION = 11
+VERSION = 12
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -29,6 +29,7 @@ class Header(msgspec.Struct, frozen=True):
     num_speculative_tokens: int = 0  # most drafts of a row; 0 where none are made, or other rules say how many
     groups: KVGroups | None = None  # of layers, where blocks consist of pages
     num_pages: int = 0  # of these
+    num_state_slots: int = 0  # of recurrent layers
     run: str = ""  # equal in all files of a run
     part: int = 0  # 0, 1, 2 ...
     version: int = VERSION

@@ -106,6 +106,7 @@ def fresh_scheduler(
         hasher=outcomes.hasher,
         enable_prefix_caching=header.enable_prefix_caching,
         num_host_blocks=header.num_host_blocks,
+        num_state_slots=header.num_state_slots,
     )
     most = header.num_speculative_tokens
     return Scheduler(

@@ -105,6 +105,7 @@ def build_parts(
     with ExitStack() as files:
         checkpoint = files.enter_context(open_checkpoint(config.model.model, config.model.revision))
         plan = plan_engine(config, checkpoint, tell, files)
+        config = plan.config
         facts = facts_of(
             config,
             checkpoint,
@@ -227,6 +228,7 @@ def _build_executor(
         num_blocks=plan.memory.num_pages,
         max_model_len=plan.memory.max_model_len,
         num_host_blocks=plan.num_host_blocks,
+        num_state_slots=plan.memory.num_state_slots,
         on_phase=on_phase,
         on_packed=on_packed,
         on_lost=on_lost,
@@ -255,6 +257,7 @@ def _scheduler(
         hasher=TokenHasher(config.cache.block_size, revision),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=plan.num_host_blocks,
+        num_state_slots=plan.memory.num_state_slots,
     )
     drafts = plan.drafts is not None
     speculation = Speculation(config.speculative.num_speculative_tokens) if drafts else None
@@ -320,6 +323,7 @@ def _decision_log(config: EngineConfig, plan: EnginePlan) -> DecisionLogFile:
         num_host_blocks=plan.num_host_blocks,
         groups=plan.memory.groups,
         num_pages=plan.memory.num_pages if plan.memory.groups is not None else 0,
+        num_state_slots=plan.memory.num_state_slots,
         num_speculative_tokens=config.speculative.num_speculative_tokens if plan.drafts is not None else 0,
     )
     return DecisionLogFile(

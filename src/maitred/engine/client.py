@@ -631,6 +631,7 @@ class Counters:
             num_blocks=figures.num_blocks,
             num_blocks_used=figures.num_blocks_used,
             num_blocks_cached=figures.num_blocks_cached,
+            num_state_snapshots=figures.num_state_snapshots,
             prefill_tokens_per_s=figures.prefill_tokens_per_s,
             decode_tokens_per_s=figures.decode_tokens_per_s,
             adapter_bytes=figures.adapter_bytes,

@@ -100,6 +100,11 @@ class ExecutorPlan(Protocol):
     def bytes_per_page(self) -> int: ...
 
     @property
+    def bytes_per_state_slot(self) -> int:
+        """Of recurrent layers; 0 where there are none."""
+        ...
+
+    @property
     def groups(self) -> KVGroups | None:
         """Groups of layers, where blocks consist of pages."""
         ...
@@ -116,6 +121,7 @@ class ExecutorPlan(Protocol):
         num_blocks: int,
         max_model_len: int,
         num_host_blocks: int = 0,
+        num_state_slots: int = 0,
         on_phase: OnPhase = ...,
         on_packed: Callable[[int, int], None] | None = ...,
         on_lost: OnLost | None = ...,

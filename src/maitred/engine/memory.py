@@ -40,6 +40,24 @@ class PagePlan(NamedTuple):
     bytes_per_page: int
 
 
+class StatePlan(NamedTuple):
+    """Slots of recurrent layers' states: one of each running request, the others for snapshots."""
+
+    num_slots: int
+    bytes_per_slot: int
+    num_running: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.bytes_per_slot
+
+    def describe(self) -> str:
+        return (
+            f"{format_bytes(self.num_bytes)} = {self.num_slots:,} slots of {format_bytes(self.bytes_per_slot)} "
+            f"({self.num_running} requests, and {self.num_slots - self.num_running} snapshots of what began alike)"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes that will be allocated; planned before anything is."""
@@ -54,6 +72,11 @@ class MemoryPlan:
     longest_context: int  # tokens one request could have if it had all the KV cache
     draft: DraftMemory | None = None  # of the above, unless said otherwise
     pages: PagePlan | None = None  # None: `num_blocks` whole blocks
+    states: StatePlan | None = None  # of recurrent layers
+
+    @property
+    def num_state_slots(self) -> int:
+        return self.states.num_slots if self.states is not None else 0
 
     @property
     def groups(self) -> KVGroups | None:
@@ -88,6 +111,8 @@ class MemoryPlan:
             f"        context   {self.max_model_len:,} tokens{self._remark()}; "
             f"the longest that memory holds is {self.longest_context:,}",
         ]
+        if self.states is not None:
+            lines.insert(3, f"        states    {self.states.describe()}")
         if self.draft is not None:
             lines.append(f"        of these, {self._drafts_share(self.draft)}")
         return "\n".join(lines)
@@ -160,6 +185,7 @@ def plan_memory(
     kv_share: float = 1.0,
     groups: KVGroups | None = None,
     bytes_per_page: int | None = None,
+    bytes_per_state_slot: int = 0,
 ) -> MemoryPlan:
     """Fit the KV cache: what `max_num_seqs` full contexts need, bounded by `kv_share` of what the weights leave; one
     full context may take more.
@@ -180,6 +206,8 @@ def plan_memory(
             f"the weights need {format_bytes(weights_bytes)} and {format_bytes(available_bytes)} are available; "
             "choose a smaller model or dtype, or free memory"
         )
+    states = _plan_states(bytes_per_state_slot, budget, cache, scheduler) if bytes_per_state_slot else None
+    budget -= states.num_bytes if states is not None else 0
     context = pinned_context or model_context
     if cache.kv_cache_memory_bytes is not None:
         budget = _pinned_kv(cache.kv_cache_memory_bytes, budget)
@@ -215,7 +243,26 @@ def plan_memory(
         longest_context=longest,
         draft=draft,
         pages=PagePlan(groups, num_pages, served_bytes_per_page) if groups is not None else None,
+        states=states,
     )
+
+
+def _plan_states(bytes_per_slot: int, budget: int, cache: CacheConfig, scheduler: SchedulerConfig) -> StatePlan:
+    """Slots for all requests of a step, which must leave half of `budget` for keys and values, and for snapshots."""
+    num_running, most = scheduler.max_num_seqs, budget // 2 // bytes_per_slot
+    if num_running > most:
+        raise OutOfMemory(
+            f"the states of {num_running} requests need {format_bytes(num_running * bytes_per_slot)}, more than half "
+            f"of the {format_bytes(budget)} left after the weights; serve with --max-num-seqs {max(most, 1)} or less"
+        )
+    left, asked = budget - num_running * bytes_per_slot, cache.state_cache_memory_bytes
+    if asked is not None and asked > left:
+        raise OutOfMemory(
+            f"state_cache_memory_bytes asks for {format_bytes(asked)}, and {format_bytes(left)} are left after the "
+            "weights and the states of requests; ask for less, or leave it out"
+        )
+    num_snapshots = min(num_running, left // 4 // bytes_per_slot) if asked is None else asked // bytes_per_slot
+    return StatePlan(num_running + num_snapshots * cache.enable_prefix_caching, bytes_per_slot, num_running)
 
 
 def _pages_for(groups: KVGroups | None, num_tokens: int, block_size: int, ahead: int = 1) -> int:

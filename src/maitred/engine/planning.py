@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from maitred.config import EngineConfig, SchedulerConfig
+from maitred.config import EngineConfig, SchedulerConfig, TiersConfig
 from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest
 from maitred.core.request import SamplingParams
 from maitred.engine.drafting import DraftPlan, plan_drafts
@@ -37,6 +38,7 @@ OnEvent = Callable[[str], None]
 class EnginePlan(NamedTuple):
     """Choices settled before anything large is allocated."""
 
+    config: EngineConfig  # without what this model excludes
     spec: DecoderSpec
     executor: ExecutorPlan
     memory: MemoryPlan
@@ -51,6 +53,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
     if words := remark(config.model.model, checkpoint.name):
         tell(f"        {words}")
+    config = _without_moved_kv(config, tell) if spec.has_state else config
     executor, drafts = plan_drafts(
         config,
         checkpoint,
@@ -76,6 +79,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
         kv_share=1.0 if executor.on_gpu else HOST_KV_SHARE,
         groups=groups,
         bytes_per_page=executor.bytes_per_page,
+        bytes_per_state_slot=executor.bytes_per_state_slot,
     )
     tell(executor.describe())
     tell(memory.describe())
@@ -84,7 +88,24 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     tell(f"steps   of at most {scheduler.token_budget} tokens, {scheduler.max_num_seqs} requests")
     if drafts is not None:
         tell(drafts.describe(config.speculative.num_speculative_tokens))
-    return EnginePlan(spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
+    return EnginePlan(config, spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
+
+
+def _without_moved_kv(config: EngineConfig, tell: OnEvent) -> EngineConfig:
+    """Turn off what moves blocks elsewhere, for a model with states that stay where they are; that is told."""
+    wanted = {
+        "swap memory": bool(config.cache.swap_memory_bytes),
+        "KV tiers": config.tiers.are_wanted,
+        "KV between engines": config.share.exchanges_kv,
+    }
+    if names := [name for name, is_wanted in wanted.items() if is_wanted]:
+        tell(f"states  of recurrent layers stay in this engine, so {' and '.join(names)} cannot be used; off")
+    return replace(
+        config,
+        cache=replace(config.cache, swap_memory_bytes=0),
+        tiers=TiersConfig(),
+        share=replace(config.share, exchanges_kv=False),
+    )
 
 
 def _groups(config: EngineConfig, spec: DecoderSpec, drafts: DraftPlan | None, tell: OnEvent) -> KVGroups | None:

@@ -180,6 +180,10 @@ class NativePlan:
             return self.bytes_per_block
         return self.bytes_per_block // self.num_pool_layers * self.groups.size
 
+    @property
+    def bytes_per_state_slot(self) -> int:
+        return self.spec.state_bytes_per_slot
+
     def in_groups(self, groups: KVGroups) -> NativePlan:
         return replace(self, groups=groups)
 
@@ -241,6 +245,7 @@ class NativePlan:
         num_blocks: int,
         max_model_len: int,
         num_host_blocks: int = 0,
+        num_state_slots: int = 0,
         on_phase: Callable[[str, str], None] = lambda phase, summary: None,
         on_packed: OnPacked | None = None,
         on_lost: OnLost | None = None,

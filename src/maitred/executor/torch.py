@@ -278,6 +278,10 @@ class TorchPlan:
             return self.bytes_per_block
         return self.bytes_per_block // len(self.spec.kv_layers) * self.groups.size
 
+    @property
+    def bytes_per_state_slot(self) -> int:
+        return self.spec.state_bytes_per_slot
+
     def in_groups(self, groups: KVGroups) -> TorchPlan:
         return replace(self, groups=groups)
 
@@ -309,6 +313,7 @@ class TorchPlan:
         num_blocks: int,
         max_model_len: int,
         num_host_blocks: int = 0,
+        num_state_slots: int = 0,
         on_phase: Callable[[str, str], None] = lambda phase, summary: None,
         on_packed: Callable[[int, int], None] | None = None,  # nothing is packed
         on_lost: Callable[[str, int], None] | None = None,  # and no thread helps

@@ -169,6 +169,7 @@ class KVCacheManager:
     pages_per_block = 1
     unit = "blocks"
     opens_windows = False  # whether each chunk of a prompt asks for room (`allocate_spare`)
+    num_evictions = 0  # of snapshots, for want of slots
 
     @property
     def num_pages(self) -> int:
@@ -189,6 +190,11 @@ class KVCacheManager:
     def take_pool_changes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> PoolChanges:
         """Return what the executor is to be told beside a finished plan's rows; nothing where blocks are whole."""
         return NO_POOL_CHANGES
+
+    @property
+    def num_snapshots(self) -> int:
+        """Return how many states of recurrent layers are kept (`kv.states`)."""
+        return 0
 
     @property
     def num_cached(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, PageChange, PoolChanges, ScheduledRow
 from maitred.kv.manager import NO_HIT, Allocation, BlockPool, KVCacheManager, PrefixHit
+from maitred.kv.states import StatefulKVCacheManager
 
 MOST_BLOCKS = 2**20  # numbers of blocks, where they have no pages that stay
 
@@ -469,6 +470,10 @@ class PagedKVCacheManager(KVCacheManager):
             self.evicted[digest] = block
 
 
-def kv_cache_manager(groups: KVGroups | None, *, num_pages: int, **same: Any) -> KVCacheManager:
-    """The manager of a cache of whole blocks, or of pages where there are groups."""
+def kv_cache_manager(
+    groups: KVGroups | None, *, num_pages: int, num_state_slots: int = 0, **same: Any
+) -> KVCacheManager:
+    """The manager of a cache of whole blocks, with states beside them where there are slots, or of pages."""
+    if num_state_slots:
+        return StatefulKVCacheManager(num_state_slots, **same)
     return KVCacheManager(**same) if groups is None else PagedKVCacheManager(groups, num_pages=num_pages, **same)

@@ -173,6 +173,8 @@ class Scheduler:
             num_blocks=self._kv.num_pages,
             num_blocks_used=self._kv.num_pages_used,
             num_blocks_cached=self._kv.num_cached,
+            num_state_snapshots=self._kv.num_snapshots,
+            num_state_evictions=self._kv.num_evictions,
             **asdict(self._state.counters),
         )
 

@@ -58,6 +58,8 @@ class SchedulerStats:
     num_blocks: int
     num_blocks_used: int
     num_blocks_cached: int
+    num_state_snapshots: int
+    num_state_evictions: int
     num_steps: int
     num_prompt_tokens: int
     num_generated_tokens: int

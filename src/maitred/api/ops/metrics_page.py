@@ -185,6 +185,7 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.KV_BLOCKS_CAPACITY: lambda s: s.num_blocks,
     m.KV_BLOCKS_USED: lambda s: s.num_blocks_used,
     m.KV_BLOCKS_CACHED: lambda s: s.num_blocks_cached,
+    m.STATE_SNAPSHOTS: lambda s: s.num_state_snapshots,
     m.KV_USAGE: lambda s: s.num_blocks_used / s.num_blocks if s.num_blocks else 0.0,
     m.LAST_STEP_AGE: lambda s: s.last_step_age_s,
     m.HEARTBEAT_AGE: lambda s: s.heartbeat_age_s,
@@ -207,6 +208,7 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.SWAPPED_IN_BLOCKS: lambda s: s.num_swapped_in_blocks,
     m.PREFIX_QUERIED: lambda s: s.num_prefix_queried_tokens,
     m.PREFIX_HIT: lambda s: s.num_prefix_hit_tokens,
+    m.STATE_EVICTIONS: lambda s: s.num_state_evictions,
 }
 
 
