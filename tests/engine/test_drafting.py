@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.core.errors import ConfigError
 from maitred.engine.build import build_parts
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from tests.model.heads import make_head
+from tests.model.heads import make_head, make_mtp_checkpoint
 
 DRAFT = BUILTIN_FOLDER.with_name(f"{BUILTIN_FOLDER.name}-draft")
 
@@ -114,9 +115,27 @@ def test_a_head_of_another_model_is_refused_where_it_was_asked_for_and_else_told
 
 
 def test_one_kind_is_not_taken_for_another(model: Path, head: Path):
-    with pytest.raises(ConfigError, match="beside model there is no model-mtp; name a head by --speculative-model"):
+    with pytest.raises(ConfigError, match="there is no model-mtp, nor an MTP layer in it; name a head by"):
         told(model, speculative="mtp")
     with pytest.raises(ConfigError, match="speculative is 'draft', and head is a head; ask for mtp, or auto"):
         told(model, speculative="draft", speculative_model=str(head))
     with pytest.raises(ConfigError, match="is 'mtp', and maitred-mini-draft is a draft model; ask for draft, or auto"):
         told(model, speculative="mtp", speculative_model=str(DRAFT))
+
+
+def test_an_mtp_layer_in_the_checkpoint_drafts_and_its_memory_is_planned(tmp_path: Path):
+    model = make_mtp_checkpoint("glm4_moe", tmp_path / "model")
+    for wanted in ("auto", "mtp"):
+        lines = told(model, speculative=wanted)
+        assert ", by model: the MTP layer of its checkpoint, weights" in drafts_line(lines)
+        assert any("of weights are the head's, and a layer of each block" in line for line in lines)
+    assert not any("MTP" in line for line in told(model, speculative="off"))
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.2.enorm.weight"]
+    save_file(tensors, model / "model.safetensors")
+    lines = told(model)
+    gone = "1 tensors of the MTP layer of Glm4MoeForCausalLM are missing from the weights: model.layers.2.enorm.weight"
+    assert any(line.startswith(f"drafts  not by its MTP layer: {gone}") for line in lines)
+    assert drafts_line(lines).endswith("by ngram")
+    with pytest.raises(ConfigError, match=gone):
+        told(model, speculative="mtp")

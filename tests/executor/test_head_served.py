@@ -1,12 +1,15 @@
-"""The built-in model with its head: most of what that drafts stands, and faults of its own cost its drafts alone."""
+"""The built-in model with its head: most of what that drafts stands, and faults of its own cost its drafts alone. And
+models with an MTP layer in their checkpoint.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,10 +17,11 @@ from maitred.core.request import SamplingParams
 from maitred.executor.drafter import head_proposer, plan_head
 from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.head import open_head
+from maitred.model.head import mtp_layer, open_head
 from maitred.text.tokenizer import Tokenizer
 from tests.executor.native_worlds import native_plan
 from tests.fakes import make_request, make_scheduler
+from tests.model.heads import make_mtp_checkpoint
 
 HEAD = BUILTIN_FOLDER.with_name(f"{BUILTIN_FOLDER.name}-mtp")
 TOKENIZER = Tokenizer.from_folder(BUILTIN_FOLDER)
@@ -37,15 +41,20 @@ def prompt_of(question: str) -> list[int]:
 
 def served(
     num_drafts: Sequence[int],
-    head: Path = HEAD,
+    head: Path | None = HEAD,
     *,
+    model: Path | None = None,
     temperature: float = 0.0,
     context: int = 256,
     rounds: int = 1,
     **plan: object,
 ) -> Served:
-    """Each question, after which drafts are asked for as often as `num_drafts` says, step by step and over again."""
-    with open_checkpoint(None) as checkpoint, open_head(head, checkpoint) as opened:
+    """Each question, after which drafts are asked for as often as `num_drafts` says, step by step and over again. A
+    head of None is the model's MTP layer; a model of another vocabulary is asked in bytes."""
+    ask = prompt_of if model is None else lambda question: list(question.encode())
+    with ExitStack() as files:
+        checkpoint = files.enter_context(open_checkpoint(str(model) if model is not None else None))
+        opened: Any = files.enter_context(open_head(head, checkpoint)) if head is not None else mtp_layer(checkpoint)
         taps = opened.spec.taps if any(num_drafts) else ()
         made = native_plan(checkpoint, spec_from_config(checkpoint.config), taps=taps, **{"dtype": "auto"} | plan)
         executor = made.build(num_blocks=NUM_BLOCKS, max_model_len=256)
@@ -58,9 +67,7 @@ def served(
     outputs, drafted, accepted = [], 0, 0
     for _ in range(rounds):
         requests = [
-            make_request(
-                prompt=prompt_of(question), max_tokens=24, seed=i, sampling=SamplingParams(temperature=temperature)
-            )
+            make_request(prompt=ask(question), max_tokens=24, seed=i, sampling=SamplingParams(temperature=temperature))
             for i, question in enumerate(QUESTIONS)
         ]
         for request in requests:
@@ -132,3 +139,15 @@ def test_taps_after_the_last_layer_are_read_too(tmp_path: Path):
     drafted = served([3], folder)
     assert drafted.outputs == served([0]).outputs
     assert drafted.num_drafts > 0
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_a_models_own_mtp_layer_drafts_and_output_is_the_same(tmp_path: Path, predicts: bool):
+    model = make_mtp_checkpoint("glm4_moe", tmp_path, predicts=predicts)
+    for temperature in (0.0, 0.7):
+        alone = served([0], None, model=model, temperature=temperature, dtype="float32")
+        drafted = served([4, 0, 2], None, model=model, temperature=temperature, dtype="float32", rounds=2)
+        assert drafted.outputs == alone.outputs * 2
+        assert drafted.num_drafts > 0
+        if predicts:
+            assert drafted.num_accepted == drafted.num_drafts

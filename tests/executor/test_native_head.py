@@ -1,4 +1,5 @@
-"""Heads: drafts are those of the package `speculators`, on folders that it wrote.
+"""Heads: drafts are those of the package `speculators`, on folders that it wrote; MTP layers: those of the layer in
+transformers' model that has one more, between what DeepSeek-V3's report (arXiv:2412.19437) describes.
 
 The package asks for an older transformers than the other tests, and for torchvision and datasets, so it is not among
 what contributors install. Where it is there (`pip install --no-deps speculators==0.9.0`, and what it then misses), the
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from maitred.core.request import SamplingParams
 from maitred.executor.drafter import ChainEnd, DraftPiece, DraftRunner, plan_head
@@ -24,12 +26,12 @@ from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.head import HeadCheckpoint, open_head
+from maitred.model.head import mtp_layer, open_head
 from tests.executor.head_reference import HeadReference, parameters_of
 from tests.executor.native_worlds import native_plan
 from tests.executor.torch_worlds import Hand, random_prompt
-from tests.model.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
-from tests.model.heads import TAPS, make_head, vocabulary
+from tests.model.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, make_model
+from tests.model.heads import MTP_NAMES, TAPS, make_head, make_mtp_checkpoint, vocabulary
 
 NUM_DRAFTS = 6
 BLOCK_SIZE = 4
@@ -146,10 +148,10 @@ def test_the_reference_drafts_as_the_package_does(tmp_path: Path, served: Path, 
 
 
 @contextmanager
-def native_head(folder: Path, model: Path, isa: str | None = None) -> Iterator[tuple[DraftRunner, HeadCheckpoint]]:
-    """In float32, on one thread, beside its model."""
+def native_head(folder: Path | None, model: Path, isa: str | None = None) -> Iterator[tuple[DraftRunner, Any]]:
+    """In float32, on one thread, beside its model; None is the model's MTP layer."""
     with open_checkpoint(str(model)) as served:
-        head = open_head(folder, served)
+        head: Any = mtp_layer(served) if folder is None else open_head(folder, served)
         plan = native_plan(served, spec_from_config(served.config), taps=head.spec.taps, isa=isa)
         executor = plan.build(num_blocks=64, max_model_len=128)
         program, _ = plan_head(plan, head, max_rows=4).load(executor, max_model_len=128)
@@ -158,7 +160,8 @@ def native_head(folder: Path, model: Path, isa: str | None = None) -> Iterator[t
         yield runner, head
         runner.close()
         executor.close()
-        head.close()
+        if folder is not None:
+            head.close()
 
 
 def drafts_of_native(
@@ -205,6 +208,44 @@ def test_the_native_head_drafts_as_the_package_does(tmp_path: Path, served: Path
     requests = [states(num_rows, seed) for seed, num_rows in enumerate((1, 2, 7, 40))]
     with native_head(tmp_path, served) as (runner, _):
         assert drafts_of_native(runner, requests) == [drafts_of_package(package, *request) for request in requests]
+
+
+def drafts_of_mtp_layer(
+    family: str, folder: Path, layout: str, taps_TD: np.ndarray, next_tokens_T: list[int]
+) -> list[int]:
+    """Greedy drafts after the last row: the model's last layer over [token, state], and its own state from there on."""
+    tensors = {name: torch.from_numpy(each) for name, each in load_file(folder / "model.safetensors").items()}
+    at = "model.layers.2." if layout == "glm" else "mtp."
+    joins, *norms = (tensors[f"{at}{name}.weight"] for name in MTP_NAMES[layout])
+    reference = make_model(family)
+    model, eps = reference.model, reference.config.rms_norm_eps
+
+    def norm(x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x_TD, (72,), weight_D, eps)
+
+    tokens, drafts = list(next_tokens_T), list[int]()
+    with torch.no_grad():
+        states_TD = model.norm(torch.from_numpy(taps_TD))
+        for _ in range(NUM_DRAFTS):
+            embedded_TD = norm(model.embed_tokens(torch.tensor(tokens)), norms[0])
+            both = torch.cat([embedded_TD, norm(states_TD, norms[1])], dim=-1)
+            x = (both @ joins.T)[None]
+            rope = model.rotary_emb(x, torch.arange(len(tokens))[None])
+            out = norm(model.layers[2](x, position_embeddings=rope)[0, -1:], norms[2])
+            drafts.append(int((out @ reference.lm_head.weight.T).argmax()))
+            states_TD, tokens = torch.cat([states_TD, out]), [*tokens, drafts[-1]]
+    return drafts
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize(("family", "layout"), [("glm4_moe", "glm"), ("qwen3", "qwen")])
+def test_an_mtp_layer_drafts_as_its_layer_in_transformers_does(tmp_path: Path, family: str, layout: str, isa: str):
+    folder = make_mtp_checkpoint(family, tmp_path, layout=layout)
+    requests = [states(num_rows, seed, width=72) for seed, num_rows in enumerate((1, 2, 7, 40))]
+    wanted = [drafts_of_mtp_layer(family, folder, layout, *request) for request in requests]
+    with native_head(None, folder, isa) as (runner, _):
+        assert drafts_of_native(runner, requests) == wanted
+        assert drafts_of_native(runner, requests, num_made_before=5) == wanted
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "granite", "phi3"])

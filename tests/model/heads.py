@@ -1,4 +1,5 @@
-"""Small random heads for the models of `checkpoints.py`, in a folder as `speculators` or SpecForge lays it out."""
+"""Small random heads for the models of `checkpoints.py`, in a folder as `speculators` or SpecForge lays it out, and
+models whose checkpoint has an MTP layer."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+
+from tests.model.checkpoints import make_checkpoint
 
 INTERMEDIATE_SIZE = 44
 TAPS = (1, 2, 3)
@@ -44,6 +47,43 @@ def make_head(
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(_CONFIGS[layout](described, settings)))
+    return folder
+
+
+MTP_NAMES = {
+    "glm": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+    "qwen": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+}
+
+
+def make_mtp_checkpoint(family: str, folder: Path, *, layout: str = "glm", predicts: bool = False) -> Path:
+    """Write a model whose last layer is an MTP layer. One that `predicts` says what the model does: both then say what
+    follows the last token alone, whatever was before."""
+    make_checkpoint(family, folder)
+    config = json.loads((folder / "config.json").read_text())
+    layer, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    own, theirs = f"model.layers.{layer}.", f"model.layers.{layer}." if layout == "glm" else "mtp."
+    at = theirs + ("" if layout == "glm" else "layers.0.")
+    tensors = {name.replace(own, at): each for name, each in load_file(folder / "model.safetensors").items()}
+    random = np.random.default_rng(5)
+    joins, *norms = MTP_NAMES[layout]
+    tensors[f"{theirs}{joins}.weight"] = random.standard_normal((hidden, 2 * hidden), np.float32) / hidden**0.5
+    for name in norms:
+        tensors[f"{theirs}{name}.weight"] = 1 + 0.2 * random.standard_normal(hidden, np.float32)
+    if layout == "glm":
+        for name, copy in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+            tensors[f"{theirs}{name}.weight"] = tensors[f"{copy}.weight"].copy()
+    if predicts:
+        parts = ("o_proj.weight", "down_proj.weight", "down_proj")
+        tensors |= {name: np.zeros_like(each) for name, each in tensors.items() if name.endswith(parts)}
+        tensors[f"{theirs}{joins}.weight"] = np.eye(hidden, 2 * hidden, dtype=np.float32)
+        tensors[f"{theirs}{norms[0]}.weight"] = np.ones(hidden, np.float32)
+        tensors[f"{theirs}{norms[2]}.weight"] = tensors["model.norm.weight"]
+    config |= {"num_hidden_layers": layer, "num_nextn_predict_layers": 1}
+    if types := config.get("layer_types"):
+        config["layer_types"] = types[:layer]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -60,9 +60,9 @@ def test_a_head_without_an_embedding_has_the_models_and_its_identity(tmp_path: P
     head = opened(tmp_path, served)
     model = served.tensor("model.embed_tokens.weight")
     assert head.tensor("embed_tokens.weight").data == model.data
-    assert not head.has_embedding
+    assert head.borrowed == {"embedding"}
     own = opened(tmp_path / "own", served, own_embedding=True)
-    assert own.has_embedding
+    assert not own.borrowed
     assert own.tensor("embed_tokens.weight").data != model.data
     assert own.tensor_names().count("embed_tokens.weight") == 1
 

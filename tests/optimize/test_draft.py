@@ -76,7 +76,7 @@ def test_a_head_is_trained_to_draft_what_the_reference_of_serving_drafts(
     save_head(head, config, tmp_path)
     random = np.random.default_rng(0)
     with open_head(tmp_path, served) as opened:
-        assert (opened.dtype, opened.has_embedding) == ("bfloat16", False)
+        assert (opened.dtype, opened.borrowed) == ("bfloat16", {"embedding"})
         reference = HeadReference(opened.spec, parameters_of(opened), opened.draft_to_target)
         for length in (1, 5, 33):
             ids = random.integers(model.spec.vocab_size, size=length + 1).tolist()

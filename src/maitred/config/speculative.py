@@ -16,13 +16,13 @@ class SpeculativeConfig:
     """Speculative decoding: tokens are made up and checked several at a time; the output stays the same to the bit."""
 
     speculative: str = one_of(SPECULATIVE, "auto")
-    """Source of drafts: a draft model, mtp (a head that reads the model's own states, as EAGLE-3), ngram (what
-    followed the last tokens when they were there before), off, or auto, which is a head where there is one, else a
-    draft model, else ngram. Measured times decide how many, down to none.
+    """Source of drafts: a draft model, mtp (a head that reads the model's own states, as EAGLE-3 or the MTP layer of
+    the model's checkpoint), ngram (what followed the last tokens when they were there before), off, or auto, which is a
+    head where there is one, else a draft model, else ngram. Measured times decide how many, down to none.
     """
     speculative_model: str | None = None
     """Folder or hub id of a draft model with the same vocabulary, or of a head for this model; None is what lies beside
-    the served model under its name and -mtp or -draft, as with the built-in one."""
+    the served model under its name and -mtp or -draft, as with the built-in one, or the MTP layer in its checkpoint."""
     num_speculative_tokens: int = 5
     """Most tokens that are made up for a request in one step, 1 to 16."""
 

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from maitred.executor.drafter import HeadPlan
     from maitred.executor.native import NativeExecutor
     from maitred.executor.native_plan import NativePlan
+    from maitred.model.head import HeadCheckpoint, MtpLayer
 
 _CALLED = {"draft": "draft model", "mtp": "head"}
-_BESIDE = {"auto": ("mtp", "draft"), "draft": ("draft",), "mtp": ("mtp",), "ngram": ()}
-"""What is looked for beside the served model, the first that can draft is taken."""
+_LOOKED_FOR = {"auto": ("mtp", "", "draft"), "draft": ("draft",), "mtp": ("mtp", ""), "ngram": ()}
+"""What is looked for beside the served model, and, without a name, in its checkpoint; the first that can draft is
+taken."""
 
 
 class DraftPlan(NamedTuple):
@@ -79,16 +81,29 @@ def plan_drafts(
         return executor, None
     if wanted == "off":
         return executor, None
+    from maitred.model.head import mtp_layer, open_head  # noqa: PLC0415  numpy
+
     for kind, folder in _candidates(wanted, named, checkpoint):
         try:
+            if not folder:
+                if (layer := mtp_layer(checkpoint)) is not None:
+                    return _plan_head(config, layer, checkpoint.name, with_taps)
+                continue
             drafter = files.enter_context(open_checkpoint(folder))
             if (kind or _kind_of(drafter, wanted)) == "mtp":
-                return _plan_head(config, checkpoint, drafter, with_taps, files)
+                head = open_head(drafter.folder, checkpoint, drafter.name)
+                files.callback(head.close)
+                return _plan_head(config, head, drafter.name, with_taps)
             return executor, _plan_model(config, checkpoint, drafter, num_threads(drafter))
         except (CheckpointError, ConfigError, KernelError) as error:
             if wanted != "auto" or named is not None:
                 raise ConfigError(str(error)) from error
-            tell(f"drafts  not by {folder}: {error}")
+            tell(f"drafts  not by {folder or 'its MTP layer'}: {error}")
+    if wanted in _CALLED:
+        raise ConfigError(
+            f"speculative is {wanted!r}, and beside {checkpoint.name} there is no {name_beside(checkpoint, wanted)}"
+            f"{', nor an MTP layer in it' if wanted == 'mtp' else ''}; name a {_CALLED[wanted]} by --speculative-model"
+        )
     return executor, DraftPlan("ngram")
 
 
@@ -101,16 +116,12 @@ def _refuse_elsewhere(wanted: str, named: str | None, executor: str) -> None:
 
 
 def _candidates(wanted: str, named: str | None, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Kind and folder of possible drafters; the kind of a named one is not known yet."""
+    """Kind and folder of possible drafters; no folder is the checkpoint itself, and the kind of a named one is not
+    known yet."""
     if named is not None:
         return [("", named)]
-    found = [(kind, str(folder)) for kind in _BESIDE[wanted] if (folder := folder_beside(checkpoint, kind))]
-    if wanted in _CALLED and not found:
-        raise ConfigError(
-            f"speculative is {wanted!r}, and beside {checkpoint.name} there is no {name_beside(checkpoint, wanted)}; "
-            f"name a {_CALLED[wanted]} by --speculative-model"
-        )
-    return found
+    found = [(kind, folder_beside(checkpoint, kind) if kind else "") for kind in _LOOKED_FOR[wanted]]
+    return [(kind, str(folder)) for kind, folder in found if folder is not None]
 
 
 def _kind_of(drafter: Checkpoint, wanted: str) -> str:
@@ -136,20 +147,15 @@ def _plan_model(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint,
 
 def _plan_head(
     config: EngineConfig,
-    checkpoint: Checkpoint,
-    folder: Checkpoint,
+    head: HeadCheckpoint | MtpLayer,
+    source: str,
     with_taps: Callable[[tuple[int, ...]], ExecutorPlan],
-    files: ExitStack,
 ) -> Plans:
-    from maitred.model.head import open_head  # noqa: PLC0415  numpy
-
-    head = open_head(folder.folder, checkpoint, folder.name)
-    files.callback(head.close)
     from maitred.executor.drafter import plan_head  # noqa: PLC0415  the library itself
 
     executor = with_taps(head.spec.taps)
     plan = plan_head(cast("NativePlan", executor), head, max_rows=config.scheduler.max_num_seqs)
-    return executor, DraftPlan("mtp", folder.name, head=plan)
+    return executor, DraftPlan("mtp", source, head=plan)
 
 
 def make_proposer(

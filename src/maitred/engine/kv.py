@@ -76,7 +76,7 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint, plan: EnginePla
     """The files are the model and, where there is one, its head, whose layer is part of each block."""
     model, executor, spec = config.model, plan.executor, plan.spec
     head = plan.drafts.head if plan.drafts is not None else None
-    identities = [checkpoint.identity] if head is None else [checkpoint.identity, head.checkpoint.identity]
+    identities = [checkpoint.identity] if head is None else [checkpoint.identity, head.head.checkpoint.identity]
     by_context = any(depends_on_context(layer.rope) for layer in spec.layers if layer.rope is not None)
     return KVFingerprint(
         revision=" ".join(identities),

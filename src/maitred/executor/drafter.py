@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace as struct_replace
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.executor.native import NativeExecutor
-from maitred.executor.native_plan import NativePlan, plan_native_executor
+from maitred.executor.native_plan import NativePlan, expert_buffer_values, plan_native_executor, stored_formats
 from maitred.executor.native_program import Int32s, NativeProgram, RaggedStep, most_logits, running_sums
 from maitred.executor.sampler_state import RequestSampler
 from maitred.executor.state import ComputedRows, DraftAsk, HeldRequest, Ints, Proposer, TapRows
@@ -27,10 +28,10 @@ from maitred.kernels import _native
 from maitred.kernels.sampler import FAULTS, Sampler
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.head import HeadCheckpoint, compile_head, own_weights
+from maitred.model.head import HeadCheckpoint, MtpLayer, compile_head
 from maitred.model.packed import OnPacked, PackedWeights, plan_weights, total_bytes
 from maitred.model.packed_cache import load_weights
-from maitred.model.program import Program
+from maitred.model.program import Embed, Linear, Program
 from maitred.model.spec import DecoderSpec
 from maitred.text.folder import vocabulary_difference
 
@@ -561,14 +562,21 @@ class HeadPlan:
     """Memory of a head beside the served model, known before any of it is taken."""
 
     program: Program
-    checkpoint: HeadCheckpoint
+    head: HeadCheckpoint | MtpLayer
     served: NativePlan
     max_rows: int
 
     @property
     def own(self) -> Program:
-        """Return what is loaded for it: the embedding is the served model's, of which a rank has a part only."""
-        return own_weights(self.program) if self._shares_embedding else self.program
+        """Return what is loaded for it."""
+        borrowed = self._borrowed
+        own = (op for op in self.program.ops if not (isinstance(op, Embed | Linear) and op.weight.name in borrowed))
+        return struct_replace(self.program, ops=tuple(own))
+
+    @property
+    def _borrowed(self) -> frozenset[str]:
+        """Weights that are the served model's, of which a rank has a part only."""
+        return self.head.borrowed if self.served.num_ranks == 1 else frozenset()
 
     @property
     def weights_bytes(self) -> int:
@@ -577,14 +585,17 @@ class HeadPlan:
     @property
     def buffer_bytes(self) -> int:
         """Rows of its program, the taps that the served one leaves, and those that wait."""
-        head = self.checkpoint.spec
-        decoder = head.decoder
-        widths = 8 * decoder.hidden_size + 3 * decoder.q_width + decoder.intermediate_size + 3 * head.tap_width
-        return 4 * (self.served.max_tokens * widths + self.max_rows * decoder.vocab_size) + WAITING_BYTES
+        spec, rows = self.head.spec, self.served.max_tokens
+        decoder = spec.decoder
+        widths = 8 * decoder.hidden_size + 3 * decoder.q_width + max(decoder.mlp_widths) + 3 * spec.tap_width
+        experts = expert_buffer_values(decoder, rows) or 0
+        return 4 * (rows * widths + experts + self.max_rows * decoder.vocab_size) + WAITING_BYTES
 
     def describe(self) -> str:
         """A line for the terminal."""
-        taps = ", ".join(str(tap) for tap in self.checkpoint.spec.taps)
+        if self.head.spec.layer:
+            return f"the MTP layer of its checkpoint, weights {self.program.formats}"
+        taps = ", ".join(str(tap) for tap in self.head.spec.taps)
         return f"a head on layers {taps}, weights {self.program.formats.linears}"
 
     def load(
@@ -593,15 +604,15 @@ class HeadPlan:
         """Raises CheckpointError or OutOfMemory."""
         served, own = self.served, self.own
         loaded = load_weights(
-            own, self.checkpoint, executor.threads, isa=served.isa, cache=served.weight_cache, on_packed=on_packed
+            own, self.head.checkpoint, executor.threads, isa=served.isa, cache=served.weight_cache, on_packed=on_packed
         )
-        weights = loaded.weights
-        if self._shares_embedding:
-            embedding = executor.runner.weights["embedding"]
-            weights = PackedWeights({**weights.tensors, "embedding": embedding})
+        borrowed = {
+            name: executor.runner.weights[name]
+            for name in self._borrowed & {weight.name for weight in self.program.weights}
+        }
         program = NativeProgram(
             self.program,
-            weights,
+            PackedWeights({**loaded.weights.tensors, **borrowed}),
             executor.pool,
             executor.threads,
             max_tokens=served.max_tokens,
@@ -611,20 +622,19 @@ class HeadPlan:
         )
         return program, loaded.summary
 
-    @property
-    def _shares_embedding(self) -> bool:
-        return self.served.num_ranks == 1 and not self.checkpoint.has_embedding
 
-
-def plan_head(served: NativePlan, checkpoint: HeadCheckpoint, *, max_rows: int) -> HeadPlan:
+def plan_head(served: NativePlan, head: HeadCheckpoint | MtpLayer, *, max_rows: int) -> HeadPlan:
     """Settle formats and memory of a head beside the served model, for `max_rows` requests of a step at most.
 
     Raises KernelError for a matrix that no kernel takes.
     """
-    program = compile_head(checkpoint.spec, served.program.formats, len(served.spec.kv_layers))
+    formats = served.program.formats
+    if formats.stored:
+        formats = struct_replace(formats, stored=stored_formats(head.checkpoint, head.spec) | formats.stored)
+    program = compile_head(head.spec, formats, len(served.spec.kv_layers))
     plan_weights(program)
-    rows = most_logits(checkpoint.spec.decoder.vocab_size, max_rows)
-    return HeadPlan(program=program, checkpoint=checkpoint, served=served, max_rows=min(rows, served.max_tokens))
+    rows = most_logits(head.spec.decoder.vocab_size, max_rows)
+    return HeadPlan(program=program, head=head, served=served, max_rows=min(rows, served.max_tokens))
 
 
 def head_proposer(
@@ -634,12 +644,12 @@ def head_proposer(
 
     Raises CheckpointError or OutOfMemory.
     """
-    spec = plan.checkpoint.spec
+    spec = plan.head.spec
     context = min(max_model_len, spec.decoder.max_position_embeddings)
     program, summary = plan.load(executor, max_model_len=context, on_packed=on_packed)
     assert program.taps is not None
     sampler = Sampler(executor.threads, isa=plan.served.isa)
-    runner = DraftRunner(program, sampler, max_positions=context, vocabulary=plan.checkpoint.draft_to_target)
+    runner = DraftRunner(program, sampler, max_positions=context, vocabulary=plan.head.draft_to_target)
     taps = WaitingTaps(tap_width=spec.tap_width, max_tokens=runner.max_tokens)
     executor.on_taps = taps.computed
     return Drafter(runner, taps), summary

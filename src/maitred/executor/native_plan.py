@@ -48,7 +48,7 @@ from maitred.model.packed import OnPacked, plan_weights, total_bytes
 from maitred.model.packed_cache import WeightCache, load_weights
 from maitred.model.program import ROUTERS, Columns, Format, Formats, Program
 from maitred.model.shares import own_program
-from maitred.model.spec import DecoderSpec, NormPlacement
+from maitred.model.spec import DecoderSpec, HeadSpec, NormPlacement
 from maitred.model.weight_map import OTHER_SENSES, weight_map
 
 
@@ -451,7 +451,7 @@ def resolve_formats(
     return Formats(linears=_format(most[0][0].dtype), head=_format(head), stored=kept)
 
 
-def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Stored]:
+def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec | HeadSpec) -> dict[str, Stored]:
     """`Formats.stored` where matrices have formats of their own (GGUF files, quantised folders); of others none."""
     if not checkpoint.has_formats:
         return {}

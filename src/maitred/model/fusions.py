@@ -63,19 +63,20 @@ def _lowered(spec: DecoderSpec, formats: Formats, taps: Sequence[int]) -> Iterat
     yield Embed(HIDDEN, embedding, spec.embedding_scale)
     for index in range(spec.num_layers):
         yield from _tap(spec, taps, index)
-        layer = f"layers.{index}."
-        yield from part_of(spec, layer + "attention", _mixer(spec, formats, index))
-        routed = spec.layers[index].routed
-        computed = (
-            mlp(spec, formats, layer, spec.inner_width(index))
-            if routed is None
-            else experts(spec, formats, layer, routed)
-        )
-        yield from part_of(spec, layer + "mlp", computed)
+        yield from decoder_layer(spec, formats, index)
     yield from _tap(spec, taps, spec.num_layers)
     yield Take(HIDDEN, TAKEN)
     yield Norm(TAKEN, "normed", vector("norm", spec.hidden_size))
     yield from logits(spec, formats, "normed")
+
+
+def decoder_layer(spec: DecoderSpec, formats: Formats, index: int) -> Iterator[Op]:
+    layer, routed = f"layers.{index}.", spec.layers[index].routed
+    yield from part_of(spec, layer + "attention", _mixer(spec, formats, index))
+    computed = (
+        mlp(spec, formats, layer, spec.inner_width(index)) if routed is None else experts(spec, formats, layer, routed)
+    )
+    yield from part_of(spec, layer + "mlp", computed)
 
 
 def _tap(spec: DecoderSpec, taps: Sequence[int], num_layers: int) -> Iterator[Op]:

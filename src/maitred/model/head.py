@@ -1,7 +1,9 @@
-"""Head folder: an EAGLE-3 head as the package `speculators` 0.9 or SpecForge writes it, beside the model it drafts for.
+"""Heads: the MTP layer that a model's checkpoint carries, and folders beside the model, with an EAGLE-3 head as the
+package `speculators` 0.9 or SpecForge writes it.
 
-Both hold one decoder layer and what surrounds it. They differ in the layer's name (`weight_map.HEAD_LAYERS`), in where
-config.json describes it, and in how they count the layers of the model whose output the head reads:
+Both packages' folders hold one decoder layer and what surrounds it. They differ in the layer's name
+(`weight_map.HEAD_LAYERS`), in where config.json describes it, and in how they count the layers of the model whose
+output the head reads:
 
 - `speculators` (`speculators_model_type`; the layer under `transformer_layer_config`): after how many layers;
 - SpecForge (`LlamaForCausalLMEagle3`; the layer at the top): `eagle_config` names the layer, from 0, so one less.
@@ -16,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace as struct_replace
@@ -25,7 +27,18 @@ from numpy.typing import NDArray
 from maitred.core.errors import CheckpointError, ConfigError
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.families import spec_from_config
-from maitred.model.fusions import attention, fused, logits, matrix, mlp, part_of, prepare, vector
+from maitred.model.fusions import (
+    attention,
+    decoder_layer,
+    fused,
+    linears,
+    logits,
+    matrix,
+    mlp,
+    part_of,
+    prepare,
+    vector,
+)
 from maitred.model.program import (
     HIDDEN,
     TAKEN,
@@ -43,7 +56,7 @@ from maitred.model.program import (
     Weight,
 )
 from maitred.model.spec import DecoderSpec, HeadSpec
-from maitred.model.weight_map import PREFIXES
+from maitred.model.weight_map import PREFIXES, weight_map
 
 SPECFORGE = "LlamaForCausalLMEagle3"
 EMBEDDING = "embed_tokens.weight"
@@ -70,9 +83,14 @@ class HeadCheckpoint(Checkpoint):
         """The served model's id of each token that the head can draft; None where the ids are the same."""
 
     @property
-    def has_embedding(self) -> bool:
-        """Return whether the folder has an embedding of its own, and not the served model's."""
-        return not self._borrowed
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint with its tensors."""
+        return self
+
+    @property
+    def borrowed(self) -> frozenset[str]:
+        """Weights that are the served model's: the embedding, where the folder has none."""
+        return frozenset({"embedding"} if self._borrowed else ())
 
     @cached_property
     def identity(self) -> str:
@@ -105,6 +123,26 @@ def open_head(folder: Path, served: Checkpoint, name: str | None = None) -> Head
     head of another model.
     """
     return HeadCheckpoint(folder, served, name or folder.resolve().name)
+
+
+class MtpLayer(NamedTuple):
+    """A head among the tensors of the served model's checkpoint, whose embedding and output matrix it has."""
+
+    checkpoint: Checkpoint
+    spec: HeadSpec
+    draft_to_target: None = None
+    borrowed: frozenset[str] = frozenset({"embedding", "output"})
+
+
+def mtp_layer(checkpoint: Checkpoint) -> MtpLayer | None:
+    """Return the MTP layer that a model's checkpoint carries, the first of several; it is made like the last layer that
+    keeps keys and values. Raises CheckpointError where tensors are missing.
+    """
+    model = spec_from_config(checkpoint.config)
+    layer = model.num_layers
+    decoder = replace(model, layers=(*model.layers, model.layers[model.kv_layers[-1]]))
+    spec = HeadSpec(decoder=decoder, taps=(layer,), num_embeddings=model.vocab_size, layer=layer)
+    return MtpLayer(checkpoint, spec) if weight_map(spec, checkpoint.tensor_names()) else None
 
 
 def is_head(config: Config) -> bool:
@@ -276,13 +314,23 @@ _BOTH = "both"  # token and state, side by side
 
 def compile_head(spec: HeadSpec, formats: Formats, pool_layer: int) -> Program:
     """Compile the head; its keys and values are those of `pool_layer`. Raises KernelError without a kernel."""
-    program = fused(spec.decoder, formats, list(_lowered(spec, formats, pool_layer)))
-    return struct_replace(program, head=spec)
+    lowered = _lowered_mtp(spec, formats) if spec.layer else _lowered(spec, formats, pool_layer)
+    return struct_replace(fused(spec.decoder, formats, list(lowered)), head=spec)
 
 
-def own_weights(program: Program) -> Program:
-    """The program without its embedding, for which the served model's is used: what is to be packed of it."""
-    return struct_replace(program, ops=tuple(op for op in program.ops if not isinstance(op, Embed)))
+def _lowered_mtp(spec: HeadSpec, formats: Formats) -> Iterator[Op]:
+    """In the order of the tensors [embedding, state] that GLM-4.5, DeepSeek and Qwen have."""
+    decoder, hidden = spec.decoder, spec.decoder.hidden_size
+    embedding = matrix("embedding", spec.num_embeddings, hidden, formats.of("embedding.weight", 0))
+    yield Columns(TAPS, HIDDEN, hidden, norm=vector("norm", hidden))
+    yield Embed("embedded", embedding, decoder.embedding_scale)
+    yield Columns("embedded", _BOTH, hidden, norm=vector("token_norm", hidden))
+    yield Columns(HIDDEN, _BOTH, hidden, first=hidden, norm=vector("state_norm", hidden))
+    yield from linears(_BOTH, [(HIDDEN, 0, hidden)], "fc", 2 * hidden, formats, False)
+    yield from decoder_layer(decoder, formats, spec.layer)
+    yield Take(HIDDEN, TAKEN)
+    yield Columns(TAKEN, TAKEN, hidden, norm=vector("head_norm", hidden))
+    yield from logits(decoder, formats, TAKEN)
 
 
 def _lowered(spec: HeadSpec, formats: Formats, pool_layer: int) -> Iterator[Op]:

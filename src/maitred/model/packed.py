@@ -20,7 +20,7 @@ from maitred.kernels.linear import SourceMatrix, allocate, expand, linear_shape,
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.gguf_file import HELD_AS
 from maitred.model.program import ORDER, Part, Program, Weight, cut
-from maitred.model.weight_map import RowSpan, WeightSource, check_shape, head_map, weight_map
+from maitred.model.weight_map import RowSpan, WeightSource, check_shape, weight_map
 
 ALIGNMENT = 4096  # of a tensor in a flat file: a page
 Buffer = NDArray[np.uint8]
@@ -162,8 +162,7 @@ class _Sources:
         self._last: tuple[str, RawTensor] | None = None  # that was read
         self._by_parameter: dict[str, list[tuple[RowSpan, WeightSource]]] = {}
         names = checkpoint.tensor_names()
-        found = weight_map(program.spec, names) if program.head is None else head_map(program.head, names)
-        for source in found:
+        for source in weight_map(program.head or program.spec, names):
             pieces = self._by_parameter.setdefault(source.parameter, [])
             pieces.extend((piece, source) for piece in source.pieces())
             _check_shape(source, checkpoint)

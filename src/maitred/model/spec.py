@@ -476,6 +476,11 @@ class HeadSpec:
     """The layer adds to the normed hidden (`norm_before_residual`)."""
     norms_state: bool = False
     """The state that it reads next is normed as for the output (`norm_output`)."""
+    layer: int = 0
+    """Number of the layer in `decoder`, which is then the model with an MTP layer of its checkpoint behind the others
+    (DeepSeek-V3, arXiv:2412.19437): HIDDEN = fc(token_norm(embedding), state_norm(norm(tap))), the layer as it is,
+    and the model's output matrix after `head_norm`, which is also the state that it reads next.
+    """
 
     @property
     def tap_width(self) -> int:

@@ -82,13 +82,16 @@ class WeightSource:
         return (found.T if self.stack.transposed else found)[self.stack.turn :: self.stack.turns]
 
 
-def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
-    """Return the place of each of `tensor_names`; every row of every parameter is filled exactly once.
+def weight_map(spec: DecoderSpec | HeadSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
+    """Return the place of each of `tensor_names`; every row of every parameter is filled exactly once. Of an MTP layer
+    the tensors are found among the model's.
 
     Raises CheckpointError naming tensors that are missing, or that the decoder has no place for.
     """
     if isinstance(tensor_names, tuple):  # a checkpoint's, of which thousands are looked for one by one
         tensor_names = dict.fromkeys(tensor_names)
+    if isinstance(spec, HeadSpec):
+        return head_map(spec, tensor_names)
     sources = decoder_sources(spec, tensor_names)
     _check(sources, tensor_names, spec.architecture, lambda name: _is_harmless(name, spec))
     return sources
@@ -96,12 +99,19 @@ def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[Weight
 
 def decoder_sources(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
     """Every tensor that a checkpoint of `spec` holds, under the prefix of `tensor_names`; none is looked for."""
-    prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
-    return tuple(_sources(spec, prefix, tensor_names))
+    return tuple(_sources(spec, _prefix(tensor_names), tensor_names))
+
+
+def _prefix(tensor_names: Collection[str]) -> str:
+    return next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
 
 
 def head_map(spec: HeadSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
     """`weight_map` of a head, in the layout of `speculators` or of SpecForge. Raises CheckpointError as that does."""
+    if spec.layer:
+        sources = mtp_sources(spec.decoder, spec.layer, tensor_names)
+        _check(sources, tensor_names, f"the MTP layer of {spec.decoder.architecture}", lambda name: True)
+        return sources
     layer = next((p for p in HEAD_LAYERS if f"{p}hidden_norm.weight" in tensor_names), HEAD_LAYERS[0])
     sources = tuple(head_sources(spec, layer))
     _check(sources, tensor_names, spec.decoder.architecture, lambda name: bool(HARMLESS_IN_HEAD.search(name)))
@@ -163,24 +173,55 @@ def _first(names: list[str], limit: int = 4) -> str:
 
 
 def _sources(spec: DecoderSpec, prefix: str, names: Collection[str]) -> Iterator[WeightSource]:
-    hidden = (spec.hidden_size,)
     yield WeightSource(f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size), "embedding.weight")
     for i in range(spec.num_layers):
-        source, target = f"{prefix}layers.{i}.", f"layers.{i}."
-        if (recurrent := spec.layers[i].recurrent) is not None:
-            yield from _recurrent(recurrent, source + "linear_attn.", f"{target}recurrent.", spec.hidden_size)
-        else:
-            yield from _attention(spec, source + "self_attn.", target, spec.hidden_size)
-        if (routed := spec.layers[i].routed) is not None:
-            yield from _routed(routed, source, target, spec.hidden_size, names)
-        else:
-            yield from _mlp(spec, source + "mlp.", target, spec.inner_width(i))
-        for tensor, parameter in _NORMS[spec.norm_placement]:
-            yield WeightSource(f"{source}{tensor}.weight", hidden, f"{target}{parameter}.weight", 0, spec.norm_offset)
-    yield WeightSource(f"{prefix}norm.weight", hidden, "norm.weight", 0, spec.norm_offset)
+        yield from _layer(spec, i, f"{prefix}layers.{i}.", names)
+    yield from _after_layers(spec, prefix)
+
+
+def _layer(spec: DecoderSpec, index: int, source: str, names: Collection[str]) -> Iterator[WeightSource]:
+    layer, target = spec.layers[index], f"layers.{index}."
+    if layer.recurrent is not None:
+        yield from _recurrent(layer.recurrent, source + "linear_attn.", f"{target}recurrent.", spec.hidden_size)
+    else:
+        yield from _attention(spec, source + "self_attn.", target, spec.hidden_size)
+    if layer.routed is not None:
+        yield from _routed(layer.routed, source, target, spec.hidden_size, names)
+    else:
+        yield from _mlp(spec, source + "mlp.", target, spec.inner_width(index))
+    for tensor, parameter in _NORMS[spec.norm_placement]:
+        shape = (spec.hidden_size,)
+        yield WeightSource(f"{source}{tensor}.weight", shape, f"{target}{parameter}.weight", 0, spec.norm_offset)
+
+
+def _after_layers(spec: DecoderSpec, prefix: str) -> Iterator[WeightSource]:
+    yield WeightSource(f"{prefix}norm.weight", (spec.hidden_size,), "norm.weight", 0, spec.norm_offset)
     if not spec.tied_embeddings:
         head = prefix.removesuffix("model.") if prefix == "language_model.model." else ""
         yield WeightSource(f"{head}lm_head.weight", (spec.vocab_size, spec.hidden_size), "output.weight")
+
+
+_MTP_LAYOUTS = (  # prefixes, and tensors: of GLM-4.5 and DeepSeek, and of Qwen
+    ("{model}layers.{index}.", "", ("eh_proj", "enorm", "hnorm", "shared_head.norm")),
+    ("mtp.", "layers.0.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")),
+)
+
+
+def mtp_sources(spec: DecoderSpec, index: int, names: Collection[str]) -> tuple[WeightSource, ...]:
+    """Tensors of layer `index` where that is an MTP layer in the checkpoint (`HeadSpec`), which it need not have: then
+    there are none. Its copies of embedding and output matrix are the model's.
+    """
+    prefix, hidden = _prefix(names), spec.hidden_size
+    for at, layer, (fc, *norms) in _MTP_LAYOUTS:
+        source = at.format(model=prefix, index=index)
+        if f"{source}{fc}.weight" in names:
+            found = [WeightSource(f"{prefix}embed_tokens.weight", (spec.vocab_size, hidden), "embedding.weight")]
+            found.append(WeightSource(f"{source}{fc}.weight", (hidden, 2 * hidden), "fc.weight"))
+            for tensor, norm in zip(norms, ("token_norm", "state_norm", "head_norm"), strict=True):
+                place = (f"{norm}.weight", 0, spec.norm_offset)
+                found.append(WeightSource(f"{source}{tensor}.weight", (hidden,), *place))
+            return (*found, *_layer(spec, index, source + layer, names), *_after_layers(spec, prefix))
+    return ()
 
 
 def head_sources(spec: HeadSpec, source: str = HEAD_LAYERS[0]) -> Iterator[WeightSource]:
