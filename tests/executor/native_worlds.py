@@ -108,10 +108,12 @@ def make_native(
     return executor
 
 
-def load_native(folder: Path, *, num_blocks: int, max_model_len: int = 128, **changes: Any) -> NativeExecutor:
+def load_native(
+    folder: Path, *, num_blocks: int, max_model_len: int = 128, num_state_slots: int = 0, **changes: Any
+) -> NativeExecutor:
     with open_checkpoint(str(folder)) as checkpoint:
         plan = native_plan(checkpoint, spec_from_config(checkpoint.config), **changes)
-        return plan.build(num_blocks=num_blocks, max_model_len=max_model_len)
+        return plan.build(num_blocks=num_blocks, max_model_len=max_model_len, num_state_slots=num_state_slots)
 
 
 def native_plan(
@@ -123,6 +125,7 @@ def native_plan(
     max_tokens: int | None = None,
     max_logits: int | None = None,
     taps: tuple[int, ...] = (),
+    num_drafts: int = 0,
     **model: Any,
 ) -> NativePlan:
     """A plan in float32 on one thread, unless told otherwise."""
@@ -135,6 +138,7 @@ def native_plan(
         scheduler=SchedulerConfig(),
         num_threads=1,
         taps=taps,
+        num_drafts=num_drafts,
     )
     asked = {"isa": isa, "max_tokens": max_tokens, "max_logits": max_logits}
     return replace(plan, **{name: value for name, value in asked.items() if value is not None})

@@ -75,13 +75,13 @@ class NaNFor:
         self.spec = decoder.spec
         self.embedding = decoder.embedding
 
-    def forward(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Any) -> torch.Tensor:
+    def forward(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Any, **more: Any) -> torch.Tensor:
         poisoned_T = token_ids_T == self._token_id
 
         def poison(layer: int, *qkv: torch.Tensor) -> torch.Tensor:
             return attend(layer, *(x.masked_fill(poisoned_T[:, None, None], math.nan) for x in qkv))
 
-        hidden_TD = self._decoder.forward(token_ids_T, positions_T, poison)
+        hidden_TD = self._decoder.forward(token_ids_T, positions_T, poison, **more)
         return hidden_TD.masked_fill(poisoned_T[:, None], math.nan)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:

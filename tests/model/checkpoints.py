@@ -32,6 +32,12 @@ _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 10, "nu
 _STRETCHED = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 36, "norm_topk_prob": True}
 
+_WITH_TEXT = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")  # families whose text model's config is one of its own
+_DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6},
+    **{"linear_key_head_dim": 14, "linear_value_head_dim": 11},
+}
+
 # name -> (transformers' class prefix, what its config says beside _COMMON)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 18}),
@@ -125,6 +131,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"swiglu_limit": 0.5, "rope_parameters": {"rope_type": "yarn", "truncate": False, **_STRETCHED}},
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **_EXPERTS, **_DELTA, "head_dim": 20, "shared_expert_intermediate_size": 52, "mlp_only_layers": [1],
+            "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "attention_bias": True,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            **{**_DELTA, "linear_num_value_heads": 2, "linear_value_head_dim": 40, "linear_conv_kernel_dim": 3},
+            "head_dim": 20, "full_attention_interval": 2, "num_hidden_layers": 5, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**_EXPERTS, **_DELTA, "head_dim": 24, "shared_expert_intermediate_size": 52, "full_attention_interval": 3},
+    ),
     "granite": (
         "Granite",
         {"embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3},
@@ -151,7 +175,7 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     prefix, settings = FAMILIES[family]
-    config_class = getattr(transformers, "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
+    config_class = getattr(transformers, f"{prefix}{'Text' if prefix in _WITH_TEXT else ''}Config")
     model_class = getattr(transformers, f"{prefix}ForCausalLM")
     model = model_class(config_class(**{**_COMMON, **settings, **overrides})).eval()
     generator = torch.Generator().manual_seed(seed)

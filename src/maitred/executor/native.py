@@ -33,7 +33,16 @@ from maitred.executor.rows import (
 )
 from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
-from maitred.executor.state import ComputedRows, HeldRequest, PageTables, Proposer, RowWork, SwapBandwidth, take_plan
+from maitred.executor.state import (
+    ComputedRows,
+    HeldRequest,
+    PageTables,
+    Proposer,
+    RowWork,
+    StateSlots,
+    SwapBandwidth,
+    take_plan,
+)
 from maitred.kernels import _native
 from maitred.kernels.kv_pool import HostBlocks
 from maitred.kv.layout import CellLayout, NativeLayers
@@ -291,11 +300,12 @@ class NativeExecutor:
         ranks: Ranks | None = None,
         adapters: NativeAdapters | None = None,
         pages: PageTables | None = None,
+        states: StateSlots | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`pool` is the `_native.KVPool` that the runner writes, `threads` the `_native.ThreadPool` of which `choice`
         decides how many take part; without it all do; `ranks` the processes that run the program too. `pages` are where
-        blocks are not whole. `clock` tells seconds.
+        blocks are not whole, `states` where layers are recurrent. `clock` tells seconds.
         """
         self.on_logits = on_logits
         self.vocab_size = runner.vocab_size
@@ -312,6 +322,7 @@ class NativeExecutor:
         self.threads, self.choice, self._clock = threads, choice, clock
         self._ranks = ranks
         self._pages = pages
+        self._slots = states
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         planned = self._take_plan(plan)
@@ -393,6 +404,8 @@ class NativeExecutor:
         works = take_plan(plan, self._states, self.vocab_size, copy, self._host, self.grammars, self.proposer)
         for work in works:
             work.state.take_blocks(work.row)
+        if self._slots is not None:
+            self._slots.take(plan, self.runner.copy_states)
         return works  # what others left in unwritten slots is never read, so nothing is cleared
 
     def _run(
@@ -402,6 +415,8 @@ class NativeExecutor:
         step = ragged_step(slices, self._block_size, self._pages)
         if self.adapters is not None and any(names := [piece.work.state.adapter for piece in slices]):
             step.adapters = self.adapters.slots(names)
+        if self._slots is not None:
+            self._add_states(self._slots, slices, step)
         sampling = [piece for piece in slices if piece.samples]
         firsts = step.first_tokens.tolist()
         wanted = [
@@ -421,6 +436,17 @@ class NativeExecutor:
             states = [piece.work.state for piece in slices]
             starts, counts = [piece.start for piece in slices], [piece.num_tokens for piece in slices]
             self.on_taps(ComputedRows(states, starts, counts, self.runner.taps[: len(step.token_ids)].copy()))
+
+    def _add_states(self, slots: StateSlots, slices: Sequence[Slice], step: RaggedStep) -> None:
+        """What becomes of the slices' states: the last known token of a row that a grammar may postpone is not certain,
+        and drafts are not."""
+        rows, saves = [], []
+        for index, (_, work, start, num_tokens, samples) in enumerate(slices):
+            unsure = len(work.drafts) + (work.state.grammar is not None) if samples else 0
+            rows.append(slots.advance(work, start, num_tokens - unsure, unsure))
+            saves += [(index, *save) for save in slots.saves(work, start, num_tokens)]
+        step.states = np.array(rows, dtype=np.int32)
+        step.saves = np.array(saves, dtype=np.int32) if saves else None
 
     def _sample(
         self, slices: Sequence[Slice], wanted: Sequence[int], logits_RV: Logits, tokens: dict[int, SampledToken]

@@ -35,7 +35,7 @@ from maitred.executor.ranks import (
 )
 from maitred.executor.sampler import SampledToken, uniform
 from maitred.executor.sampler_state import RequestSampler
-from maitred.executor.state import PageTables
+from maitred.executor.state import PageTables, StateSlots
 from maitred.kernels import _native
 from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
 from maitred.kernels.sampler import FAULTS, NO_LOGPROBS, Sampled, Sampler
@@ -120,6 +120,7 @@ class NativePlan:
     rank_config: RankConfig | None = None  # where there are several
     weight_cache: WeightCache | None = None
     groups: KVGroups | None = None  # of layers, where blocks consist of pages
+    num_drafts: int = 0  # of a request in a step, at most
 
     name = "native"
     device_name = "cpu"
@@ -259,13 +260,20 @@ class NativePlan:
         with ExitStack() as undo:
             ranks, place = None, ALONE
             if self.num_ranks > 1:
-                ranks = self._start_ranks(num_blocks, max_model_len, on_lost)
+                ranks = self._start_ranks(num_blocks, num_state_slots, max_model_len, on_lost)
                 undo.callback(ranks.close)
                 place = ranks.place
             threads = _native.ThreadPool(self.num_threads)
             pool = self.make_pool(num_blocks, place)
             on_phase("kv_pool", "")
-            runner, summary = self.load(threads, pool, max_model_len=max_model_len, on_packed=on_packed, place=place)
+            runner, summary = self.load(
+                threads,
+                pool,
+                max_model_len=max_model_len,
+                num_state_slots=num_state_slots,
+                on_packed=on_packed,
+                place=place,
+            )
             if ranks is not None:
                 ranks.wait(place.team.num_taken)
                 summary = f"{self.num_ranks} ranks, of which the first {summary}"
@@ -289,6 +297,7 @@ class NativePlan:
             ranks=ranks,
             adapters=NativeAdapters(runner),
             pages=PageTables(self.groups) if self.groups is not None else None,
+            states=StateSlots() if self.spec.has_state else None,
         )
         if ranks is not None:
             weakref.finalize(executor, ranks.close)  # of one that is dropped, as when what comes next fails
@@ -308,7 +317,14 @@ class NativePlan:
         )
 
     def load(
-        self, threads: Any, pool: Any, *, max_model_len: int, on_packed: OnPacked | None = None, place: Place = ALONE
+        self,
+        threads: Any,
+        pool: Any,
+        *,
+        max_model_len: int,
+        num_state_slots: int = 0,
+        on_packed: OnPacked | None = None,
+        place: Place = ALONE,
     ) -> tuple[NativeProgram, str]:
         """The program with a rank's weights, and where those came from. Raises CheckpointError."""
         program = self._program_of(place.rank) if place.num_ranks > 1 else self.program
@@ -326,13 +342,15 @@ class NativePlan:
             isa=self.isa,
             place=place,
             layers=self.groups.places if self.groups is not None else (),
+            num_state_slots=num_state_slots,
+            num_pending=1 + self.num_drafts,
         )
         return runner, loaded.summary
 
     def _program_of(self, rank: int) -> Program:
         return own_program(self.program, rank, self.num_ranks) if self.num_ranks > 1 else self.program
 
-    def _start_ranks(self, num_blocks: int, max_model_len: int, on_lost: OnLost | None) -> Ranks:
+    def _start_ranks(self, num_blocks: int, num_state_slots: int, max_model_len: int, on_lost: OnLost | None) -> Ranks:
         """The other ranks, which load while this one does."""
         assert self.rank_config is not None
         begin = Begin(
@@ -341,6 +359,7 @@ class NativePlan:
             num_threads=self.num_threads,
             memory_bytes=num_blocks * self.bytes_per_page + 2 * self.buffer_bytes + SPARE_BYTES,
             num_blocks=num_blocks,
+            num_state_slots=num_state_slots,
             groups=self.groups,
             max_model_len=max_model_len,
             cpus=processors_of_ranks(self.num_ranks, self.num_threads) if self.bind_threads else (),
@@ -399,6 +418,7 @@ def plan_native_executor(
         num_ranks=num_ranks,
         rank_config=rank_config(config, cache, scheduler, num_drafts, taps, checkpoint) if num_ranks > 1 else None,
         weight_cache=weight_cache(config),
+        num_drafts=num_drafts,
     )
 
 

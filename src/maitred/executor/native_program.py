@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from maitred.core.errors import KernelError
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
 from maitred.model.packed import PackedWeights, shape_of
@@ -31,6 +32,7 @@ from maitred.model.program import (
     Op,
     Prepare,
     Program,
+    Recurrent,
     SigmoidScale,
     Store,
     Take,
@@ -38,7 +40,7 @@ from maitred.model.program import (
 )
 from maitred.model.rope import inverse_frequencies
 from maitred.model.shares import Share, share_of
-from maitred.model.spec import SWIGLU_SLOPE, Activation, RopeSpec
+from maitred.model.spec import SWIGLU_SLOPE, Activation, RecurrentSpec, RopeSpec
 
 LOGITS_BYTES = 48 * 2**20  # of the rows of logits of one run; more of them come in several
 NOT_ADAPTED = -1  # the number of a linear that adapters leave alone
@@ -55,6 +57,8 @@ class RaggedStep:
     block_tables: Int32s  # block ids of slice 0, then of slice 1, ...; all that for each group of layers
     first_blocks: Int32s  # [R + 1]
     adapters: Int32s | None = None  # [R] slots, -1 for none; None where no row has one
+    states: Int32s | None = None  # [R, 3] slot, tokens to replay, tokens that are certain; of models with such layers
+    saves: Int32s | None = None  # [saves, 3] row, its tokens, slot
 
 
 def running_sums(counts: Sequence[int]) -> Int32s:
@@ -118,10 +122,13 @@ class NativeProgram:
         isa: str | None = None,
         place: Place = ALONE,
         layers: Sequence[tuple[int, int]] = (),
+        num_state_slots: int = 0,
+        num_pending: int = 1,
     ) -> None:
         """`pool` is a `_native.KVPool`, `threads` a `_native.ThreadPool`; `isa` None is the default one. `weights` are
         the shares of `place`'s rank (`shares.own_program`). `layers` have the group of each layer and its place there,
-        where steps have block tables for several groups.
+        where steps have block tables for several groups. `num_state_slots` are those of recurrent layers, and
+        `num_pending` the tokens of a row that may not be certain.
         """
         spec = program.spec
         self.program = program
@@ -143,7 +150,8 @@ class NativeProgram:
         )
         if layers:
             self._native.place_layers(list(layers))
-        builder = _Builder(program, weights, self._native, max_model_len, place)
+        self._add_state_slots(num_state_slots, num_pending)
+        builder = _Builder(program, weights, self._native, max_model_len, place, self._state_offsets)
         builder.build()
         self._frequencies = builder.frequencies
         self._logits_rows = builder.rows[LOGITS]
@@ -156,6 +164,20 @@ class NativeProgram:
         self.adapted = tuple(builder.adapted)
         """Weights of the linears that adapters may add to, in the order of `load_adapter`'s parts."""
 
+    def _add_state_slots(self, num_slots: int, num_pending: int) -> None:
+        """A slot has a part for each recurrent layer, in their order."""
+        layers = [op.spec for op in self.program.ops if isinstance(op, Recurrent)]
+        if layers and not num_slots:
+            raise KernelError(f"{self.program.spec.architecture} has recurrent layers, and no slot for their states")
+        sizes = [int(self._native.state_floats(*sizes_of(layer), num_pending)) for layer in layers]
+        self._state_offsets = [sum(sizes[:place]) for place in range(len(layers))]
+        if layers:
+            self._native.state_slots(num_slots, sum(sizes), num_pending)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(source, target) each, one after another."""
+        self._native.copy_states(list(pairs))
+
     def run(self, step: RaggedStep, logits_tokens: Sequence[int]) -> NDArray[np.float32]:
         """Compute the step and [len(logits_tokens), V] logits of those tokens; a view, good until the next call."""
         self._native.run(
@@ -166,6 +188,8 @@ class NativeProgram:
             step.first_blocks,
             np.array(logits_tokens, dtype=np.int32),
             step.adapters,
+            step.states,
+            step.saves,
         )
         logits: NDArray[np.float32] = self._logits[: len(logits_tokens)]
         return logits
@@ -259,8 +283,17 @@ class NativeProgram:
 class _Builder:
     """Adds a program's operations to a native one; values become rows when they are first written."""
 
-    def __init__(self, program: Program, weights: PackedWeights, native: Any, max_model_len: int, place: Place) -> None:
+    def __init__(
+        self,
+        program: Program,
+        weights: PackedWeights,
+        native: Any,
+        max_model_len: int,
+        place: Place,
+        state_offsets: Sequence[int],
+    ) -> None:
         self._program, self._weights, self._native = program, weights, native
+        self._state_offsets = state_offsets
         self._max_model_len, self._place = max_model_len, place
         self._eps = program.spec.norm_eps
         self._head = _head_begins(program.ops)
@@ -319,7 +352,17 @@ class _Builder:
                 assert isinstance(reader, Linear)
                 scale, window, sinks = spec.attention_scale, op.window or 0, self._vector(op.sinks)
                 shape = shape_of(reader.weight)
-                self._native.attention(op.layer, spec.num_heads, window, scale, cap, target, shape, sinks)
+                gates = self.rows["qkv"] if op.gated else None
+                self._native.attention(op.layer, spec.num_heads, window, scale, cap, target, shape, sinks, gates)
+            case Recurrent():
+                self._native.recurrent(
+                    self.rows[op.source],
+                    self._rows(op.target, op.spec.value_width),
+                    *sizes_of(op.spec),
+                    *(self._vector(weight) for weight in (op.conv, op.step_bias, op.log_decay, op.norm)),
+                    self._eps,
+                    self._state_offsets[op.layer],
+                )
             case Gate():
                 gate, up = self.rows[op.gate], self.rows[op.up]
                 self._native.gate(gate, up, self._rows(op.target, gate.width), op.activation.value, index >= self._head)
@@ -410,8 +453,9 @@ class _Builder:
             case Gated():
                 ending, act = "gate", op.ending.activation.value
         width = shape_of(op.weight).out_width
-        if op.target == "qkv":  # whose columns may be written by several
-            width = self._program.spec.q_width + 2 * self._program.spec.kv_width
+        if op.target in ("qkv", "inputs"):  # whose columns may be written by several
+            alike = [each for each in self._program.ops if isinstance(each, Linear) and each.target == op.target]
+            width = max(each.first + shape_of(each.weight).out_width for each in alike)
         target = self._rows(op.target, width, few=op.target == LOGITS)
         name = op.weight.name if op.target != LOGITS else "output"
         share = self._share(op.weight)
@@ -479,6 +523,11 @@ class _Builder:
 
     def _vector(self, weight: Weight | None) -> NDArray[np.float32] | None:
         return self._weights[weight.name].vector if weight is not None else None
+
+
+def sizes_of(delta: RecurrentSpec) -> tuple[int, ...]:
+    """Sizes of a recurrent layer as the library takes them."""
+    return delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim, delta.conv_width
 
 
 def _head_begins(ops: Sequence[Op]) -> int:

@@ -61,7 +61,9 @@ def _load(begin: Begin, place: Place) -> NativeProgram:
             plan = plan.in_groups(begin.groups)
         threads = _native.ThreadPool(begin.num_threads)
         pool = plan.make_pool(begin.num_blocks, place)
-        runner, _ = plan.load(threads, pool, max_model_len=begin.max_model_len, place=place)
+        runner, _ = plan.load(
+            threads, pool, max_model_len=begin.max_model_len, num_state_slots=begin.num_state_slots, place=place
+        )
     bind_rank(threads, begin.own_cpus)
     return runner
 

@@ -63,6 +63,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     memory_fd: int = -1
     memory_bytes: int
     num_blocks: int  # or pages, where there are groups
+    num_state_slots: int = 0
     groups: KVGroups | None = None
     max_model_len: int
     cpus: tuple[tuple[int, ...], ...] = ()  # of each rank's threads; none: any

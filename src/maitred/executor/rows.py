@@ -97,14 +97,14 @@ def _is_token(token: SampledToken) -> bool:
 PATIENCE_S = 0.02  # that rows without a grammar wait for the masks of those with one
 
 
-def wait_for_masks(states: Sequence[HeldRequest], grammars: Grammars | None) -> bool:
+def wait_for_masks(states: Sequence[HeldRequest], grammars: Grammars | None, *, is_patient: bool = False) -> bool:
     """Wait for masks before rows are sampled. False when masks are late: rows with a grammar are then postponed, so
-    that others need not wait; where there are no others, nothing is gained by that.
+    that others need not wait; where there are no others, nothing is gained by that. Always True if `is_patient`.
     """
     bound = [state for state in states if state.grammar is not None]
     if grammars is None or not bound:
         return True
-    return grammars.wait(PATIENCE_S if len(bound) < len(states) else math.inf)
+    return grammars.wait(PATIENCE_S if len(bound) < len(states) and not is_patient else math.inf)
 
 
 def num_checked(work: RowWork, has_masks: bool) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maitred.core.errors import KernelError
-from maitred.core.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
+from maitred.core.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput, StateSave
 from maitred.executor.grammar import Grammars, GrammarSlot
 from maitred.executor.sampler_state import RequestSampler
 from maitred.kv.pages import KVGroups
@@ -107,12 +107,14 @@ class HeldRequest:
         "prompt_logprobs",
         "request_id",
         "sampler",
+        "state_slot",
         "tokens",
     )
 
     def __init__(self, new: NewRequest, vocab_size: int) -> None:
         self.request_id = new.request_id
         self.adapter = new.spec.adapter
+        self.state_slot = -1 if new.state_slot is None else new.state_slot
         self.num_prompt_tokens = new.spec.num_prompt_tokens
         self.prompt_logprobs = new.spec.sampling.prompt_logprobs
         self.prediction = new.spec.prediction_token_ids
@@ -161,6 +163,45 @@ class RowWork(NamedTuple):
     row: ScheduledRow
     state: HeldRequest
     drafts: tuple[int, ...] = ()  # the tokens of the row's last `num_drafts` positions
+
+
+class StateSlots:
+    """Position of each slot of recurrent states: tokens that it has consumed, and how many inputs after those lie
+    beside it, which were not certain when they were computed (design note 0034)."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, int]] = {}
+        self._saves: dict[str, list[StateSave]] = {}
+
+    def take(self, plan: SchedulerOutput, copy: Callable[[list[tuple[int, int]]], None]) -> None:
+        """Copy slots as the plan says, and keep what it wants saved for its rows."""
+        if plan.state_copies:
+            copy([(source, target) for source, target in plan.state_copies])
+        for source, target in plan.state_copies:
+            self._held[target] = self._held[source]
+        self._saves = {}
+        for save in plan.state_saves:
+            self._saves.setdefault(save.request_id, []).append(save)
+
+    def advance(self, work: RowWork, start: int, num_certain: int, num_pending: int) -> tuple[int, int, int]:
+        """Note a row's tokens from `start` on: its slot, pending inputs to consume before them, and tokens that are
+        certain. Raises KernelError where the slot's state is not the one before `start`."""
+        slot = work.state.state_slot
+        position, pending = self._held.get(slot, (0, 0)) if start else (0, 0)
+        if slot < 0 or not position <= start <= position + pending:
+            raise KernelError(
+                f"request {work.row.request_id} goes on at position {start}, and state slot {slot} holds that of "
+                f"{position} tokens and inputs of {pending} more"
+            )
+        self._held[slot] = start + num_certain, num_pending
+        return slot, start - position, num_certain
+
+    def saves(self, work: RowWork, start: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+        """Tokens of a row's [start, start + num_tokens) after which its state is saved, and to which slot."""
+        for save in self._saves.get(work.row.request_id, ()):
+            if start < save.position <= start + num_tokens:
+                self._held[save.slot] = save.position, 0
+                yield save.position - start, save.slot
 
 
 class ComputedRows(NamedTuple):

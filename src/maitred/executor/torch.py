@@ -64,6 +64,7 @@ class TorchExecutor:
         num_host_blocks: int = 0,
         on_logits: OnLogits | None = None,
         groups: KVGroups | None = None,
+        num_state_slots: int = 0,
     ) -> None:
         """`num_blocks` are pages where there are `groups`."""
         spec = decoder.spec
@@ -82,6 +83,7 @@ class TorchExecutor:
             device=device,
             dtype=kv_dtype,
         )
+        self._recurrent = torch_kv.TorchStates(spec, num_state_slots, device=device) if spec.has_state else None
         self._pages = PageTables(groups) if groups is not None else None
         self._host = torch_kv.TorchHostPool(self.pool, num_host_blocks) if num_host_blocks else None
         self.proposer: Proposer | None = None  # never one: drafts are refused before anything is loaded
@@ -102,6 +104,7 @@ class TorchExecutor:
                 torch.as_tensor(batch.token_ids, device=self.device),
                 torch.as_tensor(batch.positions, device=self.device),
                 self._attention.prepare(batch),
+                recur=self._recurrent.prepare(batch) if self._recurrent is not None else None,
             )
             if self.on_logits is not None:
                 self._show_logits(self.on_logits, batch, hidden_TD)
@@ -149,6 +152,8 @@ class TorchExecutor:
                     f"request {work.row.request_id} asks for adapter {work.state.adapter}, which the torch executor "
                     f"does not have; --executor native does"
                 )
+        if self._recurrent is not None:
+            self._recurrent.take(plan)
         changed = [work for work in works if work.state.take_blocks(work.row)]
         if self._pages is None:
             stale = unwritten_slots(changed, self._block_size)
@@ -176,7 +181,7 @@ class TorchExecutor:
         last_token_R = batch.first_tokens[rows] + batch.num_tokens[rows] - 1
         logits_RV = self._logits(hidden_TD[torch.as_tensor(last_token_R, device=self.device)])
         states = [batch.works[i].state for i in rows]
-        has_masks = wait_for_masks(states, self.grammars)
+        has_masks = wait_for_masks(states, self.grammars, is_patient=self._recurrent is not None)
         sampled = sample_rows(logits_RV, [state.sampler for state in states])
         tokens = {i: keep(state, token, has_masks) for i, state, token in zip(rows, states, sampled, strict=True)}
         follow_grammars(batch.works, tokens, self.grammars)
@@ -333,6 +338,7 @@ class TorchPlan:
             num_threads=self.num_threads,
             num_host_blocks=num_host_blocks,
             groups=self.groups,
+            num_state_slots=num_state_slots,
         )
 
 

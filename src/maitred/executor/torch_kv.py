@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from maitred.core.errors import ConfigError, OutOfMemory
-from maitred.core.step import BlockCopy
-from maitred.executor.state import SwapBandwidth
+from maitred.core.step import BlockCopy, SchedulerOutput
+from maitred.executor.batch import TorchBatch
+from maitred.executor.state import StateSlots, SwapBandwidth
 from maitred.kv.layout import CellLayout, check_part
 from maitred.model.spec import DecoderSpec
+from maitred.model.torch_decoder import Mix, Recur
 
 _MEASURED_BLOCKS = 64
 _REPEATS = 3
@@ -276,3 +279,52 @@ class TorchHostPool:
     def _wait(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize(self._pool.device)
+
+
+class TorchStates:
+    """Slots of recurrent layers' states: of each layer the convolution's last inputs, and the matrices."""
+
+    def __init__(self, spec: DecoderSpec, num_slots: int, *, device: torch.device) -> None:
+        shapes = [layer.recurrent.state_shapes for layer in spec.layers if layer.recurrent is not None]
+        self._layers = [[torch.zeros(num_slots, *shape, device=device) for shape in layer] for layer in shapes]
+        self._slots = StateSlots()
+
+    def take(self, plan: SchedulerOutput) -> None:
+        self._slots.take(plan, self._copy)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            for part in itertools.chain.from_iterable(self._layers):
+                part[target] = part[source]
+
+    def prepare(self, batch: TorchBatch) -> Recur:
+        """The recurrence of one step: rows of one length in one call, those whose state is saved one by one."""
+        runs: list[tuple[torch.Tensor, list[int], int | None]] = []  # tokens [rows, n], slots, where to save
+        alike: dict[int, list[tuple[int, int]]] = {}
+        fresh = []
+        for work, first in zip(batch.works, batch.first_tokens.tolist(), strict=True):
+            count, done = work.row.num_tokens, 0
+            slot, _, _ = self._slots.advance(work, work.row.start, count, 0)
+            fresh += [slot] if work.row.start == 0 else []
+            for end, target in self._slots.saves(work, work.row.start, count):
+                runs.append((torch.arange(first + done, first + end)[None], [slot], target))
+                done = end
+            if done < count:
+                alike.setdefault(count - done, []).append((first + done, slot))
+        for count, rows in alike.items():
+            tokens = torch.tensor([row for row, _ in rows])[:, None] + torch.arange(count)
+            runs.append((tokens, [slot for _, slot in rows], None))
+        for part in itertools.chain.from_iterable(self._layers):
+            part[fresh] = 0.0
+
+        def recur(place: int, inputs_TI: torch.Tensor, mix: Mix) -> torch.Tensor:
+            history, matrices = self._layers[place]
+            width = matrices.shape[1] * matrices.shape[3]
+            out_TV = torch.empty(len(inputs_TI), width, device=inputs_TI.device)
+            for tokens, slots, target in runs:
+                out_TV[tokens], state = mix(inputs_TI[tokens], (history[slots], matrices[slots]))
+                for to in (slots, [target]) if target is not None else (slots,):
+                    history[to], matrices[to] = state
+            return out_TV
+
+        return recur

@@ -272,6 +272,7 @@ def vector(name: str, rows: int) -> Weight:
 
 NATIVE_OPS = (
     Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd, Gate, ChooseExperts, Experts, SigmoidScale,
+    Recurrent,
 )  # fmt: skip
 
 

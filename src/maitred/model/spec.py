@@ -150,9 +150,14 @@ class RecurrentSpec:
         return self.num_channels + self.value_width + 2 * self.num_value_heads
 
     @property
+    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """A request's state: the convolution's last inputs, and the matrices."""
+        return (self.conv_width - 1, self.num_channels), (self.num_value_heads, self.key_dim, self.value_dim)
+
+    @property
     def state_values(self) -> int:
-        """Numbers of a request's state: the convolution's last inputs, and the matrices."""
-        return (self.conv_width - 1) * self.num_channels + self.num_value_heads * self.key_dim * self.value_dim
+        """Numbers of a request's state."""
+        return sum(_product(shape) for shape in self.state_shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, linear, rms_norm, silu
+from torch.nn.functional import conv1d, embedding, gelu, linear, rms_norm, silu, softplus
 
 from maitred.model.rope import inverse_frequencies
 from maitred.model.spec import (
@@ -23,6 +23,7 @@ from maitred.model.spec import (
     LayerSpec,
     NormPlacement,
     QKNorm,
+    RecurrentSpec,
     RopeSpec,
     RoutedSpec,
     Scoring,
@@ -35,6 +36,13 @@ if TYPE_CHECKING:
 Attend = Callable[..., Tensor]
 """(layer index, q_TNH, k_TKH, v_TKH) -> out_TNH; rope is applied already, scale and softcap are in the spec. Where this
 says so (`attention_sinks`), sinks_N, logits that only add to the denominator, are one argument more."""
+
+State = tuple[Tensor, Tensor]  # of B sequences: a convolution's last inputs [B, W, C], and matrices [B, H, K, V]
+Mix = Callable[[Tensor, State | None], tuple[Tensor, State]]
+"""(inputs_BTI, state; None: they begin) of B sequences -> (out_BTV, their state then)"""
+
+Recur = Callable[[int, Tensor, Mix], Tensor]
+"""(place among recurrent layers, inputs_TI, mix) -> out_TV: calls `mix` with each request's tokens and state"""
 
 Progress = Callable[[int, int], None]
 """(bytes loaded, bytes in all)"""
@@ -77,17 +85,23 @@ class TorchDecoder(nn.Module):
         self.requires_grad_(False)
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, states: list[Tensor] | None = None
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        states: list[Tensor] | None = None,
+        recur: Recur | None = None,
     ) -> Tensor:
-        """Returns hidden_TD after the final norm. `attend` is called once for each layer, in order; `states` gets what
-        comes into the first layer, and out of each.
+        """Returns hidden_TD after the final norm. `attend` is called once for each layer that keeps keys, in order, by
+        its place among them; `states` gets what comes into the first layer, and out of each. Without `recur` the tokens
+        are one sequence for recurrent layers, which begins here.
         """
         hidden_TD = embedding(token_ids_T, self.embedding.weight) * self.embedding_scale
         rotations = self.rotations(positions_T)
         for layer in self.layers:
             if states is not None:
                 states.append(hidden_TD)
-            hidden_TD = layer(hidden_TD, rotations, attend)
+            hidden_TD = layer(hidden_TD, rotations, attend, recur)
         if states is not None:
             states.append(hidden_TD)
         normed_TD: Tensor = self.norm(hidden_TD)
@@ -184,16 +198,21 @@ class _Layer(nn.Module):
 
     def __init__(self, spec: DecoderSpec, index: int, make: _Maker) -> None:
         super().__init__()
-        self.spec, self.index = spec, index
+        self.spec = spec
         self.layer_spec: LayerSpec = spec.layers[index]
+        place = sum(layer < index for layer in spec.kv_layers)
+        self.index = place if self.layer_spec.recurrent is None else index - place
         hidden, inner = spec.hidden_size, spec.inner_width(index)
         pre = spec.norm_placement is not NormPlacement.POST
         post = spec.norm_placement is not NormPlacement.PRE
         self.attention_norm = make.norm(hidden, spec) if pre else None
-        self.qkv = make.linear(hidden, spec.q_width + 2 * spec.kv_width, bias=spec.qkv_bias)
-        self.q_norm, self.k_norm = _qk_norms(spec, make)
-        self.sinks = make.norm(spec.num_heads, spec) if spec.attention_sinks else None  # for its vector
-        self.attention_output = make.linear(spec.q_width, hidden, bias=spec.output_bias)
+        if self.layer_spec.recurrent is not None:
+            self.recurrent = _Recurrent(spec, self.layer_spec.recurrent, make)
+        else:
+            self.qkv = make.linear(hidden, spec.qkv_width, bias=spec.qkv_bias)
+            self.q_norm, self.k_norm = _qk_norms(spec, make)
+            self.sinks = make.norm(spec.num_heads, spec) if spec.attention_sinks else None  # for its vector
+            self.attention_output = make.linear(spec.q_width, hidden, bias=spec.output_bias)
         self.attention_post_norm = make.norm(hidden, spec) if post else None
         self.mlp_norm = make.norm(hidden, spec) if pre else None
         if self.layer_spec.routed is not None:
@@ -217,8 +236,12 @@ class _Layer(nn.Module):
         matrices = {"gate_up": (hidden, 2 * shared), "down": (shared, hidden)} if shared else {}
         self.shared = nn.ModuleDict({name: make.linear(*sizes, bias=False) for name, sizes in matrices.items()})
 
-    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        part_TD = self.attention(_maybe(self.attention_norm, hidden_TD), rotations, attend)
+    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend, recur: Recur | None = None) -> Tensor:
+        x_TD = _maybe(self.attention_norm, hidden_TD)
+        if self.layer_spec.recurrent is None:
+            part_TD = self.attention(x_TD, rotations, attend)
+        else:
+            part_TD = self.recurrent(x_TD, self.index, recur or _one_sequence)
         hidden_TD = self._add(hidden_TD, _maybe(self.attention_post_norm, part_TD))
         part_TD = self.mlp(_maybe(self.mlp_norm, hidden_TD))
         return self._add(hidden_TD, _maybe(self.mlp_post_norm, part_TD))
@@ -229,7 +252,8 @@ class _Layer(nn.Module):
 
     def attention(self, x_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         spec = self.spec
-        qk, v = torch.split(self.qkv(x_TD), [spec.q_width + spec.kv_width, spec.kv_width], dim=-1)
+        gated = spec.qkv_width - spec.q_width - 2 * spec.kv_width
+        qk, v, gate = torch.split(self.qkv(x_TD), [spec.q_width + spec.kv_width, spec.kv_width, gated], dim=-1)
         qk_TMH = self._normed(qk)  # M = N + K heads: one rotation for both
         rope, scale = self.layer_spec.rope, None
         if rope is not None:
@@ -241,7 +265,8 @@ class _Layer(nn.Module):
         v_TKH = v.view(-1, spec.num_kv_heads, spec.head_dim)
         sinks = () if self.sinks is None else (self.sinks.weight,)
         out_TNH = attend(self.index, q_TNH, k_TKH, v_TKH, *sinks)
-        out_TD: Tensor = self.attention_output(out_TNH.flatten(-2))
+        out = out_TNH.flatten(-2)
+        out_TD: Tensor = self.attention_output(out * torch.sigmoid(gate) if gated else out)
         return out_TD
 
     def _normed(self, qk: Tensor) -> Tensor:
@@ -286,6 +311,64 @@ class _Layer(nn.Module):
         if self.shared_gate is not None:
             shared_TD = torch.sigmoid(self.shared_gate(x_TD)) * shared_TD
         return out_TD.add_(shared_TD)
+
+
+class _Recurrent(nn.Module):
+    """A gated delta rule behind a short convolution, token by token. Its state and all between its two linears are in
+    float32."""
+
+    def __init__(self, spec: DecoderSpec, delta: RecurrentSpec, make: _Maker) -> None:
+        super().__init__()
+        self.delta = delta
+        self.inputs = make.linear(spec.hidden_size, delta.input_width, bias=False)
+        self.conv = make.norm(delta.num_channels * delta.conv_width, spec)  # as the next two, for its vector
+        self.step_bias = make.norm(delta.num_value_heads, spec)
+        self.log_decay = make.norm(delta.num_value_heads, spec)
+        self.norm = make.norm(delta.value_dim, spec)
+        self.output = make.linear(delta.value_width, spec.hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor, place: int, recur: Recur) -> Tensor:
+        out_TD: Tensor = self.output(recur(place, self.inputs(x_TD), self.mix).to(x_TD.dtype))
+        return out_TD
+
+    def mix(self, inputs_BTI: Tensor, state: State | None) -> tuple[Tensor, State]:
+        delta, heads = self.delta, self.delta.num_value_heads
+        history_BWC, matrices_BHKV = state or self._zeros(inputs_BTI)
+        widths = [delta.num_channels, delta.value_width, heads, heads]
+        channels, z, b, a = torch.split(inputs_BTI.float(), widths, dim=-1)
+        seen = torch.cat((history_BWC, channels), dim=1)
+        taps = self.conv.weight.view(delta.num_channels, 1, delta.conv_width)
+        mixed = silu(conv1d(seen.transpose(1, 2), taps, groups=delta.num_channels)).transpose(1, 2)
+        key_width = delta.num_key_heads * delta.key_dim
+        q, k, v = torch.split(mixed, [key_width, key_width, delta.value_width], dim=-1)
+        q, k = (self._directions(x) for x in (q, k))
+        v, z = (x.reshape(*x.shape[:2], heads, delta.value_dim) for x in (v, z))
+        q, beta = q * delta.key_dim**-0.5, torch.sigmoid(b)
+        decay = torch.exp(-torch.exp(self.log_decay.weight) * softplus(a + self.step_bias.weight))
+        out = []
+        for t in range(inputs_BTI.shape[1]):
+            matrices_BHKV = matrices_BHKV * decay[:, t, :, None, None]
+            known = torch.einsum("bhkv,bhk->bhv", matrices_BHKV, k[:, t])
+            change = (v[:, t] - known) * beta[:, t, :, None]
+            matrices_BHKV = matrices_BHKV + k[:, t, :, :, None] * change[:, :, None]
+            out.append(torch.einsum("bhkv,bhk->bhv", matrices_BHKV, q[:, t]))
+        normed = self.norm(torch.stack(out, dim=1)) * silu(z)
+        return normed.flatten(-2), (seen[:, 1 - delta.conv_width :], matrices_BHKV)
+
+    def _directions(self, x: Tensor) -> Tensor:
+        """Queries or keys of length 1, one for each value head."""
+        by_head = x.reshape(*x.shape[:2], self.delta.num_key_heads, self.delta.key_dim)
+        by_head = by_head * torch.rsqrt(by_head.square().sum(-1, keepdim=True) + 1e-6)
+        return by_head.repeat_interleave(self.delta.num_value_heads // self.delta.num_key_heads, dim=-2)
+
+    def _zeros(self, inputs_BTI: Tensor) -> State:
+        shapes = self.delta.state_shapes
+        history, matrices = (torch.zeros(len(inputs_BTI), *shape, device=inputs_BTI.device) for shape in shapes)
+        return history, matrices
+
+
+def _one_sequence(place: int, inputs_TI: Tensor, mix: Mix) -> Tensor:
+    return mix(inputs_TI[None], None)[0][0]
 
 
 def route(routed: RoutedSpec, logits_TE: Tensor, correction_E: Tensor | None) -> Tensor:

@@ -301,8 +301,8 @@ def _recurrent(recurrent: RecurrentSpec, source: str, target: str, hidden: int) 
     else:
         qkvz = (("in_proj_qkv", recurrent.num_channels), ("in_proj_z", recurrent.value_width))
         yield from _stacked(source, (*qkvz, ("in_proj_b", heads), ("in_proj_a", heads)), hidden, inputs, False)
-    shape = (recurrent.num_channels, 1, recurrent.conv_width)
-    yield WeightSource(f"{source}conv1d.weight", shape, f"{target}conv.weight")
+    taps = (recurrent.num_channels, 1, recurrent.conv_width)
+    yield WeightSource(f"{source}conv1d.weight", taps, f"{target}conv.weight")
     for name, parameter, rows in (
         ("dt_bias", "step_bias", heads),
         ("A_log", "log_decay", heads),

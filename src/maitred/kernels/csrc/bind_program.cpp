@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <memory>
 #include <optional>
@@ -20,6 +21,7 @@
 #include "experts.h"
 #include "program.h"
 #include "program_ops.h"
+#include "recurrent.h"
 #include "rotate.h"
 
 namespace nb = nanobind;
@@ -50,8 +52,10 @@ struct BoundProgram {
       : program(threads, pool, Program::Limits{max_tokens, max_logits, vocab_size, max_positions}, isa_named(isa),
                 team),
         adapters(std::max(max_tokens, max_logits), program.num_threads(), program.isa(), team),
-        first_touch(pool, program.num_threads()) {
+        first_touch(pool, program.num_threads()),
+        threads(&threads) {
     if (max_tokens < 1 || max_logits < 1) throw std::invalid_argument("a program for steps without tokens or logits");
+    program.add_check([this](const StepRows& step) { slots.check(step); });
     program.add_planner([this](const StepRows& step) { adapters.plan(step); });
     add_first_touch(program, first_touch);
     program.add_logits_planner([this](const StepRows& step) { adapters.plan_logits(step); });
@@ -92,6 +96,8 @@ struct BoundProgram {
   std::vector<std::pair<int64_t*, int>> tokens_of_expert;  // of each routed layer, and their number
   std::map<std::pair<int, int>, std::unique_ptr<AttentionPlan>> plans;
   std::unique_ptr<AttentionScratch> scratch;
+  ThreadPool* threads;
+  StateSlots slots;
   uint8_t* queries = nullptr;
   const float* rotated = nullptr;  // rows that the last attention left rotated
 };
@@ -210,7 +216,7 @@ void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, co
             const RopeTable* query_rope) {
   const KVLayout& layout = self.program.pool().layout();
   const int64_t head = layout.head_dim;
-  check_width(source, (num_heads + 2 * layout.num_kv_heads) * head);
+  source.columns(0, (num_heads + 2 * layout.num_kv_heads) * head);
   const Program::LayerPlace place = self.program.place(layer);
   QKVOp op{};
   op.layer = place.layer;
@@ -239,11 +245,11 @@ bool stays_rotated(const KVLayout& layout, const LinearShape& reader) {
 }
 
 void attention_op(BoundProgram& self, int layer, int num_heads, int window, float scale, float softcap,
-                  const Rows& target, const LinearShape& reader, const nb::object& sinks) {
+                  const Rows& target, const LinearShape& reader, const nb::object& sinks, const Rows* gates) {
   if (!(scale > 0.0f)) throw std::invalid_argument("a scale of " + std::to_string(scale) + "; it must be positive");
   const KVLayout& layout = self.program.pool().layout();
   check_width(target, int64_t{num_heads} * layout.head_dim);
-  const bool rotated = stays_rotated(layout, reader);
+  const bool rotated = gates == nullptr && stays_rotated(layout, reader);
   self.rotated = rotated ? target.values : nullptr;
   if (self.queries == nullptr) throw std::logic_error("attention before queries");
   AttentionPlan& plan = self.plan(num_heads, window);
@@ -251,6 +257,38 @@ void attention_op(BoundProgram& self, int layer, int num_heads, int window, floa
   add_attention(self.program,
                 AttentionOp{place.layer, place.group, num_heads, scale, softcap, vector_of(sinks, num_heads), rotated},
                 plan, *self.scratch, self.queries, target);
+  if (gates != nullptr)
+    add_open(self.program, gates->columns((num_heads + 2 * layout.num_kv_heads) * layout.head_dim, target.width),
+             target);
+}
+
+using States = nb::ndarray<const int32_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+
+void recurrent_op(BoundProgram& self, const Rows& source, const Rows& target, int key_heads, int value_heads,
+                  int key_dim, int value_dim, int conv_width, const Vector& conv, const Vector& step_bias,
+                  const Vector& log_decay, const Vector& norm, float eps, int64_t offset) {
+  if (std::min({key_heads, key_dim, value_dim, conv_width - 1}) < 1 || value_heads < 1 || value_heads % key_heads != 0)
+    throw std::invalid_argument("a recurrent layer of sizes that cannot be");
+  RecurrentOp op{key_heads, value_heads, key_dim, value_dim, conv_width, nullptr,
+                 nullptr,   nullptr,     nullptr, eps,       offset};
+  const int64_t channels = op.channels();
+  check_width(source, op.input_width());
+  check_width(target, int64_t{value_heads} * value_dim);
+  if (offset < 0 || offset + op.state_floats(self.slots.num_pending) > self.slots.stride)
+    throw std::invalid_argument("a recurrent layer's state beyond the slot");
+  if (static_cast<int64_t>(conv.size()) != channels * conv_width)
+    throw std::invalid_argument("a convolution of other sizes than its layer");
+  float* const by_tap = static_cast<float*>(
+      self.program.add_own_bytes((channels * conv_width + value_heads) * static_cast<int64_t>(sizeof(float))));
+  for (int64_t channel = 0; channel < channels; ++channel)
+    for (int w = 0; w < conv_width; ++w) by_tap[w * channels + channel] = conv.data()[channel * conv_width + w];
+  float* const rate = by_tap + channels * conv_width;
+  const float* const decays = vector_of(nb::cast(log_decay), value_heads);
+  for (int head = 0; head < value_heads; ++head) rate[head] = -std::exp(decays[head]);
+  op.conv = by_tap, op.rate = rate;
+  op.step_bias = vector_of(nb::cast(step_bias), value_heads);
+  op.norm = vector_of(nb::cast(norm), value_dim);
+  add_recurrent(self.program, op, self.slots, source, target);
 }
 
 using Runs = nb::ndarray<const int32_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
@@ -284,9 +322,11 @@ void load_adapter(BoundProgram& self, int slot, const std::vector<std::optional<
 
 StepRows step_of(const Program& program, const Ints& token_ids, const Ints& positions, const Ints& first_tokens,
                  const Ints& block_tables, const Ints& first_blocks, const Ints& logits_tokens,
-                 const std::optional<Ints>& adapters = std::nullopt) {
+                 const std::optional<Ints>& adapters = std::nullopt, const std::optional<States>& states = std::nullopt,
+                 const std::optional<States>& saves = std::nullopt) {
   if (positions.size() != token_ids.size() || (adapters && adapters->size() + 1 != first_tokens.size()) ||
-      first_tokens.size() < 2 || first_blocks.size() != first_tokens.size() ||
+      (states && states->shape(0) + 1 != first_tokens.size()) || first_tokens.size() < 2 ||
+      first_blocks.size() != first_tokens.size() ||
       int64_t{first_blocks.data()[first_blocks.size() - 1]} * program.num_groups() !=
           static_cast<int64_t>(block_tables.size()))
     throw std::invalid_argument("the arrays of a step do not fit each other");
@@ -301,15 +341,19 @@ StepRows step_of(const Program& program, const Ints& token_ids, const Ints& posi
   step.first_blocks = first_blocks.data();
   step.logits_tokens = logits_tokens.data();
   step.adapters = adapters ? adapters->data() : nullptr;
+  static_assert(sizeof(StateRow) == 3 * sizeof(int32_t) && sizeof(StateSave) == sizeof(StateRow), "rows of States");
+  step.states = states ? reinterpret_cast<const StateRow*>(states->data()) : nullptr;
+  step.saves = saves ? reinterpret_cast<const StateSave*>(saves->data()) : nullptr;
+  step.num_saves = saves ? static_cast<int>(saves->shape(0)) : 0;
   step.num_groups = program.num_groups();
   return step;
 }
 
 void run(BoundProgram& self, const Ints& token_ids, const Ints& positions, const Ints& first_tokens,
          const Ints& block_tables, const Ints& first_blocks, const Ints& logits_tokens,
-         const std::optional<Ints>& adapters) {
-  const StepRows step =
-      step_of(self.program, token_ids, positions, first_tokens, block_tables, first_blocks, logits_tokens, adapters);
+         const std::optional<Ints>& adapters, const std::optional<States>& states, const std::optional<States>& saves) {
+  const StepRows step = step_of(self.program, token_ids, positions, first_tokens, block_tables, first_blocks,
+                                logits_tokens, adapters, states, saves);
   nb::gil_scoped_release release;
   self.program.run(step);
 }
@@ -499,7 +543,33 @@ void bind_program(nb::module_& m) {
            nb::arg("interleaved") = false, nb::arg("query_rope") = nb::none())
       .def("attention", &attention_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("window"), nb::arg("scale"),
            nb::arg("softcap"), nb::arg("target"), nb::arg("reader"), nb::arg("sinks") = nb::none(),
-           "reader: the linear that reads the target next; sinks: a logit a head that only adds to the denominator.")
+           nb::arg("gates") = nb::none(),
+           "reader: the linear that reads the target next; sinks: a logit a head that only adds to the denominator; "
+           "gates: rows with a gate of each output behind queries, keys and values.")
+      .def_static(
+          "state_floats",
+          [](int key_heads, int value_heads, int key_dim, int value_dim, int conv_width, int num_pending) {
+            return RecurrentOp{key_heads, value_heads, key_dim, value_dim, conv_width, nullptr,
+                               nullptr,   nullptr,     nullptr, 0.0f,      0}
+                .state_floats(num_pending);
+          },
+          "Of a recurrent layer in a slot.")
+      .def(
+          "state_slots",
+          [](BoundProgram& self, int num_slots, int64_t floats, int num_pending) {
+            const int64_t stride = (floats + 15) / 16 * 16;
+            self.slots = {self.program.add_rows(num_slots, stride), stride, num_slots, num_pending};
+          },
+          nb::arg("num_slots"), nb::arg("floats"), nb::arg("num_pending"), "Before recurrent layers, once.")
+      .def("recurrent", &recurrent_op, nb::arg("source"), nb::arg("target"), nb::arg("key_heads"),
+           nb::arg("value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("conv_width"), nb::arg("conv"),
+           nb::arg("step_bias"), nb::arg("log_decay"), nb::arg("norm"), nb::arg("eps"), nb::arg("offset"))
+      .def(
+          "copy_states",
+          [](BoundProgram& self, const std::vector<std::pair<int, int>>& pairs) {
+            self.slots.copy(pairs, *self.threads);
+          },
+          nb::arg("pairs"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "place_layers",
           [](BoundProgram& self, const std::vector<std::pair<int, int>>& places) {
@@ -511,7 +581,10 @@ void bind_program(nb::module_& m) {
       .def("begin_state", [](BoundProgram& self) { self.program.begin_state(); })
       .def("begin_logits", [](BoundProgram& self) { self.program.begin_logits(); })
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("first_tokens"), nb::arg("block_tables"),
-           nb::arg("first_blocks"), nb::arg("logits_tokens"), nb::arg("adapters") = nb::none())
+           nb::arg("first_blocks"), nb::arg("logits_tokens"), nb::arg("adapters") = nb::none(),
+           nb::arg("states") = nb::none(), nb::arg("saves") = nb::none(),
+           "states: of each row its slot, drafts of before that it replays, tokens that are no drafts; saves: row, its "
+           "tokens, and the slot to which the state after them is written, too.")
       .def("load_adapter", &load_adapter, nb::arg("slot"), nb::arg("parts"),
            "Of each adapted linear (format, rank, A, B, runs) or None; A and B stay the caller's. Between steps.")
       .def_prop_ro(

@@ -161,6 +161,7 @@ void Program::check(const StepRows& rows) const {
   if (rows.num_groups != num_groups_)
     throw std::invalid_argument("a step has block tables of " + std::to_string(rows.num_groups) +
                                 " groups of layers, the program " + std::to_string(num_groups_));
+  for (const Planner& check : checks_) check(rows);
   for (int64_t b = 0; b < rows.num_table_blocks(); ++b) check_below("block", rows.block_tables[b], pool_.num_blocks());
 }
 

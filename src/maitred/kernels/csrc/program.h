@@ -85,6 +85,8 @@ class Program {
   // Called by one thread before the others join a step, with what may throw.
   using Planner = std::function<void(const StepRows& rows)>;
   void add_planner(Planner planner) { planners_.push_back(std::move(planner)); }
+  // Called with a step before it is run; throws std::invalid_argument for one that cannot be.
+  void add_check(Planner check) { checks_.push_back(std::move(check)); }
   // The same before more logits of the step; rows as run_logits has them.
   void add_logits_planner(Planner planner) { logits_planners_.push_back(std::move(planner)); }
   // Operations added from here on make logits; the rows before them stay, so they may run again for other tokens.
@@ -120,7 +122,7 @@ class Program {
   const Limits limits_;
   const Isa isa_;
   Team* const team_;
-  std::vector<Planner> planners_, logits_planners_;
+  std::vector<Planner> planners_, logits_planners_, checks_;
   std::vector<Op> ops_;
   std::vector<LayerPlace> places_;
   int num_groups_ = 1;

@@ -23,6 +23,8 @@ int rank_of(int rank, int num_ranks, int threads_of_each) {
   return rank;
 }
 
+constexpr int64_t kStateInts = 3;  // of a StateRow, and of a StateSave
+
 void copy(const int32_t* from, int64_t count, int32_t* to) {
   std::memcpy(to, from, static_cast<size_t>(count) * sizeof(int32_t));
 }
@@ -76,6 +78,8 @@ void Team::reserve(int max_tokens, int max_logits, int64_t max_blocks) {
   arrays_.block_tables = room(max_blocks);
   arrays_.logits_tokens = room(max_logits);
   arrays_.adapters = room(max_tokens);
+  arrays_.states = room(max_tokens * kStateInts);
+  arrays_.saves = room(max_tokens * kStateInts);  // one a token, at most
   max_tokens_ = max_tokens, max_logits_ = max_logits, max_blocks_ = max_blocks;
 }
 
@@ -93,6 +97,11 @@ void Team::begin(const StepRows& rows, bool only_logits) {
     copy(rows.block_tables, num_blocks, arrays_.block_tables);
     if (rows.adapters != nullptr) copy(rows.adapters, rows.num_rows, arrays_.adapters);
     shared_->adapted = rows.adapters != nullptr;
+    shared_->has_states = rows.states != nullptr;
+    shared_->num_saves = rows.num_saves;
+    if (rows.states != nullptr)
+      copy(reinterpret_cast<const int32_t*>(rows.states), rows.num_rows * kStateInts, arrays_.states);
+    if (rows.num_saves > 0) copy(reinterpret_cast<const int32_t*>(rows.saves), rows.num_saves * kStateInts, arrays_.saves);
   }
   copy(rows.logits_tokens, rows.num_logits, arrays_.logits_tokens);
   shared_->num_tokens = rows.num_tokens;
@@ -125,11 +134,19 @@ bool Team::wait(StepRows& rows, bool& only_logits) {
   seen_ = shared_->round.load(std::memory_order_acquire);
   if (seen_ < 0) return false;
   only_logits = shared_->only_logits;
-  rows = StepRows{shared_->num_tokens,   shared_->num_rows,
-                  shared_->num_logits,   arrays_.token_ids,
-                  arrays_.positions,     arrays_.first_tokens,
-                  arrays_.block_tables,  arrays_.first_blocks,
-                  arrays_.logits_tokens, shared_->adapted ? arrays_.adapters : nullptr,
+  rows = StepRows{shared_->num_tokens,
+                  shared_->num_rows,
+                  shared_->num_logits,
+                  arrays_.token_ids,
+                  arrays_.positions,
+                  arrays_.first_tokens,
+                  arrays_.block_tables,
+                  arrays_.first_blocks,
+                  arrays_.logits_tokens,
+                  shared_->adapted ? arrays_.adapters : nullptr,
+                  shared_->has_states ? reinterpret_cast<const StateRow*>(arrays_.states) : nullptr,
+                  reinterpret_cast<const StateSave*>(arrays_.saves),
+                  shared_->num_saves,
                   shared_->num_groups};
   return true;
 }

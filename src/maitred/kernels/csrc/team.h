@@ -69,10 +69,12 @@ class Team {
     Gate begins;
     alignas(64) std::atomic<int64_t> round;  // negative: no more
     int num_tokens, num_rows, num_logits, num_groups;
-    bool only_logits, adapted;
+    int num_saves;
+    bool only_logits, adapted, has_states;
   };
   struct Arrays {
-    int32_t *token_ids, *positions, *first_tokens, *block_tables, *first_blocks, *logits_tokens, *adapters;
+    int32_t *token_ids, *positions, *first_tokens, *block_tables, *first_blocks, *logits_tokens, *adapters, *states,
+        *saves;
   };
 
   const int rank_;

@@ -35,6 +35,18 @@ struct Operand {
   int32_t* sums;       // int8 only: sums of q that the kernel corrects with; shape is linear.h's matter
 };
 
+// What becomes of a request's recurrent states in a step.
+struct StateRow {
+  int32_t slot;
+  int32_t num_replayed;  // drafts of the step before that were right
+  int32_t num_certain;   // of the request's tokens, the first so many: the others are drafts
+};
+
+// Written to a slot, too: the state after so many of a row's tokens, none of them a draft.
+struct StateSave {
+  int32_t row, num_tokens, slot;
+};
+
 // One step: T tokens of R requests, those of a request together and in order of position.
 struct StepRows {
   int num_tokens;
@@ -47,7 +59,10 @@ struct StepRows {
   const int32_t* first_blocks;   // [R + 1] where each request's part of block_tables begins
   const int32_t* logits_tokens;  // [num_logits] tokens whose logits are wanted, ascending
   const int32_t* adapters;       // [R] the slot of each request's adapter, -1 for none; null where no request has one
-  int num_groups = 1;            // of layers, each with block tables of its own
+  const StateRow* states = nullptr;  // [R], of models with recurrent layers
+  const StateSave* saves = nullptr;  // [num_saves], those of a row in the order of their tokens
+  int num_saves = 0;
+  int num_groups = 1;  // of layers, each with block tables of its own
 
   const int32_t* table(int group, int row) const {
     return block_tables + int64_t{group} * first_blocks[num_rows] + first_blocks[row];
