@@ -193,6 +193,7 @@ def client_has(events: bytes) -> dict[str, Any]:
     chunks = [json.loads(line) for line in lines[:-1]]
     choices: dict[int, list[Any]] = {}
     for chunk in chunks:
+        assert "error" not in chunk, chunk
         for choice in chunk["choices"]:
             choices.setdefault(choice["index"], []).append(choice)
     usage = [without_times(chunk.get("usage")) for chunk in chunks]

@@ -275,6 +275,8 @@ def test_silent_and_ejected_replicas_lose_what_they_had_to_others():
     assert Move("r", "a", "silent") in fleet.log
     fleet.do(fleet.core.reported("a", Report(), fleet.now))
     assert fleet.core.fleet.by_name["a"].state is State.READY
+    fleet.fail("r", RESET)
+    assert "r" not in fleet.refused, "a, which is heard of again, did not die of it"
     fleet = Driver(make_core(facts("a", has_beats=True), facts("b", has_beats=False), slots=8, balance="session"))
     on_a = next(f"r{i}" for i in range(64) if fleet.arrive(f"r{i}", hash_key=i) == "a")
     lost = next(f"s{i}" for i in range(64) if fleet.arrive(f"s{i}", hash_key=i) == "a")

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,18 +17,17 @@ from maitred.core.clock import ManualClock
 from maitred.core.errors import ConfigError, RateLimited
 from maitred.kv.redis import open_kv_redis
 from maitred.storage import redis
-from maitred.storage.redis import LOOK_UP_S, MAX_FAILURES, MAX_QUEUED, PREFIX, Breaker, RedisStore
+from maitred.storage.redis import MAX_FAILURES, MAX_QUEUED, PREFIX, Breaker, RedisStore
 from maitred.storage.redis_routers import Bound, Notices, QuotaExchange
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.shared import SharedQuotas
 from maitred.tenancy.tenant import Limits, Tenant
 from tests.kv.test_disk import BLOCK, found, keys_of, rows_of
 from tests.storage.redis_server import RunningRedis, free_port, needs_redis, running_redis, slow_proxy
-from tests.waiting import until, until_async
+from tests.waiting import HANGS_S, until, until_async
 
 pytestmark = needs_redis
 KEY = b"key"
-SLACK_S = 1.0  # of a busy machine; without a limit each look-up below would take for ever
 
 
 @pytest.fixture
@@ -68,18 +66,14 @@ async def gone(store: RedisStore, key: bytes = KEY) -> None:
 
 
 async def looked_up_until_open(store: RedisStore) -> None:
-    """No look-up takes longer than it may, and after a few the breaker is open."""
-    for _ in range(50):
-        began = time.monotonic()
-        assert await store.get(KEY) is None
-        assert time.monotonic() - began < LOOK_UP_S + SLACK_S
-        if not store.is_up:
-            return
-    raise AssertionError("the breaker never opened")
+    """Every look-up ends, though no answer comes, and after a few the breaker is open."""
+    async with asyncio.timeout(HANGS_S):
+        while store.is_up:
+            assert await store.get(KEY) is None
 
 
 async def up_again(store: RedisStore) -> None:
-    await until_async(lambda: store.is_up, limit_s=10.0)
+    await until_async(lambda: store.is_up)
     await written(store, b"later", b"on")
 
 
@@ -131,7 +125,7 @@ async def test_down_at_the_start_it_is_found_when_it_comes(tmp_path: Path, told:
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
-async def test_frozen_or_late_a_look_up_costs_30_ms_and_then_nothing(server: RunningRedis, told: Any, is_frozen: bool):
+async def test_frozen_or_late_look_ups_are_not_waited_for(server: RunningRedis, told: Any, is_frozen: bool):
     async with slow_proxy(server.port) as proxy, store_at(f"redis://127.0.0.1:{proxy.port}") as store:
         await written(store)
         (server.freeze if is_frozen else proxy.passing.clear)()

@@ -23,7 +23,7 @@ class ProfileOptions:
     output: str | None = option(None, metavar="FILE", short="-o")
     """Where the profile goes; None is where simulate looks for this model's ($XDG_CACHE_HOME/maitred/profiles)."""
     seconds: float = option(30.0, metavar="SECONDS")
-    """How long to keep the engine busy; longer is surer."""
+    """How long to keep the engine busy, and at least for 200 steps; longer is surer."""
     clock: str = option("wall", choices=("wall", "cpu"))
     """wall time, or cpu: the engine thread's CPU time, for a machine that others use too (needs --num-threads 1)."""
 

@@ -99,7 +99,7 @@ class LiveEngine:
     def __init__(self, parts: EngineParts, clock: LiveClock, log: Path) -> None:
         self.parts, self.clock, self._log = parts, clock, log
         self._hasher = TokenHasher(parts.model.block_size, parts.model.revision)
-        self._num_requests = 0
+        self._num_requests = self.num_steps = 0
 
     def request(self, arrival: Arrival) -> RequestSpec:
         """A request as the arrival says, of random tokens that no other prompt begins with.
@@ -138,6 +138,7 @@ class LiveEngine:
                 _step_aside(aside, clock)
             if core.has_work:
                 core.step()
+                self.num_steps += 1
 
     def serve_closed(
         self, arrivals: Iterator[Arrival], in_flight: int, until: float, aside: Aside | None = None
@@ -151,6 +152,7 @@ class LiveEngine:
             if aside is not None:
                 _step_aside(aside, clock)
             num_here -= sum(progress.finish_reason is not None for progress in core.step())
+            self.num_steps += 1
 
     def close(self) -> list[Step]:
         """Everything that was recorded."""
@@ -356,8 +358,6 @@ def measured_profile(config: EngineConfig, seconds: float, clock: str, tell: Cal
         profile_load(live, config.scheduler.max_num_seqs, seconds * (1 - SERVED_SHARE), tell)
         steps = list(measured_steps(live.close()))
     fitted, held_out = split(steps)
-    if len(steps) < MIN_STEPS:
-        raise ConfigError(f"{len(steps)} steps in {seconds:g} s; {MIN_STEPS} are needed, give more --seconds")
     served_gaps = list(measured_steps(load.steps)) if clock == "wall" else None
     profile = _profile(fit_steps(fitted, held_out, served_gaps), live.parts, config, clock)
     edge, edge_error = fit_edge(load.edge)
@@ -385,7 +385,7 @@ def _held(parts: EngineParts) -> str:
 
 
 def profile_load(live: LiveEngine, max_num_seqs: int, seconds: float, tell: Callable[[str], None]) -> None:
-    """Keeps the engine busy for about so many seconds: half of them waves, the rest mixes."""
+    """Keeps the engine busy for about so many seconds and MIN_STEPS: half of them waves, the rest mixes."""
     clock, context = live.clock, live.parts.model.max_model_len
     for _ in range(4):  # warm up
         live.serve([_arrival(16, 8)])
@@ -400,6 +400,8 @@ def profile_load(live: LiveEngine, max_num_seqs: int, seconds: float, tell: Call
         tell(f"profile mixed prompts and answers, {rows} at a time")
         now = clock.now()
         live.serve_closed(_mixed(Random(rows), context), rows, now + (began + seconds - now) / (len(mixes) - number))
+    while live.num_steps < MIN_STEPS:
+        live.serve_closed(_mixed(Random(live.num_steps), context), mixes[-1], clock.now() + seconds / 10)
 
 
 def _arrival(prompt: int, output: int) -> Arrival:

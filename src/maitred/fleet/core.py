@@ -420,6 +420,7 @@ class ClusterCore:
     def _is_well(self, replica: FleetReplica, now: float) -> list[Action]:
         replica.heard_at, replica.num_failures, replica.error = now, 0, None
         if replica.state is State.EJECTED:
+            self._requests.lived(replica)
             self._become(replica, State.READY, now)
         return self._fleet_changed(now)
 

@@ -58,6 +58,7 @@ class FleetRequest(UnderTerms):
     fell_back: bool = False  # to their answer: no later tier gave one
     tiers: int = 0  # bits of those that it may use
     barred: int = 0  # bits of replicas where it failed
+    silent_at: int | None = None  # bit of the first replica that fell silent with it; -1 once heard of again
     fingerprint: str | None = None  # of the replica that made its tokens; None goes on anywhere
 
     @property

@@ -11,7 +11,7 @@ from maitred.core import errors
 from maitred.fleet.actions import Action, Move, Refuse
 from maitred.fleet.binding import Binder, use_of
 from maitred.fleet.config import FleetConfig
-from maitred.fleet.fleet_request import AnswerUsage, Failure, FleetRequest, Place
+from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, FleetRequest, Place
 from maitred.fleet.prefix_index import Lessons
 from maitred.fleet.replicas import FleetReplica, Health, Replicas
 from maitred.fleet.sizing import Counts, Sizing
@@ -216,12 +216,20 @@ class Requests:
             actions += self._free(request)
             request.num_deaths += failure.is_death or request.has_begun
             request.barred |= 1 << replica.bit
+            if failure.kind is FailureKind.SILENT and request.silent_at is None:
+                request.silent_at = replica.bit
             error = self._health.why_no_more(request, replica) or self._why_no_end(request)
             if error is None or (isinstance(error, errors.Unavailable) and self.falls_back(request)):
                 again.append(request)
             else:
                 actions += self.refuse(request, error, failure)
         return actions + self.hold(again, now)
+
+    def lived(self, replica: FleetReplica) -> None:
+        """A silent replica is heard of again: it counts as no death of its requests, once for each."""
+        for request in self._living.values():
+            if request.silent_at == replica.bit:
+                request.silent_at, request.num_deaths = -1, request.num_deaths - 1
 
     def at(self, replica: FleetReplica) -> list[FleetRequest]:
         """Requests in flight at the replica, and those whose prompts it computes for others."""
