@@ -702,7 +702,8 @@ class Fleet(RuleBasedStateMachine):
 
     @invariant()
     def who_saw_two_replicas_die_is_given_to_no_third(self) -> None:
-        assert all(self.deaths.get(request_id, 0) < 2 for request_id in (*self.driver.held, *self.driver.bound))
+        for request in map(self.request, (*self.driver.held, *self.driver.bound)):
+            assert self.deaths.get(request.request_id, 0) - (request.silent_at == -1) < 2
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -713,10 +714,11 @@ class Fleet(RuleBasedStateMachine):
         loads = {r.name: r.load for r in self.core.fleet}
         bindings = [action for action in self.driver.do(actions) if isinstance(action, Bind)]
         for bind in reversed(bindings):  # as it was before each
-            request = self.request(bind.request_id)
             if bind.request_id in self.retrying:
                 self.retrying.remove(bind.request_id)
                 self.num_retries += 1
+            if (request := self.core.request(bind.request_id)) is None:  # that one was lost at once, and it is refused
+                continue
             replica = self.core.fleet.by_name[bind.choice.replica]
             assert replica.state is State.READY
             loads[replica.name] -= request.num_samples
