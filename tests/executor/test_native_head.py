@@ -153,7 +153,7 @@ def native_head(folder: Path | None, model: Path, isa: str | None = None) -> Ite
     with open_checkpoint(str(model)) as served:
         head: Any = mtp_layer(served) if folder is None else open_head(folder, served)
         plan = native_plan(served, spec_from_config(served.config), taps=head.spec.taps, isa=isa)
-        executor = plan.build(num_blocks=64, max_model_len=128)
+        executor = plan.build(num_blocks=64, max_model_len=128, num_state_slots=1)
         program, _ = plan_head(plan, head, max_rows=4).load(executor, max_model_len=128)
         sampler = Sampler(executor.threads, isa=plan.isa)
         runner = DraftRunner(program, sampler, max_positions=128, vocabulary=head.draft_to_target)
@@ -211,13 +211,14 @@ def test_the_native_head_drafts_as_the_package_does(tmp_path: Path, served: Path
 
 
 def drafts_of_mtp_layer(
-    family: str, folder: Path, layout: str, taps_TD: np.ndarray, next_tokens_T: list[int]
+    reference: Any, folder: Path, layout: str, taps_TD: np.ndarray, next_tokens_T: list[int]
 ) -> list[int]:
     """Greedy drafts after the last row: the model's last layer over [token, state], and its own state from there on."""
     tensors = {name: torch.from_numpy(each) for name, each in load_file(folder / "model.safetensors").items()}
-    at = "model.layers.2." if layout == "glm" else "mtp."
+    last = len(reference.model.layers) - 1
+    at = f"model.layers.{last}." if layout == "glm" else "mtp."
     joins, *norms = (tensors[f"{at}{name}.weight"] for name in MTP_NAMES[layout])
-    reference = make_model(family)
+    norms = [weight_D + (layout == "qwen") for weight_D in norms]
     model, eps = reference.model, reference.config.rms_norm_eps
 
     def norm(x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
@@ -231,19 +232,23 @@ def drafts_of_mtp_layer(
             both = torch.cat([embedded_TD, norm(states_TD, norms[1])], dim=-1)
             x = (both @ joins.T)[None]
             rope = model.rotary_emb(x, torch.arange(len(tokens))[None])
-            out = norm(model.layers[2](x, position_embeddings=rope)[0, -1:], norms[2])
+            out = norm(model.layers[last](x, position_embeddings=rope)[0, -1:], norms[2])
             drafts.append(int((out @ reference.lm_head.weight.T).argmax()))
             states_TD, tokens = torch.cat([states_TD, out]), [*tokens, drafts[-1]]
     return drafts
 
 
-@pytest.mark.parametrize("isa", _native.available_isas())
-@pytest.mark.parametrize(("family", "layout"), [("glm4_moe", "glm"), ("qwen3", "qwen")])
-def test_an_mtp_layer_drafts_as_its_layer_in_transformers_does(tmp_path: Path, family: str, layout: str, isa: str):
-    folder = make_mtp_checkpoint(family, tmp_path, layout=layout)
+@pytest.mark.parametrize(
+    ("family", "layout", "sizes"),
+    [("glm4_moe", "glm", {}), ("qwen3_next", "qwen", {}), ("qwen3_5", "qwen", {"num_hidden_layers": 4})],
+)
+def test_an_mtp_layer_drafts_as_its_layer_in_transformers_does(
+    tmp_path: Path, family: str, layout: str, sizes: dict[str, int]
+):
+    folder, reference = make_mtp_checkpoint(family, tmp_path, layout=layout, **sizes), make_model(family, **sizes)
     requests = [states(num_rows, seed, width=72) for seed, num_rows in enumerate((1, 2, 7, 40))]
-    wanted = [drafts_of_mtp_layer(family, folder, layout, *request) for request in requests]
-    with native_head(None, folder, isa) as (runner, _):
+    wanted = [drafts_of_mtp_layer(reference, folder, layout, *request) for request in requests]
+    with native_head(None, folder) as (runner, _):
         assert drafts_of_native(runner, requests) == wanted
         assert drafts_of_native(runner, requests, num_made_before=5) == wanted
 

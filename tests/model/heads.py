@@ -56,10 +56,12 @@ MTP_NAMES = {
 }
 
 
-def make_mtp_checkpoint(family: str, folder: Path, *, layout: str = "glm", predicts: bool = False) -> Path:
+def make_mtp_checkpoint(
+    family: str, folder: Path, *, layout: str = "glm", predicts: bool = False, **overrides: Any
+) -> Path:
     """Write a model whose last layer is an MTP layer. One that `predicts` says what the model does: both then say what
     follows the last token alone, whatever was before."""
-    make_checkpoint(family, folder)
+    make_checkpoint(family, folder, **overrides)
     config = json.loads((folder / "config.json").read_text())
     layer, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
     own, theirs = f"model.layers.{layer}.", f"model.layers.{layer}." if layout == "glm" else "mtp."

@@ -135,12 +135,13 @@ class MtpLayer(NamedTuple):
 
 
 def mtp_layer(checkpoint: Checkpoint) -> MtpLayer | None:
-    """Return the MTP layer that a model's checkpoint carries, the first of several; it is made like the last layer that
-    keeps keys and values. Raises CheckpointError where tensors are missing.
+    """Return the MTP layer that a model's checkpoint carries, the first of several; it is like the last layer, with
+    attention. Raises CheckpointError where tensors are missing.
     """
     model = spec_from_config(checkpoint.config)
     layer = model.num_layers
-    decoder = replace(model, layers=(*model.layers, model.layers[model.kv_layers[-1]]))
+    alike = replace(model.layers[model.kv_layers[-1]], mlp=model.layers[-1].mlp)
+    decoder = replace(model, layers=(*model.layers, alike))
     spec = HeadSpec(decoder=decoder, taps=(layer,), num_embeddings=model.vocab_size, layer=layer)
     return MtpLayer(checkpoint, spec) if weight_map(spec, checkpoint.tensor_names()) else None
 
