@@ -166,7 +166,7 @@ def test_progress_arrives_as_it_left():
         RequestProgress("b", (), None, logprobs, FinishReason.STOP, "###", None, Charges(9, 4, 7, 2), timing),
         RequestProgress("c", (), None, None, FinishReason.ERROR, 7, "logits are NaN", Charges(), timing),
     ]
-    figures = Figures(*range(10), DraftCounts(3, 9, [3, 2, 0]), DraftCounts(), 1.5, 2.5)
+    figures = Figures(*range(12), DraftCounts(3, 9, [3, 2, 0]), DraftCounts(), 1.5, 2.5)
     assert decode_report(encode(Stepped(progress, 3, figures))) == Stepped(progress, 3, figures)
     assert decode_report(encode(Stepped([], 3, None))) == Stepped([], 3, None)
 
