@@ -108,15 +108,18 @@ def test_states_go_on_in_chunks_in_company_and_from_saved_slots(made):
         pen.step((0, 0, 61))
         pen.step((1, 0, 7))
         pen.step((1, 7, 41), (2, 0, 1), saves=[(1, 8, 4), (1, 40, 5)])
-        pen.step((1, 41, 42), (2, 1, 3))
+        pen.step((1, 41, 42), (2, 1, 3), saves=[(1, 41, 4)])
         pen.step((1, 42, 61), (2, 3, 61))
         pen.step((3, 40, 61), blocks_of=1, copies=[(5, 3)])
+        pen.step((4, 41, 61), blocks_of=1)
         for row in range(3):
             assert_close(pen.seen.of(f"r{row}"), wanted)
         assert_close(pen.seen.of("r3"), wanted[40:])
+        assert_close(pen.seen.of("r4"), wanted[41:])
         if kind != "torch":
             assert pen.bits(0) == pen.bits(1) == pen.bits(2)
             assert pen.bits(3) == pen.bits(0)[40:]
+            assert pen.bits(4) == pen.bits(0)[41:]
             pen.step((0, 61, 62))
             with pytest.raises(KernelError, match="goes on at position 61, and state slot 0 holds that of 62"):
                 pen.step((0, 61, 62))

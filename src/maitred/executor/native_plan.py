@@ -183,7 +183,10 @@ class NativePlan:
 
     @property
     def bytes_per_state_slot(self) -> int:
-        return self.spec.state_bytes_per_slot
+        """With the inputs of tokens that are not certain, beside each layer's state."""
+        layers = [layer.recurrent for layer in self.spec.layers if layer.recurrent is not None]
+        pending = sum(layer.num_channels + 2 * layer.num_value_heads for layer in layers)
+        return self.spec.state_bytes_per_slot + 4 * (1 + self.num_drafts) * pending
 
     def in_groups(self, groups: KVGroups) -> NativePlan:
         return replace(self, groups=groups)
@@ -357,7 +360,9 @@ class NativePlan:
             config=self.rank_config,
             num_ranks=self.num_ranks,
             num_threads=self.num_threads,
-            memory_bytes=num_blocks * self.bytes_per_page + 2 * self.buffer_bytes + SPARE_BYTES,
+            memory_bytes=num_blocks * self.bytes_per_page
+            + 2 * (self.buffer_bytes + num_state_slots * self.bytes_per_state_slot)
+            + SPARE_BYTES,
             num_blocks=num_blocks,
             num_state_slots=num_state_slots,
             groups=self.groups,

@@ -199,7 +199,7 @@ class StateSlots:
     def saves(self, work: RowWork, start: int, num_tokens: int) -> Iterator[tuple[int, int]]:
         """Tokens of a row's [start, start + num_tokens) after which its state is saved, and to which slot."""
         for save in self._saves.get(work.row.request_id, ()):
-            if start < save.position <= start + num_tokens:
+            if start < save.position <= start + num_tokens or start == save.position == work.row.start:
                 self._held[save.slot] = save.position, 0
                 yield save.position - start, save.slot
 

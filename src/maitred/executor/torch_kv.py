@@ -322,7 +322,9 @@ class TorchStates:
             width = matrices.shape[1] * matrices.shape[3]
             out_TV = torch.empty(len(inputs_TI), width, device=inputs_TI.device)
             for tokens, slots, target in runs:
-                out_TV[tokens], state = mix(inputs_TI[tokens], (history[slots], matrices[slots]))
+                state = history[slots], matrices[slots]
+                if tokens.numel():  # else it is saved as it is
+                    out_TV[tokens], state = mix(inputs_TI[tokens], state)
                 for to in (slots, [target]) if target is not None else (slots,):
                     history[to], matrices[to] = state
             return out_TV

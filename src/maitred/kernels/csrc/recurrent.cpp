@@ -28,7 +28,7 @@ void StateSlots::check(const StepRows& rows) const {
   }
   for (int i = 0; i < rows.num_saves; ++i) {
     const StateSave& save = rows.saves[i];
-    if (save.row < 0 || save.row >= rows.num_rows || save.slot < 0 || save.slot >= num_slots || save.num_tokens < 1 ||
+    if (save.row < 0 || save.row >= rows.num_rows || save.slot < 0 || save.slot >= num_slots || save.num_tokens < 0 ||
         save.num_tokens > rows.states[save.row].num_certain || (i > 0 && save.row < rows.saves[i - 1].row) ||
         (i > 0 && save.row == rows.saves[i - 1].row && save.num_tokens < rows.saves[i - 1].num_tokens))
       throw std::invalid_argument("a step saves the state of row " + std::to_string(save.row) + " after " +
