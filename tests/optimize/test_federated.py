@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -166,75 +166,92 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def serve(folder: Path, port: int) -> None:
-    given = {"model": str(folder / "parent"), "out": str(folder / "out"), "held_out": str(folder / "held.jsonl")}
-    own = {"rounds": 2, "min_clients": 2, "port": port, "round_s": 2.0, "clip": 50.0}
-    report = run_tool(TOOL, ToolConfig(**given), FederateConfig(**own), lambda *_: None)  # type: ignore[arg-type]
-    assert report.passed, report.fields["gate"]
-
-
-def client(folder: Path, port: int, name: str, model: str = "parent") -> JoinConfig:
-    return JoinConfig(
-        url=f"http://127.0.0.1:{port}",
-        data=str(folder / f"{name}.jsonl"),
-        local_steps=12,
-        model=str(folder / model),
-        learning_rate=0.02,
-        name=name,
-    )
-
-
-def take_part(folder: Path, port: int, name: str, told: dict[str, dict], model: str = "parent") -> None:
-    told[name] = join(client(folder, port, name, model), lambda *_: None)
-
-
-def test_a_federation_goes_on_through_kills_and_learns_what_no_client_told(tmp_path: Path):
-    """The server is killed in its first round, a third client begins a round and dies."""
+@pytest.fixture
+def port(tmp_path: Path) -> int:
+    """A free one, beside a model, and documents of clients and to judge by."""
     make_checkpoint("llama", tmp_path / "parent")
-    make_checkpoint("llama", tmp_path / "other", seed=1)
-    for first, name in enumerate(("a", "b", "held")):
+    for first, name in enumerate(("a", "b", "held", "c")):
         write_counting(tmp_path / f"{name}.jsonl", first)
-    port, told = free_port(), {}
-    script = f"from tests.optimize.test_federated import *; serve(Path({str(tmp_path)!r}), {port})"
-    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    first = threading.Thread(target=take_part, args=(tmp_path, port, "a", told))
-    first.start()
-    try:
-        until(lambda: any((tmp_path / "out.part" / "state").glob("0.*.update")))
-        server.send_signal(signal.SIGKILL)
-        server.communicate()
-        server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return free_port()
+
+
+def client(folder: Path, port: int, name: str) -> JoinConfig:
+    url, data = f"http://127.0.0.1:{port}", str(folder / f"{name}.jsonl")
+    return JoinConfig(url=url, data=data, local_steps=12, model=str(folder / "parent"), learning_rate=0.02, name=name)
+
+
+def test_a_federation_learns_what_no_client_told(tmp_path: Path, port: int):
+    """A third client begins a round and dies."""
+    given = {"model": str(tmp_path / "parent"), "out": str(tmp_path / "out"), "held_out": str(tmp_path / "held.jsonl")}
+    own = FederateConfig(rounds=2, port=port, round_s=0.5, clip=50.0)
+    with pytest.raises(ConfigError, match="data stays with the clients"):
+        run_tool(TOOL, ToolConfig(**given, data=str(tmp_path / "a.jsonl")), own, lambda *_: None)
+    with ThreadPoolExecutor() as pool:
+        server = pool.submit(run_tool, TOOL, ToolConfig(**given), own, lambda *_: None)
         until(lambda: asked(port, "dead"))
-        with pytest.raises(ConfigError, match="the server's model is another one than other"):
-            take_part(tmp_path, port, "b", told, "other")
-        for wrong, words in (("url", "cannot reach nowhere"), ("data", "nowhere: No such file")):
+        make_checkpoint("llama", tmp_path / "other", seed=1)
+        for field, wrong, words in (
+            ("model", str(tmp_path / "other"), "the server's model is another one than other"),
+            ("url", "nowhere", "cannot reach nowhere"),
+            ("data", "nowhere", "nowhere: No such file"),
+        ):
             with pytest.raises(ConfigError, match=words):
-                join(replace(client(tmp_path, port, "b"), **{wrong: "nowhere"}), lambda *_: None)
-        second = threading.Thread(target=take_part, args=(tmp_path, port, "b", told))
-        second.start()
-        _, errors = server.communicate()
-        assert server.returncode == 0, errors.decode()
-    finally:
-        server.kill()
-    first.join()
-    second.join()
-    fields = json.loads((tmp_path / "out" / "report.json").read_text())
+                join(replace(client(tmp_path, port, "b"), **{field: wrong}), lambda *_: None)
+        joined = [pool.submit(join, client(tmp_path, port, name), lambda *_: None) for name in "ab"]
+        fields = server.result().fields
     assert [each["clients"] for each in fields["federate"]["history"]] == [2, 2]
     assert fields["figures"]["perplexity_ratio"]["high"] < 0.9
-    for name in "ab":
-        assert told[name]["loss_after"] < told[name]["loss_before"]
-        repeated = told[name].get("late_or_repeated", 0)  # where the server was killed before it could answer
-        assert told[name]["accepted"] + repeated >= 2
+    for told in (each.result() for each in joined):
+        assert told["loss_after"] < told["loss_before"]
+        assert told["accepted"] == 2
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(np.abs(tensor.numpy()).max() > 0 for name, tensor in adapter.items() if "lora_B" in name)
-    given = {name: str(tmp_path / f"{file}.jsonl") for name, file in (("data", "a"), ("held_out", "held"))}
-    with pytest.raises(ConfigError, match="data stays with the clients"):
-        run_tool(
-            TOOL,
-            ToolConfig(model=str(tmp_path / "parent"), out=str(tmp_path / "x"), **given),
-            FederateConfig(),
-            lambda *_: None,
+
+
+@pytest.mark.soak
+def test_the_server_and_a_client_are_killed_and_go_on_by_the_same_commands(tmp_path: Path, port: int):
+    def begin(name: str) -> subprocess.Popen[str]:
+        model, url = tmp_path / "parent", f"http://127.0.0.1:{port}"
+        serve = (
+            f"serve {model} --out {tmp_path}/out --held-out {tmp_path}/held.jsonl --port {port} --rounds 3 --clip 50"
         )
+        join = f"join {url} --model {model} --data {tmp_path}/{name}.jsonl --local-steps 60 --name {name} --json"
+        words = (serve if name == "server" else join).split()
+        command = [sys.executable, "-m", "maitred", "federate", *words]
+        running[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return running[name]
+
+    def trains(name: str) -> None:
+        """Its round has begun."""
+        told = running[name].stderr
+        assert told is not None
+        assert any("round " in line for line in told), name
+        pool.submit(told.read)
+
+    running: dict[str, subprocess.Popen[str]] = {}
+    with ThreadPoolExecutor() as pool:
+        try:
+            for name in ("server", "a", "b", "c"):
+                begin(name)
+            trains("c")
+            running["c"].kill()
+            until(lambda: any((tmp_path / "out.part" / "state").glob("0.*.update")))
+            running["server"].kill()
+            server = begin("server")
+            until((tmp_path / "out.part" / "state" / "federation.safetensors").exists)
+            running["a"].send_signal(signal.SIGSTOP)  # so that no round is the last before c is there again
+            begin("c")
+            trains("c")
+            running["a"].send_signal(signal.SIGCONT)
+            _, errors = server.communicate()
+            assert server.returncode == 0, errors
+            told = {name: json.loads(running[name].communicate()[0]) for name in "abc"}
+        finally:
+            for process in running.values():
+                process.kill()
+    history = json.loads((tmp_path / "out" / "report.json").read_text())["federate"]["history"]
+    assert [each["clients"] for each in history[:1]] == [2], "without c the first round came to its end"
+    assert all(each["accepted"] >= 1 for each in told.values())
 
 
 def asked(port: int, client: str) -> bool:

@@ -78,7 +78,7 @@ class Federation:
     fetched: set[str] = field(default_factory=set)
     """Clients that train in this round."""
     behind: set[str] = field(default_factory=set)
-    """Clients that have not fetched the last B."""
+    """Clients of the round before that have not fetched B since."""
     updates: dict[str, tuple[int, dict[str, Tensor]]] = field(default_factory=dict)
     """Examples and change of B, by client, of this round."""
 
@@ -167,7 +167,7 @@ class Federation:
         self.round += 1
         known = {"round": self.round, "history": self.history, "refused": self.refused}
         save_whole(self.b, self.state / "federation.safetensors", {"federation": json.dumps(known)})
-        self.fetched, self.updates = set(), {}
+        self.behind, self.fetched, self.updates = self.fetched | self.updates.keys(), set(), {}
         for file in self.state.glob("*.update"):
             file.unlink()
 
@@ -286,7 +286,6 @@ def web_of(federation: Federation, plan: Mapping[str, Any], authenticator: Authe
 
     async def fetch(request: Request) -> Response:
         client = client_of(request)
-        federation.behind.add(client)
         if request.query_params.get("after") == str(federation.round) or client in federation.updates:
             return Response(status_code=204)
         headers = {"x-maitred-round": str(federation.round), "x-maitred-done": str(int(federation.is_done))}
