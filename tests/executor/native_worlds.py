@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -47,29 +48,34 @@ class DecoderCheckpoint:
         self.gguf = "in memory" if types else None
         self.has_formats = bool(types)
         self._types, self.expanded = types, ""
-        self.spec: DecoderSpec = replace(decoder.spec, fused_weights=not types)
+        self.spec: DecoderSpec = replace(decoder.spec, fused_weights=not (types or decoder.spec.output_gate))
         self._parameters = dict(decoder.named_parameters())
-        self._sources = {source.tensor: source for source in weight_map(self.spec, Everything())}
+        self._sources: dict[str, list[WeightSource]] = {}
+        for source in weight_map(self.spec, Everything()):
+            self._sources.setdefault(source.tensor, []).append(source)
 
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._sources)
 
     def tensor(self, name: str) -> RawTensor:
-        source: WeightSource = self._sources[name]
-        rows = self._parameters[source.parameter][source.row : source.row + source.shape[0]]
-        values = rows.detach().float().numpy().copy() - source.offset
+        source: WeightSource = self._sources[name][0]
+        values = np.zeros(source.shape, np.float32)
+        for each in self._sources[name]:  # of a tensor that several parameters have rows of
+            rows = self._parameters[each.parameter].detach().float().numpy() - each.offset
+            for piece in each.pieces():
+                each.take(values, piece)[...] = rows[piece.row : piece.row + piece.num_rows]
         stored = stored_rows(kind := self.dtype_of(name), values, seed=zlib.crc32(name.encode()))
         return RawTensor(kind, source.shape, memoryview(stored).cast("B"))
 
     def dtype_of(self, name: str) -> str:
-        if not self._types or len(self._sources[name].shape) == 1 or name.endswith(".gate.weight"):
+        if not self._types or len(self._sources[name][0].shape) == 1 or name.endswith(".gate.weight"):
             return "F32"
         part = next(i for i, part in enumerate(_PARTS) if part in name)
         alike = (0, 0, 0, 1, 2, 2, 3, 4, 4) if ".layers.0." in name else range(9)
         return self._types[alike[part] % len(self._types)]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._sources[name].shape
+        return self._sources[name][0].shape
 
     def order_of(self, name: str) -> str:
         return ""
@@ -94,7 +100,13 @@ class Everything:
 
 
 def make_native(
-    decoder: Any, *, num_blocks: int = 64, block_size: int = 4, num_host_blocks: int = 0, **changes: Any
+    decoder: Any,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    num_host_blocks: int = 0,
+    num_state_slots: int = 0,
+    **changes: Any,
 ) -> NativeExecutor:
     """`changes` are fields of ModelConfig, SchedulerConfig and NativeExecutor; `blocks` names types of a GGUF file."""
     checkpoint: Any = DecoderCheckpoint(decoder, BLOCK_TYPES.get(changes.pop("blocks", ""), ()))
@@ -102,7 +114,10 @@ def make_native(
     plan = native_plan(checkpoint, checkpoint.spec, block_size=block_size, **changes)
     plan, spec = plan.in_groups(groups) if groups is not None else plan, checkpoint.spec
     executor = plan.build(
-        num_blocks=num_blocks, max_model_len=spec.max_position_embeddings, num_host_blocks=num_host_blocks
+        num_blocks=num_blocks,
+        max_model_len=spec.max_position_embeddings,
+        num_host_blocks=num_host_blocks,
+        num_state_slots=num_state_slots,
     )
     executor.on_logits = on_logits
     return executor

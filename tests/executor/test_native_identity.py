@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from maitred.core.request import RequestState, SamplingParams
 from maitred.executor.native import Logits
 from maitred.kernels import _native
-from maitred.model.spec import Activation, NormPlacement, QKNorm, RoutedSpec
+from maitred.model.spec import Activation, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
 from tests.executor.native_worlds import BLOCK_TYPES, make_native
 from tests.executor.torch_worlds import VOCAB, make_decoder, make_spec
 from tests.fakes import FakeExecutor, make_request, make_scheduler
@@ -48,7 +48,7 @@ BLOCKS = [  # of GGUF files, all in one model
     {"dtype": "auto", "kv_dtype": "bfloat16", "blocks": "super-blocks"},
     {"dtype": "auto", "kv_dtype": "int8", "blocks": "blocks of 32"},
 ]
-ROUTED = [  # experts of every kind of number format
+OF_KIND = [  # experts, and recurrent layers, of every kind of number format
     {"dtype": "float32", "kv_dtype": "float32"},
     {"dtype": "bfloat16", "kv_dtype": "int8"},
     {"dtype": "int8", "kv_dtype": "int8"},
@@ -73,6 +73,11 @@ def a_decoder(kind: str) -> Any:
         spec = make_spec(windows=(None, 37), hidden_size=72, max_position_embeddings=LONGEST)
         routed = RoutedSpec(num_experts=7, num_active=3, width=52, normalized=True, shared_width=36, shared_gate=True)
         return make_decoder(replace(spec, layers=tuple(replace(layer, mlp=routed) for layer in spec.layers)))
+    if kind == "recurrent":
+        spec = make_spec(windows=(None,) * 3, hidden_size=72, max_position_embeddings=LONGEST, output_gate=True)
+        delta = RecurrentSpec(num_key_heads=2, num_value_heads=6, key_dim=14, value_dim=37, conv_width=4)
+        layers = (replace(layer, attention=None if i == 1 else delta) for i, layer in enumerate(spec.layers))
+        return make_decoder(replace(spec, layers=tuple(layers)))
     if kind == "wide":
         sizes = {"hidden_size": 580, "intermediate_size": 150, "head_dim": 80, "num_heads": 3, "num_kv_heads": 1}
         spec = make_spec(windows=(None, 270), qk_norm=QKNorm.PER_HEAD, max_position_embeddings=LONGEST, **sizes)
@@ -167,9 +172,11 @@ def tries_everything(requests: list[RequestState]) -> bool:
     )
 
 
-def a_world(chooser: Random, adapters: tuple[str, ...] = ("",)) -> World:
+def a_world(chooser: Random, adapters: tuple[str, ...] = ("",), num_state_slots: int = 0) -> World:
     for _ in range(1000):
         world = replace(any_world(chooser), adapters=adapters)
+        if num_state_slots:
+            world.scheduler["num_state_slots"] = num_state_slots
         if tries_everything(world.serve(FakeExecutor())):
             return world
     raise AssertionError("no world preempts and shares")
@@ -204,10 +211,11 @@ def any_world(chooser: Random) -> World:
 def alone(decoder: Any, request: RequestState, adapter: Any = None, **formats: Any) -> dict[int, bytes]:
     """A request's logits by itself: one step for the prompt, then one a token."""
     bits, name = Bits(), request.spec.adapter
-    executor = make_native(decoder, num_blocks=40, block_size=16, max_tokens=600, on_logits=bits, **formats)
+    slots = {"num_state_slots": 1} if decoder.spec.has_state else {}
+    executor = make_native(decoder, num_blocks=40, block_size=16, max_tokens=600, on_logits=bits, **slots, **formats)
     if name:
         executor.adapters.load(name, adapter)
-    length, limits = request.max_tokens, {"max_num_batched_tokens": 600}
+    length, limits = request.max_tokens, {"max_num_batched_tokens": 600, "max_num_seqs": 1, **slots}
     world = World((tuple(request.spec.prompt_token_ids),), (length,), 0, 16, 40, limits, (name,))
     world.serve(executor)
     found = {position: logits for position, [logits] in bits.seen["r0"].items()}
@@ -222,9 +230,9 @@ def cases() -> list[Any]:
         for number, kind in enumerate([formats["blocks"]] if "blocks" in formats else KINDS):
             in_soak = (row + column + number) % (3 if "blocks" in formats else 4)
             found.append(pytest.param(formats, kind, isa, marks=[pytest.mark.soak] if in_soak else []))
-    for (row, isa), (column, formats) in product(enumerate(_native.available_isas()), enumerate(ROUTED)):
+    for (row, isa), (column, formats) in product(enumerate(_native.available_isas()), enumerate(OF_KIND)):
         marks = [pytest.mark.soak] if row != column % len(_native.available_isas()) else []
-        found.append(pytest.param(formats, "routed", isa, marks=marks))
+        found += [pytest.param(formats, kind, isa, marks=marks) for kind in ("routed", "recurrent")]
     return found
 
 
@@ -238,7 +246,7 @@ def cases() -> list[Any]:
 def test_logits_are_the_same_bits_under_any_schedule(kind: str, seed: int, formats: dict[str, Any], isa: str):
     # the names too, for a first example is always the smallest, and each case shall have a world of its own
     chooser = Random(f"{kind} {formats} {isa} {seed}")
-    decoder, world = a_decoder(kind), a_world(chooser)
+    decoder, world = a_decoder(kind), a_world(chooser, num_state_slots=9 if kind == "recurrent" else 0)
     check_bits(decoder, world, chooser, isa=isa, **formats)
 
 
@@ -251,6 +259,7 @@ def check_bits(
         decoder,
         num_blocks=world.num_blocks,
         block_size=world.block_size,
+        num_state_slots=world.scheduler.get("num_state_slots", 0),
         num_threads=chooser.randint(1, MOST_THREADS),
         max_tokens=chooser.choice([5, 64, 600]),
         max_logits=chooser.choice([1, 3, 64]),

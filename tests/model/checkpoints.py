@@ -142,7 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5",
         {
             **{**_DELTA, "linear_num_value_heads": 2, "linear_value_head_dim": 40, "linear_conv_kernel_dim": 3},
-            "head_dim": 20, "full_attention_interval": 2, "num_hidden_layers": 5, "tie_word_embeddings": True,
+            "head_dim": 20, "full_attention_interval": 2,
         },
     ),
     "qwen3_5_moe": (
