@@ -373,6 +373,7 @@ def _profile(fit: Fit, parts: EngineParts, config: EngineConfig, clock: str) -> 
         max_model_len=plan.max_model_len,
         kv_bytes_per_token=plan.bytes_per_block // plan.block_size,
         kv_memory_bytes=plan.longest_context * plan.bytes_per_block // plan.block_size,
+        state_bytes=plan.states.bytes_per_slot if plan.states is not None else 0,
         block_size=plan.block_size,
         token_budget=parts.core.scheduler.config.token_budget,
         **{each.name: getattr(fit, each.name) for each in fields(fit)},

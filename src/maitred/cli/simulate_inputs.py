@@ -94,6 +94,11 @@ class SimulatedTarget:
     edge: EdgeModel = field(default_factory=EdgeModel)
     doubt: str | None = None
     """Why its times are not to be relied on, if so."""
+    state_bytes: float = 0.0
+    """Of a request's recurrent states."""
+
+    def num_state_slots(self, cache: CacheConfig, max_num_seqs: int) -> int:
+        return _num_state_slots(cache, max_num_seqs, self.state_bytes)
 
 
 def find_target(device: str | None, model: str | None, environ: Mapping[str, str] = os.environ) -> SimulatedTarget:
@@ -142,6 +147,7 @@ def _of_profile(profile: Profile, model: str | None) -> SimulatedTarget:
         _num_layers(profile.model),
         profile.edge,
         profile.doubt,
+        profile.state_bytes,
     )
 
 
@@ -149,7 +155,8 @@ def _of_datasheet(device: devices.Device, shape: devices.ModelShape) -> Simulate
     devices.num_kv_blocks(device, shape, 1)  # refuses what does not fit
 
     def num_blocks(cache: CacheConfig, max_num_seqs: int) -> int:
-        blocks = devices.num_kv_blocks(device, shape, cache.block_size, max_num_seqs)
+        slots = _num_state_slots(cache, max_num_seqs, shape.state_bytes)
+        blocks = devices.num_kv_blocks(device, shape, cache.block_size, max_num_seqs, slots)
         free = blocks * cache.block_size * shape.kv_bytes_per_token
         return _enough_blocks(cache, max_num_seqs, shape.context, shape.kv_bytes_per_token, free)
 
@@ -160,6 +167,7 @@ def _of_datasheet(device: devices.Device, shape: devices.ModelShape) -> Simulate
         device.token_budget,
         shape.kv_bytes_per_token,
         shape.num_layers,
+        state_bytes=shape.state_bytes,
     )
 
 
@@ -168,6 +176,15 @@ def _num_layers(model: str) -> int:
     from maitred.model.checkpoint import BUILTIN_NAME
 
     return _model_shape(model).num_layers if model in devices.MODELS or model == BUILTIN_NAME else 1
+
+
+def _num_state_slots(cache: CacheConfig, max_num_seqs: int, state_bytes: float) -> int:
+    """Slots as the engine has them where memory lasts: one a request, and as many snapshots unless told otherwise."""
+    if not state_bytes:
+        return 0
+    asked = cache.state_cache_memory_bytes
+    num_snapshots = max_num_seqs if asked is None else int(asked / state_bytes)
+    return max_num_seqs + num_snapshots * cache.enable_prefix_caching
 
 
 def _enough_blocks(

@@ -554,6 +554,7 @@ def engine_setup(asked: Simulated, target: SimulatedTarget, policy: str) -> Engi
         policies=installed_policies(),
         acceptance=asked.options.acceptance,
         num_speculative_tokens=asked.options.num_speculative_tokens,
+        num_state_slots=target.num_state_slots(cache, scheduler.max_num_seqs),
     )
 
 

@@ -45,6 +45,8 @@ class ModelShape:
     experts_per_token: int = 0
     windowed_layers: int = 0
     window: int = 0
+    state_bytes: float = 0.0
+    """Of a request in recurrent layers, which are not among `num_layers`."""
 
     @property
     def weight_bytes(self) -> float:
@@ -75,6 +77,7 @@ def shape_of_decoder(name: str, spec: DecoderSpec, bytes_per_value: float = 2.0)
         bytes_per_kv=bytes_per_value,
         windowed_layers=len(windows),
         window=max(windows, default=0),
+        state_bytes=spec.state_bytes_per_slot,
     )
 
 
@@ -220,7 +223,7 @@ def roofline(device: Device, model: ModelShape) -> CostModel:
     token_s = 2 * model.num_active_parameters / flops
     return CostModel(
         fixed_s=device.step_s,
-        row_s=device.row_s,
+        row_s=device.row_s + 2 * model.state_bytes / bandwidth,  # read and written
         weights_s=(model.num_parameters - model.expert_parameters) * model.bytes_per_weight / bandwidth,
         experts_s=model.expert_parameters * model.bytes_per_weight / bandwidth,
         experts_missed=1 - model.experts_per_token / model.experts if model.experts else 0.0,
@@ -234,10 +237,12 @@ def roofline(device: Device, model: ModelShape) -> CostModel:
     )
 
 
-def num_kv_blocks(device: Device, model: ModelShape, block_size: int, max_num_seqs: int = 0) -> int:
+def num_kv_blocks(
+    device: Device, model: ModelShape, block_size: int, max_num_seqs: int = 0, num_state_slots: int = 0
+) -> int:
     """Return the blocks that fit beside the weights and a tenth for activations, where layers with a window keep that
     of `max_num_seqs` requests at most. Raises ConfigError for no room."""
-    free = 0.9 * device.memory_bytes - model.weight_bytes
+    free = 0.9 * device.memory_bytes - model.weight_bytes - num_state_slots * model.state_bytes
     per_token = model.kv_bytes_per_token
     windowed = max_num_seqs * model.window * per_token * model.windowed_layers / model.num_layers
     if 0 < windowed < free * model.windowed_layers / model.num_layers:  # so much is kept, whatever contexts are

@@ -13,7 +13,7 @@ from maitred.core.errors import MaitredError
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.gate.admission import AdmissionController
-from maitred.kv.manager import KVCacheManager
+from maitred.kv.pages import kv_cache_manager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Foretold, predictor_named
@@ -48,6 +48,8 @@ class EngineSetup:
     """Chance that a draft is accepted after those before it; None drafts nothing."""
     num_speculative_tokens: int = 5
     """Most drafts of a request in a step."""
+    num_state_slots: int = 0
+    """Of recurrent layers' states."""
 
 
 class SimulatedEngine:
@@ -70,7 +72,10 @@ class SimulatedEngine:
         self.clock = ManualClock()
         self._executor = _SimulatedExecutor(self.clock, cost_model, results, jitter, slowness, setup.acceptance or 0.0)
         self.live = self._executor.live_requests  # by id; removed when it ends
-        self.kv_cache = KVCacheManager(
+        self.kv_cache = kv_cache_manager(
+            None,
+            num_pages=setup.num_blocks,
+            num_state_slots=setup.num_state_slots,
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,
             hasher=self._hash_output,

@@ -101,6 +101,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     kv_memory_bytes: int
     """Bytes that the engine may take for KV on this machine."""
+    state_bytes: int = 0
+    """Of a request's recurrent states."""
     block_size: int = 16
     token_budget: int = DEFAULT_TOKEN_BUDGET
     """Token budget of the engine that was measured."""

@@ -76,6 +76,28 @@ def test_policies_are_compared_as_json(trace: str, capsys):
 LLAMA = ("--model", "llama-3.1-8b", "--json")
 
 
+QWEN35 = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 1024, "head_dim": 256,
+    "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 248320, "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_recurrent_layers_have_states_and_no_keys(trace: str, tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN35))
+    target = find_target("cpu", str(tmp_path))
+    assert target.kv_bytes_per_token == 6 * 2 * 2 * 256 * 4
+    assert target.state_bytes == 18 * 4 * (3 * 6144 + 16 * 128 * 128)
+    slots = [target.num_state_slots(CacheConfig(state_cache_memory_bytes=most), 8) for most in (None, 0, 10**8)]
+    assert slots == [16, 8, 8 + 4]
+    least, most = (target.num_blocks(CacheConfig(state_cache_memory_bytes=size), 512) for size in (4 * 10**9, 0))
+    assert most - least == pytest.approx(4e9 / (16 * target.kv_bytes_per_token), rel=0.01)
+    words = ("--workload", trace, "--device", "cpu", "--model", str(tmp_path), "--json")
+    hits = [figures(capsys, *words, *more)["fcfs"]["num_cached_tokens"] for more in ((), ("--max-num-seqs", "1"))]
+    assert hits[0] > hits[1] > 0
+
+
 def test_fleets_are_compared_as_json(trace: str, capsys):
     words = ("--workload", trace, "--fleet", "2", "--fleet-devices", "h100:1,a100:1", *LLAMA)
     compared = figures(capsys, *words, "--balance", "round_robin,prefix")
