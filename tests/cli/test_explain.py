@@ -53,3 +53,10 @@ def test_another_executor_and_why_it_was_taken_is_told(capsys, monkeypatch, tmp_
     text = explained(capsys, str(make_checkpoint("llama", tmp_path)), "--device", "cpu")
     assert "executor  torch cpu" in text
     assert "fell back torch takes over: Tiny needs Gate by itself" in text
+
+
+def test_which_way_a_model_goes_is_told(capsys, tmp_path: Path):
+    own = explained(capsys, str(make_checkpoint("llama", tmp_path / "own")))
+    assert own.splitlines()[0].endswith("context 128, by a native row")
+    other = explained(capsys, str(make_checkpoint("opt", tmp_path / "other")))
+    assert other.splitlines()[0].endswith("context 128, through transformers' own module, for there is no native row")

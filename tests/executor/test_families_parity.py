@@ -79,18 +79,13 @@ def greedy_request(request_id: str, prompt: list[int], arrived_at: float, block_
     )
 
 
-def serve(
-    executor: Any, *, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS, num_state_slots: int = 0
-) -> Served:
-    """All prompts at once, and one more, with a prefix that is cached by then, after the others' prompts."""
+def serve(executor: Any, *, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS, **kept: Any) -> Served:
+    """All prompts at once, and one more, with a prefix that is cached by then, after the others' prompts. `kept` says
+    what the cache has beside blocks.
+    """
     served = Served()
     executor.on_logits = served.see
-    scheduler = make_scheduler(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_batched_tokens=BUDGET,
-        num_state_slots=num_state_slots,
-    )
+    scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=BUDGET, **kept)
     shared = random_tokens(SHARED, seed=99)
     prompts = {name: random_tokens(length, seed=length) for name, length in LENGTHS.items()}
     prompts["shares"][:SHARED] = shared

@@ -32,7 +32,7 @@ _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 10, "nu
 _STRETCHED = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 36, "norm_topk_prob": True}
 
-_WITH_TEXT = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")  # families whose text model's config is one of its own
+_WITH_TEXT = ("Gemma3", "Gemma3n", "Qwen3_5", "Qwen3_5Moe")  # families whose text model's config is one of its own
 _DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 6},
     **{"linear_key_head_dim": 14, "linear_value_head_dim": 11},
@@ -155,9 +155,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# The same of models without a native row, which run in transformers' own module.
+MODULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": (  # layers 3 and 4 read the keys of 2 and 1
+        "Gemma3n",
+        {
+            **{"num_hidden_layers": 5, "num_kv_shared_layers": 2, "head_dim": 20, "sliding_window": 10},
+            **{"layer_types": [("sliding_attention", "full_attention")[i in (1, 4)] for i in range(5)]},
+            **{"vocab_size_per_layer_input": 258, "hidden_size_per_layer_input": 12, "laurel_rank": 6},
+            **{"altup_num_inputs": 3, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0]},
+        },
+    ),
+    "opt": ("OPT", {"ffn_dim": 100, "word_embed_proj_dim": 72}),  # learned positions, a decoder inside a decoder
+    "vaultgemma": ("VaultGemma", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}),  # softcap
+    "mimo": (  # keys wider than values, more of them in some layers, which alone have sinks; experts
+        "MiMoV2Flash",
+        {
+            **{"head_dim": 20, "v_head_dim": 12, "sliding_window": 10},
+            **{"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 36},
+        },
+    ),
+}
+
 
 def make_checkpoint(family: str, folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:
-    """Write a random float32 checkpoint of `family` (a key of FAMILIES) to `folder` and return it.
+    """Write a random float32 checkpoint of `family` (a key of FAMILIES or MODULES) to `folder` and return it.
 
     `overrides` go to the config class; `max_shard_size="20KB"` gives many shards and an index.
     """
@@ -174,7 +197,7 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    prefix, settings = FAMILIES[family]
+    prefix, settings = {**FAMILIES, **MODULES}[family]
     config_class = getattr(transformers, f"{prefix}{'Text' if prefix in _WITH_TEXT else ''}Config")
     model_class = getattr(transformers, f"{prefix}ForCausalLM")
     model = model_class(config_class(**{**_COMMON, **settings, **overrides})).eval()

@@ -415,9 +415,6 @@ def test_an_unknown_rope_type_is_refused_with_the_list() -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
         ({"hidden_act": "relu6"}, "'relu6'"),
         ({"rms_norm_eps": None}, "wrong type"),
         ({"rope_theta": "much", "head_dim": 8}, "wrong type"),

@@ -84,9 +84,9 @@ CHECK = Command(
 def _explain(options: Options) -> int:
     config = engine_config(options)  # looks at the model's file before the imports
     from maitred.engine.executors import plan_executor
+    from maitred.engine.planning import described_model
     from maitred.executor.native_plan import NativePlan
     from maitred.model.checkpoint import open_checkpoint
-    from maitred.model.families import spec_from_config
     from maitred.model.program_report import step_bytes, tell_buffers, tell_fusions, tell_linears
 
     if config.model.model is not None and _is_tensor_model(Path(config.model.model)):
@@ -97,9 +97,9 @@ def _explain(options: Options) -> int:
         return 0
     fallbacks: list[str] = []
     with open_checkpoint(config.model.model, config.model.revision) as checkpoint:
-        spec = spec_from_config(checkpoint.config)
+        spec = described_model(checkpoint)
         plan = plan_executor(config, checkpoint, spec, fallbacks.append)
-        print(f"model     {checkpoint.name}: {spec.identity()}")
+        print(f"model     {checkpoint.name}: {spec.identity()}{spec.way or ', by a native row'}")
         described = " ".join(plan.describe().split())
         print(f"executor  {described}")
         if not isinstance(plan, NativePlan):

@@ -142,7 +142,14 @@ def plan_executor(
     """
     check_threads(config.model.num_threads)
     wanted, has_ranks = config.model.executor, config.model.tensor_parallel > 1
-    if wanted == "torch" or (wanted == "auto" and _wants_gpu(config.model.device)):
+    if spec.module is not None and (
+        wanted == "native" or has_ranks or (config.model.max_model_len or 0) > spec.max_position_embeddings
+    ):
+        raise ConfigError(
+            f"{spec.architecture} has no native row; transformers' module runs on the torch executor, in one process "
+            f"and for {spec.max_position_embeddings} tokens: leave out --executor, --tensor-parallel or --max-model-len"
+        )
+    if wanted == "torch" or spec.module is not None or (wanted == "auto" and _wants_gpu(config.model.device)):
         if has_ranks:
             raise ConfigError("tensor_parallel is the native executor's; leave it out, or choose --executor native")
         if config.share.num_engines > 1 and _wants_gpu(config.model.device):

@@ -135,6 +135,8 @@ def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> 
 
 def _positions(spec: DecoderSpec, max_model_len: int) -> str:
     """Positions in one readable line: what rope is besides its defaults, of each kind of layer, and the context."""
+    if spec.module is not None:
+        return f"config {spec.module.identity}; context {max_model_len}"
     ropes = [layer.rope for layer in spec.layers]
     told = {" ".join(_unlike_defaults(rope)) if rope is not None else "no rope" for rope in ropes}
     return f"{'; '.join(sorted(told))}; context {max_model_len}"

@@ -27,7 +27,7 @@ from maitred.engine.memory import (
 from maitred.engine.model_facts import Footprint, ModelFacts
 from maitred.kv.pages import KVGroups, groups_of
 from maitred.model.checkpoint import Checkpoint
-from maitred.model.families import spec_from_config
+from maitred.model.families import UnknownArchitecture, spec_from_config
 from maitred.model.packaged import remark
 from maitred.model.spec import DecoderSpec
 from maitred.text.folder import added_token_id, read_chat_template, read_named_tokens
@@ -49,8 +49,8 @@ class EnginePlan(NamedTuple):
 
 def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: ExitStack) -> EnginePlan:
     """Choose the executor, and how much memory for what; told line by line. Raises OutOfMemory for what cannot fit."""
-    spec = spec_from_config(checkpoint.config)
-    tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
+    spec = described_model(checkpoint)
+    tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters{spec.way}")
     if words := remark(config.model.model, checkpoint.name):
         tell(f"        {words}")
     config = _without_moved_kv(config, tell) if spec.has_state else config
@@ -106,6 +106,18 @@ def _without_moved_kv(config: EngineConfig, tell: OnEvent) -> EngineConfig:
         tiers=TiersConfig(),
         share=replace(config.share, exchanges_kv=False),
     )
+
+
+def described_model(checkpoint: Checkpoint) -> DecoderSpec:
+    """The model by its native row; without one, by transformers' module of it. Raises CheckpointError."""
+    try:
+        return spec_from_config(checkpoint.config)
+    except UnknownArchitecture as unknown:
+        try:
+            from maitred.model.transformers_module import module_spec  # noqa: PLC0415  two seconds
+        except ImportError:
+            raise UnknownArchitecture(f"{unknown} Others may run after pip install 'maitred[torch]'") from None
+        return module_spec(checkpoint)
 
 
 def _groups(config: EngineConfig, spec: DecoderSpec, drafts: DraftPlan | None, tell: OnEvent) -> KVGroups | None:

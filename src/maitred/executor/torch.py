@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
 
+if TYPE_CHECKING:
+    from maitred.model.transformers_module import ModuleDecoder
+
 SMALL_WEIGHTS_BYTES = 2**30  # in float32
 
 # (request id, first position, logits [n, V] of positions first ..)
@@ -53,7 +57,7 @@ class TorchExecutor:
 
     def __init__(
         self,
-        decoder: TorchDecoder,
+        decoder: TorchDecoder | ModuleDecoder,
         *,
         num_blocks: int,
         block_size: int,
@@ -324,9 +328,10 @@ class TorchPlan:
         on_lost: Callable[[str, int], None] | None = None,  # and no thread helps
     ) -> TorchExecutor:
         """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory."""
-        decoder = load_torch_decoder(
-            self.spec, self.checkpoint, device=self.device, dtype=self.dtype, max_model_len=max_model_len
-        )
+        load: Any = load_torch_decoder
+        if self.spec.module is not None:
+            from maitred.model.transformers_module import load_module as load  # noqa: PLC0415  two seconds
+        decoder = load(self.spec, self.checkpoint, device=self.device, dtype=self.dtype, max_model_len=max_model_len)
         on_phase("weights", "")
         return TorchExecutor(
             decoder,

@@ -25,6 +25,8 @@ from maitred.executor.torch_kv import TorchKVPool
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend
 
+_Sizes = tuple[torch.Size, torch.Size]
+"""[K, H] of keys and of values."""
 _Kind = tuple[int, int | None]
 """Group and window of a layer."""
 
@@ -101,9 +103,12 @@ class GatherAttention:
             k_TKH: torch.Tensor,
             v_TKH: torch.Tensor,
             sinks_N: torch.Tensor | None = None,
+            writes: bool = True,
         ) -> torch.Tensor:
-            self._pool.write(layer, slots_of[places.kinds[layer][0]], k_TKH, v_TKH, places.layers[layer])
-            found = [self._attend_group(layer, q_TNH, group, sinks_N) for group in groups]
+            if writes:
+                self._pool.write(layer, slots_of[places.kinds[layer][0]], k_TKH, v_TKH, places.layers[layer])
+            sizes = k_TKH.shape[1:], v_TKH.shape[1:]
+            found = [self._attend_group(layer, q_TNH, group, sizes, sinks_N) for group in groups]
             return found[0] if len(found) == 1 else torch.cat(found)
 
         return attend
@@ -136,11 +141,11 @@ class GatherAttention:
         return _Keys(block_ids, num_keys, mask_RQL.masked_fill_(hidden, float("-inf")))
 
     def _attend_group(
-        self, layer: int, q_TNH: torch.Tensor, group: _Group, sinks_N: torch.Tensor | None
+        self, layer: int, q_TNH: torch.Tensor, group: _Group, sizes: _Sizes, sinks_N: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns the group's tokens' out, [t, N, H]."""
         rows, keys = group.rows, group.keys_of_kind[self._places.kinds[layer]]
-        k_RLKH, v_RLKH = self._gather(self._places.layers[layer], rows.num_rows, keys)
+        k_RLKH, v_RLKH = self._gather(self._places.layers[layer], rows.num_rows, keys, sizes)
         if rows.query_len > LONGEST_SHARED_QUERY:
             return self._attend_long(q_TNH[rows.tokens], k_RLKH[0], v_RLKH[0], keys.mask, sinks_N)
         assert keys.mask is not None
@@ -149,17 +154,18 @@ class GatherAttention:
         out = self._attend_short(q_RQNH, k_RLKH, v_RLKH, keys.mask, sinks_N)
         return out if group.query_keep is None else out.index_select(0, group.query_keep)
 
-    def _gather(self, layer: int, num_rows: int, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather each row's keys and values, [R, L, K, H] in the compute dtype."""
+    def _gather(self, layer: int, num_rows: int, keys: _Keys, sizes: _Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather each row's keys and values, [R, L, K, H] of their sizes [K, H], in the compute dtype."""
         shape = self._pool.shape
         numel = keys.block_ids.numel() * shape.block_size * shape.num_kv_heads * shape.head_dim
         if numel > self._scratch.shape[1]:
             self._scratch = self._scratch.new_empty(2, numel)
         gathered = []
-        for blocks, scratch in zip(self._pool.blocks(layer), self._scratch, strict=True):
+        for blocks, size, scratch in zip(self._pool.blocks(layer), sizes, self._scratch, strict=True):
             out = scratch[:numel].view(-1, *blocks.shape[1:])
             torch.index_select(blocks, 0, keys.block_ids, out=out)
-            gathered.append(out.view(num_rows, keys.num_keys, *blocks.shape[2:]).to(self._dtype))
+            values = out.view(num_rows, keys.num_keys, -1)[..., : size.numel()]
+            gathered.append(values.unflatten(-1, size).to(self._dtype))
         return gathered[0], gathered[1]
 
     def _attend_short(
@@ -179,8 +185,8 @@ class GatherAttention:
         mask = mask_RQL[:, None, :, None, :].expand(-1, -1, -1, group, -1).flatten(2, 3)
         sinks = None if sinks_N is None else sinks_N.view(-1, 1, group).repeat(1, query_len, 1).flatten(1)[..., None]
         out = self._attend(q, k_RLKH.transpose(1, 2), v_RLKH.transpose(1, 2), mask, sinks)
-        out = out.view(num_rows, num_kv_heads, query_len, group, head_dim).permute(0, 2, 1, 3, 4)
-        return out.reshape(num_rows * query_len, num_heads, head_dim)
+        out = out.view(num_rows, num_kv_heads, query_len, group, -1).permute(0, 2, 1, 3, 4)
+        return out.reshape(num_rows * query_len, num_heads, -1)
 
     def _attend_long(
         self,
@@ -200,7 +206,7 @@ class GatherAttention:
         mask = None if mask_RQL is None else mask_RQL[:, None]
         sinks = None if sinks_N is None else sinks_N.view(num_kv_heads, -1, 1, 1)
         out = self._attend(q, k, v, mask, sinks)
-        return out.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
+        return out.permute(2, 0, 1, 3).reshape(query_len, num_heads, -1)
 
     def _attend(
         self,
@@ -244,6 +250,8 @@ def flash_refusal(spec: DecoderSpec, *, device: torch.device, dtype: torch.dtype
         return "the GPU is older than compute capability 8.0"
     if dtype not in (torch.bfloat16, torch.float16) or kv_dtype != dtype:
         return f"it computes in 16 bits, and this is {dtype} with a {kv_dtype} KV cache"
+    if spec.module is not None and not spec.module.is_even:
+        return "keys and values of its layers differ in size"
     if spec.head_dim % 8 or spec.head_dim > MOST_HEAD_DIM:
         return f"head size {spec.head_dim} is not a multiple of 8 up to {MOST_HEAD_DIM}"
     if spec.attention_softcap is not None or spec.attention_sinks:
@@ -296,9 +304,11 @@ class FlashAttention:
         max_q = int(batch.num_tokens.max())
         keys_of_kind = self._prepare_keys(batch)
 
-        def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, *qkv: torch.Tensor, writes: bool = True) -> torch.Tensor:
+            q_TNH, k_TKH, v_TKH, *_ = qkv
             group, window = places.kinds[layer]
-            self._pool.write(layer, slots_of[group], k_TKH, v_TKH, places.layers[layer])
+            if writes:
+                self._pool.write(layer, slots_of[group], k_TKH, v_TKH, places.layers[layer])
             keys = keys_of_kind[group, window]
             k, v = self._pool.blocks(places.layers[layer])
             if keys.gathered_ids is not None:

@@ -93,9 +93,9 @@ class TorchKVPool:
         self, layer: int, slots_T: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, place: int | None = None
     ) -> None:
         """`layer` is the model's; `place` the pool's, where they differ."""
-        k_slots, v_slots = self.slots(layer if place is None else place)
-        k_slots.index_copy_(0, slots_T, k_TKH.to(self.dtype))
-        v_slots.index_copy_(0, slots_T, v_TKH.to(self.dtype))
+        for slots, written in zip(self.slots(layer if place is None else place), (k_TKH, v_TKH), strict=True):
+            values = written.flatten(1).to(self.dtype)  # a slot is as wide as the widest layer's
+            slots.flatten(1)[:, : values.shape[1]].index_copy_(0, slots_T, values)
         if self.written:
             self.written[layer if place is None else place].record()
         self.progress = self.progress[0] + (layer == 0), layer + 1

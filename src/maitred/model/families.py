@@ -219,6 +219,10 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+class UnknownArchitecture(CheckpointError):
+    """There is no row for the architecture of a config.json."""
+
+
 def spec_from_config(config: Config) -> DecoderSpec:
     """Describe the decoder of a parsed config.json.
 
@@ -226,7 +230,6 @@ def spec_from_config(config: Config) -> DecoderSpec:
     supported, and for quantised weights.
     """
     architecture = _architecture(config)
-    _refuse_quantised(config)
     try:
         return _describe(architecture, FAMILIES[architecture], config)
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
@@ -651,19 +654,9 @@ def _architecture(config: Config) -> str:
                 return name
     unknown = names[0] if names else config.get("model_type")
     code = " It brings its own Python code (auto_map), which is never run." if config.get("auto_map") else ""
-    raise CheckpointError(
+    raise UnknownArchitecture(
         f"architecture {unknown!r} is not supported; the supported ones are {', '.join(FAMILIES)}.{code}"
     )
-
-
-def _refuse_quantised(config: Config) -> None:
-    for key in ("quantization_config", "compression_config"):
-        quantised = config.get(key)
-        if quantised:
-            method = quantised.get("quant_method") or quantised.get("format") or "unknown method"
-            raise CheckpointError(
-                f"the weights are quantised ({method}), which is not supported yet; use the unquantised model"
-            )
 
 
 def _with_defaults(config: Config, family: Family) -> dict[str, Any]:

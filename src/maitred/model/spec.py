@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from maitred.core.errors import CheckpointError
 
@@ -182,6 +183,23 @@ class LayerSpec:
         return self.mlp if isinstance(self.mlp, RoutedSpec) else None
 
 
+class AttentionCall(NamedTuple):
+    """One call of attention in a module of transformers."""
+
+    module: str  # its part that attends
+    place: int  # of its keys and values in the KV cache
+    writes: bool  # they are its own, not another's that it reads
+
+
+class ModuleSpec(NamedTuple):
+    """transformers' own module (`transformers_module.py`), where it computes the model."""
+
+    num_parameters: int
+    calls: tuple[AttentionCall, ...]
+    is_even: bool  # keys and values have the decoder's heads and head size; else those are one as wide as the widest
+    identity: str  # of the config and of transformers' version
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """One decoder-only transformer with gated MLPs: down(act(gate(x)) * up(x))."""
@@ -233,6 +251,8 @@ class DecoderSpec:
     """Multiplies what each part adds to the residual stream (Granite)."""
     logit_scale: float = 1.0
     """Multiplies the final logits, before the softcap."""
+    module: ModuleSpec | None = None
+    """Another module computes the model: `layers` are those that keep keys and values, and attention alone is told."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -286,13 +306,18 @@ class DecoderSpec:
 
     def num_parameters(self) -> int:
         """Weights as held in memory; tied embeddings count once."""
-        return sum(_product(shape) for shape in parameter_shapes(self).values())
+        return self.module.num_parameters if self.module else sum(map(_product, parameter_shapes(self).values()))
 
     def num_active_parameters(self) -> int:
         """The same without the experts that a token does not have."""
         routed = [layer.routed for layer in self.layers if layer.routed is not None]
         idle = sum((each.num_experts - each.num_active) * each.width for each in routed)
         return self.num_parameters() - 3 * self.hidden_size * idle
+
+    @property
+    def way(self) -> str:
+        """Told of a model that another module computes."""
+        return ", through transformers' own module, for there is no native row" if self.module else ""
 
     def _experts(self) -> str:
         routed = [layer.routed for layer in self.layers if layer.routed is not None]
@@ -306,7 +331,8 @@ class DecoderSpec:
         of_token = f" ({active / 1e6:,.1f} M of a token)" if active < total else ""
         return (
             f"{self.architecture}, {total / 1e6:,.1f} M parameters{of_token}, "
-            f"{self.num_layers} layers{self._experts()}, hidden size {self.hidden_size}, {self.num_heads} heads of "
+            f"{len(self.module.calls if self.module else self.layers)} layers{self._experts()}, "
+            f"hidden size {self.hidden_size}, {self.num_heads} heads of "
             f"{self.head_dim} ({self.num_kv_heads} for keys and values), context {self.max_position_embeddings}"
         )
 
@@ -406,7 +432,7 @@ def _check(spec: DecoderSpec) -> None:
             raise CheckpointError(f"{spec.architecture}: {name} is {getattr(spec, name)}; it must be at least 1")
     if not spec.layers:
         raise CheckpointError(f"{spec.architecture}: the model has no layers")
-    if spec.head_dim % 2:
+    if spec.head_dim % 2 and spec.module is None:
         raise CheckpointError(f"{spec.architecture}: head_dim is {spec.head_dim}; rope needs an even head size")
     if spec.num_heads % spec.num_kv_heads:
         raise CheckpointError(
