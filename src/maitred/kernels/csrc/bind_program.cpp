@@ -267,7 +267,8 @@ using States = nb::ndarray<const int32_t, nb::shape<-1, 3>, nb::c_contig, nb::de
 void recurrent_op(BoundProgram& self, const Rows& source, const Rows& target, int key_heads, int value_heads,
                   int key_dim, int value_dim, int conv_width, const Vector& conv, const Vector& step_bias,
                   const Vector& log_decay, const Vector& norm, float eps, int64_t offset) {
-  if (std::min({key_heads, key_dim, value_dim, conv_width - 1}) < 1 || value_heads < 1 || value_heads % key_heads != 0)
+  if (std::min({key_heads, key_dim, value_dim, conv_width - 1}) < 1 || value_heads < 1 ||
+      value_heads % key_heads != 0 || conv_width > kMostTaps)
     throw std::invalid_argument("a recurrent layer of sizes that cannot be");
   RecurrentOp op{key_heads, value_heads, key_dim, value_dim, conv_width, nullptr,
                  nullptr,   nullptr,     nullptr, eps,       offset};

@@ -3,7 +3,7 @@
 //   S = decay * S;  S += k (beta * (v - S'k))';  output = S'q, normalised, times silu(z)
 //
 // A slot holds for each layer the convolution's last inputs [conv_width - 1][channels]; a matrix of each value head,
-// [strips of 32 columns][key_dim][32], padded with zeros; and the inputs of the last step's drafts, [most drafts]
+// [strips of 64 columns][key_dim][64], padded with zeros; and the inputs of the last step's drafts, [most drafts]
 // [channels and two numbers a value head], of which the request's next step consumes those that were right.
 #pragma once
 
@@ -15,7 +15,8 @@
 
 namespace maitred {
 
-constexpr int kStateStrip = 32;
+constexpr int kStateStrip = 64;
+constexpr int kMostTaps = 64;  // of a convolution
 
 struct RecurrentOp {
   int key_heads, value_heads, key_dim, value_dim, conv_width;
@@ -52,7 +53,7 @@ struct StateSlots {
   void copy(const std::vector<std::pair<int, int>>& pairs, ThreadPool& threads) const;
 };
 
-constexpr int kRecurrentRun = 8;  // tokens that go through a strip one behind the other
+constexpr int kRecurrentRun = 16;  // tokens that go through a strip one behind the other
 
 // The value heads of one key head, of one request's tokens in a step.
 struct RecurrentUnit {

@@ -46,11 +46,16 @@ void open_gate(const float* gate, float* values, int count) {
   }
 }
 
-// One token through a strip; `seen` is S'k on entry, and with kMore that of the next token's key when it returns.
+// Vectors of columns that go through a strip together, as registers have room for their sums.
+template <class V>
+constexpr int kVectors = V::width == 1 ? 16 : 4;
+
+// One token through columns of a strip; `seen` is S'k on entry, and with kMore that of the next token's key when it
+// returns.
 template <class V, bool kMore>
 inline void pass_strip(float* matrix, int key_dim, const float* q, const float* k, const float* next, const float* v,
                        float beta, float decay, V* seen, float* out) {
-  constexpr int kParts = kStateStrip / V::width;
+  constexpr int kParts = kVectors<V>;
   V change[kParts], sums[kParts];
   for (int j = 0; j < kParts; ++j) {
     change[j] = V::set1(beta) * (V::load(v + j * V::width) - V::set1(decay) * seen[j]);
@@ -155,8 +160,10 @@ struct UnitRun {
       const int count = end - first < kRecurrentRun ? end - first : kRecurrentRun;
       for (int t = 0; t < count; ++t) prepare(first + t, t);
       for (int head = 0; head < group; ++head)
-        for (int64_t column = 0; column < padded; column += kStateStrip)
-          run_strip(to + head * op.matrix_floats() + column * op.key_dim, head, head * padded + column, count);
+        for (int64_t column = 0; column < op.value_dim; column += kVectors<V> * V::width) {
+          float* const strip = to + head * op.matrix_floats() + column / kStateStrip * kStateStrip * op.key_dim;
+          run_strip(strip + column % kStateStrip, head, head * padded + column, count);
+        }
       for (int t = 0; t < count; ++t)
         if (first + t >= unit.num_replayed) finish(first + t - unit.num_replayed, t);
     }
@@ -183,18 +190,19 @@ struct UnitRun {
   }
 
   void convolve(int token, int64_t first, int count, float* out) const {
+    const float* taps[kMostTaps];
+    for (int w = 0; w < op.conv_width; ++w) taps[w] = channels_of(token - (op.conv_width - 1) + w) + first;
     for (int i = 0; i < count; i += V::width) {
       V sum = V::set1(0.0f);
-      for (int w = 0; w < op.conv_width; ++w) {
-        const float* const from = channels_of(token - (op.conv_width - 1) + w) + first;
-        sum = V::fma(load_of<V>(op.conv + w * channels + first + i, count - i), load_of<V>(from + i, count - i), sum);
-      }
+      for (int w = 0; w < op.conv_width; ++w)
+        sum =
+            V::fma(load_of<V>(op.conv + w * channels + first + i, count - i), load_of<V>(taps[w] + i, count - i), sum);
       store_of<V>(out + i, silu(sum), count - i);
     }
   }
 
   void run_strip(float* matrix, int head, int64_t column, int count) const {
-    constexpr int kParts = kStateStrip / V::width;
+    constexpr int kParts = kVectors<V>;
     V seen[kParts];
     for (int j = 0; j < kParts; ++j) seen[j] = V::set1(0.0f);
     for (int i = 0; i < op.key_dim; ++i)
