@@ -1,12 +1,13 @@
 """GGUF files of small random models, by gguf's own writer and as llama.cpp's converter stores them.
 
 The rules that the package `gguf` does not hold (q and k in pairs, Gemma's norms with their 1, Llama 3's divisors) are
-those of `conversion/*.py` in llama.cpp, as llama-cpp-python 0.3.36 carries it.
+those of `conversion/*.py` in llama.cpp, as llama-cpp-python 0.3.36 carries it. Experts are stacked by `stacked`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.kernels.test_block_formats import stored_rows
 Config = dict[str, Any]
 Tensors = dict[str, NDArray[np.float32]]
 
-PAIRED = ("llama", "granite", "smollm3")  # architectures whose rotated pairs lie side by side
+PAIRED = ("llama", "granite", "smollm3", "mistral3")  # architectures whose rotated pairs lie side by side
+_CORRECTION = "e_score_correction.bias"
 TOKENS = ["<s>", "</s>", "<|eot_id|>", "a", "b", "<|im_end|>"]
 TOKEN_TYPES = [3, 3, 3, 1, 1, 1]
 
@@ -32,7 +34,29 @@ def random_tensors(config: Config, seed: int = 0) -> Tensors:
     generator = np.random.default_rng(seed)
     spec = spec_from_config(config)
     names = Everything()
-    return {s.tensor: generator.standard_normal(s.shape, dtype=np.float32) for s in weight_map(spec, names)}
+    return stacked({s.tensor: generator.standard_normal(s.shape, dtype=np.float32) for s in weight_map(spec, names)})
+
+
+_ON_THE_HUB = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """A checkpoint's tensors with those of all experts in one for each matrix, under the names that the converter maps:
+    of Mixtral and gpt-oss those of the others."""
+    found: Tensors = {}
+    experts: dict[str, dict[int, NDArray[np.float32]]] = {}
+    for name, values in tensors.items():
+        name = name.replace("block_sparse_moe", "mlp").replace("mlp.router", "mlp.gate")
+        if match := re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)(\.\w+)", name):
+            experts.setdefault(match[1] + _ON_THE_HUB.get(match[3], match[3]) + match[4], {})[int(match[2])] = values
+        elif match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
+            kind, rows = ".bias" if match[3] else ".weight", values if match[3] else values.swapaxes(1, 2)
+            parts = {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]}
+            for part, each in (parts if match[2] == "gate_up" else {"down_proj": rows}).items():
+                found[match[1] + part + kind] = np.ascontiguousarray(each)
+        else:
+            found[name] = values
+    return found | {name: np.stack([by[number] for number in sorted(by)]) for name, by in experts.items()}
 
 
 def write_gguf(
@@ -63,10 +87,13 @@ def write_gguf(
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name, values in tensors.items():
         stored = as_stored(name, values, architecture, config)
+        name = f"{name}.weight" if name.endswith("sinks") else name.replace("e_score_correction_bias", _CORRECTION)
         own = names.get_name(name, (".weight", ".bias"))
         assert own is not None, name
-        dtype = type_of(name) if type_of is not None and values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(own, stored_rows(dtype.name, stored, seed=len(own)), raw_dtype=dtype)
+        is_matrix = stored.ndim >= 2 and not name.endswith((".bias", ".gate.weight"))
+        dtype = type_of(name) if type_of is not None and is_matrix else gguf.GGMLQuantizationType.F32
+        rows = stored_rows(dtype.name, stored.reshape(-1, stored.shape[-1]), seed=len(own))
+        writer.add_tensor(own, rows.reshape(*stored.shape[:-1], -1), raw_dtype=dtype)
     for own, factors in _rope_tensors(config).items():
         writer.add_tensor(own, factors)
     writer.write_header_to_file()
@@ -79,6 +106,8 @@ def write_gguf(
 def as_stored(name: str, values: NDArray[np.float32], architecture: str, config: Config) -> NDArray[np.float32]:
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return values + np.float32(1)
+    if name.endswith("shared_expert_gate.weight"):
+        return values.squeeze()
     for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if architecture in PAIRED and f".{part}." in name:
             rows = values.reshape(config[key], 2, values.shape[0] // config[key] // 2, *values.shape[1:])
@@ -103,6 +132,8 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         writer.add_value_length(head_dim)
     if "rope_theta" in full and architecture != "gemma2":
         writer.add_rope_freq_base(full["rope_theta"])
+    if (local := rope.get("sliding_attention")) and architecture == "olmo2":
+        writer.add_rope_freq_base_swa(local["rope_theta"])
     if architecture == "phi3":
         writer.add_rope_dimension_count(int(full.get("partial_rotary_factor", 1.0) * head_dim))
         original = config.get("original_max_position_embeddings", 4096)
@@ -117,7 +148,15 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
             writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
             if "beta_fast" in full:
                 writer.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    elif "partial_rotary_factor" in full:
+        writer.add_rope_dimension_count(int(full["partial_rotary_factor"] * head_dim))
+    if full.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
+    _add_experts(writer, architecture, config)
+    if architecture == "olmo2" and config.get("layer_types"):
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -127,6 +166,30 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+
+
+def _add_experts(writer: Any, architecture: str, config: Config) -> None:
+    numbers = {
+        "n_routed_experts": writer.add_expert_count,
+        "num_local_experts": writer.add_expert_count,
+        "num_experts": writer.add_expert_count,
+        "num_experts_per_tok": writer.add_expert_used_count,
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "n_shared_experts": writer.add_expert_shared_count,
+        "first_k_dense_replace": writer.add_leading_dense_block_count,
+        "n_group": writer.add_expert_group_count,
+        "topk_group": writer.add_expert_group_used_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale,
+    }
+    for name, add in numbers.items():
+        if config.get(name) is not None and not (name == "num_experts" and "num_local_experts" in config):
+            add(config[name])
+    if architecture == "glm4moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
 
 
 def _rope_tensors(config: Config) -> Tensors:

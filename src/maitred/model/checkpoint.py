@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maitred.core.errors import CheckpointError
 from maitred.model.families import spec_from_config
-from maitred.model.gguf_config import config_of, generation_config_of, hugging_face_names, in_rope_order, permuted_heads
+from maitred.model.gguf_config import as_there, config_of, generation_config_of, hugging_face_names, shape_there
 from maitred.model.gguf_file import GgufFile, gguf_in, gguf_name, is_gguf, open_gguf
 from maitred.model.packaged import BUILTIN_FOLDER, BUILTIN_NAME, PACKAGED, default_model
 from maitred.model.safetensors_file import RawTensor, SafetensorsFile, TensorFile
@@ -202,11 +202,10 @@ class Checkpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {str(error).replace('config.json', 'the metadata')}") from None
         for source in sources:
-            file, own = self._file_of[source.tensor], self.own_name(source.tensor)
-            if (shape := file.shape_of(own)) != source.shape:
+            if (shape := self.shape_of(source.tensor)) != source.shape:
                 raise CheckpointError(
-                    f"{file.path}: tensor {own} has shape {list(shape)}, the metadata asks for {list(source.shape)}; "
-                    f"the file is damaged, download it again"
+                    f"{self.file_of(source.tensor)}: tensor {self.own_name(source.tensor)} has shape {list(shape)}, the "
+                    f"metadata asks for {list(source.shape)}; the file is damaged, download it again"
                 )
 
     @property
@@ -302,8 +301,7 @@ class Checkpoint:
         raw = self._file_of[name].tensor(self.own_name(name))
         if self.gguf is None:
             return raw
-        num_heads = permuted_heads(self.config, self.gguf.metadata["general.architecture"], name)
-        return in_rope_order(raw, num_heads) if num_heads else raw
+        return as_there(raw, self.config, self.gguf.metadata["general.architecture"], name)
 
     def dtype_of(self, name: str) -> str:
         if name in self._quantised:
@@ -317,7 +315,8 @@ class Checkpoint:
     def shape_of(self, name: str) -> tuple[int, ...]:
         if name in self._quantised:
             return self._quantised[name].shape
-        return self._file_of[name].shape_of(self.own_name(name))
+        shape = self._file_of[name].shape_of(self.own_name(name))
+        return shape if self.gguf is None else shape_there(name, shape)
 
     def file_of(self, name: str) -> Path:
         return self._file_of[name].path

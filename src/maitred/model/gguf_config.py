@@ -99,8 +99,6 @@ def config_of(files: Sequence[GgufFile]) -> Config:
     head_dim = keys.count("attention.key_length", hidden_size // num_heads or 1)
     if (value_dim := keys.count("attention.value_length", head_dim)) != head_dim:
         keys.refuse(f"heads of {head_dim} values for keys and {value_dim} for values are not supported", _OTHER)
-    if num_experts := keys.number("expert_count", 0):
-        keys.refuse(f"mixtures of experts are not supported ({num_experts} experts)", _OTHER)
     if keys.value("attention.causal") is False:
         keys.refuse("the model is an encoder (attention.causal is false)", "only causal decoders are served")
     config = {
@@ -109,7 +107,7 @@ def config_of(files: Sequence[GgufFile]) -> Config:
         "vocab_size": _vocab_size(keys),
         "hidden_size": hidden_size,
         "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": _num_layers(keys),
+        **_num_layers(keys),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -124,6 +122,7 @@ def config_of(files: Sequence[GgufFile]) -> Config:
         if isinstance(token := keys.metadata.get(f"tokenizer.ggml.{name}_token_id"), int):
             config[f"{name}_token_id"] = token
     _check_types(keys)
+    config |= _experts(keys, config) if keys.number("expert_count", 0) else {}
     return config | row.more(keys, config)
 
 
@@ -150,7 +149,8 @@ def hugging_face_names(architecture: str, names: Iterable[str]) -> dict[str, str
     for name in names:
         layer = _LAYER.fullmatch(name)
         if layer is not None and layer[2] in parts:
-            found[f"model.layers.{layer[1]}.{parts[layer[2]]}.{layer[3]}"] = name
+            kind = "" if layer[3] is None or layer[2] in _BARE else f".{layer[3]}"
+            found[f"model.layers.{layer[1]}.{parts[layer[2]]}{kind}"] = name
         elif name not in _ROPE_TENSORS:
             found[_OUTSIDE.get(name, name)] = name
     return found
@@ -202,6 +202,18 @@ def permuted_heads(config: Config, architecture: str, name: str) -> int:
     return 0
 
 
+def shape_there(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor's shape under its Hugging Face name; the converter leaves out axes of one."""
+    return (1, *shape) if name.endswith(".shared_expert_gate.weight") else shape
+
+
+def as_there(raw: RawTensor, config: Config, architecture: str, name: str) -> RawTensor:
+    """A file's tensor as checkpoints in the family's own layout hold it, by its Hugging Face name."""
+    if num_heads := permuted_heads(config, architecture, name):
+        raw = in_rope_order(raw, num_heads)
+    return RawTensor(raw.dtype, shape_there(name, raw.shape), raw.data)
+
+
 def in_rope_order(raw: RawTensor, num_heads: int) -> RawTensor:
     """Rows as transformers rotates them, the first half of a head with the second: llama.cpp's files put each pair
     side by side. Rows move whole, so that no value changes."""
@@ -242,13 +254,24 @@ def _vocab_size(keys: _Keys) -> int:
     return rows
 
 
-def _num_layers(keys: _Keys) -> int:
+def _num_layers(keys: _Keys) -> Config:
+    """Layers of the decoder, and those behind them that only draft, which `block_count` counts too."""
     layers = {match[1] for name in keys.names if (match := _LAYER.fullmatch(name))}
     if (claimed := keys.count("block_count")) != len(layers):
         keys.refuse(
             f"key {keys.architecture}.block_count is {claimed:,}, and there are tensors of {len(layers)} layers"
         )
-    return claimed
+    if (drafting := keys.number("nextn_predict_layers", 0)) >= claimed:
+        keys.refuse(f"key {keys.architecture}.nextn_predict_layers is {drafting:,} of {claimed:,} layers")
+    return {"num_hidden_layers": claimed - drafting, "num_nextn_predict_layers": drafting}
+
+
+def _experts(keys: _Keys, config: Config) -> Config:
+    """Routed experts, under all names that families have for their number."""
+    count, active = keys.count("expert_count"), keys.count("expert_used_count")
+    width = keys.number("expert_feed_forward_length", 0) or max(config["intermediate_size"] // active, 1)
+    numbers = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), count)
+    return {**numbers, "num_experts_per_tok": active, "moe_intermediate_size": width}
 
 
 def _check_types(keys: _Keys) -> None:
@@ -329,11 +352,63 @@ def _llama3_divisors(rope: RopeSpec) -> list[float]:
 
 
 def _llama(keys: _Keys, config: Config) -> Config:
-    """Mistral's files say llama; those of its models with a window have it."""
+    """Mistral's files say llama, as Mixtral's do; those of its models with a window have it."""
     window = keys.number("attention.sliding_window", 0)
-    if not window:
+    name = "mixtral" if "num_experts" in config else "mistral" if window else ""
+    if not name:
         return {}
-    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return {"architectures": [f"{name.title()}ForCausalLM"], "model_type": name, "sliding_window": window or None}
+
+
+def _mistral3(keys: _Keys, config: Config) -> Config:
+    """YaRN's attention factor as llama.cpp computes it, of an mscale of 1, and the queries' scale beside it."""
+    told = {"mscale_all_dim": "rope.scaling.yarn_log_multiplier", "llama_4_scaling_beta": "attention.temperature_scale"}
+    more = {name: number for name, key in told.items() if (number := keys.number(key, 0.0))}
+    return {"rope_parameters": {**config["rope_parameters"], "mscale": 1.0, **more}}
+
+
+def _qwen_moe(keys: _Keys, config: Config) -> Config:
+    """Qwen2's shared expert has a gate; weights are normalised in Qwen3's."""
+    shared = keys.count("expert_shared_feed_forward_length", config["intermediate_size"])
+    return {
+        "norm_topk_prob": keys.architecture == "qwen3moe",
+        "shared_expert_intermediate_size": 0 if keys.architecture == "qwen3moe" else shared,
+        "qkv_bias": config["attention_bias"],
+    }
+
+
+def _olmoe(keys: _Keys, config: Config) -> Config:
+    return {"clip_qkv": keys.number("attention.clamp_kqv", 0.0) or None, "norm_topk_prob": False}
+
+
+def _glm4(keys: _Keys, config: Config) -> Config:
+    """Where pictures share the positions (`dimension_sections`), the rows of q and k are moved as Llama's."""
+    return {"rope_interleaved": not any(keys.value("rope.dimension_sections") or ())}
+
+
+def _glm4_moe(keys: _Keys, config: Config) -> Config:
+    scorings = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers; without one it is sigmoid
+    return {
+        "scoring_func": scorings.get(number := keys.number("expert_gating_func", 0), f"number {number}"),
+        "first_k_dense_replace": keys.number("leading_dense_block_count", 0),
+        "n_shared_experts": keys.number("expert_shared_count", 0),
+        "n_group": keys.number("expert_group_count", 0) or 1,
+        "topk_group": keys.number("expert_group_used_count", 0) or 1,
+        "norm_topk_prob": bool(keys.value("expert_weights_norm")),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.names,
+    }
+
+
+def _gpt_oss(keys: _Keys, config: Config) -> Config:
+    """The files do not say that the model's YaRN does not round its borders, nor where SwiGLU is clamped."""
+    return {
+        "intermediate_size": config["moe_intermediate_size"],
+        "sliding_window": keys.count("attention.sliding_window"),
+        "rope_parameters": {**config["rope_parameters"], "truncate": False},
+        "swiglu_limit": 7.0,
+        **_layer_types(keys, config, 2),
+    }
 
 
 def _gemma(keys: _Keys, config: Config) -> Config:
@@ -355,13 +430,18 @@ def _gemma2(keys: _Keys, config: Config) -> Config:
 
 def _gemma3(keys: _Keys, config: Config) -> Config:
     window = keys.number("attention.sliding_window", 0)
-    sliding = {"rope_type": "default", "rope_theta": float(keys.number("rope.freq_base_swa", 10_000.0))}
     return _gemma(keys, config) | {
         "sliding_window": window or None,
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
-        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding},
+        **_ropes(keys, config, 10_000.0),
         **(_layer_types(keys, config, 6) if window else {"layer_types": _types([False] * config["num_hidden_layers"])}),
     }
+
+
+def _ropes(keys: _Keys, config: Config, theta: float) -> Config:
+    """Full layers have the file's rope, sliding ones that of `theta`, where the file has no other, and not stretched."""
+    sliding = {"rope_type": "default", "rope_theta": float(keys.number("rope.freq_base_swa", theta))}
+    return {"rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding}}
 
 
 def _layer_types(keys: _Keys, config: Config, pattern: int) -> Config:
@@ -395,9 +475,11 @@ def _granite(keys: _Keys, config: Config) -> Config:
 
 
 def _olmo2(keys: _Keys, config: Config) -> Config:
-    if keys.number("attention.sliding_window", 0):
-        keys.refuse("OLMo 3, whose layers slide, is not supported", _OTHER)
-    return {}
+    """OLMo 3's files say olmo2, and have a window."""
+    if not (window := keys.number("attention.sliding_window", 0)):
+        return {}
+    olmo3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": window}
+    return olmo3 | _ropes(keys, config, config["rope_parameters"]["rope_theta"]) | _layer_types(keys, config, 4)
 
 
 def _nothing_more(keys: _Keys, config: Config) -> Config:
@@ -414,7 +496,7 @@ class _Architecture:
 
 
 _OTHER = "choose another model"
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -433,21 +515,55 @@ _PARTS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.embed_tokens": "embed_tokens",
+}
+_BARE = ("exp_probs_b", "attn_sinks")  # parts whose Hugging Face names end without a kind
+_MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}  # before the MLP, where it is called so
+_SHARED_EXPERT = {
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_PARTS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 
+_GLM4_PARTS = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+
 ARCHITECTURES = {
     "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, parts=_GEMMA_PARTS),
     "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3, parts=_GEMMA_PARTS),
+    "glm4": _Architecture("Glm4ForCausalLM", "glm4", _glm4, parts=_GLM4_PARTS),
+    "glm4moe": _Architecture("Glm4MoeForCausalLM", "glm4_moe", _glm4_moe, parts=_MLP_NORM),
+    "gpt-oss": _Architecture(
+        "GptOssForCausalLM", "gpt_oss", _gpt_oss, parts=_MLP_NORM | {"attn_sinks": "self_attn.sinks"}
+    ),
     "granite": _Architecture("GraniteForCausalLM", "granite", _granite, is_permuted=True),
     "llama": _Architecture("LlamaForCausalLM", "llama", _llama, is_permuted=True),
+    "mistral3": _Architecture("Ministral3ForCausalLM", "ministral3", _mistral3, is_permuted=True),
     "olmo2": _Architecture("Olmo2ForCausalLM", "olmo2", _olmo2, parts=_POST_NORMS),
+    "olmoe": _Architecture("OlmoeForCausalLM", "olmoe", _olmoe),
     "phi3": _Architecture(
         "Phi3ForCausalLM", "phi3", _phi3, parts={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     ),
     "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": _Architecture("Qwen2MoeForCausalLM", "qwen2_moe", _qwen_moe, parts=_SHARED_EXPERT),
     "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _qwen_moe),
     "smollm3": _Architecture("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
 }
 

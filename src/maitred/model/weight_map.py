@@ -323,8 +323,8 @@ _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # names of a
 
 
 def _routed(routed: RoutedSpec, layer: str, target: str, hidden: int, names: Collection[str]) -> Iterator[WeightSource]:
-    """A routed MLP: a tensor an expert and matrix, as on the hub, or those of all experts in one, as in
-    transformers 5 and in gpt-oss."""
+    """A routed MLP: a tensor an expert and matrix, as on the hub, one a matrix for all experts, as in GGUF files, or
+    gate and up in one besides, as in transformers 5 and in gpt-oss."""
     mixtral = f"{layer}block_sparse_moe.gate.weight" in names and f"{layer}mlp.gate.weight" not in names
     source, own = f"{layer}{'block_sparse_moe' if mixtral else 'mlp'}.", _MIXTRAL if mixtral else {}
     router = "router" if f"{source}router.weight" in names and f"{source}gate.weight" not in names else "gate"
@@ -340,17 +340,21 @@ def _routed(routed: RoutedSpec, layer: str, target: str, hidden: int, names: Col
         ("up_proj", "gate_up", width, width),
         ("down_proj", "down", 0, hidden),
     )
-    ends = [end for end in ("", "_blocks") if f"{experts}gate_up_proj{end}" in names]
-    if ends and f"{experts}0.{own.get('gate_proj', 'gate_proj')}.weight" not in names:
+    apart = f"{experts}0.{own.get('gate_proj', 'gate_proj')}.weight" in names
+    ends = [end for end in ("", "_blocks", ".weight") if f"{experts}gate_up_proj{end}" in names and not apart]
+    if ends:
         yield from _fused_experts(routed, experts, target, hidden, ends[0])
-    else:
-        for expert in range(routed.num_experts):
-            for name, parameter, first, rows in matrices:
-                width_in, distance = (width, hidden) if parameter == "down" else (hidden, 2 * width)
-                tensor, row = f"{experts}{expert}.{own.get(name, name)}", expert * distance + first
-                yield WeightSource(f"{tensor}.weight", (rows, width_in), f"{target}experts.{parameter}.weight", row)
-                if routed.expert_bias:
-                    yield WeightSource(f"{tensor}.bias", (rows,), f"{target}experts.{parameter}.bias", row)
+    for name, parameter, first, rows in () if ends else matrices:
+        width_in, distance = (width, hidden) if parameter == "down" else (hidden, 2 * width)
+        for kind, shape in (("weight", (rows, width_in)), ("bias", (rows,)))[: 1 + routed.expert_bias]:
+            to = f"{target}experts.{parameter}.{kind}"
+            if f"{experts}gate_proj.{kind}" in names and not apart:
+                stack, of_all = Stack(rows, distance), (routed.num_experts, *shape)
+                yield WeightSource(f"{experts}{name}.{kind}", of_all, to, first, stack=stack)
+                continue
+            for expert in range(routed.num_experts):
+                tensor = f"{experts}{expert}.{own.get(name, name)}.{kind}"
+                yield WeightSource(tensor, shape, to, expert * distance + first)
     if routed.shared_width:
         shared = f"{source}shared_expert{'' if routed.shared_gate else 's'}."
         parts = (("gate_proj", routed.shared_width), ("up_proj", routed.shared_width))
@@ -361,7 +365,7 @@ def _routed(routed: RoutedSpec, layer: str, target: str, hidden: int, names: Col
 
 
 def _fused_experts(routed: RoutedSpec, experts: str, target: str, hidden: int, end: str) -> Iterator[WeightSource]:
-    """One tensor for all experts; what has `end` is MXFP4, whose rows are never [in, out]."""
+    """One tensor for all experts; what has `end` is MXFP4 or a GGUF file's, whose rows are never [in, out]."""
     number, width, transposed = routed.num_experts, routed.width, routed.interleaved and not end
     for name, rows, width_in in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
         turns = 2 if name == "gate_up" and routed.interleaved else 1

@@ -77,6 +77,7 @@ RULES = {
         Rule(_DIGITS_FIRST),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Rule(_LLAMA3)),
+    "glm4": Rule(_LLAMA3, whole_pieces=True),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
         Rule(_LLAMA3, whole_pieces=True, adds_bos=True),
