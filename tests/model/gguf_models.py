@@ -45,8 +45,8 @@ def stacked(tensors: Tensors) -> Tensors:
     of Mixtral and gpt-oss those of the others."""
     found: Tensors = {}
     experts: dict[str, dict[int, NDArray[np.float32]]] = {}
-    for name, values in tensors.items():
-        name = name.replace("block_sparse_moe", "mlp").replace("mlp.router", "mlp.gate")
+    for hub_name, values in tensors.items():
+        name = hub_name.replace("block_sparse_moe", "mlp").replace("mlp.router", "mlp.gate")
         if match := re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)(\.\w+)", name):
             experts.setdefault(match[1] + _ON_THE_HUB.get(match[3], match[3]) + match[4], {})[int(match[2])] = values
         elif match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
@@ -87,8 +87,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name, values in tensors.items():
         stored = as_stored(name, values, architecture, config)
-        name = f"{name}.weight" if name.endswith("sinks") else name.replace("e_score_correction_bias", _CORRECTION)
-        own = names.get_name(name, (".weight", ".bias"))
+        mapped = f"{name}.weight" if name.endswith("sinks") else name.replace("e_score_correction_bias", _CORRECTION)
+        own = names.get_name(mapped, (".weight", ".bias"))
         assert own is not None, name
         is_matrix = stored.ndim >= 2 and not name.endswith((".bias", ".gate.weight"))
         dtype = type_of(name) if type_of is not None and is_matrix else gguf.GGMLQuantizationType.F32
@@ -150,9 +150,13 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
                 writer.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
     elif "partial_rotary_factor" in full:
         writer.add_rope_dimension_count(int(full["partial_rotary_factor"] * head_dim))
-    if full.get("llama_4_scaling_beta"):
-        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
     _add_experts(writer, architecture, config)
+    _add_by_architecture(writer, architecture, config, full)
+
+
+def _add_by_architecture(writer: Any, architecture: str, config: Config, full: Config) -> None:
+    if architecture == "mistral3":
+        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
     if architecture == "olmo2" and config.get("layer_types"):
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])

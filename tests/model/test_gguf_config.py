@@ -144,7 +144,7 @@ def test_experts_keep_the_codes_of_their_file(tmp_path: Path, dtype: Type) -> No
     with open_checkpoint(str(path)) as checkpoint:
         plan = native_plan(checkpoint, spec_from_config(checkpoint.config), dtype="auto")
         weights = pack_weights(plan.program, checkpoint, _native.ThreadPool(1)).tensors
-        name, of_all = next((name, each) for name, each in weights.items() if name.endswith("experts.down"))
+        of_all = next(each for name, each in weights.items() if name.endswith("experts.down"))
         assert of_all.weight.format.dtype == HELD_AS[dtype.name]
         raw = checkpoint.tensor("model.layers.0.mlp.experts.down_proj.weight")
         values = np.empty((5 * 256, 256), np.float32)

@@ -202,10 +202,11 @@ class Checkpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {str(error).replace('config.json', 'the metadata')}") from None
         for source in sources:
-            if (shape := self.shape_of(source.tensor)) != source.shape:
+            name = source.tensor
+            if (shape := self.shape_of(name)) != source.shape:
                 raise CheckpointError(
-                    f"{self.file_of(source.tensor)}: tensor {self.own_name(source.tensor)} has shape {list(shape)}, the "
-                    f"metadata asks for {list(source.shape)}; the file is damaged, download it again"
+                    f"{self.file_of(name)}: tensor {self.own_name(name)} has shape {list(shape)}, the metadata asks "
+                    f"for {list(source.shape)}; the file is damaged, download it again"
                 )
 
     @property
