@@ -439,7 +439,7 @@ def _gemma3(keys: _Keys, config: Config) -> Config:
 
 
 def _ropes(keys: _Keys, config: Config, theta: float) -> Config:
-    """Full layers have the file's rope; sliding ones are not stretched, and have `theta` unless the file tells another."""
+    """Full layers have the file's rope; sliding ones are not stretched, and have `theta` if the file tells no other."""
     sliding = {"rope_type": "default", "rope_theta": float(keys.number("rope.freq_base_swa", theta))}
     return {"rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding}}
 
