@@ -16,15 +16,15 @@ from msgspec import structs
 from maitred.config import SchedulerConfig
 from maitred.core.clock import WallClock
 from maitred.core.errors import ConfigError, EngineDead
-from maitred.core.replica import DraftCounts, ReplicaState
+from maitred.core.replica import DraftCounts, ReplicaState, state_of_all
 from maitred.core.request import FinishReason, RequestSpec, SamplingParams
 from maitred.core.step import RequestProgress
 from maitred.engine import child_process, restarts, supervisor
 from maitred.engine.frames import BlockChanges
-from maitred.engine.live_view import FIRST_OWNER, MAX_CELLS, MAX_RUNNING, OTHER, LiveView, live_view
+from maitred.engine.live_view import FIRST_OWNER, MAX_CELLS, MAX_RUNNING, OTHER, LiveView, live_view, live_view_of_all
 from maitred.fleet.serve_engine import read_options, start_engine
-from maitred.fleet.workers import Workers, live_view_of_all, queue_of_all, state_of_all
-from maitred.scheduler.queue_view import queue_view
+from maitred.fleet.workers import Workers
+from maitred.scheduler.queue_view import queue_of_all, queue_view
 from maitred.scheduler.scheduler import Scheduler
 from tests.engine.clients import POISON, PROMPT, ask, start_of, tokens
 from tests.engine.fake_child import Gate, expected

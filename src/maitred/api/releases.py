@@ -22,12 +22,11 @@ from maitred.api.http.routes import Route, RouteTable
 from maitred.api.routes import make_routes
 from maitred.core import metrics as m
 from maitred.core.errors import CheckpointError, EngineDead, OutOfMemory
-from maitred.core.replica import ReplicaState
+from maitred.core.replica import ReplicaState, state_of_all
 from maitred.engine.queries import AdapterFolder
 from maitred.engine.releases import StartingRelease
 from maitred.engine.replica import Replica
 from maitred.engine.starting import Engine
-from maitred.fleet.workers import state_of_all
 from maitred.model.shelf import Shelf
 
 logger = logging.getLogger("maitred.releases")

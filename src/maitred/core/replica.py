@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import reduce
 from itertools import zip_longest
+from operator import add
+from typing import Any
 
 import msgspec
 
@@ -166,6 +169,29 @@ class ReplicaState:
     wake_s: float = 0.0  # what the last start out of sleep took
     num_resumed: int = 0  # samples that went on with another engine
     num_wrong_frames: int = 0  # messages from the engine's process that were none, and were dropped
+
+
+_LARGEST = frozenset({"last_step_age_s", "heartbeat_age_s", "wake_s"})
+_BY_ITSELF = frozenset({"alive", "error", "loading", "lacking", "asleep", "num_finished"})
+
+
+def state_of_all(states: Sequence[ReplicaState], num_held: int, ended: Mapping[FinishReason, int]) -> ReplicaState:
+    """Alive while one of them is. `num_held` wait for a worker, and of those that did so many have `ended`."""
+    told: dict[str, Any] = {}
+    for name in (each.name for each in fields(ReplicaState) if each.name not in _BY_ITSELF):
+        values = [getattr(state, name) for state in states]
+        told[name] = max(values) if name in _LARGEST else reduce(add, values)
+    told["num_waiting"] += num_held
+    living = [state for state in states if state.alive]
+    errors = [f"worker {number}: {state.error}" for number, state in enumerate(states)]
+    return ReplicaState(
+        alive=bool(living),
+        error=None if living else "; ".join(errors),
+        loading=not living and any(state.loading for state in states),
+        asleep=bool(living) and all(state.asleep for state in living),
+        num_finished={r: ended.get(r, 0) + sum(s.num_finished.get(r, 0) for s in states) for r in FinishReason},
+        **told,
+    )
 
 
 class WorkerView(msgspec.Struct, frozen=True):

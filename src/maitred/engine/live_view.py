@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import nsmallest
 from itertools import groupby
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +19,7 @@ from maitred.scheduler.engine_core import EngineCore
 from maitred.scheduler.queue_view import LaneView, lane_views, reason_of
 from maitred.scheduler.scheduler import Scheduler
 
+S = TypeVar("S", bound=msgspec.Struct)
 MAX_RUNNING = 64  # requests of the batch that are named
 MAX_WAITING = 24  # of the queue
 MAX_TENANTS = 16
@@ -282,3 +284,57 @@ def _paint(
         if ref_counts[block] > 1:
             return
         codes[block // blocks_per_cell] = code
+
+
+# ---- the views of several engines as one
+
+
+def live_view_of_all(views: Sequence[LiveView], held: Sequence[QueuedRequest]) -> LiveView:
+    """One batch and one map of blocks, as small as an engine's own; requests of `held` wait for an engine."""
+    running = [request for view in views for request in view.running]
+    waiting = [*(request for view in views for request in view.waiting), *held]
+    total = _summed(views, ("max_num_seqs", "num_running", "num_waiting", "execute_s", "host_s"))
+    return msgspec.structs.replace(
+        total,
+        now=max(view.now for view in views),
+        num_waiting=total.num_waiting + len(held),
+        running=tuple(running[:MAX_RUNNING]),
+        waiting=tuple(waiting[:MAX_WAITING]),
+        blocks=_blocks_of_all(views),
+        tenants=_shares_of_all(views),
+        counters=_summed([view.counters for view in views], EngineCounters.__struct_fields__),
+        cost_s=max(view.cost_s for view in views),
+    )
+
+
+def _summed(records: Sequence[S], names: Sequence[str]) -> S:
+    """The first of them, with sums of these fields."""
+    return msgspec.structs.replace(records[0], **{name: sum(getattr(each, name) for each in records) for name in names})
+
+
+def _blocks_of_all(views: Sequence[LiveView]) -> BlockMap:
+    codes: list[int] = []
+    num_named = 0
+    for view in views:
+        for code, length in zip(view.blocks.runs[::2], view.blocks.runs[1::2], strict=True):
+            codes += [_renumbered(code, num_named)] * length
+        num_named += len(view.running)
+    stride = max(1, -(-len(codes) // MAX_CELLS))
+    total = _summed([view.blocks for view in views], ("num_blocks", "num_used", "num_cached"))
+    runs, blocks_per_cell = run_lengths(codes[::stride]), stride * total.blocks_per_cell
+    return msgspec.structs.replace(total, blocks_per_cell=blocks_per_cell, runs=runs)
+
+
+def _renumbered(code: int, num_before: int) -> int:
+    """The code of a request that stands behind so many others now; past the named ones it becomes OTHER."""
+    if code < FIRST_OWNER:
+        return code
+    return code + num_before if code - FIRST_OWNER + num_before < MAX_RUNNING else OTHER
+
+
+def _shares_of_all(views: Sequence[LiveView]) -> tuple[TenantShare, ...]:
+    shares: dict[str, list[TenantShare]] = {}
+    for share in (share for view in views for share in view.tenants):
+        shares.setdefault(share.name, []).append(share)
+    summed = [_summed(each, ("num_running", "num_blocks")) for each in shares.values()]
+    return tuple(nsmallest(MAX_TENANTS, summed, key=lambda share: (-share.num_running, share.name)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from maitred.config import SchedulerConfig
@@ -55,6 +57,21 @@ class QueueView(msgspec.Struct, frozen=True):
     offset: int
     waiting: tuple[WaitingRequest, ...]
     lanes: tuple[LaneView, ...] = ()  # of tensor models, those with requests now or lately
+
+
+def queue_of_all(views: Sequence[QueueView], held: Sequence[WaitingRequest], offset: int, limit: int) -> QueueView:
+    """Requests that wait in a worker, and then those that wait for one."""
+    waiting = [request for view in views for request in view.waiting]
+    waiting += held
+    waiting = [msgspec.structs.replace(request, position=place) for place, request in enumerate(waiting)]
+    return QueueView(
+        policy=views[0].policy,
+        num_running=sum(view.num_running for view in views),
+        max_num_seqs=sum(view.max_num_seqs for view in views),
+        num_waiting=sum(view.num_waiting for view in views) + len(held),
+        offset=offset,
+        waiting=tuple(waiting[offset : offset + limit]),
+    )
 
 
 def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int = 100) -> QueueView:
