@@ -100,6 +100,16 @@ def awq(group: int = 32) -> Made:
     return {"qweight": woven[0], "qzeros": woven[1], "scales": scale.T}, told, values
 
 
+def packed_with_zeros(bits: int, group: int, dtype: torch.dtype) -> Made:
+    codes, scale, zero = integers(bits, group)
+    scale = (scale * 2.0**14).round().clamp(64, 127) / 2.0**14  # 7 bits, whose products with a zero are float16s
+    values = values_of(codes, scale, zero, torch.arange(WIDTH) // group)
+    zeros = words(zero.T, bits).T
+    parts = {"weight_packed": words(codes, bits), "weight_scale": scale.to(dtype), "weight_zero_point": zeros}
+    told = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return parts | {"weight_shape": torch.tensor([ROWS, WIDTH])}, told, values
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {"weights": weights, "input_activations": {"num_bits": 8, "type": "int", "dynamic": False}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
@@ -179,6 +189,9 @@ FORMATS: dict[str, tuple[Callable[[], Made], str]] = {
     "gptq 8 bits in act-order": (lambda: gptq(8, 32, act_order=True, centred=True), "Q8_0"),
     "gptq groups of 16": (lambda: gptq(4, 16, act_order=True), "F32"),
     "awq gemm": (awq, "Q4_Z"),
+    "packed 4 bits with zeros": (lambda: packed_with_zeros(4, 32, torch.float16), "Q4_1"),
+    "packed 4 bits a row with zeros": (lambda: packed_with_zeros(4, WIDTH, torch.bfloat16), "Q4_1"),
+    "packed 8 bits with zeros": (lambda: packed_with_zeros(8, 64, torch.float16), "Q8_Z"),
     "int8, scales in bfloat16": (lambda: int8(torch.bfloat16), "Q8_0"),
     "int8, small scales": (lambda: int8(torch.bfloat16, 1e-5), "Q8_W"),
     "int8, scales in float32": (lambda: int8(torch.float32), "Q8_W"),
@@ -217,11 +230,8 @@ def parts_of(form: Form) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     [
         (Form(4, 32, True), torch.bfloat16, "Q4_0"),
         (Form(4, 128, True), torch.float16, "Q4_0"),
-        (Form(4, 32, False), torch.float16, "Q4_1"),
-        (Form(4, None, False), torch.bfloat16, "Q4_1"),
         (Form(8, None, True), torch.bfloat16, "Q8_0"),
         (Form(8, 32, True), torch.float32, "Q8_0"),
-        (Form(8, 64, False), torch.float16, "Q8_Z"),
         (Form(4, 16, True), torch.float16, "F32"),
     ],
 )

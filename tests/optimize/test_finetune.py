@@ -52,8 +52,8 @@ IDS = [3, 6, 9, 12, 15, 18, 21, 24]
 @pytest.mark.parametrize(
     ("family", "own"),
     [
-        ("llama", {"target_modules": ("q_proj", "v_proj", "down_proj"), "lora_alpha": 32.0}),
-        ("phi3", {"lora_rank": 3, "lora_alpha": 5.0}),
+        ("llama", {}),
+        ("phi3", {"lora_rank": 3}),
         pytest.param("gemma3", {}, marks=pytest.mark.soak),
     ],
 )
@@ -86,7 +86,7 @@ def test_its_gradient_is_that_of_peft(tmp_path: Path):
     theirs = get_peft_model(load_reference(parent), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
     with open_checkpoint(str(parent)) as checkpoint:
         decoder = load_torch_decoder(spec_from_config(checkpoint.config), checkpoint)
-    matrices = attach_lora(decoder, FinetuneConfig(lora_rank=4, lora_alpha=8.0), seed=0)
+    matrices = attach_lora(decoder, 4, seed=0)
     named = {"layers" + name.split("layers", 1)[1]: p for name, p in theirs.named_parameters() if "lora_" in name}
     assert len(named) == 2 * len(matrices)
     with torch.no_grad():
@@ -123,8 +123,6 @@ def test_what_learns_nothing_of_what_is_held_out_is_refused(tmp_path: Path):
     (failure,) = report.failures
     assert failure.rule == "max_perplexity_ratio"
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match=r"target_modules has q_prj; choose from down_proj, gate_proj, .*v_proj"):
-        tune(ask(tmp_path), target_modules=("q_prj",))
 
 
 def test_an_ended_run_goes_on_to_the_same_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

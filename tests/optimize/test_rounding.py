@@ -52,9 +52,7 @@ def obvious_gptq(rounded: Rounded, weights: torch.Tensor, hessian: torch.Tensor)
     return codes
 
 
-@pytest.mark.parametrize(
-    "form", [Form(4, 32, False), Form(4, 32, False, free=True), Form(4, 128, True), Form(4, None, True)]
-)
+@pytest.mark.parametrize("form", [Form(4, 32, False), Form(4, 128, True), Form(4, None, True)])
 def test_gptq_chooses_what_float64_chooses(form: Form):
     weights, hessian = world()
     rounded = gptq_in_order(form, weights, hessian, "a linear")
@@ -66,7 +64,7 @@ def test_gptq_chooses_what_float64_chooses(form: Form):
     assert output_error(better.values() - weights, hessian) <= output_error(rounded.values() - weights, hessian)
 
 
-@pytest.mark.parametrize("form", [Form(4, 32, False), Form(4, 64, True), Form(8, None, True), Form(8, 32, True)])
+@pytest.mark.parametrize("form", [Form(4, 64, True), Form(8, None, True), Form(8, 32, True)])
 def test_scales_and_minima_are_exact_in_float16_and_bfloat16(form: Form):
     weights, _ = world()
     rounded = round_to_nearest(form, weights * torch.logspace(-4, 2, len(weights))[:, None])
@@ -78,25 +76,21 @@ def test_scales_and_minima_are_exact_in_float16_and_bfloat16(form: Form):
     assert int(rounded.codes.max()) <= form.most
 
 
-def test_free_minima_find_the_grid_that_weights_lie_on():
-    """Of a file in Q4_1 whose values went through bfloat16; a whole number of steps cannot be their minimum."""
+def test_minima_find_the_grid_that_weights_lie_on():
+    """Of a file in Q4_1 whose values went through bfloat16."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (16, 4, 32), generator=generator)
     scale = (0.02 + 0.01 * torch.rand(16, 4, 1, generator=generator)).half().float()
     minimum = (-7.4 * scale + 0.003).half().float()
     weights = (codes * scale + minimum).bfloat16().float().view(16, -1)
-    errors = [
-        float((round_to_nearest(Form(4, 32, False, free), weights).values() - weights).square().mean())
-        for free in (True, False)
-    ]
-    rounded = round_to_nearest(Form(4, 32, False, free=True), weights)
+    rounded = round_to_nearest(Form(4, 32, False), weights)
     assert (rounded.minimum.half().float() == rounded.minimum).all()
-    assert errors[0] < 0.02 * errors[1]
+    assert float((rounded.values() - weights).square().mean()) < 0.02 / 12 * float(scale.square().mean())
 
 
 def test_an_error_of_rounding_is_at_most_half_a_step_where_nothing_is_clipped():
     weights, _ = world()
-    for form in (Form(4, 32, False), Form(8, None, True)):
+    for form in (Form(4, 32, True), Form(8, None, True)):
         rounded = round_to_nearest(form, weights, shrinks=(1.02,))
         step = rounded.scale.float().repeat_interleave(form.width_of(256), 1)
         assert ((rounded.values() - weights).abs() <= 0.51 * step).all()

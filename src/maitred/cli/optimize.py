@@ -355,8 +355,6 @@ class ReleasesOptions:
     """The folder of the versions."""
     use: int | None = option(None, metavar="N")
     """Put this version into service: servers that follow the shelf turn to it."""
-    json: bool = False
-    """Print a line of JSON for each version, with all that is known of it."""
 
 
 def _publish(options: Options) -> int:
@@ -373,8 +371,6 @@ def _publish(options: Options) -> int:
 
 
 def _releases(options: Options) -> int:
-    import msgspec
-
     from maitred.model.shelf import SIGNATURE, Shelf
 
     asked, shelf = options[ReleasesOptions], Shelf(Path(options[ReleasesOptions].shelf))
@@ -390,12 +386,9 @@ def _releases(options: Options) -> int:
             note(str(error))
             continue
         is_signed = (shelf.folder(release.version) / SIGNATURE).is_file()
-        marks = {"current": release.version == current, "signed": is_signed}
-        if asked.json:
-            print(msgspec.json.encode(msgspec.to_builtins(release) | marks).decode())
-            continue
+        marks = (release.tool, "current" if release.version == current else None, "signed" if is_signed else None)
         published = time.strftime("%Y-%m-%d %H:%M", time.localtime(release.published_at))
-        told = ", ".join([release.name, *filter(None, [release.tool]), *(mark for mark in marks if marks[mark])])
+        told = ", ".join([release.name, *filter(None, marks)])
         print(inert(f"{release.version:>4}  {published}  {told}"))
     return 0
 

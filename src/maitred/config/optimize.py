@@ -54,17 +54,11 @@ class DraftConfig:
     """mtp is a head of one layer that reads the model's states (EAGLE-3); draft a small model of its own."""
     student: str = "1/9"
     """Of a draft model: share of the parent's parameters, or sizes (layers=3,hidden=128)."""
-    draft_vocab: int = 32_000
-    """Tokens that a head can draft, the most frequent ones of the data where the model has more."""
     replay_share: float = 0.25
     """Of what is learnt from --data, the share of general text, which the parent writes; the gate asks on it too."""
-    lr_scale: float = 1.0
-    """Multiplies the learning rates."""
 
     def __post_init__(self) -> None:
         require_choices(self)
-        require_at_least("draft_vocab", self.draft_vocab, 2)
-        require_at_least("lr_scale", self.lr_scale, 1e-6)
         require_between("replay_share", self.replay_share, 0.0, 0.9)
 
 
@@ -73,15 +67,10 @@ class LoraShape:
     """The adapter"""
 
     lora_rank: int = 8
-    """Rank of the adapters (LoRA); serve takes up to --max-lora-rank."""
-    lora_alpha: float = 16.0
-    """The adapters' product is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] = field(default=(), metadata={"name": "--target-module", "metavar": "NAME"})
-    """A linear that has an adapter, as PEFT names it: q_proj. May be repeated; none is all of them."""
+    """Rank of the adapters (LoRA), whose product is scaled by 2; serve takes up to --max-lora-rank."""
 
     def __post_init__(self) -> None:
         require_between("lora_rank", self.lora_rank, 1, 1024)
-        require_over_0(self, "lora_alpha", most=1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +157,8 @@ class QuantizeConfig:
     group_size: int | None = None
     """Weights of a row that share a scale, a multiple of 32; None is 32 for int4, the whole row for int8."""
     symmetric: bool = True
-    """int4 without a zero of each group: Q4_0's form, else Q4_1's, which loses less; a zero takes 0.125 bits more for a
-    weight in groups of 32, and 0.5 as a minimum in a GGUF file."""
+    """int4 without a minimum of each group: Q4_0's form, else Q4_1's, of GGUF files alone, which loses less and takes
+    0.5 bits more for a weight."""
     to: str = one_of(("folder", "gguf"), "folder")
     """A compressed-tensors folder, or a GGUF file: of a folder with a byte-level BPE tokenizer, or of another file."""
     kv_dtype: str = one_of(KV_DTYPES, "auto")
@@ -181,6 +170,8 @@ class QuantizeConfig:
         require_choices(self)
         if (self.method, self.scheme) == ("qat", "mixed"):
             raise ConfigError("method qat trains one number format; choose scheme int4 or int8")
+        if not self.symmetric and self.to != "gguf":
+            raise ConfigError("a folder's groups have no minima; leave --no-symmetric out, or write --to gguf")
         require_at_least("group_size", self.group_size, 32)
         require_at_least("calibration_tokens", self.calibration_tokens, 64)
         if self.group_size is not None and self.group_size % 32:

@@ -25,15 +25,12 @@ from maitred.storage.files import replace_file
 
 LINEARS = ("qkv", "attention_output", "gate_up", "down")
 """A layer's stacked matrices, in the order in which a forward pass meets them."""
-FLOAT32_BYTES = 2**29
-"""Hidden states that take more are kept in bfloat16."""
+FLOAT32_BYTES = 2**29  # hidden states that take more are kept in bfloat16
 BATCH_TOKENS = 2048
 LIKE_LENGTH = 0.8
-LONG = 512
-"""Tokens of a document above which PyTorch's fused attention is the quicker one, and the smaller."""
+LONG = 512  # tokens of a document above which PyTorch's fused attention is the quicker one, and the smaller
 
-OnInput = Callable[[str, Tensor], None]
-"""(name of a linear, its inputs [T, K] of some documents)"""
+OnInput = Callable[[str, Tensor], None]  # (name of a linear, its inputs [T, K] of some documents)
 
 
 @dataclass(frozen=True, slots=True)

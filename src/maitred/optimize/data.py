@@ -33,10 +33,8 @@ from maitred.text.marks import MarkedText
 from maitred.text.parts import FolderText
 
 T = TypeVar("T")
-Progress = Callable[[float, float, str], None]
-"""(done, total, what is done now)"""
-WINDOW = 2048
-"""Most tokens of a document; a longer one becomes several."""
+Progress = Callable[[float, float, str], None]  # (done, total, what is done now)
+WINDOW = 2048  # most tokens of a document; a longer one becomes several
 HELD_OUT_SHARE = 10
 OWN_DOCUMENTS, OWN_BATCH = 256, 32
 OWN_QUESTION, OWN_REPLY = 32, 96
@@ -62,8 +60,7 @@ class Document:
 
     ids: NDArray[np.int32]
     learnt: NDArray[np.bool_]
-    line: int = 0
-    """Of its file."""
+    line: int = 0  # of its file
 
     @property
     def key(self) -> bytes:
@@ -77,8 +74,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     answer: str
     match: Literal["exact", "contains", "regex", "choice"] = "exact"
-    choices: tuple[str, ...] = ()
-    """Of `choice`: the likeliest of them is the model's answer."""
+    choices: tuple[str, ...] = ()  # of `choice`: the likeliest of them is the model's answer
     category: str = "tasks"
 
     def __post_init__(self) -> None:
@@ -118,8 +114,7 @@ class Corpus:
     learn: tuple[Document, ...]
     held_out: tuple[Document, ...]
     tasks: tuple[Task, ...]
-    is_own: bool
-    """Whether the parent wrote what is learnt."""
+    is_own: bool  # whether the parent wrote what is learnt
     judged_on_own: bool
     hashes: Mapping[str, str]
 

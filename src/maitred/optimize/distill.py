@@ -48,8 +48,7 @@ from maitred.text.folder import vocabulary_difference
 
 MINUTES = 10.0
 SWEPT = ("1/2", "1/4", "1/9")
-DEPTH_POWER = 0.16
-"""Of the share: a student of 1/4 has 0.8 of its teacher's layers; the rest is taken off their widths."""
+DEPTH_POWER = 0.16  # of the share: a student of 1/4 has 0.8 of its teacher's layers; the rest is taken off their widths
 UNIT = 16
 BATCH_TOKENS, BATCH_LOGITS = 2048, 2**26
 OWN_EVERY, OWN_DOCUMENTS = 200, 64

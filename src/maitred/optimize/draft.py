@@ -33,21 +33,18 @@ from maitred.optimize.trainer import HAS_BF16, Budget, TokenBatch, batches_of, t
 from maitred.optimize.write import write_json
 
 MINUTES = 10.0
+DRAFT_VOCAB = 32_000  # most tokens that a head drafts
 BATCH_TOKENS, BATCH_LOGITS = 1024, 2**24
-NUM_STEPS = 4
-"""Tokens ahead that a head learns: what it said one step before is what the next step reads."""
-STEP_DECAY = 0.8
-"""Weight of a step beside the one before it."""
-LONG_DOCUMENT = 1024
-"""Documents of so many tokens learn one token ahead: what further steps take grows with them."""
-MLP_SHARE = 2
-"""The model's MLP is so many times as wide as its head's."""
+NUM_STEPS = 4  # tokens ahead that a head learns: what it said one step before is what the next step reads
+STEP_DECAY = 0.8  # weight of a step beside the one before it
+LONG_DOCUMENT = 1024  # documents of so many tokens learn one token ahead: what further steps take grows with them
+MLP_SHARE = 2  # the model's MLP is so many times as wide as its head's
 
 
 def make(job: Job) -> None:
     mixed = _with_replay(job)
     if job.own.kind == "draft":
-        distill.make(replace(mixed, own=DistillConfig(student=job.own.student, lr_scale=job.own.lr_scale)))
+        distill.make(replace(mixed, own=DistillConfig(student=job.own.student)))
     else:
         _make_head(mixed)
 
@@ -89,7 +86,7 @@ def _with_replay(job: Job) -> Job:
 
 def _make_head(job: Job) -> None:
     spec, documents = spec_from_config(job.parent.config), job.corpus.learn
-    drafted = _frequent(documents, spec.vocab_size, job.own.draft_vocab)
+    drafted = _frequent(documents, spec.vocab_size, DRAFT_VOCAB)
     config = head_config(spec, len(drafted))
     num_batch = min(BATCH_TOKENS, BATCH_LOGITS // len(drafted))
     num_head = head_spec(config, spec.num_layers).decoder.num_parameters() + 3 * spec.hidden_size**2
@@ -98,7 +95,7 @@ def _make_head(job: Job) -> None:
     torch.manual_seed(job.config.seed)
     model = load_torch_decoder(spec, job.parent, dtype=torch.bfloat16 if HAS_BF16 else torch.float32)
     head = Head(model, config, drafted)
-    budget = Budget(steps=job.config.steps, minutes=job.config.minutes or MINUTES, lr_scale=job.own.lr_scale)
+    budget = Budget(steps=job.config.steps, minutes=job.config.minutes or MINUTES)
     draw = batches_of(documents, seed=job.config.seed, num_tokens=num_batch)
     run = train(head, lambda batch: head_loss(head, model, batch), draw, budget, job.state, job.progress)
     save_head(head, config, job.folder)

@@ -28,13 +28,10 @@ from maitred.model.families import spec_from_config
 from maitred.optimize.data import ENGINE, Document, Progress, Task, text_of
 from maitred.text.parts import FolderText
 
-Table = NDArray[np.float64]
-"""[documents, counts]"""
-Figure = Callable[[Table], Table]
-"""Of sums of the table's rows, [..., counts] -> [...]"""
+Table = NDArray[np.float64]  # [documents, counts]
+Figure = Callable[[Table], Table]  # of sums of the table's rows, [..., counts] -> [...]
 DRAWS = 1000
-LOGITS = 2**24
-"""Of a step, so that those of two models fit beside them whatever their vocabulary."""
+LOGITS = 2**24  # of a step, so that those of two models fit beside them whatever their vocabulary
 ROWS = 64
 ANSWER_TOKENS = 128
 DRAFTED_TOKENS = 64
@@ -48,8 +45,7 @@ class Interval:
     value: float
     low: float
     high: float
-    drawn: int
-    """Documents, tasks or timings that it comes of."""
+    drawn: int  # documents, tasks or timings that it comes of
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +33,7 @@ from starlette.routing import Route
 from torch import Tensor, nn
 
 from maitred.api.http.auth import Authenticator
-from maitred.config.optimize import FederateConfig, JoinConfig, LoraShape
+from maitred.config.optimize import FederateConfig, JoinConfig
 from maitred.core.errors import ConfigError, InvalidApiKey
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
@@ -45,16 +45,13 @@ from maitred.optimize.job import Job, Tool
 from maitred.optimize.trainer import ADAMW_LR, Budget, batch_of, batches_of, reading, train
 from maitred.storage.key_files import TenantFile
 
-DELTA = 1e-5
-"""Of the epsilon that is told."""
-SLACK = 1.05
-"""Norm of an update over the clip: clients clip, and then round to bfloat16."""
+DELTA = 1e-5  # of the epsilon that is told
+SLACK = 1.05  # norm of an update over the clip: clients clip, and then round to bfloat16
 MAX_EXAMPLES = 10**7
 HEADER_BYTES = 2**18
 PARTING_S, POLL_S, PATIENCE_S = 10.0, 0.5, 120.0
 
-Matrices = dict[str, tuple[nn.Parameter, nn.Parameter]]
-"""(A, B) by linear"""
+Matrices = dict[str, tuple[nn.Parameter, nn.Parameter]]  # (A, B) by linear
 
 
 class UpdateRefused(Exception):
@@ -75,10 +72,8 @@ class Federation:
     round: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     history: list[dict[str, Any]] = field(default_factory=list)
-    fetched: set[str] = field(default_factory=set)
-    """Clients that train in this round."""
-    behind: set[str] = field(default_factory=set)
-    """Clients of the round before that have not fetched B since."""
+    fetched: set[str] = field(default_factory=set)  # clients that train in this round
+    behind: set[str] = field(default_factory=set)  # clients of the round before that have not fetched B since
     updates: dict[str, tuple[int, dict[str, Tensor]]] = field(default_factory=dict)
     """Examples and change of B, by client, of this round."""
 
@@ -211,12 +206,12 @@ def _serve(job: Job) -> None:
     if config.data is not None:
         raise ConfigError("data stays with the clients; give the server --held-out to judge by")
     decoder = load_torch_decoder(spec_from_config(job.parent.config), job.parent)
-    matrices = attach_lora(decoder, own, config.seed)
+    matrices = attach_lora(decoder, own.lora_rank, config.seed)
     federation = Federation(own, {name: b.detach().clone() for name, (_, b) in matrices.items()}, job.state)
     if not federation.is_done:
         asyncio.run(_rounds(federation, job, _identity(job.parent, matrices)))
     adapter = {name: (a, federation.b[name]) for name, (a, _) in matrices.items()}
-    save_adapter(adapter, job.parent, job.folder, own)
+    save_adapter(adapter, job.parent, job.folder, own.lora_rank)
     job.served |= {"lora": {"adapter": str(job.folder)}, "max_lora_rank": own.lora_rank}
     job.notes |= {
         "rounds": federation.round,
@@ -231,8 +226,7 @@ def _serve(job: Job) -> None:
 
 async def _rounds(federation: Federation, job: Job, digest: str) -> None:
     own: FederateConfig = job.own
-    shape = {each.name: getattr(own, each.name) for each in fields(LoraShape)}
-    plan = {"digest": digest, "seed": job.config.seed, "clip": own.clip, "lora": shape}
+    plan = {"digest": digest, "seed": job.config.seed, "clip": own.clip, "lora_rank": own.lora_rank}
     tenants = TenantFile(Path(own.tenants)) if own.tenants is not None else None
     app = web_of(federation, plan, Authenticator(tenants=tenants))
     settings: dict[str, Any] = {"host": own.host, "port": own.port, "log_config": None, "access_log": False}
@@ -371,9 +365,8 @@ def join(own: JoinConfig, progress: Progress) -> dict[str, Any]:
         documents, held_out = parted(Reader(parent).read(own.data), own.data)
         progress(0, 1, f"asking {own.url}")
         plan = json.loads(link.ask("/federate/plan")[2])
-        shape = {**plan["lora"], "target_modules": tuple(plan["lora"]["target_modules"])}
         decoder = load_torch_decoder(spec_from_config(parent.config), parent)
-        matrices = attach_lora(decoder, LoraShape(**shape), plan["seed"])
+        matrices = attach_lora(decoder, plan["lora_rank"], plan["seed"])
         if _identity(parent, matrices) != plan["digest"]:
             raise ConfigError(f"the server's model is another one than {parent.name}; give --model, the same files")
     for a, _ in matrices.values():

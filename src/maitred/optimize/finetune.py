@@ -12,12 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from maitred.config.optimize import LoraShape
-from maitred.core.errors import ConfigError
 from maitred.model.adapters import CONFIG_NAME, WEIGHTS_NAME
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import TorchDecoder, load_torch_decoder
 from maitred.model.weight_map import WeightSource, decoder_sources, linear_sources
 from maitred.optimize.job import Job, Tool
@@ -25,15 +22,15 @@ from maitred.optimize.trainer import ADAMW_LR, Budget, batches_of, reading, trai
 from maitred.optimize.write import save_decoder, write_json
 
 BATCH_TOKENS = 2048
-PASSES = 3
-"""Over the data, where neither steps nor minutes are given."""
+PASSES = 3  # over the data, where neither steps nor minutes are given
 LORA_LR, FULL_LR = 1e-3, 1e-4
+LORA_SCALE = 2.0  # alpha / rank
 _TOKEN_BYTES = 100
 """Of a training step for each token, layer and hidden value: what a step of the built-in model adds to its process."""
 
 
 class LoraLinear(nn.Linear):
-    """A stacked linear with an adapter for each of its parts that is trained: y += scale * B (A x) in the part's rows.
+    """A stacked linear with an adapter for each of its parts: y += scale * B (A x) in the part's rows.
 
     Weight and bias are those of `base`, frozen.
     """
@@ -51,13 +48,10 @@ class LoraLinear(nn.Linear):
             self.lora_b.append(torch.zeros(part.shape[0], rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        out, added, row = linear(x, self.weight, self.bias), [], 0
-        for part, a_RK, b_NR in zip(self.parts, self.lora_a, self.lora_b, strict=True):
-            added += [out.new_zeros(*x.shape[:-1], part.row - row)] if part.row > row else []
-            added.append(linear(linear(x, a_RK), b_NR * self.scale).to(out.dtype))
-            row = part.row + part.shape[0]
-        rest = [out.new_zeros(*x.shape[:-1], self.out_features - row)] if row < self.out_features else []
-        return out + torch.cat([*added, *rest], dim=-1)
+        both = zip(self.lora_a, self.lora_b, strict=True)
+        added = [linear(linear(x, a_RK), b_NR * self.scale) for a_RK, b_NR in both]  # parts fill the rows, in order
+        out = linear(x, self.weight, self.bias)
+        return out + torch.cat(added, dim=-1).to(out.dtype)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -66,18 +60,18 @@ class LoraLinear(nn.Linear):
             self.weight[part.row : part.row + part.shape[0]] += self.scale * b_NR @ a_RK
 
 
-def attach_lora(decoder: TorchDecoder, own: LoraShape, seed: int) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-    """Give linears of `decoder` adapters; A is drawn from the seed, B is zero. Returns (A, B) by linear, as
-    layers.0.self_attn.q_proj. Raises ConfigError for targets that are no linears."""
+def attach_lora(decoder: TorchDecoder, rank: int, seed: int) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+    """Give all dense linears of `decoder` adapters; A is drawn from the seed, B is zero. Returns (A, B) by linear, as
+    layers.0.self_attn.q_proj."""
     by_parameter: dict[str, list[tuple[str, WeightSource]]] = {}
-    for name, source in targeted(decoder.spec, own.target_modules).items():
+    for name, source in linear_sources(decoder.spec).items():
         by_parameter.setdefault(source.parameter.removesuffix(".weight"), []).append((name, source))
     generator, found = torch.Generator().manual_seed(seed), {}
     for path, parts in by_parameter.items():
         base = decoder.get_submodule(path)
         assert isinstance(base, nn.Linear)
         sources = sorted((source for _, source in parts), key=lambda source: source.row)
-        made = LoraLinear(base, sources, own.lora_rank, own.lora_alpha / own.lora_rank, generator)
+        made = LoraLinear(base, sources, rank, LORA_SCALE, generator)
         decoder.set_submodule(path, made)
         names = {source: name for name, source in parts}
         for part, a, b in zip(made.parts, made.lora_a, made.lora_b, strict=True):
@@ -85,18 +79,7 @@ def attach_lora(decoder: TorchDecoder, own: LoraShape, seed: int) -> dict[str, t
     return found
 
 
-def targeted(spec: DecoderSpec, targets: Sequence[str]) -> dict[str, WeightSource]:
-    """The linears whose names end with one of `targets`; all where there are none."""
-    linears = linear_sources(spec)
-    kinds = {name.rpartition(".")[2] for name in linears}
-    if unknown := [target for target in targets if target not in kinds]:
-        raise ConfigError(f"target_modules has {', '.join(unknown)}; choose from {', '.join(sorted(kinds))}")
-    return {name: source for name, source in linears.items() if not targets or name.rpartition(".")[2] in targets}
-
-
-def save_adapter(
-    matrices: Mapping[str, tuple[Tensor, Tensor]], parent: Checkpoint, folder: Path, own: LoraShape
-) -> None:
+def save_adapter(matrices: Mapping[str, tuple[Tensor, Tensor]], parent: Checkpoint, folder: Path, rank: int) -> None:
     """Write (A, B) by linear as PEFT saves an adapter of `parent`."""
     spec, names = spec_from_config(parent.config), parent.tensor_names()
     prefix = next(source.tensor for source in decoder_sources(spec, names)).removesuffix("embed_tokens.weight")
@@ -111,8 +94,8 @@ def save_adapter(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(parent.path),
-        "r": own.lora_rank,
-        "lora_alpha": own.lora_alpha,
+        "r": rank,
+        "lora_alpha": LORA_SCALE * rank,
         "lora_dropout": 0.0,
         "target_modules": sorted({name.rpartition(".")[2] for name in matrices}),
         "bias": "none",
@@ -127,7 +110,7 @@ def _make(job: Job) -> None:
     kept = BATCH_TOKENS * spec.num_layers * spec.hidden_size * _TOKEN_BYTES
     job.need_memory((16 if own.full else 4) * spec.num_parameters() + kept, "training in float32")
     decoder = load_torch_decoder(spec, job.parent)
-    matrices = {} if own.full else attach_lora(decoder, own, config.seed)
+    matrices = {} if own.full else attach_lora(decoder, own.lora_rank, config.seed)
     if own.full:
         decoder.requires_grad_(True)
     num_trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
@@ -152,7 +135,7 @@ def _make(job: Job) -> None:
                 module.merge()
         save_decoder(decoder, job.parent, job.folder)
         return
-    save_adapter(matrices, job.parent, job.folder, own)
+    save_adapter(matrices, job.parent, job.folder, own.lora_rank)
     job.served |= {"lora": {"adapter": str(job.folder)}, "max_lora_rank": own.lora_rank}
 
 

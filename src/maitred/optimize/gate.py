@@ -15,8 +15,7 @@ from maitred.core.errors import ConfigError, did_you_mean
 from maitred.optimize.data import Corpus
 from maitred.optimize.evaluate import Evaluation, Interval
 
-MIN_DOCUMENTS = 20
-"""An interval of fewer documents, tasks or timings says nothing of those that were not drawn."""
+MIN_DOCUMENTS = 20  # an interval of fewer documents, tasks or timings says nothing of those that were not drawn
 FIGURES = {
     "max_kl": "kl",
     "max_perplexity_ratio": "perplexity_ratio",
@@ -33,8 +32,7 @@ class Rules:
     """Limits by the name of their rule, of FIGURES."""
 
     limits: Mapping[str, float]
-    named: frozenset[str] = frozenset()
-    """Rules that the user's file names: what they are about must have been measured."""
+    named: frozenset[str] = frozenset()  # rules that the user's file names: what they are about must have been measured
 
     def check_enough(self, corpus: Corpus) -> None:
         """Raises ConfigError where no result could pass, before one is made."""

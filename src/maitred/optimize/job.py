@@ -45,18 +45,14 @@ class Job:
 
     name: str
     config: ToolConfig
-    own: Any
-    """The tool's own config."""
+    own: Any  # the tool's own config
     parent: Checkpoint
     corpus: Corpus
-    folder: Path
-    """Of the model that the tool writes; empty at first, or as an ended run of the same command left it."""
-    state: Path
-    """Folder for what the tool goes on from; files in it are the tool's, replaced by renames."""
+    folder: Path  # of the model that the tool writes; empty at first, or as an ended run of the same command left it
+    state: Path  # folder for what the tool goes on from; files in it are the tool's, replaced by renames
     rules: Rules
     progress: Progress
-    notes: dict[str, Any] = field(default_factory=dict)
-    """The tool's section of the report."""
+    notes: dict[str, Any] = field(default_factory=dict)  # the tool's section of the report
     served: dict[str, Any] = field(default_factory=dict)
     """Arguments of the engine that serves the result, beside the model: kv_dtype and the like."""
 
@@ -75,12 +71,9 @@ class Tool:
     """A way to change a model."""
 
     name: str
-    make: Callable[[Job], None]
-    """Fills `job.folder` with a model folder, or goes on with it."""
-    measure: Callable[[Job], Evaluation] | None = None
-    """In place of `measured`, for what is no model."""
-    learns: bool = True
-    """Whether it needs documents beside those that are held out."""
+    make: Callable[[Job], None]  # fills `job.folder` with a model folder, or goes on with it
+    measure: Callable[[Job], Evaluation] | None = None  # in place of `measured`, for what is no model
+    learns: bool = True  # whether it needs documents beside those that are held out
 
 
 @dataclass(frozen=True, slots=True)

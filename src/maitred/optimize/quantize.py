@@ -35,17 +35,13 @@ from maitred.optimize.trainer import ADAMW_LR, Budget, batches_of, imitation, tr
 from maitred.optimize.write import child_config, describe_gguf, save_compressed, save_gguf
 
 BITS = {"int8": (8,), "int4": (4,), "mixed": (4, 8)}
-GROUP = 32
-"""Weights that share an int4 scale unless asked: as many as a block that serves them."""
-ALONE_TOKENS = 256
-"""Tokens on which each linear is judged alone."""
-HALF = 0.5
-"""Of the KL that is left, which each round of `mixed` takes away by promoting linears."""
+GROUP = 32  # weights that share an int4 scale unless asked: as many as a block that serves them
+ALONE_TOKENS = 256  # tokens on which each linear is judged alone
+HALF = 0.5  # of the KL that is left, which each round of `mixed` takes away by promoting linears
 QAT_MINUTES, QAT_TOKENS, QAT_LR = 3.0, 1024, 3e-5
 """Of qat, unless asked: time, tokens of a step, and AdamW's peak."""
 
-Choice = dict[tuple[int, str], Form]
-"""Form of each linear, by layer and name."""
+Choice = dict[tuple[int, str], Form]  # form of each linear, by layer and name
 
 
 def make(job: Job) -> None:
@@ -88,8 +84,7 @@ def _memory_bytes(spec: DecoderSpec, num_tokens: int) -> int:
 def forms_of(config: QuantizeConfig) -> dict[int, Form]:
     """By bits. int8 has a scale for each row, unless groups are asked for."""
     group = {4: config.group_size or GROUP, 8: config.group_size}
-    is_free = config.to == "gguf" and not config.symmetric
-    return {b: Form(b, group[b], config.symmetric or b == 8, is_free and b == 4) for b in BITS[config.scheme]}
+    return {bits: Form(bits, group[bits], config.symmetric or bits == 8) for bits in BITS[config.scheme]}
 
 
 def quantize_layer(

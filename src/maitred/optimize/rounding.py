@@ -17,13 +17,11 @@ from maitred.core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-BLOCK = 128
-"""Columns between which errors are passed on at once; arXiv:2210.17323, section 3.3."""
+BLOCK = 128  # columns between which errors are passed on at once; arXiv:2210.17323, section 3.3
 DAMPING = 0.01
 SHRINKS = tuple(1 - 0.025 * i for i in range(16))
 """Shares of a group's range that a scale may cover; what lies outside is clipped."""
-WIDER = 0.15
-"""Added to them where minima are free: groups whose values lie on a grid may not have its ends."""
+WIDER = 0.15  # added to them where minima are free: groups whose values lie on a grid may not have its ends
 _LEAST_SCALE = 2.0**-14  # float16's least with all its bits
 
 Choose = Callable[[Tensor, int], Tensor]
@@ -37,12 +35,8 @@ class Form:
     """Number format of a rounded matrix: value = minimum + code * scale, codes from 0."""
 
     bits: int
-    group: int | None
-    """Columns that share a scale; None is a whole row."""
-    symmetric: bool
-    """0 is the code in the middle: Q4_0's and Q8_0's form, else Q4_1's."""
-    free: bool = False
-    """Not symmetric, and 0 need not be a code: minima are any float16s, which only a GGUF file holds."""
+    group: int | None  # columns that share a scale; None is a whole row
+    symmetric: bool  # 0 is the code in the middle: Q4_0's and Q8_0's form; else minima are any float16s: Q4_1's
 
     @property
     def most(self) -> int:
@@ -60,8 +54,7 @@ class Form:
 
     def bytes_of(self, rows: int, columns: int) -> int:
         groups = rows * columns // self.width_of(columns)
-        minima = 0 if self.symmetric else groups * 2 if self.free else groups * self.bits // 8
-        return rows * columns * self.bits // 8 + groups * 2 + minima
+        return rows * columns * self.bits // 8 + groups * (2 if self.symmetric else 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +77,21 @@ def fit(
     """Scale (float16) and minimum of weights [..., V] that share them: least squared error over `shrinks`, weighted by
     `importance` [V].
 
-    Scales have 8 significant bits, which bfloat16 holds as well: no loader rounds them. Beside a zero they have 7, so
-    that their product, Q4_1's minimum, is a float16.
+    Scales of symmetric forms have 8 significant bits, which bfloat16 holds as well: no loader rounds them.
     """
     weights, share = weights.float(), torch.ones(weights.shape[-1]) if importance is None else importance + 1e-30
     share = share / share.sum(-1, keepdim=True)
     low, high = weights.amin(-1), weights.amax(-1)
-    if not form.free:
+    if form.symmetric:
         low, high = low.clamp(max=0), high.clamp(min=0)
     best = torch.full(low.shape, torch.inf)
     scale, minimum = torch.zeros(low.shape), torch.zeros(low.shape)
     for shrink in shrinks:
         if form.symmetric:
-            tried = _short(torch.maximum(-low, high) * (shrink * 2 / form.most), 8)
+            tried = _short(torch.maximum(-low, high) * (shrink * 2 / form.most))
             least = -(form.most // 2 + 1) * tried
-        elif form.free:
-            tried, least = _solved(form, weights, share, (high - low) * ((shrink + WIDER) / form.most), low)
         else:
-            tried = _short((high - low) * (shrink / form.most), 7)
-            least = -(-low * shrink / tried).round().clamp(0, form.most) * tried
+            tried, least = _solved(form, weights, share, (high - low) * ((shrink + WIDER) / form.most), low)
         error = nearest(form, weights, tried[..., None], least[..., None])[1] - weights
         error = (error.square() * share).sum(-1)
         better = error < best
@@ -122,10 +111,10 @@ def _solved(form: Form, weights: Tensor, share: Tensor, scale: Tensor, low: Tens
     return solved, (centre - solved * mean).half().float()
 
 
-def _short(values: Tensor, bits: int) -> Tensor:
-    """The nearest float16s of so many significant bits, none 0."""
+def _short(values: Tensor) -> Tensor:
+    """The nearest float16s of 8 significant bits, none 0."""
     mantissa, exponent = torch.frexp(values.clamp(_LEAST_SCALE, 2048.0))
-    return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+    return torch.ldexp((mantissa * 256).round() / 256, exponent)
 
 
 def nearest(form: Form, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,20 +17,16 @@ from maitred.optimize.rounding import Form, round_to_nearest
 
 _NORMS = {"qkv": "attention_norm", "gate_up": "mlp_norm"}
 EXPONENTS = tuple(i / 10 for i in range(11))
-SMOOTH_EXPONENT = 0.5
-"""Of the inputs' largest values: the paper's, section 4."""
+SMOOTH_EXPONENT = 0.5  # of the inputs' largest values: the paper's, section 4
 
 
 @dataclass(slots=True)
 class SeenInputs:
     """What is kept of a linear's inputs over all documents."""
 
-    hessian: Tensor
-    """Sum of x x' over tokens, [K, K]."""
-    largest: Tensor
-    """Largest |x| of each channel, [K]."""
-    total: Tensor
-    """Sum of |x|, [K]."""
+    hessian: Tensor  # sum of x x' over tokens, [K, K]
+    largest: Tensor  # largest |x| of each channel, [K]
+    total: Tensor  # sum of |x|, [K]
     count: int = 0
 
     def add(self, x_TK: Tensor) -> None:

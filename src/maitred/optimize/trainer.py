@@ -26,8 +26,7 @@ from maitred.optimize.calibrate import attend_of, save_whole
 from maitred.optimize.data import Document, Progress
 
 B = TypeVar("B")
-LOG_EVERY = 20
-"""Steps between two points of the curve, each a mean over these steps."""
+LOG_EVERY = 20  # steps between two points of the curve, each a mean over these steps
 MUON_LR = 4e-3
 """Peak, with updates scaled to the root mean square of AdamW's. Source: Liu et al. 2025, arXiv:2502.16982."""
 ADAMW_LR = 3e-3
@@ -44,14 +43,10 @@ class Budget:
     """How long is trained, and how boldly."""
 
     steps: int | None = None
-    minutes: float | None = None
-    """Where steps are not given; training alone, without start and saving."""
-    lr_scale: float = 1.0
-    """Multiplies the peaks MUON_LR and ADAMW_LR, which are for weights that begin at random."""
-    use_muon: bool = True
-    """Muon for hidden matrices; else AdamW for all, as suits adapters."""
-    stop_after: int | None = None
-    """Return at this step, to go on later."""
+    minutes: float | None = None  # where steps are not given; training alone, without start and saving
+    lr_scale: float = 1.0  # multiplies the peaks MUON_LR and ADAMW_LR, which are for weights that begin at random
+    use_muon: bool = True  # Muon for hidden matrices; else AdamW for all, as suits adapters
+    stop_after: int | None = None  # return at this step, to go on later
     save_every_s: float = 60.0
 
     @property
@@ -70,8 +65,7 @@ class Trained:
     num_tokens: int = 0
     elapsed_s: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
-    recent: list[float] = field(default_factory=list)
-    """Losses since the last point of the curve."""
+    recent: list[float] = field(default_factory=list)  # losses since the last point of the curve
 
     def told(self) -> str:
         return f"{self.step} steps, {self.num_tokens:,} tokens, {self.elapsed_s / 60:.1f} minutes"

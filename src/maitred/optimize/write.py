@@ -105,8 +105,7 @@ def save_decoder(
     save_tokenizer(parent, folder)
 
 
-LayerOf = Callable[[int], Mapping[str, Tensor | Rounded]]
-"""Number of a layer -> what takes the place of its parameters"""
+LayerOf = Callable[[int], Mapping[str, Tensor | Rounded]]  # number of a layer -> what takes the place of its parameters
 
 
 def _given(
@@ -151,19 +150,12 @@ def save_compressed(parent: Checkpoint, folder: Path, layer_of: LayerOf) -> None
 def packed(rounded: Rounded) -> dict[str, Tensor]:
     """Parts of one linear, as `compressors/pack_quantized` of compressed-tensors 0.20 stores them."""
     bits = rounded.form.bits
-    parts = {"weight_packed": _words(rounded.codes, bits), "weight_scale": rounded.scale.clone()}
-    if not rounded.form.symmetric:
-        zero = (-rounded.minimum / rounded.scale.float()).round().to(torch.uint8)
-        parts["weight_zero_point"] = _words(zero.T, bits).T.contiguous()
-    return parts | {"weight_shape": torch.tensor(rounded.codes.shape)}
-
-
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """Rows of codes as 32-bit words, the first in the lowest bits."""
-    values = nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)), value=1 << (bits - 1))
+    values = nn.functional.pad(rounded.codes, (0, -rounded.codes.shape[1] % (32 // bits)), value=1 << (bits - 1))
     if bits == 4:
         values = values[:, ::2] | values[:, 1::2] << 4
-    return values.flatten().view(torch.int32).view(len(codes), -1)
+    words = values.flatten().view(torch.int32).view(len(values), -1)  # the first code in the lowest bits
+    shape = torch.tensor(rounded.codes.shape)
+    return {"weight_packed": words, "weight_scale": rounded.scale.clone(), "weight_shape": shape}
 
 
 def _quantization_config(forms: Mapping[Form, Sequence[str]]) -> dict[str, Any]:
@@ -176,14 +168,13 @@ def _quantization_config(forms: Mapping[Form, Sequence[str]]) -> dict[str, Any]:
         groups[f"group_{number}"] = {
             "targets": ["Linear"] if len(forms) == 1 else list(linears),
             "weights": {
-                "num_bits": form.bits, "type": "int", "symmetric": form.symmetric, **strategy, "dynamic": False,
+                "num_bits": form.bits, "type": "int", "symmetric": True, **strategy, "dynamic": False,
             },
             "input_activations": None,
             "output_activations": None,
             "format": "pack-quantized",
         }  # fmt: skip
     return {
-        **({} if all(form.symmetric for form in forms) else {"dequantize": True}),  # transformers: no room for zeros
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
