@@ -260,8 +260,8 @@ def test_scales_save_what_outliers_cost(form: Form, method: str, most: float):
 
 @pytest.mark.soak
 def test_scales_save_what_outliers_cost_as_the_native_executor_serves_it(tmp_path: Path):
-    """KL to the parent, of the built-in model."""
-    lines = [{"messages": training_chat(Random(number), 3).messages()} for number in range(400)]
+    """KL to the parent, of the built-in model; on few documents a KL of 5e-6 is one of chance."""
+    lines = [{"messages": training_chat(Random(number), 3).messages()} for number in range(900)]
     kls = dict[tuple[str, bool], float]()
     with open_checkpoint("maitred-mini") as mini:
         save_decoder(planted(decoder_of(mini.path)), mini, tmp_path / "planted")
