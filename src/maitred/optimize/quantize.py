@@ -38,7 +38,7 @@ BITS = {"int8": (8,), "int4": (4,), "mixed": (4, 8)}
 GROUP = 32  # weights that share an int4 scale unless asked: as many as a block that serves them
 ALONE_TOKENS = 256  # tokens on which each linear is judged alone
 HALF = 0.5  # of the KL that is left, which each round of `mixed` takes away by promoting linears
-QAT_MINUTES, QAT_TOKENS, QAT_LR = 3.0, 1024, 3e-5
+QAT_MINUTES, QAT_TOKENS, QAT_LR = 3.0, 1024, 1e-5
 """Of qat, unless asked: time, tokens of a step, and AdamW's peak."""
 
 Choice = dict[tuple[int, str], Form]  # form of each linear, by layer and name
