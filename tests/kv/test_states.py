@@ -71,6 +71,7 @@ def test_samples_begin_at_the_prompts_snapshot() -> None:
     assert [(row.start, row.num_tokens) for plan in plans for row in plan.rows if row.num_tokens > 1] == [
         (0, 11), (8, 3), (8, 3),
     ]  # fmt: skip
+    assert run.scheduler.stats.num_prompt_tokens == 11, "of all samples once"
 
 
 def test_the_snapshot_used_longest_ago_makes_room_and_a_request_may_take_over_the_last() -> None:
@@ -80,9 +81,14 @@ def test_the_snapshot_used_longest_ago_makes_room_and_a_request_may_take_over_th
         run.add(make_request(prompt=prompt, max_tokens=1))
         run.to_end()
     assert [hit_of(run, prompt) for prompt in prompts] == [4, 0, 4]
-    alone = stateful(num_slots=1, max_num_seqs=1)
-    alone.add(make_request(prompt=TEXT[:6], max_tokens=1))
+    alone = stateful(make_request(prompt=TEXT[:6], max_tokens=1), num_slots=1, max_num_seqs=1)
     assert positions(alone.to_end()) == [], "the only slot is the request's"
+    pair = stateful(make_request(prompt=TEXT[:6], max_tokens=1), num_slots=2)
+    pair.to_end()
+    pair.add(*(make_request(prompt=TEXT[:6], max_tokens=3) for _ in range(2)))
+    plan = pair.step()
+    assert [row.start for row in plan.rows] == [4, 4]
+    assert len(plan.state_copies) == 1, "the second has the snapshot's own slot"
 
 
 def test_without_prefix_caching_nothing_is_saved() -> None:
