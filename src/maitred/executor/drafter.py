@@ -517,6 +517,11 @@ def plan_draft(
     """
     spec = spec_from_config(checkpoint.config)
     _check_vocabulary(served, spec_from_config(served.config), checkpoint, spec)
+    if spec.has_state:
+        raise ConfigError(
+            f"draft model {checkpoint.name}: {spec.architecture} has recurrent layers, whose states cannot go back to "
+            f"a rejected draft; choose a draft model with softmax attention alone, or --speculative mtp or ngram"
+        )
     alone = replace(config, tensor_parallel=1)  # rank 0 makes drafts up by itself
     plan = plan_native_executor(
         alone, checkpoint, spec, cache=cache, scheduler=scheduler, num_threads=config.num_threads or num_threads

@@ -195,17 +195,24 @@ class NativePlan:
     def buffers(self) -> list[tuple[str, int]]:
         """Name and bytes of what the program holds besides weights and KV cache."""
         spec = self.spec
+        deltas = [layer.recurrent for layer in spec.layers if layer.recurrent is not None]
         rows = {
             "residual stream": spec.hidden_size,
-            "queries, keys and values": spec.q_width + 2 * spec.kv_width,
+            "queries, keys and values": spec.qkv_width,
             "queries made ready": 2 * spec.q_width,
             "attention": spec.q_width,
             "gate times up": sum(spec.mlp_widths),
+            "inputs of recurrent layers": max((delta.input_width for delta in deltas), default=0),
+            "what they give": max((delta.value_width for delta in deltas), default=0),
             "prepared rows": max(spec.hidden_size, spec.q_width, *spec.mlp_widths),
         }
         if spec.norm_placement is not NormPlacement.PRE:
             rows["a part before its norm"] = spec.hidden_size
-        sizes = {f"{name} [{self.max_tokens} x {width}]": 4 * self.max_tokens * width for name, width in rows.items()}
+        sizes = {
+            f"{name} [{self.max_tokens} x {width}]": 4 * self.max_tokens * width
+            for name, width in rows.items()
+            if width
+        }
         if (experts := expert_buffer_values(spec, self.max_tokens)) is not None:
             sizes["rows of experts"] = 4 * experts
         sizes[f"logits [{self.max_logits} x {spec.vocab_size}]"] = 4 * self.max_logits * spec.vocab_size
