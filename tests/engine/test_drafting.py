@@ -12,7 +12,9 @@ from safetensors.numpy import load_file, save_file
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.core.errors import ConfigError
 from maitred.engine.build import build_parts
+from maitred.engine.memory import MemoryPlan
 from maitred.model.checkpoint import BUILTIN_FOLDER
+from tests.fakes import make_request
 from tests.model.heads import make_head, make_mtp_checkpoint
 
 DRAFT = BUILTIN_FOLDER.with_name(f"{BUILTIN_FOLDER.name}-draft")
@@ -75,6 +77,42 @@ def test_a_folder_beside_the_model_is_its_draft(model: Path):
     shutil.copytree(DRAFT, model.with_name("model-draft"))
     assert ", by model-draft: " in drafts_line(told(model))
     assert ", by maitred-mini-draft: " in drafts_line(told(model, speculative_model=str(DRAFT)))
+
+
+@pytest.mark.parametrize("speculative", ["draft", "mtp"])
+def test_beside_a_drafter_windows_keep_what_they_see(model: Path, head: Path, speculative: str):
+    """Where all layers have a window, a head's would be the only one that sees all tokens: blocks are whole then."""
+    shutil.copytree(DRAFT, model.with_name("model-draft"))
+    shutil.copytree(head, model.with_name("model-mtp"))
+    config = json.loads((model / "config.json").read_text())
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
+    (model / "config.json").write_text(json.dumps(config | mistral))
+    alone, _ = _said(model, "off")
+    text, memory = _said(model, speculative)
+    assert text == alone
+    assert (memory.pages is not None) == (speculative == "draft")
+    if memory.pages is not None:
+        assert memory.draft is not None
+        assert memory.num_blocks > memory.num_pages  # the draft model keeps all tokens
+        drafts = memory.num_blocks * memory.draft.bytes_per_block
+        assert memory.kv_bytes == memory.num_pages * memory.pages.bytes_per_page + drafts <= 2**25
+
+
+def _said(model: Path, speculative: str) -> tuple[list[int], MemoryPlan]:
+    config = EngineConfig(
+        model=ModelConfig(model=str(model), num_threads=1, max_model_len=256),
+        cache=CacheConfig(block_size=16, kv_cache_memory_bytes=2**25),
+        scheduler=SchedulerConfig(max_num_seqs=2),
+        speculative=SpeculativeConfig(speculative=speculative),
+    )
+    parts = build_parts(config)
+    request = make_request(prompt=list(range(300, 380)), max_tokens=40, block_size=16)
+    parts.core.add(request.spec)
+    said: list[int] = []
+    while parts.core.has_work:
+        said += [token for progress in parts.core.step() for token in progress.new_token_ids]
+    parts.close()
+    return said, parts.memory_plan
 
 
 def test_a_draft_of_another_vocabulary_is_refused_where_it_was_asked_for_and_else_told(model: Path):

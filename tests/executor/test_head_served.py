@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import pytest
 
 from maitred.core.request import SamplingParams
 from maitred.executor.drafter import head_proposer, plan_head
+from maitred.kv.pages import groups_of
 from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.head import mtp_layer, open_head
@@ -47,21 +49,32 @@ def served(
     temperature: float = 0.0,
     context: int = 256,
     rounds: int = 1,
+    windows: Sequence[int | None] | None = None,
+    paged: bool = True,
     **plan: object,
 ) -> Served:
     """Each question, after which drafts are asked for as often as `num_drafts` says, step by step and over again. A
-    head of None is the model's MTP layer; a model of another vocabulary is asked in bytes."""
+    head of None is the model's MTP layer; a model of another vocabulary is asked in bytes. Layers with `windows` keep
+    pages, unless blocks are to be whole."""
     ask = prompt_of if model is None else lambda question: list(question.encode())
     with ExitStack() as files:
         checkpoint = files.enter_context(open_checkpoint(str(model) if model is not None else None))
         opened: Any = files.enter_context(open_head(head, checkpoint)) if head is not None else mtp_layer(checkpoint)
         taps = opened.spec.taps if any(num_drafts) else ()
-        made = native_plan(checkpoint, spec_from_config(checkpoint.config), taps=taps, **{"dtype": "auto"} | plan)
-        executor = made.build(num_blocks=NUM_BLOCKS, max_model_len=256)
+        spec, groups = spec_from_config(checkpoint.config), None
+        if windows is not None:
+            layers = [replace(layer, window=window) for layer, window in zip(spec.layers, windows, strict=True)]
+            spec = replace(spec, layers=tuple(layers))
+            groups = groups_of([*windows, *([None] if taps else [])], 256) if paged else None
+        made = native_plan(checkpoint, spec, taps=taps, **{"dtype": "auto"} | plan)
+        made = made.in_groups(groups) if groups is not None else made
+        num_pages = NUM_BLOCKS * (groups.num_groups if groups is not None else 1)
+        executor = made.build(num_blocks=num_pages, max_model_len=256)
         if taps:
             executor.proposer, _ = head_proposer(plan_head(made, opened, max_rows=8), executor, max_model_len=context)
     scheduler = make_scheduler(
-        num_blocks=NUM_BLOCKS,
+        num_blocks=num_pages,
+        groups=groups,
         num_drafts=lambda request, num_rows: num_drafts[len(request.output_token_ids) % len(num_drafts)],
     )
     outputs, drafted, accepted = [], 0, 0
@@ -104,6 +117,15 @@ def test_prompts_that_are_found_in_the_cache_bring_the_heads_part_along():
     assert again.outputs == once.outputs * 2
     share = again.num_accepted / again.num_drafts
     assert share > 0.9 * once.num_accepted / once.num_drafts
+
+
+@pytest.mark.parametrize("windows", [(24, 24, None, 24, None), (24, None, None, None, None)])
+def test_beside_layers_of_windows_the_heads_layer_keeps_all_tokens(windows: tuple[int | None, ...]):
+    """Its pages are those of layers without a window, found in the cache and copied with them."""
+    whole = served([4], windows=windows, rounds=2, paged=False)
+    assert served([4], windows=windows, rounds=2) == whole
+    assert whole.outputs == served([0], windows=windows, rounds=2).outputs
+    assert whole.num_accepted > 0
 
 
 @pytest.mark.parametrize("plan", [{"max_tokens": 16}, {"max_logits": 8}])

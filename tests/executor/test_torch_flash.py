@@ -18,8 +18,10 @@ from maitred.config import ModelConfig
 from maitred.executor import torch as executor_module
 from maitred.executor.torch import plan_torch_executor
 from maitred.executor.torch_attention import flash_refusal, reads_block_tables
+from maitred.kv.pages import groups_of
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
+from tests.executor.test_windowed_kv import UNLIKE, outputs_of
 from tests.executor.torch_worlds import (
     Hand,
     Seen,
@@ -103,6 +105,16 @@ def test_lengths_and_tables_say_what_the_batch_is(
         logits = seen.of(f"r{i}")
         text = random_prompt(length, seed=i) + hand.outputs[f"r{i}"]
         assert_close(logits, dense_logits(decoder, text[: len(logits)]))
+
+
+@pytest.mark.parametrize("block_size", [4, 256])
+def test_the_kernel_reads_the_pages_of_each_group(block_size: int, monkeypatch: pytest.MonkeyPatch):
+    """Prompts in chunks, samples and a second turn say what they say by gathering whole blocks."""
+    whole, _ = outputs_of("torch", UNLIKE, None, pages=600 // block_size + 20, block_size=block_size)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen_attn)
+    monkeypatch.setattr(executor_module, "flash_refusal", lambda *_, **__: None)
+    paged, _ = outputs_of("torch", UNLIKE, groups_of(UNLIKE, 512), pages=1500 // block_size + 60, block_size=block_size)
+    assert paged == whole
 
 
 def test_the_kernel_is_refused_with_a_reason():

@@ -118,4 +118,7 @@ def test_groups_of_known_shapes():
         assert layers <= 0.2 * num_layers * 2048
     assert mistral.counts == (0, 1)
     assert mistral.pages_for(32768, 16) == mistral.pages_for(8192, 16) == 257
+    gpt_oss_with_head = groups_of([128, None] * 12 + [None], 32768)
+    assert gpt_oss_with_head is not None
+    assert (gpt_oss_with_head.counts, gpt_oss_with_head.size) == ((1, 1), 13)
     assert groups_of([4096] * 32, 4096) is None

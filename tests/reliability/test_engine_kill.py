@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import shutil
 import signal
 import sqlite3
 import threading
@@ -16,13 +18,14 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
+from maitred.config import EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
 from maitred.engine import child_process
 from maitred.engine import restarts as supervisor
 from maitred.engine.child_process import in_child_process
 from maitred.engine.client import EngineClient
 from maitred.engine.starting import StartingEngine
 from maitred.engine.supervisor import Start
+from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.storage.ledger import Ledger
 from tests.engine.fake_child import Gate, command
 from tests.fakes_api import RunningServer, running_server
@@ -81,9 +84,11 @@ def gate(tmp_path: Path) -> Gate:
 
 
 @contextmanager
-def house(gate: Gate, habits: str = "", *, ledger: Ledger | None = None, **process: Any) -> Iterator[House]:
+def house(
+    gate: Gate, habits: str = "", *, ledger: Ledger | None = None, model: str | None = None, **process: Any
+) -> Iterator[House]:
     start = Start(
-        config=EngineConfig(scheduler=SchedulerConfig(max_num_seqs=32)),
+        config=EngineConfig(model=ModelConfig(model=model), scheduler=SchedulerConfig(max_num_seqs=32)),
         process=ProcessConfig(**process),
         open=in_child_process(command(f"{gate.habit},{habits}")),
     )
@@ -102,10 +107,21 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "STOP_S", 0.3)
 
 
-def test_a_stream_pauses_and_goes_on_token_for_token(gate: Gate):
-    """R4, R5 for one engine; and the answer says the same as one that nothing happened to."""
+def _with_windows(folder: Path) -> str:
+    """The built-in model, all of whose layers see the last 24 tokens alone."""
+    shutil.copytree(BUILTIN_FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}
+    (folder / "config.json").write_text(json.dumps(config | mistral))
+    return str(folder)
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_stream_pauses_and_goes_on_token_for_token(gate: Gate, windows: bool, tmp_path: Path):
+    """R4, R5 for one engine; and the answer says the same as one that nothing happened to. Also where layers keep what
+    their windows see."""
     n = 3
-    with house(gate) as at:
+    with house(gate, model=_with_windows(tmp_path / "demo") if windows else None) as at:
         calm = at.post(n=n).json()
         gate.open_to(10)
         stream = at.stream(n=n)

@@ -90,9 +90,9 @@ class MemoryPlan:
     @property
     def kv_bytes(self) -> int:
         """The draft model's included."""
-        if self.pages is not None:
-            return self.pages.num_pages * self.pages.bytes_per_page
-        return self.num_blocks * (self.bytes_per_block + (self.draft.bytes_per_block if self.draft else 0))
+        drafts = self.num_blocks * self.draft.bytes_per_block if self.draft is not None else 0
+        unit = self.bytes_per_block if self.pages is None else self.pages.bytes_per_page
+        return self.num_pages * unit + drafts
 
     @property
     def num_full_contexts(self) -> float:
@@ -195,11 +195,13 @@ def plan_memory(
     not fit raises OutOfMemory with both numbers.
     """
     served_bytes_per_block, served_bytes_per_page = bytes_per_block, bytes_per_page or bytes_per_block
+    context = pinned_context or model_context
     if groups is not None:
-        assert draft is None or not draft.bytes_per_block, "a draft model has whole blocks"
         bytes_per_block = served_bytes_per_page  # memory is counted in pages
     if draft is not None:
-        weights_bytes, bytes_per_block = weights_bytes + draft.weights_bytes, bytes_per_block + draft.bytes_per_block
+        weights_bytes += draft.weights_bytes
+        per_page = groups.blocks_per_page(context) if groups is not None else 1
+        bytes_per_block += math.ceil(draft.bytes_per_block * per_page)
     budget = int(available_bytes * (1 - RESERVE_SHARE)) - weights_bytes
     if budget < bytes_per_block:
         raise OutOfMemory(
@@ -208,7 +210,6 @@ def plan_memory(
         )
     states = _plan_states(bytes_per_state_slot, budget, cache, scheduler) if bytes_per_state_slot else None
     budget -= states.num_bytes if states is not None else 0
-    context = pinned_context or model_context
     if cache.kv_cache_memory_bytes is not None:
         budget = _pinned_kv(cache.kv_cache_memory_bytes, budget)
     blocks_that_fit = budget // bytes_per_block

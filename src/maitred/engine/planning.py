@@ -121,13 +121,16 @@ def described_model(checkpoint: Checkpoint) -> DecoderSpec:
 
 
 def _groups(config: EngineConfig, spec: DecoderSpec, drafts: DraftPlan | None, tell: OnEvent) -> KVGroups | None:
-    """Groups of layers that keep what their windows see; None where blocks are whole: without windows, and where blocks
-    are also a draft model's or head's, or go elsewhere. That is told.
+    """Groups of layers that keep what their windows see, a head's layer among them; None where blocks are whole:
+    without windows, where a head alone would see all tokens, and where blocks go elsewhere. That is told.
     """
     context = config.model.max_model_len or spec.max_position_embeddings
-    groups = groups_of([spec.layers[i].window for i in spec.kv_layers], context)
+    windows, has_head = [spec.layers[i].window for i in spec.kv_layers], drafts is not None and drafts.head is not None
+    groups = groups_of(windows, context)
+    if groups is not None and groups.counts[0] and has_head:
+        groups = groups_of([*windows, None], context)
     reasons = {
-        "a drafter's KV lies beside it": drafts is not None and (drafts.model is not None or drafts.head is not None),
+        "a head alone would see all tokens": has_head and groups is not None and not groups.counts[0],
         "KV tiers store whole blocks": config.tiers.are_wanted,
         "engines exchange whole blocks": config.share.exchanges_kv,
         "swap memory holds whole blocks": bool(config.cache.swap_memory_bytes),

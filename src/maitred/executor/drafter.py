@@ -10,8 +10,9 @@ Li et al., EAGLE-3, 2025, arXiv:2503.01840.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +85,8 @@ class DraftRunner:
     ) -> None:
         """`vocabulary` has the served model's token of each that a head may say; None where they are the same."""
         self._program, self._sampler, self._vocabulary = program, sampler, vocabulary
+        self.table_of: Callable[[Ints], Ints] = lambda blocks: blocks
+        """Makes block tables of blocks: of their pages, where a head's layer lies in a group."""
         self.max_tokens = program.max_tokens  # of a pass
         self.max_rows = min(program.max_tokens, program.max_logits)  # pieces of a chain
         self.max_positions = max_positions
@@ -92,7 +95,7 @@ class DraftRunner:
     def compute(self, pieces: Sequence[DraftPiece]) -> None:
         """K and V of these tokens."""
         self._give_taps(pieces)
-        self._program.run(_step_of(pieces), ())
+        self._program.run(_step_of(pieces, self.table_of), ())
 
     def chain(self, pieces: Sequence[DraftPiece], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
         """The same, then sample the token after each piece, compute it, and so on; the last one is not computed."""
@@ -100,7 +103,7 @@ class DraftRunner:
         firsts = [piece.start + len(piece.token_ids) + ahead for piece in pieces]
         made = self._program.chain(
             self._sampler,
-            _step_of(pieces),
+            _step_of(pieces, self.table_of),
             np.array([end.num_tokens for end in ends], dtype=np.int32),
             np.array([_settings(end.settings) for end in ends], dtype=np.float64),
             np.array([_sequence(end.settings, first) for end, first in zip(ends, firsts, strict=True)], np.uint64),
@@ -125,7 +128,7 @@ class DraftRunner:
         return 1
 
 
-def _step_of(pieces: Sequence[DraftPiece]) -> RaggedStep:
+def _step_of(pieces: Sequence[DraftPiece], table_of: Callable[[Ints], Ints]) -> RaggedStep:
     num_tokens = [len(piece.token_ids) for piece in pieces]
     first_tokens = running_sums(num_tokens)
     starts = np.array([piece.start for piece in pieces], dtype=np.int32) - first_tokens[:-1]
@@ -134,7 +137,7 @@ def _step_of(pieces: Sequence[DraftPiece]) -> RaggedStep:
         token_ids=np.concatenate([piece.token_ids for piece in pieces], dtype=np.int32, casting="unsafe"),
         positions=positions,
         first_tokens=first_tokens,
-        block_tables=np.concatenate([piece.block_ids for piece in pieces], dtype=np.int32, casting="unsafe"),
+        block_tables=table_of(np.concatenate([piece.block_ids for piece in pieces])).astype(np.int32),
         first_blocks=running_sums([len(piece.block_ids) for piece in pieces]),
     )
 
@@ -624,6 +627,8 @@ class HeadPlan:
             max_logits=self.max_rows,
             max_model_len=max_model_len,
             isa=served.isa,
+            # of its layer alone a step has tables
+            layers=[(0, place) for _, place in executor.pages.groups.places] if executor.pages is not None else (),
         )
         return program, loaded.summary
 
@@ -655,6 +660,8 @@ def head_proposer(
     assert program.taps is not None
     sampler = Sampler(executor.threads, isa=plan.served.isa)
     runner = DraftRunner(program, sampler, max_positions=context, vocabulary=plan.head.draft_to_target)
+    if executor.pages is not None:
+        runner.table_of = partial(executor.pages.of_group, executor.pages.groups.places[-1][0])
     taps = WaitingTaps(tap_width=spec.tap_width, max_tokens=runner.max_tokens)
     executor.on_taps = taps.computed
     return Drafter(runner, taps), summary

@@ -321,7 +321,7 @@ class NativeExecutor:
         self._host = host
         self.threads, self.choice, self._clock = threads, choice, clock
         self._ranks = ranks
-        self._pages = pages
+        self.pages = pages
         self._slots = states
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
@@ -400,7 +400,7 @@ class NativeExecutor:
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """Take in all of the plan but the computing; return each row's block table."""
-        copy = self.pool.copy_blocks if self._pages is None else self._pages.take(plan, self.pool.copy_blocks)
+        copy = self.pool.copy_blocks if self.pages is None else self.pages.take(plan, self.pool.copy_blocks)
         works = take_plan(plan, self._states, self.vocab_size, copy, self._host, self.grammars, self.proposer)
         for work in works:
             work.state.take_blocks(work.row)
@@ -412,7 +412,7 @@ class NativeExecutor:
         self, slices: Sequence[Slice], tokens: dict[int, SampledToken], prompts: dict[int, list[TokenLogprobs]]
     ) -> None:
         """Run the program once; return the wanted logits."""
-        step = ragged_step(slices, self._block_size, self._pages)
+        step = ragged_step(slices, self._block_size, self.pages)
         if self.adapters is not None and any(names := [piece.work.state.adapter for piece in slices]):
             step.adapters = self.adapters.slots(names)
         if self._slots is not None:

@@ -59,8 +59,11 @@ class KVGroups(NamedTuple):
         """Numbers of blocks for so many pages: those that stay bound them; without such, contexts as long as can be."""
         if self.counts[0]:
             return num_pages // self.counts[0]
-        widest = max(window for window in self.windows if window is not None)
-        return max(num_pages, min(MOST_BLOCKS, num_pages * -(-context // widest)))
+        return max(num_pages, min(MOST_BLOCKS, int(num_pages * self.blocks_per_page(context))))
+
+    def blocks_per_page(self, context: int) -> float:
+        """Numbers of blocks that there are for each page, at most."""
+        return 1 / self.counts[0] if self.counts[0] else -(-context // max(filter(None, self.windows)))
 
 
 def most_blocks(num_tokens: int, block_size: int) -> int:
@@ -74,7 +77,9 @@ def groups_of(windows: Sequence[int | None], context: int) -> KVGroups | None:
     layers = Counter(windows)
     if set(layers) == {None}:
         return None
-    size = min(layers.values())
+    # What stays is padded least, then all: 13 layers and 12 of a window are two groups of 13.
+    sizes = sorted(layers.values())
+    size = min(sizes, key=lambda n: (-layers[None] % n, sum(-count % n for count in layers.values())))
     kinds = (None, *sorted(window for window in layers if window is not None))
     counts = tuple(-(-layers[window] // size) for window in kinds)
     firsts, seen, places = [sum(counts[:kind]) for kind in range(len(kinds))], Counter[int | None](), []
