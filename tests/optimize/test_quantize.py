@@ -259,6 +259,7 @@ def test_scales_save_what_outliers_cost(form: Form, method: str, most: float):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_scales_save_what_outliers_cost_as_the_native_executor_serves_it(tmp_path: Path):
     """KL to the parent, of the built-in model; on few documents a KL of 5e-6 is one of chance."""
     lines = [{"messages": training_chat(Random(number), 3).messages()} for number in range(900)]
@@ -278,7 +279,9 @@ def test_scales_save_what_outliers_cost_as_the_native_executor_serves_it(tmp_pat
             data=str(tmp_path / "data.jsonl"),
             held_out=str(tmp_path / "held_out.jsonl"),
         )
-        report = run_tool(tool.TOOL, asked, QuantizeConfig(method=method, **form), lambda *_: None)  # type: ignore[arg-type]
+        report = run_tool(
+            tool.TOOL, asked, QuantizeConfig(method=method, calibration_tokens=8192, **form), lambda *_: None
+        )  # type: ignore[arg-type]
         kls[method, has_outliers] = report.fields["figures"]["kl"]["value"]
     assert kls["awq", True] <= 0.6 * kls["rtn", True]
     assert kls["smoothquant", True] <= 1.5 * kls["smoothquant", False]
