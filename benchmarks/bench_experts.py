@@ -4,6 +4,7 @@ or of Qwen3.5-0.8B's, whose recurrent states are read and written.
 
     benchmarks/bench_experts.py [--layers 4] [--threads 2] [--batch 1 --batch 8 --batch 32]
     benchmarks/bench_experts.py --shape qwen3.5-0.8b --layers 24 [--prompt 512]
+    benchmarks/bench_experts.py --shape deepseek-v2-lite --context 1024     # latent attention
 
 Weights are random codes, so nothing is downloaded or packed; tokens are random, and the experts that a step touched are
 counted by the program. Prints, for each batch, the best and the median step, and the floor by the machine's own stream.
@@ -25,7 +26,7 @@ from maitred.kernels.linear import allocate
 from maitred.model.families import spec_from_config
 from maitred.model.fusions import compile_program
 from maitred.model.packed import PackedTensor, PackedWeights, is_matrix, packed_bytes
-from maitred.model.program import Format, Formats, Linear, Weight
+from maitred.model.program import Experts, Format, Formats, HeadLinear, Linear, Weight
 
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -51,8 +52,26 @@ RECURRENT = {
     "linear_num_value_heads": 16,
     "tie_word_embeddings": True,
 }
-SHAPES = {"qwen3-30b-a3b": EXPERTS, "qwen3.5-0.8b": RECURRENT}
-CONTEXT, REPEATS = 64, 12
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 2048,
+    "intermediate_size": 10_944,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
+SHAPES = {"qwen3-30b-a3b": EXPERTS, "qwen3.5-0.8b": RECURRENT, "deepseek-v2-lite": LATENT}
+REPEATS = 12
 
 
 def random_weights(program: object) -> PackedWeights:
@@ -80,11 +99,11 @@ def _filled(weight: Weight, codes: np.ndarray, rng: np.random.Generator) -> np.n
     return buffer
 
 
-def step_of(batch: int, rng: np.random.Generator, num_tokens: int = 1) -> RaggedStep:
-    blocks = (CONTEXT + num_tokens) // 16 + 1
+def step_of(batch: int, context: int, rng: np.random.Generator, num_tokens: int = 1) -> RaggedStep:
+    blocks = (context + num_tokens) // 16 + 1
     return RaggedStep(
         rng.integers(0, 1024, batch * num_tokens).astype(np.int32),
-        np.tile(np.arange(CONTEXT, CONTEXT + num_tokens, dtype=np.int32), batch),
+        np.tile(np.arange(context, context + num_tokens, dtype=np.int32), batch),
         np.arange(batch + 1, dtype=np.int32) * num_tokens,
         np.arange(batch * blocks, dtype=np.int32),
         running_sums([blocks] * batch),
@@ -100,28 +119,33 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--context", type=int, default=64)
     asked = parser.parse_args()
+    batches, context = asked.batch or (1, 8, 32), asked.context
     spec = spec_from_config(SHAPES[asked.shape] | {"num_hidden_layers": asked.layers})
     int8 = Format(dtype="int8")
     program = compile_program(spec, Formats(linears=int8, head=int8))
     weights = random_weights(program)
     threads = _native.ThreadPool(asked.threads)
-    pool = make_kv_pool(dtype="bfloat16", num_layers=len(spec.kv_layers), num_blocks=256, block_size=16,
-                        num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)  # fmt: skip
+    num_blocks = max(batches) * ((context + max(asked.prompt, 1)) // 16 + 1)
+    pool = make_kv_pool(dtype="bfloat16", num_layers=len(spec.kv_layers), num_blocks=num_blocks, block_size=16,
+                        num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, latent_dim=spec.latent_rank)  # fmt: skip
     runner = NativeProgram(program, weights, pool, threads, max_tokens=max(64, asked.prompt), max_logits=64,
-                           max_model_len=4096, num_state_slots=32)  # fmt: skip
+                           max_model_len=1 << 15, num_state_slots=32)  # fmt: skip
     memory, isa, rng = allocate(1 << 28), _native.default_isa(), np.random.default_rng(1)
     memory[::2048] = 1
-    dense = sum(packed_bytes(op.weight) for op in program.ops if isinstance(op, Linear))
-    one_expert = sum(packed_bytes(w) for w in program.weights if w.experts) / asked.layers / 128
+    dense = sum(packed_bytes(op.weight) for op in program.ops if isinstance(op, Linear | HeadLinear))
+    experts = [weight for op in program.ops if isinstance(op, Experts) for weight in (op.gate_up, op.down)]
+    one_expert = sum(packed_bytes(weight) / weight.experts for weight in experts) / asked.layers
     if asked.prompt:
-        return tell_prompt(runner, step_of(1, rng, asked.prompt))
-    for batch in asked.batch or (1, 8, 32):
+        return tell_prompt(runner, step_of(1, context, rng, asked.prompt))
+    for batch in batches:
         states = 2 * batch * spec.state_bytes_per_slot  # read and written
+        states += 2 * batch * context * spec.kv_values_per_token()
         ratios, touched = [], []
         for _ in range(REPEATS):
             runner.set_profiling(asked.profile)
-            step, before = step_of(batch, rng), [each.copy() for each in runner.tokens_of_expert]
+            step, before = step_of(batch, context, rng), [each.copy() for each in runner.tokens_of_expert]
             stream = _native.measure_stream(isa, threads, memory, 1)
             began = time.perf_counter()
             runner.run(step, list(range(batch)))
@@ -131,8 +155,8 @@ def main() -> None:
             ratios.append((dense + states + one_expert * touched[-1]) / stream / took_s)
         print(
             f"batch {batch:>2}: {statistics.median(touched) / asked.layers:5.1f} experts a layer, "
-            f"{(dense + states + one_expert * statistics.median(touched)) / 1e6:,.0f} MB; of the floor "
-            f"median {statistics.median(ratios):.0%}, best {max(ratios):.0%}"
+            f"{(dense + states + one_expert * statistics.median(touched)) / 1e6:,.0f} MB ({states / 1e6:,.0f} of KV and "
+            f"states); of the floor median {statistics.median(ratios):.0%}, best {max(ratios):.0%}"
         )
         if asked.profile:
             tell_profile(runner)

@@ -128,7 +128,7 @@ def check_greedy(request: RequestState, wanted_TV: torch.Tensor) -> None:
         assert token == int(wanted_TV[position - 1].argmax()), f"{request.request_id} at position {position}"
 
 
-UNLIKE = ("llama_bias", "gemma2", "gemma3", "olmo2", "phi3_longrope", "granite", "qwen3")
+UNLIKE = ("llama_bias", "gemma2", "gemma3", "olmo2", "phi3_longrope", "granite", "qwen3", "deepseek_v3")
 ISAS = _native.available_isas()
 CASES = [("torch", family) for family in UNLIKE] + [(ISAS[-1], family) for family in FAMILIES]
 CASES += [(ISAS[i % (len(ISAS) - 1)], family) for i, family in enumerate(UNLIKE) if len(ISAS) > 1]
@@ -178,7 +178,9 @@ def test_any_even_head_size_and_any_hidden_size(
     check_against_reference(served, reference)
 
 
-@pytest.mark.parametrize(("family", "block_size"), [("gemma2", 16), ("qwen3", 32), ("gemma2", 48)])
+@pytest.mark.parametrize(
+    ("family", "block_size"), [("gemma2", 16), ("qwen3", 32), ("gemma2", 48), ("deepseek_v2_groups", 16)]
+)
 def test_whole_tiles_of_slots_give_the_same(family: str, block_size: int, made):
     """Blocks of 16 slots have a layout of their own in the pool."""
     folder, reference = made(family)

@@ -28,7 +28,16 @@ from hypothesis import strategies as st
 from maitred.core.request import RequestState, SamplingParams
 from maitred.executor.native import Logits
 from maitred.kernels import _native
-from maitred.model.spec import Activation, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
+from maitred.model.spec import (
+    Activation,
+    LatentSpec,
+    NormPlacement,
+    QKNorm,
+    RecurrentSpec,
+    RopeSpec,
+    RopeType,
+    RoutedSpec,
+)
 from tests.executor.native_worlds import BLOCK_TYPES, make_native
 from tests.executor.torch_worlds import VOCAB, make_decoder, make_spec
 from tests.fakes import FakeExecutor, make_request, make_scheduler
@@ -78,6 +87,12 @@ def a_decoder(kind: str) -> Any:
         delta = RecurrentSpec(num_key_heads=2, num_value_heads=6, key_dim=14, value_dim=37, conv_width=4)
         layers = (replace(layer, attention=None if i == 1 else delta) for i, layer in enumerate(spec.layers))
         return make_decoder(replace(spec, layers=tuple(layers)))
+    if kind == "latent":
+        latent = LatentSpec(rank=32, rope_dim=6, key_dim=32, value_dim=18, query_rank=40)
+        spec = make_spec(hidden_size=72, num_heads=9, num_kv_heads=1, head_dim=38, max_position_embeddings=LONGEST)
+        rope = RopeSpec(rope_type=RopeType.DEFAULT, theta=1e4, dim=6, interleaved=True)
+        layers = (replace(layer, attention=latent, rope=rope) for layer in spec.layers)
+        return make_decoder(replace(spec, layers=tuple(layers), attention_scale=0.1))
     if kind == "wide":
         sizes = {"hidden_size": 580, "intermediate_size": 150, "head_dim": 80, "num_heads": 3, "num_kv_heads": 1}
         spec = make_spec(windows=(None, 270), qk_norm=QKNorm.PER_HEAD, max_position_embeddings=LONGEST, **sizes)
@@ -235,6 +250,8 @@ def cases() -> list[Any]:
         found.append(pytest.param(formats, "routed", isa, marks=marks))
         marks = [] if (row, column) in ((1, 0), (3, 2)) else [pytest.mark.soak]
         found.append(pytest.param(formats, "recurrent", isa, marks=marks))
+        kept = "float32" if formats["dtype"] == "float32" else "bfloat16"
+        found.append(pytest.param(formats | {"kv_dtype": kept}, "latent", isa, marks=marks))
     return found
 
 

@@ -51,14 +51,16 @@ class AttentionShape:
     """Radians per position of each rotated pair (i, i + len); empty leaves positions out."""
     attention_factor: float = 1.0
     """Multiplies cos and sin."""
+    latent_dim: int = 0
+    """Values of a key, its last ones, that are the value too; 0: values stand beside keys."""
 
     @property
     def out_width(self) -> int:
-        return self.num_heads * self.head_dim
+        return self.num_heads * (self.latent_dim or self.head_dim)
 
     @property
     def qkv_width(self) -> int:
-        return self.out_width + 2 * self.num_kv_heads * self.head_dim
+        return (self.num_heads + (1 if self.latent_dim else 2) * self.num_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ def attend_in_steps(
         block_size=block_size,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        latent_dim=shape.latent_dim,
     )
     fill_with_nan(pool)
     ids = np.random.default_rng(seed).permutation(num_blocks).tolist()
@@ -122,6 +123,8 @@ def random_steps(rng: np.random.Generator, lengths: Sequence[int]) -> list[Step]
 def oracle(shape: AttentionShape, rows: Floats, dtype: str) -> Doubles:
     """[T, N * H]: q, k and v rounded as the pool's dtype has them, everything else in float64."""
     q_TNH, k_TKH, v_TKH = _split(shape, rows.astype(np.float64))
+    if shape.latent_dim:
+        v_TKH = k_TKH[..., -shape.latent_dim :]
     if dtype == "bfloat16":
         q_TNH, k_TKH, v_TKH = to_bf16(q_TNH), to_bf16(k_TKH), to_bf16(v_TKH)
     elif dtype == "int8":
@@ -131,7 +134,7 @@ def oracle(shape: AttentionShape, rows: Floats, dtype: str) -> Doubles:
         k_TKH, v_TKH = (rotate(to_int8(x)) / rotation_block(shape.head_dim) for x in read)
     behind = np.arange(len(rows))[:, None] - np.arange(len(rows))[None, :]
     hidden = (behind < 0) if shape.window is None else (behind < 0) | (behind >= shape.window)
-    out_TNH = np.empty_like(q_TNH)
+    out_TNH = np.empty((*q_TNH.shape[:2], v_TKH.shape[2]))
     for head in range(shape.num_heads):  # one by one: what they need lies in the processor's cache
         kv_head = head // (shape.num_heads // shape.num_kv_heads)
         scores = q_TNH[:, head] @ k_TKH[:, kv_head].T * shape.scale
@@ -152,7 +155,7 @@ def _split(shape: AttentionShape, rows: Doubles) -> tuple[Doubles, Doubles, Doub
     q, k, v = rows[:, :q_end], rows[:, q_end:k_end], rows[:, k_end:]
     if shape.norm is HeadNorm.FULL_WIDTH:
         q, k = _normed(q, shape.q_norm, shape.norm_eps), _normed(k, shape.k_norm, shape.norm_eps)
-    q, k, v = (x.reshape(len(rows), -1, shape.head_dim) for x in (q, k, v))
+    q, k, v = (x.reshape(len(rows), x.shape[1] // shape.head_dim, shape.head_dim) for x in (q, k, v))
     if shape.norm is HeadNorm.PER_HEAD:
         q, k = _normed(q, shape.q_norm, shape.norm_eps), _normed(k, shape.k_norm, shape.norm_eps)
     return _rotated(shape, q), _rotated(shape, k), v

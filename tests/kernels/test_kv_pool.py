@@ -110,3 +110,5 @@ def test_pools_that_cannot_be_are_refused(dtype: str) -> None:
         make_pool(dtype, head_dim=7)
     with pytest.raises(KernelError, match="choose one of float32, bfloat16, int8, int4"):
         make_kv_pool(dtype="int5", num_layers=1, num_blocks=1, block_size=16, num_kv_heads=1, head_dim=16)
+    with pytest.raises(KernelError, match="latent keys is float32 or bf16"):
+        make_kv_pool(dtype="int8", num_layers=1, num_blocks=1, block_size=16, num_kv_heads=1, head_dim=16, latent_dim=8)

@@ -60,6 +60,31 @@ def write_all(io: LayerIO, blocks: list[int], rows: Rows) -> None:
     io.write(range(io.num_layers), blocks, memoryview(np.ascontiguousarray(rows).reshape(-1)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_latent_keys_have_nothing_else_and_become_others_exactly(dtype: str) -> None:
+    pools, size = {}, 2 if dtype == "bfloat16" else 4
+    for block_size in (4, 16, 48):
+        layout = CellLayout(NATIVE, dtype, block_size, 1, 576, is_latent=True)
+        assert layout.layer_bytes == block_size * 576 * size
+        pool = make_kv_pool(
+            dtype=dtype,
+            num_layers=1,
+            num_blocks=12,
+            block_size=block_size,
+            num_kv_heads=1,
+            head_dim=576,
+            latent_dim=512,
+        )
+        pools[block_size] = NativeLayers(pool, layout)
+    rows = np.random.default_rng(0).integers(0, 256, (1, 12, pools[4].layout.layer_bytes), dtype=np.uint8)
+    write_all(pools[4], list(range(12)), rows)
+    small, middle, large = (pools[block_size].layout for block_size in (4, 16, 48))
+    in_tiles = convert(read_all(pools[4], list(range(12))), small, middle)
+    np.testing.assert_array_equal(convert(convert(in_tiles, middle, large), large, small), rows)
+    first, by_slot = (found[0, 0].view(f"u{size}") for found in (rows, in_tiles))  # a line: 16 slots
+    np.testing.assert_array_equal(by_slot.reshape(-1, 16, 4 // size)[:, 0].reshape(-1), first[:576])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("block_size", [1, 5, 16, 48])
 @pytest.mark.parametrize("head_dim", [2, 26, 64])

@@ -31,6 +31,12 @@ _COMMON: dict[str, Any] = {
 _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 10, "num_hidden_layers": 4}
 _STRETCHED = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 36, "norm_topk_prob": True}
+_LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 22, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 14},
+    **{"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 2},
+    **{"moe_intermediate_size": 36, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
+}
+_YARN_TWICE = {"rope_type": "yarn", **_STRETCHED, "mscale": 0.7, "mscale_all_dim": 1.3}
 
 _WITH_TEXT = ("Gemma3", "Gemma3n", "Qwen3_5", "Qwen3_5Moe")  # families whose text model's config is one of its own
 _DELTA = {
@@ -124,6 +130,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"norm_topk_prob": True, "routed_scaling_factor": 1.5},
         },
     ),
+    "deepseek_v2": (  # as Lite: one matrix for queries
+        "DeepseekV2",
+        {**_LATENT, "q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False,
+         "rope_parameters": _YARN_TWICE},
+    ),
+    "deepseek_v2_groups": (
+        "DeepseekV2",
+        {**_LATENT, "q_lora_rank": 28, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    ),
+    "deepseek_v3": ("DeepseekV3", {**_LATENT, "q_lora_rank": 28, "rope_parameters": _YARN_TWICE}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, "q_lora_rank": 20, "rms_norm_eps": 1e-2}),
     "gpt_oss": (
         "GptOss",
         {

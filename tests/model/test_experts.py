@@ -123,6 +123,7 @@ def test_missing_and_doubled_experts_are_named(tmp_path: Path):
     [
         ("glm4_moe", {"scoring_func": "tanh"}, "scoring_func 'tanh'"),
         ("glm4_moe", {"n_group": 5}, "2 of 5 groups of 12 experts"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "topk_method 'greedy' and norm_topk_prob True"),
         ("qwen3_moe", {"num_experts_per_tok": 10}, "10 of 9 eligible experts"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
     ],

@@ -35,6 +35,17 @@ _DELTA = {
 _LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.5, 8.0, 30.0]}
 
 
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+_DEEPSEEK = {
+    "num_key_value_heads": 8, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "max_position_embeddings": 163_840,
+}  # fmt: skip
+
+
 def llama(**extra: Any) -> Config:
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -241,6 +252,17 @@ FORMS: dict[str, tuple[Config, Config]] = {
         topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, partial_rotary_factor=0.5,
         num_nextn_predict_layers=1,
     ),
+    "deepseek_v2": plain_forms(
+        "DeepseekV2ForCausalLM", "deepseek_v2", rope=_DEEPSEEK_YARN, q_lora_rank=None, topk_method="greedy",
+        n_group=1, topk_group=1, **_DEEPSEEK | {"norm_topk_prob": False},
+    ),
+    "deepseek_v3": plain_forms(
+        "DeepseekV3ForCausalLM", "deepseek_v3", rope=_DEEPSEEK_YARN, q_lora_rank=24, n_group=4, topk_group=2,
+        num_nextn_predict_layers=1, **_DEEPSEEK,
+    ),
+    "glm4.7 flash": plain_forms(
+        "Glm4MoeLiteForCausalLM", "glm4_moe_lite", q_lora_rank=24, n_group=1, topk_group=1, **_DEEPSEEK,
+    ),
     "mixtral": plain_forms("MixtralForCausalLM", "mixtral", num_local_experts=8, num_experts_per_tok=2),
     "olmoe": plain_forms("OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=3, norm_topk_prob=False),
     "qwen2_moe": plain_forms(
@@ -361,6 +383,18 @@ def test_counts_of_a_known_size() -> None:
     assert llama_2.num_parameters() == 6 * layer + 2 * 500 * 64 + 64
     assert llama_2.kv_values_per_token() == 2 * 6 * 2 * 8
     assert "LlamaForCausalLM" in llama_2.identity()
+
+
+def test_latent_attention_keeps_576_values_a_token_and_layer_at_deepseeks_sizes() -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    made = spec_from_config(FORMS["deepseek_v3"][0] | sizes)
+    assert made.kv_values_per_token() == 6 * 576
+    yarn = 0.1 * 0.707 * math.log(40) + 1
+    assert made.attention_scale == pytest.approx((128 + 64) ** -0.5 * yarn**2)
+    assert (made.num_kv_heads, made.head_dim, made.latent_rank) == (1, 576, 512)
+    assert spec("deepseek_v2").latent.query_rank == 0
+    assert spec("deepseek_v2").layers[1].routed.best_of_group == 1
+    assert [layer.routed is None for layer in spec("glm4.7 flash").layers] == [True] + [False] * 5
 
 
 def test_missing_keys_take_the_familys_defaults() -> None:

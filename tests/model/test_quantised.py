@@ -319,6 +319,29 @@ def test_a_quantised_model_serves_as_transformers_does_the_values(kind: str, tmp
             assert error_of(served, reference) < 0.02
 
 
+def test_latent_layers_in_fp8_turn_a_part_of_kv_b_proj_and_keep_the_other(tmp_path: Path):
+    sizes = {"kv_lora_rank": WIDTH, "qk_nope_head_dim": 10, "v_head_dim": 8}  # 4 heads of those: ROWS
+    folder = make_checkpoint("deepseek_v3", tmp_path, **sizes)
+    name, weights = "model.layers.1.self_attn.kv_b_proj.weight", load_file(folder / "model.safetensors")
+    parts, told, values = fp8(torch.rand(3, 1) * 0.01, "weight_scale_inv", blocks_of(32, 128))
+    weights |= {name: parts["weight"], f"{name}_scale_inv": parts["weight_scale_inv"]}
+    reference = load_reference(folder)
+    reference.get_parameter(name).data.copy_(values)
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": told}))
+    for dtype in ("float32", "auto"):
+        native = load_native(folder, num_blocks=65, block_size=4, num_threads=1, dtype=dtype)
+        held = {w.name: str(w.format) for w in native.runner.program.weights if "layers.1.latent." in w.name}
+        served = serve(native)
+        native.close()
+        if dtype == "float32":
+            check_against_reference(served, reference)
+        else:
+            assert (held["layers.1.latent.absorb"], held["layers.1.latent.expand"]) == ("bfloat16", "fp8")
+            assert error_of(served, reference) < 0.02
+
+
 def error_of(served: Served, reference: Any) -> float:
     """Squared error of the prompts' logits, as a share of their variance."""
     prompts = {request.request_id: request.spec.prompt_token_ids for request in served.requests}

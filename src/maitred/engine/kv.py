@@ -124,6 +124,7 @@ def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> 
             num_layers=len(spec.kv_layers),
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            is_latent=spec.latent_rank > 0,
             weight_dtype=held.dtype,
             executor=held.executor,
             isa=held.isa or held.device,

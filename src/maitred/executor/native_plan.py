@@ -171,6 +171,7 @@ class NativePlan:
                 block_size=self.block_size,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
+                latent_dim=spec.latent_rank,
             )
         )
 
@@ -198,14 +199,18 @@ class NativePlan:
         deltas = [layer.recurrent for layer in spec.layers if layer.recurrent is not None]
         rows = {
             "residual stream": spec.hidden_size,
-            "queries, keys and values": spec.qkv_width,
+            "queries, keys and values": spec.qkv_width - (spec.kv_width if spec.latent else 0),
             "queries made ready": 2 * spec.q_width,
-            "attention": spec.q_width,
+            "attention": spec.attended_width,
             "gate times up": sum(spec.mlp_widths),
             "inputs of recurrent layers": max((delta.input_width for delta in deltas), default=0),
             "what they give": max((delta.value_width for delta in deltas), default=0),
             "prepared rows": max(spec.hidden_size, spec.q_width, *spec.mlp_widths),
         }
+        if (latent := spec.latent) is not None:
+            queries = spec.num_heads * latent.query_dim
+            rows["latent values and queries"] = latent.head_dim + queries + latent.query_rank
+            rows["attention, multiplied back"] = spec.num_heads * latent.value_dim
         if spec.norm_placement is not NormPlacement.PRE:
             rows["a part before its norm"] = spec.hidden_size
         sizes = {
@@ -323,6 +328,7 @@ class NativePlan:
             block_size=self.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            latent_dim=spec.latent_rank,
             team=place.team,
         )
 
@@ -410,6 +416,8 @@ def plan_native_executor(
         raise ConfigError("the native executor runs on a CPU; choose --device cpu or auto, or --executor torch")
     if spec.head_dim > LARGEST_HEAD:
         raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
+    if spec.latent and config.kv_dtype in ("int8", "int4"):
+        raise KernelError(f"latent keys are kept in float32 or bfloat16; choose one by --kv-dtype ({config.kv_dtype})")
     isa, threads, num_ranks = default_isa(), config.num_threads or num_threads, config.tensor_parallel
     budget = native_token_budget(threads * num_ranks, tiles=isa == "amx")
     program = compile_program(
@@ -491,6 +499,8 @@ def stored_formats(checkpoint: Checkpoint, spec: DecoderSpec | HeadSpec) -> dict
     for source in weight_map(spec, checkpoint.tensor_names()):
         if source.is_matrix and not source.parameter.endswith(ROUTERS):
             dtype, order = checkpoint.dtype_of(source.tensor), checkpoint.order_of(source.tensor)
+            if source.is_turned and dtype not in ("F32", "F16", "BF16"):  # blocks go along rows
+                dtype, order = "BF16", ""
             # Rows of embeddings are read as they are there, and experts share their rows.
             if order and (source.parameter in ("embedding.weight", "output.weight") or ".experts." in source.parameter):
                 dtype, order = "F32", ""

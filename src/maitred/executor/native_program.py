@@ -27,6 +27,7 @@ from maitred.model.program import (
     Experts,
     Gate,
     Gated,
+    HeadLinear,
     Linear,
     NormAdd,
     Op,
@@ -39,7 +40,7 @@ from maitred.model.program import (
     Weight,
 )
 from maitred.model.rope import inverse_frequencies
-from maitred.model.shares import Share, share_of
+from maitred.model.shares import Share, heads_of, share_of
 from maitred.model.spec import SWIGLU_SLOPE, Activation, RecurrentSpec, RopeSpec
 
 LOGITS_BYTES = 48 * 2**20  # of the rows of logits of one run; more of them come in several
@@ -306,7 +307,8 @@ class _Builder:
 
     def build(self) -> None:
         ops = self._program.ops
-        self._native.operands([shape_of(op.weight) for op in ops if isinstance(op, Linear)])
+        by_head = [shape_of(op.weight) for op in ops if isinstance(op, HeadLinear)]
+        self._native.operands([shape_of(op.weight) for op in ops if isinstance(op, Linear)] + by_head, bool(by_head))
         if routed := [op for op in ops if isinstance(op, Experts)]:
             shapes = [shape_of(weight) for op in routed for weight in (op.gate_up, op.down)]
             most = (max(getattr(op.routed, name) for op in routed) for name in ("num_experts", "num_active", "width"))
@@ -334,19 +336,20 @@ class _Builder:
                 shape = shape_of(reader.weight if isinstance(reader, Linear) else reader.gate_up)
                 adapted = self._adapted(reader, few) if isinstance(reader, Linear) else NOT_ADAPTED
                 order = () if op.order is None else (self._vector(op.order),)
-                self._native.prepare(self.rows[op.source], shape, norm, self._eps, few, op.takes, adapted, *order)
+                eps = op.eps or self._eps
+                self._native.prepare(self.rows[op.source], shape, norm, eps, few, op.takes, adapted, *order)
             case Take():
                 source = self.rows[op.source]
                 self._native.take(source, self._rows(op.target, source.width))
             case Columns():
                 self._add_columns(index, op)
-            case Linear():
-                self._add_linear(index, op)
+            case Linear() | HeadLinear():
+                self._add_linear(index, op) if isinstance(op, Linear) else self._add_head_linear(index, op)
             case QKV():
                 self._add_qkv(op)
             case Attention():
                 spec = self._program.spec
-                target = self._rows(op.target, spec.q_width)
+                target = self._rows(op.target, spec.attended_width)
                 cap = spec.attention_softcap or 0.0
                 reader = self._reader(index)
                 assert isinstance(reader, Linear)
@@ -386,12 +389,24 @@ class _Builder:
 
     def _add_columns(self, index: int, op: Columns) -> None:
         source, target = self.rows[op.source], self._rows(op.target, self._width(op.target))
-        norm = self._vector(op.norm)
-        self._native.norm(source, op.source_first, target, op.first, op.width, norm, self._eps, index >= self._head)
+        norm, eps = self._vector(op.norm), op.eps or self._eps
+        self._native.norm(source, op.source_first, target, op.first, op.width, norm, eps, index >= self._head)
 
     def _width(self, value: str) -> int:
         """Return the width of a value that is written by columns."""
-        return max(op.first + op.width for op in self._program.ops if isinstance(op, Columns) and op.target == value)
+        found = [op for op in self._program.ops if isinstance(op, Columns | Linear) and op.target == value]
+        return max(op.first + (op.width if isinstance(op, Columns) else shape_of(op.weight).out_width) for op in found)
+
+    def _add_head_linear(self, index: int, op: HeadLinear) -> None:
+        weight, few = op.weight, index >= self._head
+        width = self._width("qkv") if op.target == "qkv" else weight.experts * (op.copied + weight.matrix_rows)
+        target = self._rows(op.target, width)
+        share = heads_of(weight, self._place.rank, self._place.num_ranks)
+        if share.weight is None:
+            self._native.idle(weight.name)
+            return
+        of_rank = shape_of(weight), self._data(weight), share.first, share.weight.experts
+        self._native.head_linear(*of_rank, op.copied, self.rows[op.source], target, few, op.takes, weight.name)
 
     def _add_routed(self, op: ChooseExperts | Experts | SigmoidScale, few: bool) -> None:
         if isinstance(op, SigmoidScale):
@@ -453,9 +468,8 @@ class _Builder:
             case Gated():
                 ending, act = "gate", op.ending.activation.value
         width = shape_of(op.weight).out_width
-        if op.target in ("qkv", "inputs"):  # whose columns may be written by several
-            alike = [each for each in self._program.ops if isinstance(each, Linear) and each.target == op.target]
-            width = max(each.first + shape_of(each.weight).out_width for each in alike)
+        if op.target in ("qkv", "inputs", "latent"):  # whose columns may be written by several
+            width = self._width(op.target)
         target = self._rows(op.target, width, few=op.target == LOGITS)
         name = op.weight.name if op.target != LOGITS else "output"
         share = self._share(op.weight)

@@ -161,12 +161,12 @@ class GatherAttention:
         if numel > self._scratch.shape[1]:
             self._scratch = self._scratch.new_empty(2, numel)
         gathered = []
-        for blocks, size, scratch in zip(self._pool.blocks(layer), sizes, self._scratch, strict=True):
+        for blocks, size, scratch in zip(self._pool.blocks(layer), sizes, self._scratch, strict=False):
             out = scratch[:numel].view(-1, *blocks.shape[1:])
             torch.index_select(blocks, 0, keys.block_ids, out=out)
             values = out.view(num_rows, keys.num_keys, -1)[..., : size.numel()]
             gathered.append(values.unflatten(-1, size).to(self._dtype))
-        return gathered[0], gathered[1]
+        return gathered[0], gathered[-1][..., -self._spec.latent_rank :]  # all of the values unless they are in keys
 
     def _attend_short(
         self,

@@ -28,7 +28,7 @@ class PoolShape(NamedTuple):
     """Axes of the pool, in order."""
 
     num_layers: int
-    keys_and_values: int  # always 2
+    keys_and_values: int  # 2; 1 where values are a part of their keys (latent attention)
     num_blocks: int
     block_size: int
     num_kv_heads: int
@@ -42,7 +42,8 @@ def pool_shape(spec: DecoderSpec, *, num_blocks: int, block_size: int, num_layer
             f"the KV cache would have {num_blocks} blocks of {block_size} tokens; "
             f"both must be at least 1, so give it more memory (--kv-cache-memory-bytes)"
         )
-    return PoolShape(num_layers or len(spec.kv_layers), 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    parts = 1 if spec.latent_rank else 2
+    return PoolShape(num_layers or len(spec.kv_layers), parts, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
 
 
 def kv_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype_bytes: int) -> int:
@@ -51,7 +52,8 @@ def kv_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype_bytes: int) 
 
 
 class TorchKVPool:
-    """Keys and values of all layers, [layers, 2 (keys first), blocks, slots, kv heads, head size].
+    """Keys and values of all layers, [layers, 2 (keys first), blocks, slots, kv heads, head size]; keys alone where
+    these have the values.
 
     One layer's keys are [blocks, slots, heads, head size], the layout that PyTorch's
     `torch.nn.attention.varlen.varlen_attn` takes with a block table, and a slot of one layer is contiguous in memory.
@@ -75,25 +77,25 @@ class TorchKVPool:
         self.written = [make_event() for _ in range(shape.num_layers)] if device.type == "cuda" else []
         """Events of a GPU, one a layer: its last write is done."""
         by_slot = shape.num_blocks * shape.block_size
-        self._slots = self._pool.view(shape.num_layers, 2, by_slot, shape.num_kv_heads, shape.head_dim)
+        self._slots = self._pool.view(*shape[:2], by_slot, shape.num_kv_heads, shape.head_dim)
 
-    def blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, each [blocks, slots in a block, kv heads, head size]."""
-        return self._pool[layer, 0], self._pool[layer, 1]
+    def blocks(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Keys and values of one layer, each [blocks, slots in a block, kv heads, head size]; or keys alone."""
+        return tuple(self._pool[layer])
 
     def layers(self, layers: range) -> torch.Tensor:
         """Keys and values of some layers, [layers, 2, blocks, slots in a block, kv heads, head size]."""
         return self._pool[layers.start : layers.stop]
 
-    def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def slots(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The same, each [slots, kv heads, head size]."""
-        return self._slots[layer, 0], self._slots[layer, 1]
+        return tuple(self._slots[layer])
 
     def write(
         self, layer: int, slots_T: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, place: int | None = None
     ) -> None:
         """`layer` is the model's; `place` the pool's, where they differ."""
-        for slots, written in zip(self.slots(layer if place is None else place), (k_TKH, v_TKH), strict=True):
+        for slots, written in zip(self.slots(layer if place is None else place), (k_TKH, v_TKH), strict=False):
             values = written.flatten(1).to(self.dtype)  # a slot is as wide as the widest layer's
             slots.flatten(1)[:, : values.shape[1]].index_copy_(0, slots_T, values)
         if self.written:
@@ -173,7 +175,7 @@ class TorchLayers:
         self._check(layers, blocks, rows)
         shape = self._pool.shape
         contents = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(self._pool.dtype)
-        by_block = contents.view(len(layers), len(blocks), 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        by_block = contents.view(len(layers), len(blocks), shape.keys_and_values, *shape[3:])
         with self._beside.after(layers):
             moved = by_block.to(self._pool.device).transpose(1, 2)
             self._pool.layers(layers).index_copy_(2, self._index(blocks), moved)
@@ -197,7 +199,7 @@ class TorchBlocks:
     def __init__(self, pool: TorchKVPool) -> None:
         self._pool, self._beside = pool, _BesideSteps(pool)
         shape = pool.shape
-        self._block = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self._block = (*shape[:2], *shape[3:])
         self.bytes_per_block: int = torch.Size(self._block).numel() * pool.dtype.itemsize
 
     def read(self, blocks: Sequence[int], into: memoryview) -> None:
@@ -225,7 +227,7 @@ class TorchHostPool:
         self.num_blocks = num_blocks
         self._on_gpu = pool.device.type == "cuda"
         shape = pool.shape
-        sizes = (num_blocks, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        sizes = (num_blocks, *shape[:2], *shape[3:])
         try:
             self._blocks = torch.empty(sizes, dtype=pool.dtype, pin_memory=self._on_gpu)
         except RuntimeError as error:

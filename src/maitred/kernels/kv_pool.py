@@ -24,9 +24,11 @@ def make_kv_pool(
     block_size: int,
     num_kv_heads: int,
     head_dim: int,
+    latent_dim: int = 0,
     team: _native.Team | None = None,
 ) -> _native.KVPool:
     """Memory for K and V, zero, given by the operating system when first touched; with a `team`, what its ranks share.
+    `latent_dim` are the values of a key that are its value too; 0: V stands beside K.
 
     Raises KernelError for a dtype or size that the kernels cannot take, OutOfMemory when the memory is refused.
     """
@@ -38,6 +40,7 @@ def make_kv_pool(
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            latent_dim=latent_dim,
             team=team,
         )
     except ValueError as error:

@@ -35,6 +35,7 @@ class CellLayout:
     block_size: int
     num_kv_heads: int
     head_dim: int
+    is_latent: bool = False  # values are a part of their keys
 
     def __post_init__(self) -> None:
         known = self.cells in (NATIVE, TORCH) and self.kv_dtype in _NUMBERS
@@ -52,10 +53,15 @@ class CellLayout:
         """Bytes of one block in one layer."""
         heads_and_slots, size = self.num_kv_heads * self.block_size, self.number.itemsize
         if self.cells == TORCH:
-            return 2 * heads_and_slots * self.head_dim * size
+            return self.num_parts * heads_and_slots * self.head_dim * size
         if self.is_tiled:
-            return 2 * heads_and_slots * (self._padded * size + self._scale_bytes)
+            return self.num_parts * heads_and_slots * (self._padded * size + self._scale_bytes)
         return _round_up(heads_and_slots * self._slot_bytes, 64)
+
+    @property
+    def num_parts(self) -> int:
+        """Keys and values, or keys alone."""
+        return 1 if self.is_latent else 2
 
     @property
     def is_tiled(self) -> bool:
@@ -63,7 +69,7 @@ class CellLayout:
 
     @property
     def _padded(self) -> int:
-        return _round_up(self.head_dim, _TILE)
+        return self.head_dim if self.is_latent else _round_up(self.head_dim, _TILE)
 
     @property
     def _scale_bytes(self) -> int:
@@ -74,7 +80,7 @@ class CellLayout:
         """K and V of a head and slot, where there are no tiles."""
         if self.kv_dtype == "int4":  # two values a byte; scale and minimum of each 32 of K and of V
             return _round_up(self.head_dim + 8 * -(-self.head_dim // 32), 4)
-        return _round_up(2 * self.head_dim * self.number.itemsize, 4) + 2 * self._scale_bytes
+        return _round_up(self.num_parts * self.head_dim * self.number.itemsize, 4) + 2 * self._scale_bytes
 
 
 def convert(rows: Bytes, source: CellLayout, target: CellLayout) -> Bytes:
@@ -83,7 +89,7 @@ def convert(rows: Bytes, source: CellLayout, target: CellLayout) -> Bytes:
     Raises KernelError for other cells, another dtype or other heads, and for tokens that fill no
     whole number of target blocks.
     """
-    same = ("cells", "kv_dtype", "num_kv_heads", "head_dim")
+    same = ("cells", "kv_dtype", "num_kv_heads", "head_dim", "is_latent")
     num_layers, num_blocks = rows.shape[:2]
     num_tokens = num_blocks * source.block_size
     if any(getattr(source, name) != getattr(target, name) for name in same) or num_tokens % target.block_size:
@@ -99,7 +105,9 @@ def convert(rows: Bytes, source: CellLayout, target: CellLayout) -> Bytes:
 @lru_cache(maxsize=16)
 def _places(layout: CellLayout) -> Places:
     """Return the place of each of a layer's numbers: by slot, then K and V, head and value; likewise of scales."""
-    slot, part, head, value = np.ogrid[: layout.block_size, :2, : layout.num_kv_heads, : layout.head_dim]
+    slot, part, head, value = np.ogrid[
+        : layout.block_size, : layout.num_parts, : layout.num_kv_heads, : layout.head_dim
+    ]
     if layout.cells == TORCH:
         return _flat(((part * layout.block_size + slot) * layout.num_kv_heads + head) * layout.head_dim + value)
     size, byte = layout.number.itemsize, np.arange(layout._scale_bytes)

@@ -198,6 +198,7 @@ class Agreed(msgspec.Struct, frozen=True, kw_only=True):
     weight_dtype: str
     executor: str
     isa: str  # of PyTorch the device
+    is_latent: bool = False  # values are a part of their keys
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +211,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def of_layer(self) -> CellLayout:
         """Raises KernelError for cells that no executor has."""
         agreed = self.agreed
-        return CellLayout(agreed.executor, agreed.kv_dtype, self.block_size, agreed.num_kv_heads, agreed.head_dim)
+        heads = agreed.num_kv_heads, agreed.head_dim
+        return CellLayout(agreed.executor, agreed.kv_dtype, self.block_size, *heads, agreed.is_latent)
 
 
 class TransferTerms(NamedTuple):

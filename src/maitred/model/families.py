@@ -6,6 +6,7 @@ Defaults for keys that a config.json leaves out are those of transformers' own c
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from maitred.model.rope_config import Config, rope_from_config, ropes_by_type
 from maitred.model.spec import (
     Activation,
     DecoderSpec,
+    LatentSpec,
     LayerSpec,
     NormPlacement,
     QKNorm,
@@ -106,6 +108,19 @@ def recurrent_layers(c: Config, head_dim: int, *, grouped: bool = False) -> tupl
     return tuple(LayerSpec(rope=rope) if t == "full_attention" else LayerSpec(attention=delta) for t in types)
 
 
+def latent_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
+    """Latent attention; pairs of rope side by side, unless `rope_interleave` says otherwise."""
+    latent = LatentSpec(
+        rank=c["kv_lora_rank"],
+        rope_dim=c["qk_rope_head_dim"],
+        key_dim=c["qk_nope_head_dim"],
+        value_dim=c["v_head_dim"],
+        query_rank=c["q_lora_rank"] or 0,
+    )
+    rope = rope_from_config({**c, "rope_interleaved": c["rope_interleave"]}, latent.rope_dim)
+    return (LayerSpec(attention=latent, rope=rope),) * int(c["num_hidden_layers"])
+
+
 def no_experts(c: Config, layer: int) -> None:
     return None
 
@@ -149,23 +164,29 @@ def olmoe_experts(c: Config, layer: int) -> RoutedSpec:
 
 
 def deepseek_experts(c: Config, layer: int) -> RoutedSpec | None:
-    """DeepSeek-V3's rule, which GLM-4.5 has: sigmoid with a correction bias, groups, shared experts; first layers are
-    dense."""
-    if (scoring := c.get("scoring_func", "sigmoid")) != "sigmoid" or c.get("topk_method", "noaux_tc") != "noaux_tc":
+    """DeepSeek's rules: V3's, which GLM-4.5 has (sigmoid, a correction bias, a group by its best two), and V2's
+    (softmax, a group by its best one); shared experts; first layers are dense."""
+    scoring, method = c.get("scoring_func", "sigmoid"), c.get("topk_method", "noaux_tc")
+    is_v2, is_limited = scoring == "softmax", method != "greedy"
+    known = {"sigmoid": ("noaux_tc",), "softmax": ("greedy", "group_limited_greedy")}
+    if method not in known.get(scoring, ()) or (is_v2 and c["norm_topk_prob"]):
         raise CheckpointError(
-            f"a router with scoring_func {scoring!r} and topk_method {c.get('topk_method')!r} is not supported; the "
-            f"supported one has sigmoid and noaux_tc"
+            f"a router with scoring_func {scoring!r}, topk_method {method!r} and norm_topk_prob {c['norm_topk_prob']} "
+            f"is not supported; supported are sigmoid with noaux_tc, and without norm_topk_prob softmax with greedy or "
+            f"group_limited_greedy"
         )
-    if layer < c["first_k_dense_replace"]:
+    types = c.get("mlp_layer_types")
+    if types[layer] == "dense" if types else layer < c["first_k_dense_replace"]:
         return None
     return RoutedSpec(
         num_experts=c.get("n_routed_experts") or c["num_local_experts"],
         num_active=c["num_experts_per_tok"],
         width=c["moe_intermediate_size"],
-        scoring=Scoring.SIGMOID,
-        correction_bias=True,
-        num_groups=c["n_group"],
-        num_active_groups=c["topk_group"],
+        scoring=Scoring.SOFTMAX if is_v2 else Scoring.SIGMOID,
+        correction_bias=not is_v2,
+        num_groups=c["n_group"] if is_limited else 1,
+        num_active_groups=c["topk_group"] if is_limited else 1,
+        best_of_group=1 if is_v2 else 2,
         normalized=bool(c["norm_topk_prob"]),
         scale=float(c["routed_scaling_factor"]),
         shared_width=c["moe_intermediate_size"] * (c["n_shared_experts"] or 0),
@@ -251,7 +272,7 @@ def _describe(architecture: str, family: Family, config: Config) -> DecoderSpec:
         hidden_size=c["hidden_size"],
         intermediate_size=c["intermediate_size"],
         num_heads=c["num_attention_heads"],
-        num_kv_heads=c["num_key_value_heads"] or c["num_attention_heads"],
+        num_kv_heads=1 if "kv_lora_rank" in c else c["num_key_value_heads"] or c["num_attention_heads"],
         head_dim=head_dim,
         layers=layers,
         max_position_embeddings=_context(c, layers),
@@ -299,6 +320,15 @@ def _granite_scales(c: Config) -> dict[str, Any]:
         "residual_scale": float(c["residual_multiplier"]),
         "logit_scale": 1.0 / c["logits_scaling"],
     }
+
+
+def _deepseek_scales(c: Config) -> dict[str, Any]:
+    """By the values of a query, and by yarn's `mscale_all_dim` twice: once for queries and once for keys."""
+    scale = (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if (rope.get("rope_type") or rope.get("type") or "default") != "default" and rope.get("mscale_all_dim"):
+        scale *= max(0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1.0, 1.0) ** 2
+    return {"attention_scale": scale}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,7 +469,23 @@ _GEMMA3 = Family(
     },
 )
 
+_DEEPSEEK_DEFAULTS: dict[str, Any] = {"rope_interleave": True}  # all else stands in a hub's config.json
+_DEEPSEEK = Family(
+    model_types=("deepseek_v3",),
+    layers=latent_layers,
+    experts=deepseek_experts,
+    scales=_deepseek_scales,
+    partial_rotary=True,
+    defaults=_DEEPSEEK_DEFAULTS,
+)
+
 FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": replace(
+        _DEEPSEEK,
+        model_types=("deepseek_v2",),
+        defaults=_DEEPSEEK_DEFAULTS | {"scoring_func": "softmax", "topk_method": "greedy", "first_k_dense_replace": 0},
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its text model; pictures are not read
@@ -457,6 +503,11 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1.5625e-07,
             "rope_interleaved": True,
         },
+    ),
+    "Glm4MoeLiteForCausalLM": replace(  # GLM-4.7-Flash
+        _DEEPSEEK,
+        model_types=("glm4_moe_lite",),
+        defaults=_DEEPSEEK_DEFAULTS | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
     ),
     "Glm4MoeForCausalLM": Family(  # GLM-4.5 and Air
         model_types=("glm4_moe",),
@@ -674,6 +725,8 @@ def _with_defaults(config: Config, family: Family) -> dict[str, Any]:
 
 
 def _head_dim(c: Config) -> int:
+    if "kv_lora_rank" in c:  # the key that latent attention keeps; head_dim, where it is told, is the rotated part's
+        return int(c["kv_lora_rank"] + c["qk_rope_head_dim"])
     if c["head_dim"] is not None:
         return int(c["head_dim"])
     if c["hidden_size"] % c["num_attention_heads"]:

@@ -32,6 +32,7 @@ from maitred.model.program import (
     Fusion,
     Gate,
     Gated,
+    HeadLinear,
     HeadNorm,
     Linear,
     Norm,
@@ -118,7 +119,8 @@ def part_of(spec: DecoderSpec, name: str, computed: Iterator[Op]) -> Iterator[Op
 def _mixer(spec: DecoderSpec, formats: Formats, index: int) -> Iterator[Op]:
     """Write what mixes a layer's tokens: attention or a recurrence, which have places of their own among their kind."""
     if (delta := spec.layers[index].recurrent) is None:
-        return attention(spec, formats, index, pool_layer=spec.kv_layers.index(index))
+        write = attention if spec.latent is None else latent_attention
+        return write(spec, formats, index, pool_layer=spec.kv_layers.index(index))
     return recurrent(delta, formats, index, index - sum(layer < index for layer in spec.kv_layers), spec.hidden_size)
 
 
@@ -163,6 +165,35 @@ def attention(
     yield Attention("q", "attended", kept, layer.window, sinks, spec.output_gate)
     output = f"layers.{index}.attention_output"
     yield from linears("attended", [("part", 0, spec.hidden_size)], output, q, formats, spec.output_bias)
+
+
+def latent_attention(spec: DecoderSpec, formats: Formats, index: int, pool_layer: int) -> Iterator[Op]:
+    """Write attention over latent keys: each head's query is multiplied to meet them, and what it attended to back.
+    Queries and the key have their rotated values first."""
+    latent, layer, name = spec.layers[index].latent, spec.layers[index], f"layers.{index}.latent."
+    assert latent is not None
+    heads, between = spec.num_heads, latent.query_rank
+    first, key, queries = between or heads * latent.query_dim, spec.q_width, "latent"
+    parts = [("lq", 0, first), ("lk", first, latent.head_dim)]
+    yield from linears("normed", parts, f"{name}inputs", spec.hidden_size, formats, False)
+    if between:
+        norm, queries = vector(f"{name}query_norm", between), "queries"
+        for op in linears("latent", [(queries, 0, heads * latent.query_dim)], f"{name}query", between, formats, False):
+            yield replace(op, norm=norm, eps=latent.norm_eps) if isinstance(op, Prepare) else op
+    absorb = _by_head(f"{name}absorb", heads, latent.rank, latent.key_dim, formats)
+    yield HeadLinear(queries, "qkv", absorb, latent.rope_dim)
+    yield Columns("latent", "qkv", latent.rope_dim, key, first + latent.rank)
+    norm = vector(f"{name}norm", latent.rank)
+    yield Columns("latent", "qkv", latent.rank, key + latent.rope_dim, first, norm, latent.norm_eps)
+    yield QKV("qkv", pool_layer, layer.rope)
+    yield Attention("q", "attended", pool_layer, layer.window)
+    yield HeadLinear("attended", "values", _by_head(f"{name}expand", heads, latent.value_dim, latent.rank, formats))
+    output, width = f"layers.{index}.attention_output", heads * latent.value_dim
+    yield from linears("values", [("part", 0, spec.hidden_size)], output, width, formats, False)
+
+
+def _by_head(name: str, heads: int, rows: int, width: int, formats: Formats) -> Weight:
+    return replace(matrix(name, heads * rows, width, formats.of(f"{name}.weight", 0)), experts=heads)
 
 
 def mlp(spec: DecoderSpec, formats: Formats, layer: str, inner: int) -> Iterator[Op]:
@@ -272,7 +303,7 @@ def vector(name: str, rows: int) -> Weight:
 
 NATIVE_OPS = (
     Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd, Gate, ChooseExperts, Experts, SigmoidScale,
-    Recurrent,
+    Recurrent, HeadLinear,
 )  # fmt: skip
 
 
@@ -333,6 +364,7 @@ _LONGEST = 12  # more than any pass looks at
 
 
 _STACKED = {**dict.fromkeys("qkv", "qkv"), "og": "qkv", **dict.fromkeys(("channels", "z", "b", "a"), "inputs")}
+_STACKED |= dict.fromkeys(("lq", "lk"), "latent")
 
 
 def _stack_qkv(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
@@ -471,7 +503,7 @@ def _take_early(ops: list[Op]) -> tuple[list[Op], int]:
         match op:
             case Take():
                 continue
-            case Prepare() if op.source == ops[last].target:  # type: ignore[union-attr]
+            case Prepare() | HeadLinear() if op.source == ops[last].target:  # type: ignore[union-attr]
                 rest.append(replace(op, takes=True))
             case Norm() | Prepare() | Linear() | Add():
                 rest.append(replace(op, source=_renamed(op.source, take), target=_renamed(op.target, take)))

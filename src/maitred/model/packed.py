@@ -176,9 +176,8 @@ class _Sources:
     def matrices(self, part: Part, *, sorted: bool) -> Iterator[SourceMatrix]:
         """The part's rows as the files hold them, from top to bottom; columns in their own order unless `sorted`."""
         for piece, source, raw in self._of(part):
-            values, dtype = (
-                _matrix(raw) if sorted or raw.order is None else (float32_values(raw, source.tensor), "float32")
-            )
+            as_stored = (sorted or raw.order is None) and not (source.is_turned and raw.dtype not in _NUMPY_DTYPES)
+            values, dtype = _matrix(raw) if as_stored else (float32_values(raw, source.tensor), "float32")
             assert source.offset == 0.0, source  # only norms have one
             rows = source.take(values, piece)[_rows_within(part, piece)]
             yield SourceMatrix(np.ascontiguousarray(rows) if source.stack is not None else rows, dtype)

@@ -156,7 +156,7 @@ class Norm(Struct, frozen=True):
 
 
 class Columns(Struct, frozen=True):
-    """target[:, first:] = source[:, source_first:], `width` columns of it, normalised if there is a norm"""
+    """target[:, first:] = source[:, source_first:], `width` columns, normed if there is a norm; eps 0: the model's"""
 
     source: str
     target: str
@@ -164,10 +164,11 @@ class Columns(Struct, frozen=True):
     first: int = 0
     source_first: int = 0
     norm: Weight | None = None
+    eps: float = 0.0
 
 
 class Prepare(Struct, frozen=True):
-    """target = source, normalised if there is a norm, in the number format and padding that a linear reads"""
+    """target = source's first columns, as of `Columns`, in the number format and padding that a linear reads"""
 
     source: str
     target: str
@@ -176,6 +177,7 @@ class Prepare(Struct, frozen=True):
     norm: Weight | None = None
     takes: bool = False  # only the rows whose logits are wanted
     order: Weight | None = None
+    eps: float = 0.0
 
 
 class Store(Struct, frozen=True):
@@ -206,6 +208,17 @@ class Linear(Struct, frozen=True):
     weight: Weight
     ending: Store | AddTo | Gated = Store()
     first: int = 0  # column of the target where the outputs begin
+
+
+class HeadLinear(Struct, frozen=True):
+    """target's head = the last `copied` columns of the source's, then its other columns @ weight.T; each head has a
+    matrix of its own, one of the weight's `experts`"""
+
+    source: str
+    target: str
+    weight: Weight
+    copied: int = 0
+    takes: bool = False  # only the rows whose logits are wanted
 
 
 class ChooseExperts(Struct, frozen=True):
@@ -335,7 +348,7 @@ class Softcap(Struct, frozen=True):
 
 Op = (
     Embed | Take | Norm | Columns | Prepare | Linear | HeadNorm | Rope | WriteKV | QKV | Attention | Gate | Add
-    | NormAdd | Scale | Softcap | ChooseExperts | Experts | SigmoidScale | Recurrent
+    | NormAdd | Scale | Softcap | ChooseExperts | Experts | SigmoidScale | Recurrent | HeadLinear
 )  # fmt: skip
 
 # ---- the program
@@ -373,7 +386,7 @@ class Program(Struct, frozen=True):
 
 def weights_of(op: Op) -> tuple[Weight, ...]:
     match op:
-        case Embed() | Norm() | HeadNorm() | NormAdd() | Linear():
+        case Embed() | Norm() | HeadNorm() | NormAdd() | Linear() | HeadLinear():
             return (op.weight,)
         case Experts():
             return (op.gate_up, op.down)

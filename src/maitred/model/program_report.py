@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from maitred.kernels import _native
 from maitred.model.packed import packed_bytes, shape_of
-from maitred.model.program import Experts, Linear, Program, Weight
+from maitred.model.program import Experts, HeadLinear, Linear, Program, Weight
 
 NAME_WIDTH = 44
 MOST_ROWS = 64  # from which on no kernel gives way to another
@@ -38,7 +38,8 @@ def linear_groups(program: Program) -> list[LinearGroup]:
     """Return the linears in the order of the program; the same weight used twice counts where it multiplies."""
     groups: dict[tuple[object, ...], LinearGroup] = {}
     for op in program.ops:
-        weights = (op.weight,) if isinstance(op, Linear) else (op.gate_up, op.down) if isinstance(op, Experts) else ()
+        one = (op.weight,) if isinstance(op, Linear | HeadLinear) else ()
+        weights = (op.gate_up, op.down) if isinstance(op, Experts) else one
         for weight in weights:
             name = re.sub(r"\.\d+\.", ".*.", weight.name)
             key = (name, weight.rows, weight.width, weight.format)
@@ -77,7 +78,7 @@ def tell_linears(program: Program, isa: str) -> list[str]:
             f"  {group.name:28} {group.count:>4} x {experts}[{weight.matrix_rows:,} x {weight.width:,}] "
             f"{weight.format!s:9} {_tell_kernels(weight, isa)}"
             f"{', gate beside up' if weight.gated else ''}; {group.num_bytes / 1e6:,.1f} MB"
-            f"{f', of which a token reads {group.read_bytes / 1e6:,.1f}' if experts else ''}"
+            f"{f', of which a token reads {group.read_bytes / 1e6:,.1f}' if group.num_active else ''}"
         )
     return lines
 

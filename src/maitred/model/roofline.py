@@ -19,7 +19,7 @@ import numpy as np
 
 from maitred.kernels import _native
 from maitred.kernels.linear import SourceMatrix, allocate, linear, pack
-from maitred.model.spec import DecoderSpec, RoutedSpec
+from maitred.model.spec import DecoderSpec, RoutedSpec, latent_shapes
 
 # Arithmetic that a weight format runs on: weights of 4 to 8 bits meet int8 activations.
 ARITHMETIC = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
@@ -111,6 +111,11 @@ def step_work(
             yield _linear("recurrent.inputs", delta.input_width, spec.hidden_size, tokens, weights)
             yield Work("recurrence", 8.0 * delta.state_values * len(rows), 8.0 * delta.state_values * tokens, "float32")
             yield _linear("recurrent.output", spec.hidden_size, delta.value_width, tokens, weights)
+        elif (latent := layer.latent) is not None:
+            for name, size in latent_shapes(spec, latent).items():
+                if size is not None and len(size) == 2:
+                    yield _linear(name.removesuffix(".weight"), size[0], size[1], tokens, weights)
+            yield _attention(spec, None, rows, kv)
         else:
             yield _linear("qkv", spec.qkv_width, spec.hidden_size, tokens, weights)
             yield _attention(spec, layer.window, rows, kv)
@@ -165,12 +170,13 @@ def _routed(spec: DecoderSpec, routed: RoutedSpec, tokens: int, weights: WeightF
 
 
 def _attention(spec: DecoderSpec, window: int | None, rows: Sequence[Row], kv: KVFormat) -> Work:
-    """Each visible key and value read once for each request, 4 operations a value of each query-key pair."""
+    """Each visible key and value read once for each request, 2 operations a value of each query-key pair and of each
+    that it gives."""
     keys = sum(_visible_keys(row, window) for row in rows)
     pairs = sum(query_key_pairs(row, window) for row in rows)
-    num_bytes = keys * 2 * spec.num_kv_heads * kv.bytes_of(spec.head_dim)
+    num_bytes = keys * (1 if spec.latent else 2) * spec.num_kv_heads * kv.bytes_of(spec.head_dim)
     arithmetic = "float32" if kv.dtype == "float32" else "bfloat16"
-    return Work("attention", num_bytes, 4.0 * pairs * spec.q_width, arithmetic)
+    return Work("attention", num_bytes, 2.0 * pairs * (spec.q_width + spec.attended_width), arithmetic)
 
 
 def query_key_pairs(row: Row, window: int | None) -> int:

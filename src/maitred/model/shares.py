@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from maitred.core.errors import KernelError
-from maitred.model.program import Embed, Experts, Linear, Op, Program, Weight, cut
+from maitred.model.program import Embed, Experts, HeadLinear, Linear, Op, Program, Weight, cut
 
 TILE = 32  # rows that are packed side by side
 
@@ -37,12 +37,20 @@ def share_of(weight: Weight, rank: int, num_ranks: int) -> Share:
     return Share(first, replace(weight, parts=parts, bias=bias))
 
 
+def heads_of(weight: Weight, rank: int, num_ranks: int) -> Share:
+    """Whole matrices of heads, dealt evenly in order; `first` is a head."""
+    heads, rows = weight.experts, weight.matrix_rows
+    first, end = (heads * r // num_ranks for r in (rank, rank + 1))
+    parts = tuple(cut(weight.parts, first * rows, end * rows))
+    return Share(first, replace(weight, parts=parts, experts=end - first) if first < end else None)
+
+
 def own_program(program: Program, rank: int, num_ranks: int) -> Program:
     """The program as far as its weights go: matrices are the rank's shares, and what it has no share of is left out."""
     ops: list[Op] = []
     for op in program.ops:
-        if isinstance(op, Embed | Linear):
-            share = share_of(op.weight, rank, num_ranks)
+        if isinstance(op, Embed | Linear | HeadLinear):
+            share = (heads_of if isinstance(op, HeadLinear) else share_of)(op.weight, rank, num_ranks)
             if share.weight is not None:
                 ops.append(replace(op, weight=share.weight))
         elif isinstance(op, Experts):

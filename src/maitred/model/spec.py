@@ -162,11 +162,37 @@ class RecurrentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Latent attention (DeepSeek-V2, arXiv:2405.04434) in its absorbed form: all heads share one key a token, of
+    `rope_dim` rotated values and then `rank` latent ones, which are the token's value too."""
+
+    rank: int
+    rope_dim: int
+    key_dim: int
+    """Values of a head's query that are not rotated; they are multiplied to `rank` of them."""
+    value_dim: int
+    """Values that the `rank` ones which a head attended to are multiplied to."""
+    query_rank: int = 0
+    """Values between the two matrices of queries; 0: there is one matrix."""
+    norm_eps: float = 1e-6
+    """Of the norms of latent values and between the queries' matrices, whatever the model's own is."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.rope_dim + self.rank
+
+    @property
+    def query_dim(self) -> int:
+        """Values of a head's query before they are multiplied."""
+        return self.key_dim + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """Properties that may differ from one layer to the next."""
 
-    attention: RecurrentSpec | None = None
-    """None: softmax over the tokens before."""
+    attention: RecurrentSpec | LatentSpec | None = None
+    """None: softmax over the tokens before. Layers that are not recurrent are all latent, alike, or none is."""
     window: int | None = None
     """Sliding window in tokens: position p attends to (p - window, p]; None attends to all before it."""
     rope: RopeSpec | None = None
@@ -177,6 +203,10 @@ class LayerSpec:
     @property
     def recurrent(self) -> RecurrentSpec | None:
         return self.attention if isinstance(self.attention, RecurrentSpec) else None
+
+    @property
+    def latent(self) -> LatentSpec | None:
+        return self.attention if isinstance(self.attention, LatentSpec) else None
 
     @property
     def routed(self) -> RoutedSpec | None:
@@ -279,9 +309,23 @@ class DecoderSpec:
         """Layers that keep keys and values; their places here are those in the KV cache."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent is None)
 
+    @property
+    def latent(self) -> LatentSpec | None:
+        return self.layers[self.kv_layers[0]].latent
+
+    @property
+    def latent_rank(self) -> int:
+        """Values of a key, its last ones, that are the value too; 0: values stand beside keys."""
+        return self.latent.rank if self.latent is not None else 0
+
+    @property
+    def attended_width(self) -> int:
+        """Values that attention gives for a token, of all heads."""
+        return self.num_heads * (self.latent_rank or self.head_dim)
+
     def kv_values_per_token(self) -> int:
         """Numbers the KV cache holds for one token, keys and values of all layers that have them."""
-        return 2 * len(self.kv_layers) * self.kv_width
+        return len(self.kv_layers) * self.kv_width * (1 if self.latent_rank else 2)
 
     @property
     def has_state(self) -> bool:
@@ -333,7 +377,8 @@ class DecoderSpec:
             f"{self.architecture}, {total / 1e6:,.1f} M parameters{of_token}, "
             f"{len(self.module.calls if self.module else self.layers)} layers{self._experts()}, "
             f"hidden size {self.hidden_size}, {self.num_heads} heads of "
-            f"{self.head_dim} ({self.num_kv_heads} for keys and values), context {self.max_position_embeddings}"
+            f"{self.head_dim} ({self.num_kv_heads} for {'latent ' if self.latent else ''}keys and values), "
+            f"context {self.max_position_embeddings}"
         )
 
 
@@ -357,10 +402,11 @@ def _layer_shapes(spec: DecoderSpec, layer: int) -> dict[str, tuple[int, ...]]:
     pre = spec.norm_placement is not NormPlacement.POST
     post = spec.norm_placement is not NormPlacement.PRE
     hidden = (spec.hidden_size,)
-    recurrent = spec.layers[layer].recurrent
+    recurrent, latent = spec.layers[layer].recurrent, spec.layers[layer].latent
+    mixer = _attention_shapes(spec) if latent is None else latent_shapes(spec, latent)
     shapes: dict[str, tuple[int, ...] | None] = {
         "attention_norm.weight": hidden if pre else None,
-        **(_attention_shapes(spec) if recurrent is None else _recurrent_shapes(recurrent, spec.hidden_size)),
+        **(mixer if recurrent is None else _recurrent_shapes(recurrent, spec.hidden_size)),
         "attention_post_norm.weight": hidden if post else None,
         "mlp_norm.weight": hidden if pre else None,
         **_mlp_shapes(spec, layer),
@@ -380,6 +426,21 @@ def _attention_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...] | None]:
         "sinks.weight": (spec.num_heads,) if spec.attention_sinks else None,
         "attention_output.weight": (spec.hidden_size, spec.q_width),
         "attention_output.bias": (spec.hidden_size,) if spec.output_bias else None,
+    }
+
+
+def latent_shapes(spec: DecoderSpec, latent: LatentSpec) -> dict[str, tuple[int, ...] | None]:
+    """`inputs` has rows for the queries, or for what their second matrix reads, then for latent and for rotated values;
+    `absorb` and `expand` are a matrix a head, one below the other."""
+    heads, hidden, between = spec.num_heads, spec.hidden_size, latent.query_rank
+    return {
+        "latent.inputs.weight": ((between or heads * latent.query_dim) + latent.head_dim, hidden),
+        "latent.query_norm.weight": (between,) if between else None,
+        "latent.query.weight": (heads * latent.query_dim, between) if between else None,
+        "latent.norm.weight": (latent.rank,),
+        "latent.absorb.weight": (heads * latent.rank, latent.key_dim),
+        "latent.expand.weight": (heads * latent.value_dim, latent.rank),
+        "attention_output.weight": (hidden, heads * latent.value_dim),
     }
 
 
@@ -452,6 +513,14 @@ def _check(spec: DecoderSpec) -> None:
             _check_recurrent(spec.architecture, i, layer.recurrent)
     if not spec.kv_layers:
         raise CheckpointError(f"{spec.architecture}: all {spec.num_layers} layers are recurrent; one must have keys")
+    _check_latent(spec)
+
+
+def _check_latent(spec: DecoderSpec) -> None:
+    if any(spec.layers[i].latent != spec.latent for i in spec.kv_layers):
+        raise CheckpointError(f"{spec.architecture}: layers of unlike keys and values beside latent ones")
+    if (it := spec.latent) and (min(it.rank, it.rope_dim, it.key_dim, it.value_dim) < 1 or it.rope_dim % 2):
+        raise CheckpointError(f"{spec.architecture}: latent attention of sizes that there are not: {it}")
 
 
 def _check_recurrent(architecture: str, layer: int, recurrent: RecurrentSpec) -> None:

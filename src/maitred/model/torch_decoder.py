@@ -20,6 +20,7 @@ from maitred.model.spec import (
     SWIGLU_SLOPE,
     Activation,
     DecoderSpec,
+    LatentSpec,
     LayerSpec,
     NormPlacement,
     QKNorm,
@@ -134,8 +135,8 @@ class _Maker:
     def embedding(self, rows: int, width: int) -> nn.Embedding:
         return nn.Embedding(rows, width, device="meta", dtype=self.dtype).to_empty(device=self.device)
 
-    def norm(self, width: int, spec: DecoderSpec) -> RMSNorm:
-        return RMSNorm(width, spec.norm_eps, self.device)
+    def norm(self, width: int, spec: DecoderSpec, eps: float | None = None) -> RMSNorm:
+        return RMSNorm(width, spec.norm_eps if eps is None else eps, self.device)
 
 
 class RMSNorm(nn.Module):
@@ -209,10 +210,7 @@ class _Layer(nn.Module):
         if self.layer_spec.recurrent is not None:
             self.recurrent = _Recurrent(spec, self.layer_spec.recurrent, make)
         else:
-            self.qkv = make.linear(hidden, spec.qkv_width, bias=spec.qkv_bias)
-            self.q_norm, self.k_norm = _qk_norms(spec, make)
-            self.sinks = make.norm(spec.num_heads, spec) if spec.attention_sinks else None  # for its vector
-            self.attention_output = make.linear(spec.q_width, hidden, bias=spec.output_bias)
+            self._make_attention(make)
         self.attention_post_norm = make.norm(hidden, spec) if post else None
         self.mlp_norm = make.norm(hidden, spec) if pre else None
         if self.layer_spec.routed is not None:
@@ -221,6 +219,16 @@ class _Layer(nn.Module):
             self.gate_up = make.linear(hidden, 2 * inner, bias=spec.mlp_bias)
             self.down = make.linear(inner, hidden, bias=spec.mlp_bias)
         self.mlp_post_norm = make.norm(hidden, spec) if post else None
+
+    def _make_attention(self, make: _Maker) -> None:
+        spec, latent, width = self.spec, self.layer_spec.latent, self.spec.q_width
+        if latent is not None:
+            self.latent, width = _Latent(spec, latent, make), spec.num_heads * latent.value_dim
+        else:
+            self.qkv = make.linear(spec.hidden_size, spec.qkv_width, bias=spec.qkv_bias)
+            self.q_norm, self.k_norm = _qk_norms(spec, make)
+        self.sinks = make.norm(spec.num_heads, spec) if spec.attention_sinks else None  # for its vector
+        self.attention_output = make.linear(width, spec.hidden_size, bias=spec.output_bias)
 
     def _make_routed(self, routed: RoutedSpec, make: _Maker) -> None:
         spec, hidden, experts, shared = self.spec, self.spec.hidden_size, routed.num_experts, routed.shared_width
@@ -251,10 +259,13 @@ class _Layer(nn.Module):
         return hidden_TD + part_TD if scale == 1.0 else hidden_TD + part_TD * scale
 
     def attention(self, x_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        spec = self.spec
+        spec, latent = self.spec, self.layer_spec.latent
         gated = spec.qkv_width - spec.q_width - 2 * spec.kv_width
-        qk, v, gate = torch.split(self.qkv(x_TD), [spec.q_width + spec.kv_width, spec.kv_width, gated], dim=-1)
-        qk_TMH = self._normed(qk)  # M = N + K heads: one rotation for both
+        if latent is not None:
+            qk_TMH = self.latent(x_TD)
+        else:
+            qk, v, gate = torch.split(self.qkv(x_TD), [spec.q_width + spec.kv_width, spec.kv_width, gated], dim=-1)
+            qk_TMH = self._normed(qk)  # M = N + K heads: one rotation for both
         rope, scale = self.layer_spec.rope, None
         if rope is not None:
             *rotation, scale = rotations[rope]
@@ -262,9 +273,11 @@ class _Layer(nn.Module):
         q_TNH, k_TKH = torch.split(qk_TMH, [spec.num_heads, spec.num_kv_heads], dim=1)
         if scale is not None:
             q_TNH = q_TNH * scale.to(q_TNH.dtype)
-        v_TKH = v.view(-1, spec.num_kv_heads, spec.head_dim)
+        v_TKH = k_TKH[..., latent.rope_dim :] if latent else v.view(-1, spec.num_kv_heads, spec.head_dim)
         sinks = () if self.sinks is None else (self.sinks.weight,)
         out_TNH = attend(self.index, q_TNH, k_TKH, v_TKH, *sinks)
+        if latent is not None:
+            out_TNH = _by_head("tnr,nvr->tnv", out_TNH, self.latent.expand)
         out = out_TNH.flatten(-2)
         out_TD: Tensor = self.attention_output(out * torch.sigmoid(gate) if gated else out)
         return out_TD
@@ -369,6 +382,35 @@ class _Recurrent(nn.Module):
 
 def _one_sequence(place: int, inputs_TI: Tensor, mix: Mix) -> Tensor:
     return mix(inputs_TI[None], None)[0][0]
+
+
+class _Latent(nn.Module):
+    """What stands before and behind latent attention; queries and the key have their rotated values first."""
+
+    def __init__(self, spec: DecoderSpec, latent: LatentSpec, make: _Maker) -> None:
+        super().__init__()
+        self.spec, self.num_heads, hidden, between = latent, spec.num_heads, spec.hidden_size, latent.query_rank
+        queries = spec.num_heads * latent.query_dim
+        self.inputs = make.linear(hidden, (between or queries) + latent.head_dim, bias=False)
+        self.query_norm = make.norm(between, spec, latent.norm_eps) if between else None
+        self.query = make.linear(between, queries, bias=False) if between else nn.Identity()
+        self.norm = make.norm(latent.rank, spec, latent.norm_eps)
+        self.absorb = make.linear(latent.key_dim, spec.num_heads * latent.rank, bias=False)
+        self.expand = make.linear(latent.rank, spec.num_heads * latent.value_dim, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Queries of all heads and the key, not rotated yet, [T, N + 1, H]."""
+        latent, inputs = self.spec, self.inputs(x_TD)
+        q, c, k_rope = torch.split(inputs, [inputs.shape[-1] - latent.head_dim, latent.rank, latent.rope_dim], dim=-1)
+        q_TNQ = self.query(_maybe(self.query_norm, q)).view(len(x_TD), self.num_heads, -1)
+        q_nope, q_rope = torch.split(q_TNQ, [latent.key_dim, latent.rope_dim], dim=-1)
+        q_TNH = torch.cat((q_rope, _by_head("tnk,nrk->tnr", q_nope, self.absorb)), dim=-1)
+        return torch.cat((q_TNH, torch.cat((k_rope, self.norm(c)), dim=-1)[:, None]), dim=1)
+
+
+def _by_head(product: str, x_TNK: Tensor, matrices: Any) -> Tensor:
+    """A matrix of each head, which stand one below the other."""
+    return torch.einsum(product, x_TNK, matrices.weight.view(x_TNK.shape[1], -1, x_TNK.shape[2]))
 
 
 def route(routed: RoutedSpec, logits_TE: Tensor, correction_E: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maitred.core.errors import CheckpointError
-from maitred.model.spec import DecoderSpec, HeadSpec, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
+from maitred.model.spec import DecoderSpec, HeadSpec, LatentSpec, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
 
 # Prefixes under which a text model's tensors stand: as usual, and inside a multimodal model, older form and today's.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")
@@ -33,11 +33,12 @@ class Stack(NamedTuple):
 
     rows: int  # of each expert
     distance: int  # rows of the parameter from one expert's to the next one's
-    transposed: bool = False  # its matrices are [in, out]
+    transposed: bool = False  # its matrices are [in, out], those of groups too
     turn: int = 0  # every `turns`-th row from this one on: 2 where rows of gate and up are in turn
     turns: int = 1
     groups: int = 0
-    first: int = 0  # of the `rows`, in a group
+    first: int = 0  # of the `rows`, or of the columns that become them, in a group
+    width: int = 0  # columns of the `rows` where groups are transposed
 
 
 class RowSpan(NamedTuple):
@@ -64,6 +65,11 @@ class WeightSource:
     def is_matrix(self) -> bool:
         return len(self.shape) - (self.stack is not None and not self.stack.groups) == 2
 
+    @property
+    def is_turned(self) -> bool:
+        """Columns of the tensor become rows."""
+        return self.stack is not None and self.stack.transposed
+
     def pieces(self) -> Iterator[RowSpan]:
         if self.stack is None:  # a convolution [channels, 1, width] lies flat
             yield RowSpan(self.row, self.shape[0] * (self.shape[2] if len(self.shape) > 2 else 1))
@@ -77,7 +83,8 @@ class WeightSource:
             return values if len(self.shape) <= 2 else values.reshape(-1)
         if self.stack.groups:
             by_group = values.reshape(self.stack.groups, self.shape[0] // self.stack.groups, *values.shape[1:])
-            return by_group[piece.expert][self.stack.first : self.stack.first + self.stack.rows]
+            found = by_group[piece.expert][self.stack.first :]
+            return found[: self.stack.width].T if self.stack.transposed else found[: self.stack.rows]
         found = values[piece.expert]
         return (found.T if self.stack.transposed else found)[self.stack.turn :: self.stack.turns]
 
@@ -264,6 +271,9 @@ _NORMS: dict[NormPlacement, tuple[tuple[str, str], ...]] = {  # (name in the che
 
 
 def _attention(spec: DecoderSpec, source: str, target: str, width_in: int) -> Iterator[WeightSource]:
+    if (latent := spec.latent) is not None:
+        yield from _latent(spec, latent, source, target)
+        return
     q, kv = spec.q_width, spec.kv_width
     parts = (("qkv_proj", q + 2 * kv),) if spec.fused_weights else (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
     if spec.output_gate:  # q_proj has of each head its query and its gate
@@ -285,6 +295,23 @@ def _attention(spec: DecoderSpec, source: str, target: str, width_in: int) -> It
         yield WeightSource(f"{source}sinks", (spec.num_heads,), f"{target}sinks.weight")
     parts = (("o_proj", spec.hidden_size),)
     yield from _stacked(source, parts, spec.q_width, f"{target}attention_output", spec.output_bias)
+
+
+def _latent(spec: DecoderSpec, latent: LatentSpec, source: str, target: str) -> Iterator[WeightSource]:
+    """kv_b_proj has of each head what keys are made with, which is turned to meet queries, and what values are."""
+    heads, hidden, between, inputs = spec.num_heads, spec.hidden_size, latent.query_rank, f"{target}latent."
+    key, value, queries = latent.key_dim, latent.value_dim, heads * latent.query_dim
+    down = (("q_a_proj", between) if between else ("q_proj", queries), ("kv_a_proj_with_mqa", latent.head_dim))
+    yield from _stacked(source, down, hidden, f"{inputs}inputs", False)
+    if between:
+        yield WeightSource(f"{source}q_a_layernorm.weight", (between,), f"{inputs}query_norm.weight")
+        yield from _stacked(source, (("q_b_proj", queries),), between, f"{inputs}query", False)
+    yield WeightSource(f"{source}kv_a_layernorm.weight", (latent.rank,), f"{inputs}norm.weight")
+    turned = Stack(latent.rank, latent.rank, transposed=True, groups=heads, width=key)
+    for name, stack in (("absorb", turned), ("expand", Stack(value, value, groups=heads, first=key))):
+        shape = (heads * (key + value), latent.rank)
+        yield WeightSource(f"{source}kv_b_proj.weight", shape, f"{inputs}{name}.weight", stack=stack)
+    yield from _stacked(source, (("o_proj", hidden),), heads * value, f"{target}attention_output", False)
 
 
 def _recurrent(recurrent: RecurrentSpec, source: str, target: str, hidden: int) -> Iterator[WeightSource]:

@@ -33,7 +33,7 @@ class ModelShape:
     """Weights that multiply one token; the embedding table, which is only looked up, is not among them."""
     num_layers: int
     q_width: int
-    """Query heads x head size."""
+    """Query heads x head size; of latent attention the mean of what meets keys and what comes of it."""
     kv_width: int
     """Key/value heads x head size; of latent attention half of what a layer keeps of a token."""
     context: int
@@ -70,8 +70,8 @@ def shape_of_decoder(name: str, spec: DecoderSpec, bytes_per_value: float = 2.0)
         num_parameters=parameters,
         num_active_parameters=parameters - looked_up,
         num_layers=len(spec.kv_layers),
-        q_width=spec.q_width,
-        kv_width=spec.kv_width,
+        q_width=(spec.q_width + spec.attended_width) // 2,
+        kv_width=spec.kv_width // 2 if spec.latent else spec.kv_width,
         context=spec.max_position_embeddings,
         bytes_per_weight=bytes_per_value,
         bytes_per_kv=bytes_per_value,

@@ -17,7 +17,7 @@ int64_t round_up_64(int64_t n) { return (n + 63) / 64 * 64; }
 // Where things lie in a worker's scratch memory.
 struct Places {
   int64_t queries, scores, probabilities, first, end, part_maximum, part_sum, part_out, maximum, sum, out, clean,
-      gathered, bytes;
+      gathered, turned, bytes;
 };
 
 Places places(const KVLayout& layout, bool gathers) {
@@ -42,6 +42,7 @@ Places places(const KVLayout& layout, bool gathers) {
   p.out = take(rows * layout.padded_head * 4);
   p.clean = take(kSegmentTiles * layout.scales_offset());
   p.gathered = take(gathers ? kSegmentTiles * layout.block_bytes : 0);
+  p.turned = take(layout.latent ? kSegmentTiles * layout.scales_offset() : 0);
   p.bytes = (at + 4095) / 4096 * 4096 + 192;  // threads' scratch must not fall on the same cache sets
   return p;
 }
@@ -93,6 +94,7 @@ void gather_tile(const Job& job, const AttentionItem& item, int first, int end, 
       const int bytes = std::min(per_word, to.head_dim - word * per_word) * value_bytes;
       std::memcpy(tile + (int64_t{word} * kTileSlots + lane) * 4, cell + word * 4, static_cast<std::size_t>(bytes));
     }
+    if (to.latent) continue;
     const uint8_t* value = cell + from.v_offset;
     uint8_t* target =
         tile + to.v_offset + int64_t{lane / per_word} * to.padded_head * 4 + lane % per_word * value_bytes;
@@ -139,6 +141,17 @@ void find_tiles(const Job& job, const AttentionItem& item, int segment, Span spa
   }
 }
 
+// V of the tiles: behind K, or turned out of it.
+void find_values(const Job& job, const Segment& work, const uint8_t** values) {
+  for (int tile = work.first_tile; tile < work.end_tile; ++tile) {
+    values[tile] = work.tiles[tile] + work.layout->v_offset;
+    if (!work.layout->latent) continue;
+    uint8_t* turned = job.scratch + job.at.turned + tile * work.layout->scales_offset();
+    job.formats.turn(*work.layout, work.tiles[tile], turned);
+    values[tile] = turned;
+  }
+}
+
 // Rows of an item are query by query, the group's heads of a query side by side.
 void copy_queries(const Job& job, const AttentionItem& item) {
   const int64_t head_bytes = query_head_bytes(job.tile_layout);
@@ -165,7 +178,8 @@ void find_ranges(const Job& job, const AttentionItem& item, int segment, int32_t
 }
 
 // A segment as the item's queries see it; rows and what is written for them come block by block.
-Segment describe_segment(const Job& job, const AttentionItem& item, int segment, const uint8_t** tiles) {
+Segment describe_segment(const Job& job, const AttentionItem& item, int segment, const uint8_t** tiles,
+                         const uint8_t** values) {
   const Span span = span_of(job, item, segment);
   find_tiles(job, item, segment, span, tiles);
   find_ranges(job, item, segment, job.ints(job.at.first), job.ints(job.at.end));
@@ -176,6 +190,8 @@ Segment describe_segment(const Job& job, const AttentionItem& item, int segment,
   work.tiles = tiles;
   work.first_tile = span.first / kTileSlots;
   work.end_tile = (span.end + kTileSlots - 1) / kTileSlots;
+  work.values = values;
+  find_values(job, work, values);
   work.scale = job.op.scale;
   work.softcap = job.op.softcap;
   work.scores = job.floats(job.at.scores);
@@ -202,7 +218,7 @@ void start(int rows, const Partial& total) {
 
 float* place_of(const Job& job, const AttentionItem& item, int query) {
   return job.out + (int64_t{item.first_token} + query) * job.out_stride +
-         int64_t{item.first_head} * job.tile_layout.head_dim;
+         int64_t{item.first_head} * job.tile_layout.value_dim;
 }
 
 // The output's lines into the cache before they are written: they lie far apart.
@@ -212,21 +228,21 @@ __attribute__((target("prfchw")))
 void fetch_output(const Job& job, const AttentionItem& item, int query, int end) {
   for (; query < end; ++query) {
     const float* out = place_of(job, item, query);
-    for (int i = 0; i < item.num_heads * job.tile_layout.head_dim; i += 16) __builtin_prefetch(out + i, 1, 2);
+    for (int i = 0; i < item.num_heads * job.tile_layout.value_dim; i += 16) __builtin_prefetch(out + i, 1, 2);
   }
 }
 
 void finish(const Job& job, const AttentionItem& item, const Partial& total, int query, int end) {
-  const int head_dim = job.tile_layout.head_dim;
+  const int value_dim = job.tile_layout.value_dim;
   int row = query * item.num_heads;
   for (; query < end; ++query) {
     float* out = place_of(job, item, query);
-    for (int i = 0; i < item.num_heads; ++i, ++row, out += head_dim) {
+    for (int i = 0; i < item.num_heads; ++i, ++row, out += value_dim) {
       const float sink = job.op.sinks == nullptr ? -std::numeric_limits<float>::infinity()
                                                  : job.op.sinks[item.first_head + i] * kLog2E;
-      job.kernels.finish(head_dim, total.maximum[row], total.sum[row],
+      job.kernels.finish(value_dim, total.maximum[row], total.sum[row],
                          total.out + int64_t{row} * job.tile_layout.padded_head, sink, out);
-      if (job.tile_layout.dtype == DType::int8 && !job.op.rotated) job.formats.rotate(out, head_dim);
+      if (job.tile_layout.dtype == DType::int8 && !job.op.rotated) job.formats.rotate(out, value_dim);
     }
   }
 }
@@ -264,13 +280,13 @@ void run_unit(const Job& job, const AttentionUnit& unit, const AttentionUnit* ne
   const bool split = item.partials >= 0;
   for (int segment = unit.first_segment; segment < unit.end_segment; ++segment) {
     const bool first = segment == unit.first_segment, last = segment + 1 == unit.end_segment;
-    const uint8_t *tiles[kSegmentTiles], *next_tiles[kSegmentTiles];
+    const uint8_t *tiles[kSegmentTiles], *values[kSegmentTiles], *next_tiles[kSegmentTiles];
     if (!last)
       find_next_tiles(job, &item, segment + 1, next_tiles);
     else
       find_next_tiles(job, next == nullptr ? nullptr : &job.plan.items()[next->item],
                       next == nullptr ? 0 : next->first_segment, next_tiles);
-    Segment work = describe_segment(job, item, segment, tiles);
+    Segment work = describe_segment(job, item, segment, tiles, values);
     for (int row = 0; row < rows; row += block_rows) {
       const int end = std::min(row + block_rows, rows);
       work.next_tiles = row == 0 ? next_tiles : nullptr;
@@ -302,7 +318,7 @@ void run_unit(const Job& job, const AttentionUnit& unit, const AttentionUnit* ne
 AttentionScratch::AttentionScratch(const KVLayout& layout, int num_threads)
     : tile_layout_(layout.tiled ? layout
                                 : kv_layout(layout.dtype == DType::q4_1 ? DType::int8 : layout.dtype, 1,
-                                            layout.head_dim, kTileSlots)),
+                                            layout.head_dim, kTileSlots, layout.latent ? layout.value_dim : 0)),
       bytes_per_worker_(round_up_64(places(tile_layout_, !layout.tiled).bytes)),
       pages_(num_threads * bytes_per_worker_) {}
 

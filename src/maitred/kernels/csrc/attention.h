@@ -91,7 +91,7 @@ class AttentionPlan {
   int num_heads_;
   int num_kv_heads_;
   int group_;  // query heads that share a K/V head
-  bool tiled_;
+  bool sweeps_;  // single queries take several K/V heads at once
   int parts_ = 1;  // into which the K/V heads of a single query are divided
   int padded_head_;
   int window_;
@@ -123,7 +123,7 @@ class AttentionScratch {
   Pages pages_;
 };
 
-// queries [T][num_heads][query_head_bytes] as qkv() leaves them; out [T][out_stride] gets num_heads * head_dim values
+// queries [T][num_heads][query_head_bytes] as qkv() leaves them; out [T][out_stride] gets num_heads * value_dim values
 // a token. The positions of a row's tokens follow each other. Called by all workers.
 void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratch& scratch, const KVPool& pool,
                const StepRows& step, const uint8_t* queries, float* out, int64_t out_stride, WorkCounter& counter,
@@ -137,6 +137,7 @@ struct Segment {
   const uint8_t* queries;
   int64_t query_stride;
   const uint8_t* const* tiles;  // [kSegmentTiles] K of the first head; those of [first_tile, end_tile) are there
+  const uint8_t* const* values;  // V of it, likewise
   int first_tile;
   int end_tile;
   const int32_t* first;  // [rows] slots of the segment that the row sees: [first, end), perhaps none
@@ -168,8 +169,8 @@ struct AttentionKernels {
   void (*segment[3])(const Segment& segment);  // by the pool's dtype
   // `more` into `total`, row by row; a row of sum 0 is nothing.
   void (*fold)(int rows, int padded_head, const Partial& total, const Partial& more);
-  // out = total / (sum + sink's share) of one row, head_dim values; sink in powers of two, -inf for none.
-  void (*finish)(int head_dim, float maximum, float sum, const float* total, float sink, float* out);
+  // out = total / (sum + sink's share) of one row, value_dim values; sink in powers of two, -inf for none.
+  void (*finish)(int value_dim, float maximum, float sum, const float* total, float sink, float* out);
 };
 const AttentionKernels& attention_kernels(Isa isa);
 const AttentionKernels& attention_kernels_plain();

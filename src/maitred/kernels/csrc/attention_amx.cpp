@@ -177,10 +177,9 @@ void sum_apart(const Segment& work, const uint8_t* values, const RowTiles& rows,
 template <Fetch kFetch, int N>
 void attend_bf16(const Segment& work) {
   const RowTiles rows(0, work.rows);
-  const int64_t v_offset = work.layout->v_offset;
   const Seen seen = seen_by(work, 0, work.rows);
   const int first_tile = seen.first / kTileSlots, end_tile = (seen.end + kTileSlots - 1) / kTileSlots;
-  score_bf16<kFetch, N>(work, {work.tiles, 0, work.tiles, 0, v_offset}, rows, first_tile, end_tile);
+  score_bf16<kFetch, N>(work, {work.tiles, 0, work.values, 0, 0}, rows, first_tile, end_tile);
   for (int from = 0; from < work.rows; from += kWeighedRows) {
     const int to = smaller(from + kWeighedRows, work.rows);
     for (int row = from; row < to; ++row) work.maximum[row] = find_maximum(work, row);
@@ -192,7 +191,7 @@ void attend_bf16(const Segment& work) {
   const int64_t clean_bytes = work.layout->scales_offset();
   for (int tile = first_tile; tile < end_tile; ++tile) {
     const int slot = tile * kTileSlots;
-    values[tile] = work.tiles[tile] + v_offset;
+    values[tile] = work.values[tile];
     apart[tile] = false;
     if (seen.common_first <= slot && slot + kTileSlots <= seen.common_end) continue;
     uint8_t* clean = work.clean + tile * clean_bytes;
@@ -206,7 +205,7 @@ void attend_bf16(const Segment& work) {
     for (end = tile; end < end_tile && !apart[end];) ++end;
     if (tile < end || tile == first_tile) sum_bf16<kFetch, N>(work, cells, rows, tile, end, tile > first_tile);
     if (end == end_tile) break;
-    sum_apart(work, work.tiles[end] + v_offset, rows, end, work.clean + end * clean_bytes);
+    sum_apart(work, work.values[end], rows, end, work.clean + end * clean_bytes);
     ++end;
   }
 }
@@ -310,7 +309,7 @@ constexpr int kGathered = 4;  // tiles of int8 values that fill a tile of produc
 inline void gather_int8(const Segment& work, int tile, int end_tile) {
   const int64_t bytes = work.layout->scales_offset();
   for (; tile < end_tile; ++tile) {
-    const uint8_t* values = work.tiles[tile] + work.layout->v_offset;
+    const uint8_t* values = work.values[tile];
     for (int64_t i = 0; i < bytes; i += 64) _mm512_storeu_si512(work.clean + tile * bytes + i, load_bits(values + i));
   }
 }

@@ -63,10 +63,8 @@ inline void attend_block(const Segment& work, const Cells& keys, const Cells& va
 // Queries of one K/V head. K fetches V, V fetches what comes next.
 template <class Format>
 void attend_head(const Segment& work) {
-  const int64_t v_offset = work.layout->v_offset;
-  const Cells keys{work.tiles, 0, work.tiles, 0, v_offset};
-  const Cells values{work.tiles, v_offset, work.next_tiles == nullptr ? work.tiles : work.next_tiles, -work.first_tile,
-                     0};
+  const Cells keys{work.tiles, 0, work.values, 0, 0};
+  const Cells values{work.values, 0, work.next_tiles == nullptr ? work.tiles : work.next_tiles, -work.first_tile, 0};
   // Blocks of like size: 8 rows are 4 and 4, not 6 and 2.
   const int num_blocks = (work.rows + Format::kRows - 1) / Format::kRows;
   for (int block = 0; block < num_blocks; ++block) {
@@ -153,7 +151,7 @@ void fold(int rows, int padded_head, const Partial& total, const Partial& more) 
   }
 }
 
-void finish(int head_dim, float maximum, float sum, const float* total, float sink, float* out) {
+void finish(int value_dim, float maximum, float sum, const float* total, float sink, float* out) {
   float factor = 1.0f;
   if (sink != -__builtin_inff()) {
     const float most = sink > maximum ? sink : maximum;
@@ -161,8 +159,8 @@ void finish(int head_dim, float maximum, float sum, const float* total, float si
     sum = sum * factor + exp2_of(sink - most);
   }
   const __m512 by = _mm512_set1_ps(factor / sum);
-  for (int i = 0; i < head_dim; i += 16) {
-    _mm512_mask_storeu_ps(out + i, first_lanes(head_dim - i), _mm512_mul_ps(load(total + i), by));
+  for (int i = 0; i < value_dim; i += 16) {
+    _mm512_mask_storeu_ps(out + i, first_lanes(value_dim - i), _mm512_mul_ps(load(total + i), by));
   }
 }
 

@@ -272,7 +272,7 @@ struct AttentionLanes {
       const uint8_t *keys[kSegmentTiles], *values[kSegmentTiles];
       for (int tile = work.first_tile; tile < work.end_tile; ++tile) {
         keys[tile] = work.tiles[tile] + head * work.layout->head_stride;
-        values[tile] = keys[tile] + work.layout->v_offset;
+        values[tile] = work.values[tile] + head * work.layout->head_stride;
       }
       int row = head * rows;
       for (; row + kRowsAtOnce <= (head + 1) * rows; row += kRowsAtOnce)
@@ -305,7 +305,7 @@ struct AttentionLanes {
     }
   }
 
-  static void finish(int head_dim, float maximum, float sum, const float* total, float sink, float* out) {
+  static void finish(int value_dim, float maximum, float sum, const float* total, float sink, float* out) {
     float factor = 1.0f;
     if (sink != -infinity()) {
       const float most = sink > maximum ? sink : maximum;
@@ -313,7 +313,7 @@ struct AttentionLanes {
       sum = sum * factor + exp2_of(sink - most);
     }
     factor /= sum;
-    for (int i = 0; i < head_dim; ++i) out[i] = total[i] * factor;
+    for (int i = 0; i < value_dim; ++i) out[i] = total[i] * factor;
   }
 
   static constexpr AttentionKernels kKernels{{&segment, &segment, &segment}, &fold, &finish};

@@ -48,21 +48,21 @@ float score(const Segment& work, float dot) {
 }
 
 // V of one slot as floats, without its scale.
-void add_value(const Segment& work, const uint8_t* tile, int lane, float p, float* out) {
+void add_value(const Segment& work, const uint8_t* values, int lane, float p, float* out) {
   const KVLayout& layout = *work.layout;
   const int per_word = layout.values_per_word;
-  const uint8_t* words = tile + layout.v_offset + int64_t{lane / per_word} * layout.padded_head * 4;
+  const uint8_t* words = values + int64_t{lane / per_word} * layout.padded_head * 4;
   if (layout.dtype == DType::f32) {
-    for (int i = 0; i < layout.head_dim; ++i) out[i] += p * reinterpret_cast<const float*>(words)[i];
+    for (int i = 0; i < layout.value_dim; ++i) out[i] += p * reinterpret_cast<const float*>(words)[i];
   } else if (layout.dtype == DType::bf16) {
-    const uint16_t* values = reinterpret_cast<const uint16_t*>(words) + lane % 2;
-    for (int i = 0; i < layout.head_dim; ++i) out[i] += p * bf16_to_float(values[2 * i]);
+    const uint16_t* pairs = reinterpret_cast<const uint16_t*>(words) + lane % 2;
+    for (int i = 0; i < layout.value_dim; ++i) out[i] += p * bf16_to_float(pairs[2 * i]);
   }
 }
 
-// K of the tile with this slot, of the row's K/V head.
-const uint8_t* tile_of(const Segment& work, int row, int slot) {
-  return work.tiles[slot / kTileSlots] + row / (work.rows / work.num_heads) * work.layout->head_stride;
+// K, or V, of the tile with this slot, of the row's K/V head.
+const uint8_t* tile_of(const Segment& work, const uint8_t* const* tiles, int row, int slot) {
+  return tiles[slot / kTileSlots] + row / (work.rows / work.num_heads) * work.layout->head_stride;
 }
 
 // sum of p * scale * V: p * scale in 16 bits of the largest, then integers, exactly.
@@ -72,7 +72,7 @@ void add_int8_values(const Segment& work, int row, const float* p, float* out) {
   float scaled[kSegmentSlots], largest = 0.0f, poison = 0.0f;
   for (int slot = first; slot < end; ++slot) {
     float scale;
-    std::memcpy(&scale, tile_of(work, row, slot) + layout.v_offset + layout.scales_offset() + slot % kTileSlots * 4, 4);
+    std::memcpy(&scale, tile_of(work, work.values, row, slot) + layout.scales_offset() + slot % kTileSlots * 4, 4);
     scaled[slot] = p[slot] * scale;
     largest = scaled[slot] > largest ? scaled[slot] : largest;
     poison += scaled[slot] * 0.0f;  // NaN if one of them is
@@ -84,7 +84,7 @@ void add_int8_values(const Segment& work, int row, const float* p, float* out) {
   for (int i = 0; i < layout.head_dim; ++i) {
     int32_t sum = 0;
     for (int slot = first; slot < end && poison == 0.0f; ++slot) {
-      const uint8_t* words = tile_of(work, row, slot) + layout.v_offset;
+      const uint8_t* words = tile_of(work, work.values, row, slot);
       const int lane = slot % kTileSlots;
       sum += weights[slot] * static_cast<int8_t>(words[(int64_t{lane / 4} * layout.padded_head + i) * 4 + lane % 4]);
     }
@@ -100,7 +100,7 @@ void segment(const Segment& work) {
     float* out = work.out + int64_t{row} * layout.padded_head;
     float maximum = -kInfinity, sum = 0.0f;
     for (int slot = first; slot < end; ++slot) {
-      const uint8_t* tile = tile_of(work, row, slot);
+      const uint8_t* tile = tile_of(work, work.tiles, row, slot);
       p[slot] = score(work, dot(work, work.queries + row * work.query_stride, tile, slot % kTileSlots));
       maximum = p[slot] > maximum ? p[slot] : maximum;
     }
@@ -117,7 +117,7 @@ void segment(const Segment& work) {
       add_int8_values(work, row, p, out);
     } else {
       for (int slot = first; slot < end; ++slot)
-        add_value(work, tile_of(work, row, slot), slot % kTileSlots, p[slot], out);
+        add_value(work, tile_of(work, work.values, row, slot), slot % kTileSlots, p[slot], out);
     }
   }
 }
@@ -141,7 +141,7 @@ void fold(int rows, int padded_head, const Partial& total, const Partial& more) 
   }
 }
 
-void finish(int head_dim, float maximum, float sum, const float* total, float sink, float* out) {
+void finish(int value_dim, float maximum, float sum, const float* total, float sink, float* out) {
   float factor = 1.0f;
   if (sink != -kInfinity) {
     const float larger = sink > maximum ? sink : maximum;
@@ -149,7 +149,7 @@ void finish(int head_dim, float maximum, float sum, const float* total, float si
     sum = sum * factor + std::exp2(sink - larger);
   }
   factor /= sum;
-  for (int i = 0; i < head_dim; ++i) out[i] = total[i] * factor;
+  for (int i = 0; i < value_dim; ++i) out[i] = total[i] * factor;
 }
 
 const AttentionKernels kKernels{{&segment, &segment, &segment}, &fold, &finish};

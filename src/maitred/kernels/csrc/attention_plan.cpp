@@ -23,7 +23,7 @@ AttentionPlan::AttentionPlan(const KVLayout& layout, int num_heads, int window, 
     : num_heads_(num_heads),
       num_kv_heads_(layout.num_kv_heads),
       group_(num_heads / layout.num_kv_heads),
-      tiled_(layout.tiled),
+      sweeps_(layout.tiled && !layout.latent && num_heads / layout.num_kv_heads <= kSweepGroup),
       padded_head_(layout.padded_head),
       window_(window),
       num_threads_(num_threads) {
@@ -54,7 +54,7 @@ void AttentionPlan::build(const StepRows& step) {
   parts_ = divide_heads(step);
   for (int row = 0; row < step.num_rows; ++row) {
     const bool single = step.first_tokens[row + 1] - step.first_tokens[row] == 1;
-    if (single && tiled_ && group_ <= kSweepGroup)
+    if (single && sweeps_)
       add_single(step, row);
     else
       add_row(step, row);

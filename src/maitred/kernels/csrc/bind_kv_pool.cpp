@@ -105,15 +105,16 @@ void bind_kv_pool(nb::module_& m) {
       .def(
           "__init__",
           [](KVPool* self, const std::string& dtype, int num_layers, int num_blocks, int block_size, int num_kv_heads,
-             int head_dim, Team* team) {
+             int head_dim, int latent_dim, Team* team) {
             if (head_dim > kLargestHead)
               throw std::invalid_argument("a head size of " + std::to_string(head_dim) + "; the largest is " +
                                           std::to_string(kLargestHead));
-            new (self) KVPool(kv_layout(kv_dtype_named(dtype), num_kv_heads, head_dim, block_size), num_layers,
-                              num_blocks, team == nullptr ? nullptr : &team->memory());
+            new (self) KVPool(kv_layout(kv_dtype_named(dtype), num_kv_heads, head_dim, block_size, latent_dim),
+                              num_layers, num_blocks, team == nullptr ? nullptr : &team->memory());
           },
           nb::kw_only(), nb::arg("dtype"), nb::arg("num_layers"), nb::arg("num_blocks"), nb::arg("block_size"),
-          nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("team") = nb::none(), nb::keep_alive<1, 8>())
+          nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("latent_dim") = 0, nb::arg("team") = nb::none(),
+          nb::keep_alive<1, 9>())
       .def_prop_ro("num_layers", &KVPool::num_layers)
       .def_prop_ro("num_blocks", &KVPool::num_blocks)
       .def_prop_ro("num_bytes", &KVPool::num_bytes)
@@ -139,11 +140,12 @@ void bind_kv_pool(nb::module_& m) {
       .def("block_view", &block_view, nb::arg("layer"), nb::arg("block"));
   m.def(
       "kv_bytes_per_block",
-      [](const std::string& dtype, int num_layers, int block_size, int num_kv_heads, int head_dim) {
-        return num_layers * kv_layout(kv_dtype_named(dtype), num_kv_heads, head_dim, block_size).block_bytes;
+      [](const std::string& dtype, int num_layers, int block_size, int num_kv_heads, int head_dim, int latent_dim) {
+        return num_layers *
+               kv_layout(kv_dtype_named(dtype), num_kv_heads, head_dim, block_size, latent_dim).block_bytes;
       },
       nb::kw_only(), nb::arg("dtype"), nb::arg("num_layers"), nb::arg("block_size"), nb::arg("num_kv_heads"),
-      nb::arg("head_dim"));
+      nb::arg("head_dim"), nb::arg("latent_dim") = 0);
 }
 
 }  // namespace maitred

@@ -153,6 +153,18 @@ void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, con
              self.adapted(adapted, first / (shape.gated ? kTile / 2 : kTile)), name);
 }
 
+void head_linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, int first, int count, int copied,
+                 const Rows& source, const Rows& target, bool few, bool taken, const std::string& name) {
+  if (static_cast<int64_t>(data.size()) < count * packed_bytes(shape) || first < 0 || copied < 0 || shape.gated)
+    throw std::invalid_argument(std::to_string(count) + " heads' matrices in " + std::to_string(data.size()) +
+                                " bytes");
+  const int64_t end = first + count;
+  source.columns(0, end * (shape.k + copied));
+  target.columns(0, end * (copied + out_width(shape)));
+  add_head_linear(self.program, self.operands(), {shape, packed(shape, data).data, first, count, copied}, source,
+                  target, few, taken, name);
+}
+
 PackedExperts packed_experts(const LinearShape& shape, const Bytes& data, int num_experts) {
   if (static_cast<int64_t>(data.size()) < num_experts * packed_bytes(shape))
     throw std::invalid_argument(std::to_string(num_experts) + " experts in " + std::to_string(data.size()) + " bytes");
@@ -216,7 +228,7 @@ void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, co
             const RopeTable* query_rope) {
   const KVLayout& layout = self.program.pool().layout();
   const int64_t head = layout.head_dim;
-  source.columns(0, (num_heads + 2 * layout.num_kv_heads) * head);
+  source.columns(0, (num_heads + (layout.latent ? 1 : 2) * layout.num_kv_heads) * head);
   const Program::LayerPlace place = self.program.place(layer);
   QKVOp op{};
   op.layer = place.layer;
@@ -248,7 +260,7 @@ void attention_op(BoundProgram& self, int layer, int num_heads, int window, floa
                   const Rows& target, const LinearShape& reader, const nb::object& sinks, const Rows* gates) {
   if (!(scale > 0.0f)) throw std::invalid_argument("a scale of " + std::to_string(scale) + "; it must be positive");
   const KVLayout& layout = self.program.pool().layout();
-  check_width(target, int64_t{num_heads} * layout.head_dim);
+  check_width(target, int64_t{num_heads} * layout.value_dim);
   const bool rotated = gates == nullptr && stays_rotated(layout, reader);
   self.rotated = rotated ? target.values : nullptr;
   if (self.queries == nullptr) throw std::logic_error("attention before queries");
@@ -428,10 +440,11 @@ void bind_program(nb::module_& m) {
           nb::arg("width"), nb::arg("few") = false, "few: for no more rows than logits are wanted.")
       .def(
           "operands",
-          [](BoundProgram& self, const std::vector<LinearShape>& shapes) {
-            self.operand_buffers = std::make_unique<OperandBuffers>(self.program, shapes);
+          [](BoundProgram& self, const std::vector<LinearShape>& shapes, bool by_head) {
+            self.operand_buffers = std::make_unique<OperandBuffers>(self.program, shapes, by_head);
           },
-          nb::arg("shapes"), "Room for the prepared rows of linears of these shapes; once, before them.")
+          nb::arg("shapes"), nb::arg("by_head") = false,
+          "Room for the prepared rows of linears of these shapes; once, before them.")
       .def(
           "embed",
           [](BoundProgram& self, const LinearShape& shape, const Bytes& data, int first, float scale,
@@ -453,11 +466,11 @@ void bind_program(nb::module_& m) {
           "prepare",
           [](BoundProgram& self, const Rows& source, const LinearShape& shape, const nb::object& norm, float eps,
              bool few, bool taken, int adapted, const nb::object& order) {
-            check_width(source, shape.k);
+            const Rows from = source.columns(0, shape.k);
             const int32_t* const columns = reinterpret_cast<const int32_t*>(vector_of(order, shape.k));  // bits
             for (int i = 0; columns != nullptr && i < shape.k; ++i)
               if (columns[i] < 0 || columns[i] >= shape.k) throw std::invalid_argument("no order of columns");
-            add_prepare(self.program, self.operands(), source, shape, vector_of(norm, shape.k), eps, few, taken,
+            add_prepare(self.program, self.operands(), from, shape, vector_of(norm, shape.k), eps, few, taken,
                         source.values == self.rotated, columns, self.adapted(adapted));
           },
           nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("few"), nb::arg("taken"),
@@ -476,6 +489,9 @@ void bind_program(nb::module_& m) {
       .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("column"), nb::arg("first"),
            nb::arg("ending"), nb::arg("alpha"), nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("adapted"),
            nb::arg("name"), "column: of the target where the outputs begin; first: the output where a rank's begin.")
+      .def("head_linear", &head_linear, nb::arg("shape"), nb::arg("data"), nb::arg("first"), nb::arg("count"),
+           nb::arg("copied"), nb::arg("source"), nb::arg("target"), nb::arg("few"), nb::arg("taken"), nb::arg("name"),
+           "A matrix a head; first, count: the heads of a rank.")
       .def(
           "gate",
           [](BoundProgram& self, const Rows& gate, const Rows& up, const Rows& target, const std::string& act,

@@ -21,7 +21,7 @@ int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 }  // namespace
 
-KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) {
+KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size, int latent_dim) {
   const bool coded = dtype == DType::q4_1;
   if (dtype > DType::int8 && !coded) throw std::invalid_argument("the KV cache is float32, bf16, int8 or int4");
   if (num_kv_heads < 1 || block_size < 1)
@@ -29,18 +29,27 @@ KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) 
                                 std::to_string(block_size) + " tokens; both must be at least 1");
   if (head_dim < 2 || head_dim % 2 != 0)
     throw std::invalid_argument("a head size of " + std::to_string(head_dim) + "; it must be even and at least 2");
+  if (latent_dim < 0 || latent_dim > head_dim || latent_dim % 2 != 0 || (latent_dim > 0 && dtype > DType::bf16))
+    throw std::invalid_argument("a KV cache of latent keys is float32 or bf16, and of " + std::to_string(head_dim) +
+                                " values an even number are the value; asked for are " + std::to_string(latent_dim));
   KVLayout layout{};
+  layout.latent = latent_dim > 0;
+  layout.value_dim = layout.latent ? latent_dim : head_dim;
   layout.dtype = dtype;
   layout.num_kv_heads = num_kv_heads;
   layout.head_dim = head_dim;
   layout.block_size = block_size;
   layout.values_per_word = dtype == DType::f32 ? 1 : dtype == DType::bf16 ? 2 : 4;
-  layout.padded_head = static_cast<int>(round_up(head_dim, 16));
+  layout.padded_head = static_cast<int>(round_up(layout.value_dim, 16));
   layout.k_words = (head_dim + layout.values_per_word - 1) / layout.values_per_word;
   layout.tiled = block_size % kTileSlots == 0 && !coded;
   const int64_t value_bytes = 4 / layout.values_per_word;
   const bool scaled = dtype == DType::int8;
-  if (layout.tiled) {
+  if (layout.latent) {  // as K is otherwise; v_offset stays 0
+    layout.cell_bytes = layout.tiled ? int64_t{layout.k_words} * 64 : round_up(head_dim * value_bytes, 4);
+    layout.head_stride = layout.tiled ? layout.cell_bytes : block_size * layout.cell_bytes;
+    layout.block_bytes = round_up(block_size / (layout.tiled ? kTileSlots : 1) * num_kv_heads * layout.cell_bytes, 64);
+  } else if (layout.tiled) {
     layout.cell_bytes = layout.scales_offset() + (scaled ? kTileSlots * int64_t{sizeof(float)} : 0);
     layout.head_stride = layout.cell_bytes;
     layout.v_offset = block_size / kTileSlots * num_kv_heads * layout.cell_bytes;

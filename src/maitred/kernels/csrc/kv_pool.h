@@ -12,6 +12,9 @@
 // - any other block_size: a block is [head][slot] of cells, each K [head], V [head] and for int8 two scales; attention
 //   gathers them into tiles as it goes. No memory is lost to padding, but speed is.
 //
+// A latent pool (float32, bf16) has K alone: the last value_dim values of a key are the value too, and K's cells are as
+// long as their words. Attention turns a tile's values into V's form as it goes.
+//
 // int4 (DType::q4_1) is of such cells at every block_size: codes of K and V, two in a byte, then scale and minimum in
 // bf16 of each 32 values. Attention expands them into int8's tiles; qkv_run.h has the arithmetic.
 #pragma once
@@ -33,24 +36,27 @@ struct KVLayout {
   DType dtype;
   int num_kv_heads;
   int head_dim;
+  int value_dim;  // of a value: head_dim, or less in a latent pool
   int block_size;
   int values_per_word;  // in 4 bytes
-  int padded_head;      // head_dim rounded up to 16
+  int padded_head;      // value_dim rounded up to 16
   int k_words;          // words of a key: a tile's K has this many lines of 64 bytes
   bool tiled;
+  bool latent;
   int64_t cell_bytes;   // K or V of a tile, or K and V of a slot where not tiled
   int64_t v_offset;     // of V behind K's cell, or behind K in a slot
   int64_t head_stride;  // from one head's cell to the next head's
   int64_t block_bytes;  // one block of one layer
 
   bool is_integer() const { return dtype == DType::int8 || dtype == DType::q4_1; }       // heads are rotated
-  int64_t scales_offset() const { return int64_t{padded_head} * 64 / values_per_word; }  // in a tile's cell, int8
+  int64_t scales_offset() const { return int64_t{padded_head} * 64 / values_per_word; }  // bytes of a tile's V; int8
 };
 
 constexpr int kCodeGroup = 32;  // values of a head that share scale and minimum (int4)
 
-// Throws std::invalid_argument for other formats, an odd or non-positive head size, and counts below 1.
-KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size);
+// latent_dim: values of a key that are the value too, 0 for a pool that is not latent. Throws std::invalid_argument for
+// other formats, an odd or non-positive head size, and counts below 1.
+KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size, int latent_dim = 0);
 
 // Bytes of one token's query head as attention takes it: see qkv.h.
 int64_t query_head_bytes(const KVLayout& layout);

@@ -24,7 +24,7 @@ Rows Rows::columns(int64_t first, int64_t count) const {
   return Rows{values + first, count, stride};
 }
 
-OperandBuffers::OperandBuffers(Program& program, const std::vector<LinearShape>& shapes) {
+OperandBuffers::OperandBuffers(Program& program, const std::vector<LinearShape>& shapes, bool by_head) {
   int64_t row_bytes = 64, num_sums = 1;
   for (const LinearShape& shape : shapes) {
     row_bytes = std::max(row_bytes, operand_row_bytes(operand_dtype(shape.dtype), shape.k));
@@ -38,11 +38,17 @@ OperandBuffers::OperandBuffers(Program& program, const std::vector<LinearShape>&
     return made;
   };
   shared_ = room(std::max(program.limits().max_tokens, program.limits().max_logits), &Program::add_bytes);
-  for (int i = 0; i < program.num_threads(); ++i) own_.push_back(room(kOwnRows, &Program::add_own_bytes));
+  for (int i = 0; i < program.num_threads(); ++i) own_.push_back(room(by_head ? kHeadRows : kOwnRows, &Program::add_own_bytes));
 }
 
 Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int num_rows) const {
-  const Room& room = num_rows <= kOwnRows ? own_[static_cast<size_t>(worker.index)] : shared_;
+  if (num_rows <= kOwnRows) return own(worker, shape);
+  const DType dtype = operand_dtype(shape.dtype);
+  return Operand{dtype, shared_.rows, operand_row_bytes(dtype, shape.k), shared_.scales, shared_.sums};
+}
+
+Operand OperandBuffers::own(const Worker& worker, const LinearShape& shape) const {
+  const Room& room = own_[static_cast<size_t>(worker.index)];
   const DType dtype = operand_dtype(shape.dtype);
   return Operand{dtype, room.rows, operand_row_bytes(dtype, shape.k), room.scales, room.sums};
 }
@@ -118,6 +124,33 @@ void add_linear(Program& program, const OperandBuffers& operands, const PackedLi
       to.first_delta = adapted.first * kTile;
     }
     kernels.linear(weights, operands.of(worker, weights.shape, m), m, to, counters[0], worker);
+    return true;
+  };
+  program.add(name, kWeightCounters, multiply, Program::Shares::own);
+}
+
+void add_head_linear(Program& program, const OperandBuffers& operands, const HeadLinearOp& op, const Rows& source,
+                     const Rows& target, bool few, bool taken, const std::string& name) {
+  const LinearKernels& kernels = linear_kernels(program.isa());
+  const int64_t width_in = op.shape.k + op.copied, width_out = op.copied + out_width(op.shape);
+  const auto multiply = [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
+    const int num_rows = rows_of(step, few), num_parts = (num_rows + kHeadRows - 1) / kHeadRows;
+    const Operand operand = operands.own(worker, op.shape);
+    for (int share; (share = counters->take()) < op.count * num_parts;) {
+      const int part = share / op.count, head = op.first + share % op.count, first = part * kHeadRows;
+      const int count = std::min(kHeadRows, num_rows - first);
+      const float* const from = source.values + head * width_in;
+      float* const to = target.row(first) + head * width_out;
+      const int32_t* const index = taken ? step.logits_tokens + first : nullptr;
+      const float* const rows = taken ? from : from + first * source.stride;
+      for (int row = 0; op.copied > 0 && row < count; ++row)
+        std::memcpy(to + row * target.stride, rows + (taken ? index[row] : row) * source.stride + op.shape.k,
+                    static_cast<size_t>(op.copied) * sizeof(float));
+      kernels.prepare({rows, source.stride, index, nullptr, 0.0f}, op.shape, 0, count, operand);
+      WorkCounter alone;
+      kernels.linear({op.shape, op.data + (head - op.first) * packed_bytes(op.shape)}, operand, count,
+                     LinearOut{to + op.copied, target.stride}, alone, Worker{0, 1, nullptr});
+    }
     return true;
   };
   program.add(name, kWeightCounters, multiply, Program::Shares::own);

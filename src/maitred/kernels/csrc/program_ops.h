@@ -16,12 +16,17 @@ namespace maitred {
 // Up to this many rows each thread prepares a copy of its own, instead of meeting the others for it.
 constexpr int kOwnRows = 2;
 
+// Rows that a thread multiplies with a head's matrix at once.
+constexpr int kHeadRows = 64;
+
 // Prepared rows that a linear reads: one buffer for all linears of a program, and a small one for each thread.
 class OperandBuffers {
  public:
-  // shapes: of all the linears that will read them.
-  OperandBuffers(Program& program, const std::vector<LinearShape>& shapes);
+  // shapes: of all the linears that will read them. by_head: there are linears by head among them.
+  OperandBuffers(Program& program, const std::vector<LinearShape>& shapes, bool by_head);
   Operand of(const Worker& worker, const LinearShape& shape, int num_rows) const;
+  // Room for kHeadRows of this thread alone, where there are linears by head.
+  Operand own(const Worker& worker, const LinearShape& shape) const;
 
  private:
   struct Room {
@@ -72,6 +77,18 @@ void add_prepare(Program& program, const OperandBuffers& operands, const Rows& s
 // few: as many rows as logits are wanted.
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
                 bool few, const AdaptedLinear& adapted, const std::string& name);
+
+// A matrix for each head, one behind the other: of this rank, which has `count` heads from `first` on.
+struct HeadLinearOp {
+  LinearShape shape;
+  const uint8_t* data;
+  int first, count;
+  int copied;  // columns of a head behind those that are multiplied; they stand before its outputs
+};
+
+// target's head = copied columns, then matrix x the columns before them, in each row; rows are as in add_prepare.
+void add_head_linear(Program& program, const OperandBuffers& operands, const HeadLinearOp& op, const Rows& source,
+                     const Rows& target, bool few, bool taken, const std::string& name);
 
 // target = act(gate) * up
 void add_gate(Program& program, const Rows& gate, const Rows& up, const Rows& target, GateAct act, bool few);

@@ -45,7 +45,7 @@ struct QKVOp {
   bool interleaved;  // values 2i and 2i + 1 are, and become i and i + num_pairs in queries and keys alike
 };
 
-// rows [T][stride]: q heads, k heads, v heads. queries [T][num_heads][query_head_bytes]. rope may be null without
+// rows [T][stride]: q heads, k heads, v heads (none for a latent pool). queries [T][num_heads][query_head_bytes]. rope may be null without
 // pairs; query_rope may be the same. Called by all workers; attention may read the pool once all have returned.
 void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float* rows, int64_t row_stride,
          const float* rope, const float* query_rope, uint8_t* queries, WorkCounter& counter, const Worker& worker,
@@ -74,6 +74,8 @@ struct QKVKernels {
   // int4's cells of one head and 16 slots, of which `count` are there, as a tile of `to`, an int8 layout of one head.
   void (*expand)(const KVLayout& layout, const uint8_t* const* cells, int count, const KVLayout& to, uint8_t* tile);
   void (*rotate)(float* head, int head_dim);
+  // V of a tile of a latent pool out of its K.
+  void (*turn)(const KVLayout& layout, const uint8_t* keys, uint8_t* values);
 };
 const QKVKernels& qkv_kernels(Isa isa);
 const QKVKernels& qkv_kernels_plain();

@@ -27,8 +27,9 @@ struct Avx512Formats {
     }
   }
 
-  // 16 rows of 16 words, `stride` apart, into 16 lines of their columns: words, pairs and quarters change places.
-  static void transpose(const uint32_t* words, int stride, uint32_t* lines) {
+  // 16 rows of 16 words, `stride` apart, into 16 lines of their columns, `line_stride` apart: words, pairs and quarters
+  // change places.
+  static void transpose(const uint32_t* words, int stride, uint32_t* lines, int line_stride = kTileSlots) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(words + i * stride);
     for (int i = 0; i < 16; i += 2) {
@@ -45,10 +46,10 @@ struct Avx512Formats {
       const __m512i odd_low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
       const __m512i even_high = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
       const __m512i odd_high = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
-      _mm512_storeu_si512(lines + i * 16, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
-      _mm512_storeu_si512(lines + (4 + i) * 16, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
-      _mm512_storeu_si512(lines + (8 + i) * 16, _mm512_shuffle_i32x4(even_low, even_high, 0xdd));
-      _mm512_storeu_si512(lines + (12 + i) * 16, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
+      _mm512_storeu_si512(lines + i * line_stride, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
+      _mm512_storeu_si512(lines + (4 + i) * line_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
+      _mm512_storeu_si512(lines + (8 + i) * line_stride, _mm512_shuffle_i32x4(even_low, even_high, 0xdd));
+      _mm512_storeu_si512(lines + (12 + i) * line_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
     }
   }
 };

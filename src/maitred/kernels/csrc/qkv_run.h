@@ -28,10 +28,11 @@ struct PlainFormats {
       words[i] = static_cast<uint32_t>(float_to_bf16(even[i])) | static_cast<uint32_t>(float_to_bf16(odd[i])) << 16;
   }
 
-  // 16 rows of 16 words, `stride` apart, into 16 lines of their columns.
-  static void transpose(const uint32_t* __restrict words, int stride, uint32_t* __restrict lines) {
+  // 16 rows of 16 words, `stride` apart, into 16 lines of their columns, `line_stride` apart.
+  static void transpose(const uint32_t* __restrict words, int stride, uint32_t* __restrict lines,
+                        int line_stride = kTileSlots) {
     for (int i = 0; i < kTileSlots; ++i)
-      for (int t = 0; t < kTileSlots; ++t) lines[i * kTileSlots + t] = words[t * stride + i];
+      for (int t = 0; t < kTileSlots; ++t) lines[i * line_stride + t] = words[t * stride + i];
   }
 };
 
@@ -168,6 +169,43 @@ inline void write_lanes(const uint32_t* __restrict words, int k_words, int count
     for (; i + kTileSlots <= k_words; i += kTileSlots) Formats::transpose(words + i, k_words, lines + i * kTileSlots);
   for (; i < k_words; ++i)
     for (int t = 0; t < count; ++t) lines[i * kTileSlots + lane + t] = words[t * k_words + i];
+}
+
+// Words of two slots' 32 values each: even and odd are the words of neighbouring values of one slot.
+inline void pair_slots(const uint32_t* __restrict even, const uint32_t* __restrict odd, uint32_t* __restrict words) {
+  for (int i = 0; i < kTileSlots; ++i) {
+    words[2 * i] = (even[i] & 0xffffu) | odd[i] << 16;
+    words[2 * i + 1] = even[i] >> 16 | (odd[i] & 0xffff0000u);
+  }
+}
+
+// The values in a latent tile's keys, 16 words of each slot at a time; behind the last ones are words that count for
+// nothing.
+template <class Formats>
+void turn(const KVLayout& layout, const uint8_t* keys, uint8_t* values) {
+  const int per_word = layout.values_per_word, width = layout.padded_head, num_words = layout.value_dim / per_word;
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(keys) + (layout.k_words - num_words) * kTileSlots;
+  uint32_t* to = reinterpret_cast<uint32_t*>(values);
+  uint32_t lines[kTileSlots * kTileSlots], words[2 * kTileSlots], rest[kTileSlots * kTileSlots] = {};
+  for (int word = 0; word < num_words; word += kTileSlots, from += kTileSlots * kTileSlots) {
+    const int count = num_words - word < kTileSlots ? num_words - word : kTileSlots;
+    if (count < kTileSlots) {
+      __builtin_memcpy(rest, from, static_cast<size_t>(count) * kTileSlots * 4);
+      from = rest;
+    }
+    if (per_word == 1) {
+      Formats::transpose(from, kTileSlots, to + word, width);
+      continue;
+    }
+    Formats::transpose(from, kTileSlots, lines);
+    const int columns = width - 2 * word < 2 * kTileSlots ? width - 2 * word : 2 * kTileSlots;
+    for (int pair = 0; pair < kTileSlots / 2; ++pair) {
+      uint32_t* row = to + pair * width + 2 * word;
+      pair_slots(lines + 2 * pair * kTileSlots, lines + (2 * pair + 1) * kTileSlots,
+                 columns == 2 * kTileSlots ? row : words);
+      if (columns < 2 * kTileSlots) __builtin_memcpy(row, words, static_cast<size_t>(columns) * 4);
+    }
+  }
 }
 
 // keys [count][head_dim] into one head's cells.
@@ -395,7 +433,7 @@ class Ahead {
   Ahead(const KVLayout& layout, uint8_t* block, int slot, int count)
       : cell_(cell_of(layout, block, 0, slot)), head_stride_(layout.head_stride), k_lines_(layout.k_words) {
     const int lane = slot % kTileSlots, per_word = layout.values_per_word, row_lines = layout.padded_head / 16;
-    v_lines_ = ((lane + count - 1) / per_word - lane / per_word + 1) * row_lines;
+    v_lines_ = layout.latent ? 0 : ((lane + count - 1) / per_word - lane / per_word + 1) * row_lines;
     v_offset_ = layout.v_offset + int64_t{lane / per_word} * row_lines * 64;
     heads_left_ = layout.tiled ? layout.num_kv_heads : 0;
   }
@@ -479,7 +517,7 @@ void run_heads(const QKVRun& work) {
     }
     for (int t = 0; coded && t < work.count; ++t, cell += layout.cell_bytes)
       encode(heads + t * head_dim, head_dim, cell + layout.v_offset, cell + layout.cell_bytes - scale_bytes(head_dim));
-    if (coded) continue;
+    if (coded || layout.latent) continue;
     store_values<Formats, kHead>(layout, rotates ? heads : v, rotates ? head_dim : stride, work.count, cell, work.slot);
   }
 }
@@ -500,7 +538,7 @@ void expand(const KVLayout& layout, const uint8_t* const* cells, int count, cons
 }
 
 template <class Formats>
-const QKVKernels kKernels{&run<Formats>, &expand<Formats>, &rotate};
+const QKVKernels kKernels{&run<Formats>, &expand<Formats>, &rotate, &turn<Formats>};
 
 }  // namespace
 }  // namespace maitred
