@@ -128,8 +128,9 @@ def main() -> None:
     weights = random_weights(program)
     threads = _native.ThreadPool(asked.threads)
     num_blocks = max(batches) * ((context + max(asked.prompt, 1)) // 16 + 1)
-    pool = make_kv_pool(dtype="bfloat16", num_layers=len(spec.kv_layers), num_blocks=num_blocks, block_size=16,
-                        num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, latent_dim=spec.latent_rank)  # fmt: skip
+    heads = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "latent_dim": spec.latent_rank}
+    layers = len(spec.kv_layers)
+    pool = make_kv_pool(dtype="bfloat16", num_layers=layers, num_blocks=num_blocks, block_size=16, **heads)
     runner = NativeProgram(program, weights, pool, threads, max_tokens=max(64, asked.prompt), max_logits=64,
                            max_model_len=1 << 15, num_state_slots=32)  # fmt: skip
     memory, isa, rng = allocate(1 << 28), _native.default_isa(), np.random.default_rng(1)
@@ -155,8 +156,8 @@ def main() -> None:
             ratios.append((dense + states + one_expert * touched[-1]) / stream / took_s)
         print(
             f"batch {batch:>2}: {statistics.median(touched) / asked.layers:5.1f} experts a layer, "
-            f"{(dense + states + one_expert * statistics.median(touched)) / 1e6:,.0f} MB ({states / 1e6:,.0f} of KV and "
-            f"states); of the floor median {statistics.median(ratios):.0%}, best {max(ratios):.0%}"
+            f"{(dense + states + one_expert * statistics.median(touched)) / 1e6:,.0f} MB ({states / 1e6:,.0f} of KV "
+            f"and states); of the floor median {statistics.median(ratios):.0%}, best {max(ratios):.0%}"
         )
         if asked.profile:
             tell_profile(runner)
