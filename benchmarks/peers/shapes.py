@@ -31,6 +31,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
         **{"rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True},
     },
+    "qwen3-30b-a3b-4-layers": {  # GGUF alone
+        **{"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144},
+        **{"num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -53,7 +60,7 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     return target
 
 
-GGUF_SHAPES = ("qwen3-0.6b-q4_k_m", "qwen3-0.6b-q8_0")
+GGUF_SHAPES = ("qwen3-0.6b-q4_k_m", "qwen3-0.6b-q8_0", "qwen3-30b-a3b-4-layers-q4_k_m", "qwen3-30b-a3b-4-layers-q8_0")
 # Where a block type has its float16 scales, by byte, and values that make weights of about 0.02.
 SCALES: dict[str, dict[int, float]] = {"Q4_K": {0: 1e-4, 2: 7.5e-4}, "Q6_K": {208: 2e-5}, "Q8_0": {0: 2.7e-4}}
 
@@ -66,21 +73,15 @@ def make_gguf(name: str, folder: Path) -> Path:
     import gguf
     from tokenizers import pre_tokenizers
 
-    shape = SHAPES["qwen3-0.6b"]
+    shape = SHAPES[name.rsplit("-", 1)[0]]
+    num_experts = shape.get("num_experts", 0)
     hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     queries, keys = (shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value"))
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(target.with_suffix(".partial"), "qwen3", use_temp_file=False)
-    writer.add_block_count(layers)
-    writer.add_context_length(shape["max_position_embeddings"])
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(shape["num_attention_heads"])
-    writer.add_head_count_kv(shape["num_key_value_heads"])
-    writer.add_key_length(shape["head_dim"])
-    writer.add_value_length(shape["head_dim"])
-    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
-    writer.add_rope_freq_base(shape["rope_theta"])
+    writer = gguf.GGUFWriter(
+        target.with_suffix(".partial"), "qwen3moe" if num_experts else "qwen3", use_temp_file=False
+    )
+    _add_keys(writer, shape)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     pieces = [
@@ -93,11 +94,12 @@ def make_gguf(name: str, folder: Path) -> Path:
     writer.add_token_merges(["t h"])
     writer.add_eos_token_id(len(pieces) - 1)
 
-    def add(tensor: str, rows: int, width: int, more: bool = False) -> None:
+    def add(tensor: str, rows: int, width: int, more: bool = False, experts: int = 0) -> None:
         kind = "Q8_0" if name.endswith("q8_0") else "Q6_K" if more else "Q4_K"
         dtype = gguf.GGMLQuantizationType[kind]
         values, size = gguf.GGML_QUANT_SIZES[dtype]
-        writer.add_tensor(f"{tensor}.weight", _random_blocks(rng, kind, rows, width // values, size), raw_dtype=dtype)
+        blocks = _random_blocks(rng, kind, (experts or 1) * rows, width // values, size)
+        writer.add_tensor(f"{tensor}.weight", blocks.reshape(experts, rows, -1) if experts else blocks, raw_dtype=dtype)
 
     add("token_embd", shape["vocab_size"], hidden, more=True)
     writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
@@ -111,14 +113,36 @@ def make_gguf(name: str, folder: Path) -> Path:
         add(f"{block}attn_k", keys, hidden)
         add(f"{block}attn_v", keys, hidden, more)
         add(f"{block}attn_output", hidden, queries)
-        add(f"{block}ffn_gate", inner, hidden)
-        add(f"{block}ffn_up", inner, hidden)
-        add(f"{block}ffn_down", hidden, inner, more)
+        if num_experts:
+            router = rng.standard_normal((num_experts, hidden), dtype=np.float32) * np.float32(0.05)
+            writer.add_tensor(f"{block}ffn_gate_inp.weight", router)
+            inner = shape["moe_intermediate_size"]
+        end = "_exps" if num_experts else ""
+        add(f"{block}ffn_gate{end}", inner, hidden, experts=num_experts)
+        add(f"{block}ffn_up{end}", inner, hidden, experts=num_experts)
+        add(f"{block}ffn_down{end}", hidden, inner, more, experts=num_experts)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return target.with_suffix(".partial").rename(target)
+
+
+def _add_keys(writer: Any, shape: dict[str, Any]) -> None:
+    if num_experts := shape.get("num_experts"):
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(shape["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_context_length(shape["max_position_embeddings"])
+    writer.add_embedding_length(shape["hidden_size"])
+    writer.add_feed_forward_length(shape["intermediate_size"])
+    writer.add_head_count(shape["num_attention_heads"])
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_key_length(shape["head_dim"])
+    writer.add_value_length(shape["head_dim"])
+    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
+    writer.add_rope_freq_base(shape["rope_theta"])
 
 
 def _random_blocks(rng: np.random.Generator, kind: str, rows: int, blocks: int, size: int) -> NDArray[np.uint8]:

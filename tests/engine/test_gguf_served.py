@@ -12,10 +12,26 @@ from gguf import GGMLQuantizationType as Type
 from maitred import LLM, SamplingParams
 from maitred.core.structured_outputs import StructuredOutputsParams
 from tests.model.gguf_models import random_tensors, write_gguf
-from tests.model.test_gguf_config import llama
+from tests.model.test_gguf_config import family, llama
 from tests.text.test_gguf_tokenizer import byte_level, sentencepiece
 
 SMALL = {"max_model_len": 256, "kv_cache_memory_bytes": 2**22, "weight_cache": "off", "num_threads": 1}
+
+
+def test_how_evenly_experts_are_used_is_told_with_the_engines_figures(tmp_path: Path):
+    """And a file of experts generates what its checkpoint does in any number of requests."""
+    config = family("Qwen3MoeForCausalLM", "qwen3_moe", num_hidden_layers=2, num_experts=5, num_experts_per_tok=2,
+                    moe_intermediate_size=96, head_dim=32, norm_topk_prob=True, vocab_size=300)  # fmt: skip
+    keys = {key.replace(".", "__"): value for key, value in byte_level().items()}
+    path = write_gguf(
+        tmp_path / "m.gguf", "qwen3moe", config, random_tensors(config), type_of=lambda name: Type.Q4_0, **keys
+    )
+    asked = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with LLM(str(path), **SMALL) as llm:
+        together = llm.generate([[3, 4, 5], [6, 7]], asked)
+        alone = llm.generate([[6, 7]], asked)
+        assert alone[0].outputs[0].token_ids == together[1].outputs[0].token_ids
+        assert 1 < llm.engine.state().expert_load_ratio <= 2.5
 
 
 def a_model(path: Path, vocabulary: Callable[..., dict[str, Any]], seed: int = 0) -> str:

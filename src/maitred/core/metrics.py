@@ -73,6 +73,11 @@ KV_BLOCKS_CAPACITY = _gauge("kv_blocks_capacity", "blocks", "Blocks of the KV ca
 KV_BLOCKS_USED = _gauge("kv_blocks_used", "blocks", "Those that requests hold; cached but free ones do not count.")
 KV_BLOCKS_CACHED = _gauge("kv_blocks_cached", "blocks", "Blocks findable by prefix, in use or free.")
 STATE_SNAPSHOTS = _gauge("state_snapshots", "slots", "States of recurrent layers kept for prompts that begin alike.")
+EXPERT_LOAD_RATIO = _gauge(
+    "expert_load_ratio",
+    "ratio",
+    "Tokens of a layer's busiest expert over the mean of its experts, since the start, where it is largest; 0 without.",
+)
 CACHE_INFO = _gauge("cache_config_info", "bool", "Always 1; how the KV cache is cut.", ("block_size", "num_blocks"))
 KV_USAGE = _gauge("kv_usage_ratio", "ratio", "Share of the KV cache held by requests, 0 to 1.")
 LAST_STEP_AGE = _gauge("engine_last_step_age_seconds", "seconds", "Time since a step last ended; 0 when idle.")

@@ -139,6 +139,7 @@ class ReplicaState:
     num_blocks_used: int = 0  # held by requests; cached but free blocks do not count
     num_blocks_cached: int = 0  # findable by prefix, in use or free
     num_state_snapshots: int = 0  # of recurrent layers
+    expert_load_ratio: float = 0.0  # of the busiest expert to the mean, in the layer where it is largest; 0: no experts
     prefill_tokens_per_s: float = 0.0  # as its steps have shown, while a router wants to know; 0 before
     decode_tokens_per_s: float = 0.0
     # counters
@@ -171,7 +172,7 @@ class ReplicaState:
     num_wrong_frames: int = 0  # messages from the engine's process that were none, and were dropped
 
 
-_LARGEST = frozenset({"last_step_age_s", "heartbeat_age_s", "wake_s"})
+_LARGEST = frozenset({"last_step_age_s", "heartbeat_age_s", "wake_s", "expert_load_ratio"})
 _BY_ITSELF = frozenset({"alive", "error", "loading", "lacking", "asleep", "num_finished"})
 
 

@@ -28,7 +28,7 @@ from maitred.engine.loop import LoadedEngine, Prepare
 from maitred.engine.memory import MemoryPlan, format_bytes
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.planning import EnginePlan, OnEvent, check_overrides, facts_of, plan_engine
-from maitred.engine.step_meter import StepMeter, SwapMeter
+from maitred.engine.step_meter import ExpertLoad, StepMeter, SwapMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
 from maitred.kv.pages import kv_cache_manager
@@ -142,6 +142,7 @@ def build_parts(
         kv_peers.gives if kv_peers is not None else None,  # holds blocks before the log has the step's end
         Recorder(log.write) if log is not None else None,
         *meters,
+        ExpertLoad(executor) if hasattr(executor, "runner") and any(each.routed for each in plan.spec.layers) else None,
         adapters,
         kv_peers,
         kv_tiers,

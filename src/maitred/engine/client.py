@@ -632,6 +632,7 @@ class Counters:
             num_blocks_used=figures.num_blocks_used,
             num_blocks_cached=figures.num_blocks_cached,
             num_state_snapshots=figures.num_state_snapshots,
+            expert_load_ratio=figures.expert_load_ratio,
             prefill_tokens_per_s=figures.prefill_tokens_per_s,
             decode_tokens_per_s=figures.decode_tokens_per_s,
             adapter_bytes=figures.adapter_bytes,

@@ -112,6 +112,7 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     num_blocks_used: int = 0
     num_blocks_cached: int = 0
     num_state_snapshots: int = 0
+    expert_load_ratio: float = 0.0
     num_steps: int = 0
     num_scheduled_tokens: int = 0
     num_preemptions: int = 0
@@ -133,7 +134,7 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
 
 
 _SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
-_OF_BLOCKS = ("num_blocks", "num_blocks_used", "num_blocks_cached", "num_state_snapshots")
+_OF_BLOCKS = ("num_blocks", "num_blocks_used", "num_blocks_cached", "num_state_snapshots", "expert_load_ratio")
 _GAUGES = frozenset({"adapter_bytes", "step_costs", "num_running", "num_waiting", *_OF_BLOCKS, *_SPEEDS})
 _COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in {*_GAUGES, "kv_tiers"})
 

@@ -6,10 +6,10 @@ Both rules are told when what is measured is news, and their decisions are funct
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import floor, log2
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maitred.core.cost_model import CostModel, Knot, SwapCosts
 from maitred.core.step import ModelOutput, RequestProgress, ScheduledRow, SchedulerOutput
@@ -53,6 +53,18 @@ class SwapMeter(StepListener):
             return None
         self._told_prefill_s = now_s
         return SwapCosts(*self._swap, now_s)
+
+
+class ExpertLoad(StepListener):
+    """Tells how unevenly the native executor's routed layers use their experts."""
+
+    follows_steps = False
+
+    def __init__(self, executor: Any) -> None:
+        self._runner = executor.runner
+
+    def figures(self) -> Mapping[str, float]:
+        return {"expert_load_ratio": self._runner.expert_load_ratio}
 
 
 class StepMeter(StepListener):

@@ -266,6 +266,11 @@ class NativeProgram:
         return found
 
     @property
+    def expert_load_ratio(self) -> float:
+        """Rows of a layer's busiest expert over the mean of its experts, where it is largest; 0 before any."""
+        return max((float(each.max() / each.mean()) for each in self.tokens_of_expert if each.any()), default=0.0)
+
+    @property
     def buffer_bytes(self) -> int:
         return int(self._native.buffer_bytes)
 

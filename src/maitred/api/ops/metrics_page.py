@@ -186,6 +186,7 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.KV_BLOCKS_USED: lambda s: s.num_blocks_used,
     m.KV_BLOCKS_CACHED: lambda s: s.num_blocks_cached,
     m.STATE_SNAPSHOTS: lambda s: s.num_state_snapshots,
+    m.EXPERT_LOAD_RATIO: lambda s: s.expert_load_ratio,
     m.KV_USAGE: lambda s: s.num_blocks_used / s.num_blocks if s.num_blocks else 0.0,
     m.LAST_STEP_AGE: lambda s: s.last_step_age_s,
     m.HEARTBEAT_AGE: lambda s: s.heartbeat_age_s,
