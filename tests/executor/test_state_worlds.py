@@ -16,9 +16,10 @@ import pytest
 
 from maitred.core.request import RequestState
 from maitred.executor.state import DraftAsk, Proposer
-from tests.executor.native_worlds import load_native
+from tests.executor.native_worlds import load_native, make_native
+from tests.executor.test_native_identity import a_decoder
 from tests.fakes import make_scheduler
-from tests.model.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.model.checkpoints import make_checkpoint
 from tests.scheduler.running import Run
 from tests.scheduler.test_scheduler_properties import World, make_world
 
@@ -36,7 +37,7 @@ class Knowing(Proposer):
 
     def _drafts(self, request_id: str, done: int, count: int) -> list[int]:
         coming = enumerate(self.texts[request_id][done : done + count], done)
-        return [token if position % 3 else (token + 1) % VOCAB_SIZE for position, token in coming]
+        return [token if position % 3 else token - 1 if token else 1 for position, token in coming]
 
 
 @dataclass
@@ -46,7 +47,7 @@ class RealWorld(World):
     beside: Any = None
 
     def a_prompt(self, max_tokens: int) -> list[int]:
-        return [token % VOCAB_SIZE for token in super().a_prompt(max_tokens)]
+        return [token % self.executor.vocab_size for token in super().a_prompt(max_tokens)]
 
     def add(self, samples: int) -> None:
         before = len(self.requests)
@@ -86,9 +87,11 @@ def run_world(tmp_path_factory: pytest.TempPathFactory) -> RunWorld:
     @cache
     def load(family: str, block_size: int, use: str) -> Any:
         sizes = {"num_blocks": 64, "block_size": block_size, "num_state_slots": 32, "num_drafts": 4}
-        return load_native(folder(family), num_threads=1, **sizes)
+        return (
+            make_native(a_decoder(family), **sizes) if family == "recurrent" else load_native(folder(family), **sizes)
+        )
 
-    def run(seed: int, num_acts: int, family: str = "qwen3_5") -> RealWorld:
+    def run(seed: int, num_acts: int, family: str = "recurrent") -> RealWorld:
         planned = make_world(Random(seed), with_states=True)
         executor, beside = (load(family, planned.block_size, use) for use in ("shared", "alone"))
         executor.proposer = Knowing()
@@ -102,9 +105,9 @@ def run_world(tmp_path_factory: pytest.TempPathFactory) -> RunWorld:
 
 
 def test_tokens_are_those_of_each_request_alone(run_world: RunWorld) -> None:
-    worlds = [run_world(seed, 1 + 7 * seed % 80) for seed in range(16)]
+    worlds = [run_world(seed, 1 + 7 * seed % 80) for seed in range(10)]
     stats = [world.scheduler.stats for world in worlds]
-    assert min(len([s for s in stats if getattr(s, name)]) for name in ("num_preemptions", "num_state_evictions")) > 3
+    assert min(len([s for s in stats if getattr(s, name)]) for name in ("num_preemptions", "num_state_evictions")) > 2
     assert sum(s.drafts.num_accepted for s in stats) > 20
     assert sum(s.num_prefix_hit_tokens for s in stats) > 100
 

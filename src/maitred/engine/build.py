@@ -106,15 +106,8 @@ def build_parts(
         checkpoint = files.enter_context(open_checkpoint(config.model.model, config.model.revision))
         plan = plan_engine(config, checkpoint, tell, files)
         config = plan.config
-        facts = facts_of(
-            config,
-            checkpoint,
-            plan.spec,
-            plan.executor,
-            plan.memory,
-            served_model_names,
-            plan.drafts.name if plan.drafts is not None else "",
-        )
+        proposer = plan.drafts.name if plan.drafts is not None else ""
+        facts = facts_of(config, checkpoint, plan.spec, plan.executor, plan.memory, served_model_names, proposer)
         timeline.end("plan")
         if facts.chat_template is None:
             tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
