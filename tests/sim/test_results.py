@@ -67,7 +67,7 @@ def test_memory_does_not_grow_with_the_number_of_values():
 
 SPREAD = {"mean", "p50", "p90", "p99", "max"}
 COUNTS = {"num_finished", "failed", "num_cached_tokens", "num_preemptions"}
-GROUP = {"ttft_s", "itl_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain"} | COUNTS
+GROUP = {"ttft_s", "itl_s", "tpot_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain"} | COUNTS
 
 
 def test_the_json_has_exactly_the_promised_shape():

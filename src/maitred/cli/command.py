@@ -47,6 +47,10 @@ class Options:
         assert isinstance(value, part)
         return value
 
+    def with_part(self, part: object) -> Options:
+        """The same with another instance of one part."""
+        return Options({**self._parts, type(part): part}, self._given, self.after_dashes)
+
     def was_given(self, field: str) -> bool:
         """Whether the user set it, be it to its default."""
         return field in self._given

@@ -68,6 +68,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fleet scale": ("maitred.cli.fleet:SCALE", "set how many replicas a router launches"),
     "bench serve": ("maitred.cli.bench:SERVE", "load any OpenAI server and measure it"),
     "bench infer": ("maitred.cli.bench:INFER", "load any KServe v2 server and measure a model"),
+    "plan": ("maitred.cli.plan", "find the devices that a load takes, by simulations of what serves"),
     "simulate": ("maitred.cli.simulate", "compare scheduling policies on a workload, without a model"),
     "keys": ("maitred.cli.keys", "make, list, hash and revoke the API keys of tenants"),
     "capture list": ("maitred.cli.optimize:CAPTURE_LIST", "list what serve --capture has kept, by tenant"),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import UsageError, option
@@ -39,11 +42,43 @@ _OF_REPLICAS = (
 _OF_LAUNCHED = ("launch", "placement", "idle_s", "warm", "asleep")
 
 
+class PlannedLayout(msgspec.Struct):
+    """A layout of `maitred plan --json`, as far as it is started."""
+
+    handover: str
+    replicas: list[list[str]]
+    """Words of `maitred serve` for each."""
+
+
+class PlanFile(msgspec.Struct):
+    """What `maitred plan --json` writes, the best layout first."""
+
+    plans: list[PlannedLayout]
+    model: str | None = None
+
+
+def read_plan(path: str) -> PlanFile:
+    """Raises ConfigError."""
+    try:
+        plan = msgspec.json.decode(Path(path).read_bytes(), type=PlanFile)
+    except OSError as error:
+        raise ConfigError(f"--plan {path}: {error.strerror}; write one with maitred plan --json FILE") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--plan {path}: {error}; write one with maitred plan --json FILE") from None
+    if not plan.plans:
+        raise ConfigError(f"--plan {path}: has no layout, because none met the objectives; plan with others")
+    return plan
+
+
 def _local(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
     """Replicas on this machine, as processes."""
     from maitred.fleet.launch import LocalLauncher
 
-    return lambda on_event: LocalLauncher(words, token=token, on_event=on_event)
+    if given.plan is None:
+        return lambda on_event: LocalLauncher(words, token=token, on_event=on_event)
+    plan = read_plan(given.plan)
+    words = words or ((plan.model,) if plan.model else ())
+    return lambda on_event: LocalLauncher(words, token=token, on_event=on_event, kinds=plan.plans[0].replicas)
 
 
 def _ray(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
@@ -70,6 +105,9 @@ class RouteOptions:
     replicas: str | None = option(None, metavar="N|MIN:MAX")
     """So many replicas of the router's own, or from MIN to MAX as there is need: `maitred serve` with what follows
     `--`, its default model where nothing does. MIN 0 lets the last one stop."""
+    plan: str | None = option(None, metavar="FILE")
+    """Start the best layout of `maitred plan --json FILE` on this machine as replicas of the router's own, each with
+    its limits and its role. What follows `--` is the model, where the plan's is a name that cannot be served."""
     launch: str = option("local", choices=tuple(LAUNCHERS))
     """Where they are started: local is this machine, ray the nodes of a Ray cluster."""
     placement: str = option("pack", choices=PLACEMENTS)
@@ -100,6 +138,9 @@ def _run(options: Options) -> int:
     from maitred.engine.limits import claim_descriptors
 
     given, server = options[RouteOptions], options[ServerConfig]
+    if given.plan is not None:
+        options = _planned(options, given.plan)
+        given = options[RouteOptions]
     _check(options)
     targets = targets_of(given.urls) if given.replicas is None else ()
     token = read_fleet_token(server.fleet_token_file)
@@ -124,6 +165,16 @@ def _run(options: Options) -> int:
         listen(listener, server.host, server.port)
         route(router, listener, is_ending=lambda: ending.came, on_open=on_open)
     return 0
+
+
+def _planned(options: Options, path: str) -> Options:
+    """Options with the replicas and the hand-over of a plan's best layout. Raises UsageError, ConfigError."""
+    given, best = options[RouteOptions], read_plan(path).plans[0]
+    for name in ("replicas", "launch", "urls"):
+        if options.was_given(name):
+            raise UsageError(f"--plan says which replicas there are, and starts them here; drop --{name}")
+    handover = given.handover if options.was_given("handover") else best.handover
+    return options.with_part(replace(given, replicas=str(len(best.replicas)), handover=handover))
 
 
 def _launcher(options: Options, token: FleetToken) -> MakeLauncher | None:

@@ -6,16 +6,15 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from maitred.cli.console import note
 from maitred.config import CacheConfig
-from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError
 from maitred.sim import devices
+from maitred.sim.devices import SimulatedTarget
 from maitred.sim.profile import EdgeModel, Profile, decode_profile
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
 from maitred.sim.traces import BLOCK_TOKENS, TraceWorkload, is_csv, parse_trace
@@ -79,28 +78,6 @@ def _description(data: bytes, path: str) -> Mapping[str, Any]:
 # ---- devices and models
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedTarget:
-    """Target of a simulation: a model on a device."""
-
-    label: str
-    cost_model: CostModel
-    num_blocks: Callable[[CacheConfig, int], int]
-    """(cache, max_num_seqs) -> KV blocks."""
-    token_budget: int
-    """Tokens of a step where nobody asks for another number."""
-    kv_bytes_per_token: float
-    num_layers: int = 1
-    edge: EdgeModel = field(default_factory=EdgeModel)
-    doubt: str | None = None
-    """Why its times are not to be relied on, if so."""
-    state_bytes: float = 0.0
-    """Of a request's recurrent states."""
-
-    def num_state_slots(self, cache: CacheConfig, max_num_seqs: int) -> int:
-        return _num_state_slots(cache, max_num_seqs, self.state_bytes)
-
-
 def find_target(device: str | None, model: str | None, environ: Mapping[str, str] = os.environ) -> SimulatedTarget:
     """Raises ConfigError."""
     if device is not None and (device.endswith(".json") or Path(device).is_file()):
@@ -146,8 +123,8 @@ def _of_profile(profile: Profile, model: str | None) -> SimulatedTarget:
         profile.kv_bytes_per_token,
         _num_layers(profile.model),
         profile.edge,
-        profile.doubt,
-        profile.state_bytes,
+        doubt=profile.doubt,
+        state_bytes=profile.state_bytes,
     )
 
 
@@ -155,7 +132,7 @@ def _of_datasheet(device: devices.Device, shape: devices.ModelShape) -> Simulate
     devices.num_kv_blocks(device, shape, 1)  # refuses what does not fit
 
     def num_blocks(cache: CacheConfig, max_num_seqs: int) -> int:
-        slots = _num_state_slots(cache, max_num_seqs, shape.state_bytes)
+        slots = devices.num_state_slots(cache, max_num_seqs, shape.state_bytes)
         blocks = devices.num_kv_blocks(device, shape, cache.block_size, max_num_seqs, slots)
         free = blocks * cache.block_size * shape.kv_bytes_per_token
         return _enough_blocks(cache, max_num_seqs, shape.context, shape.kv_bytes_per_token, free)
@@ -167,6 +144,9 @@ def _of_datasheet(device: devices.Device, shape: devices.ModelShape) -> Simulate
         device.token_budget,
         shape.kv_bytes_per_token,
         shape.num_layers,
+        num_devices=device.count,
+        idle_w=device.count * device.idle_w,
+        power_w=device.count * device.power_w,
         state_bytes=shape.state_bytes,
     )
 
@@ -176,15 +156,6 @@ def _num_layers(model: str) -> int:
     from maitred.model.checkpoint import BUILTIN_NAME
 
     return _model_shape(model).num_layers if model in devices.MODELS or model == BUILTIN_NAME else 1
-
-
-def _num_state_slots(cache: CacheConfig, max_num_seqs: int, state_bytes: float) -> int:
-    """Slots as the engine has them where memory lasts: one a request, and as many snapshots unless told otherwise."""
-    if not state_bytes:
-        return 0
-    asked = cache.state_cache_memory_bytes
-    num_snapshots = max_num_seqs if asked is None else int(asked / state_bytes)
-    return max_num_seqs + num_snapshots * cache.enable_prefix_caching
 
 
 def _enough_blocks(

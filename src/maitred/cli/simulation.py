@@ -17,7 +17,7 @@ from maitred.cli import simulate
 from maitred.cli.command import Options
 from maitred.cli.console import aligned, inert, note, seconds_text
 from maitred.cli.flags import UsageError
-from maitred.cli.simulate_inputs import SimulatedTarget, find_target, read_unpacked, read_workload
+from maitred.cli.simulate_inputs import find_target, read_unpacked, read_workload
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.config.bounds import Bounds
 from maitred.core.errors import CheckpointError, ConfigError, did_you_mean
@@ -30,8 +30,9 @@ from maitred.gate.admission import AdmissionController, admission_of
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
 from maitred.scheduler.scheduler import Scheduler
+from maitred.sim.devices import SimulatedTarget
 from maitred.sim.engine import EngineSetup, Simulation
-from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
+from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup, facts_of
 from maitred.sim.links import SimulatedDisk, SimulatedLink, link_named
 from maitred.sim.profile import Jitter
 from maitred.sim.report import html_report, svg_report
@@ -208,21 +209,6 @@ def _link(options: simulate.SimulatedWorkerOptions) -> SimulatedLink | None:
     if link is None and options.handover == "always":
         raise UsageError("--handover always needs a link, and --link is none; give --link tcp, or --handover never")
     return link
-
-
-def facts_of(role: Role, target: SimulatedTarget, engine: EngineSetup, link: SimulatedLink | None) -> WorkerFacts:
-    return WorkerFacts(
-        role=role,
-        costs=target.cost_model,
-        token_budget=engine.scheduler.token_budget,
-        num_blocks=engine.num_blocks,
-        block_size=engine.block_size,
-        bytes_per_token=target.kv_bytes_per_token,
-        num_layers=target.num_layers,
-        bandwidth=0.0 if link is None else link.bandwidth,
-        latency_s=0.0 if link is None else link.latency_s,
-        shares_link=link is not None and link.is_shared,
-    )
 
 
 def _disk(num_bytes: int, facts: WorkerFacts | None) -> SimulatedDisk:

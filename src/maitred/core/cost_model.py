@@ -97,6 +97,8 @@ class CostModel:
     """Share of the experts that one token is not sent to."""
     prefill_token_s: float = 0.0
     decode_token_s: float = 0.0
+    exchange_token_s: float = 0.0
+    """Time of a token in what parallel devices send each other, beside the arithmetic."""
     context_token_s: float = 0.0
     prefill_attention_s: float = 0.0
     window: int = 0
@@ -126,6 +128,7 @@ class CostModel:
             self.fixed_s
             + rows * self.row_s
             + self.tokens_s(prefill, decode)
+            + (prefill + decode) * self.exchange_token_s
             + context * self.context_token_s
             + attention * self.prefill_attention_s
             + samples * self.sample_s

@@ -168,6 +168,7 @@ class _Replica:
 
     name: str
     life: Supervised
+    kind: int = 0  # of the launcher's words
     process: subprocess.Popen[bytes] | None = None
     news: socket.socket | None = None  # our end; when it closes, the server ends
     reader: AnnouncementReader = field(default_factory=AnnouncementReader)
@@ -192,11 +193,13 @@ class LocalLauncher:
         host: str = "127.0.0.1",
         clock: Clock | None = None,
         stop_s: float = STOP_S,
+        kinds: Sequence[Sequence[str]] = ((),),
     ) -> None:
         """`words` are for `maitred serve`: model and flags, but for address and port. `token` is the fleet's secret.
-        `write_line` gets what replicas write, from threads.
+        `write_line` gets what replicas write, from threads. `kinds` are more words, each for one replica.
         """
         self._command = [*command, *words, "--host", host, "--port", "0"]
+        self._kinds = kinds
         self._token, self._on_event, self._stop_s = token, on_event, stop_s
         self._write_line = write_line or write_to_stderr
         self._clock = clock or WallClock()
@@ -208,7 +211,9 @@ class LocalLauncher:
         """Raises ValueError for a name that is taken."""
         if name in self._replicas:
             raise ValueError(f"replica {name!r} is there already")
-        self._replicas[name] = replica = _Replica(name, Supervised(self._clock))
+        running = [replica.kind for replica in self._replicas.values()]
+        kind = min(range(len(self._kinds)), key=running.count)  # beside an old one that drains, the first again
+        self._replicas[name] = replica = _Replica(name, Supervised(self._clock), kind)
         self._begin(replica)
 
     def stop(self, name: str) -> None:
@@ -270,7 +275,7 @@ class LocalLauncher:
         try:
             with theirs:
                 process = subprocess.Popen(
-                    [*self._command, "--announce-fd", str(theirs.fileno())],
+                    [*self._command, *self._kinds[replica.kind], "--announce-fd", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

@@ -24,7 +24,7 @@ from maitred.core.request import FinishReason
 from maitred.fleet.actions import Bind, Move, Refuse, Start
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.core import ClusterCore
-from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig, WorkerFacts
+from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig, Role, WorkerFacts
 from maitred.fleet.driver import Driver
 from maitred.fleet.fleet_request import AnswerUsage, FleetRequest, request_of
 from maitred.fleet.replicas import ReplicaFacts, Report, State
@@ -33,6 +33,7 @@ from maitred.gate.admission import AdmissionController
 from maitred.policy.predictor import Foretold, predictor_named
 from maitred.scheduler.engine_core import StepListener
 from maitred.sim.clients import ENDED_BY_ITSELF, Clients, SimulatedRequest
+from maitred.sim.devices import SimulatedTarget
 from maitred.sim.engine import EngineSetup, SimulatedEngine
 from maitred.sim.fleet_figures import FleetResults
 from maitred.sim.handover import Handovers, SimulatedReplica
@@ -410,6 +411,22 @@ class ReplicaSetup:
         """Return the prompt tokens a second, in steps of as many tokens as there may be."""
         budget = self.engine.scheduler.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
         return budget / self.cost_model.step_s(StepShape(prefill_tokens=budget, rows=1))
+
+
+def facts_of(role: Role, target: SimulatedTarget, engine: EngineSetup, link: SimulatedLink | None) -> WorkerFacts:
+    """Facts that a worker of this role tells of itself."""
+    return WorkerFacts(
+        role=role,
+        costs=target.cost_model,
+        token_budget=engine.scheduler.token_budget,
+        num_blocks=engine.num_blocks,
+        block_size=engine.block_size,
+        bytes_per_token=target.kv_bytes_per_token,
+        num_layers=target.num_layers,
+        bandwidth=0.0 if link is None else link.bandwidth,
+        latency_s=0.0 if link is None else link.latency_s,
+        shares_link=link is not None and link.is_shared,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from maitred.core.errors import ConfigError, did_you_mean
 
 GB = 1e9
-DRY = 0.5  # bytes: with less left, nothing is
+DRY, DRY_S = 0.5, 1e-9  # bytes, or time to send them: with less left, nothing is
 
 
 class SimulatedLink(NamedTuple):
@@ -30,7 +30,8 @@ LINKS: dict[str, SimulatedLink] = {
     "25gbe": SimulatedLink(2.8 * GB, 200e-6),
     "100gbe": SimulatedLink(11.25 * GB, 100e-6),
     "400g": SimulatedLink(45 * GB, 20e-6),
-    "nvlink": SimulatedLink(400 * GB, 10e-6),
+    "infiniband": SimulatedLink(45 * GB, 5e-6),  # NVIDIA Quantum-2 NDR, 400 Gb/s a port; latency is an assumption
+    "nvlink": SimulatedLink(400 * GB, 10e-6),  # of an H100's 450 GB/s each way
 }
 DISK = SimulatedLink(2 * GB, 200e-6, is_shared=True)  # a local NVMe drive, read in blocks
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([MG])B/s")
@@ -90,7 +91,7 @@ class Links:
     def advance(self, now: float) -> list[LinkFlow]:
         """Flows that have run dry by now."""
         self._pass(now)
-        dry = [flow for flow in self._flows if flow.left < DRY]
+        dry = [flow for flow in self._flows if flow.left < max(DRY, DRY_S * flow.rate)]
         for flow in dry:
             flow.left = 0.0
             del self._flows[flow]

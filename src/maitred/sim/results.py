@@ -102,6 +102,7 @@ class GroupResults:
 
     ttft_s: Sketch = field(default_factory=Sketch)
     itl_s: Sketch = field(default_factory=Sketch)
+    tpot_s: Sketch = field(default_factory=Sketch)  # of requests with two tokens or more
     e2e_s: Sketch = field(default_factory=Sketch)
     queue_s: Sketch = field(default_factory=Sketch)
     num_finished: int = 0
@@ -139,6 +140,8 @@ class GroupResults:
         ttft_s, e2e_s = times_of(request, edge)
         self.ttft_s.add(ttft_s)
         self.e2e_s.add(e2e_s)
+        if request.num_output_tokens > 1:
+            self.tpot_s.add((e2e_s - ttft_s) / (request.num_output_tokens - 1))
         num_tokens = request.num_tokens
         rate = num_tokens / max(ended - arrived, 1e-9)
         self.rates += rate
@@ -150,7 +153,7 @@ class GroupResults:
         self.num_preemptions += request.num_preemptions
 
     def merge(self, other: GroupResults) -> None:
-        for name in ("ttft_s", "itl_s", "e2e_s", "queue_s"):
+        for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "queue_s"):
             getattr(self, name).merge(getattr(other, name))
         self.failures.update(other.failures)
         for name in (*_COUNTS, "rates", "squared_rates"):
@@ -180,6 +183,7 @@ class GroupResults:
         return {
             "ttft_s": self.ttft_s.to_json(),
             "itl_s": self.itl_s.to_json(),
+            "tpot_s": self.tpot_s.to_json(),
             "e2e_s": self.e2e_s.to_json(),
             "queue_s": self.queue_s.to_json(),
             "goodput_rps": self.num_good / duration_s if duration_s > 0 else 0.0,
@@ -250,7 +254,7 @@ class SimulatedResults:
         """`slots` are the times (from, to) in which it had one; empty is from its first step to its end. `moves` are
         those in which it waited for its KV.
         """
-        group.finished(request, self._is_good(request, num_slow_gaps), self.edge)
+        group.finished(request, not self.missed(request, num_slow_gaps), self.edge)
         assert request.finished_at is not None
         self._left(group, request.finished_at)
         self.tickets.add(request, slots, moves)
@@ -264,22 +268,24 @@ class SimulatedResults:
         group.left(now)
         self.ended_at = max(self.ended_at, now)
 
-    def _is_good(self, request: RequestState, num_slow_gaps: int) -> bool:
+    def missed(self, request: RequestState, num_slow_gaps: int) -> list[str]:
+        """Names of the objectives that a finished request did not meet; a good one met all."""
         assert request.finished_at is not None
         ttft_s, e2e_s = times_of(request, self.edge)
         num_gaps = request.num_output_tokens - 1
         tpot_s = (e2e_s - ttft_s) / num_gaps if num_gaps else 0.0
         asked = self.objectives
         bounds = (
-            (ttft_s, asked.ttft_s),
-            (ttft_s, request.ttft_slo_s),
-            (tpot_s, asked.tpot_s),
-            (e2e_s, asked.e2e_s),
-            (request.finished_at, request.finish_by),
+            ("ttft", ttft_s, asked.ttft_s),
+            ("ttft", ttft_s, request.ttft_slo_s),
+            ("tpot", tpot_s, asked.tpot_s),
+            ("e2e", e2e_s, asked.e2e_s),
+            ("deadline", request.finished_at, request.finish_by),
         )
+        missed = [name for name, value, bound in bounds if bound is not None and value > bound]
         if asked.itl_s is not None and num_slow_gaps > SLOW_GAPS_ALLOWED * num_gaps:
-            return False
-        return all(bound is None or value <= bound for value, bound in bounds)
+            missed.append("itl")
+        return missed
 
     @property
     def total(self) -> GroupResults:

@@ -7,9 +7,10 @@ same place are equal prompts, so prefixes are shared exactly where a trace or a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from maitred.core.errors import ConfigError
@@ -163,3 +164,60 @@ def next_turn(arrival: Arrival, ended_at: float) -> Arrival | None:
         own=arrival.own,
         turns=tuple(rest),
     )
+
+
+MOST_SAMPLED = 20_000  # arrivals of a workload that are looked at
+
+
+class Demand:
+    """Requests to plan for: those of a workload, at any rate."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._first = list(islice(workload.arrivals(), MOST_SAMPLED))
+        prompts, fresh, outputs, known = [], [], [], set[bytes]()
+        for arrival in self._first:
+            cached = max((end for name, end in arrival.spans if name in known), default=0)
+            known.update(name for name, _ in arrival.spans)
+            prompts.append(arrival.prompt_tokens)
+            fresh.append(max(1, arrival.prompt_tokens - cached))
+            outputs.append(arrival.output_tokens)
+            for turn in arrival.turns:
+                prompts.append(prompts[-1] + outputs[-1] + turn.new_tokens)
+                fresh.append(turn.new_tokens)
+                outputs.append(turn.output_tokens)
+        self.num_requests = len(prompts)
+        self.mean_prompt, self.mean_output = sum(prompts) / len(prompts), sum(outputs) / len(outputs)
+        self.mean_fresh = sum(fresh) / len(fresh)
+        self.fresh = sorted(fresh)  # prompt tokens that no cache, however large, can have
+        self.longest = max(map(sum, zip(prompts, outputs, strict=True)))
+        lasts_s = self._first[-1].at
+        self.rate = (
+            self.num_requests / lasts_s if lasts_s > 0 else 0.0
+        )  # requests a second as they come, turns included
+
+    @property
+    def mean_context(self) -> float:
+        """Mean length of a request while it decodes."""
+        return self.mean_prompt + self.mean_output / 2
+
+    def at(self, rate: float, num_requests: int, *, answers: bool = True) -> list[Arrival]:
+        """The first requests, so stretched that they come at exactly this rate; without answers each ends with its
+        first token, and what it would have said is in its next turn's prompt.
+        """
+        taken, count = [], 0
+        for arrival in self._first:
+            if count >= num_requests:
+                break
+            taken.append(arrival)
+            count += 1 + len(arrival.turns)
+        scale = count / rate / (taken[-1].at or 1.0)
+        made = [replace(arrival, at=arrival.at * scale) for arrival in taken]
+        return made if answers else [_prompt_alone(arrival) for arrival in made]
+
+
+def _prompt_alone(arrival: Arrival) -> Arrival:
+    turns, output = [], arrival.output_tokens
+    for turn in arrival.turns:
+        turns.append(replace(turn, new_tokens=turn.new_tokens + output - 1, output_tokens=1))
+        output = turn.output_tokens
+    return replace(arrival, output_tokens=1, turns=tuple(turns))

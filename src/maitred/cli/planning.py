@@ -1,0 +1,319 @@
+"""`maitred plan`: the search's inputs from flags, and what it found as a table, JSON and commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf, isinf
+from pathlib import Path
+from typing import Any
+
+from maitred.cli.command import Options
+from maitred.cli.console import aligned, note, seconds_text
+from maitred.cli.flags import UsageError
+from maitred.cli.main import EXIT_FAILURE, EXIT_INTERRUPTED
+from maitred.cli.plan import MINIMISED, PlanOptions, SearchOptions, check
+from maitred.cli.simulate_inputs import find_target, read_workload
+from maitred.config import SchedulerConfig
+from maitred.core.errors import did_you_mean
+from maitred.core.objectives import parse_slo
+from maitred.engine.installed import installed_policies
+from maitred.sim.devices import DEVICES, MODELS, DoesNotFit
+from maitred.sim.engine import EngineSetup
+from maitred.sim.layouts import Candidate, Group, Outcome, Terms
+from maitred.sim.links import link_named
+from maitred.sim.plan import MODES, Planner, Wanted
+from maitred.sim.results import Objectives
+from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
+from maitred.sim.workload import Demand, Workload
+
+SAMPLED = 4000  # requests of a described workload
+DAY_S = 86_400.0
+
+
+def run_plan(given: Options) -> int:
+    options, search = given[PlanOptions], given[SearchOptions]
+    check(options)
+    demand = Demand(_workload(options, search.seed))
+    wanted, terms = _wanted(options, search, demand), _terms(options, search, demand)
+    candidates, misfits = _candidates(options, search)
+    what = f"{wanted.num_devices} devices" if wanted.rate is None else f"{wanted.rate:,.6g} requests/s"
+    note(
+        f"{what}; {demand.mean_prompt:,.0f} + {demand.mean_output:,.0f} tokens; {', '.join(c.name for c in candidates)}"
+    )
+    planner = Planner(wanted, terms, candidates, lambda text: note(text) if text else None)
+    if misfits:
+        planner.plan.rejected["the weights do not fit"] = misfits
+    try:
+        planner.search()
+    except KeyboardInterrupt:
+        planner.plan.is_cut = True
+    plan = planner.plan
+    told = to_json(planner, options)
+    if search.json == "-":
+        print(json.dumps(told, indent=1))
+    else:
+        if search.json is not None:
+            Path(search.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        print(text_of(planner, told))
+    if plan.is_cut:
+        note(f"interrupted after {plan.num_simulations} simulations: this is the best so far")
+        return EXIT_INTERRUPTED
+    return 0 if plan.best else EXIT_FAILURE
+
+
+# ---- inputs
+
+
+def _workload(options: PlanOptions, seed: int) -> Workload:
+    if options.workload is None:
+        described = ClassSpec(input=options.input or "", output=options.output or "")
+        return SyntheticWorkload(WorkloadSpec(num_requests=SAMPLED, seed=seed, classes={"all": described}))
+    workload = read_workload(options.workload)
+    if isinstance(workload, SyntheticWorkload):
+        return SyntheticWorkload(replace(workload.spec, num_requests=max(SAMPLED, workload.spec.num_requests)))
+    return workload
+
+
+def _wanted(options: PlanOptions, search: SearchOptions, demand: Demand) -> Wanted:
+    _among("--minimise", search.minimise, MINIMISED)
+    rate = options.rate
+    if options.users is not None:
+        rate = options.users * options.requests_per_user_day * options.peak / DAY_S
+    if rate is None and options.devices is None and not (rate := demand.rate):
+        raise UsageError("the workload's requests all come at once; give --rate R or --devices N")
+    return Wanted(
+        rate=rate,
+        num_devices=options.devices,
+        modes=_among("--modes", search.modes, MODES),
+        minimise=search.minimise,
+        max_num_seqs=search.max_num_seqs,
+        token_budget=search.max_num_batched_tokens,
+    )
+
+
+def _terms(options: PlanOptions, search: SearchOptions, demand: Demand) -> Terms:
+    _among("--policy", search.policy, tuple(installed_policies()))
+    link = link_named(search.link)
+    if link is None and search.modes != "aggregated":
+        raise UsageError("--link is none, and workers hand KV over a link; give one, or --modes aggregated")
+    scheduler = SchedulerConfig(policy=search.policy)
+    return Terms(
+        demand=demand,
+        objectives=Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)}),
+        attainment=options.attainment,
+        link=link,
+        engine=EngineSetup(scheduler=scheduler, num_blocks=1, policies=installed_policies()),
+        seed=search.seed,
+    )
+
+
+def _among(flag: str, listed: str, choices: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
+    for name in names or ("",):
+        if name not in choices:
+            raise UsageError(f"{flag} is {name!r}{did_you_mean(name, choices)}; choose from {', '.join(choices)}")
+    return names
+
+
+def _candidates(options: PlanOptions, search: SearchOptions) -> tuple[list[Candidate], int]:
+    """Every device alone and several of it as one worker, and how many cannot hold the model. Raises ConfigError for an unknown device or model."""
+    names = list(dict.fromkeys(name.strip() for name in options.device.split(",") if name.strip()))
+    prices = dict(_price(word, names) for word in search.price)
+    if search.minimise == "cost" and (free := [name for name in names if name not in prices]):
+        raise UsageError(f"--minimise cost needs a price of each device; add --price {free[0]}=PRICE")
+    degrees = [int(word) for word in search.parallel.split(",") if word.strip().isdecimal()]
+    if not degrees or not all(1 <= n <= 64 for n in degrees):
+        raise UsageError(f"--parallel is {search.parallel!r}; give numbers of devices from 1 to 64, such as 1,2,4,8")
+    mixture = options.model in MODELS and MODELS[options.model or ""].experts > 0
+    candidates, misfits = [], 0
+    for name in names:
+        each = [name]
+        if name in DEVICES:
+            each = [name if n == 1 else f"{name}x{n}" for n in degrees]
+            each += [f"{name}x{n}ep" for n in degrees if n > 1 and mixture]
+        for one in each:
+            try:
+                target = find_target(one, options.model)
+            except DoesNotFit:
+                misfits += 1
+                continue
+            if search.minimise == "energy" and not target.power_w:
+                raise UsageError(f"--minimise energy needs watts, and {one} tells none; name a device of the list")
+            candidates.append(Candidate(one, target, prices.get(name, 0.0) * target.num_devices))
+    return candidates, misfits
+
+
+def _price(word: str, names: list[str]) -> tuple[str, float]:
+    name, equals, price = word.partition("=")
+    try:
+        value = float(price)
+    except ValueError:
+        value = -1.0
+    if not equals or not 0 < value < inf:
+        raise UsageError(f"--price is {word!r}; write DEVICE=PRICE, for an hour of one, as h100=2.5")
+    if name not in names:
+        raise UsageError(f"--price is of {name!r}, which is not among --device {','.join(names)}; add it there")
+    return name, value
+
+
+# ---- what was found
+
+
+def to_json(planner: Planner, options: PlanOptions) -> dict[str, Any]:
+    plan = planner.plan
+    ordered = sorted(plan.best.values(), key=planner.score)
+    pays = plan.pays_from
+    return {
+        "model": options.model,
+        "slo": list(options.slo),
+        "attainment": options.attainment,
+        "best": ordered[0].layout.mode if ordered else None,
+        "plans": [outcome_json(planner, outcome, options) for outcome in ordered],
+        "front": [_brief(outcome) for outcome in planner.front()],
+        "rejected": dict(plan.rejected.most_common()),
+        "nearest": {name: {"seconds": value, "of": what} for name, (value, what) in plan.nearest.items()},
+        "disaggregation_pays_from_bytes_per_s": None if pays is None or isinf(pays) else pays,
+        "num_simulations": plan.num_simulations,
+        "num_request_steps": plan.num_row_steps,
+        "is_cut": plan.is_cut,
+    }
+
+
+def outcome_json(planner: Planner, outcome: Outcome, options: PlanOptions) -> dict[str, Any]:
+    layout, figures, speed = outcome.layout, outcome.figures, outcome.tokens_per_s
+    return {
+        **_brief(outcome),
+        "handover": layout.handover,
+        "groups": [
+            {
+                "role": group.role.value,
+                "device": group.candidate.name,
+                "count": group.count,
+                "max_num_seqs": group.max_num_seqs,
+                "max_num_batched_tokens": group.token_budget,
+            }
+            for group in layout.groups
+        ],
+        "attainment": outcome.attainment,
+        "ttft_s": figures.ttft_s.to_json(),
+        "tpot_s": figures.tpot_s.to_json(),
+        "e2e_s": figures.e2e_s.to_json(),
+        "tokens_per_s_per_device": speed / layout.num_devices,
+        "watts_per_device": outcome.watts / layout.num_devices,
+        "joules_per_token": outcome.watts / speed,
+        "cost_per_million_tokens": layout.price / speed / 3600 * 1e6 if layout.price else None,
+        "commands": commands_of(outcome, options),
+        "replicas": [words for group in layout.groups for words in [words_of(group, layout.mode)] * group.count],
+    }
+
+
+def _brief(outcome: Outcome) -> dict[str, Any]:
+    layout = outcome.layout
+    return {
+        "mode": layout.mode,
+        "layout": layout.label,
+        "num_devices": layout.num_devices,
+        "price_per_hour": layout.price or None,
+        "rate": outcome.rate,
+        "mean_e2e_s": outcome.latency_s,
+    }
+
+
+def words_of(group: Group, mode: str, kv_listen: str = "127.0.0.1:0") -> list[str]:
+    """Words of `maitred serve` for one worker, but for the model."""
+    words = ["--max-num-seqs", str(group.max_num_seqs), "--max-num-batched-tokens", str(group.token_budget)]
+    count = group.candidate.target.num_devices
+    words += ["--tensor-parallel", str(count)] if count > 1 else []
+    return words if mode == "aggregated" else [*words, "--role", group.role.value, "--kv-listen", kv_listen]
+
+
+def commands_of(outcome: Outcome, options: PlanOptions) -> list[str]:
+    """What starts it: replicas of one router, or servers on hosts of their own."""
+    layout, model = outcome.layout, options.model or ""
+    lines = [
+        f"# {group.candidate.name}: maitred simulates expert parallelism and does not serve it"
+        for group in layout.groups
+        if group.candidate.name.endswith("ep")
+    ]
+    if layout.mode == "aggregated":
+        (group,) = layout.groups
+        return [*lines, f"maitred route --replicas {group.count} -- {model} {' '.join(words_of(group, layout.mode))}"]
+    for group in layout.groups:
+        words = " ".join(words_of(group, layout.mode, "HOST:9100"))
+        lines.append(f"maitred serve {model} {words} --fleet-token-file token   # on {group.count} hosts")
+    slos = " ".join(f"--slo {slo}" for slo in options.slo if not slo.startswith("e2e"))
+    return [*lines, f"maitred route http://HOST:8000 ... --fleet-token-file token --handover {layout.handover} {slos}"]
+
+
+HEADINGS = (
+    "mode",
+    "devices",
+    "req/s",
+    "ttft p50",
+    "p90",
+    "tpot p50",
+    "p90",
+    "good",
+    "tok/s/dev",
+    "W/dev",
+    "J/tok",
+    "per M",
+)
+
+
+def text_of(planner: Planner, told: Mapping[str, Any]) -> str:
+    plan = planner.plan
+    blocks = []
+    if plan.best:
+        rows = [list(HEADINGS), *(_row(each) for each in told["plans"])]
+        blocks.append(aligned(rows))
+        blocks.append("\n".join(f"{each['mode']}: {each['layout']}" for each in told["plans"]))
+        commands = "\n".join(f"  {line}" for line in told["plans"][0]["commands"])
+        blocks.append(f"best: {told['best']}\n{commands}")
+        front = [["devices", "req/s", "mean e2e", "layout"]]
+        front += [
+            [str(at["num_devices"]), f"{at['rate']:.4g}", seconds_text(at["mean_e2e_s"]), at["layout"]]
+            for at in told["front"]
+        ]
+        blocks.append("\n".join(["no layout is better in both:", *("  " + "  ".join(row) for row in front)]))
+    else:
+        blocks.append(_no_plan(planner))
+    if plan.pays_from is not None:
+        slow = (
+            "at no speed of the link" if isinf(plan.pays_from) else f"from a link of {plan.pays_from / 1e9:.2g} GB/s on"
+        )
+        blocks.append(f"disaggregation pays {slow}")
+    if plan.rejected:
+        lines = [f"  {count} x {reason}" for reason, count in plan.rejected.most_common()]
+        blocks.append("\n".join(["rejected:", *lines]))
+    return "\n\n".join(blocks)
+
+
+def _row(each: Mapping[str, Any]) -> list[str]:
+    cost = each["cost_per_million_tokens"]
+    return [
+        each["mode"],
+        str(each["num_devices"]),
+        f"{each['rate']:.4g}",
+        *(seconds_text(each[name][share]) for name in ("ttft_s", "tpot_s") for share in ("p50", "p90")),
+        f"{each['attainment']:.1%}",
+        f"{each['tokens_per_s_per_device']:,.0f}",
+        f"{each['watts_per_device']:,.0f}",
+        f"{each['joules_per_token']:.3g}",
+        "-" if cost is None else f"{cost:.3g}",
+    ]
+
+
+def _no_plan(planner: Planner) -> str:
+    """The objective that no layout meets, and the best value reached."""
+    terms, nearest = planner.terms, planner.plan.nearest
+    share = f"{terms.attainment:.0%} of the requests"
+    for name, (value_s, what) in nearest.items():
+        bound_s = getattr(terms.objectives, f"{name}_s", None)
+        if bound_s is not None and value_s > bound_s:
+            best = f"{seconds_text(value_s)} is the best, of {what}"
+            return f"no plan: no layout meets {name}:{seconds_text(bound_s)} for {share}; {best}"
+    reason = ", ".join(planner.plan.rejected) or "the search was cut before the first"
+    return f"no plan: {reason}; name other devices, more of them (--parallel, --devices), or a lower --rate"

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from maitred.cli.main import main
+from maitred.cli.route import read_plan
+from maitred.core.cost_model import CostModel
+from maitred.core.errors import ConfigError
+from maitred.sim.profile import Profile, encode_profile
+
+OBJECTIVES = ("--slo", "ttft:1s", "--slo", "tpot:200ms")
+LOAD = ("--input", "100", "--output", "3", *OBJECTIVES)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    """A machine that computes a prompt of 100 tokens in 100 ms, and any number of answers in steps of 10 ms."""
+    path = tmp_path / "machine.json"
+    costs = CostModel(weights_s=10e-3, prefill_token_s=1e-3)
+    known = {"max_model_len": 512, "kv_bytes_per_token": 1000, "kv_memory_bytes": 16_000_000}
+    path.write_bytes(
+        encode_profile(Profile(model="maitred-mini", machine="test", executor="native", cost_model=costs, **known))
+    )
+    return str(path)
+
+
+def test_a_plan_is_written_as_json_that_the_router_starts(profile: str, tmp_path: Path, capsys):
+    best = tmp_path / "best.json"
+    limits = ("--max-num-seqs", "32", "--max-num-batched-tokens", "512")
+    words = ["plan", "--device", profile, *LOAD, "--rate", "15", "--price", f"{profile}=2", *limits]
+    words += ["--modes", "aggregated,disaggregated"]
+    assert main([*words, "--json", str(best)]) == 0
+    told = json.loads(best.read_text())
+    assert {each["mode"] for each in told["plans"]} == {"aggregated", "disaggregated"}
+    (first, *_), table = told["plans"], capsys.readouterr().out
+    assert first["mode"] == told["best"]
+    assert first["num_devices"] == min(each["num_devices"] for each in told["plans"]) == 2
+    assert first["attainment"] >= 0.9
+    assert first["cost_per_million_tokens"] == pytest.approx(2 * 2 / (15 * 3 * 3600) * 1e6)
+    assert first["commands"][0] in table
+    plan = read_plan(str(best))
+    assert len(plan.plans[0].replicas) == 2
+    assert plan.plans[0].replicas[0][:2] == ["--max-num-seqs", "32"]
+    apart = next(each for each in told["plans"] if each["mode"] == "disaggregated")
+    assert {words[words.index("--role") + 1] for words in apart["replicas"]} == {"prefill", "decode"}
+    assert apart["handover"] == "always"
+
+
+def test_without_a_plan_the_objective_and_the_best_value_are_told(profile: str, capsys):
+    assert (
+        main(["plan", "--device", profile, "--input", "100", "--output", "8", "--slo", "ttft:10ms", "--rate", "1"]) == 1
+    )
+    told = capsys.readouterr().out
+    assert "no layout meets ttft:10ms for 90% of the requests: 110ms is the best" in told or "100ms is the best" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--device", "h10", *LOAD, "--rate", "1"), "--device is 'h10' (did you mean h100?)"),
+        (("--model", "lama-3.1-8b", *LOAD, "--rate", "1"), "did you mean llama-3.1-8b?"),
+        ((*LOAD, "--rate", "1", "--link", "infinband"), "did you mean infiniband?"),
+        (("--input", "9", "--output", "9", "--slo", "tft:1s", "--rate", "1"), "--slo is 'tft:1s'; write NAME:TIME"),
+        (("--input", "9", "--output", "9", "--rate", "1"), "a plan needs objectives"),
+        ((*LOAD, "--rate", "1", "--price", "b200=3"), "--price is of 'b200', which is not among --device h100"),
+        ((*LOAD, "--rate", "1", "--minimise", "cost"), "--minimise cost needs a price of each device"),
+        ((*LOAD, "--rate", "1", "--users", "5"), "--rate and --users say what is asked in two ways"),
+        (LOAD, "how much is asked? give --rate R, --devices N or --users U"),
+        ((*OBJECTIVES, "--input", "9", "--rate", "1"), "give --input N and --output N, or --workload FILE"),
+        ((*LOAD, "--rate", "1", "--modes", "apart"), "--modes is 'apart'; choose from aggregated"),
+    ],
+)
+def test_slips_are_told_in_one_line(words: tuple[str, ...], told: str, capsys):
+    assert main(["plan", *words]) in (1, 2)
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_trace_without_lengths_is_refused_with_its_line(tmp_path: Path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0.0}\n')
+    assert main(["plan", "--workload", str(trace), *OBJECTIVES, "--rate", "1"]) == 1
+    assert "trace.jsonl:1: " in capsys.readouterr().err
+
+
+def test_ctrl_c_prints_the_best_so_far_and_says_so(capsys):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        words = ["plan", "--model", "llama-3.1-8b", "--input", "2000", "--output", "400", *OBJECTIVES, "--rate", "200"]
+        assert main([*words, "--json"]) == 130
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    told = capsys.readouterr()
+    assert json.loads(told.out)["is_cut"]
+    assert "this is the best so far" in told.err
+
+
+def test_users_are_a_rate(profile: str, capsys):
+    words = ["plan", "--device", profile, *LOAD, "--users", "43200", "--requests-per-user-day", "10", "--peak", "1.5"]
+    assert main([*words, "--modes", "aggregated", "--max-num-seqs", "32", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["rate"] == pytest.approx(7.5)
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path):
+    path = tmp_path / "best.json"
+    for text, told in (("{}", "missing required field `plans`"), ('{"plans": []}', "has no layout")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            read_plan(str(path))
