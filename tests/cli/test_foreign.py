@@ -48,7 +48,6 @@ def test_no_command_that_is_here_is_told_as_missing():
         ("serve --role-switching on", "no option --role-switching; gone: "),
         ("serve --kv-compat mixed", "no option --kv-compat; gone: "),
         ("serve --kv-disk-key-file key", "no option --kv-disk-key-file; gone: "),
-        ("plan model", "maitred explain MODEL"),
         ("manifests kubernetes", "gone: deploy/kubernetes"),
         ("deploy model", "deploy/kubernetes puts a fleet"),
         ("quantize model", "--dtype int8 (or int4)"),

@@ -118,7 +118,8 @@ def _among(flag: str, listed: str, choices: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _candidates(options: PlanOptions, search: SearchOptions) -> tuple[list[Candidate], int]:
-    """Every device alone and several of it as one worker, and how many cannot hold the model. Raises ConfigError for an unknown device or model."""
+    """Every device alone and several of it as one worker, and how many of them cannot hold the model. Raises
+    ConfigError for an unknown device or model."""
     names = list(dict.fromkeys(name.strip() for name in options.device.split(",") if name.strip()))
     prices = dict(_price(word, names) for word in search.price)
     if search.minimise == "cost" and (free := [name for name in names if name not in prices]):

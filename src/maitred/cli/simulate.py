@@ -17,7 +17,7 @@ from maitred.config import (
 from maitred.config.field_checks import require_at_least, require_between, require_over_0
 from maitred.core.errors import ConfigError
 
-DEVICES = ("a100", "h100", "h200", "mi300x", "tpu-v5e", "cpu")
+DEVICES = ("a100", "h100", "h200", "b200", "mi300x", "tpu-v5e", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,8 @@ class SimulateOptions:
     trace: str = option("", metavar="FILE")
     """Trace of JSON lines, in place of --workload; with --model-repository, requests for tensor models among them."""
     device: str | None = option(None, metavar="NAME|FILE", choices=DEVICES)
-    """Device: a file of `maitred profile`, or a100, h100, h200, mi300x, tpu-v5e or cpu; None is this machine's own
+    """Device: a file of `maitred profile`, or a100, h100, h200, b200, mi300x, tpu-v5e or cpu, h100x8 for
+    eight (tensor parallel; h100x8ep splits experts); None is this machine's own
     profile if there is one, else cpu for the built-in model and h100 for others."""
     model: str | None = option(None, metavar="MODEL")
     """Folder with a config.json, or a known name such as llama-3.1-8b; None is the profile's, or the built-in model;
@@ -126,7 +127,7 @@ class SimulatedWorkerOptions:
     mixed_device: str | None = option(None, metavar="NAME|FILE", choices=DEVICES)
     """Device of mixed workers; None is --device."""
     link: str = option("tcp", metavar="NAME|RATE|none")
-    """Between workers: shm, tcp, 10gbe, 25gbe, 100gbe, 400g, nvlink, a rate such as 100MB/s, or none."""
+    """Between workers: shm, tcp, 10gbe, 25gbe, 100gbe, 400g, infiniband, nvlink, a rate such as 100MB/s, or none."""
     handover: str = option("auto", metavar="RULE", choices=HANDOVERS)
     """Whether one worker computes a prompt and another answers: auto, always or never, as of `maitred serve`."""
     kv_disk_bytes: int | None = option(None, metavar="BYTES")

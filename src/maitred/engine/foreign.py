@@ -22,7 +22,6 @@ COMMANDS = {
     "create": "not yet: a model is served as its file says; --generation-config and --chat-template change that",
     "cp": "--served-model-name NAME gives a model more names",
     "run": "maitred chat MODEL talks to a model; maitred run answers a file of batch lines",
-    "plan": "maitred explain MODEL tells how a model would be run, maitred serve --help what it needs of memory",
     "deploy": "maitred serve MODEL serves one here, deploy/kubernetes puts a fleet on Kubernetes",
     "manifests": "gone: deploy/kubernetes and deploy/haproxy have the files, docs/fleet.md tells how they are applied",
     "quantize": "or maitred serve MODEL --dtype int8 (or int4), which quantises at load",
