@@ -60,8 +60,8 @@ def test_policies_are_compared_as_json(trace: str, capsys):
     assert set(compared) == {"fcfs", "srpt"}
     for whole in compared.values():
         assert set(whole) == {
-            "ttft_s", "itl_s", "tpot_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain", "tenants", "num_finished",
-            "failed", "num_cached_tokens", "num_preemptions", "utilisation",
+            "ttft_s", "itl_s", "tpot_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain", "tenants",
+            "num_finished", "failed", "num_cached_tokens", "num_preemptions", "utilisation",
         }  # fmt: skip
         assert set(whole["tenants"]) == {"a", "b"}
         assert set(whole["tenants"]["a"]) == set(whole) - {"tenants", "utilisation"}
