@@ -12,9 +12,9 @@ from maitred.core.errors import ConfigError
 from maitred.fleet.disagg import Role
 from maitred.sim.devices import DEVICES, MODELS, SimulatedTarget, device_named, num_kv_blocks, roofline
 from maitred.sim.engine import EngineSetup
-from maitred.sim.layouts import Candidate, Terms
+from maitred.sim.layouts import PlannedDevice, PlanTerms
 from maitred.sim.links import SimulatedLink
-from maitred.sim.plan import Planner, Wanted
+from maitred.sim.plan import PlanGoal, Planner
 from maitred.sim.results import Objectives
 from maitred.sim.synthetic import SyntheticWorkload, WorkloadSpec, parse_spec
 from maitred.sim.workload import Demand, chain
@@ -25,24 +25,24 @@ KV_BYTES = 1e5
 COSTS = CostModel(weights_s=10e-3, prefill_token_s=1e-3)
 
 
-def candidate(name: str = "one", costs: CostModel = COSTS, *, devices: int = 1, price: float = 0.0) -> Candidate:
+def candidate(name: str = "one", costs: CostModel = COSTS, *, devices: int = 1, price: float = 0.0) -> PlannedDevice:
     target = SimulatedTarget(name, costs, lambda cache, seqs: 1000, 2048, KV_BYTES, num_devices=devices)
-    return Candidate(name, target, price)
+    return PlannedDevice(name, target, price)
 
 
-def planner(*candidates: Candidate, output: int = 8, tell: Any = lambda text: None, **wanted: Any) -> Planner:
+def planner(*candidates: PlannedDevice, output: int = 8, tell: Any = lambda text: None, **wanted: Any) -> Planner:
     spec: WorkloadSpec = parse_spec(
         {"num_requests": 2000, "classes": {"all": {"input": 100, "output": output}}}, "test"
     )
     slo = wanted.pop("slo", {"ttft_s": 1.0})
-    terms = Terms(
+    terms = PlanTerms(
         demand=Demand(SyntheticWorkload(spec)),
         objectives=Objectives(**slo),
         link=SimulatedLink(10e9, 1e-5),
         engine=EngineSetup(scheduler=SchedulerConfig(policy="fcfs"), num_blocks=1),
     )
     wanted = {"max_num_seqs": 64, "token_budget": 2048} | wanted
-    return Planner(Wanted(**wanted), terms, candidates, tell)
+    return Planner(PlanGoal(**wanted), terms, candidates, tell)
 
 
 def test_a_prompt_of_100_ms_25_times_a_second_takes_three_workers():

@@ -21,9 +21,9 @@ from maitred.core.objectives import parse_slo
 from maitred.engine.installed import installed_policies
 from maitred.sim.devices import DEVICES, MODELS, DoesNotFit
 from maitred.sim.engine import EngineSetup
-from maitred.sim.layouts import Candidate, Group, Outcome, Terms
+from maitred.sim.layouts import Group, LayoutFigures, PlannedDevice, PlanTerms
 from maitred.sim.links import link_named
-from maitred.sim.plan import MODES, Planner, Wanted
+from maitred.sim.plan import MODES, PlanGoal, Planner
 from maitred.sim.results import Objectives
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 from maitred.sim.workload import Demand, Workload
@@ -76,14 +76,14 @@ def _workload(options: PlanOptions, seed: int) -> Workload:
     return workload
 
 
-def _wanted(options: PlanOptions, search: SearchOptions, demand: Demand) -> Wanted:
+def _wanted(options: PlanOptions, search: SearchOptions, demand: Demand) -> PlanGoal:
     _among("--minimise", search.minimise, MINIMISED)
     rate = options.rate
     if options.users is not None:
         rate = options.users * options.requests_per_user_day * options.peak / DAY_S
     if rate is None and options.devices is None and not (rate := demand.rate):
         raise UsageError("the workload's requests all come at once; give --rate R or --devices N")
-    return Wanted(
+    return PlanGoal(
         rate=rate,
         num_devices=options.devices,
         modes=_among("--modes", search.modes, MODES),
@@ -93,13 +93,13 @@ def _wanted(options: PlanOptions, search: SearchOptions, demand: Demand) -> Want
     )
 
 
-def _terms(options: PlanOptions, search: SearchOptions, demand: Demand) -> Terms:
+def _terms(options: PlanOptions, search: SearchOptions, demand: Demand) -> PlanTerms:
     _among("--policy", search.policy, tuple(installed_policies()))
     link = link_named(search.link)
     if link is None and search.modes != "aggregated":
         raise UsageError("--link is none, and workers hand KV over a link; give one, or --modes aggregated")
     scheduler = SchedulerConfig(policy=search.policy)
-    return Terms(
+    return PlanTerms(
         demand=demand,
         objectives=Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)}),
         attainment=options.attainment,
@@ -117,7 +117,7 @@ def _among(flag: str, listed: str, choices: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _candidates(options: PlanOptions, search: SearchOptions) -> tuple[list[Candidate], int]:
+def _candidates(options: PlanOptions, search: SearchOptions) -> tuple[list[PlannedDevice], int]:
     """Every device alone and several of it as one worker, and how many of them cannot hold the model. Raises
     ConfigError for an unknown device or model."""
     names = list(dict.fromkeys(name.strip() for name in options.device.split(",") if name.strip()))
@@ -142,7 +142,7 @@ def _candidates(options: PlanOptions, search: SearchOptions) -> tuple[list[Candi
                 continue
             if search.minimise == "energy" and not target.power_w:
                 raise UsageError(f"--minimise energy needs watts, and {one} tells none; name a device of the list")
-            candidates.append(Candidate(one, target, prices.get(name, 0.0) * target.num_devices))
+            candidates.append(PlannedDevice(one, target, prices.get(name, 0.0) * target.num_devices))
     return candidates, misfits
 
 
@@ -182,7 +182,7 @@ def to_json(planner: Planner, options: PlanOptions) -> dict[str, Any]:
     }
 
 
-def outcome_json(planner: Planner, outcome: Outcome, options: PlanOptions) -> dict[str, Any]:
+def outcome_json(planner: Planner, outcome: LayoutFigures, options: PlanOptions) -> dict[str, Any]:
     layout, figures, speed = outcome.layout, outcome.figures, outcome.tokens_per_s
     return {
         **_brief(outcome),
@@ -210,7 +210,7 @@ def outcome_json(planner: Planner, outcome: Outcome, options: PlanOptions) -> di
     }
 
 
-def _brief(outcome: Outcome) -> dict[str, Any]:
+def _brief(outcome: LayoutFigures) -> dict[str, Any]:
     layout = outcome.layout
     return {
         "mode": layout.mode,
@@ -230,7 +230,7 @@ def words_of(group: Group, mode: str, kv_listen: str = "127.0.0.1:0") -> list[st
     return words if mode == "aggregated" else [*words, "--role", group.role.value, "--kv-listen", kv_listen]
 
 
-def commands_of(outcome: Outcome, options: PlanOptions) -> list[str]:
+def commands_of(outcome: LayoutFigures, options: PlanOptions) -> list[str]:
     """What starts it: replicas of one router, or servers on hosts of their own."""
     layout, model = outcome.layout, options.model or ""
     lines = [

@@ -27,7 +27,7 @@ FREE_LINK = SimulatedLink(1e15, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlannedDevice:
     """A device, or several as one worker, that a layout may be made of."""
 
     name: str
@@ -42,7 +42,7 @@ class Group:
     """Workers of a layout that are alike."""
 
     role: Role
-    candidate: Candidate
+    candidate: PlannedDevice
     max_num_seqs: int
     token_budget: int
     count: int = 1
@@ -62,7 +62,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WorkerLayout:
     """Workers behind one address."""
 
     mode: str
@@ -85,7 +85,7 @@ class Layout:
     def label(self) -> str:
         return " + ".join(group.label for group in self.groups)
 
-    def changed(self, index: int, more: int) -> Layout | None:
+    def changed(self, index: int, more: int) -> WorkerLayout | None:
         """With so many more workers of a group; None where a role would be left without any."""
         groups = list(self.groups)
         groups[index] = replace(groups[index], count=groups[index].count + more)
@@ -97,10 +97,10 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class LayoutFigures:
     """Figures of a layout at a rate, as simulated."""
 
-    layout: Layout
+    layout: WorkerLayout
     rate: float
     attainment: float
     is_met: bool
@@ -116,7 +116,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class PlanTerms:
     """Terms under which layouts are simulated."""
 
     demand: Demand
@@ -214,7 +214,7 @@ class Judged(SimulatedResults):
             yield arrival
 
 
-def simulate_worker(terms: Terms, group: Group, rate: float, warm_up: int, num_judged: int) -> Judged:
+def simulate_worker(terms: PlanTerms, group: Group, rate: float, warm_up: int, num_judged: int) -> Judged:
     """One worker alone: prompts without answers, answers whose prompts cost nothing, or both."""
     arrivals = terms.demand.at(rate, warm_up + num_judged, answers=group.role is not Role.PREFILL)
     goals = Objectives(ttft_s=terms.objectives.ttft_s) if group.role is Role.PREFILL else terms.objectives
@@ -230,14 +230,16 @@ def simulate_worker(terms: Terms, group: Group, rate: float, warm_up: int, num_j
     return results
 
 
-def simulate_layout(terms: Terms, layout: Layout, rate: float, warm_up: int, num_judged: int) -> Outcome:
+def simulate_layout(
+    terms: PlanTerms, layout: WorkerLayout, rate: float, warm_up: int, num_judged: int
+) -> LayoutFigures:
     arrivals = terms.demand.at(rate, warm_up + num_judged)
     results = Judged(terms.objectives, layout.groups[-1].candidate.target, arrivals, warm_up)
     link = None if layout.mode == "aggregated" else terms.link
     replicas = [terms.replica_of(group, link) for group in layout.groups for _ in range(group.count)]
     has_ended = results.run(terms.fleet(layout.handover, replicas, link, results), arrivals, terms.attainment)
     busy = results.busy_s / max(1e-9, len(replicas) * results.ended_at)
-    return Outcome(
+    return LayoutFigures(
         layout=layout,
         rate=rate,
         attainment=results.attainment,

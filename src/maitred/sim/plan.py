@@ -16,7 +16,16 @@ from typing import NamedTuple
 
 from maitred.core.cost_model import CostModel, StepShape
 from maitred.fleet.disagg import LAX_TPOT_S, LAX_TTFT_S, Role
-from maitred.sim.layouts import Candidate, Group, Judged, Layout, Outcome, Terms, simulate_layout, simulate_worker
+from maitred.sim.layouts import (
+    Group,
+    Judged,
+    LayoutFigures,
+    PlannedDevice,
+    PlanTerms,
+    WorkerLayout,
+    simulate_layout,
+    simulate_worker,
+)
 from maitred.sim.links import SimulatedLink
 
 MODES = ("aggregated", "disaggregated", "hybrid")
@@ -37,8 +46,8 @@ MOST_LAYOUTS = 3  # of a mode, the best by one worker's goodput, that are simula
 class Plan:
     """What a search has found."""
 
-    best: dict[str, Outcome] = field(default_factory=dict)  # of each mode
-    tried: list[Outcome] = field(default_factory=list)  # layouts that met the objectives
+    best: dict[str, LayoutFigures] = field(default_factory=dict)  # of each mode
+    tried: list[LayoutFigures] = field(default_factory=list)  # layouts that met the objectives
     rejected: Counter[str] = field(default_factory=Counter)  # candidates by reason
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)  # objective -> best value (s) seen, of what
     pays_from: float | None = None  # bytes/s of the link; inf is at no speed
@@ -47,7 +56,7 @@ class Plan:
     is_cut: bool = False  # before its end
 
 
-class Bound(NamedTuple):
+class WorkerBound(NamedTuple):
     """Limits of a worker by formula."""
 
     rate: float  # requests a second that it cannot exceed
@@ -56,7 +65,7 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class PlanGoal:
     """What a search is for: a rate met by as little as possible, or the highest rate of some devices."""
 
     rate: float | None = None
@@ -69,7 +78,7 @@ class Wanted:
     """Fixed limits of every worker; None searches."""
     token_budget: int | None = None
 
-    def needs(self, layout: Layout) -> tuple[float, ...]:
+    def needs(self, layout: WorkerLayout) -> tuple[float, ...]:
         """What is minimised, then devices and price."""
         watts = sum(group.count * group.candidate.target.power_w for group in layout.groups)
         first = {"devices": float(layout.num_devices), "cost": layout.price, "energy": watts}[self.minimise]
@@ -81,9 +90,9 @@ class Planner:
 
     def __init__(
         self,
-        wanted: Wanted,
-        terms: Terms,
-        candidates: Sequence[Candidate],
+        wanted: PlanGoal,
+        terms: PlanTerms,
+        candidates: Sequence[PlannedDevice],
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`tell` gets a line for each mode, and an empty one before each simulation; what it raises ends the search."""
@@ -113,7 +122,7 @@ class Planner:
             self._find_link()
         return self.plan
 
-    def score(self, outcome: Outcome) -> tuple[float, ...]:
+    def score(self, outcome: LayoutFigures) -> tuple[float, ...]:
         """Smaller is better."""
         needs = self.wanted.needs(outcome.layout)
         if self.wanted.rate is None:
@@ -121,9 +130,9 @@ class Planner:
         first = outcome.watts if self.wanted.minimise == "energy" else needs[0]
         return (first, *needs[1:], outcome.latency_s)
 
-    def front(self) -> list[Outcome]:
+    def front(self) -> list[LayoutFigures]:
         """Layouts that no other beats in both: what is minimised, or the rate, and how long a request takes."""
-        front: list[Outcome] = []
+        front: list[LayoutFigures] = []
         for outcome in sorted(self.plan.tried, key=lambda each: (self.score(each)[0], each.latency_s)):
             if not front or outcome.latency_s < front[-1].latency_s:
                 front.append(outcome)
@@ -131,7 +140,7 @@ class Planner:
 
     # -- layouts of a mode
 
-    def _layouts(self, mode: str) -> Iterator[Layout]:
+    def _layouts(self, mode: str) -> Iterator[WorkerLayout]:
         """Layouts to be settled by simulation, the most hopeful first."""
         if mode == "disaggregated":
             decoding = self._workers(Role.DECODE)
@@ -146,11 +155,11 @@ class Planner:
             (mixed,) = first.groups
             if (apart := max(1, round(mixed.count / 4))) < mixed.count:
                 prefill = replace(mixed, role=Role.PREFILL, count=apart)
-                yield Layout(mode, (prefill, replace(mixed, count=mixed.count - apart)))
+                yield WorkerLayout(mode, (prefill, replace(mixed, count=mixed.count - apart)))
 
-    def _ranked(self, mode: str, groups: Sequence[tuple[Group, ...]]) -> list[Layout]:
+    def _ranked(self, mode: str, groups: Sequence[tuple[Group, ...]]) -> list[WorkerLayout]:
         """Layouts of these workers, in the numbers that one worker's goodput asks for."""
-        found: list[tuple[float, Layout]] = []
+        found: list[tuple[float, WorkerLayout]] = []
         for each in groups:
             goodputs, rate = [self._goodputs[group] for group in each], self.wanted.rate
             if rate is not None:
@@ -160,7 +169,9 @@ class Planner:
             if min(counts) < 1:
                 self._reject("more devices than there are")
                 continue
-            found.append((rate, Layout(mode, tuple(replace(g, count=n) for g, n in zip(each, counts, strict=True)))))
+            found.append(
+                (rate, WorkerLayout(mode, tuple(replace(g, count=n) for g, n in zip(each, counts, strict=True))))
+            )
         found.sort(key=lambda each: (-each[0], *self.wanted.needs(each[1])))
         for _ in found[MOST_LAYOUTS:]:
             self._reject("another layout of its mode needs less, or reaches more, by one worker's goodput")
@@ -208,7 +219,7 @@ class Planner:
         return self.bound(group).rate * max(shares, default=1.0) * KEEPS_UP <= to_beat * self._unit(group)
 
     def _unit(self, group: Group) -> float:
-        return self.wanted.needs(Layout("", (group,)))[0]
+        return self.wanted.needs(WorkerLayout("", (group,)))[0]
 
     def _value(self, group: Group, to_beat: float) -> float:
         """Goodput for a unit of what is minimised; 0 where it is not over `to_beat`."""
@@ -219,7 +230,7 @@ class Planner:
         self._goodputs[group] = self._goodput(group, bound, to_beat * unit)
         return self._goodputs[group] / unit
 
-    def _settings(self, role: Role, candidate: Candidate) -> Iterator[Group]:
+    def _settings(self, role: Role, candidate: PlannedDevice) -> Iterator[Group]:
         """Limits worth a simulation; none where the candidate cannot hold the model or be quick enough."""
         target, wanted, cache, demand = candidate.target, self.wanted, self.terms.cache, self._demand
         most = wanted.num_devices
@@ -257,7 +268,7 @@ class Planner:
         shape = StepShape(rows=rows, decode_tokens=rows, context_tokens=context, samples=rows, groups=1)
         return costs.step_s(shape) + costs.gap_s(rows)
 
-    def bound(self, group: Group) -> Bound:
+    def bound(self, group: Group) -> WorkerBound:
         """A worker's limits: arithmetic of prompts, weights and KV read by its largest batch."""
         costs, demand, cache = group.costs, self._demand, self.terms.cache
         room = group.candidate.target.num_blocks(cache, group.max_num_seqs) * cache.block_size
@@ -273,9 +284,9 @@ class Planner:
         decode_s = steps * step_s + cache.block_size / 2 * token_s  # a prompt's last tokens are computed again
         request_s = {Role.PREFILL: prompt_s, Role.DECODE: decode_s, Role.MIXED: mixed_s}[group.role]
         stay_s = prompt_s if group.role is Role.PREFILL else demand.mean_output * step_s
-        return Bound(1 / request_s, batch, stay_s)
+        return WorkerBound(1 / request_s, batch, stay_s)
 
-    def _goodput(self, group: Group, bound: Bound, to_beat: float) -> float:
+    def _goodput(self, group: Group, bound: WorkerBound, to_beat: float) -> float:
         """The highest rate at which one worker meets the objectives of its role and keeps up; 0 for none that beats
         `to_beat` by more than a rate is fine, which is tried first.
         """
@@ -297,7 +308,7 @@ class Planner:
             self._reject("misses an objective at any rate")
         return low
 
-    def _throughput(self, group: Group, bound: Bound) -> float:
+    def _throughput(self, group: Group, bound: WorkerBound) -> float:
         """Requests a second that end under overload, once it is full."""
         ends = sorted(self._simulate_one(group, 1.3 * bound.rate, bound, overloaded=True).ends)
         first = len(ends) // 3
@@ -311,7 +322,7 @@ class Planner:
         alone = replace(group, role=role, count=1)
         return self._throughputs.get(alone) or self.bound(alone).rate
 
-    def _keeps_up(self, layout: Layout, rate: float) -> int | None:
+    def _keeps_up(self, layout: WorkerLayout, rate: float) -> int | None:
         """Index of the group that would fall behind without end; None where none would. A simulation is too short to
         tell a rate that is a little too high.
         """
@@ -324,14 +335,14 @@ class Planner:
         busy = (rate - prompts) / self._most_of(last, Role.MIXED) + prompts / self._most_of(last, Role.DECODE)
         return len(layout.groups) - 1 if busy > KEEPS_UP * last.count else None
 
-    def _keeps(self, group: Group, rate: float, bound: Bound) -> bool:
+    def _keeps(self, group: Group, rate: float, bound: WorkerBound) -> bool:
         results = self._simulate_one(group, rate, bound)
         met = results.attainment >= self.terms.attainment
         if not met:
             self._note_missed(results, group.candidate.name)
         return met
 
-    def _simulate_one(self, group: Group, rate: float, bound: Bound, *, overloaded: bool = False) -> Judged:
+    def _simulate_one(self, group: Group, rate: float, bound: WorkerBound, *, overloaded: bool = False) -> Judged:
         self._tell("")
         warm_up, terms = min(MOST_WARM_UP[0], 1 + int(rate * bound.in_flight_s)), self._worker_terms
         if overloaded:  # to its end, whatever is good
@@ -344,7 +355,7 @@ class Planner:
 
     # -- whole layouts
 
-    def _find_counts(self, layout: Layout, rate: float) -> None:
+    def _find_counts(self, layout: WorkerLayout, rate: float) -> None:
         """Add a worker where an objective is missed, until none is; then take one after another."""
         for _ in range(MOST_MOVES):
             if self._is_beaten(layout):
@@ -361,7 +372,7 @@ class Planner:
         for index in reversed(range(len(layout.groups))):
             layout = self._shrunk(layout, index, rate)
 
-    def _shrunk(self, layout: Layout, index: int, rate: float) -> Layout:
+    def _shrunk(self, layout: WorkerLayout, index: int, rate: float) -> WorkerLayout:
         """The fewest workers of a group that do, by bisection."""
         have = layout.groups[index].count
         few, enough = 0, have  # so many are not, and are
@@ -374,17 +385,17 @@ class Planner:
                 few = count
         return layout.changed(index, enough - have) or layout
 
-    def _is_beaten(self, layout: Layout) -> bool:
+    def _is_beaten(self, layout: WorkerLayout) -> bool:
         best = self.plan.best.get(layout.mode)
         return best is not None and self.wanted.needs(layout) >= self.wanted.needs(best.layout)
 
-    def _short_of(self, outcome: Outcome) -> int:
+    def _short_of(self, outcome: LayoutFigures) -> int:
         """The group to be added to: of prefill workers where first tokens are late, else of the others."""
         late = outcome.misses["ttft"] > outcome.misses["tpot"] + outcome.misses["itl"]
         roles = [group.role for group in outcome.layout.groups]
         return 0 if late or len(roles) == 1 else len(roles) - 1
 
-    def _find_rate(self, layout: Layout) -> None:
+    def _find_rate(self, layout: WorkerLayout) -> None:
         """Bisect for the highest rate, from what one worker of each role can do."""
         goodputs = [self._goodputs.get(replace(g, count=1), inf) * g.count for g in layout.groups]
         most = min(goodputs)
@@ -405,7 +416,7 @@ class Planner:
             self._reject("misses an objective as a whole")
         return None
 
-    def simulate(self, layout: Layout, rate: float, link: SimulatedLink | None = None) -> Outcome:
+    def simulate(self, layout: WorkerLayout, rate: float, link: SimulatedLink | None = None) -> LayoutFigures:
         """A whole layout at a rate; one that meets the objectives is kept, but not over a `link` of its own."""
         self._tell("")
         terms = self.terms if link is None else replace(self.terms, link=link)
@@ -420,7 +431,7 @@ class Planner:
         self.plan.num_simulations += 1
         self.plan.num_row_steps += num_row_steps
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self, outcome: LayoutFigures) -> None:
         plan, mode = self.plan, outcome.layout.mode
         if not outcome.is_met:
             self._note_missed(outcome, outcome.layout.label)
@@ -456,7 +467,7 @@ class Planner:
         if value_s < self.plan.nearest.get(objective, (inf, ""))[0]:
             self.plan.nearest[objective] = (value_s, what)
 
-    def _note_missed(self, results: Judged | Outcome, what: str) -> None:
+    def _note_missed(self, results: Judged | LayoutFigures, what: str) -> None:
         figures = results.total if isinstance(results, Judged) else results.figures
         for name in results.misses:
             sketch = getattr(figures, f"{name}_s", None)
