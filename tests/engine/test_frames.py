@@ -166,7 +166,8 @@ def test_progress_arrives_as_it_left():
         RequestProgress("b", (), None, logprobs, FinishReason.STOP, "###", None, Charges(9, 4, 7, 2), timing),
         RequestProgress("c", (), None, None, FinishReason.ERROR, 7, "logits are NaN", Charges(), timing),
     ]
-    figures = Figures(*range(12), DraftCounts(3, 9, [3, 2, 0]), DraftCounts(), 1.5, 2.5)
+    numbers = {name: number for number, name in enumerate(Figures.__struct_fields__) if name.startswith("num_")}
+    figures = Figures(**numbers, drafts=DraftCounts(3, 9, [3, 2, 0]), prefill_tokens_per_s=1.5, decode_tokens_per_s=2.5)
     assert decode_report(encode(Stepped(progress, 3, figures))) == Stepped(progress, 3, figures)
     assert decode_report(encode(Stepped([], 3, None))) == Stepped([], 3, None)
 

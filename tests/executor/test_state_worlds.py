@@ -113,6 +113,7 @@ def test_tokens_are_those_of_each_request_alone(run_world: RunWorld) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_tokens_are_those_of_each_request_alone_in_a_thousand_worlds(run_world: RunWorld) -> None:
     for seed in range(1000):
         run_world(seed, 20 + seed % 60, ("qwen3_next", "qwen3_5", "qwen3_5_moe")[seed % 3])

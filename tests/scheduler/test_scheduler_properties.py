@@ -375,6 +375,7 @@ def test_states_are_those_of_the_tokens_before_them_whatever_happens() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_states_are_those_of_the_tokens_before_them_in_a_thousand_worlds() -> None:
     seen = sum((run_with_states(seed, 20 + seed % 400) for seed in range(1000)), Counter[str]())
     assert min(seen.values()) > 1000, seen
