@@ -41,7 +41,7 @@ from maitred.model.program import (
 )
 from maitred.model.rope import inverse_frequencies
 from maitred.model.shares import Share, heads_of, share_of
-from maitred.model.spec import SWIGLU_SLOPE, Activation, RecurrentSpec, RopeSpec
+from maitred.model.spec import SWIGLU_SLOPE, Activation, RopeSpec
 
 LOGITS_BYTES = 48 * 2**20  # of the rows of logits of one run; more of them come in several
 NOT_ADAPTED = -1  # the number of a linear that adapters leave alone
@@ -151,8 +151,10 @@ class NativeProgram:
         )
         if layers:
             self._native.place_layers(list(layers))
-        self._add_state_slots(num_state_slots, num_pending)
-        builder = _Builder(program, weights, self._native, max_model_len, place, self._state_offsets)
+        if not num_state_slots and any(isinstance(op, Recurrent) for op in program.ops):
+            raise KernelError(f"{spec.architecture} has recurrent layers, and no slot for their states")
+        self._native.state_slots(num_state_slots, num_pending)
+        builder = _Builder(program, weights, self._native, max_model_len, place)
         builder.build()
         self._frequencies = builder.frequencies
         self._logits_rows = builder.rows[LOGITS]
@@ -164,16 +166,6 @@ class NativeProgram:
         self._feedback = (builder.rows[TAKEN], builder.rows[HIDDEN]) if program.head is not None else (None, None)
         self.adapted = tuple(builder.adapted)
         """Weights of the linears that adapters may add to, in the order of `load_adapter`'s parts."""
-
-    def _add_state_slots(self, num_slots: int, num_pending: int) -> None:
-        """A slot has a part for each recurrent layer, in their order."""
-        layers = [op.spec for op in self.program.ops if isinstance(op, Recurrent)]
-        if layers and not num_slots:
-            raise KernelError(f"{self.program.spec.architecture} has recurrent layers, and no slot for their states")
-        sizes = [int(self._native.state_floats(*sizes_of(layer), num_pending)) for layer in layers]
-        self._state_offsets = [sum(sizes[:place]) for place in range(len(layers))]
-        if layers:
-            self._native.state_slots(num_slots, sum(sizes), num_pending)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(source, target) each, one after another."""
@@ -289,17 +281,8 @@ class NativeProgram:
 class _Builder:
     """Adds a program's operations to a native one; values become rows when they are first written."""
 
-    def __init__(
-        self,
-        program: Program,
-        weights: PackedWeights,
-        native: Any,
-        max_model_len: int,
-        place: Place,
-        state_offsets: Sequence[int],
-    ) -> None:
+    def __init__(self, program: Program, weights: PackedWeights, native: Any, max_model_len: int, place: Place) -> None:
         self._program, self._weights, self._native = program, weights, native
-        self._state_offsets = state_offsets
         self._max_model_len, self._place = max_model_len, place
         self._eps = program.spec.norm_eps
         self._head = _head_begins(program.ops)
@@ -363,14 +346,10 @@ class _Builder:
                 gates = self.rows["qkv"] if op.gated else None
                 self._native.attention(op.layer, spec.num_heads, window, scale, cap, target, shape, sinks, gates)
             case Recurrent():
-                self._native.recurrent(
-                    self.rows[op.source],
-                    self._rows(op.target, op.spec.value_width),
-                    *sizes_of(op.spec),
-                    *(self._vector(weight) for weight in (op.conv, op.step_bias, op.log_decay, op.norm)),
-                    self._eps,
-                    self._state_offsets[op.layer],
-                )
+                delta, target = op.spec, self._rows(op.target, op.spec.value_width)
+                sizes = delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim, delta.conv_width
+                vectors = [self._vector(weight) for weight in (op.conv, op.step_bias, op.log_decay, op.norm)]
+                self._native.recurrent(self.rows[op.source], target, *sizes, *vectors, self._eps)
             case Gate():
                 gate, up = self.rows[op.gate], self.rows[op.up]
                 self._native.gate(gate, up, self._rows(op.target, gate.width), op.activation.value, index >= self._head)
@@ -542,11 +521,6 @@ class _Builder:
 
     def _vector(self, weight: Weight | None) -> NDArray[np.float32] | None:
         return self._weights[weight.name].vector if weight is not None else None
-
-
-def sizes_of(delta: RecurrentSpec) -> tuple[int, ...]:
-    """Sizes of a recurrent layer as the library takes them."""
-    return delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim, delta.conv_width
 
 
 def _head_begins(ops: Sequence[Op]) -> int:

@@ -117,15 +117,15 @@ def part_of(spec: DecoderSpec, name: str, computed: Iterator[Op]) -> Iterator[Op
 
 
 def _mixer(spec: DecoderSpec, formats: Formats, index: int) -> Iterator[Op]:
-    """Write what mixes a layer's tokens: attention or a recurrence, which have places of their own among their kind."""
+    """Write what mixes a layer's tokens."""
     if (delta := spec.layers[index].recurrent) is None:
         write = attention if spec.latent is None else latent_attention
         return write(spec, formats, index, pool_layer=spec.kv_layers.index(index))
-    return recurrent(delta, formats, index, index - sum(layer < index for layer in spec.kv_layers), spec.hidden_size)
+    return recurrent(delta, formats, index, spec.hidden_size)
 
 
-def recurrent(delta: RecurrentSpec, formats: Formats, index: int, place: int, hidden: int) -> Iterator[Op]:
-    """Write the recurrent layer `index`, whose states are those of `place`."""
+def recurrent(delta: RecurrentSpec, formats: Formats, index: int, hidden: int) -> Iterator[Op]:
+    """Write the recurrent layer `index`; states are kept in the order of such layers."""
     name, heads = f"layers.{index}.recurrent.", delta.num_value_heads
     parts, row = [], 0
     for value, rows in (("channels", delta.num_channels), ("z", delta.value_width), ("b", heads), ("a", heads)):
@@ -134,7 +134,7 @@ def recurrent(delta: RecurrentSpec, formats: Formats, index: int, place: int, hi
     yield from linears("normed", parts, f"{name}inputs", hidden, formats, False)
     vectors = {"conv": delta.num_channels * delta.conv_width, "step_bias": heads, "log_decay": heads}
     weights = [vector(name + each, rows) for each, rows in (vectors | {"norm": delta.value_dim}).items()]
-    yield Recurrent("inputs", "mixed", place, delta, *weights)
+    yield Recurrent("inputs", "mixed", delta, *weights)
     yield from linears("mixed", [("part", 0, hidden)], f"{name}output", delta.value_width, formats, False)
 
 

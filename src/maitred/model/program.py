@@ -295,12 +295,10 @@ class Attention(Struct, frozen=True):
 
 
 class Recurrent(Struct, frozen=True):
-    """target = the gated delta rule over a request's tokens, from their inputs and the state of its slot; `layer` is
-    the place among recurrent layers"""
+    """target = the gated delta rule over a request's tokens, from their inputs and the state of its slot"""
 
     source: str
     target: str
-    layer: int
     spec: RecurrentSpec
     conv: Weight
     step_bias: Weight

@@ -278,17 +278,24 @@ using States = nb::ndarray<const int32_t, nb::shape<-1, 3>, nb::c_contig, nb::de
 
 void recurrent_op(BoundProgram& self, const Rows& source, const Rows& target, int key_heads, int value_heads,
                   int key_dim, int value_dim, int conv_width, const Vector& conv, const Vector& step_bias,
-                  const Vector& log_decay, const Vector& norm, float eps, int64_t offset) {
+                  const Vector& log_decay, const Vector& norm, float eps) {
   if (std::min({key_heads, key_dim, value_dim, conv_width - 1}) < 1 || value_heads < 1 ||
       value_heads % key_heads != 0 || conv_width > kMostTaps)
     throw std::invalid_argument("a recurrent layer of sizes that cannot be");
-  RecurrentOp op{key_heads, value_heads, key_dim, value_dim, conv_width, nullptr,
-                 nullptr,   nullptr,     nullptr, eps,       offset};
+  RecurrentOp op{key_heads,
+                 value_heads,
+                 key_dim,
+                 value_dim,
+                 conv_width,
+                 nullptr,
+                 nullptr,
+                 nullptr,
+                 nullptr,
+                 eps,
+                 static_cast<int>(self.slots.layers.size())};
   const int64_t channels = op.channels();
   check_width(source, op.input_width());
   check_width(target, int64_t{value_heads} * value_dim);
-  if (offset < 0 || offset + op.state_floats(self.slots.num_pending) > self.slots.stride)
-    throw std::invalid_argument("a recurrent layer's state beyond the slot");
   if (static_cast<int64_t>(conv.size()) != channels * conv_width)
     throw std::invalid_argument("a convolution of other sizes than its layer");
   float* const by_tap = static_cast<float*>(
@@ -301,6 +308,8 @@ void recurrent_op(BoundProgram& self, const Rows& source, const Rows& target, in
   op.conv = by_tap, op.rate = rate;
   op.step_bias = vector_of(nb::cast(step_bias), value_heads);
   op.norm = vector_of(nb::cast(norm), value_dim);
+  const int64_t stride = (op.state_floats(self.slots.num_pending) + 15) / 16 * 16;
+  self.slots.layers.push_back({self.program.add_rows(self.slots.num_slots, stride), stride});
   add_recurrent(self.program, op, self.slots, source, target);
 }
 
@@ -563,24 +572,15 @@ void bind_program(nb::module_& m) {
            nb::arg("gates") = nb::none(),
            "reader: the linear that reads the target next; sinks: a logit a head that only adds to the denominator; "
            "gates: rows with a gate of each output behind queries, keys and values.")
-      .def_static(
-          "state_floats",
-          [](int key_heads, int value_heads, int key_dim, int value_dim, int conv_width, int num_pending) {
-            return RecurrentOp{key_heads, value_heads, key_dim, value_dim, conv_width, nullptr,
-                               nullptr,   nullptr,     nullptr, 0.0f,      0}
-                .state_floats(num_pending);
-          },
-          "Of a recurrent layer in a slot.")
       .def(
           "state_slots",
-          [](BoundProgram& self, int num_slots, int64_t floats, int num_pending) {
-            const int64_t stride = (floats + 15) / 16 * 16;
-            self.slots = {self.program.add_rows(num_slots, stride), stride, num_slots, num_pending};
+          [](BoundProgram& self, int num_slots, int num_pending) {
+            self.slots.num_slots = num_slots, self.slots.num_pending = num_pending;
           },
-          nb::arg("num_slots"), nb::arg("floats"), nb::arg("num_pending"), "Before recurrent layers, once.")
+          nb::arg("num_slots"), nb::arg("num_pending"), "Before recurrent layers, once.")
       .def("recurrent", &recurrent_op, nb::arg("source"), nb::arg("target"), nb::arg("key_heads"),
            nb::arg("value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("conv_width"), nb::arg("conv"),
-           nb::arg("step_bias"), nb::arg("log_decay"), nb::arg("norm"), nb::arg("eps"), nb::arg("offset"))
+           nb::arg("step_bias"), nb::arg("log_decay"), nb::arg("norm"), nb::arg("eps"))
       .def(
           "copy_states",
           [](BoundProgram& self, const std::vector<std::pair<int, int>>& pairs) {

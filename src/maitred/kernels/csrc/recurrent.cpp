@@ -43,9 +43,13 @@ void StateSlots::copy(const std::vector<std::pair<int, int>>& pairs, ThreadPool&
       throw std::invalid_argument("a copy of state slot " + std::to_string(source) + " to " + std::to_string(target) +
                                   " of " + std::to_string(num_slots));
   threads.run([&](const Worker& worker) {  // each its part of every copy, so that copies of copies come right
-    const int64_t first = stride * worker.index / worker.count, end = stride * (worker.index + 1) / worker.count;
-    for (const auto& [source, target] : pairs)
-      std::memcpy(slot(target) + first, slot(source) + first, static_cast<size_t>(end - first) * sizeof(float));
+    for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
+      const int64_t stride = layers[static_cast<size_t>(layer)].stride;
+      const int64_t first = stride * worker.index / worker.count, end = stride * (worker.index + 1) / worker.count;
+      for (const auto& [source, target] : pairs)
+        std::memcpy(slot(layer, target) + first, slot(layer, source) + first,
+                    static_cast<size_t>(end - first) * sizeof(float));
+    }
   });
 }
 
@@ -62,7 +66,7 @@ void add_recurrent(Program& program, const RecurrentOp& op, const StateSlots& sl
           const StateRow& state = step.states[row];
           const auto before = [](const StateSave& save, int other) { return save.row < other; };
           const StateSave* const saves_end = step.saves + step.num_saves;
-          kernels.run({&op, slots.slot(state.slot) + op.offset, source.row(first), source.stride, target.row(first),
+          kernels.run({&op, slots.slot(op.layer, state.slot), source.row(first), source.stride, target.row(first),
                        target.stride, step.first_tokens[row + 1] - first, state.num_certain, state.num_replayed,
                        step.positions[first] == 0, i % op.key_heads, scratch + worker.index * stride, &slots,
                        std::lower_bound(step.saves, saves_end, row, before),

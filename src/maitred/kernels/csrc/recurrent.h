@@ -2,7 +2,7 @@
 // slots. Of each token and value head, with q and k of length 1:
 //   S = decay * S;  S += k (beta * (v - S'k))';  output = S'q, normalised, times silu(z)
 //
-// A slot holds for each layer the convolution's last inputs [conv_width - 1][channels]; a matrix of each value head,
+// A slot holds of each layer the convolution's last inputs [conv_width - 1][channels]; a matrix of each value head,
 // [strips of 64 columns][key_dim][64], padded with zeros; and the inputs of the last step's drafts, [most drafts]
 // [channels and two numbers a value head], of which the request's next step consumes those that were right.
 #pragma once
@@ -25,7 +25,7 @@ struct RecurrentOp {
   const float* rate;       // [value_heads] -exp(log_decay)
   const float* norm;       // [value_dim]
   float eps;
-  int64_t offset;  // floats of a slot before the layer's
+  int layer;  // among recurrent ones
 
   int group() const { return value_heads / key_heads; }
   int64_t channels() const { return 2 * int64_t{key_heads} * key_dim + int64_t{value_heads} * value_dim; }
@@ -41,12 +41,17 @@ struct RecurrentOp {
 
 // Slots of all recurrent layers' states. Ranks share them.
 struct StateSlots {
-  float* begin = nullptr;
-  int64_t stride = 0;  // floats of a slot
+  struct Layer {
+    float* begin;
+    int64_t stride;  // floats of a slot
+  };
+  std::vector<Layer> layers;
   int num_slots = 0;
-  int num_pending = 0;  // drafts of a step, at most
+  int num_pending = 0;  // tokens of a row that are not certain, at most
 
-  float* slot(int index) const { return begin + index * stride; }
+  float* slot(int layer, int index) const {
+    return layers[static_cast<size_t>(layer)].begin + index * layers[static_cast<size_t>(layer)].stride;
+  }
   // Throws std::invalid_argument for a step that they cannot take.
   void check(const StepRows& rows) const;
   // (source, target) each, in this order. Throws std::invalid_argument for a slot that is not there.

@@ -117,7 +117,7 @@ struct UnitRun {
     for (const StateSave* save = unit.saves; save != unit.saves_end; ++save) {
       run_tokens(done, unit.num_replayed + save->num_tokens, matrices);
       done = unit.num_replayed + save->num_tokens;
-      float* const to = unit.slots->slot(save->slot) + op.offset;
+      float* const to = unit.slots->slot(op.layer, save->slot);
       keep_history(done, to);
       std::memcpy(to + (matrices - history), matrices, static_cast<size_t>(group * op.matrix_floats()) * sizeof(float));
     }
