@@ -137,6 +137,17 @@ def _of_datasheet(device: devices.Device, shape: devices.ModelShape) -> Simulate
         free = blocks * cache.block_size * shape.kv_bytes_per_token
         return _enough_blocks(cache, max_num_seqs, shape.context, shape.kv_bytes_per_token, free)
 
+    groups = shape.groups
+
+    def num_pages(cache: CacheConfig, max_num_seqs: int, ahead: int) -> int:
+        assert groups is not None
+        per_block = shape.kv_bytes_per_token * cache.block_size
+        slots = devices.num_state_slots(cache, max_num_seqs, shape.state_bytes)
+        fit = devices.num_kv_blocks(device, shape, cache.block_size, 0, slots) * per_block
+        most = max_num_seqs * groups.pages_for(shape.context, cache.block_size, ahead)
+        pages = int((cache.kv_cache_memory_bytes or fit) / (per_block / shape.num_layers * groups.size))
+        return max(1, pages if cache.kv_cache_memory_bytes is not None else min(pages, most))
+
     return SimulatedTarget(
         f"{shape.name} on {device.name} (datasheet)",
         devices.roofline(device, shape),
@@ -148,6 +159,9 @@ def _of_datasheet(device: devices.Device, shape: devices.ModelShape) -> Simulate
         idle_w=device.count * device.idle_w,
         power_w=device.count * device.power_w,
         state_bytes=shape.state_bytes,
+        groups=groups,
+        num_pages=num_pages,
+        context=shape.context,
     )
 
 

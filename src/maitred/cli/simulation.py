@@ -505,7 +505,7 @@ def _simulate_fleet(
     balance: str,
 ) -> tuple[SimulatedResults, dict[str, Any]]:
     def setup_of(target: SimulatedTarget) -> EngineSetup:
-        return engine_setup(asked, target, policy)
+        return engine_setup(asked, target, policy, whole=workers is not None)
 
     queue = setup_of(targets[0]).scheduler
     setup = fleet_setup(
@@ -528,12 +528,19 @@ def _simulate_fleet(
     return results, simulation.to_json()
 
 
-def engine_setup(asked: Simulated, target: SimulatedTarget, policy: str) -> EngineSetup:
-    """The configuration a server would have."""
-    scheduler, cache = asked.scheduler, asked.cache
+def engine_setup(asked: Simulated, target: SimulatedTarget, policy: str, *, whole: bool = False) -> EngineSetup:
+    """The configuration a server would have; blocks are `whole` between workers, which exchange them."""
+    scheduler, cache, groups = asked.scheduler, asked.cache, None if whole else target.groups
+    settled = _scheduler_config(asked, policy).settled(target.token_budget)
+    num_blocks, num_pages = target.num_blocks(cache, scheduler.max_num_seqs), 0
+    if groups is not None:
+        num_pages = target.num_pages(cache, scheduler.max_num_seqs, settled.token_budget)
+        num_blocks = groups.num_blocks(num_pages, target.context)
     return EngineSetup(
-        scheduler=_scheduler_config(asked, policy).settled(target.token_budget),
-        num_blocks=target.num_blocks(cache, scheduler.max_num_seqs),
+        scheduler=settled,
+        groups=groups,
+        num_pages=num_pages,
+        num_blocks=num_blocks,
         block_size=cache.block_size,
         enable_prefix_caching=cache.enable_prefix_caching,
         predictor=scheduler.predictor,

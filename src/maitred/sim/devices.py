@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from maitred.config import DEFAULT_TOKEN_BUDGET, CacheConfig
 from maitred.core.cost_model import CostModel, native_token_budget
 from maitred.core.errors import ConfigError
+from maitred.kv.pages import KVGroups, groups_of
 from maitred.model.spec import DecoderSpec
 from maitred.sim.profile import EdgeModel
 
@@ -75,6 +76,11 @@ class ModelShape:
     @property
     def full_layers(self) -> int:
         return self.num_layers - self.windowed_layers
+
+    @property
+    def groups(self) -> KVGroups | None:
+        """Groups of layers, where some have a window."""
+        return groups_of([self.window] * self.windowed_layers + [None] * self.full_layers, self.context)
 
 
 def shape_of_decoder(name: str, spec: DecoderSpec, bytes_per_value: float = 2.0) -> ModelShape:
@@ -304,6 +310,11 @@ class SimulatedTarget:
     power_w: float = 0.0
     state_bytes: float = 0.0
     """Of a request's recurrent states."""
+    groups: KVGroups | None = None
+    """Of layers, where some have a window."""
+    num_pages: Callable[[CacheConfig, int, int], int] = lambda cache, max_num_seqs, ahead: 0
+    """(cache, max_num_seqs, tokens of a step) -> pages, where there are groups."""
+    context: int = 0
 
     def num_state_slots(self, cache: CacheConfig, max_num_seqs: int) -> int:
         return num_state_slots(cache, max_num_seqs, self.state_bytes)

@@ -13,7 +13,7 @@ from maitred.core.errors import MaitredError
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.gate.admission import AdmissionController
-from maitred.kv.pages import kv_cache_manager
+from maitred.kv.pages import KVGroups, kv_cache_manager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Foretold, predictor_named
@@ -50,6 +50,9 @@ class EngineSetup:
     """Most drafts of a request in a step."""
     num_state_slots: int = 0
     """Of recurrent layers' states."""
+    groups: KVGroups | None = None
+    """Of layers, where blocks consist of `num_pages` pages."""
+    num_pages: int = 0
 
 
 class SimulatedEngine:
@@ -73,8 +76,8 @@ class SimulatedEngine:
         self._executor = _SimulatedExecutor(self.clock, cost_model, results, jitter, slowness, setup.acceptance or 0.0)
         self.live = self._executor.live_requests  # by id; removed when it ends
         self.kv_cache = kv_cache_manager(
-            None,
-            num_pages=setup.num_blocks,
+            setup.groups,
+            num_pages=setup.num_pages or setup.num_blocks,
             num_state_slots=setup.num_state_slots,
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,

@@ -97,6 +97,20 @@ def test_recurrent_layers_have_states_and_no_keys(trace: str, tmp_path: Path, ca
     assert figures(capsys, *words)["fcfs"]["num_cached_tokens"] > 0
 
 
+@pytest.mark.parametrize(("model", "least"), [("gemma-3-27b", 3), ("gpt-oss-120b", 1.5)])
+def test_layers_of_windows_are_counted_in_pages(model: str, least: float, trace: str, capsys):
+    """As many bytes of KV hold more long requests at once than whole blocks would."""
+    target, cache = find_target("h100x4", model), CacheConfig(kv_cache_memory_bytes=2**32)
+    assert target.groups is not None
+    pages = target.num_pages(cache, 64, 2048)
+    per_page = target.kv_bytes_per_token * 16 / target.num_layers * target.groups.size
+    assert pages == int(2**32 / per_page)
+    requests = pages / target.groups.pages_for(32768, 16, 2048)
+    assert requests > least * 2**32 / (32768 * target.kv_bytes_per_token)
+    words = ("--workload", trace, "--device", "h100x4", "--model", model, "--kv-cache-memory-bytes", "4G", "--json")
+    assert figures(capsys, *words)["fcfs"]["num_cached_tokens"] > 0
+
+
 def test_fleets_are_compared_as_json(trace: str, capsys):
     words = ("--workload", trace, "--fleet", "2", "--fleet-devices", "h100:1,a100:1", *LLAMA)
     compared = figures(capsys, *words, "--balance", "round_robin,prefix")
