@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from maitred.config import EngineConfig, ModelConfig
+from maitred.config import CacheConfig, EngineConfig, MachineShare, ModelConfig, TiersConfig
 from maitred.core.clock import ManualClock
 from maitred.engine.build import build_parts, told_now_and_then
+from maitred.engine.planning import _without_moved_kv
 from tests.conftest import copied_model
 
 
@@ -39,3 +40,21 @@ def test_the_packing_of_large_weights_is_told_every_two_seconds_with_its_speed_a
         "weights packing, 3.73 GiB of 7.45 GiB at 1.00 GB/s, 4 s left",
         "weights packing, 5.59 GiB of 7.45 GiB at 1.00 GB/s, 2 s left",
     ]
+
+
+def test_what_moves_blocks_is_off_where_states_stay_and_the_start_says_so():
+    lines: list[str] = []
+    asked = EngineConfig(
+        cache=CacheConfig(swap_memory_bytes=1024, block_size=8),
+        tiers=TiersConfig(kv_disk="folder"),
+        share=MachineShare(exchanges_kv=True),
+    )
+    kept = _without_moved_kv(asked, lines.append)
+    assert lines == [
+        "states  of recurrent layers stay in this engine, so swap memory, KV tiers, KV between engines "
+        "cannot be used; off"
+    ]
+    assert (kept.cache.swap_memory_bytes, kept.tiers.are_wanted, kept.share.exchanges_kv) == (0, False, False)
+    assert kept.cache.block_size == 8
+    assert _without_moved_kv(EngineConfig(), lines.append).cache.swap_memory_bytes == 0
+    assert len(lines) == 1, "nothing was asked for"

@@ -99,7 +99,7 @@ def _without_moved_kv(config: EngineConfig, tell: OnEvent) -> EngineConfig:
         "KV between engines": config.share.exchanges_kv,
     }
     if names := [name for name, is_wanted in wanted.items() if is_wanted]:
-        tell(f"states  of recurrent layers stay in this engine, so {' and '.join(names)} cannot be used; off")
+        tell(f"states  of recurrent layers stay in this engine, so {', '.join(names)} cannot be used; off")
     return replace(
         config,
         cache=replace(config.cache, swap_memory_bytes=0),
