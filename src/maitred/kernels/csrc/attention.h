@@ -90,8 +90,8 @@ class AttentionPlan {
 
   int num_heads_;
   int num_kv_heads_;
-  int group_;  // query heads that share a K/V head
-  bool sweeps_;  // single queries take several K/V heads at once
+  int group_;      // query heads that share a K/V head
+  bool sweeps_;    // single queries take several K/V heads at once
   int parts_ = 1;  // into which the K/V heads of a single query are divided
   int padded_head_;
   int window_;
@@ -136,7 +136,7 @@ struct Segment {
   int rows;                // of each head the same number, one head's after the other's
   const uint8_t* queries;
   int64_t query_stride;
-  const uint8_t* const* tiles;  // [kSegmentTiles] K of the first head; those of [first_tile, end_tile) are there
+  const uint8_t* const* tiles;   // [kSegmentTiles] K of the first head; those of [first_tile, end_tile) are there
   const uint8_t* const* values;  // V of it, likewise
   int first_tile;
   int end_tile;

@@ -38,7 +38,8 @@ OperandBuffers::OperandBuffers(Program& program, const std::vector<LinearShape>&
     return made;
   };
   shared_ = room(std::max(program.limits().max_tokens, program.limits().max_logits), &Program::add_bytes);
-  for (int i = 0; i < program.num_threads(); ++i) own_.push_back(room(by_head ? kHeadRows : kOwnRows, &Program::add_own_bytes));
+  for (int i = 0; i < program.num_threads(); ++i)
+    own_.push_back(room(by_head ? kHeadRows : kOwnRows, &Program::add_own_bytes));
 }
 
 Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int num_rows) const {

@@ -52,6 +52,29 @@ struct Avx512Formats {
       _mm512_storeu_si512(lines + (12 + i) * line_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
     }
   }
+
+  // Two slots' values change places within 64 bits, then quarters of vectors as above.
+  static void pair_slots(const uint32_t* words, uint32_t* rows, int row_stride) {
+    const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    for (int half = 0; half < 2; ++half, words += 8 * kTileSlots, rows += kTileSlots) {
+      __m512i a[8], b[8];
+      for (int i = 0; i < 8; ++i) a[i] = _mm512_shuffle_epi8(_mm512_loadu_si512(words + i * kTileSlots), order);
+      for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 1]);
+      }
+      for (int i = 0; i < 2; ++i) {
+        const __m512i even_low = _mm512_shuffle_i64x2(b[i], b[2 + i], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i64x2(b[i], b[2 + i], 0xdd);
+        const __m512i even_high = _mm512_shuffle_i64x2(b[4 + i], b[6 + i], 0x88);
+        const __m512i odd_high = _mm512_shuffle_i64x2(b[4 + i], b[6 + i], 0xdd);
+        _mm512_storeu_si512(rows + i * row_stride, _mm512_shuffle_i64x2(even_low, even_high, 0x88));
+        _mm512_storeu_si512(rows + (2 + i) * row_stride, _mm512_shuffle_i64x2(odd_low, odd_high, 0x88));
+        _mm512_storeu_si512(rows + (4 + i) * row_stride, _mm512_shuffle_i64x2(even_low, even_high, 0xdd));
+        _mm512_storeu_si512(rows + (6 + i) * row_stride, _mm512_shuffle_i64x2(odd_low, odd_high, 0xdd));
+      }
+    }
+  }
 };
 
 }  // namespace

@@ -34,6 +34,17 @@ struct PlainFormats {
     for (int i = 0; i < kTileSlots; ++i)
       for (int t = 0; t < kTileSlots; ++t) lines[i * line_stride + t] = words[t * stride + i];
   }
+
+  // 16 words of bf16 of 16 slots into 8 rows, `row_stride` apart, of 32 words: a value of two neighbouring slots each.
+  static void pair_slots(const uint32_t* __restrict words, uint32_t* __restrict rows, int row_stride) {
+    for (int i = 0; i < kTileSlots; ++i)
+      for (int t = 0; t < kTileSlots; t += 2) {
+        const uint32_t even = words[i * kTileSlots + t], odd = words[i * kTileSlots + t + 1];
+        uint32_t* row = rows + t / 2 * row_stride + 2 * i;
+        row[0] = (even & 0xffffu) | odd << 16;
+        row[1] = even >> 16 | (odd & 0xffff0000u);
+      }
+  }
 };
 
 constexpr int kLanes = 16;
@@ -171,14 +182,6 @@ inline void write_lanes(const uint32_t* __restrict words, int k_words, int count
     for (int t = 0; t < count; ++t) lines[i * kTileSlots + lane + t] = words[t * k_words + i];
 }
 
-// Words of two slots' 32 values each: even and odd are the words of neighbouring values of one slot.
-inline void pair_slots(const uint32_t* __restrict even, const uint32_t* __restrict odd, uint32_t* __restrict words) {
-  for (int i = 0; i < kTileSlots; ++i) {
-    words[2 * i] = (even[i] & 0xffffu) | odd[i] << 16;
-    words[2 * i + 1] = even[i] >> 16 | (odd[i] & 0xffff0000u);
-  }
-}
-
 // The values in a latent tile's keys, 16 words of each slot at a time; behind the last ones are words that count for
 // nothing.
 template <class Formats>
@@ -186,7 +189,7 @@ void turn(const KVLayout& layout, const uint8_t* keys, uint8_t* values) {
   const int per_word = layout.values_per_word, width = layout.padded_head, num_words = layout.value_dim / per_word;
   const uint32_t* from = reinterpret_cast<const uint32_t*>(keys) + (layout.k_words - num_words) * kTileSlots;
   uint32_t* to = reinterpret_cast<uint32_t*>(values);
-  uint32_t lines[kTileSlots * kTileSlots], words[2 * kTileSlots], rest[kTileSlots * kTileSlots] = {};
+  uint32_t narrow[kTileSlots * kTileSlots], rest[kTileSlots * kTileSlots] = {};
   for (int word = 0; word < num_words; word += kTileSlots, from += kTileSlots * kTileSlots) {
     const int count = num_words - word < kTileSlots ? num_words - word : kTileSlots;
     if (count < kTileSlots) {
@@ -197,14 +200,13 @@ void turn(const KVLayout& layout, const uint8_t* keys, uint8_t* values) {
       Formats::transpose(from, kTileSlots, to + word, width);
       continue;
     }
-    Formats::transpose(from, kTileSlots, lines);
-    const int columns = width - 2 * word < 2 * kTileSlots ? width - 2 * word : 2 * kTileSlots;
-    for (int pair = 0; pair < kTileSlots / 2; ++pair) {
-      uint32_t* row = to + pair * width + 2 * word;
-      pair_slots(lines + 2 * pair * kTileSlots, lines + (2 * pair + 1) * kTileSlots,
-                 columns == 2 * kTileSlots ? row : words);
-      if (columns < 2 * kTileSlots) __builtin_memcpy(row, words, static_cast<size_t>(columns) * 4);
+    if (width - 2 * word >= 2 * kTileSlots) {
+      Formats::pair_slots(from, to + 2 * word, width);
+      continue;
     }
+    Formats::pair_slots(from, narrow, 2 * kTileSlots);  // and half of that is padding
+    for (int pair = 0; pair < kTileSlots / 2; ++pair)
+      __builtin_memcpy(to + pair * width + 2 * word, narrow + pair * 2 * kTileSlots, kTileSlots * 4);
   }
 }
 
