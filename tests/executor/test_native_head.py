@@ -240,7 +240,12 @@ def drafts_of_mtp_layer(
 
 @pytest.mark.parametrize(
     ("family", "layout", "sizes"),
-    [("glm4_moe", "glm", {}), ("qwen3_next", "qwen", {}), ("qwen3_5", "qwen", {"num_hidden_layers": 4})],
+    [
+        ("glm4_moe", "glm", {}),
+        ("deepseek_v3", "glm", {}),
+        ("qwen3_next", "qwen", {}),
+        ("qwen3_5", "qwen", {"num_hidden_layers": 4}),
+    ],
 )
 def test_an_mtp_layer_drafts_as_its_layer_in_transformers_does(
     tmp_path: Path, family: str, layout: str, sizes: dict[str, int]

@@ -97,21 +97,23 @@ def a_decoder(kind: str) -> Any:
         sizes = {"hidden_size": 580, "intermediate_size": 150, "head_dim": 80, "num_heads": 3, "num_kv_heads": 1}
         spec = make_spec(windows=(None, 270), qk_norm=QKNorm.PER_HEAD, max_position_embeddings=LONGEST, **sizes)
         return make_decoder(spec)
-    return make_decoder(
-        make_spec(
-            windows=(None, 37),
-            norm_placement=NormPlacement.BOTH,
-            activation=Activation.GELU_TANH,
-            attention_softcap=20.0,
-            logit_softcap=15.0,
-            qkv_bias=True,
-            tied_embeddings=True,
-            hidden_size=72,
-            intermediate_size=100,
-            head_dim=20,
-            max_position_embeddings=LONGEST,
-        )
+    spec = make_spec(
+        windows=(None, 37),
+        norm_placement=NormPlacement.BOTH,
+        activation=Activation.GELU_TANH,
+        attention_softcap=20.0,
+        logit_softcap=15.0,
+        qkv_bias=True,
+        tied_embeddings=True,
+        value_norm=True,
+        layer_scales=True,
+        hidden_size=72,
+        intermediate_size=100,
+        head_dim=20,
+        max_position_embeddings=LONGEST,
     )
+    full, *others = spec.layers
+    return make_decoder(replace(spec, layers=(replace(full, heads=(1, 36)), *others)))
 
 
 @dataclass

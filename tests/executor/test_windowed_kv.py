@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ from maitred.core.cost_model import SwapCosts
 from maitred.core.request import SamplingParams
 from maitred.executor.text_drafts import NGramProposer
 from maitred.kv.pages import KVGroups, groups_of
+from maitred.model.spec import LayerSpec
 from maitred.scheduler.scheduler import Scheduler
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import VOCAB, make_decoder, make_executor, make_spec
@@ -20,10 +22,19 @@ from tests.scheduler.running import Run
 GEMMA = (9, 9, None, 9, 9)
 UNLIKE = (20, None, 8, 8, 20, None)
 ALIKE = (12, 12, 12)
+UNEVEN = (9, 9, None, 9, None)
+
+
+def of_heads(layer: LayerSpec, heads: tuple[int, int] | None) -> LayerSpec:
+    return replace(layer, heads=heads)
 
 
 def make(kind: str, windows: tuple[int | None, ...], groups: KVGroups | None, pages: int, **changes: Any) -> Any:
-    decoder = make_decoder(make_spec(windows=windows))
+    spec = make_spec(windows=windows)
+    if windows == UNEVEN:  # full layers have other heads
+        heads = [(1, 12) if layer.window is None else None for layer in spec.layers]
+        spec = replace(spec, layers=tuple(map(of_heads, spec.layers, heads)), value_norm=True, layer_scales=True)
+    decoder = make_decoder(spec)
     if kind == "torch":
         return make_executor(decoder, num_blocks=pages, groups=groups, **changes)
     return make_native(decoder, num_blocks=pages, groups=groups, **changes)
@@ -73,10 +84,14 @@ def outputs_of(
 
 @pytest.mark.parametrize(
     ("kind", "windows", "block_size"),
-    [("native", GEMMA, 4), ("native", UNLIKE, 16), ("native", ALIKE, 4), ("torch", UNLIKE, 4), ("torch", ALIKE, 16)],
+    [
+        *(("native", GEMMA, 4), ("native", UNLIKE, 16), ("native", ALIKE, 4), ("native", UNEVEN, 4)),
+        *(("native", UNEVEN, 16), ("torch", UNEVEN, 4), ("torch", UNLIKE, 4), ("torch", ALIKE, 16)),
+    ],
 )
 def test_tokens_are_those_of_whole_blocks(kind: str, windows: tuple[int | None, ...], block_size: int):
-    groups = groups_of(windows, 512)
+    widths = [16 if window else 12 for window in windows] if windows == UNEVEN and kind == "native" else ()
+    groups = groups_of(windows, 512, widths)
     assert groups is not None
     whole, _ = outputs_of(kind, windows, None, pages=600 // block_size, block_size=block_size)
     roomy, scheduler = outputs_of(kind, windows, groups, pages=1500 // block_size, block_size=block_size)
@@ -122,3 +137,7 @@ def test_groups_of_known_shapes():
     assert gpt_oss_with_head is not None
     assert (gpt_oss_with_head.counts, gpt_oss_with_head.size) == ((1, 1), 13)
     assert groups_of([4096] * 32, 4096) is None
+    kinds = [1024 if (i + 1) % 6 else None for i in range(60)]  # Gemma 4 31B: 16 heads of 256, or 4 of 512
+    uneven = groups_of(kinds, 262144, [4096 if window else 2048 for window in kinds])
+    assert uneven is not None
+    assert (uneven.counts, uneven.size) == ((1, 10), 10)

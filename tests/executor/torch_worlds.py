@@ -41,8 +41,15 @@ def make_spec(*, windows: Sequence[int | None] = (None, None), **changes: Any) -
 def dense_attend(spec: DecoderSpec) -> Attend:
     """Causal attention over the T tokens of one whole sequence, the obvious way."""
 
-    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
-        num_tokens, group = q_TNH.shape[0], spec.num_heads // spec.num_kv_heads
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None, writes: bool = True
+    ) -> Tensor:
+        if writes:
+            kept[layer] = k_TKH, v_TKH
+        k_TKH, v_TKH = kept[layer]
+        num_tokens, group = q_TNH.shape[0], spec.num_heads // k_TKH.shape[1]
         k_TNH, v_TNH = k_TKH.repeat_interleave(group, dim=1), v_TKH.repeat_interleave(group, dim=1)
         scores_NTS = torch.einsum("tnh,snh->nts", q_TNH.float(), k_TNH.float()) * spec.attention_scale
         if spec.attention_softcap is not None:

@@ -29,6 +29,15 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 10, "num_hidden_layers": 4}
+_GEMMA4 = {
+    **{"head_dim": 20, "global_head_dim": 36, "num_global_key_value_heads": 1, "num_hidden_layers": 6},
+    **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": 10},
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0},
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 _STRETCHED = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 36, "norm_topk_prob": True}
 _LATENT = {
@@ -38,7 +47,7 @@ _LATENT = {
 }
 _YARN_TWICE = {"rope_type": "yarn", **_STRETCHED, "mscale": 0.7, "mscale_all_dim": 1.3}
 
-_WITH_TEXT = ("Gemma3", "Gemma3n", "Qwen3_5", "Qwen3_5Moe")  # families whose text model's config is one of its own
+_WITH_TEXT = ("Gemma3", "Gemma3n", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # whose text model's config is one of its own
 _DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 6},
     **{"linear_key_head_dim": 14, "linear_value_head_dim": 11},
@@ -76,6 +85,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "gemma4": ("Gemma4", _GEMMA4),
+    "gemma4_shared": (
+        "Gemma4",
+        {
+            **{"head_dim": 20, "global_head_dim": 36, "num_hidden_layers": 6, "sliding_window": 10},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 3},
+            **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "vocab_size_per_layer_input": VOCAB_SIZE},
+            "hidden_size_per_layer_input": 18,
         },
     ),
     "phi3": ("Phi3", {"sliding_window": 14}),
@@ -183,6 +202,10 @@ MODULES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"altup_num_inputs": 3, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0]},
         },
     ),
+    "gemma4_moe": (
+        "Gemma4",
+        {**_GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 36},
+    ),
     "opt": ("OPT", {"ffn_dim": 100, "word_embed_proj_dim": 72}),  # learned positions, a decoder inside a decoder
     "vaultgemma": ("VaultGemma", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}),  # softcap
     "mimo": (  # keys wider than values, more of them in some layers, which alone have sinks; experts
@@ -221,6 +244,8 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.6 + torch.rand(buffer.shape, generator=generator))
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():

@@ -315,7 +315,8 @@ def test_phi3s_first_releases_had_other_names_for_longrope(old_name: str) -> Non
 
 def test_every_architecture_is_written_in_both_forms() -> None:
     written = {older["architectures"][0] for older, _ in FORMS.values()}
-    assert written | {"Gemma3ForConditionalGeneration"} == set(FAMILIES)
+    others = {"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"}  # one form alone
+    assert written | others == set(FAMILIES)
 
 
 def spec(name: str) -> DecoderSpec:
@@ -423,6 +424,15 @@ def refusal(config: Config) -> str:
         spec_from_config(config)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_gemma_4_says_the_heads_of_full_layers_in_one_field_or_by_layer() -> None:
+    more = {"hidden_size_per_layer_input": 0, "num_hidden_layers": 6, "attention_k_eq_v": True, "head_dim": 16}
+    plain = family("Gemma4ForCausalLM", "gemma4_text", **more)
+    hub = spec_from_config({**plain, "global_head_dim": 32, "num_global_key_value_heads": 1})
+    by_layer = {"5": {"head_dim": 32, "num_key_value_heads": 1}}
+    assert hub == spec_from_config({**plain, "per_layer_config": by_layer})
+    assert hub.kv_heads == [(hub.num_kv_heads, 16)] * 5 + [(1, 32)]
 
 
 def test_an_unknown_architecture_is_refused_with_the_list() -> None:

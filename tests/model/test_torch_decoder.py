@@ -57,8 +57,11 @@ def test_logits_and_parameters_equal_transformers(family: str, tmp_path: Path) -
     shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
     assert shapes == parameter_shapes(decoder.spec)
     reference = load_reference(folder)
-    corrections = sum(b.numel() for name, b in reference.named_buffers() if name.endswith("correction_bias"))
-    assert decoder.spec.num_parameters() == reference.num_parameters() + corrections
+    buffers = ("correction_bias", "layer_scalar")
+    more = sum(b.numel() for name, b in reference.named_buffers() if name.endswith(buffers))
+    spec = decoder.spec
+    more += sum(spec.at(i).kv_width * spec.hidden_size for i, layer in enumerate(spec.layers) if layer.keys_as_values)
+    assert spec.num_parameters() == reference.num_parameters() + more
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_llama3", "llama_yarn", "gemma3", "phi3_longrope"])

@@ -53,7 +53,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters{spec.way}")
     if words := remark(config.model.model, checkpoint.name):
         tell(f"        {words}")
-    config = _without_moved_kv(config, tell) if spec.has_state else config
+    config = _without_moved_kv(config, spec, tell) if spec.has_state or spec.is_uneven else config
     executor, drafts = plan_drafts(
         config,
         checkpoint,
@@ -63,7 +63,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
         files=files,
         tell=tell,
     )
-    if (groups := _groups(config, spec, drafts, tell)) is not None:
+    if (groups := _groups(config, spec, executor, drafts, tell)) is not None:
         executor = executor.in_groups(groups)
     scheduler = config.scheduler.settled(executor.token_budget)
     available_bytes = executor.available_bytes(_own_memory(config, executor))
@@ -91,15 +91,17 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     return EnginePlan(config, spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
 
 
-def _without_moved_kv(config: EngineConfig, tell: OnEvent) -> EngineConfig:
-    """Turn off what moves blocks elsewhere, for a model with states that stay where they are; that is told."""
+def _without_moved_kv(config: EngineConfig, spec: DecoderSpec, tell: OnEvent) -> EngineConfig:
+    """Turn off what moves blocks elsewhere, for a model with states that stay where they are, or with layers of unlike
+    keys and values; that is told."""
     wanted = {
         "swap memory": bool(config.cache.swap_memory_bytes),
         "KV tiers": config.tiers.are_wanted,
         "KV between engines": config.share.exchanges_kv,
     }
     if names := [name for name, is_wanted in wanted.items() if is_wanted]:
-        tell(f"states  of recurrent layers stay in this engine, so {', '.join(names)} cannot be used; off")
+        what = "states  of recurrent layers" if spec.has_state else "KV      of layers with unlike heads"
+        tell(f"{what} stay{'s' * spec.is_uneven} in this engine, so {', '.join(names)} cannot be used; off")
     return replace(
         config,
         cache=replace(config.cache, swap_memory_bytes=0),
@@ -120,15 +122,19 @@ def described_model(checkpoint: Checkpoint) -> DecoderSpec:
         return module_spec(checkpoint)
 
 
-def _groups(config: EngineConfig, spec: DecoderSpec, drafts: DraftPlan | None, tell: OnEvent) -> KVGroups | None:
+def _groups(
+    config: EngineConfig, spec: DecoderSpec, executor: ExecutorPlan, drafts: DraftPlan | None, tell: OnEvent
+) -> KVGroups | None:
     """Groups of layers that keep what their windows see, a head's layer among them; None where blocks are whole:
     without windows, where a head alone would see all tokens, and where blocks go elsewhere. That is told.
     """
     context = config.model.max_model_len or spec.max_position_embeddings
     windows, has_head = [spec.layers[i].window for i in spec.kv_layers], drafts is not None and drafts.head is not None
-    groups = groups_of(windows, context)
+    by_width = spec.is_uneven and executor.name == "native"  # PyTorch's has equal room for unlike layers
+    widths = [heads * size for heads, size in spec.kv_heads] if by_width else [1] * len(windows)
+    groups = groups_of(windows, context, widths)
     if groups is not None and groups.counts[0] and has_head:
-        groups = groups_of([*windows, None], context)
+        groups = groups_of([*windows, None], context, [*widths, spec.kv_width if by_width else 1])
     reasons = {
         "a head alone would see all tokens": has_head and groups is not None and not groups.counts[0],
         "KV tiers store whole blocks": config.tiers.are_wanted,

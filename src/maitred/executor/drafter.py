@@ -628,7 +628,10 @@ class HeadPlan:
             max_model_len=max_model_len,
             isa=served.isa,
             # of its layer alone a step has tables
-            layers=[(0, place) for _, place in executor.pages.groups.places] if executor.pages is not None else (),
+            layers=[
+                (0, index if served.spec.is_uneven else place)
+                for index, (_, place) in enumerate(executor.pages.groups.places if executor.pages is not None else ())
+            ],
         )
         return program, loaded.summary
 

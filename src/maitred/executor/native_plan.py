@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +102,15 @@ def _outcome(sampled: Sampled, row: int, token_id: int, fault: int, sampler: Req
 Stored = tuple[tuple[int, Format], ...]
 
 
+class PagePlace(NamedTuple):
+    """Place of a layer in a page: its K/V heads and their size, its bytes from one to the other."""
+
+    num_kv_heads: int
+    head_dim: int
+    offset: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePlan:
     """Plan of memory as `executor.torch.TorchPlan`, for the native library."""
@@ -163,24 +172,27 @@ class NativePlan:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one KV block over all layers."""
-        spec = self.spec
-        return int(
-            _native.kv_bytes_per_block(
-                dtype=self.kv_dtype,
-                num_layers=self.num_pool_layers,
-                block_size=self.block_size,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                latent_dim=spec.latent_rank,
-            )
-        )
+        return replace(self, groups=None).bytes_per_page
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes of what the pool counts: blocks, or pages of a group of layers."""
-        if self.groups is None:
-            return self.bytes_per_block
-        return self.bytes_per_block // self.num_pool_layers * self.groups.size
+        return max(place.end for place in self._page())
+
+    def _page(self) -> list[PagePlace]:
+        """Where each layer is, a head's last, in a block, or in a page of its group."""
+        spec, ends, found = self.spec, Counter[int](), list[PagePlace]()
+        heads = [*spec.kv_heads, *[(spec.num_kv_heads, spec.head_dim)] * (self.num_pool_layers - len(spec.kv_heads))]
+        for index, (number, size) in enumerate(heads):
+            group = self.groups.places[index][0] if self.groups is not None else 0
+            num_bytes = int(_native.kv_bytes_per_block(num_layers=1, **self._pool_settings(number, size)))
+            found.append(PagePlace(number, size, ends[group], ends[group] + num_bytes))
+            ends[group] += num_bytes
+        return found
+
+    def _pool_settings(self, num_kv_heads: int, head_dim: int) -> dict[str, Any]:
+        sizes = {"block_size": self.block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        return {"dtype": self.kv_dtype, "latent_dim": self.spec.latent_rank, **sizes}
 
     @property
     def bytes_per_state_slot(self) -> int:
@@ -197,15 +209,18 @@ class NativePlan:
         """Name and bytes of what the program holds besides weights and KV cache."""
         spec = self.spec
         deltas = [layer.recurrent for layer in spec.layers if layer.recurrent is not None]
+        kinds = [spec.at(spec.kv_layers[spec.kv_heads.index(heads)]) for heads in dict.fromkeys(spec.kv_heads)]
+        widest = max(kind.q_width for kind in kinds)
         rows = {
             "residual stream": spec.hidden_size,
-            "queries, keys and values": spec.qkv_width - (spec.kv_width if spec.latent else 0),
-            "queries made ready": 2 * spec.q_width,
-            "attention": spec.attended_width,
+            "queries, keys and values": sum(kind.qkv_width for kind in kinds) - (spec.kv_width if spec.latent else 0),
+            "queries made ready": 2 * widest,
+            "attention": sum(kind.attended_width for kind in kinds),
             "gate times up": sum(spec.mlp_widths),
             "inputs of recurrent layers": max((delta.input_width for delta in deltas), default=0),
             "what they give": max((delta.value_width for delta in deltas), default=0),
-            "prepared rows": max(spec.hidden_size, spec.q_width, *spec.mlp_widths),
+            "inputs of all layers": 2 * spec.num_layers * spec.per_layer_width,
+            "prepared rows": max(spec.hidden_size, widest, *spec.mlp_widths),
         }
         if (latent := spec.latent) is not None:
             queries = spec.num_heads * latent.query_dim
@@ -320,16 +335,14 @@ class NativePlan:
 
     def make_pool(self, num_blocks: int, place: Place = ALONE) -> Any:
         """A `_native.KVPool`. Raises OutOfMemory."""
-        spec = self.spec
+        spec, is_uneven = self.spec, self.spec.is_uneven
         return make_kv_pool(
-            dtype=self.kv_dtype,
             num_layers=self.num_pool_layers if self.groups is None else self.groups.size,
             num_blocks=num_blocks,
-            block_size=self.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            latent_dim=spec.latent_rank,
+            page_bytes=self.bytes_per_page if is_uneven else 0,
+            places=[each[:3] for each in self._page()] if is_uneven else [],
             team=place.team,
+            **self._pool_settings(spec.num_kv_heads, spec.head_dim),
         )
 
     def load(
@@ -357,7 +370,10 @@ class NativePlan:
             max_model_len=max_model_len,
             isa=self.isa,
             place=place,
-            layers=self.groups.places if self.groups is not None else (),
+            layers=[  # of unlike ones each has a place of its own
+                (group, index if self.spec.is_uneven else layer)
+                for index, (group, layer) in enumerate(self.groups.places if self.groups is not None else ())
+            ],
             num_state_slots=num_state_slots,
             num_pending=1 + self.num_drafts,
         )
@@ -414,8 +430,8 @@ def plan_native_executor(
     """
     if config.device == "cuda":
         raise ConfigError("the native executor runs on a CPU; choose --device cpu or auto, or --executor torch")
-    if spec.head_dim > LARGEST_HEAD:
-        raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
+    if (largest := max(size for _, size in spec.kv_heads)) > LARGEST_HEAD:
+        raise KernelError(f"heads of {largest} values; the native executor takes up to {LARGEST_HEAD}")
     if spec.latent and config.kv_dtype in ("int8", "int4"):
         raise KernelError(f"latent keys are kept in float32 or bfloat16; choose one by --kv-dtype ({config.kv_dtype})")
     isa, threads, num_ranks = default_isa(), config.num_threads or num_threads, config.tensor_parallel

@@ -34,6 +34,7 @@ from maitred.model.program import (
     Prepare,
     Program,
     Recurrent,
+    ScaleBy,
     SigmoidScale,
     Store,
     Take,
@@ -307,7 +308,7 @@ class _Builder:
             # Its keys and values are wanted without more than its own state comes of them.
             logits_begin = next(index for index, op in enumerate(ops) if isinstance(op, Attention))
         for index, op in enumerate(ops):
-            if isinstance(op, Embed):
+            if isinstance(op, Embed) and not self._tables:
                 self._native.begin_state()
                 self._add_rope_tables()  # of positions, which move on with the state
             if index == logits_begin:
@@ -337,10 +338,10 @@ class _Builder:
                 self._add_qkv(op)
             case Attention():
                 spec = self._program.spec
-                target = self._rows(op.target, spec.attended_width)
-                cap = spec.attention_softcap or 0.0
                 reader = self._reader(index)
                 assert isinstance(reader, Linear)
+                target = self._rows(op.target, spec.attended_width if spec.latent else reader.weight.width)
+                cap = spec.attention_softcap or 0.0
                 scale, window, sinks = spec.attention_scale, op.window or 0, self._vector(op.sinks)
                 shape = shape_of(reader.weight)
                 gates = self.rows["qkv"] if op.gated else None
@@ -352,12 +353,14 @@ class _Builder:
                 self._native.recurrent(self.rows[op.source], target, *sizes, *vectors, self._eps)
             case Gate():
                 gate, up = self.rows[op.gate], self.rows[op.up]
-                self._native.gate(gate, up, self._rows(op.target, gate.width), op.activation.value, index >= self._head)
-            case ChooseExperts() | Experts() | SigmoidScale():
+                target, few = self._rows(op.target, gate.width), index >= self._head
+                self._native.gate(gate, up, target, op.activation.value, few, op.first)
+            case ChooseExperts() | Experts() | SigmoidScale() | ScaleBy():
                 self._add_routed(op, index >= self._head)
             case NormAdd():
                 weight, few = self._vector(op.weight), index >= self._head
-                self._native.norm_add(self.rows[op.source], self.rows[op.target], weight, self._eps, op.scale, few)
+                part, target = self.rows[op.source], self.rows[op.target]
+                self._native.norm_add(part, target, weight, self._eps, op.scale, few, op.num_heads)
             case _:
                 raise AssertionError(op)
 
@@ -376,9 +379,14 @@ class _Builder:
         norm, eps = self._vector(op.norm), op.eps or self._eps
         self._native.norm(source, op.source_first, target, op.first, op.width, norm, eps, index >= self._head)
 
-    def _width(self, value: str) -> int:
-        """Return the width of a value that is written by columns."""
-        found = [op for op in self._program.ops if isinstance(op, Columns | Linear) and op.target == value]
+    def _width(self, value: str, of: Weight | None = None) -> int:
+        """Return the width of a value that is written by columns, of linears by those of a weight's layer."""
+        found: list[Columns | Linear] = [
+            op
+            for op in self._program.ops
+            if isinstance(op, Columns | Linear) and op.target == value
+            if isinstance(op, Columns) or of is None or _layer_of(op.weight) == _layer_of(of)
+        ]
         return max(op.first + (op.width if isinstance(op, Columns) else shape_of(op.weight).out_width) for op in found)
 
     def _add_head_linear(self, index: int, op: HeadLinear) -> None:
@@ -392,8 +400,10 @@ class _Builder:
         of_rank = shape_of(weight), self._data(weight), share.first, share.weight.experts
         self._native.head_linear(*of_rank, op.copied, self.rows[op.source], target, few, op.takes, weight.name)
 
-    def _add_routed(self, op: ChooseExperts | Experts | SigmoidScale, few: bool) -> None:
-        if isinstance(op, SigmoidScale):
+    def _add_routed(self, op: ChooseExperts | Experts | SigmoidScale | ScaleBy, few: bool) -> None:
+        if isinstance(op, ScaleBy):
+            self._native.scale(self.rows[op.value], self._vector(op.weight), few)
+        elif isinstance(op, SigmoidScale):
             self._native.sigmoid_scale(self.rows[op.value], self.rows[op.source], op.column, few)
         elif isinstance(op, ChooseExperts):
             self._add_route(op, few)
@@ -453,7 +463,7 @@ class _Builder:
                 ending, act = "gate", op.ending.activation.value
         width = shape_of(op.weight).out_width
         if op.target in ("qkv", "inputs", "latent"):  # whose columns may be written by several
-            width = self._width(op.target)
+            width = self._width(op.target, op.weight)
         target = self._rows(op.target, width, few=op.target == LOGITS)
         name = op.weight.name if op.target != LOGITS else "output"
         share = self._share(op.weight)
@@ -477,6 +487,11 @@ class _Builder:
 
     def _add_qkv(self, op: QKV) -> None:
         spec = self._program.spec
+        if op.value_norm:
+            num_heads, size = spec.kv_heads[op.layer]
+            self.frequencies.append(np.ones(size, np.float32))
+            rows, first = self.rows[op.source], (spec.num_heads + num_heads) * size
+            self._native.norm(rows, first, rows, first, size, self.frequencies[-1], self._eps, False, num_heads)
         self._native.qkv(
             op.layer,
             spec.num_heads,
@@ -488,6 +503,7 @@ class _Builder:
             self._eps,
             op.rope is not None and op.rope.interleaved,
             self._query_tables.get(op.rope),
+            op.shared,
         )
 
     def _add_rope_tables(self) -> None:
@@ -521,6 +537,10 @@ class _Builder:
 
     def _vector(self, weight: Weight | None) -> NDArray[np.float32] | None:
         return self._weights[weight.name].vector if weight is not None else None
+
+
+def _layer_of(weight: Weight) -> list[str]:
+    return weight.parts[0].parameter.split(".")[:2]
 
 
 def _head_begins(ops: Sequence[Op]) -> int:

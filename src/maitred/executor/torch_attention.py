@@ -250,7 +250,7 @@ def flash_refusal(spec: DecoderSpec, *, device: torch.device, dtype: torch.dtype
         return "the GPU is older than compute capability 8.0"
     if dtype not in (torch.bfloat16, torch.float16) or kv_dtype != dtype:
         return f"it computes in 16 bits, and this is {dtype} with a {kv_dtype} KV cache"
-    if spec.module is not None and not spec.module.is_even:
+    if spec.is_uneven or (spec.module is not None and not spec.module.is_even):
         return "keys and values of its layers differ in size"
     if spec.head_dim % 8 or spec.head_dim > MOST_HEAD_DIM:
         return f"head size {spec.head_dim} is not a multiple of 8 up to {MOST_HEAD_DIM}"

@@ -42,13 +42,15 @@ def pool_shape(spec: DecoderSpec, *, num_blocks: int, block_size: int, num_layer
             f"the KV cache would have {num_blocks} blocks of {block_size} tokens; "
             f"both must be at least 1, so give it more memory (--kv-cache-memory-bytes)"
         )
-    parts = 1 if spec.latent_rank else 2
-    return PoolShape(num_layers or len(spec.kv_layers), parts, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    parts, heads = 1 if spec.latent_rank else 2, (spec.num_kv_heads, spec.head_dim)
+    heads = (1, spec.widest_keys) if spec.is_uneven else heads
+    return PoolShape(num_layers or len(spec.kv_layers), parts, num_blocks, block_size, *heads)
 
 
 def kv_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype_bytes: int) -> int:
     """Bytes of one block over all layers; `num_blocks` of them is the whole pool."""
-    return block_size * spec.kv_values_per_token() * kv_dtype_bytes
+    parts = 1 if spec.latent_rank else 2
+    return block_size * parts * len(spec.kv_layers) * spec.widest_keys * kv_dtype_bytes
 
 
 class TorchKVPool:

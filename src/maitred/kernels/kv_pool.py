@@ -25,10 +25,13 @@ def make_kv_pool(
     num_kv_heads: int,
     head_dim: int,
     latent_dim: int = 0,
+    page_bytes: int = 0,
+    places: Sequence[tuple[int, int, int]] = (),
     team: _native.Team | None = None,
 ) -> _native.KVPool:
     """Memory for K and V, zero, given by the operating system when first touched; with a `team`, what its ranks share.
-    `latent_dim` are the values of a key that are its value too; 0: V stands beside K.
+    `latent_dim` are the values of a key that are its value too; 0: V stands beside K. `places` of layers with unlike
+    heads have each its heads, their size and its first byte in a page.
 
     Raises KernelError for a dtype or size that the kernels cannot take, OutOfMemory when the memory is refused.
     """
@@ -41,6 +44,8 @@ def make_kv_pool(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             latent_dim=latent_dim,
+            page_bytes=page_bytes,
+            places=list(places),
             team=team,
         )
     except ValueError as error:

@@ -71,22 +71,32 @@ def most_blocks(num_tokens: int, block_size: int) -> int:
     return (num_tokens + block_size - 2) // block_size + 1 if num_tokens else 0
 
 
-def groups_of(windows: Sequence[int | None], context: int) -> KVGroups | None:
-    """Groups of layers with these windows; None where no window is shorter than the context: blocks are whole then."""
+def groups_of(windows: Sequence[int | None], context: int, widths: Sequence[int] = ()) -> KVGroups | None:
+    """Groups of layers with these windows; None where no window is shorter than the context: blocks are whole then.
+    `widths` are what layers keep of a token, where that differs: groups then fill about the same memory."""
     windows = [window if window is not None and window < context else None for window in windows]
     layers = Counter(windows)
     if set(layers) == {None}:
         return None
-    # What stays is padded least, then all: 13 layers and 12 of a window are two groups of 13.
-    sizes = sorted(layers.values())
-    size = min(sizes, key=lambda n: (-layers[None] % n, sum(-count % n for count in layers.values())))
     kinds = (None, *sorted(window for window in layers if window is not None))
-    counts = tuple(-(-layers[window] // size) for window in kinds)
+    width: Counter[int | None] = Counter()
+    for window, each in zip(windows, widths or [1] * len(windows), strict=True):
+        width[window] = max(width[window], each)
+
+    def padded(page: int, *of_kinds: int | None) -> int:
+        return sum(-(-layers[kind] // (page // width[kind])) * page - layers[kind] * width[kind] for kind in of_kinds)
+
+    # What stays is padded least, then all: 13 layers and 12 of a window are two groups of 13.
+    pages = sorted(max(layers[kind] * width[kind], *width.values()) for kind in layers)
+    page = min(pages, key=lambda size: (padded(size, *({None} & set(layers))), padded(size, *layers)))
+    sizes = [page // (width[window] or page) for window in kinds]
+    counts = tuple(-(-layers[window] // size) for window, size in zip(kinds, sizes, strict=True))
     firsts, seen, places = [sum(counts[:kind]) for kind in range(len(kinds))], Counter[int | None](), []
     for window in windows:
-        places.append((firsts[kinds.index(window)] + seen[window] // size, seen[window] % size))
+        kind = kinds.index(window)
+        places.append((firsts[kind] + seen[window] // sizes[kind], seen[window] % sizes[kind]))
         seen[window] += 1
-    return KVGroups(kinds, counts, size, tuple(places))
+    return KVGroups(kinds, counts, max(sizes[kind] for kind, count in enumerate(counts) if count), tuple(places))
 
 
 class PagedBlockPool(BlockPool):

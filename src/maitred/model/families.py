@@ -28,7 +28,7 @@ from maitred.model.spec import (
 )
 
 LayersOf = Callable[[Config, int], tuple[LayerSpec, ...]]  # (config with the family's defaults, head_dim)
-RoutedOf = Callable[[Config, int], RoutedSpec | None]  # (the same config, number of the layer); None: it is dense
+RoutedOf = Callable[[Config, int], RoutedSpec | int | None]  # (the same config, number of the layer); else it is dense
 
 
 def same_window(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
@@ -74,6 +74,41 @@ def patterned_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
     ropes = ropes_by_type(c, head_dim)
     types = _layer_types(c, lambda i: (i + 1) % pattern != 0)
     return tuple(LayerSpec(window=_window(c["sliding_window"], t), rope=ropes[t]) for t in types)
+
+
+def gemma4_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
+    """Sliding and full layers have unlike heads; the last layers have queries alone, over keys and values of the last
+    layer before them that is of their type."""
+    if c["enable_moe_block"]:
+        raise UnknownArchitecture("enable_moe_block is true; of Gemma 4 the models without experts are supported.")
+    if c["hidden_size_per_layer_input"] and c["vocab_size_per_layer_input"] != c["vocab_size"]:
+        raise CheckpointError(
+            f"vocab_size_per_layer_input is {c['vocab_size_per_layer_input']}; it must be vocab_size, {c['vocab_size']}"
+        )
+    n, equal, by_layer = c["num_hidden_layers"], c["attention_k_eq_v"], c.get("per_layer_config") or {}
+    types = [*_layer_types(c, lambda i: (i + 1) % 6 != 0)[:-1], "full_attention"]
+    sliding = c["num_key_value_heads"], head_dim
+    full = (equal and c["num_global_key_value_heads"]) or sliding[0], c["global_head_dim"]
+    found, own = [], n - c["num_kv_shared_layers"]
+    for i, kind in enumerate(types):
+        heads = full if kind == "full_attention" and not by_layer else sliding
+        if other := by_layer.get(str(i)):  # as transformers writes the same
+            heads = other.get("num_key_value_heads", heads[0]), other.get("head_dim", heads[1])
+        layer = LayerSpec(
+            window=_window(c["sliding_window"], kind),
+            rope=ropes_by_type(c, heads[1])[kind],
+            heads=heads,
+            keys_as_values=equal and kind == "full_attention",
+            kv_of=None if i < own else max(j for j in range(own) if types[j] == kind),
+        )
+        found.append(layer)
+    return tuple(found)
+
+
+def gemma4_widths(c: Config, layer: int) -> int | None:
+    """Layers without keys of their own may be twice as wide."""
+    is_wide = c["use_double_wide_mlp"] and layer >= c["num_hidden_layers"] - c["num_kv_shared_layers"]
+    return 2 * int(c["intermediate_size"]) if is_wide else None
 
 
 def smollm3_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
@@ -313,6 +348,17 @@ def _gemma3_scales(c: Config) -> dict[str, Any]:
     return _gemma2_scales(c) | {"attention_softcap": None}
 
 
+def _gemma4_scales(c: Config) -> dict[str, Any]:
+    return {
+        "attention_scale": 1.0,
+        "logit_softcap": c["final_logit_softcapping"],
+        "embedding_scale": c["hidden_size"] ** 0.5,
+        "per_layer_width": c["hidden_size_per_layer_input"] or 0,
+        "value_norm": True,
+        "layer_scales": True,
+    }
+
+
 def _granite_scales(c: Config) -> dict[str, Any]:
     return {
         "attention_scale": float(c["attention_multiplier"]),
@@ -478,6 +524,39 @@ _DEEPSEEK = Family(
     partial_rotary=True,
     defaults=_DEEPSEEK_DEFAULTS,
 )
+_GEMMA4 = Family(
+    model_types=("gemma4_text", "gemma4"),
+    layers=gemma4_layers,
+    experts=gemma4_widths,
+    scales=_gemma4_scales,
+    norm_placement=NormPlacement.BOTH,
+    qk_norm=QKNorm.PER_HEAD,
+    activation_key="hidden_activation",
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    partial_rotary=True,
+    defaults=_GEMMA_DEFAULTS
+    | {
+        "vocab_size": 262_144,
+        "num_hidden_layers": 30,
+        "max_position_embeddings": 131_072,
+        "final_logit_softcapping": None,
+        "sliding_window": 512,
+        "layer_types": None,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "enable_moe_block": False,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+)
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": replace(
@@ -489,6 +568,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its text model; pictures are not read
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
     "Glm4ForCausalLM": Family(
         model_types=("glm4",),
         norm_placement=NormPlacement.GLM4,
@@ -719,7 +800,7 @@ def _with_defaults(config: Config, family: Family) -> dict[str, Any]:
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if not isinstance(c.get(name), int):
             raise CheckpointError(f"config.json has no number {name!r} (it has {c.get(name)!r})")
-    if c.get("use_bidirectional_attention"):
+    if c.get("use_bidirectional_attention") not in (None, False, "vision"):  # of pictures' tokens alone
         raise CheckpointError("use_bidirectional_attention makes this an encoder; only causal decoders are served")
     return c
 

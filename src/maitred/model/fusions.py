@@ -44,14 +44,18 @@ from maitred.model.program import (
     Recurrent,
     Rope,
     Scale,
+    ScaleBy,
     SigmoidScale,
     Softcap,
     Store,
     Take,
+    ValueNorm,
     Weight,
     WriteKV,
 )
 from maitred.model.spec import DecoderSpec, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
+
+BY_LAYER = "by layer"  # inputs of all layers
 
 
 def lower(spec: DecoderSpec, formats: Formats, taps: Sequence[int] = ()) -> list[Op]:
@@ -62,6 +66,13 @@ def lower(spec: DecoderSpec, formats: Formats, taps: Sequence[int] = ()) -> list
 def _lowered(spec: DecoderSpec, formats: Formats, taps: Sequence[int]) -> Iterator[Op]:
     embedding = matrix("embedding", spec.vocab_size, spec.hidden_size, formats.of("embedding.weight", 0))
     yield Embed(HIDDEN, embedding, spec.embedding_scale)
+    if size := spec.per_layer_width:
+        width = spec.num_layers * size
+        format = formats.of("by_layer.embedding.weight", 0)
+        yield Embed(BY_LAYER, matrix("by_layer.embedding", spec.vocab_size, width, format), size**0.5)
+        yield from linears(HIDDEN, [("context", 0, width)], "by_layer.projection", spec.hidden_size, formats, False)
+        yield Scale("context", spec.hidden_size**-0.5)
+        yield NormAdd("context", BY_LAYER, vector("by_layer.norm", size), 1.0, spec.num_layers)
     for index in range(spec.num_layers):
         yield from _tap(spec, taps, index)
         yield from decoder_layer(spec, formats, index)
@@ -78,6 +89,15 @@ def decoder_layer(spec: DecoderSpec, formats: Formats, index: int) -> Iterator[O
         mlp(spec, formats, layer, spec.inner_width(index)) if routed is None else experts(spec, formats, layer, routed)
     )
     yield from part_of(spec, layer + "mlp", computed)
+    if size := spec.per_layer_width:
+        yield from linears(HIDDEN, [("opened", 0, size)], f"{layer}input_gate", spec.hidden_size, formats, False)
+        yield Gate("opened", BY_LAYER, "input", spec.activation, index * size)
+        yield from linears("input", [("part", 0, spec.hidden_size)], f"{layer}input", size, formats, False)
+        yield Scale("part", 2**-0.5)
+        yield Norm("part", "part", vector(f"{layer}input_norm", spec.hidden_size))
+        yield Add("part", HIDDEN, 1.0)
+    if spec.layer_scales:
+        yield ScaleBy(HIDDEN, vector(f"{layer}scale", 1))
 
 
 def _tap(spec: DecoderSpec, taps: Sequence[int], num_layers: int) -> Iterator[Op]:
@@ -119,8 +139,10 @@ def part_of(spec: DecoderSpec, name: str, computed: Iterator[Op]) -> Iterator[Op
 def _mixer(spec: DecoderSpec, formats: Formats, index: int) -> Iterator[Op]:
     """Write what mixes a layer's tokens."""
     if (delta := spec.layers[index].recurrent) is None:
+        kept = spec.layers[index].kv_of
+        place = spec.kv_layers.index(index if kept is None else kept)
         write = attention if spec.latent is None else latent_attention
-        return write(spec, formats, index, pool_layer=spec.kv_layers.index(index))
+        return write(spec.at(index), formats, index, pool_layer=place)
     return recurrent(delta, formats, index, spec.hidden_size)
 
 
@@ -151,16 +173,18 @@ def attention(
     q, kv, width = spec.q_width, spec.kv_width, width or spec.hidden_size
     kept = index if pool_layer is None else pool_layer
     parts = [("q", 0, q), ("k", q, kv), ("v", q + kv, kv)] + [("og", q + 2 * kv, q)] * spec.output_gate
-    yield from linears(source, parts, qkv, width, formats, spec.qkv_bias)
+    written = ("q", "k") if layer.kv_of is None else ("q",)
+    yield from linears(source, parts if layer.kv_of is None else parts[:1], qkv, width, formats, spec.qkv_bias)
+    if spec.value_norm and layer.kv_of is None:
+        yield ValueNorm("v")
     if spec.qk_norm is not QKNorm.NONE:
         full = spec.qk_norm is QKNorm.FULL_WIDTH
-        for value, width in (("q", q), ("k", kv)):
+        for value, width in zip(written, (q, kv), strict=False):
             weight = vector(f"layers.{index}.{value}_norm", width if full else spec.head_dim)
             yield HeadNorm(value, weight, full)
     if layer.rope is not None:
-        yield Rope("q", layer.rope)
-        yield Rope("k", layer.rope)
-    yield WriteKV(kept, "k", "v")
+        yield from (Rope(value, layer.rope) for value in written)
+    yield WriteKV(kept, "k" if layer.kv_of is None else "", "v")
     sinks = vector(f"layers.{index}.sinks", spec.num_heads) if spec.attention_sinks else None
     yield Attention("q", "attended", kept, layer.window, sinks, spec.output_gate)
     output = f"layers.{index}.attention_output"
@@ -302,7 +326,7 @@ def vector(name: str, rows: int) -> Weight:
 
 
 NATIVE_OPS = (
-    Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd, Gate, ChooseExperts, Experts, SigmoidScale,
+    Embed, Take, Columns, Prepare, Linear, ScaleBy, QKV, Attention, NormAdd, Gate, ChooseExperts, Experts, SigmoidScale,
     Recurrent, HeadLinear,
 )  # fmt: skip
 
@@ -456,17 +480,20 @@ def _softcap_into_linear(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
 
 def _qkv_in_one(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
     """Return the operations between the stacked linear and the write: norms and ropes of q and k, in any number."""
-    if not isinstance(ops[0], HeadNorm | Rope | WriteKV):
+    if not isinstance(ops[0], HeadNorm | ValueNorm | Rope | WriteKV):
         return None
+    has_value_norm = isinstance(ops[0], ValueNorm)
     norms: dict[str, HeadNorm] = {}
     ropes: dict[str, Rope] = {}
     for length, op in enumerate(ops, start=1):
         match op:
             case HeadNorm():
                 norms[op.value] = op
+            case ValueNorm() if length == 1:
+                continue
             case Rope():
                 ropes[op.value] = op
-            case WriteKV() if set(norms) in (set(), {"q", "k"}) and set(ropes) in (set(), {"q", "k"}):
+            case WriteKV() if all(set(each) in (set(), {"q", "k"} if op.keys else {"q"}) for each in (norms, ropes)):
                 q_norm, k_norm = norms.get("q"), norms.get("k")
                 fused = QKV(
                     "qkv",
@@ -475,6 +502,8 @@ def _qkv_in_one(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
                     q_norm.weight if q_norm is not None else None,
                     k_norm.weight if k_norm is not None else None,
                     q_norm is not None and q_norm.full_width,
+                    has_value_norm,
+                    not op.keys,
                 )
                 return length, [fused]
             case _:
@@ -497,6 +526,8 @@ def _take_early(ops: list[Op]) -> tuple[list[Op], int]:
     last = max(index for index, op in enumerate(ops) if isinstance(op, Attention | Recurrent))
     if any(isinstance(op, Columns) and op.target == TAPS for op in ops[last:]):  # a head looks at all of them
         return ops, 0
+    if any(isinstance(op, Gate) and op.up == BY_LAYER for op in ops[last:]):
+        return ops, 0
     take = next(op for op in ops[last:] if isinstance(op, Take))
     rest: list[Op] = [take]
     for op in ops[last + 1 :]:
@@ -507,6 +538,8 @@ def _take_early(ops: list[Op]) -> tuple[list[Op], int]:
                 rest.append(replace(op, takes=True))
             case Norm() | Prepare() | Linear() | Add():
                 rest.append(replace(op, source=_renamed(op.source, take), target=_renamed(op.target, take)))
+            case ScaleBy():
+                rest.append(replace(op, value=_renamed(op.value, take)))
             case _:
                 rest.append(op)
     return [*ops[: last + 1], *rest], 1

@@ -77,7 +77,7 @@ class Formats(Struct, frozen=True, kw_only=True):
         for first, format in reversed(self.stored.get(parameter, ())):
             if first <= row:
                 return format
-        return self.head if parameter in ("embedding.weight", "output.weight") else self.linears
+        return self.head if parameter.endswith("embedding.weight") or parameter == "output.weight" else self.linears
 
     def __str__(self) -> str:
         if self.stored:
@@ -264,6 +264,12 @@ class Rope(Struct, frozen=True):
     rope: RopeSpec
 
 
+class ValueNorm(Struct, frozen=True):
+    """Normalise each head of the value alone, without weights, in place."""
+
+    value: str
+
+
 class WriteKV(Struct, frozen=True):
     """Keys and values into the pool."""
 
@@ -273,7 +279,8 @@ class WriteKV(Struct, frozen=True):
 
 
 class QKV(Struct, frozen=True):
-    """Queries, keys and values stacked in one value: norms, rope, keys and values into the pool, queries made ready."""
+    """Queries, keys and values stacked in one value: norms, rope, keys and values into the pool, queries made ready.
+    `shared`: there are queries alone, over what another layer keeps."""
 
     source: str
     layer: int
@@ -281,6 +288,8 @@ class QKV(Struct, frozen=True):
     q_norm: Weight | None = None
     k_norm: Weight | None = None
     full_width: bool = False
+    value_norm: bool = False
+    shared: bool = False
 
 
 class Attention(Struct, frozen=True):
@@ -307,12 +316,13 @@ class Recurrent(Struct, frozen=True):
 
 
 class Gate(Struct, frozen=True):
-    """target = activation(gate) * up"""
+    """target = activation(gate) * columns of up"""
 
     gate: str
     up: str
     target: str
     activation: Activation
+    first: int = 0
 
 
 class Add(Struct, frozen=True):
@@ -324,17 +334,25 @@ class Add(Struct, frozen=True):
 
 
 class NormAdd(Struct, frozen=True):
-    """target += norm(source) * scale"""
+    """target += norm(source) * scale, of each head alone"""
 
     source: str
     target: str
     weight: Weight
     scale: float
+    num_heads: int = 1
 
 
 class Scale(Struct, frozen=True):
     value: str
     factor: float
+
+
+class ScaleBy(Struct, frozen=True):
+    """value *= the weight's one number"""
+
+    value: str
+    weight: Weight
 
 
 class Softcap(Struct, frozen=True):
@@ -346,7 +364,7 @@ class Softcap(Struct, frozen=True):
 
 Op = (
     Embed | Take | Norm | Columns | Prepare | Linear | HeadNorm | Rope | WriteKV | QKV | Attention | Gate | Add
-    | NormAdd | Scale | Softcap | ChooseExperts | Experts | SigmoidScale | Recurrent | HeadLinear
+    | NormAdd | Scale | ScaleBy | Softcap | ValueNorm | ChooseExperts | Experts | SigmoidScale | Recurrent | HeadLinear
 )  # fmt: skip
 
 # ---- the program
@@ -384,7 +402,7 @@ class Program(Struct, frozen=True):
 
 def weights_of(op: Op) -> tuple[Weight, ...]:
     match op:
-        case Embed() | Norm() | HeadNorm() | NormAdd() | Linear() | HeadLinear():
+        case Embed() | Norm() | HeadNorm() | NormAdd() | Linear() | HeadLinear() | ScaleBy():
             return (op.weight,)
         case Experts():
             return (op.gate_up, op.down)

@@ -117,9 +117,11 @@ def step_work(
                     yield _linear(name.removesuffix(".weight"), size[0], size[1], tokens, weights)
             yield _attention(spec, None, rows, kv)
         else:
-            yield _linear("qkv", spec.qkv_width, spec.hidden_size, tokens, weights)
-            yield _attention(spec, layer.window, rows, kv)
-            yield _linear("attention_output", spec.hidden_size, spec.q_width, tokens, weights)
+            at = spec.at(index)
+            width = at.qkv_width if layer.kv_of is None else at.q_width
+            yield _linear("qkv", width, spec.hidden_size, tokens, weights)
+            yield _attention(at, layer.window, rows, kv)
+            yield _linear("attention_output", spec.hidden_size, at.q_width, tokens, weights)
         if layer.routed is not None:
             yield from _routed(spec, layer.routed, tokens, weights)
         if inner := layer.routed.shared_width if layer.routed is not None else spec.inner_width(index):

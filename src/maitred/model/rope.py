@@ -38,6 +38,9 @@ def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> tuple[float, ...]
         frequencies = _yarn(rope)
     elif rope.rope_type is RopeType.LONGROPE:
         frequencies = _longrope(rope, max_model_len)
+    elif rope.rope_type is RopeType.PROPORTIONAL:
+        frequencies = _plain(rope.theta, rope.dim) / _F32(rope.factor)
+        frequencies[rope.num_moving :] = 0
     elif rope.rope_type is RopeType.LLAMA3:
         frequencies = _llama3(rope)
     else:

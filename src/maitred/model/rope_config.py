@@ -51,10 +51,13 @@ def rope_from_parameters(parameters: Config, config: Config, head_dim: int) -> R
     original = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
     if rope_type is RopeType.DYNAMIC:
         original = config["max_position_embeddings"]
+    part = float(parameters.get("partial_rotary_factor") or 1.0)
+    whole = rope_type is RopeType.PROPORTIONAL
     rope = RopeSpec(
         rope_type=rope_type,
         theta=float(parameters["rope_theta"]),
-        dim=int(head_dim * float(parameters.get("partial_rotary_factor") or 1.0)),
+        dim=head_dim if whole else int(head_dim * part),
+        num_moving=int(part * head_dim // 2) if whole else 0,
         interleaved=bool(config.get("rope_interleaved")),
         **_READERS[rope_type](parameters, config["max_position_embeddings"], original),
     )
@@ -127,6 +130,10 @@ def _llama3(parameters: Config, context: int, original: int) -> dict[str, Any]:
     }
 
 
+def _proportional(parameters: Config, context: int, original: int) -> dict[str, Any]:
+    return {"factor": float(parameters.get("factor") or 1)}
+
+
 _READERS = {
     RopeType.DEFAULT: _default,
     RopeType.LINEAR: _linear,
@@ -134,6 +141,7 @@ _READERS = {
     RopeType.YARN: _yarn,
     RopeType.LONGROPE: _longrope,
     RopeType.LLAMA3: _llama3,
+    RopeType.PROPORTIONAL: _proportional,
 }
 
 

@@ -6,7 +6,7 @@ when a family needs it (attention sinks, expert routing), with a default that le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ class RopeType(Enum):
     YARN = "yarn"
     LONGROPE = "longrope"
     LLAMA3 = "llama3"
+    PROPORTIONAL = "proportional"  # the whole head, of which the slower pairs stand still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class RopeSpec:
     theta: float
     dim: int
     """The first values of a head that are rotated; an odd count (partial rotary) rotates one more."""
+    num_moving: int = 0
+    """Pairs that `proportional` turns."""
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     """Context before stretching. For `dynamic` and `longrope` the frequencies depend on whether the served context
@@ -197,6 +200,12 @@ class LayerSpec:
     """Sliding window in tokens: position p attends to (p - window, p]; None attends to all before it."""
     rope: RopeSpec | None = None
     """None leaves positions out (NoPE, arXiv:2305.19466)."""
+    heads: tuple[int, int] | None = None
+    """K/V heads, and the size of a head, where they are not the decoder's."""
+    keys_as_values: bool = False
+    """Values are the keys before norm and rope: the checkpoint has one matrix for both."""
+    kv_of: int | None = None
+    """Keys and values are those of this earlier layer; there are queries alone."""
     mlp: RoutedSpec | int | None = None
     """Routed experts, or a dense MLP of this width; None: of the decoder's `intermediate_size`."""
 
@@ -261,6 +270,13 @@ class DecoderSpec:
     (Qwen3-Next)."""
     attention_sinks: bool = False
     """Each head has a logit that only adds to the softmax's denominator (gpt-oss)."""
+    value_norm: bool = False
+    """Values of each head are normalised, without weights (Gemma 4)."""
+    per_layer_width: int = 0
+    """Values that each layer has of its token beside the residual stream: (embedding + normed projection of the
+    stream's beginning) / sqrt(2); after its MLP it adds norm(input(act(input_gate(stream)) * them)) (Gemma 4)."""
+    layer_scales: bool = False
+    """What a layer leaves on the residual stream is multiplied by a number of its own (Gemma 4)."""
     activation_limit: float = 0.0
     """Clamps gate and up of `Activation.CLAMPED_SWIGLU`."""
     num_mtp_layers: int = 0
@@ -295,6 +311,26 @@ class DecoderSpec:
     def q_width(self) -> int:
         return self.num_heads * self.head_dim
 
+    def at(self, layer: int) -> DecoderSpec:
+        """The same with the heads of a layer."""
+        heads = self.layers[layer].heads
+        return self if heads is None else replace(self, num_kv_heads=heads[0], head_dim=heads[1])
+
+    @property
+    def kv_heads(self) -> list[tuple[int, int]]:
+        """K/V heads and their size of each layer that keeps keys."""
+        return [self.layers[i].heads or (self.num_kv_heads, self.head_dim) for i in self.kv_layers]
+
+    @property
+    def is_uneven(self) -> bool:
+        """Layers keep keys and values of unlike heads."""
+        return len(set(self.kv_heads)) > 1
+
+    @property
+    def widest_keys(self) -> int:
+        """Values of the keys of a token in the layer that has most."""
+        return max(heads * size for heads, size in self.kv_heads)
+
     @property
     def kv_width(self) -> int:
         return self.num_kv_heads * self.head_dim
@@ -307,7 +343,7 @@ class DecoderSpec:
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """Layers that keep keys and values; their places here are those in the KV cache."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent is None)
+        return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent is None and layer.kv_of is None)
 
     @property
     def latent(self) -> LatentSpec | None:
@@ -325,12 +361,12 @@ class DecoderSpec:
 
     def kv_values_per_token(self) -> int:
         """Numbers the KV cache holds for one token, keys and values of all layers that have them."""
-        return len(self.kv_layers) * self.kv_width * (1 if self.latent_rank else 2)
+        return sum((1 if self.latent_rank else 2) * heads * size for heads, size in self.kv_heads)
 
     @property
     def has_state(self) -> bool:
         """Some layers are recurrent: a request has a slot of states beside its KV blocks."""
-        return len(self.kv_layers) < self.num_layers
+        return any(layer.recurrent is not None for layer in self.layers)
 
     @property
     def state_bytes_per_slot(self) -> int:
@@ -390,6 +426,10 @@ def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     after it. A routed layer's experts stand one below the other in `experts.gate_up` and `experts.down`.
     """
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, spec.hidden_size)}
+    if width := spec.num_layers * spec.per_layer_width:
+        shapes["by_layer.embedding.weight"] = (spec.vocab_size, width)
+        shapes["by_layer.projection.weight"] = (width, spec.hidden_size)
+        shapes["by_layer.norm.weight"] = (spec.per_layer_width,)
     for i in range(spec.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(spec, i).items()}
     shapes["norm.weight"] = (spec.hidden_size,)
@@ -401,9 +441,9 @@ def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(spec: DecoderSpec, layer: int) -> dict[str, tuple[int, ...]]:
     pre = spec.norm_placement is not NormPlacement.POST
     post = spec.norm_placement is not NormPlacement.PRE
-    hidden = (spec.hidden_size,)
+    hidden, size = (spec.hidden_size,), spec.per_layer_width
     recurrent, latent = spec.layers[layer].recurrent, spec.layers[layer].latent
-    mixer = _attention_shapes(spec) if latent is None else latent_shapes(spec, latent)
+    mixer = _attention_shapes(spec.at(layer), layer) if latent is None else latent_shapes(spec, latent)
     shapes: dict[str, tuple[int, ...] | None] = {
         "attention_norm.weight": hidden if pre else None,
         **(mixer if recurrent is None else _recurrent_shapes(recurrent, spec.hidden_size)),
@@ -411,18 +451,23 @@ def _layer_shapes(spec: DecoderSpec, layer: int) -> dict[str, tuple[int, ...]]:
         "mlp_norm.weight": hidden if pre else None,
         **_mlp_shapes(spec, layer),
         "mlp_post_norm.weight": hidden if post else None,
+        "input_gate.weight": (size, *hidden) if size else None,
+        "input.weight": (*hidden, size) if size else None,
+        "input_norm.weight": hidden if size else None,
+        "scale.weight": (1,) if spec.layer_scales else None,
     }
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def _attention_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...] | None]:
+def _attention_shapes(spec: DecoderSpec, layer: int) -> dict[str, tuple[int, ...] | None]:
     full = spec.qk_norm is QKNorm.FULL_WIDTH
-    normed = spec.qk_norm is not QKNorm.NONE
+    normed, keeps = spec.qk_norm is not QKNorm.NONE, spec.layers[layer].kv_of is None
+    width = spec.qkv_width if keeps else spec.q_width
     return {
-        "qkv.weight": (spec.qkv_width, spec.hidden_size),
-        "qkv.bias": (spec.qkv_width,) if spec.qkv_bias else None,
+        "qkv.weight": (width, spec.hidden_size),
+        "qkv.bias": (width,) if spec.qkv_bias else None,
         "q_norm.weight": (spec.q_width if full else spec.head_dim,) if normed else None,
-        "k_norm.weight": (spec.kv_width if full else spec.head_dim,) if normed else None,
+        "k_norm.weight": (spec.kv_width if full else spec.head_dim,) if normed and keeps else None,
         "sinks.weight": (spec.num_heads,) if spec.attention_sinks else None,
         "attention_output.weight": (spec.hidden_size, spec.q_width),
         "attention_output.bias": (spec.hidden_size,) if spec.output_bias else None,
@@ -503,7 +548,7 @@ def _check(spec: DecoderSpec) -> None:
     for i, layer in enumerate(spec.layers):
         if layer.window is not None and layer.window < 1:
             raise CheckpointError(f"{spec.architecture}: layer {i} has a window of {layer.window} tokens")
-        if layer.rope is not None and not 2 <= 2 * layer.rope.num_frequencies <= spec.head_dim:
+        if layer.rope is not None and not 2 <= 2 * layer.rope.num_frequencies <= (layer.heads or (0, spec.head_dim))[1]:
             raise CheckpointError(
                 f"{spec.architecture}: layer {i} rotates {layer.rope.dim} values of a head of {spec.head_dim}"
             )

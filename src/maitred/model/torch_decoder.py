@@ -74,6 +74,11 @@ class TorchDecoder(nn.Module):
         self.dtype = dtype
         make = _Maker("meta" if hollow else device, dtype)
         self.embedding = make.embedding(spec.vocab_size, spec.hidden_size)
+        self.by_layer = nn.ModuleDict()
+        if width := spec.num_layers * spec.per_layer_width:
+            self.by_layer["embedding"] = make.embedding(spec.vocab_size, width)
+            self.by_layer["projection"] = make.linear(spec.hidden_size, width, bias=False)
+            self.by_layer["norm"] = make.norm(spec.per_layer_width, spec)
         self.layers = nn.ModuleList(_Layer(spec, i, make) for i in range(spec.num_layers))
         self.norm = make.norm(spec.hidden_size, spec)
         self.output = None if spec.tied_embeddings else make.linear(spec.hidden_size, spec.vocab_size, bias=False)
@@ -99,14 +104,24 @@ class TorchDecoder(nn.Module):
         """
         hidden_TD = embedding(token_ids_T, self.embedding.weight) * self.embedding_scale
         rotations = self.rotations(positions_T)
-        for layer in self.layers:
+        inputs = self._inputs(token_ids_T, hidden_TD) if self.by_layer else [None] * len(self.layers)
+        for layer, input_TW in zip(self.layers, inputs, strict=True):
             if states is not None:
                 states.append(hidden_TD)
-            hidden_TD = layer(hidden_TD, rotations, attend, recur)
+            hidden_TD = layer(hidden_TD, rotations, attend, recur, input_TW)
         if states is not None:
             states.append(hidden_TD)
         normed_TD: Tensor = self.norm(hidden_TD)
         return normed_TD
+
+    def _inputs(self, token_ids_T: Tensor, hidden_TD: Tensor) -> Sequence[Tensor]:
+        """What each layer has of the tokens, [T, W]."""
+        spec, size = self.spec, self.spec.per_layer_width
+        tokens = self.by_layer["embedding"](token_ids_T) * size**0.5
+        context = self.by_layer["projection"](hidden_TD) * spec.hidden_size**-0.5
+        normed = self.by_layer["norm"](context.unflatten(-1, (spec.num_layers, size)))
+        inputs: Sequence[Tensor] = ((normed + tokens.view_as(normed)) * 2**-0.5).unbind(1)
+        return inputs
 
     def rotations(self, positions_T: Tensor) -> Rotations:
         ropes: Any = self.ropes
@@ -201,7 +216,9 @@ class _Layer(nn.Module):
         super().__init__()
         self.spec = spec
         self.layer_spec: LayerSpec = spec.layers[index]
-        place = sum(layer < index for layer in spec.kv_layers)
+        self.heads = spec.at(index)
+        kept = index if self.layer_spec.kv_of is None else self.layer_spec.kv_of
+        place = sum(layer < kept for layer in spec.kv_layers)
         self.index = place if self.layer_spec.recurrent is None else index - place
         hidden, inner = spec.hidden_size, spec.inner_width(index)
         pre = spec.norm_placement is not NormPlacement.POST
@@ -219,14 +236,25 @@ class _Layer(nn.Module):
             self.gate_up = make.linear(hidden, 2 * inner, bias=spec.mlp_bias)
             self.down = make.linear(inner, hidden, bias=spec.mlp_bias)
         self.mlp_post_norm = make.norm(hidden, spec) if post else None
+        if size := spec.per_layer_width:
+            self.input_gate = make.linear(hidden, size, bias=False)
+            self.input = make.linear(size, hidden, bias=False)
+            self.input_norm = make.norm(hidden, spec)
+        self.scale = make.norm(1, spec) if spec.layer_scales else None  # for its number
 
     def _make_attention(self, make: _Maker) -> None:
-        spec, latent, width = self.spec, self.layer_spec.latent, self.spec.q_width
+        spec, latent, keeps, width = (
+            self.heads,
+            self.layer_spec.latent,
+            self.layer_spec.kv_of is None,
+            self.heads.q_width,
+        )
         if latent is not None:
             self.latent, width = _Latent(spec, latent, make), spec.num_heads * latent.value_dim
         else:
-            self.qkv = make.linear(spec.hidden_size, spec.qkv_width, bias=spec.qkv_bias)
+            self.qkv = make.linear(spec.hidden_size, spec.qkv_width if keeps else spec.q_width, bias=spec.qkv_bias)
             self.q_norm, self.k_norm = _qk_norms(spec, make)
+            self.k_norm = self.k_norm if keeps else None
         self.sinks = make.norm(spec.num_heads, spec) if spec.attention_sinks else None  # for its vector
         self.attention_output = make.linear(width, spec.hidden_size, bias=spec.output_bias)
 
@@ -244,7 +272,14 @@ class _Layer(nn.Module):
         matrices = {"gate_up": (hidden, 2 * shared), "down": (shared, hidden)} if shared else {}
         self.shared = nn.ModuleDict({name: make.linear(*sizes, bias=False) for name, sizes in matrices.items()})
 
-    def forward(self, hidden_TD: Tensor, rotations: Rotations, attend: Attend, recur: Recur | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        rotations: Rotations,
+        attend: Attend,
+        recur: Recur | None = None,
+        input_TW: Tensor | None = None,
+    ) -> Tensor:
         x_TD = _maybe(self.attention_norm, hidden_TD)
         if self.layer_spec.recurrent is None:
             part_TD = self.attention(x_TD, rotations, attend)
@@ -252,21 +287,32 @@ class _Layer(nn.Module):
             part_TD = self.recurrent(x_TD, self.index, recur or _one_sequence)
         hidden_TD = self._add(hidden_TD, _maybe(self.attention_post_norm, part_TD))
         part_TD = self.mlp(_maybe(self.mlp_norm, hidden_TD))
-        return self._add(hidden_TD, _maybe(self.mlp_post_norm, part_TD))
+        hidden_TD = self._add(hidden_TD, _maybe(self.mlp_post_norm, part_TD))
+        if input_TW is not None:
+            opened_TW = _ACTIVATIONS[self.spec.activation](self.input_gate(hidden_TD))
+            hidden_TD = hidden_TD + self.input_norm(self.input(opened_TW * input_TW))
+        return hidden_TD if self.scale is None else hidden_TD * self.scale.weight.to(hidden_TD.dtype)
 
     def _add(self, hidden_TD: Tensor, part_TD: Tensor) -> Tensor:
         scale = self.spec.residual_scale
         return hidden_TD + part_TD if scale == 1.0 else hidden_TD + part_TD * scale
 
     def attention(self, x_TD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
-        spec, latent = self.spec, self.layer_spec.latent
+        spec, latent, rope, scale = self.heads, self.layer_spec.latent, self.layer_spec.rope, None
+        if self.layer_spec.kv_of is not None:
+            q_TNH = _maybe(self.q_norm, self.qkv(x_TD).view(-1, spec.num_heads, spec.head_dim))
+            assert rope is not None
+            q_TNH = rotate(q_TNH, rotations[rope][:2], interleaved=rope.interleaved)
+            like_TKH = q_TNH[:, : spec.num_kv_heads]  # for the sizes of what is kept
+            out_TNH = attend(self.index, q_TNH, like_TKH, like_TKH, writes=False)
+            out_TD: Tensor = self.attention_output(out_TNH.flatten(-2))
+            return out_TD
         gated = spec.qkv_width - spec.q_width - 2 * spec.kv_width
         if latent is not None:
             qk_TMH = self.latent(x_TD)
         else:
             qk, v, gate = torch.split(self.qkv(x_TD), [spec.q_width + spec.kv_width, spec.kv_width, gated], dim=-1)
             qk_TMH = self._normed(qk)  # M = N + K heads: one rotation for both
-        rope, scale = self.layer_spec.rope, None
         if rope is not None:
             *rotation, scale = rotations[rope]
             qk_TMH = rotate(qk_TMH, rotation, interleaved=rope.interleaved)
@@ -274,17 +320,19 @@ class _Layer(nn.Module):
         if scale is not None:
             q_TNH = q_TNH * scale.to(q_TNH.dtype)
         v_TKH = k_TKH[..., latent.rope_dim :] if latent else v.view(-1, spec.num_kv_heads, spec.head_dim)
+        if spec.value_norm:
+            v_TKH = rms_norm(v_TKH.float(), v_TKH.shape[-1:], eps=spec.norm_eps).to(v_TKH.dtype)
         sinks = () if self.sinks is None else (self.sinks.weight,)
         out_TNH = attend(self.index, q_TNH, k_TKH, v_TKH, *sinks)
         if latent is not None:
             out_TNH = _by_head("tnr,nvr->tnv", out_TNH, self.latent.expand)
         out = out_TNH.flatten(-2)
-        out_TD: Tensor = self.attention_output(out * torch.sigmoid(gate) if gated else out)
+        out_TD = self.attention_output(out * torch.sigmoid(gate) if gated else out)
         return out_TD
 
     def _normed(self, qk: Tensor) -> Tensor:
         """Queries and keys by heads, [T, N + K, H], normalised as the family does."""
-        spec = self.spec
+        spec = self.heads
         if spec.qk_norm is QKNorm.FULL_WIDTH:
             q, k = torch.split(qk, [spec.q_width, spec.kv_width], dim=-1)
             qk = torch.cat((_maybe(self.q_norm, q), _maybe(self.k_norm, k)), dim=-1)

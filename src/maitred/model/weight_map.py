@@ -161,7 +161,7 @@ def linear_sources(spec: DecoderSpec) -> dict[str, WeightSource]:
     for i in range(spec.num_layers):
         layer = f"layers.{i}."
         recurrent = spec.layers[i].recurrent
-        attention = () if recurrent else _attention(spec, f"{layer}self_attn.", layer, spec.hidden_size)
+        attention = () if recurrent else _attention(spec.at(i), f"{layer}self_attn.", layer, spec.hidden_size, i)
         dense = () if spec.layers[i].routed else _mlp(spec, f"{layer}mlp.", layer, spec.inner_width(i))
         for source in (*attention, *dense):
             if source.is_matrix and source.stack is None:
@@ -172,6 +172,8 @@ def linear_sources(spec: DecoderSpec) -> dict[str, WeightSource]:
 def _is_harmless(name: str, spec: DecoderSpec) -> bool:
     layer = re.search(r"\blayers\.(\d+)\.", name)
     behind = layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.num_mtp_layers
+    unread = layer is not None and int(layer[1]) < spec.num_layers and spec.layers[int(layer[1])].kv_of is not None
+    behind = behind or (unread and bool(re.search(r"self_attn\.[kv]_(proj|norm)\.", name)))
     return bool(HARMLESS.search(name)) or behind or (spec.tied_embeddings and name.endswith("lm_head.weight"))
 
 
@@ -181,6 +183,13 @@ def _first(names: list[str], limit: int = 4) -> str:
 
 def _sources(spec: DecoderSpec, prefix: str, names: Collection[str]) -> Iterator[WeightSource]:
     yield WeightSource(f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size), "embedding.weight")
+    if width := spec.num_layers * spec.per_layer_width:
+        for tensor, parameter, shape in (
+            ("embed_tokens_per_layer", "embedding", (spec.vocab_size, width)),
+            ("per_layer_model_projection", "projection", (width, spec.hidden_size)),
+            ("per_layer_projection_norm", "norm", (spec.per_layer_width,)),
+        ):
+            yield WeightSource(f"{prefix}{tensor}.weight", shape, f"by_layer.{parameter}.weight")
     for i in range(spec.num_layers):
         yield from _layer(spec, i, f"{prefix}layers.{i}.", names)
     yield from _after_layers(spec, prefix)
@@ -191,7 +200,7 @@ def _layer(spec: DecoderSpec, index: int, source: str, names: Collection[str]) -
     if layer.recurrent is not None:
         yield from _recurrent(layer.recurrent, source + "linear_attn.", f"{target}recurrent.", spec.hidden_size)
     else:
-        yield from _attention(spec, source + "self_attn.", target, spec.hidden_size)
+        yield from _attention(spec.at(index), source + "self_attn.", target, spec.hidden_size, index)
     if layer.routed is not None:
         yield from _routed(layer.routed, source, target, spec.hidden_size, names)
     else:
@@ -199,6 +208,15 @@ def _layer(spec: DecoderSpec, index: int, source: str, names: Collection[str]) -
     for tensor, parameter in _NORMS[spec.norm_placement]:
         shape = (spec.hidden_size,)
         yield WeightSource(f"{source}{tensor}.weight", shape, f"{target}{parameter}.weight", 0, spec.norm_offset)
+    if spec.per_layer_width:
+        for tensor, name, sizes in (
+            ("per_layer_input_gate", "input_gate", (spec.per_layer_width, spec.hidden_size)),
+            ("per_layer_projection", "input", (spec.hidden_size, spec.per_layer_width)),
+            ("post_per_layer_input_norm", "input_norm", (spec.hidden_size,)),
+        ):
+            yield WeightSource(f"{source}{tensor}.weight", sizes, f"{target}{name}.weight")
+    if spec.layer_scales:
+        yield WeightSource(f"{source}layer_scalar", (1,), f"{target}scale.weight")
 
 
 def _after_layers(spec: DecoderSpec, prefix: str) -> Iterator[WeightSource]:
@@ -270,12 +288,15 @@ _NORMS: dict[NormPlacement, tuple[tuple[str, str], ...]] = {  # (name in the che
 }
 
 
-def _attention(spec: DecoderSpec, source: str, target: str, width_in: int) -> Iterator[WeightSource]:
+def _attention(spec: DecoderSpec, source: str, target: str, width_in: int, index: int = 0) -> Iterator[WeightSource]:
     if (latent := spec.latent) is not None:
         yield from _latent(spec, latent, source, target)
         return
-    q, kv = spec.q_width, spec.kv_width
-    parts = (("qkv_proj", q + 2 * kv),) if spec.fused_weights else (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    q, kv, layer = spec.q_width, spec.kv_width, spec.layers[index]
+    values = "k_proj" if layer.keys_as_values else "v_proj"
+    parts = (("qkv_proj", q + 2 * kv),) if spec.fused_weights else (("q_proj", q), ("k_proj", kv), (values, kv))
+    if layer.kv_of is not None:
+        parts = parts[:1]
     if spec.output_gate:  # q_proj has of each head its query and its gate
         halves, head = ((0, 0), (1, q + 2 * kv)), spec.head_dim
         shapes: tuple[tuple[str, tuple[int, ...]], ...] = (("weight", (2 * q, width_in)), ("bias", (2 * q,)))
@@ -288,7 +309,7 @@ def _attention(spec: DecoderSpec, source: str, target: str, width_in: int) -> It
         yield from _stacked(source, parts, width_in, f"{target}qkv", spec.qkv_bias)
     if spec.qk_norm is not QKNorm.NONE:
         full = spec.qk_norm is QKNorm.FULL_WIDTH
-        for name, width in (("q_norm", q), ("k_norm", kv)):
+        for name, width in (("q_norm", q), ("k_norm", kv))[: 1 if layer.kv_of is not None else 2]:
             shape = (width if full else spec.head_dim,)
             yield WeightSource(f"{source}{name}.weight", shape, f"{target}{name}.weight", 0, spec.norm_offset)
     if spec.attention_sinks:

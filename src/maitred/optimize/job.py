@@ -96,8 +96,13 @@ def run_tool(tool: Tool, config: ToolConfig, own: DataclassInstance, progress: P
     begun, out = time.monotonic(), Path(config.out)
     with open_job(tool.name, config, own, progress, learns=tool.learns) as job:
         spec = spec_from_config(job.parent.config)
-        if spec.has_state or spec.latent or any(layer.routed is not None for layer in spec.layers):
-            kind = "recurrent layers" if spec.has_state else "latent attention" if spec.latent else "routed experts"
+        kinds = {
+            "recurrent layers": spec.has_state,
+            "latent attention": spec.latent is not None,
+            "routed experts": any(layer.routed is not None for layer in spec.layers),
+            "layers of unlike heads": spec.is_uneven,
+        }
+        if kind := next((kind for kind, has_it in kinds.items() if has_it), None):
             raise ConfigError(f"{config.model}: {spec.architecture} has {kind}, and {tool.name} takes dense models")
         if tool.measure is None:
             exact_bytes = 4 * spec.num_parameters()

@@ -85,14 +85,16 @@ class ModelShape:
 
 def shape_of_decoder(name: str, spec: DecoderSpec, bytes_per_value: float = 2.0) -> ModelShape:
     parameters, windows = spec.num_parameters(), [layer.window for layer in spec.layers if layer.window is not None]
-    looked_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
+    looked_up = spec.vocab_size * (
+        spec.num_layers * spec.per_layer_width + (not spec.tied_embeddings) * spec.hidden_size
+    )
     return ModelShape(
         name=name,
         num_parameters=parameters,
         num_active_parameters=parameters - looked_up,
         num_layers=len(spec.kv_layers),
         q_width=(spec.q_width + spec.attended_width) // 2,
-        kv_width=spec.kv_width // 2 if spec.latent else spec.kv_width,
+        kv_width=spec.kv_values_per_token() // (2 * len(spec.kv_layers)),
         context=spec.max_position_embeddings,
         hidden=spec.hidden_size,
         kv_heads=spec.num_kv_heads,

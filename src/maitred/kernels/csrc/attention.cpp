@@ -82,13 +82,13 @@ Span span_of(const Job& job, const AttentionItem& item, int segment) {
 
 // Copy one tile's visible slots out of blocks that are not whole tiles, into the form that the kernels take.
 void gather_tile(const Job& job, const AttentionItem& item, int first, int end, uint8_t* tile) {
-  const KVLayout& from = job.pool.layout();
+  const KVLayout& from = job.pool.layout_of(job.op.layer);
   const KVLayout& to = job.tile_layout;
   const int per_word = to.values_per_word, value_bytes = 4 / per_word;
   const int32_t* table = job.step.table(job.op.group, item.row);
   for (int position = first; position < end; ++position) {
     const int lane = position % kTileSlots;
-    const uint8_t* cell = job.pool.block(job.op.layer, table[position / from.block_size]) +
+    const uint8_t* cell = job.pool.block_of(job.op.layer, table[position / from.block_size]) +
                           item.kv_head * from.head_stride + position % from.block_size * from.cell_bytes;
     for (int word = 0; word < to.k_words; ++word) {
       const int bytes = std::min(per_word, to.head_dim - word * per_word) * value_bytes;
@@ -109,25 +109,25 @@ void gather_tile(const Job& job, const AttentionItem& item, int first, int end, 
 
 // One tile's slots from its first on, which keys behind it are coded with, out of cells of int4.
 void expand_tile(const Job& job, const AttentionItem& item, int position, int end, uint8_t* tile) {
-  const KVLayout& from = job.pool.layout();
+  const KVLayout& from = job.pool.layout_of(job.op.layer);
   const int32_t* table = job.step.table(job.op.group, item.row);
   const uint8_t* cells[kTileSlots];
   for (int at = position; at < end; ++at)
-    cells[at - position] = job.pool.block(job.op.layer, table[at / from.block_size]) + item.kv_head * from.head_stride +
-                           at % from.block_size * from.cell_bytes;
+    cells[at - position] = job.pool.block_of(job.op.layer, table[at / from.block_size]) +
+                           item.kv_head * from.head_stride + at % from.block_size * from.cell_bytes;
   job.formats.expand(from, cells, end - position, job.tile_layout, tile);
 }
 
 // The tiles of a segment, by place in it; gathered into scratch where the pool has none.
 void find_tiles(const Job& job, const AttentionItem& item, int segment, Span span, const uint8_t** tiles) {
-  const KVLayout& layout = job.pool.layout();
+  const KVLayout& layout = job.pool.layout_of(job.op.layer);
   const int base = segment * kSegmentSlots;
   const int32_t* table = job.step.table(job.op.group, item.row);
   for (int tile = span.first / kTileSlots; tile * kTileSlots < span.end; ++tile) {
     const int position = base + tile * kTileSlots;
     if (layout.tiled) {
       tiles[tile] =
-          job.pool.block(job.op.layer, table[position / layout.block_size]) +
+          job.pool.block_of(job.op.layer, table[position / layout.block_size]) +
           (int64_t{position % layout.block_size / kTileSlots} * layout.num_kv_heads + item.kv_head) * layout.cell_bytes;
     } else {
       uint8_t* gathered = job.scratch + job.at.gathered + tile * job.tile_layout.block_bytes;
@@ -251,7 +251,7 @@ void finish(const Job& job, const AttentionItem& item, const Partial& total, int
 // the pool has none.
 void find_next_tiles(const Job& job, const AttentionItem* item, int segment, const uint8_t** tiles) {
   std::fill(tiles, tiles + kSegmentTiles, job.scratch);
-  if (item == nullptr || !job.pool.layout().tiled) return;
+  if (item == nullptr || !job.pool.layout_of(job.op.layer).tiled) return;
   const Span span = span_of(job, *item, segment);
   const int first = span.first / kTileSlots, end = (span.end + kTileSlots - 1) / kTileSlots;
   const uint8_t* found[kSegmentTiles];
@@ -334,7 +334,7 @@ void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratc
                 out,
                 out_stride,
                 attention_kernels(isa),
-                places(scratch.tile_layout(), !pool.layout().tiled),
+                places(scratch.tile_layout(), !pool.layout_of(op.layer).tiled),
                 scratch.of_worker(worker.index),
                 qkv_kernels(isa)};
   const std::vector<AttentionUnit>& units = plan.units();

@@ -3,9 +3,12 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <tuple>
 
 #include "kv_pool.h"
 #include "qkv.h"
@@ -105,16 +108,29 @@ void bind_kv_pool(nb::module_& m) {
       .def(
           "__init__",
           [](KVPool* self, const std::string& dtype, int num_layers, int num_blocks, int block_size, int num_kv_heads,
-             int head_dim, int latent_dim, Team* team) {
+             int head_dim, int latent_dim, int64_t page_bytes, const std::vector<std::tuple<int, int, int64_t>>& places,
+             Team* team) {
+            SharedMemory* const shared = team == nullptr ? nullptr : &team->memory();
+            const DType type = kv_dtype_named(dtype);
+            std::vector<KVPlace> found;
+            for (const auto& [heads, size, offset] : places) {
+              found.push_back({kv_layout(type, heads, size, block_size), offset});
+              head_dim = std::max(head_dim, size);
+            }
             if (head_dim > kLargestHead)
               throw std::invalid_argument("a head size of " + std::to_string(head_dim) + "; the largest is " +
                                           std::to_string(kLargestHead));
-            new (self) KVPool(kv_layout(kv_dtype_named(dtype), num_kv_heads, head_dim, block_size, latent_dim),
-                              num_layers, num_blocks, team == nullptr ? nullptr : &team->memory());
+            const KVLayout layout = kv_layout(type, num_kv_heads, head_dim, block_size, latent_dim);
+            if (found.empty())
+              new (self) KVPool(layout, num_layers, num_blocks, shared);
+            else
+              new (self) KVPool(layout, page_bytes, std::move(found), num_blocks, shared);
           },
           nb::kw_only(), nb::arg("dtype"), nb::arg("num_layers"), nb::arg("num_blocks"), nb::arg("block_size"),
-          nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("latent_dim") = 0, nb::arg("team") = nb::none(),
-          nb::keep_alive<1, 9>())
+          nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("latent_dim") = 0, nb::arg("page_bytes") = 0,
+          nb::arg("places") = std::vector<std::tuple<int, int, int64_t>>(), nb::arg("team") = nb::none(),
+          nb::keep_alive<1, 11>(),
+          "places: of layers of unlike sizes in a page of page_bytes, each its K/V heads, their size and first byte.")
       .def_prop_ro("num_layers", &KVPool::num_layers)
       .def_prop_ro("num_blocks", &KVPool::num_blocks)
       .def_prop_ro("num_bytes", &KVPool::num_bytes)

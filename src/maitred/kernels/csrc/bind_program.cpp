@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 #include <memory>
@@ -74,18 +75,21 @@ struct BoundProgram {
     return *expert_buffers;
   }
 
-  // One plan for each window, built before each step.
-  AttentionPlan& plan(int num_heads, int window) {
-    std::unique_ptr<AttentionPlan>& plan = plans[{num_heads, window}];
+  // One plan for each window and kind of heads, built before each step.
+  AttentionPlan& plan(const KVLayout& layout, int num_heads, int window) {
+    std::unique_ptr<AttentionPlan>& plan = plans[{num_heads, window, layout.num_kv_heads, layout.head_dim}];
     if (plan == nullptr) {
-      plan = std::make_unique<AttentionPlan>(program.pool().layout(), num_heads, window, program.num_threads());
+      plan = std::make_unique<AttentionPlan>(layout, num_heads, window, program.num_threads());
       if (program.team() != nullptr)
         plan->share(program.team()->memory(), program.limits().max_tokens, program.limits().max_positions);
       program.add_planner([&made = *plan](const StepRows& step) { made.build(step); });
     }
-    if (scratch == nullptr)
-      scratch = std::make_unique<AttentionScratch>(program.pool().layout(), program.num_threads());
     return *plan;
+  }
+  const AttentionScratch& scratch(const KVLayout& layout) {
+    std::unique_ptr<AttentionScratch>& scratch = scratches[{layout.num_kv_heads, layout.head_dim}];
+    if (scratch == nullptr) scratch = std::make_unique<AttentionScratch>(layout, program.num_threads());
+    return *scratch;
   }
 
   Program program;
@@ -94,11 +98,12 @@ struct BoundProgram {
   std::unique_ptr<OperandBuffers> operand_buffers;
   std::unique_ptr<ExpertBuffers> expert_buffers;           // where a layer is routed
   std::vector<std::pair<int64_t*, int>> tokens_of_expert;  // of each routed layer, and their number
-  std::map<std::pair<int, int>, std::unique_ptr<AttentionPlan>> plans;
-  std::unique_ptr<AttentionScratch> scratch;
+  std::map<std::array<int, 4>, std::unique_ptr<AttentionPlan>> plans;
+  std::map<std::pair<int, int>, std::unique_ptr<AttentionScratch>> scratches;
   ThreadPool* threads;
   StateSlots slots;
   uint8_t* queries = nullptr;
+  int64_t query_bytes = 0;
   const float* rotated = nullptr;  // rows that the last attention left rotated
 };
 
@@ -225,11 +230,11 @@ RopeTable make_rope_table(BoundProgram& self, const Vector& frequencies, float f
 
 void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, const RopeTable* rope,
             const nb::object& q_norm, const nb::object& k_norm, bool full_width, float eps, bool interleaved,
-            const RopeTable* query_rope) {
-  const KVLayout& layout = self.program.pool().layout();
-  const int64_t head = layout.head_dim;
-  source.columns(0, (num_heads + (layout.latent ? 1 : 2) * layout.num_kv_heads) * head);
+            const RopeTable* query_rope, bool queries_only) {
   const Program::LayerPlace place = self.program.place(layer);
+  const KVLayout& layout = self.program.pool().layout_of(place.layer);
+  const int64_t head = layout.head_dim;
+  source.columns(0, (num_heads + (queries_only ? 0 : layout.latent ? 1 : 2) * layout.num_kv_heads) * head);
   QKVOp op{};
   op.layer = place.layer;
   op.group = place.group;
@@ -240,12 +245,13 @@ void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, co
   op.eps = eps;
   op.num_pairs = rope == nullptr ? 0 : rope->num_pairs;
   op.interleaved = interleaved;
+  op.queries_only = queries_only;
   if (interleaved && op.norm != QKNorm::none) throw std::invalid_argument("norms of heads with interleaved pairs");
-  if (self.queries == nullptr)
-    self.queries = static_cast<uint8_t*>(
-        self.program.add_bytes(self.program.limits().max_tokens * num_heads * query_head_bytes(layout)));
+  const int64_t query_bytes = self.program.limits().max_tokens * num_heads * query_head_bytes(layout);
+  if (query_bytes > self.query_bytes)
+    self.queries = static_cast<uint8_t*>(self.program.add_bytes(self.query_bytes = query_bytes));
   const RopeTable* of_queries = query_rope == nullptr ? rope : query_rope;
-  add_qkv(self.program, layer, op, source, rope == nullptr ? nullptr : rope->table,
+  add_qkv(self.program, queries_only ? -1 : layer, op, source, rope == nullptr ? nullptr : rope->table,
           rope == nullptr ? nullptr : of_queries->table, self.queries);
 }
 
@@ -259,16 +265,16 @@ bool stays_rotated(const KVLayout& layout, const LinearShape& reader) {
 void attention_op(BoundProgram& self, int layer, int num_heads, int window, float scale, float softcap,
                   const Rows& target, const LinearShape& reader, const nb::object& sinks, const Rows* gates) {
   if (!(scale > 0.0f)) throw std::invalid_argument("a scale of " + std::to_string(scale) + "; it must be positive");
-  const KVLayout& layout = self.program.pool().layout();
+  const Program::LayerPlace place = self.program.place(layer);
+  const KVLayout& layout = self.program.pool().layout_of(place.layer);
   check_width(target, int64_t{num_heads} * layout.value_dim);
   const bool rotated = gates == nullptr && stays_rotated(layout, reader);
   self.rotated = rotated ? target.values : nullptr;
   if (self.queries == nullptr) throw std::logic_error("attention before queries");
-  AttentionPlan& plan = self.plan(num_heads, window);
-  const Program::LayerPlace place = self.program.place(layer);
+  AttentionPlan& plan = self.plan(layout, num_heads, window);
   add_attention(self.program,
                 AttentionOp{place.layer, place.group, num_heads, scale, softcap, vector_of(sinks, num_heads), rotated},
-                plan, *self.scratch, self.queries, target);
+                plan, self.scratch(layout), self.queries, target);
   if (gates != nullptr)
     add_open(self.program, gates->columns((num_heads + 2 * layout.num_kv_heads) * layout.head_dim, target.width),
              target);
@@ -503,32 +509,41 @@ void bind_program(nb::module_& m) {
            "A matrix a head; first, count: the heads of a rank.")
       .def(
           "gate",
-          [](BoundProgram& self, const Rows& gate, const Rows& up, const Rows& target, const std::string& act,
-             bool few) {
-            check_width(up, gate.width);
+          [](BoundProgram& self, const Rows& gate, const Rows& up, const Rows& target, const std::string& act, bool few,
+             int64_t first) {
             check_width(target, gate.width);
             if (act_named(act) == GateAct::clamped_swiglu) throw std::invalid_argument("a gate of its own that clamps");
-            add_gate(self.program, gate, up, target, act_named(act), few);
+            add_gate(self.program, gate, up.columns(first, gate.width), target, act_named(act), few);
           },
-          nb::arg("gate"), nb::arg("up"), nb::arg("target"), nb::arg("act"), nb::arg("few"),
+          nb::arg("gate"), nb::arg("up"), nb::arg("target"), nb::arg("act"), nb::arg("few"), nb::arg("first") = 0,
           "target = act(gate) * up, where the two have formats of their own.")
       .def(
           "norm",
           [](BoundProgram& self, const Rows& source, int64_t source_first, const Rows& target, int64_t target_first,
-             int64_t width, const nb::object& weight, float eps, bool few) {
+             int64_t width, const nb::object& weight, float eps, bool few, int num_heads) {
+            source.columns(source_first, num_heads * width), target.columns(target_first, num_heads * width);
             add_norm(self.program, source.columns(source_first, width), target.columns(target_first, width),
-                     vector_of(weight, width), eps, few);
+                     vector_of(weight, width), eps, few, num_heads);
           },
           nb::arg("source"), nb::arg("source_first"), nb::arg("target"), nb::arg("target_first"), nb::arg("width"),
-          nb::arg("weight").none(), nb::arg("eps"), nb::arg("few"), "Without a weight they are copied.")
+          nb::arg("weight").none(), nb::arg("eps"), nb::arg("few"), nb::arg("num_heads") = 1,
+          "Without a weight they are copied. num_heads: so many side by side, of the width each.")
+      .def(
+          "scale",
+          [](BoundProgram& self, const Rows& rows, const nb::object& scale, bool few) {
+            add_scale(self.program, rows, vector_of(scale, 1), few);
+          },
+          nb::arg("rows"), nb::arg("scale"), nb::arg("few"))
       .def(
           "norm_add",
           [](BoundProgram& self, const Rows& part, const Rows& target, const nb::object& weight, float eps, float scale,
-             bool few) {
+             bool few, int num_heads) {
             check_width(target, part.width);
-            add_norm_add(self.program, part, target, vector_of(weight, part.width), eps, scale, few);
+            const Rows head = part.columns(0, part.width / num_heads);
+            add_norm_add(self.program, head, target, vector_of(weight, head.width), eps, scale, few, num_heads);
           },
-          nb::arg("part"), nb::arg("target"), nb::arg("weight"), nb::arg("eps"), nb::arg("scale"), nb::arg("few"))
+          nb::arg("part"), nb::arg("target"), nb::arg("weight"), nb::arg("eps"), nb::arg("scale"), nb::arg("few"),
+          nb::arg("num_heads") = 1)
       .def(
           "routed",
           [](BoundProgram& self, int num_experts, int num_active, int width, int hidden,
@@ -566,7 +581,7 @@ void bind_program(nb::module_& m) {
            nb::arg("query_context") = 1)
       .def("qkv", &qkv_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("source"), nb::arg("rope").none(),
            nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("full_width"), nb::arg("eps"),
-           nb::arg("interleaved") = false, nb::arg("query_rope") = nb::none())
+           nb::arg("interleaved") = false, nb::arg("query_rope") = nb::none(), nb::arg("queries_only") = false)
       .def("attention", &attention_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("window"), nb::arg("scale"),
            nb::arg("softcap"), nb::arg("target"), nb::arg("reader"), nb::arg("sinks") = nb::none(),
            nb::arg("gates") = nb::none(),

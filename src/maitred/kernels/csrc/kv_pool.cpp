@@ -6,6 +6,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace maitred {
 namespace {
@@ -106,6 +107,15 @@ KVPool::KVPool(const KVLayout& layout, int num_layers, int num_blocks, SharedMem
                                                std::to_string(num_blocks) + " blocks; both must be at least 1")
                  : num_layers * int64_t{num_blocks} * layout.block_bytes,
              shared, grain_of(num_blocks * layout.block_bytes) < kHugePage) {}
+
+KVPool::KVPool(KVLayout layout, int64_t page_bytes, std::vector<KVPlace> places, int num_blocks, SharedMemory* shared)
+    : KVPool((layout.block_bytes = page_bytes, layout), 1, num_blocks, shared) {
+  for (const KVPlace& place : places)
+    if (place.offset < 0 || place.offset % 64 != 0 || place.offset + place.layout.block_bytes > page_bytes)
+      throw std::invalid_argument("a layer's block at byte " + std::to_string(place.offset) + " of a page of " +
+                                  std::to_string(page_bytes));
+  places_ = std::move(places);
+}
 
 int64_t KVPool::grain_bytes() const { return grain_of(num_blocks_ * layout_.block_bytes); }
 

@@ -90,12 +90,30 @@ struct KVProgress {
   int num_layers;    // whose keys and values the last of them has written
 };
 
+// Where a layer lies in a pool of pages of unlike layers: of what layout, and how far from a page's beginning. Layers
+// of different groups may lie at one place.
+struct KVPlace {
+  KVLayout layout;
+  int64_t offset;
+};
+
 class KVPool {
  public:
   // Throws std::invalid_argument for counts below 1, std::bad_alloc when the address space is refused.
   KVPool(const KVLayout& layout, int num_layers, int num_blocks, SharedMemory* shared = nullptr);
 
+  // One layer of pages, `layout` without the size of a block, that hold layers at these places.
+  KVPool(KVLayout layout, int64_t page_bytes, std::vector<KVPlace> places, int num_blocks, SharedMemory* shared);
+
   const KVLayout& layout() const { return layout_; }
+  // Of one of the model's layers, which are those of the pool unless they have places in its pages.
+  const KVLayout& layout_of(int layer) const {
+    return places_.empty() ? layout_ : places_[static_cast<size_t>(layer)].layout;
+  }
+  uint8_t* block_of(int layer, int index) const {
+    return places_.empty() ? block(layer, index) : block(0, index) + places_[static_cast<size_t>(layer)].offset;
+  }
+  int num_model_layers() const { return places_.empty() ? num_layers_ : static_cast<int>(places_.size()); }
   int num_layers() const { return num_layers_; }
   int num_blocks() const { return num_blocks_; }
   int64_t num_bytes() const { return pages_.num_bytes(); }
@@ -135,6 +153,7 @@ class KVPool {
   void check_part(int first, int count, const std::vector<int>& blocks) const;
 
   KVLayout layout_;
+  std::vector<KVPlace> places_;
   int num_layers_;
   int num_blocks_;
   Pages pages_;

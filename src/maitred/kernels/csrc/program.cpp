@@ -39,9 +39,9 @@ void Program::reserve_of_team() {
 void Program::place_layers(const std::vector<LayerPlace>& places) {
   places_ = places;
   for (const LayerPlace& place : places) {
-    if (place.group < 0 || place.layer < 0 || place.layer >= pool_.num_layers())
+    if (place.group < 0 || place.layer < 0 || place.layer >= pool_.num_model_layers())
       throw std::invalid_argument("layer " + std::to_string(place.layer) + " of a group, in a KV pool of " +
-                                  std::to_string(pool_.num_layers()));
+                                  std::to_string(pool_.num_model_layers()));
     num_groups_ = std::max(num_groups_, place.group + 1);
   }
   if (num_groups_ > 1) reserve_of_team();  // more than the constructor did

@@ -166,19 +166,30 @@ void add_gate(Program& program, const Rows& gate, const Rows& up, const Rows& ta
 }
 
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
-                  bool few) {
-  program.add("norm and add", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
-    norm_add_rows(part.values, part.stride, target.values, target.stride, weight, part.width, rows_of(step, few), eps,
-                  scale, counters[0]);
+                  bool few, int num_heads) {
+  program.add("norm and add", num_heads, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    for (int64_t head = 0; head < num_heads; ++head)
+      norm_add_rows(part.values + head * part.width, part.stride, target.values + head * part.width, target.stride,
+                    weight, part.width, rows_of(step, few), eps, scale, counters[head]);
     return true;
   });
 }
 
-void add_norm(Program& program, const Rows& source, const Rows& target, const float* weight, float eps, bool few) {
+void add_norm(Program& program, const Rows& source, const Rows& target, const float* weight, float eps, bool few,
+              int num_heads) {
   const char* name = weight == nullptr ? "copy" : "norm";
-  program.add(name, 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
-    norm_rows(source.values, source.stride, target.values, target.stride, weight, source.width, rows_of(step, few), eps,
-              counters[0]);
+  program.add(name, num_heads, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    for (int64_t head = 0; head < num_heads; ++head)
+      norm_rows(source.values + head * source.width, source.stride, target.values + head * source.width, target.stride,
+                weight, source.width, rows_of(step, few), eps, counters[head]);
+    return true;
+  });
+}
+
+void add_scale(Program& program, const Rows& rows, const float* scale, bool few) {
+  program.add("scale", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    for (int row = counters->take(); row < rows_of(step, few); row = counters->take())
+      scale_row(rows.row(row), rows.width, *scale);
     return true;
   });
 }

@@ -93,11 +93,16 @@ void add_head_linear(Program& program, const OperandBuffers& operands, const Hea
 // target = act(gate) * up
 void add_gate(Program& program, const Rows& gate, const Rows& up, const Rows& target, GateAct act, bool few);
 
+// The next two do the same with so many heads side by side, of part's or source's width each.
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
-                  bool few);
+                  bool few, int num_heads = 1);
 
 // target = source, normed if there is a weight; both of source's width. few: as many rows as logits are wanted.
-void add_norm(Program& program, const Rows& source, const Rows& target, const float* weight, float eps, bool few);
+void add_norm(Program& program, const Rows& source, const Rows& target, const float* weight, float eps, bool few,
+              int num_heads = 1);
+
+// rows *= scale
+void add_scale(Program& program, const Rows& rows, const float* scale, bool few);
 
 // table: room for max_tokens x 2 x num_pairs values.
 void add_rope_table(Program& program, const RopeOp& rope, float* table);

@@ -54,7 +54,7 @@ void rope_table(const RopeOp& op, const StepRows& step, float* table, WorkCounte
 
 void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float* rows, int64_t row_stride,
          const float* rope, const float* query_rope, uint8_t* queries, WorkCounter& counter, const Worker&, Isa isa) {
-  const KVLayout& layout = pool.layout();
+  const KVLayout& layout = pool.layout_of(op.layer);
   const QKVKernels& kernels = qkv_kernels(isa);
   const int64_t query_stride = op.num_heads * query_head_bytes(layout);
   for (Runs runs(step); runs.seek(counter.take());) {
@@ -68,12 +68,12 @@ void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float*
       for (int i = 0; i < num_earlier; ++i) {
         const int before = position - num_earlier + i;
         earlier[i] =
-            pool.block(op.layer, table[before / layout.block_size]) + before % layout.block_size * layout.cell_bytes;
+            pool.block_of(op.layer, table[before / layout.block_size]) + before % layout.block_size * layout.cell_bytes;
       }
       kernels.run({&op, &layout, rows + token * row_stride, row_stride,
                    rope == nullptr ? nullptr : rope + int64_t{token} * 2 * op.num_pairs,
                    rope == nullptr ? nullptr : query_rope + int64_t{token} * 2 * op.num_pairs,
-                   queries + token * query_stride, query_stride, pool.block(op.layer, block), slot, count, earlier,
+                   queries + token * query_stride, query_stride, pool.block_of(op.layer, block), slot, count, earlier,
                    num_earlier});
     }
   }

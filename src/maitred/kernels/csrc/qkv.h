@@ -41,8 +41,9 @@ struct QKVOp {
   const float* q_norm;  // [head_dim], or [num_heads * head_dim] for full_width; offset already added
   const float* k_norm;
   float eps;
-  int num_pairs;     // values i and i + num_pairs of each head are rotated together; 0 leaves positions out
-  bool interleaved;  // values 2i and 2i + 1 are, and become i and i + num_pairs in queries and keys alike
+  int num_pairs;              // values i and i + num_pairs of each head are rotated together; 0 leaves positions out
+  bool queries_only = false;  // keys and values of the layer are another's
+  bool interleaved;           // values 2i and 2i + 1 are, and become i and i + num_pairs in queries and keys alike
 };
 
 // rows [T][stride]: q heads, k heads, v heads (none for a latent pool). queries [T][num_heads][query_head_bytes]. rope may be null without

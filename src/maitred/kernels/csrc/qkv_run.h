@@ -493,6 +493,7 @@ void run_heads(const QKVRun& work) {
   const int64_t stride = work.row_stride;
   const bool rotates = layout.is_integer(), coded = layout.dtype == DType::q4_1;
   store_queries<Formats, kHead>(work);
+  if (op.queries_only) return;
   const float* k = work.rows + int64_t{op.num_heads} * head_dim;
   const float* v = k + int64_t{num_kv_heads} * head_dim;
   float inverse[kTileSlots];
