@@ -153,7 +153,7 @@ def test_a_rope_that_depends_on_the_text_is_served_within_its_first_context(tmp_
 
 EXACT = """
     Afmoe Apertus Arcee AriaText Beam BitNet Cohere Cohere2 Cohere2Moe Cwm Dots1 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe
-    FlexOlmo Flint Gemma Gemma4 Gemma4Unified Glm GPTBigCode GPTNeoX GraniteSWA GraniteMoe GraniteMoeSWA
+    FlexOlmo Flint Gemma Gemma4Unified Glm GPTBigCode GPTNeoX GraniteSWA GraniteMoe GraniteMoeSWA
     GraniteMoeShared Helium HunYuanDenseV1 HunYuanMoEV1 HYV3 HyperCLOVAX Jais2 Kolibri1 Laguna Mellum MiniCPM3 MiniMaxM2
     MiniMaxM3VL Ministral Moshi NanoChat Nemotron Olmo Phimoe SeedOss SolarOpen Starcoder2 Youtu
 """.split()  # noqa: SIM905
