@@ -112,7 +112,7 @@ def _explain(options: Options) -> int:
             tell_linears(plan.program, plan.isa),
             tell_buffers(plan.buffers),
             [
-                f"a step    {'of a token ' if any(layer.routed for layer in spec.layers) else ''}reads "
+                f"a step    {'of a token ' if spec.is_routed else ''}reads "
                 f"{step_bytes(plan.program) / 1e6:,.1f} MB of weights, and {kv_bytes:,.0f} bytes of "
                 "keys and values for each token of context of each request",
                 *[f"          reads and writes {plan.bytes_per_state_slot / 1e6:,.1f} MB of states of each request"][

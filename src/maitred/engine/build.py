@@ -135,7 +135,7 @@ def build_parts(
         kv_peers.gives if kv_peers is not None else None,  # holds blocks before the log has the step's end
         Recorder(log.write) if log is not None else None,
         *meters,
-        ExpertLoad(executor) if hasattr(executor, "runner") and any(each.routed for each in plan.spec.layers) else None,
+        ExpertLoad(executor) if plan.executor.name == "native" and plan.spec.is_routed else None,
         adapters,
         kv_peers,
         kv_tiers,

@@ -364,6 +364,11 @@ class DecoderSpec:
         return sum((1 if self.latent_rank else 2) * heads * size for heads, size in self.kv_heads)
 
     @property
+    def is_routed(self) -> bool:
+        """Some layers have experts."""
+        return any(layer.routed is not None for layer in self.layers)
+
+    @property
     def has_state(self) -> bool:
         """Some layers are recurrent: a request has a slot of states beside its KV blocks."""
         return any(layer.recurrent is not None for layer in self.layers)

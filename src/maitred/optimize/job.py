@@ -99,7 +99,7 @@ def run_tool(tool: Tool, config: ToolConfig, own: DataclassInstance, progress: P
         kinds = {
             "recurrent layers": spec.has_state,
             "latent attention": spec.latent is not None,
-            "routed experts": any(layer.routed is not None for layer in spec.layers),
+            "routed experts": spec.is_routed,
             "layers of unlike heads": spec.is_uneven,
         }
         if kind := next((kind for kind, has_it in kinds.items() if has_it), None):

@@ -264,7 +264,8 @@ def _plan_admissions(
         if head.first_scheduled_at is None:
             head.first_scheduled_at = now
             head.num_cached_tokens = min(hit.num_tokens, head.num_prompt_tokens)
-            if state.sample_groups.source_for(head) is None:  # else it was counted with the sample that computed it
+            samples = state.sample_groups
+            if not samples.groups or samples.source_for(head) is None:  # else it was counted with that sample
                 state.counters.count_prompt(head)
         builder.settled.add(head.request_id)
         builder.new_requests.append(describe(head, allocation.state_slot))
