@@ -69,6 +69,8 @@ class House:
         return not any(worker["num_running"] + worker["num_waiting"] for worker in self.workers)
 
     def counters(self, *names: str) -> tuple[float, ...]:
+        """Of all workers; those of `sums` unless named."""
+        names = names or ("prompt_tokens", "prefix_cache_hit_tokens", "generation_tokens")
         page = self.get("/metrics").text
         return tuple(float(page.split(f"\nmaitred_{name}_total ")[1].split("\n")[0]) for name in names)
 
@@ -203,8 +205,7 @@ def test_sums_are_the_ledger_s_and_the_end_is_in_order(tmp_path: Path):
     with running_house(tmp_path) as house:
         for tenant, n in (("a", 1), ("b", 4), ("a", 1)):
             house.post("/v1/completions", tenant, **sampled(n))
-        names = ("prompt_tokens", "prefix_cache_hit_tokens", "generation_tokens")
-        until(lambda: house.sums() == house.counters(*names) and all(house.sums()))
+        until(lambda: house.sums() == house.counters() and all(house.sums()))
         changed = httpx.post(f"{house.server.url}/admin/policy", json={"policy": "sjf"}, headers=key_of("boss"))
         assert changed.json()["policy"] == "sjf"
         assert house.get("/admin/queue").json()["max_num_seqs"] == 128

@@ -53,7 +53,9 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters{spec.way}")
     if words := remark(config.model.model, checkpoint.name):
         tell(f"        {words}")
-    config = _without_moved_kv(config, spec, tell) if spec.has_state or spec.is_uneven else config
+    if spec.has_state or spec.is_uneven:
+        stays = "states  of recurrent layers stay" if spec.has_state else "KV      of layers with unlike heads stays"
+        config = _without_moved_kv(config, stays, tell)
     executor, drafts = plan_drafts(
         config,
         checkpoint,
@@ -91,17 +93,15 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     return EnginePlan(config, spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
 
 
-def _without_moved_kv(config: EngineConfig, spec: DecoderSpec, tell: OnEvent) -> EngineConfig:
-    """Turn off what moves blocks elsewhere, for a model with states that stay where they are, or with layers of unlike
-    keys and values; that is told."""
+def _without_moved_kv(config: EngineConfig, stays: str, tell: OnEvent) -> EngineConfig:
+    """Turn off what moves blocks elsewhere, for a model of which something stays where it is; that is told."""
     wanted = {
         "swap memory": bool(config.cache.swap_memory_bytes),
         "KV tiers": config.tiers.are_wanted,
         "KV between engines": config.share.exchanges_kv,
     }
     if names := [name for name, is_wanted in wanted.items() if is_wanted]:
-        what = "states  of recurrent layers" if spec.has_state else "KV      of layers with unlike heads"
-        tell(f"{what} stay{'s' * spec.is_uneven} in this engine, so {', '.join(names)} cannot be used; off")
+        tell(f"{stays} in this engine, so {', '.join(names)} cannot be used; off")
     return replace(
         config,
         cache=replace(config.cache, swap_memory_bytes=0),

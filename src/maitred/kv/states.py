@@ -47,8 +47,8 @@ class StatefulKVCacheManager(KVCacheManager):
         return NO_HIT
 
     def fork(self, source: RequestState, target: RequestState) -> PrefixHit:
-        """The source's state is past the prompt; samples begin at the prompt's last snapshot, as others do."""
-        return NO_HIT
+        """The source's state is past the prompt; the sample begins at the prompt's last snapshot, as others do."""
+        return self.find_prefix(target)._replace(forked=True)
 
     def num_blocks_short(self, request: RequestState, hit: PrefixHit) -> int:
         """A slot lacks where `configure` let more requests run than there are slots; it counts as a block."""

@@ -264,8 +264,7 @@ def _plan_admissions(
         if head.first_scheduled_at is None:
             head.first_scheduled_at = now
             head.num_cached_tokens = min(hit.num_tokens, head.num_prompt_tokens)
-            samples = state.sample_groups
-            if not samples.groups or samples.source_for(head) is None:  # else it was counted with that sample
+            if not hit.forked:  # else the prompt was counted with the sample it is shared with
                 state.counters.count_prompt(head)
         builder.settled.add(head.request_id)
         builder.new_requests.append(describe(head, allocation.state_slot))
