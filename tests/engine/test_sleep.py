@@ -73,6 +73,7 @@ async def test_sleep_waits_for_requests_or_ends_them(gate: Gate):
         await ticks(engine)
         assert not waiting.done()
         aborting = asyncio.create_task(engine.sleep(abort=True))
+        await ticks(engine)  # else the request may have ended before it is told
         gate.open()  # its step has to end
         assert (await running)[-1].finish_reason is FinishReason.ABORT
         await asyncio.gather(waiting, aborting)
