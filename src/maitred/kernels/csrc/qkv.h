@@ -46,8 +46,9 @@ struct QKVOp {
   bool interleaved;           // values 2i and 2i + 1 are, and become i and i + num_pairs in queries and keys alike
 };
 
-// rows [T][stride]: q heads, k heads, v heads (none for a latent pool). queries [T][num_heads][query_head_bytes]. rope may be null without
-// pairs; query_rope may be the same. Called by all workers; attention may read the pool once all have returned.
+// rows [T][stride]: q heads, k heads, v heads (none for a latent pool). queries [T][num_heads][query_head_bytes]. rope
+// may be null without pairs; query_rope may be the same. Called by all workers; attention may read the pool once all
+// have returned.
 void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float* rows, int64_t row_stride,
          const float* rope, const float* query_rope, uint8_t* queries, WorkCounter& counter, const Worker& worker,
          Isa isa);

@@ -101,7 +101,8 @@ void Team::begin(const StepRows& rows, bool only_logits) {
     shared_->num_saves = rows.num_saves;
     if (rows.states != nullptr)
       copy(reinterpret_cast<const int32_t*>(rows.states), rows.num_rows * kStateInts, arrays_.states);
-    if (rows.num_saves > 0) copy(reinterpret_cast<const int32_t*>(rows.saves), rows.num_saves * kStateInts, arrays_.saves);
+    if (rows.num_saves > 0)
+      copy(reinterpret_cast<const int32_t*>(rows.saves), rows.num_saves * kStateInts, arrays_.saves);
   }
   copy(rows.logits_tokens, rows.num_logits, arrays_.logits_tokens);
   shared_->num_tokens = rows.num_tokens;
