@@ -21,7 +21,13 @@ from msgspec.structs import replace as struct_replace
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.core.errors import ConfigError
 from maitred.executor.native import NativeExecutor
-from maitred.executor.native_plan import NativePlan, expert_buffer_values, plan_native_executor, stored_formats
+from maitred.executor.native_plan import (
+    NativePlan,
+    expert_buffer_values,
+    layer_places,
+    plan_native_executor,
+    stored_formats,
+)
 from maitred.executor.native_program import Int32s, NativeProgram, RaggedStep, most_logits, running_sums
 from maitred.executor.sampler_state import RequestSampler
 from maitred.executor.state import ComputedRows, DraftAsk, HeldRequest, Ints, Proposer, TapRows
@@ -611,6 +617,7 @@ class HeadPlan:
     ) -> tuple[NativeProgram, str]:
         """Raises CheckpointError or OutOfMemory."""
         served, own = self.served, self.own
+        groups = executor.pages.groups if executor.pages is not None else None
         loaded = load_weights(
             own, self.head.checkpoint, executor.threads, isa=served.isa, cache=served.weight_cache, on_packed=on_packed
         )
@@ -627,11 +634,9 @@ class HeadPlan:
             max_logits=self.max_rows,
             max_model_len=max_model_len,
             isa=served.isa,
-            # of its layer alone a step has tables
             layers=[
-                (0, index if served.spec.is_uneven else place)
-                for index, (_, place) in enumerate(executor.pages.groups.places if executor.pages is not None else ())
-            ],
+                (0, layer) for _, layer in layer_places(served.spec, groups)
+            ],  # a step has its layer's tables alone
         )
         return program, loaded.summary
 

@@ -370,10 +370,7 @@ class NativePlan:
             max_model_len=max_model_len,
             isa=self.isa,
             place=place,
-            layers=[  # of unlike ones each has a place of its own
-                (group, index if self.spec.is_uneven else layer)
-                for index, (group, layer) in enumerate(self.groups.places if self.groups is not None else ())
-            ],
+            layers=layer_places(self.spec, self.groups),
             num_state_slots=num_state_slots,
             num_pending=1 + self.num_drafts,
         )
@@ -399,6 +396,13 @@ class NativePlan:
             cpus=processors_of_ranks(self.num_ranks, self.num_threads) if self.bind_threads else (),
         )
         return Ranks(begin, on_lost)
+
+
+def layer_places(spec: DecoderSpec, groups: KVGroups | None) -> list[tuple[int, int]]:
+    """Group and number of each layer in the pool, a head's last; of unlike layers each has a number of its own. Empty
+    where blocks are whole."""
+    places = groups.places if groups is not None else ()
+    return [(group, index if spec.is_uneven else layer) for index, (group, layer) in enumerate(places)]
 
 
 def expert_buffer_values(spec: DecoderSpec, max_tokens: int) -> int | None:

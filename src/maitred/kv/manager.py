@@ -466,3 +466,18 @@ class KVCacheManager:
             if digest is not None and self.evicted is not None and block not in self._filling:
                 self.evicted[digest] = block
         return taken
+
+
+class LocalKVCacheManager(KVCacheManager):
+    """Bookkeeping of blocks that stay in this engine: none is swapped out, filled from elsewhere or held for others."""
+
+    def can_swap_out(self, num_tokens: int) -> bool:
+        return False
+
+    def reserve(
+        self, request: RequestState, hit: PrefixHit, num_blocks: int, num_spared: int
+    ) -> tuple[int, ...] | None:
+        return None
+
+    def hold(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
+        return ()

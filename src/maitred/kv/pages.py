@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, PageChange, PoolChanges, ScheduledRow
-from maitred.kv.manager import NO_HIT, Allocation, BlockPool, KVCacheManager, PrefixHit
+from maitred.kv.manager import NO_HIT, Allocation, BlockPool, KVCacheManager, LocalKVCacheManager, PrefixHit
 from maitred.kv.states import StatefulKVCacheManager
 
 MOST_BLOCKS = 2**20  # numbers of blocks, where they have no pages that stay
@@ -233,7 +233,7 @@ class PagedBlockPool(BlockPool):
                 assert (block in self.pages[0]) == (count > 0 or block in self._kept), f"pages of block {block}"
 
 
-class PagedKVCacheManager(KVCacheManager):
+class PagedKVCacheManager(LocalKVCacheManager):
     """Bookkeeping of a KV cache some of whose layers see a window alone: memory is counted in pages.
 
     Positions have the pages of a window from when they are computed until they are seen no more; blocks for all known
@@ -352,17 +352,6 @@ class PagedKVCacheManager(KVCacheManager):
                 self._drop(request, kind, range(0))
             del self._windows[request.request_id]
         super().free(request)
-
-    def can_swap_out(self, num_tokens: int) -> bool:
-        return False
-
-    def reserve(
-        self, request: RequestState, hit: PrefixHit, num_blocks: int, num_spared: int
-    ) -> tuple[int, ...] | None:
-        return None
-
-    def hold(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
-        return ()
 
     def num_freed_by(self, victim: RequestState, hit: PrefixHit) -> int:
         """Pages that would become free, if `victim` alone gave its own back, besides those of a hit."""

@@ -12,13 +12,13 @@ from typing import Any
 
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, PoolChanges, ScheduledRow, StateSave
-from maitred.kv.manager import NO_HIT, Allocation, KVCacheManager, PrefixHit
+from maitred.kv.manager import NO_HIT, Allocation, LocalKVCacheManager, PrefixHit
 
 STRIDE = 512  # tokens between snapshots of a prompt
 MOST_STRIDES = 8  # of a longer one: its strides are longer
 
 
-class StatefulKVCacheManager(KVCacheManager):
+class StatefulKVCacheManager(LocalKVCacheManager):
     """Bookkeeping of a KV cache of whole blocks, and of the states beside it: a hit ends at a snapshot."""
 
     stride = STRIDE
@@ -103,17 +103,6 @@ class StatefulKVCacheManager(KVCacheManager):
         self._free_slots += [save.slot for save in self._saving.pop(request_id, ())]
         self._parted.pop(request_id, None)
         self._newest.pop(request_id, None)
-
-    def can_swap_out(self, num_tokens: int) -> bool:
-        return False
-
-    def reserve(
-        self, request: RequestState, hit: PrefixHit, num_blocks: int, num_spared: int
-    ) -> tuple[int, ...] | None:
-        return None
-
-    def hold(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
-        return ()
 
     def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[int] = ()) -> None:
         """Assert besides that each slot is a running request's, a snapshot's, being saved, or free."""
