@@ -294,7 +294,8 @@ async def test_a_stopped_worker_gets_nobody_new_and_loses_nothing(gate: Gate, mo
         first = Following(workers, ask("a"))
         await first.has(10)
         kill(workers, 0, signal.SIGSTOP)
-        await until_async(lambda: not workers._workers[0].is_up)
+        await until_async(lambda: not workers.workers()[0].alive)
+        assert not workers._workers[0].is_up  # from the same moment on
         others = [Following(workers, ask(f"b{i}", [i + 1, 50])) for i in range(3)]
         assert running_by_worker(workers) == [1, 3]
         gate.open()

@@ -59,7 +59,9 @@ class EngineClient(Replica, Owner):
         on_admitted: Callable[[live_requests.Live], None] | None = None,  # told on the event loop, so it must not wait
         on_event: Callable[[str], None] = lambda line: None,
         adapters: AdapterBook | None = None,  # that engines share; None is its own
-        on_change: Callable[[], None] = lambda: None,  # told, on the event loop, when an engine has come or gone
+        on_change: Callable[[], None] = lambda: (
+            None
+        ),  # told, on the event loop, when an engine has come or gone or is silent
     ) -> None:
         self._memory: ServerMemory | None = None  # where there are tensor models
         if start.config.tensors.serves:
@@ -360,6 +362,9 @@ class EngineClient(Replica, Owner):
 
     def idle_s(self) -> float:
         return 0.0 if self._live or self._questions else self._clock.now() - self._busy_at
+
+    def silenced(self) -> None:
+        self._on_change()
 
     def slept(self) -> None:
         self._engine_is_gone()

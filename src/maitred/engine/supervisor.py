@@ -70,6 +70,11 @@ class Owner:
         """Time without any request (s); 0 while there is one."""
         return 0.0
 
+    def silenced(self) -> None:
+        """The engine is there, and from now on counts as not heard of: it is sent no new request from the moment on
+        at which its state says so.
+        """
+
     def slept(self) -> None:
         """The engine was ended on purpose, without a request; `regained` follows when there is one again."""
 
@@ -394,7 +399,10 @@ class Supervisor:
         self._later(TICK_S, self._tick)  # first, so that nothing can end the row
         self._read()
         watchdog, limit_s = self._watchdog, self._start.process.step_timeout_s
+        was_alive = self.why_not_alive is None
         watchdog.tick(self._clock.now())
+        if was_alive and self.why_not_alive is not None:
+            self._owner.silenced()
         if self.ready:
             self.sleep.idle(min(self._owner.idle_s(), self._clock.now() - self._ready_at))
         if self._child is not None and max(watchdog.stuck_s, watchdog.silent_s) >= limit_s:

@@ -670,7 +670,7 @@ class Workers(Replica):
             self._wake_one()
 
     def _look(self) -> None:
-        """Notice engines that fell silent or are heard again, and what was measured of them anew."""
+        """Notice engines that are heard again, and what was measured of them anew."""
         for worker in self._workers:
             if worker.is_up != worker.seems_up:
                 self._changed(worker)
