@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,10 @@ from maitred.model.spec import (
 )
 
 LayersOf = Callable[[Config, int], tuple[LayerSpec, ...]]  # (config with the family's defaults, head_dim)
-RoutedOf = Callable[[Config, int], RoutedSpec | int | None]  # (the same config, number of the layer); else it is dense
+Slides = Callable[[Config, int], bool]  # (the same config, number of the layer)
+RoutedOf = Callable[[Config, int], RoutedSpec | int | None]  # (the same); else it is dense
+
+_KINDS = ("full_attention", "sliding_attention")
 
 
 def same_window(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
@@ -41,39 +44,35 @@ def no_window(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
     return same_window({**c, "sliding_window": None}, head_dim)
 
 
-def qwen_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
-    """Sliding from layer `max_window_layers` on, when `use_sliding_window` says so."""
-    window = c["sliding_window"] if c["use_sliding_window"] else None
-    first = c["max_window_layers"] if window is not None else c["num_hidden_layers"]
-    types = _layer_types(c, lambda i: i >= first)
-    rope = rope_from_config(c, head_dim)
-    return tuple(LayerSpec(window=_window(window, t), rope=rope) for t in types)
+def sliding_layers(
+    c: Config, head_dim: int, slides: Slides, has_rope: Slides | None = None, unlike_ropes: bool = False
+) -> tuple[LayerSpec, ...]:
+    """Layers slide by `layer_types`, or by the older rule `slides`. The ropes of sliding and full layers may differ
+    (`unlike_ropes`); `has_rope` says which layers rotate at all."""
+    ropes = ropes_by_type(c, head_dim) if unlike_ropes else dict.fromkeys(_KINDS, rope_from_config(c, head_dim))
+    return tuple(
+        LayerSpec(window=_window(c["sliding_window"], t), rope=ropes[t] if has_rope is None or has_rope(c, i) else None)
+        for i, t in enumerate(_layer_types(c, slides))
+    )
 
 
-def qwen2_moe_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
-    """Even layers below `max_window_layers` slide, when `use_sliding_window` says so."""
-    types = _layer_types(c, lambda i: bool(c["use_sliding_window"]) and i % 2 == 0 and i < c["max_window_layers"])
-    rope = rope_from_config(c, head_dim)
-    return tuple(LayerSpec(window=_window(c["sliding_window"], t), rope=rope) for t in types)
+def _has_window(c: Config) -> bool:
+    return c["sliding_window"] is not None
 
 
-def qwen3_moe_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
-    """All slide, or none."""
-    return same_window({**c, "sliding_window": c["sliding_window"] if c["use_sliding_window"] else None}, head_dim)
+def _has_rope(c: Config, layer: int) -> bool:
+    """SmolLM3: each `no_rope_layer_interval`-th layer is without."""
+    told = c["no_rope_layers"]
+    return bool(told[layer] if told else (layer + 1) % c["no_rope_layer_interval"])
 
 
-def alternating_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
-    rope = rope_from_config(c, head_dim)
-    types = _layer_types(c, lambda i: i % 2 == 0)
-    return tuple(LayerSpec(window=_window(c["sliding_window"], t), rope=rope) for t in types)
-
-
-def patterned_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
-    """Each `sliding_window_pattern`-th layer is full, and the two kinds have ropes of their own."""
-    pattern = c["sliding_window_pattern"]
-    ropes = ropes_by_type(c, head_dim)
-    types = _layer_types(c, lambda i: (i + 1) % pattern != 0)
-    return tuple(LayerSpec(window=_window(c["sliding_window"], t), rope=ropes[t]) for t in types)
+every_other = partial(sliding_layers, slides=lambda c, i: i % 2 == 0)
+patterned = partial(sliding_layers, slides=lambda c, i: (i + 1) % c["sliding_window_pattern"] != 0, unlike_ropes=True)
+qwen_layers = partial(sliding_layers, slides=lambda c, i: _has_window(c) and i >= c["max_window_layers"])
+qwen2_moe_layers = partial(
+    sliding_layers, slides=lambda c, i: _has_window(c) and i % 2 == 0 and i < c["max_window_layers"]
+)
+smollm3_layers = partial(sliding_layers, slides=lambda c, i: _has_window(c) and not _has_rope(c, i), has_rope=_has_rope)
 
 
 def gemma4_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
@@ -86,7 +85,7 @@ def gemma4_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
             f"vocab_size_per_layer_input is {c['vocab_size_per_layer_input']}; it must be vocab_size, {c['vocab_size']}"
         )
     n, equal, by_layer = c["num_hidden_layers"], c["attention_k_eq_v"], c.get("per_layer_config") or {}
-    types = [*_layer_types(c, lambda i: (i + 1) % 6 != 0)[:-1], "full_attention"]
+    types = [*_layer_types(c, lambda _, i: (i + 1) % 6 != 0)[:-1], "full_attention"]
     sliding = c["num_key_value_heads"], head_dim
     full = (equal and c["num_global_key_value_heads"]) or sliding[0], c["global_head_dim"]
     found, own = [], n - c["num_kv_shared_layers"]
@@ -109,19 +108,6 @@ def gemma4_widths(c: Config, layer: int) -> int | None:
     """Layers without keys of their own may be twice as wide."""
     is_wide = c["use_double_wide_mlp"] and layer >= c["num_hidden_layers"] - c["num_kv_shared_layers"]
     return 2 * int(c["intermediate_size"]) if is_wide else None
-
-
-def smollm3_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
-    """Each `no_rope_layer_interval`-th layer is without rope; only those slide, when the config asks for it."""
-    interval = c["no_rope_layer_interval"]
-    has_rope = c["no_rope_layers"] or [(i + 1) % interval != 0 for i in range(c["num_hidden_layers"])]
-    slides = bool(c["use_sliding_window"]) and c["sliding_window"] is not None
-    types = _layer_types(c, lambda i: slides and not has_rope[i])
-    rope = rope_from_config(c, head_dim)
-    return tuple(
-        LayerSpec(window=_window(c["sliding_window"], t), rope=rope if has_rope[i] else None)
-        for i, t in enumerate(types)
-    )
 
 
 def recurrent_layers(c: Config, head_dim: int, *, grouped: bool = False) -> tuple[LayerSpec, ...]:
@@ -240,11 +226,10 @@ def gpt_oss_experts(c: Config, layer: int) -> RoutedSpec:
     )
 
 
-def _layer_types(c: Config, is_sliding: Callable[[int], bool]) -> list[str]:
+def _layer_types(c: Config, slides: Slides) -> list[str]:
     """`layer_types` of today's form, or the rule of the older one."""
     n = c["num_hidden_layers"]
-    types = c.get("layer_types") or ["sliding_attention" if is_sliding(i) else "full_attention" for i in range(n)]
-    return _checked_types(c, types, ("full_attention", "sliding_attention"))
+    return _checked_types(c, c.get("layer_types") or [_KINDS[slides(c, i)] for i in range(n)], _KINDS)
 
 
 def _checked_types(c: Config, types: Sequence[str], known: tuple[str, ...]) -> list[str]:
@@ -399,30 +384,105 @@ class Family:
     fused_weights: bool = False
     fused_gate_up: bool = False
     partial_rotary: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LLAMA_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-}
+    "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0,
+}  # fmt: skip
 _QWEN_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
+    "num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
     "max_window_layers": 28,
+}  # fmt: skip
+_QWEN_MOE_DEFAULTS = _QWEN_DEFAULTS | {"decoder_sparse_step": 1, "norm_topk_prob": False, "mlp_only_layers": None}
+_QWEN_NEXT_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 5632, "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+_GEMMA_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+_GEMMA4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-_QWEN_MOE_DEFAULTS = _QWEN_DEFAULTS | {
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": False,
-    "mlp_only_layers": None,
-}
+
+# First of a family's model types -> what it has beside `_LLAMA_DEFAULTS`. Of DeepSeek, all else stands in a hub's
+# config.json.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "rope_interleave": True, "scoring_func": "softmax", "topk_method": "greedy", "first_k_dense_replace": 0,
+    },
+    "deepseek_v3": {"rope_interleave": True},
+    "gemma2": _GEMMA_DEFAULTS | {
+        "vocab_size": 256_000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": _GEMMA_DEFAULTS | {
+        "vocab_size": 262_208, "max_position_embeddings": 131_072, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "sliding_window_pattern": 6, "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+    "gemma4_text": _GEMMA_DEFAULTS | {
+        "vocab_size": 262_144, "num_hidden_layers": 30, "max_position_embeddings": 131_072,
+        "final_logit_softcapping": None, "sliding_window": 512, "layer_types": None, "global_head_dim": 512,
+        "num_global_key_value_heads": None, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+        "enable_moe_block": False, "rope_parameters": _GEMMA4_ROPES,
+    },
+    "glm4": {
+        "max_position_embeddings": 131_072, "partial_rotary_factor": 0.5, "num_key_value_heads": 2, "head_dim": 128,
+        "attention_bias": True, "rms_norm_eps": 1.5625e-07, "rope_interleaved": True,
+    },
+    "glm4_moe": {
+        "max_position_embeddings": 131_072, "partial_rotary_factor": 0.5, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "use_qk_norm": False, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    },
+    "glm4_moe_lite": {"rope_interleave": True, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
+    "gpt_oss": {
+        "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "sliding_window": 128, "swiglu_limit": 7.0,
+    },
+    "granite": {
+        "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+    },
+    "ministral3": {
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0, "sliding_window": None,
+    },
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "mixtral": {
+        "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+        "sliding_window": None,
+    },
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "olmoe": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "clip_qkv": None, "norm_topk_prob": False},
+    "phi3": {
+        "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
+    "qwen2": _QWEN_DEFAULTS,
+    "qwen2_moe": _QWEN_MOE_DEFAULTS | {
+        "num_key_value_heads": 16, "qkv_bias": True, "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3": _QWEN_DEFAULTS | {"head_dim": 128},
+    "qwen3_moe": _QWEN_MOE_DEFAULTS | {"num_key_value_heads": 4},
+    "qwen3_next": _QWEN_NEXT_DEFAULTS,
+    "qwen3_5_text": _QWEN_NEXT_DEFAULTS | {"num_key_value_heads": 4},
+    "qwen3_5_moe_text": _QWEN_NEXT_DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8},
+    "smollm3": {
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0, "use_sliding_window": False, "sliding_window": None, "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+    },
+}  # fmt: skip
 _QWEN_NEXT = Family(
     model_types=("qwen3_next",),
     layers=partial(recurrent_layers, grouped=True),
@@ -433,96 +493,27 @@ _QWEN_NEXT = Family(
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     partial_rotary=True,
-    defaults={
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "intermediate_size": 5632,
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "norm_topk_prob": True,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    },
 )
-_QWEN35_MOE = replace(
-    _QWEN_NEXT,
-    model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
-    layers=recurrent_layers,
-    defaults={**_QWEN_NEXT.defaults, "num_experts": 256, "num_experts_per_tok": 8},
-)
-_GLM_DEFAULTS: dict[str, Any] = {
-    "max_position_embeddings": 131_072,
-    "partial_rotary_factor": 0.5,
-}
-_GEMMA_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
+_QWEN35_MOE = replace(_QWEN_NEXT, model_types=("qwen3_5_moe_text", "qwen3_5_moe"), layers=recurrent_layers)
 _GEMMA2 = Family(
     model_types=("gemma2",),
-    layers=alternating_layers,
+    layers=every_other,
     scales=_gemma2_scales,
     norm_placement=NormPlacement.BOTH,
     norm_offset=1.0,
     activation_key="hidden_activation",
     qkv_bias="attention_bias",
     output_bias="attention_bias",
-    defaults=_GEMMA_DEFAULTS
-    | {
-        "vocab_size": 256_000,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
 )
-_GEMMA3 = Family(
-    model_types=("gemma3_text", "gemma3"),
-    layers=patterned_layers,
-    scales=_gemma3_scales,
-    norm_placement=NormPlacement.BOTH,
-    norm_offset=1.0,
-    qk_norm=QKNorm.PER_HEAD,
-    activation_key="hidden_activation",
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
-    defaults=_GEMMA_DEFAULTS
-    | {
-        "vocab_size": 262_208,
-        "max_position_embeddings": 131_072,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "sliding_window_pattern": 6,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-    },
+_GEMMA3 = replace(
+    _GEMMA2, model_types=("gemma3_text", "gemma3"), layers=patterned, scales=_gemma3_scales, qk_norm=QKNorm.PER_HEAD
 )
-
-_DEEPSEEK_DEFAULTS: dict[str, Any] = {"rope_interleave": True}  # all else stands in a hub's config.json
 _DEEPSEEK = Family(
     model_types=("deepseek_v3",),
     layers=latent_layers,
     experts=deepseek_experts,
     scales=_deepseek_scales,
     partial_rotary=True,
-    defaults=_DEEPSEEK_DEFAULTS,
 )
 _GEMMA4 = Family(
     model_types=("gemma4_text", "gemma4"),
@@ -535,35 +526,10 @@ _GEMMA4 = Family(
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     partial_rotary=True,
-    defaults=_GEMMA_DEFAULTS
-    | {
-        "vocab_size": 262_144,
-        "num_hidden_layers": 30,
-        "max_position_embeddings": 131_072,
-        "final_logit_softcapping": None,
-        "sliding_window": 512,
-        "layer_types": None,
-        "global_head_dim": 512,
-        "num_global_key_value_heads": None,
-        "attention_k_eq_v": False,
-        "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": False,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262_144,
-        "enable_moe_block": False,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
 )
 
 FAMILIES: dict[str, Family] = {
-    "DeepseekV2ForCausalLM": replace(
-        _DEEPSEEK,
-        model_types=("deepseek_v2",),
-        defaults=_DEEPSEEK_DEFAULTS | {"scoring_func": "softmax", "topk_method": "greedy", "first_k_dense_replace": 0},
-    ),
+    "DeepseekV2ForCausalLM": replace(_DEEPSEEK, model_types=("deepseek_v2",)),
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
@@ -576,57 +542,23 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         fused_gate_up=True,
         partial_rotary=True,
-        defaults=_GLM_DEFAULTS
-        | {
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "attention_bias": True,
-            "rms_norm_eps": 1.5625e-07,
-            "rope_interleaved": True,
-        },
     ),
-    "Glm4MoeLiteForCausalLM": replace(  # GLM-4.7-Flash
-        _DEEPSEEK,
-        model_types=("glm4_moe_lite",),
-        defaults=_DEEPSEEK_DEFAULTS | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
-    ),
+    "Glm4MoeLiteForCausalLM": replace(_DEEPSEEK, model_types=("glm4_moe_lite",)),  # GLM-4.7-Flash
     "Glm4MoeForCausalLM": Family(  # GLM-4.5 and Air
         model_types=("glm4_moe",),
         experts=deepseek_experts,
         qk_norm=QKNorm.PER_HEAD,
         qkv_bias="attention_bias",
         partial_rotary=True,
-        defaults=_GLM_DEFAULTS
-        | {
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "use_qk_norm": False,
-            "n_group": 1,
-            "topk_group": 1,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-        },
     ),
     "GptOssForCausalLM": Family(
         model_types=("gpt_oss",),
-        layers=alternating_layers,
+        layers=every_other,
         experts=gpt_oss_experts,
         activation=Activation.CLAMPED_SWIGLU,
         attention_sinks=True,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "attention_bias": True,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150_000.0,
-            "sliding_window": 128,
-            "swiglu_limit": 7.0,
-        },
     ),
     "GraniteForCausalLM": Family(
         model_types=("granite",),
@@ -634,66 +566,27 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
-        defaults={
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-        },
     ),
     "LlamaForCausalLM": Family(
         model_types=("llama",), qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"
     ),
-    "Ministral3ForCausalLM": Family(
-        model_types=("ministral3",),
-        layers=same_window,
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 262_144,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "sliding_window": None,
-        },
-    ),
-    "MistralForCausalLM": Family(
-        model_types=("mistral",),
-        layers=same_window,
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-    ),
-    "MixtralForCausalLM": Family(
-        model_types=("mixtral",),
-        layers=same_window,
-        experts=mixtral_experts,
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "sliding_window": None,
-        },
-    ),
+    "Ministral3ForCausalLM": Family(model_types=("ministral3",), layers=same_window),
+    "MistralForCausalLM": Family(model_types=("mistral",), layers=same_window),
+    "MixtralForCausalLM": Family(model_types=("mixtral",), layers=same_window, experts=mixtral_experts),
     "Olmo2ForCausalLM": Family(
         model_types=("olmo2",),
         norm_placement=NormPlacement.POST,
         qk_norm=QKNorm.FULL_WIDTH,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        defaults={"rms_norm_eps": 1e-5},
     ),
     "Olmo3ForCausalLM": Family(
         model_types=("olmo3",),
-        layers=patterned_layers,
+        layers=patterned,
         norm_placement=NormPlacement.POST,
         qk_norm=QKNorm.FULL_WIDTH,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-        },
     ),
     "OlmoeForCausalLM": Family(
         model_types=("olmoe",),
@@ -701,30 +594,11 @@ FAMILIES: dict[str, Family] = {
         qk_norm=QKNorm.FULL_WIDTH,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "clip_qkv": None, "norm_topk_prob": False},
     ),
-    "Phi3ForCausalLM": Family(
-        model_types=("phi3",),
-        layers=same_window,
-        fused_weights=True,
-        partial_rotary=True,
-        defaults={
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": None,
-        },
-    ),
-    "Qwen2ForCausalLM": Family(
-        model_types=("qwen2",), layers=qwen_layers, qkv_bias=True, defaults=_QWEN_DEFAULTS
-    ),  # Qwen2 and Qwen2.5
+    "Phi3ForCausalLM": Family(model_types=("phi3",), layers=same_window, fused_weights=True, partial_rotary=True),
+    "Qwen2ForCausalLM": Family(model_types=("qwen2",), layers=qwen_layers, qkv_bias=True),  # Qwen2 and Qwen2.5
     "Qwen2MoeForCausalLM": Family(
-        model_types=("qwen2_moe",),
-        layers=qwen2_moe_layers,
-        experts=qwen_experts,
-        qkv_bias="qkv_bias",
-        defaults=_QWEN_MOE_DEFAULTS
-        | {"num_key_value_heads": 16, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
+        model_types=("qwen2_moe",), layers=qwen2_moe_layers, experts=qwen_experts, qkv_bias="qkv_bias"
     ),
     "Qwen3ForCausalLM": Family(
         model_types=("qwen3",),
@@ -732,24 +606,17 @@ FAMILIES: dict[str, Family] = {
         qk_norm=QKNorm.PER_HEAD,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "Qwen3NextForCausalLM": _QWEN_NEXT,
-    "Qwen3_5ForCausalLM": replace(
-        _QWEN35_MOE,
-        model_types=("qwen3_5_text", "qwen3_5"),
-        experts=no_experts,
-        defaults={**_QWEN_NEXT.defaults, "num_key_value_heads": 4},
-    ),
+    "Qwen3_5ForCausalLM": replace(_QWEN35_MOE, model_types=("qwen3_5_text", "qwen3_5"), experts=no_experts),
     "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
     "Qwen3MoeForCausalLM": Family(
         model_types=("qwen3_moe",),
-        layers=qwen3_moe_layers,
+        layers=same_window,
         experts=qwen_experts,
         qk_norm=QKNorm.PER_HEAD,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        defaults=_QWEN_MOE_DEFAULTS | {"num_key_value_heads": 4},
     ),
     "SmolLM3ForCausalLM": Family(
         model_types=("smollm3",),
@@ -757,16 +624,6 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": True,
-            "rope_theta": 2_000_000.0,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "no_rope_layers": None,
-            "no_rope_layer_interval": 4,
-        },
     ),
 }
 
@@ -794,12 +651,15 @@ def _architecture(config: Config) -> str:
 def _with_defaults(config: Config, family: Family) -> dict[str, Any]:
     """The text model's settings, complete."""
     text = config.get("text_config") or {}
-    c = {**_LLAMA_DEFAULTS, **family.defaults, **config, **text}
+    defaults = _DEFAULTS.get(family.model_types[0], {})
+    c = {**_LLAMA_DEFAULTS, **defaults, **config, **text}
     if text and "tie_word_embeddings" not in text:
         c["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if not isinstance(c.get(name), int):
             raise CheckpointError(f"config.json has no number {name!r} (it has {c.get(name)!r})")
+    if not c.get("use_sliding_window", True) and "use_sliding_window" in defaults:  # Qwen and SmolLM3 alone heed it
+        c["sliding_window"] = None
     if c.get("use_bidirectional_attention") not in (None, False, "vision"):  # of pictures' tokens alone
         raise CheckpointError("use_bidirectional_attention makes this an encoder; only causal decoders are served")
     return c
