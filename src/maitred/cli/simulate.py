@@ -135,6 +135,20 @@ class SimulatedWorkerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedBaselineOptions:
+    """Baselines to compare with"""
+
+    batching: str = option("continuous", metavar="NAME[,NAME...]")
+    """Ways of batching to compare: continuous is what is served; static begins a batch of --max-num-seqs requests when
+    the last one has ended, dynamic also when the first has waited long enough; both pad."""
+    batch_delay_s: float = 0.1
+    """A dynamic batch waits so long (s) to fill."""
+    kv_layout: str = option("paged", metavar="NAME[,NAME...]")
+    """Layouts of KV to compare: paged is what is served; contiguous reserves room for all that the client allows; none
+    computes all tokens again for each one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSchedulerConfig(SchedulerConfig):
     """The scheduler, as it would be served."""
 
@@ -153,6 +167,7 @@ COMMAND = Command(
         SimulatedTensorOptions,
         SimulatedFleetOptions,
         SimulatedWorkerOptions,
+        SimulatedBaselineOptions,
         SimulatedSchedulerConfig,
         AdmissionConfig,
         CacheConfig,
@@ -169,6 +184,8 @@ COMMAND = Command(
         "prefill_workers",
         "decode_workers",
         "handover",
+        "batching",
+        "kv_layout",
         "json",
         "report",
     ),
@@ -179,6 +196,7 @@ COMMAND = Command(
         "maitred simulate --workload trace.jsonl --tenants tenants.yaml --admission --ttft-objective-s 1",
         "maitred simulate -w trace.jsonl --model llama-3.1-8b --fleet 8 --device h100 --balance hash,prefix",
         "maitred simulate -w trace.jsonl --model llama-3.1-8b --prefill-workers 1 --decode-workers 3 --link 100gbe",
+        "maitred simulate -w trace.jsonl --model llama-3.1-8b --device a100 --batching static,dynamic,continuous",
         "maitred simulate --trace trace.jsonl --model-repository ./repository --model none",
     ),
 )

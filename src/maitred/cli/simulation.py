@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from maitred.gate.admission import AdmissionController, admission_of
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
 from maitred.scheduler.scheduler import Scheduler
+from maitred.sim.baselines import BATCHINGS, KV_LAYOUTS, Baseline
 from maitred.sim.devices import SimulatedTarget
 from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup, facts_of
@@ -61,16 +63,19 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (  # heading, part, figure
 
 WAITING_SHARE = 0.05  # of the time from arrival to end, in the mean; below it rows differ by chance
 
-FLEET_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # heading, figure, how it is shown
+MORE_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # heading, figure, how it is shown
     ("hits", "prefix_hit_ratio", lambda share: f"{share:.1%}"),
     ("max/mean", "load_max_over_mean", lambda ratio: "-" if ratio is None else f"{ratio:.2f}"),
     ("replica time", "replica_s", lambda seconds: f"{seconds:,.0f}s"),
     ("starts", "num_starts", str),
+    ("rows", "mean_rows", lambda rows: f"{rows:.1f}"),
+    ("kv waste", "kv_waste", lambda share: f"{share:.1%}"),
 )
 
 
-def _fleet_columns(figures: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[str, str, Callable[[Any], str]], ...]:
-    return FLEET_COLUMNS if all("replica_s" in whole for whole in figures.values()) else ()
+def _more_columns(figures: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, Callable[[Any], str]]]:
+    """Columns of a fleet, or of baselines, where all runs have them."""
+    return [column for column in MORE_COLUMNS if all(column[1] in whole for whole in figures.values())]
 
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
@@ -86,14 +91,14 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
             "preempted",
             "busy",
             "failed",
-            *(heading for heading, _, _ in _fleet_columns(figures)),
+            *(heading for heading, _, _ in _more_columns(figures)),
         ]
     ]
     for policy, whole in figures.items():
-        rows.append([policy, *_cells(whole), *(show(whole[name]) for _, name, show in _fleet_columns(figures))])
+        rows.append([policy, *_cells(whole), *(show(whole[name]) for _, name, show in _more_columns(figures))])
         tenants = whole["tenants"]
         if len(tenants) > 1:
-            blank = [""] * len(_fleet_columns(figures))
+            blank = [""] * len(_more_columns(figures))
             rows += [[f"  {name}", *_cells(part), *blank] for name, part in tenants.items()]
     return aligned(rows)
 
@@ -366,6 +371,7 @@ class Simulated:
     admission: AdmissionConfig
     cache: CacheConfig
     tensors: simulate.SimulatedTensorOptions
+    baselines: simulate.SimulatedBaselineOptions
 
     @property
     def source(self) -> str:
@@ -409,6 +415,7 @@ def run_simulations(given: Options) -> int:
         given[AdmissionConfig],
         given[CacheConfig],
         given[simulate.SimulatedTensorOptions],
+        given[simulate.SimulatedBaselineOptions],
     )
     options, scheduler = asked.options, asked.scheduler
     applied = _admission(options, asked.admission)
@@ -422,6 +429,7 @@ def run_simulations(given: Options) -> int:
         raise UsageError("--model-repository is of one engine; drop --fleet and the workers")
     if tensors is not None and (options.model == NO_LANGUAGE_MODEL or not tensors.trace.chats):
         return _run_tensors_alone(asked, policies, tensors)
+    baselines = _baselines(asked, one_engine=bounds is None and tensors is None)
     if len(policies) > 1 and len(balances) > 1:
         raise UsageError("--policy and --balance both name several; compare one of them at a time")
     targets = _targets(asked, bounds, workers)
@@ -448,13 +456,17 @@ def run_simulations(given: Options) -> int:
             name = policy if bounds is None or len(policies) > 1 else balance
             if workers is not None and len(policies) == len(balances) == 1:
                 name = workers.options.handover
-            began = time.perf_counter()
-            if bounds is None:
-                results, figures[name] = _simulate_engine(engine_setup(asked, targets[0], policy), targets[0], inputs)
-            else:
-                results, figures[name] = _simulate_fleet(asked, bounds, workers, targets, inputs, policy, balance)
-            outcomes[name] = results
-            _note_speed(name, results, time.perf_counter() - began)
+            for words, baseline in baselines.items():
+                run = " ".join([name] * (len(policies) > 1 or not words) + [words] * bool(words))
+                began = time.perf_counter()
+                if bounds is None:
+                    setup = engine_setup(asked, targets[0], policy, whole=baseline is not None)
+                    setup = replace(setup, baseline=baseline)
+                    results, figures[run] = _simulate_engine(setup, targets[0], inputs)
+                else:
+                    results, figures[run] = _simulate_fleet(asked, bounds, workers, targets, inputs, policy, balance)
+                outcomes[run] = results
+                _note_speed(run, results, time.perf_counter() - began)
     _tell(asked, outcomes, figures, label)
     return 0
 
@@ -529,7 +541,9 @@ def _simulate_fleet(
 
 
 def engine_setup(asked: Simulated, target: SimulatedTarget, policy: str, *, whole: bool = False) -> EngineSetup:
-    """The configuration a server would have; blocks are `whole` between workers, which exchange them."""
+    """The configuration a server would have; blocks are `whole` between workers, which exchange them, and in
+    comparisons with baselines.
+    """
     scheduler, cache, groups = asked.scheduler, asked.cache, None if whole else target.groups
     settled = _scheduler_config(asked, policy).settled(target.token_budget)
     num_blocks, num_pages = target.num_blocks(cache, scheduler.max_num_seqs), 0
@@ -564,8 +578,10 @@ def _simulate_engine(
 ) -> tuple[SimulatedResults, dict[str, Any]]:
     simulation = _simulation(setup, target, inputs)
     results = simulation.run(inputs.arrivals())
-    tensors = {} if simulation.tensors is None else {"tensor": figures_of(simulation.tensors.figures)}
-    return results, results.to_json() | tensors
+    more: dict[str, Any] = {} if simulation.tensors is None else {"tensor": figures_of(simulation.tensors.figures)}
+    if simulation.kv_waste is not None:
+        more |= {"mean_rows": results.num_row_steps / max(1, results.num_steps), "kv_waste": simulation.kv_waste.share}
+    return results, results.to_json() | more
 
 
 def _simulation(setup: EngineSetup, target: SimulatedTarget, inputs: Inputs) -> Simulation:
@@ -605,6 +621,27 @@ def _policies(scheduler: simulate.SimulatedSchedulerConfig) -> list[str]:
     for argument in scheduler.policy_args:
         _known("--policy-arg", argument, choices)
     return policies
+
+
+def _baselines(asked: Simulated, *, one_engine: bool) -> dict[str, Baseline | None]:
+    """Baselines to compare, by what tells them apart; none is what is served. Raises UsageError."""
+    options = asked.baselines
+    if not (changed := _changed(options)):
+        return {"": None}
+    if not one_engine or asked.options.admission or asked.options.acceptance is not None:
+        raise UsageError(
+            f"{changed[0]} is of one engine; drop --fleet, workers, --model-repository, --admission and --acceptance"
+        )
+    batchings = _names("--batching", options.batching, list(BATCHINGS))
+    layouts = _names("--kv-layout", options.kv_layout, list(KV_LAYOUTS))
+    apart = len(batchings) > 1, len(layouts) > 1
+    return {
+        " ".join(compress((batching, layout), apart)): Baseline(
+            batching=batching, batch_delay_s=options.batch_delay_s, kv_layout=layout
+        )
+        for batching in batchings
+        for layout in layouts
+    }
 
 
 def _balances(fleet: simulate.SimulatedFleetOptions) -> list[str]:

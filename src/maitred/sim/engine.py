@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.core.clock import ManualClock
@@ -13,6 +14,7 @@ from maitred.core.errors import MaitredError
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.gate.admission import AdmissionController
+from maitred.kv.manager import KVCacheManager
 from maitred.kv.pages import KVGroups, kv_cache_manager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
@@ -20,6 +22,7 @@ from maitred.policy.predictor import Foretold, predictor_named
 from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
+from maitred.sim.baselines import Baseline, Batches, ContiguousKVCacheManager, KVWaste, shape_without_kv
 from maitred.sim.clients import Clients, SimulatedRequest
 from maitred.sim.profile import Jitter
 from maitred.sim.results import GroupResults, SimulatedResults
@@ -53,6 +56,8 @@ class EngineSetup:
     groups: KVGroups | None = None
     """Of layers, where blocks consist of `num_pages` pages."""
     num_pages: int = 0
+    baseline: Baseline | None = None
+    """What `Simulation` compares with; None is what is served."""
 
 
 class SimulatedEngine:
@@ -75,15 +80,21 @@ class SimulatedEngine:
         self.clock = ManualClock()
         self._executor = _SimulatedExecutor(self.clock, cost_model, results, jitter, slowness, setup.acceptance or 0.0)
         self.live = self._executor.live_requests  # by id; removed when it ends
-        self.kv_cache = kv_cache_manager(
-            setup.groups,
-            num_pages=setup.num_pages or setup.num_blocks,
-            num_state_slots=setup.num_state_slots,
-            num_blocks=setup.num_blocks,
-            block_size=setup.block_size,
-            hasher=self._hash_output,
-            enable_prefix_caching=setup.enable_prefix_caching,
-        )
+        baseline = setup.baseline or Baseline()
+        if baseline.kv_layout == "none":
+            self._executor.shape_of = shape_without_kv
+        books: dict[str, Any] = {
+            "num_blocks": setup.num_blocks,
+            "block_size": setup.block_size,
+            "hasher": self._hash_output,
+            "enable_prefix_caching": setup.enable_prefix_caching and baseline.keeps_prefixes,
+        }
+        if baseline.kv_layout == "contiguous":
+            self.kv_cache: KVCacheManager = ContiguousKVCacheManager(**books)
+        else:
+            num_pages = setup.num_pages or setup.num_blocks
+            slots = setup.num_state_slots
+            self.kv_cache = kv_cache_manager(setup.groups, num_pages=num_pages, num_state_slots=slots, **books)
         predictor = predictor_named(setup.predictor, self._true_length)
         drafts = setup.acceptance is not None
         self.scheduler = Scheduler(
@@ -166,6 +177,7 @@ class _SimulatedExecutor:
     ) -> None:
         self._acceptance = acceptance
         self.live_requests: dict[str, SimulatedRequest] = {}
+        self.shape_of = shape_of
         self.gap_s = 0.0  # after the last step
         self.beside: TensorSimulation | None = None
         self._clock, self._cost_model, self._results, self._jitter = clock, cost_model, results, jitter
@@ -179,7 +191,7 @@ class _SimulatedExecutor:
             self.gap_s = IDLE_STEP_S
             return ModelOutput(())
         results, num_rows = self._results, len(plan.rows)
-        step_s, gap_s = self._times(shape_of(plan.rows))
+        step_s, gap_s = self._times(self.shape_of(plan.rows))
         step_s += draft_chain_s(self._cost_model, [row.num_drafts for row in plan.rows])
         if self.beside is not None:
             step_s = self.beside.step(self._clock.now(), step_s)
@@ -287,12 +299,17 @@ class Simulation:
     ) -> None:
         """Simulate one engine; `tensors` puts tensor models, and their requests, beside the language model."""
         self.results = results
-        listeners = () if listener is None else (listener,)
+        baseline, padded = setup.baseline, dict[str, Arrival]()
+        self.kv_waste = None if baseline is None else KVWaste(padded)
+        listeners = [each for each in (listener, self.kv_waste) if each is not None]
         self._engine = SimulatedEngine(
             setup, cost_model, results, jitter=jitter, slowness=slowness, listeners=listeners
         )
         self.scheduler, self._core, self._clock = self._engine.scheduler, self._engine.core, self._engine.clock
         self._clients = Clients(results, setup.block_size, tenants, admission)
+        self._batches: Batches | None = None
+        if baseline is not None and baseline.batching != "continuous":
+            self._batches = Batches(self._core, self._engine.live, baseline, padded)
         self.tensors = None if tensors is None else tensors(self.scheduler)
         if self.tensors is not None:
             self._engine.run_beside(self.tensors)
@@ -310,6 +327,8 @@ class Simulation:
                 self.tensors.run_until(now)
             while (next_at := clients.next_at) is not None and next_at <= now:
                 self._take_in(clients.take())
+            if self._batches is not None:
+                self._add_batch(self._batches, now)
             if core.has_work:
                 progress, self._shed = self._shed, []
                 self._settle(progress + core.step())
@@ -320,16 +339,25 @@ class Simulation:
     @property
     def _next_at(self) -> float | None:
         """Return when the next request comes, or a batch ends."""
-        if self.tensors is None:
-            return self._clients.next_at
-        return min((at for at in (self._clients.next_at, self.tensors.next_at) if at is not None), default=None)
+        next_at = self._clients.next_at
+        if self._batches is not None:
+            return _first(next_at, self._batches.begins_at(next_at))
+        return next_at if self.tensors is None else _first(next_at, self.tensors.next_at)
+
+    def _add_batch(self, batches: Batches, now: float) -> None:
+        begins_at = batches.begins_at(self._clients.next_at)
+        for live in batches.take() if begins_at is not None and begins_at <= now else ():
+            try:
+                self._engine.add(live)
+            except MaitredError as error:
+                self._clients.refused(live, error, now)
 
     def _take_in(self, live: SimulatedRequest) -> None:
         try:
             for request_id in self._clients.pass_gate(live):
                 shed = self._core.shed(request_id)
                 self._shed += [shed] if shed is not None else []
-            self._engine.add(live)
+            (self._engine.add if self._batches is None else self._batches.hold)(live)
         except MaitredError as error:
             self._clients.refused(live, error, self._clock.now())
         self.results.queue_length.add(live.arrival.at, len(self._engine.live) - self.scheduler.num_running)
@@ -339,4 +367,11 @@ class Simulation:
             self._clients.progressed(progress, self._core.num_queued, self._clock.now())
         for told in progress:
             if told.finish_reason is not None:
-                self._clients.ended(self._engine.live.pop(told.request_id), told.finish_reason, self._clock.now())
+                live = self._engine.live.pop(told.request_id)
+                if self._batches is not None:
+                    self._batches.end(live)
+                self._clients.ended(live, told.finish_reason, self._clock.now())
+
+
+def _first(*times: float | None) -> float | None:
+    return min((at for at in times if at is not None), default=None)

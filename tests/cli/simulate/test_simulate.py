@@ -345,3 +345,21 @@ def test_a_trace_that_is_packed_is_unpacked_and_told_of(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ConfigError, match="damaged gzip file"):
         read_workload(str(path))
+
+
+def test_baselines_are_compared_by_what_tells_them_apart(trace: str, capsys):
+    device = ("--workload", trace, "--device", "h100", "--model", "llama-3.1-8b", "--max-num-seqs", "4")
+    compared = figures(capsys, *device, "--batching", "static,continuous", "--kv-layout", "paged,contiguous", "--json")
+    assert list(compared) == ["static paged", "static contiguous", "continuous paged", "continuous contiguous"]
+    assert compared["continuous paged"]["kv_waste"] < compared["continuous contiguous"]["kv_waste"]
+    assert main(["simulate", *device, "--policy", "fcfs,sjf", "--batching", "static"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.endswith("rows  kv waste")
+    assert [row.split()[0] for row in rows if not row.startswith(" ")] == ["fcfs", "sjf"]
+
+
+def test_baselines_of_a_fleet_are_refused_in_one_line(trace: str, capsys):
+    assert main(["simulate", "--workload", trace, "--fleet", "2", "--kv-layout", "none"]) == 2
+    assert "--kv-layout is of one engine; drop --fleet" in capsys.readouterr().err
+    assert main(["simulate", "--workload", trace, "--batching", "statik"]) == 2
+    assert "--batching is 'statik' (did you mean static?)" in capsys.readouterr().err
