@@ -60,12 +60,22 @@ def stacked(tensors: Tensors) -> Tensors:
 
 
 def write_gguf(
-    path: Path, architecture: str, config: Config, tensors: Tensors, *, type_of: Any = None, **keys: Any
+    path: Path,
+    architecture: str,
+    config: Config,
+    tensors: Tensors,
+    *,
+    type_of: Any = None,
+    whole: bool = False,
+    **keys: Any,
 ) -> Path:
-    """`type_of` gives a matrix's type by its Hugging Face name; `keys` are metadata that is added, or in the place of
-    what the model has, by its full name with `__` for a dot."""
+    """`type_of` gives a matrix's type by its Hugging Face name; `whole`: latent attention as until 2025, with kv_b_proj
+    in one; `keys` are metadata that is added, or in the place of what the model has, by its full name with `__` for a
+    dot."""
     writer = gguf.GGUFWriter(path, architecture)
     _add_metadata(writer, architecture, config)
+    if "kv_lora_rank" in config:
+        _add_latent(writer, config, whole)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
     writer.add_token_types(TOKEN_TYPES)
@@ -85,6 +95,8 @@ def write_gguf(
             writer.add_key_value(full, value, gguf.GGUFValueType.get_type(value))
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    if not whole:
+        tensors = _split_latent(tensors, config)
     for name, values in tensors.items():
         stored = as_stored(name, values, architecture, config)
         mapped = f"{name}.weight" if name.endswith("sinks") else name.replace("e_score_correction_bias", _CORRECTION)
@@ -101,6 +113,43 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _split_latent(tensors: Tensors, config: Config) -> Tensors:
+    """The two parts of kv_b_proj, [heads, ..], that of the keys turned."""
+    found: Tensors = {}
+    for name, values in tensors.items():
+        if name.endswith("kv_b_proj.weight"):
+            by_head = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+            keys, of_values = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+            found[name.replace("kv_b", "k_b")] = np.ascontiguousarray(keys.swapaxes(1, 2))
+            found[name.replace("kv_b", "v_b")] = np.ascontiguousarray(of_values)
+        else:
+            found[name] = values
+    return found
+
+
+def _add_latent(writer: Any, config: Config, whole: bool) -> None:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_head_count_kv(config["num_attention_heads"] if whole else 1)
+    writer.add_key_length(key if whole else rank + rotated)
+    writer.add_value_length(value if whole else rank)
+    if not whole:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    writer.add_rope_dimension_count(rotated)
+    if (multiplier := config["rope_parameters"].get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * multiplier)
+    is_v2 = config["model_type"] == "deepseek_v2"
+    if not (is_v2 and whole):  # as those before 2024's end
+        kinds = gguf.ExpertGatingFuncType
+        writer.add_expert_gating_func(kinds.SOFTMAX if is_v2 else kinds.SIGMOID)
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
 
 
 def as_stored(name: str, values: NDArray[np.float32], architecture: str, config: Config) -> NDArray[np.float32]:

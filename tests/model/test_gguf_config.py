@@ -99,7 +99,15 @@ FORMS: dict[str, tuple[str, Config]] = {
 
 
 UNROUTED = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # no file says that there are dense layers between
+_TWICE = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale": 0.7,
+                              "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}}  # fmt: skip
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}  # no file says that groups are there and all are chosen from
 FAMILIES: dict[str, tuple[str, Config]] = {
+    "deepseek_v2": ("deepseek2", _TWICE | _ONE_GROUP),
+    "deepseek_v2, one kv_b_proj": ("deepseek2", _TWICE | _ONE_GROUP),
+    "deepseek_v2_groups": ("deepseek2", {}),
+    "deepseek_v3": ("deepseek2", _TWICE | {"num_nextn_predict_layers": 0}),
+    "glm4_moe_lite": ("deepseek2", {"num_nextn_predict_layers": 0}),
     "mixtral": ("llama", {}),
     "qwen2_moe": ("qwen2moe", UNROUTED),
     "qwen3_moe": ("qwen3moe", UNROUTED),
@@ -116,20 +124,36 @@ FAMILIES: dict[str, tuple[str, Config]] = {
 def test_a_file_of_a_checkpoint_becomes_the_same_decoder_and_the_same_bytes(tmp_path: Path, family: str) -> None:
     """Odd shapes in float32, from transformers' own class: equal programs of equal weights."""
     architecture, changes = FAMILIES[family]
-    folder = make_checkpoint(family, tmp_path / family, **changes)
+    folder = make_checkpoint(family.split(",", maxsplit=1)[0], tmp_path / "folder", **changes)
     config = json.loads((folder / "config.json").read_text())
     tensors = stacked(load_file(folder / "model.safetensors"))
-    path = write_gguf(tmp_path / "model.gguf", architecture, config, tensors)
+    path = write_gguf(tmp_path / "model.gguf", architecture, config, tensors, whole=family.endswith("one kv_b_proj"))
     packed = []
     for model in (folder, path):
         with open_checkpoint(str(model)) as checkpoint:
             plan = native_plan(checkpoint, spec_from_config(checkpoint.config))
             packed.append((plan.program, pack_weights(plan.program, checkpoint, _native.ThreadPool(1)).tensors))
     (program, weights), (of_file, found) = packed
-    assert _rounded(of_file.spec) == _rounded(replace(program.spec, norm_offset=of_file.spec.norm_offset))
+    named = of_file.spec.architecture if family == "glm4_moe_lite" else program.spec.architecture  # by no file
+    told = replace(program.spec, norm_offset=of_file.spec.norm_offset, architecture=named)
+    assert _rounded(of_file.spec) == _rounded(told)
     assert list(found) == list(weights)
     for name, weight in weights.items():
         np.testing.assert_array_equal(found[name].buffer, weight.buffer, err_msg=name)
+
+
+def test_glm_4_7_flash_scores_by_sigmoid_where_its_file_does_not_say(tmp_path: Path) -> None:
+    """A file knows that model by its number of layers and its vocabulary, others of its kind are DeepSeek-V2."""
+    latent = {"kv_lora_rank": 4, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2, "v_head_dim": 2, "q_lora_rank": None}
+    config = family("DeepseekV3ForCausalLM", "deepseek_v3", **latent, num_hidden_layers=47, vocab_size=154_880,
+                    hidden_size=4, num_attention_heads=1, first_k_dense_replace=46, n_group=1, topk_group=1,
+                    n_routed_experts=3, num_experts_per_tok=1, moe_intermediate_size=4, n_shared_experts=1,
+                    norm_topk_prob=True, routed_scaling_factor=1.8, rope_parameters=_DEFAULT)  # fmt: skip
+    keys = {"deepseek2__expert_gating_func": 0}
+    with open_checkpoint(
+        str(write_gguf(tmp_path / "a.gguf", "deepseek2", config, random_tensors(config), **keys))
+    ) as it:
+        assert spec_from_config(it.config) == spec_from_config(config)
 
 
 def _rounded(spec: Any) -> str:
@@ -239,7 +263,7 @@ def test_sampling_and_every_end_token_come_from_the_file(tmp_path: Path) -> None
         ("llama", {"llama__attention__head_count": 0}, r"head_count is 0, and has to be a whole number from 1"),
         ("llama", {"llama__rope__freq_base": "x"}, r"key llama.rope.freq_base is 'x', and has to be one number"),
         ("llama", {"llama__attention__head_count_kv": [2, 4]}, r"head_count_kv is 2 different values"),
-        ("llama", {"general__architecture": "dots1"}, r"'dots1' is not supported; supported are gemma2,"),
+        ("llama", {"general__architecture": "dots1"}, r"'dots1' is not supported; supported are deepseek2,"),
         ("llama", {"general__type": "adapter"}, r"holds no model \(general.type is 'adapter'\)"),
         ("llama", {"llama__nextn_predict_layers": 6}, r"nextn_predict_layers is 6 of 6 layers"),
         ("granite", {"granite__rope__scaling__finetuned": False}, r"granite model without rope"),

@@ -106,6 +106,7 @@ def test_smollm2s_ids_are_llama_cpps():
         ("qwen2", "I¦'m¦ ¦1¦2¦3¦4¦,¦ ¦ café¦ I¦'LL¦\n\n¦ ¦ go¦!¦ ¦\t¦{}\n"),
         ("tekken", "I¦'m¦ ¦1¦2¦3¦4¦,¦ ¦ café¦ I¦'LL¦\n\n¦ ¦ go¦!¦ ¦\t¦{}\n"),
         ("gpt-4o", "I'm¦ ¦123¦4¦,¦ ¦ café¦ I'LL¦\n\n¦ ¦ go¦!¦ ¦\t¦{}\n"),
+        ("deepseek-v3", "I¦'m¦ ¦123¦4¦,¦ ¦ café¦ I¦'LL¦\n\n¦ ¦ go¦!¦ ¦\t¦{}\n"),
         ("falcon", "I¦'¦m¦ ¦123¦4¦,¦ ¦ café¦ I¦'¦LL¦\n\n ¦ go¦!¦ \t¦{}¦\n"),
     ],
 )

@@ -97,7 +97,8 @@ def config_of(files: Sequence[GgufFile]) -> Config:
     row = ARCHITECTURES[str(keys.architecture)]
     num_heads, hidden_size = keys.count("attention.head_count"), keys.count("embedding_length")
     head_dim = keys.count("attention.key_length", hidden_size // num_heads or 1)
-    if (value_dim := keys.count("attention.value_length", head_dim)) != head_dim:
+    value_dim = keys.count("attention.value_length", head_dim)
+    if value_dim != head_dim and row.more is not _deepseek2:
         keys.refuse(f"heads of {head_dim} values for keys and {value_dim} for values are not supported", _OTHER)
     if keys.value("attention.causal") is False:
         keys.refuse("the model is an encoder (attention.causal is false)", "only causal decoders are served")
@@ -386,10 +387,10 @@ def _glm4(keys: _Keys, config: Config) -> Config:
     return {"rope_interleaved": not any(keys.value("rope.dimension_sections") or ())}
 
 
-def _glm4_moe(keys: _Keys, config: Config) -> Config:
-    scorings = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers; without one it is sigmoid
+def _glm4_moe(keys: _Keys, config: Config, scoring: int = 2) -> Config:
+    number = keys.number("expert_gating_func", 0) or scoring
     return {
-        "scoring_func": scorings.get(number := keys.number("expert_gating_func", 0), f"number {number}"),
+        "scoring_func": {1: "softmax", 2: "sigmoid"}.get(number, f"number {number}"),  # llama.cpp's numbers
         "first_k_dense_replace": keys.number("leading_dense_block_count", 0),
         "n_shared_experts": keys.number("expert_shared_count", 0),
         "n_group": keys.number("expert_group_count", 0) or 1,
@@ -397,6 +398,33 @@ def _glm4_moe(keys: _Keys, config: Config) -> Config:
         "norm_topk_prob": bool(keys.value("expert_weights_norm")),
         "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.names,
+    }
+
+
+def _deepseek2(keys: _Keys, config: Config) -> Config:
+    """Heads have sizes of their own where keys are split (`attn_k_b`), as since 2025; the two multipliers of YaRN are
+    equal. V3 and GLM-4.7-Flash score by sigmoid, which files of the latter need not say."""
+    is_flash = config["num_hidden_layers"] in (47, 48) and config["vocab_size"] == 154_880
+    routed = _glm4_moe(keys, config, 2 if is_flash else 1)
+    is_v2, rotated = routed["scoring_func"] == "softmax", keys.count("rope.dimension_count")
+    key, value = (
+        keys.count(f"attention.{part}_length_mla", keys.number(f"attention.{part}_length")) for part in ("key", "value")
+    )
+    rope = {**config["rope_parameters"], "partial_rotary_factor": 1.0}
+    if multiplier := keys.number("rope.scaling.yarn_log_multiplier", 0.0):  # a tenth of it
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), _shortest(10 * multiplier))
+    v2_method = "group_limited_greedy" if routed["n_group"] > 1 else "greedy"
+    has_two = "blk.0.attn_q_a.weight" in keys.names  # matrices of queries
+    return routed | {
+        "architectures": [f"DeepseekV{2 if is_v2 else 3}ForCausalLM"],
+        "model_type": f"deepseek_v{2 if is_v2 else 3}",
+        "topk_method": v2_method if is_v2 else "noaux_tc",
+        "kv_lora_rank": keys.count("attention.kv_lora_rank"),
+        "q_lora_rank": keys.count("attention.q_lora_rank") if has_two else None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "rope_parameters": rope,
     }
 
 
@@ -535,6 +563,14 @@ _SHARED_EXPERT = {
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_LATENT_PARTS = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    **{f"attn_{part}_b": f"self_attn.{part}_b_proj" for part in ("kv", "k", "v")},
+}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_PARTS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 
@@ -545,6 +581,7 @@ _GLM4_PARTS = {
 }
 
 ARCHITECTURES = {
+    "deepseek2": _Architecture("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek2, parts=_LATENT_PARTS),
     "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, parts=_GEMMA_PARTS),
     "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3, parts=_GEMMA_PARTS),
     "glm4": _Architecture("Glm4ForCausalLM", "glm4", _glm4, parts=_GLM4_PARTS),

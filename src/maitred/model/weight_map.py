@@ -200,7 +200,7 @@ def _layer(spec: DecoderSpec, index: int, source: str, names: Collection[str]) -
     if layer.recurrent is not None:
         yield from _recurrent(layer.recurrent, source + "linear_attn.", f"{target}recurrent.", spec.hidden_size)
     else:
-        yield from _attention(spec.at(index), source + "self_attn.", target, spec.hidden_size, index)
+        yield from _attention(spec.at(index), source + "self_attn.", target, spec.hidden_size, index, names)
     if layer.routed is not None:
         yield from _routed(layer.routed, source, target, spec.hidden_size, names)
     else:
@@ -288,9 +288,11 @@ _NORMS: dict[NormPlacement, tuple[tuple[str, str], ...]] = {  # (name in the che
 }
 
 
-def _attention(spec: DecoderSpec, source: str, target: str, width_in: int, index: int = 0) -> Iterator[WeightSource]:
+def _attention(
+    spec: DecoderSpec, source: str, target: str, width_in: int, index: int = 0, names: Collection[str] = ()
+) -> Iterator[WeightSource]:
     if (latent := spec.latent) is not None:
-        yield from _latent(spec, latent, source, target)
+        yield from _latent(spec, latent, source, target, names)
         return
     q, kv, layer = spec.q_width, spec.kv_width, spec.layers[index]
     values = "k_proj" if layer.keys_as_values else "v_proj"
@@ -318,8 +320,11 @@ def _attention(spec: DecoderSpec, source: str, target: str, width_in: int, index
     yield from _stacked(source, parts, spec.q_width, f"{target}attention_output", spec.output_bias)
 
 
-def _latent(spec: DecoderSpec, latent: LatentSpec, source: str, target: str) -> Iterator[WeightSource]:
-    """kv_b_proj has of each head what keys are made with, which is turned to meet queries, and what values are."""
+def _latent(
+    spec: DecoderSpec, latent: LatentSpec, source: str, target: str, names: Collection[str]
+) -> Iterator[WeightSource]:
+    """kv_b_proj has of each head what keys are made with, which is turned to meet queries, and what values are; GGUF
+    files have the two apart, [heads, ..], the first one turned."""
     heads, hidden, between, inputs = spec.num_heads, spec.hidden_size, latent.query_rank, f"{target}latent."
     key, value, queries = latent.key_dim, latent.value_dim, heads * latent.query_dim
     down = (("q_a_proj", between) if between else ("q_proj", queries), ("kv_a_proj_with_mqa", latent.head_dim))
@@ -329,9 +334,15 @@ def _latent(spec: DecoderSpec, latent: LatentSpec, source: str, target: str) -> 
         yield from _stacked(source, (("q_b_proj", queries),), between, f"{inputs}query", False)
     yield WeightSource(f"{source}kv_a_layernorm.weight", (latent.rank,), f"{inputs}norm.weight")
     turned = Stack(latent.rank, latent.rank, transposed=True, groups=heads, width=key)
-    for name, stack in (("absorb", turned), ("expand", Stack(value, value, groups=heads, first=key))):
-        shape = (heads * (key + value), latent.rank)
-        yield WeightSource(f"{source}kv_b_proj.weight", shape, f"{inputs}{name}.weight", stack=stack)
+    whole, rank = (heads * (key + value), latent.rank), latent.rank
+    parts = [("absorb", "kv_b", whole, turned), ("expand", "kv_b", whole, Stack(value, value, groups=heads, first=key))]
+    if f"{source}k_b_proj.weight" in names:
+        parts = [
+            ("absorb", "k_b", (heads, rank, key), Stack(rank, rank)),
+            ("expand", "v_b", (heads, value, rank), Stack(value, value)),
+        ]
+    for parameter, name, shape, stack in parts:
+        yield WeightSource(f"{source}{name}_proj.weight", shape, f"{inputs}{parameter}.weight", stack=stack)
     yield from _stacked(source, (("o_proj", hidden),), heads * value, f"{target}attention_output", False)
 
 

@@ -59,6 +59,11 @@ _DEEPSEEK_LLM = (
     _EAST_ASIAN,
     r"\p{N}+",
 )
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" rf"|{_SPACES}",
+)
 
 
 class Rule(NamedTuple):
@@ -86,6 +91,7 @@ RULES = {
     "qwen35": Rule(_QWEN35),
     "deepseek-llm": Rule(_DEEPSEEK_LLM),
     "deepseek-coder": Rule(_DEEPSEEK_CODER),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Rule(_DEEPSEEK_V3)),
     "falcon": Rule(_FALCON),
     "tekken": Rule(_TEKKEN, whole_pieces=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), Rule(_GPT4O)),
