@@ -336,7 +336,7 @@ def _latent(
     turned = Stack(latent.rank, latent.rank, transposed=True, groups=heads, width=key)
     whole, rank = (heads * (key + value), latent.rank), latent.rank
     parts = [("absorb", "kv_b", whole, turned), ("expand", "kv_b", whole, Stack(value, value, groups=heads, first=key))]
-    if f"{source}k_b_proj.weight" in names:
+    if f"{source}k_b_proj.weight" in names and f"{source}kv_b_proj.weight" not in names:
         parts = [
             ("absorb", "k_b", (heads, rank, key), Stack(rank, rank)),
             ("expand", "v_b", (heads, value, rank), Stack(value, value)),
