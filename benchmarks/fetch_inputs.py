@@ -1,10 +1,11 @@
-"""Fetches into WORK what tests of `make soak` read and is not ours to carry, and prints where it is.
+"""Fetches into WORK what tests of `make soak` and benchmarks read and is not ours to carry, and prints where it is.
 
-    python benchmarks/fetch_inputs.py templates|vocabularies|clients WORK
+    python benchmarks/fetch_inputs.py templates|vocabularies|clients|planners WORK
 
 `templates` and `vocabularies` lie in llama.cpp's sources: chat templates, and vocabularies with recorded texts and
 their token ids. `clients` is the interpreter of an environment of client libraries that speak OpenAI's dialect and want
-versions of `openai` and `pydantic` of their own. Where something cannot be fetched, this says why and prints nothing.
+versions of `openai` and `pydantic` of their own. `planners` are others' simulators and their measurements, with an
+environment in which they run (plan_check.py). Where something cannot be fetched, this says why and prints nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from pathlib import Path
 
 LLAMACPP = "llama-cpp-python==0.3.36"
 CLIENTS = ["openai-agents==0.24.0", "instructor==1.17.0", "langchain-openai==1.7.3", "pydantic-ai-slim[openai]==2.38.0"]
+PLANNERS = ["aiconfigurator==0.12.0", "simpy==4.1.1"]
+REPOSITORIES = {
+    "LLMServe/DistServe": "82831f1604cc6b10bebd360f6c437a07790dde9f",
+    "Mutinifni/splitwise-sim": "8f99e7dc9b407f4ce2488d03dd44c0b8b946dab0",
+}
 
 
 def pip(home: Path, *words: str) -> None:
@@ -36,6 +42,13 @@ def llamacpp_models(home: Path) -> Path:
     return (source / "vendor/llama.cpp/models").resolve()
 
 
+def checked_out(home: Path, name: str, commit: str) -> None:
+    folder = home / name.rpartition("/")[2]
+    if not folder.exists():
+        subprocess.run(["git", "clone", "--quiet", f"https://github.com/{name}", str(folder)], check=True)
+    subprocess.run(["git", "-C", str(folder), "checkout", "--quiet", commit], check=True)
+
+
 def main() -> None:
     kind, home = sys.argv[1], Path(sys.argv[2])
     try:
@@ -44,6 +57,11 @@ def main() -> None:
         if kind == "clients":
             pip(home, "install", *CLIENTS)
             print((home / "bin/python").absolute())
+        elif kind == "planners":
+            pip(home, "install", *PLANNERS)
+            for name, commit in REPOSITORIES.items():
+                checked_out(home, name, commit)
+            print(home.absolute())
         else:
             models = llamacpp_models(home)
             print(models / "templates" if kind == "templates" else models)
