@@ -76,6 +76,8 @@ def write_gguf(
     _add_metadata(writer, architecture, config)
     if "kv_lora_rank" in config:
         _add_latent(writer, config, whole)
+    if architecture == "gemma4":
+        _add_gemma4(writer, config)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
     writer.add_token_types(TOKEN_TYPES)
@@ -99,7 +101,11 @@ def write_gguf(
         tensors = _split_latent(tensors, config)
     for name, values in tensors.items():
         stored = as_stored(name, values, architecture, config)
-        mapped = f"{name}.weight" if name.endswith("sinks") else name.replace("e_score_correction_bias", _CORRECTION)
+        mapped = (
+            f"{name}.weight"
+            if name.endswith(("sinks", "layer_scalar"))
+            else name.replace("e_score_correction_bias", _CORRECTION)
+        )
         own = names.get_name(mapped, (".weight", ".bias"))
         assert own is not None, name
         is_matrix = stored.ndim >= 2 and not name.endswith((".bias", ".gate.weight"))
@@ -153,7 +159,7 @@ def _add_latent(writer: Any, config: Config, whole: bool) -> None:
 
 
 def as_stored(name: str, values: NDArray[np.float32], architecture: str, config: Config) -> NDArray[np.float32]:
-    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return values + np.float32(1)
     if name.endswith("shared_expert_gate.weight"):
         return values.squeeze()
@@ -245,8 +251,36 @@ def _add_experts(writer: Any, architecture: str, config: Config) -> None:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
 
 
+def _add_gemma4(writer: Any, config: Config) -> None:
+    n, slides = config["num_hidden_layers"], [each == "sliding_attention" for each in config["layer_types"]]
+    full, other = spec_from_config(config).layers[slides.index(False)].heads or (0, 0), config["head_dim"]
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_key_length(full[1])
+    writer.add_value_length(full[1])
+    writer.add_key_length_swa(other)
+    writer.add_value_length_swa(other)
+    writer.add_rope_dimension_count(full[1])
+    writer.add_rope_dimension_count_swa(other)
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if full[0] != config["num_key_value_heads"]:
+        writer.add_head_count_kv([config["num_key_value_heads"] if each else full[0] for each in slides])
+    if config["use_double_wide_mlp"]:
+        first, width = n - config["num_kv_shared_layers"], config["intermediate_size"]
+        writer.add_feed_forward_length([width * (1 + (i >= first)) for i in range(n)])
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
 def _rope_tensors(config: Config) -> Tensors:
     rope = config.get("rope_parameters") or {}
+    if rope.get("full_attention", {}).get("rope_type") == "proportional":
+        whole = next(layer for layer in spec_from_config(config).layers if layer.window is None).rope
+        assert whole is not None
+        still = whole.dim // 2 - whole.num_moving
+        return {"rope_freqs.weight": np.array([1.0] * whole.num_moving + [1e30] * still, np.float32)}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{k}.weight": np.array(rope[f"{k}_factor"], np.float32) for k in ("long", "short")}
     if rope.get("rope_type") != "llama3":

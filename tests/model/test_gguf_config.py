@@ -114,6 +114,8 @@ FAMILIES: dict[str, tuple[str, Config]] = {
     "olmoe": ("olmoe", {"norm_topk_prob": False, "moe_intermediate_size": None}),
     "olmo3": ("olmo2", {}),
     "ministral3": ("mistral3", {}),
+    "gemma4": ("gemma4", {}),
+    "gemma4_shared": ("gemma4", {}),
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4moe", {"num_nextn_predict_layers": 0}),
     "gpt_oss": ("gpt-oss", {"swiglu_limit": 7.0}),

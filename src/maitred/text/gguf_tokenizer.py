@@ -174,9 +174,9 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dic
     Raises CheckpointError, with the remedy, for a kind that is not known and for what does not fit together.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise CheckpointError(
-            f"tokenizers of kind {kind!r} are not supported, gpt2 and llama are; choose another model"
+            f"tokenizers of kind {kind!r} are not supported, gpt2, llama and gemma4 are; choose another model"
         )
     vocabulary = _Vocabulary(metadata)
     inner, merges = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
@@ -216,20 +216,25 @@ def _splits(rule: Rule) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
-    """Characters of the whole text are merged by score; those that are no token become bytes."""
+    """Characters of the whole text are merged by score, of Gemma 4 those between line ends by a list of pairs; those
+    that are no token become bytes."""
+    is_gemma4 = vocabulary.metadata["tokenizer.ggml.model"] == "gemma4"
     unknown = vocabulary.named.get("unk_token")
     text = None if unknown is None else vocabulary.tokens[unknown]
     inner = tokenizers.Tokenizer(models.BPE(unk_token=text, fuse_unk=False, byte_fallback=True))
     spaces = normalizers.Replace(" ", _SPACE)
     steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma4):
         inner.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
         inner.normalizer = spaces
     inner.decoder = decoders.Sequence(steps)
     _add_ends(inner, vocabulary, adds_bos=True)
-    return inner, vocabulary.merges_by_score()
+    if not is_gemma4:
+        return inner, vocabulary.merges_by_score()
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), "isolated")
+    return inner, vocabulary.merges()
 
 
 def _add_ends(inner: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
