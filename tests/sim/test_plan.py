@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +16,7 @@ from maitred.sim.engine import EngineSetup
 from maitred.sim.layouts import PlannedDevice, PlanTerms
 from maitred.sim.links import SimulatedLink
 from maitred.sim.plan import PlanGoal, Planner
-from maitred.sim.results import Objectives
+from maitred.sim.results import GroupResults, Objectives
 from maitred.sim.synthetic import SyntheticWorkload, WorkloadSpec, parse_spec
 from maitred.sim.workload import Demand, chain
 from tests.sim.worlds import arrival
@@ -61,19 +62,19 @@ def test_the_highest_rate_of_three_workers_is_nearly_thirty_prompts_of_100_ms():
 
 
 def test_prompts_go_apart_where_they_break_the_pace_of_answers():
-    """An answer takes 30 ms, and one prompt beside it breaks its pace. Mixed, 14 requests of 130 ms a second must find
-    a worker of their own nine times in ten: Erlang's B of 1.82 is 0.077 on 4 workers and 0.183 on 3. Apart, two workers
-    compute 14 prompts a second, and one answers."""
+    """An answer takes 30 ms, and one prompt beside it breaks its pace. Mixed, 7 requests of 130 ms a second must find
+    a worker of their own nine times in ten: Erlang's B of 0.91 is 0.057 on 3 workers and 0.178 on 2. Apart, one worker
+    computes 7 prompts a second, and one answers."""
     slo, modes = {"ttft_s": 1.0, "tpot_s": 15e-3}, ("aggregated", "disaggregated")
-    search = planner(candidate(), output=4, slo=slo, rate=14.0, modes=modes)
+    search = planner(candidate(), output=4, slo=slo, rate=7.0, modes=modes)
     found = search.search()
     apart, together = found.best["disaggregated"], found.best["aggregated"]
-    assert {group.role: group.count for group in apart.layout.groups} == {Role.PREFILL: 2, Role.DECODE: 1}
-    assert together.layout.num_devices == 4
+    assert {group.role: group.count for group in apart.layout.groups} == {Role.PREFILL: 1, Role.DECODE: 1}
+    assert together.layout.num_devices == 3
     assert search.score(apart) < search.score(together)
-    # 14 prompts of 100 tokens a second are 140 MB of KV
+    # 7 prompts of 100 tokens a second are 70 MB of KV
     assert found.pays_from is not None
-    assert 14 * 100 * KV_BYTES < found.pays_from < 2e9
+    assert 7 * 100 * KV_BYTES < found.pays_from < 2e9
 
 
 def test_the_cheaper_device_wins_where_cost_is_asked_and_the_faster_one_where_devices_are():
@@ -86,6 +87,30 @@ def test_the_cheaper_device_wins_where_cost_is_asked_and_the_faster_one_where_de
         return f"{group.count} {group.candidate.name}"
 
     assert (chosen("devices"), chosen("cost")) == ("1 fast", "2 slow")
+
+
+def test_a_fleet_is_as_many_slices_as_it_takes_and_parts_of_one_tell_its_error():
+    """A prompt of 100 ms 1,000 times a second takes 100 to 130 workers: three slices or four of at most 32."""
+    search = planner(candidate(), output=1, rate=1000.0, modes=("aggregated",))
+    found = search.search()
+    outcome = found.best["aggregated"]
+    (group,) = outcome.layout.groups
+    assert outcome.layout.num_slices in (3, 4)
+    assert group.count <= 33
+    assert 100 < outcome.layout.num_devices == outcome.layout.num_slices * group.count < 130
+    assert (outcome.rate, outcome.tokens_per_s) == (1000.0, 1000.0)
+    assert [part.layout.num_devices for part in found.parts[:2]] == [round(group.count / 4), round(group.count / 2)]
+    assert found.parts[-1] is outcome
+    assert max(part.layout.num_devices for part in found.parts[:-1]) < min(
+        each.layout.num_devices for each in found.tried
+    ), "parts are no plans"
+
+
+def test_of_equal_devices_the_plan_is_that_with_more_good_requests():
+    search = planner(candidate(), output=1, rate=12.0, modes=("aggregated",))
+    outcome = search.search().best["aggregated"]
+    quicker = replace(outcome, attainment=outcome.attainment - 0.05, figures=GroupResults())
+    assert search.score(outcome) < search.score(quicker)
 
 
 def test_equal_seeds_give_equal_plans():

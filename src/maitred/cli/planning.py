@@ -174,6 +174,7 @@ def to_json(planner: Planner, options: PlanOptions) -> dict[str, Any]:
         "plans": [outcome_json(planner, outcome, options) for outcome in ordered],
         "front": [_brief(outcome) for outcome in planner.front()],
         "rejected": dict(plan.rejected.most_common()),
+        "slice_parts": [_part(outcome) for outcome in plan.parts],
         "nearest": {name: {"seconds": value, "of": what} for name, (value, what) in plan.nearest.items()},
         "disaggregation_pays_from_bytes_per_s": None if pays is None or isinf(pays) else pays,
         "num_simulations": plan.num_simulations,
@@ -187,6 +188,7 @@ def outcome_json(planner: Planner, outcome: LayoutFigures, options: PlanOptions)
     return {
         **_brief(outcome),
         "handover": layout.handover,
+        "num_slices": layout.num_slices,
         "groups": [
             {
                 "role": group.role.value,
@@ -222,6 +224,17 @@ def _brief(outcome: LayoutFigures) -> dict[str, Any]:
     }
 
 
+def _part(outcome: LayoutFigures) -> dict[str, Any]:
+    """Figures of a slice, or of a part of one."""
+    figures = outcome.figures
+    return {
+        "num_devices": outcome.layout.num_devices // outcome.layout.num_slices,
+        "attainment": outcome.attainment,
+        "ttft_s": figures.ttft_s.to_json(),
+        "tpot_s": figures.tpot_s.to_json(),
+    }
+
+
 def words_of(group: Group, mode: str, kv_listen: str = "127.0.0.1:0") -> list[str]:
     """Words of `maitred serve` for one worker, but for the model."""
     words = ["--max-num-seqs", str(group.max_num_seqs), "--max-num-batched-tokens", str(group.token_budget)]
@@ -238,6 +251,8 @@ def commands_of(outcome: LayoutFigures, options: PlanOptions) -> list[str]:
         for group in layout.groups
         if group.candidate.name.endswith("ep")
     ]
+    if layout.num_slices > 1:
+        lines.append(f"# {layout.num_slices:,} times, each behind a router of its own:")
     if layout.mode == "aggregated":
         (group,) = layout.groups
         return [*lines, f"maitred route --replicas {group.count} -- {model} {' '.join(words_of(group, layout.mode))}"]
@@ -281,6 +296,8 @@ def text_of(planner: Planner, told: Mapping[str, Any]) -> str:
         blocks.append("\n".join(["no layout is better in both:", *("  " + "  ".join(row) for row in front)]))
     else:
         blocks.append(_no_plan(planner))
+    if parts := told["slice_parts"]:
+        blocks.append(_slices_text(parts))
     if plan.pays_from is not None:
         slow = (
             "at no speed of the link" if isinf(plan.pays_from) else f"from a link of {plan.pays_from / 1e9:.2g} GB/s on"
@@ -290,6 +307,18 @@ def text_of(planner: Planner, told: Mapping[str, Any]) -> str:
         lines = [f"  {count} x {reason}" for reason, count in plan.rejected.most_common()]
         blocks.append("\n".join(["rejected:", *lines]))
     return "\n\n".join(blocks)
+
+
+def _slices_text(parts: list[dict[str, Any]]) -> str:
+    """What is simulated of a fleet, and what its size changes."""
+    rows = [["", "good", "ttft p90", "tpot p90"]]
+    for part in parts:
+        times = [seconds_text(part[name]["p90"]) for name in ("ttft_s", "tpot_s")]
+        rows.append([f"{part['num_devices']} devices", f"{part['attainment']:.1%}", *times])
+    before, whole = parts[-2:]
+    errors = [abs(before[name]["p90"] / whole[name]["p90"] - 1) for name in ("ttft_s", "tpot_s")]
+    moved = f"ttft p90 {errors[0]:.0%}, tpot p90 {errors[1]:.0%}"
+    return f"simulated was one slice, and parts of it; its last doubling changed {moved}:\n{aligned(rows)}"
 
 
 def _row(each: Mapping[str, Any]) -> list[str]:

@@ -63,10 +63,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLayout:
-    """Workers behind one address."""
+    """Workers behind one address, or as many times over as there are slices, each with a share of the requests."""
 
     mode: str
     groups: tuple[Group, ...]
+    num_slices: int = 1
 
     @property
     def handover(self) -> str:
@@ -74,31 +75,34 @@ class WorkerLayout:
 
     @property
     def num_devices(self) -> int:
-        return sum(group.num_devices for group in self.groups)
+        return self.num_slices * sum(group.num_devices for group in self.groups)
 
     @property
     def price(self) -> float:
         """For an hour."""
-        return sum(group.count * group.candidate.price for group in self.groups)
+        return self.num_slices * sum(group.count * group.candidate.price for group in self.groups)
 
     @property
     def label(self) -> str:
-        return " + ".join(group.label for group in self.groups)
+        slice_label = " + ".join(group.label for group in self.groups)
+        return slice_label if self.num_slices == 1 else f"{self.num_slices:,} x ({slice_label})"
 
     def changed(self, index: int, more: int) -> WorkerLayout | None:
-        """With so many more workers of a group; None where a role would be left without any."""
+        """With so many more workers of a group in each slice; None where a role would be left without any."""
         groups = list(self.groups)
         groups[index] = replace(groups[index], count=groups[index].count + more)
-        if groups[index].count < 1:
-            if self.mode != "hybrid" or groups[index].role is Role.MIXED:
-                return None
-            del groups[index]
-        return replace(self, groups=tuple(groups))
+        return None if groups[index].count < 1 else replace(self, groups=tuple(groups))
+
+    def part(self, share: float) -> tuple[WorkerLayout, float]:
+        """About this share of one slice's workers, and the share of its requests that they are for."""
+        groups = tuple(replace(group, count=max(1, round(share * group.count))) for group in self.groups)
+        shares = [part.count / group.count for part, group in zip(groups, self.groups, strict=True)]
+        return WorkerLayout(self.mode, groups), min(shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutFigures:
-    """Figures of a layout at a rate, as simulated."""
+    """Figures of a layout at a rate, as simulated: those of requests are one slice's, sums are all slices'."""
 
     layout: WorkerLayout
     rate: float
@@ -233,7 +237,8 @@ def simulate_worker(terms: PlanTerms, group: Group, rate: float, warm_up: int, n
 def simulate_layout(
     terms: PlanTerms, layout: WorkerLayout, rate: float, warm_up: int, num_judged: int
 ) -> LayoutFigures:
-    arrivals = terms.demand.at(rate, warm_up + num_judged)
+    """Simulate one slice, at its share of the rate."""
+    arrivals = terms.demand.at(rate / layout.num_slices, warm_up + num_judged)
     results = Judged(terms.objectives, layout.groups[-1].candidate.target, arrivals, warm_up)
     link = None if layout.mode == "aggregated" else terms.link
     replicas = [terms.replica_of(group, link) for group in layout.groups for _ in range(group.count)]
@@ -247,6 +252,6 @@ def simulate_layout(
         figures=results.total,
         misses=results.misses,
         tokens_per_s=rate * terms.demand.mean_output,
-        watts=sum(group.count * group.candidate.target.watts(busy) for group in layout.groups),
+        watts=layout.num_slices * sum(group.count * group.candidate.target.watts(busy) for group in layout.groups),
         num_row_steps=results.num_row_steps,
     )

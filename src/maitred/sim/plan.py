@@ -35,10 +35,13 @@ BUDGETS = {Role.MIXED: (2048, 512), Role.PREFILL: (2048, 8192)}  # tokens of a s
 KEEPS_UP = 0.97  # of the throughput under overload: beyond, a queue grows without end
 FINENESS = 0.04  # of a rate, to which it is searched
 JUDGED = (150, 400)  # requests judged for one worker, and for a layout; those before are its warm-up
-MOST_WARM_UP = (400, 1600)
+MOST_WARM_UP = (400, 3200)
 MOST_OVERLOADED = 600  # requests that tell what one worker can do at most
 MOST_PROBES = 10  # rates tried of one worker
 MOST_MOVES = 12  # workers added or taken in a search
+FASTEST_LINK = 1e12  # bytes/s
+MOST_WHOLE, MOST_IN_SLICE = 64, 32  # devices that are simulated whole, and of a slice where there are more
+SLICE_PARTS = (0.25, 0.5)  # of a slice, by which its figures are checked
 MOST_LAYOUTS = 3  # of a mode, the best by one worker's goodput, that are simulated as a whole
 
 
@@ -51,6 +54,7 @@ class Plan:
     rejected: Counter[str] = field(default_factory=Counter)  # candidates by reason
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)  # objective -> best value (s) seen, of what
     pays_from: float | None = None  # bytes/s of the link; inf is at no speed
+    parts: list[LayoutFigures] = field(default_factory=list)  # of a slice of the best layout, and the slice
     num_simulations: int = 0
     num_row_steps: int = 0
     is_cut: bool = False  # before its end
@@ -80,7 +84,7 @@ class PlanGoal:
 
     def needs(self, layout: WorkerLayout) -> tuple[float, ...]:
         """What is minimised, then devices and price."""
-        watts = sum(group.count * group.candidate.target.power_w for group in layout.groups)
+        watts = layout.num_slices * sum(group.count * group.candidate.target.power_w for group in layout.groups)
         first = {"devices": float(layout.num_devices), "cost": layout.price, "energy": watts}[self.minimise]
         return (first, layout.num_devices, layout.price)
 
@@ -120,15 +124,16 @@ class Planner:
                 self._tell(f"{mode}: {self.plan.best[mode].layout.label}")
         if {"aggregated", "disaggregated"} <= self.plan.best.keys():
             self._find_link()
+        self._check_slice()
         return self.plan
 
     def score(self, outcome: LayoutFigures) -> tuple[float, ...]:
-        """Smaller is better."""
-        needs = self.wanted.needs(outcome.layout)
+        """Smaller is better: rate or what is minimised, then requests that met the objectives, then their time."""
+        needs, equals = self.wanted.needs(outcome.layout), (-round(outcome.attainment, 2), outcome.latency_s)
         if self.wanted.rate is None:
-            return (-outcome.rate, *needs, outcome.latency_s)
+            return (-outcome.rate, *needs, *equals)
         first = outcome.watts if self.wanted.minimise == "energy" else needs[0]
-        return (first, *needs[1:], outcome.latency_s)
+        return (first, *needs[1:], *equals)
 
     def front(self) -> list[LayoutFigures]:
         """Layouts that no other beats in both: what is minimised, or the rate, and how long a request takes."""
@@ -151,35 +156,39 @@ class Planner:
             yield from alike
             return
         for first in alike[:1]:
-            yield first
             (mixed,) = first.groups
             if (apart := max(1, round(mixed.count / 4))) < mixed.count:
                 prefill = replace(mixed, role=Role.PREFILL, count=apart)
-                yield WorkerLayout(mode, (prefill, replace(mixed, count=mixed.count - apart)))
+                yield replace(first, groups=(prefill, replace(mixed, count=mixed.count - apart)))
+            else:
+                self._reject("one worker alone has no other to hand over to")
 
     def _ranked(self, mode: str, groups: Sequence[tuple[Group, ...]]) -> list[WorkerLayout]:
         """Layouts of these workers, in the numbers that one worker's goodput asks for."""
         found: list[tuple[float, WorkerLayout]] = []
         for each in groups:
             goodputs, rate = [self._goodputs[group] for group in each], self.wanted.rate
+            num_devices = self.wanted.num_devices or 0.0
             if rate is not None:
-                counts = [max(1, ceil(rate / goodput - FINENESS)) for goodput in goodputs]
+                num_devices = sum(rate / most * group.num_devices for most, group in zip(goodputs, each, strict=True))
+            num_slices = ceil(num_devices / MOST_IN_SLICE) if num_devices > MOST_WHOLE else 1
+            if rate is not None:
+                counts = [max(1, ceil(rate / num_slices / goodput - FINENESS)) for goodput in goodputs]
             else:
-                counts, rate = self._split(each, goodputs)
+                counts, rate = self._split(each, goodputs, int(num_devices) // num_slices)
             if min(counts) < 1:
                 self._reject("more devices than there are")
                 continue
-            found.append(
-                (rate, WorkerLayout(mode, tuple(replace(g, count=n) for g, n in zip(each, counts, strict=True))))
-            )
+            counted = tuple(replace(group, count=count) for group, count in zip(each, counts, strict=True))
+            found.append((rate, WorkerLayout(mode, counted, num_slices)))
         found.sort(key=lambda each: (-each[0], *self.wanted.needs(each[1])))
         for _ in found[MOST_LAYOUTS:]:
             self._reject("another layout of its mode needs less, or reaches more, by one worker's goodput")
         return [layout for _, layout in found[:MOST_LAYOUTS]]
 
-    def _split(self, groups: tuple[Group, ...], goodputs: list[float]) -> tuple[list[int], float]:
-        """Counts that use the devices for the highest rate, and that rate."""
-        have, sizes = self.wanted.num_devices or 0, [group.num_devices for group in groups]
+    def _split(self, groups: tuple[Group, ...], goodputs: list[float], have: int) -> tuple[list[int], float]:
+        """Counts that use so many devices for the highest rate, and that rate."""
+        sizes = [group.num_devices for group in groups]
         if len(groups) == 1:
             return [have // sizes[0]], have // sizes[0] * goodputs[0]
         ways = [(n, (have - n * sizes[0]) // sizes[1]) for n in range(1, have // sizes[0] + 1)]
@@ -326,8 +335,8 @@ class Planner:
         """Index of the group that would fall behind without end; None where none would. A simulation is too short to
         tell a rate that is a little too high.
         """
-        first, last = layout.groups[0], layout.groups[-1]
-        if layout.mode != "hybrid" or len(layout.groups) == 1:
+        first, last, rate = layout.groups[0], layout.groups[-1], rate / layout.num_slices
+        if layout.mode != "hybrid":
             mosts = [group.count * self._most_of(group, group.role) for group in layout.groups]
             slowest = min(range(len(mosts)), key=mosts.__getitem__)
             return slowest if rate > KEEPS_UP * mosts[slowest] else None
@@ -371,6 +380,13 @@ class Planner:
             return self._reject("misses an objective as a whole")
         for index in reversed(range(len(layout.groups))):
             layout = self._shrunk(layout, index, rate)
+        few, enough = layout.num_slices * (1 - 1 / min(group.count for group in layout.groups)), layout.num_slices
+        while enough - few > max(1.0, FINENESS / 2 * enough):  # less than a worker of each slice
+            fewer = replace(layout, num_slices=int((few + enough) / 2))
+            if self._keeps_up(fewer, rate) is None and self.simulate(fewer, rate).is_met:
+                enough = fewer.num_slices
+            else:
+                few = fewer.num_slices
 
     def _shrunk(self, layout: WorkerLayout, index: int, rate: float) -> WorkerLayout:
         """The fewest workers of a group that do, by bisection."""
@@ -398,7 +414,7 @@ class Planner:
     def _find_rate(self, layout: WorkerLayout) -> None:
         """Bisect for the highest rate, from what one worker of each role can do."""
         goodputs = [self._goodputs.get(replace(g, count=1), inf) * g.count for g in layout.groups]
-        most = min(goodputs)
+        most = layout.num_slices * min(goodputs)
         if layout.mode == "hybrid":
             most *= sum(g.count for g in layout.groups) / layout.groups[-1].count
         least, high, rate = 0.0, 1.25 * most, most
@@ -416,15 +432,19 @@ class Planner:
             self._reject("misses an objective as a whole")
         return None
 
-    def simulate(self, layout: WorkerLayout, rate: float, link: SimulatedLink | None = None) -> LayoutFigures:
-        """A whole layout at a rate; one that meets the objectives is kept, but not over a `link` of its own."""
+    def simulate(self, layout: WorkerLayout, rate: float) -> LayoutFigures:
+        """Simulate a whole layout at a rate; one that meets the objectives is kept."""
+        outcome = self._run(layout, rate)
+        self._keep(outcome)
+        return outcome
+
+    def _run(self, layout: WorkerLayout, rate: float, link: SimulatedLink | None = None) -> LayoutFigures:
         self._tell("")
         terms = self.terms if link is None else replace(self.terms, link=link)
-        warm_up = min(MOST_WARM_UP[1], 1 + int(rate * self.bound(layout.groups[-1]).in_flight_s))
+        in_flight = rate / layout.num_slices * self.bound(layout.groups[-1]).in_flight_s
+        warm_up = min(MOST_WARM_UP[1], 1 + int(in_flight))
         outcome = simulate_layout(terms, layout, rate, warm_up, JUDGED[1])
         self._count(outcome.num_row_steps)
-        if link is None:
-            self._keep(outcome)
         return outcome
 
     def _count(self, num_row_steps: int) -> None:
@@ -441,24 +461,34 @@ class Planner:
             plan.best[mode] = outcome
 
     def _find_link(self) -> None:
-        """The slowest link over which the best disaggregated layout beats the best aggregated one."""
+        """The slowest link, but for a factor of two, over which the best disaggregated layout beats the best aggregated
+        one: from what it has to carry on upwards.
+        """
         apart, together = self.plan.best["disaggregated"], self.plan.best["aggregated"]
-        if self.wanted.rate is not None and self.score(apart)[:2] > self.score(together)[:2]:
-            self.plan.pays_from = inf
-            return
+        layout, rate, self.plan.pays_from = apart.layout, together.rate, inf
+        needs_more = self.wanted.rate is not None and self.score(apart)[:2] > self.score(together)[:2]
 
         def pays(bandwidth: float) -> bool:
-            link = SimulatedLink(bandwidth, 20e-6)
-            return self.simulate(apart.layout, together.rate, link).is_met
+            return self._run(layout, rate, SimulatedLink(bandwidth, 20e-6)).is_met
 
-        low, high = 1e8, 1e12
-        if not pays(high):
-            self.plan.pays_from = inf
+        if needs_more or self._keeps_up(layout, rate) is not None or (apart.rate < rate and not pays(FASTEST_LINK)):
             return
-        while high > 2 * low:
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if pays(middle) else (middle, high)
-        self.plan.pays_from = high
+        kv_bytes = self._demand.mean_fresh * layout.groups[0].candidate.target.kv_bytes_per_token
+        bandwidth = 2 * kv_bytes * rate / layout.num_slices / min(group.count for group in layout.groups)
+        while bandwidth < FASTEST_LINK and not pays(bandwidth):
+            bandwidth *= 2
+        self.plan.pays_from = bandwidth
+
+    def _check_slice(self) -> None:
+        """Simulate parts of a slice of the best layout at their part of the rate: what size changes is its error."""
+        best = min(self.plan.best.values(), key=self.score, default=None)
+        if best is None or best.layout.num_slices == 1:
+            return
+        for share in SLICE_PARTS:
+            layout, of_rate = best.layout.part(share)
+            rate = of_rate * best.rate / best.layout.num_slices
+            self.plan.parts.append(self._run(layout, rate))
+        self.plan.parts.append(best)
 
     def _reject(self, reason: str) -> None:
         self.plan.rejected[reason] += 1
