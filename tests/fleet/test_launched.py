@@ -110,7 +110,7 @@ def test_from_nobody_to_one_for_all_who_come_and_back_when_nobody_asks():
 
 
 def test_a_replica_that_is_killed_is_started_again_and_all_end_with_their_router():
-    with launching_router("--replicas", "1", "--", "--max-num-seqs", "7") as (client, router, _):
+    with launching_router("--replicas", "1", "--", "--max-num-seqs", "7") as (client, router, lines):
         ask(client)
         (before,) = replicas(client)
         assert before["slots"] == 7, "what follows -- is for the replicas"
@@ -122,6 +122,8 @@ def test_a_replica_that_is_killed_is_started_again_and_all_end_with_their_router
         family = [psutil.Process(after["pid"]), *psutil.Process(after["pid"]).children(recursive=True)]
         router.terminate()
         until(lambda: all(map(is_gone, family)))
+        router.wait(HANGS_S)
+    assert not any("a replica starts replica=replica-2" in line for line in lines), "in place of one that was to end"
 
 
 def test_replicas_are_restarted_one_by_one_scaled_and_drained_while_requests_go_on():

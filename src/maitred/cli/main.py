@@ -58,6 +58,7 @@ def ignore_signals() -> None:
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("maitred.cli.serve", "serve a model over HTTP, as OpenAI's API"),
     "route": ("maitred.cli.route", "one address for many servers: routing, failover, one queue"),
+    "demo": ("maitred.cli.route:DEMO", "a fleet on this machine under load, and a page whose buttons strike it"),
     "top": ("maitred.cli.top", "watch a server's slots, queue and KV cache in the terminal"),
     "ps": ("maitred.cli.top:PS", "list the models that a server holds"),
     "chat": ("maitred.cli.chat", "talk to a model in the terminal, in process or at a URL"),
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without `argv` the words are those of the process, and so are its signals.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    serves = argv is None and [word for word in words if word != "--debug"][:1] in (["serve"], ["route"])
+    serves = argv is None and [word for word in words if word != "--debug"][:1] in (["serve"], ["route"], ["demo"])
     if serves:
         note_signals()  # before anything else, for there are things to put away from now on
     fill_closed_streams()

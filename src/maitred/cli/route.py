@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from maitred.cli.command import Command, Options
+from maitred.cli.command import Command, Options, deferred
 from maitred.cli.flags import UsageError, option
 from maitred.cli.main import noted
 from maitred.cli.serve import TenancyConfig, bind, listen, open_tenancy, spare_the_collector, teller, url_of
@@ -24,6 +24,7 @@ from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
 
 if TYPE_CHECKING:
     from maitred.api.http.fleet_headers import FleetToken
+    from maitred.api.http.routes import Route
     from maitred.api.route.fleet import MakeLauncher
     from maitred.api.route.router import Router
     from maitred.storage.key_files import TenantFile
@@ -134,6 +135,15 @@ class RouteOptions:
 
 
 def _run(options: Options) -> int:
+    return run_router(options)
+
+
+def run_router(
+    options: Options, more: Iterable[Route] = (), opened: Callable[[Router, str], None] = lambda router, url: None
+) -> int:
+    """Route until a signal comes; the exit code. `more` routes are beside the router's own; `opened` is told the URL in
+    the event loop.
+    """
     from maitred.api.http.fleet_headers import FleetToken, read_fleet_token
     from maitred.engine.limits import claim_descriptors
 
@@ -160,10 +170,12 @@ def _run(options: Options) -> int:
 
         def on_open(host: str, port: int) -> None:
             spare_the_collector()
-            tell(f"maitred routes to {_listed(given)} on {url_of(server, host, port)}")
+            url = url_of(server, host, port)
+            tell(f"maitred routes to {_listed(given)} on {url}")
+            opened(router, url)
 
         listen(listener, server.host, server.port)
-        route(router, listener, is_ending=lambda: ending.came, on_open=on_open)
+        route(router, listener, more=more, is_ending=lambda: ending.came, on_open=on_open)
     return 0
 
 
@@ -272,4 +284,26 @@ COMMAND = Command(
         "maitred route --replicas 0:4 -- ./Llama-3.2-1B --max-num-seqs 32",
         "maitred route dns://replicas.default.svc:8000 --tenants tenants.yaml --fleet-token-file token",
     ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """The demonstration"""
+
+    model: str | None = option(None, metavar="MODEL")
+    """Model that the workers serve; unset is the built-in one, which three of have room anywhere."""
+    host: str = "127.0.0.1"
+    """Address that the router listens on."""
+    port: int = 8000
+    """Port that the router listens on; 0 is a free one."""
+
+
+DEMO = Command(
+    path="demo",
+    summary="Show a fleet at work: a router, one prefill and two decode workers, three tenants, buttons that strike.",
+    run=deferred("maitred.cli.demo:run_demo"),
+    parts=(DemoOptions,),
+    positional="model",
+    examples=("maitred demo", "maitred demo smollm2 --port 8080"),
 )

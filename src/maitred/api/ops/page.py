@@ -37,6 +37,7 @@ FILES = VENDORED | frozenset(
         "code.js",
         "conversation.js",
         "conversations.js",
+        "demo.js",
         "dom.js",
         "engine.js",
         "events.js",

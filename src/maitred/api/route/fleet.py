@@ -437,8 +437,11 @@ class LaunchedReplicas:
         self._launcher = make(self._heard)
         self._loading: dict[str, ReplicaFacts] = {}  # it will say itself when there is more to ask of it
         self._orders: dict[str, asyncio.Task[None]] = {}  # the last to each replica: to sleep, or to wake up
+        self._is_ending = False  # replicas that leave now are not replaced
 
     def start(self, name: str, origin: str) -> None:
+        if self._is_ending:
+            return
         if origin == "cold":
             self._launcher.start(name)
         elif origin == "asleep":
@@ -451,6 +454,7 @@ class LaunchedReplicas:
         self._launcher.stop(name)
 
     def end(self) -> None:
+        self._is_ending = True
         for order in self._orders.values():
             order.cancel()
         self._launcher.end()

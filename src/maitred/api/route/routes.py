@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from socket import socket
 
@@ -256,6 +256,7 @@ ROUTES = RouteTable(
 def make_server(
     router: Router,
     *,
+    more: Iterable[Route] = (),
     is_ending: Callable[[], bool] = lambda: False,
     on_open: Callable[[str, int], None] = lambda host, port: None,
 ) -> HttpServer:
@@ -268,7 +269,8 @@ def make_server(
     def give_up(cause: str) -> None:
         server.failure, server.should_exit = ConfigError(cause), True
 
-    server = HttpServer(AsgiApp(router, ROUTES), router.config, is_ending=is_ending, on_open=opened)
+    table = RouteTable((*ROUTES.routes, *more), OPENAI, fallback=FALLBACK)
+    server = HttpServer(AsgiApp(router, table), router.config, is_ending=is_ending, on_open=opened)
     router.give_up = give_up
     return server
 
@@ -277,14 +279,15 @@ def route(
     router: Router,
     listener: socket | None = None,
     *,
+    more: Iterable[Route] = (),
     is_ending: Callable[[], bool] = lambda: False,
     on_open: Callable[[str, int], None] = lambda host, port: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then finish what is in flight and return. `listener` is a bound socket. Raises why
-    no replica can be started.
+    """Serve until SIGTERM or SIGINT; then finish what is in flight and return. `listener` is a bound socket, `more`
+    routes are beside the router's own. Raises why no replica can be started.
     """
     router.metrics.num_log_lines_dropped = configure_logging(router.config)
-    server = make_server(router, is_ending=is_ending, on_open=on_open)
+    server = make_server(router, more=more, is_ending=is_ending, on_open=on_open)
     server.run([listener] if listener is not None else None)
     if server.failure is not None:
         raise server.failure

@@ -18,6 +18,10 @@ export class Client {
     try {
       this.key = sessionStorage.getItem(KEPT);
     } catch { /* without storage the key lives in this object */ }
+    const told = new URLSearchParams(location.hash.slice(1)).get("key"); // a fragment is sent to no server
+    if (!told) return;
+    this.useKey(told);
+    history.replaceState(null, "", location.pathname + location.search);
   }
 
   useKey(key) {

@@ -2,6 +2,7 @@
 
 import { Chat } from "./chat.js";
 import { Client } from "./client.js";
+import { Demo } from "./demo.js";
 import { $, say } from "./dom.js";
 import { Engine } from "./engine.js";
 import { ENGINE, FLEET, Feed } from "./feed.js";
@@ -17,7 +18,8 @@ const RETRY_MS = 3000;
 const client = new Client();
 const engine = new Engine();
 const fleet = new Fleet();
-let isRouter = false;
+const demo = new Demo(client);
+let [isRouter, isDemo] = [false, false];
 const chat = new Chat(client, {
   onId: (id) => engine.addMine(id),
   onNeedsKey: (words) => askForKey(words),
@@ -31,6 +33,7 @@ const feed = new Feed(client, {
     if (isRouter) {
       reveal("fleet");
       fleet.take(frame);
+      if (isDemo) demo.take(frame);
       return;
     }
     if ($("engine").hidden) policy.begin(); // only who may watch may ask for it
@@ -76,7 +79,8 @@ async function connect() {
   clearTimeout(retry);
   feed.end();
   try {
-    isRouter = (await client.json("version")).name === ROUTER;
+    const told = await client.json("version");
+    [isRouter, isDemo] = [told.name === ROUTER, Boolean(told.demo)];
     await learnModel();
     chat.complain(null);
     state("wait", "connecting");
