@@ -404,7 +404,7 @@ class Fleet(Driver[RoutedRequest]):
             probe.add_done_callback(self._probes.discard)
 
     def start(self, name: str, origin: str) -> None:
-        if self.launching is not None:
+        if self.launching is not None and not self.launching.is_ending:
             log_fields(logger, logging.INFO, "a replica starts", {"replica": name, "from": origin})
             self._metrics.started(origin)
             self.launching.start(name, origin)
@@ -437,11 +437,9 @@ class LaunchedReplicas:
         self._launcher = make(self._heard)
         self._loading: dict[str, ReplicaFacts] = {}  # it will say itself when there is more to ask of it
         self._orders: dict[str, asyncio.Task[None]] = {}  # the last to each replica: to sleep, or to wake up
-        self._is_ending = False  # replicas that leave now are not replaced
+        self.is_ending = False  # replicas that leave now are not replaced
 
     def start(self, name: str, origin: str) -> None:
-        if self._is_ending:
-            return
         if origin == "cold":
             self._launcher.start(name)
         elif origin == "asleep":
@@ -454,7 +452,7 @@ class LaunchedReplicas:
         self._launcher.stop(name)
 
     def end(self) -> None:
-        self._is_ending = True
+        self.is_ending = True
         for order in self._orders.values():
             order.cancel()
         self._launcher.end()
