@@ -228,7 +228,7 @@ def _part(outcome: LayoutFigures) -> dict[str, Any]:
     """Figures of a slice, or of a part of one."""
     figures = outcome.figures
     return {
-        "num_devices": outcome.layout.num_devices // outcome.layout.num_slices,
+        "num_devices": outcome.layout.num_devices,
         "attainment": outcome.attainment,
         "ttft_s": figures.ttft_s.to_json(),
         "tpot_s": figures.tpot_s.to_json(),
@@ -318,7 +318,7 @@ def _slices_text(parts: list[dict[str, Any]]) -> str:
     before, whole = parts[-2:]
     errors = [abs(before[name]["p90"] / whole[name]["p90"] - 1) for name in ("ttft_s", "tpot_s")]
     moved = f"ttft p90 {errors[0]:.0%}, tpot p90 {errors[1]:.0%}"
-    return f"simulated was one slice, and parts of it; its last doubling changed {moved}:\n{aligned(rows)}"
+    return f"simulated was one slice; parts of it over the same time (the last doubling: {moved}):\n{aligned(rows)}"
 
 
 def _row(each: Mapping[str, Any]) -> list[str]:

@@ -41,7 +41,7 @@ MOST_PROBES = 10  # rates tried of one worker
 MOST_MOVES = 12  # workers added or taken in a search
 FASTEST_LINK = 1e12  # bytes/s
 MOST_WHOLE, MOST_IN_SLICE = 64, 32  # devices that are simulated whole, and of a slice where there are more
-SLICE_PARTS = (0.25, 0.5)  # of a slice, by which its figures are checked
+SLICE_PARTS = (0.25, 0.5, 1.0)  # of a slice, by which its figures are checked
 MOST_LAYOUTS = 3  # of a mode, the best by one worker's goodput, that are simulated as a whole
 
 
@@ -54,7 +54,7 @@ class Plan:
     rejected: Counter[str] = field(default_factory=Counter)  # candidates by reason
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)  # objective -> best value (s) seen, of what
     pays_from: float | None = None  # bytes/s of the link; inf is at no speed
-    parts: list[LayoutFigures] = field(default_factory=list)  # of a slice of the best layout, and the slice
+    parts: list[LayoutFigures] = field(default_factory=list)  # of a slice of the best layout, by SLICE_PARTS
     num_simulations: int = 0
     num_row_steps: int = 0
     is_cut: bool = False  # before its end
@@ -123,8 +123,10 @@ class Planner:
             if mode in self.plan.best:
                 self._tell(f"{mode}: {self.plan.best[mode].layout.label}")
         if {"aggregated", "disaggregated"} <= self.plan.best.keys():
-            self._find_link()
-        self._check_slice()
+            self.plan.pays_from = self._find_link()
+        best = min(self.plan.best.values(), key=self.score, default=None)
+        if best is not None and best.layout.num_slices > 1:
+            self.plan.parts = [self._part(best, share) for share in SLICE_PARTS]
         return self.plan
 
     def score(self, outcome: LayoutFigures) -> tuple[float, ...]:
@@ -438,12 +440,14 @@ class Planner:
         self._keep(outcome)
         return outcome
 
-    def _run(self, layout: WorkerLayout, rate: float, link: SimulatedLink | None = None) -> LayoutFigures:
+    def _run(
+        self, layout: WorkerLayout, rate: float, link: SimulatedLink | None = None, num_judged: int = JUDGED[1]
+    ) -> LayoutFigures:
         self._tell("")
         terms = self.terms if link is None else replace(self.terms, link=link)
         in_flight = rate / layout.num_slices * self.bound(layout.groups[-1]).in_flight_s
         warm_up = min(MOST_WARM_UP[1], 1 + int(in_flight))
-        outcome = simulate_layout(terms, layout, rate, warm_up, JUDGED[1])
+        outcome = simulate_layout(terms, layout, rate, warm_up, num_judged)
         self._count(outcome.num_row_steps)
         return outcome
 
@@ -460,35 +464,30 @@ class Planner:
         if mode not in plan.best or self.score(outcome) < self.score(plan.best[mode]):
             plan.best[mode] = outcome
 
-    def _find_link(self) -> None:
+    def _find_link(self) -> float:
         """The slowest link, but for a factor of two, over which the best disaggregated layout beats the best aggregated
         one: from what it has to carry on upwards.
         """
         apart, together = self.plan.best["disaggregated"], self.plan.best["aggregated"]
-        layout, rate, self.plan.pays_from = apart.layout, together.rate, inf
+        layout, rate = apart.layout, together.rate
         needs_more = self.wanted.rate is not None and self.score(apart)[:2] > self.score(together)[:2]
 
         def pays(bandwidth: float) -> bool:
             return self._run(layout, rate, SimulatedLink(bandwidth, 20e-6)).is_met
 
         if needs_more or self._keeps_up(layout, rate) is not None or (apart.rate < rate and not pays(FASTEST_LINK)):
-            return
+            return inf
         kv_bytes = self._demand.mean_fresh * layout.groups[0].candidate.target.kv_bytes_per_token
         bandwidth = 2 * kv_bytes * rate / layout.num_slices / min(group.count for group in layout.groups)
         while bandwidth < FASTEST_LINK and not pays(bandwidth):
             bandwidth *= 2
-        self.plan.pays_from = bandwidth
+        return bandwidth
 
-    def _check_slice(self) -> None:
-        """Simulate parts of a slice of the best layout at their part of the rate: what size changes is its error."""
-        best = min(self.plan.best.values(), key=self.score, default=None)
-        if best is None or best.layout.num_slices == 1:
-            return
-        for share in SLICE_PARTS:
-            layout, of_rate = best.layout.part(share)
-            rate = of_rate * best.rate / best.layout.num_slices
-            self.plan.parts.append(self._run(layout, rate))
-        self.plan.parts.append(best)
+    def _part(self, best: LayoutFigures, share: float) -> LayoutFigures:
+        """A part of one slice at its part of the rate, over the same time: what size changes is its error."""
+        layout, of_rate = best.layout.part(share)
+        num_judged = int(JUDGED[1] * share / SLICE_PARTS[0])
+        return self._run(layout, of_rate * best.rate / best.layout.num_slices, num_judged=num_judged)
 
     def _reject(self, reason: str) -> None:
         self.plan.rejected[reason] += 1
