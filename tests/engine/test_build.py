@@ -49,12 +49,17 @@ def test_what_moves_blocks_is_off_where_states_stay_and_the_start_says_so():
         tiers=TiersConfig(kv_disk="folder"),
         share=MachineShare(exchanges_kv=True),
     )
-    kept = _without_moved_kv(asked, "states  of recurrent layers stay", lines.append)
+    kept = _without_moved_kv(asked, lines.append, has_state=True)
     assert lines == [
         "states  of recurrent layers stay in this engine, so swap memory, KV tiers, KV between engines "
         "cannot be used; off"
     ]
     assert (kept.cache.swap_memory_bytes, kept.tiers.are_wanted, kept.share.exchanges_kv) == (0, False, False)
     assert kept.cache.block_size == 8
-    assert _without_moved_kv(EngineConfig(), "KV      stays", lines.append).cache.swap_memory_bytes == 0
+    _without_moved_kv(EngineConfig(), lines.append, has_state=True)
     assert len(lines) == 1, "nothing was asked for"
+    kept = _without_moved_kv(asked, lines.append, has_state=False)
+    assert lines[1:] == [
+        "KV      of layers with unlike heads stays in this engine, so KV between engines cannot be used; off"
+    ]
+    assert (kept.cache.swap_memory_bytes, kept.tiers.are_wanted, kept.share.exchanges_kv) == (1024, True, False)

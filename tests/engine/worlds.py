@@ -29,11 +29,11 @@ BLOCK_SIZE = 4
 
 
 def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
-    """`config` with KV memory for exactly `num_blocks`, in the format that its executor takes on this processor."""
+    """`config` with KV memory for exactly `num_blocks`, or pages, in the format of its executor on this processor."""
     with ExitStack() as files:
         checkpoint = files.enter_context(open_checkpoint(config.model.model, config.model.revision))
         memory = plan_engine(config, checkpoint, lambda line: None, files).memory
-    kv_bytes = num_blocks * (memory.kv_bytes // memory.num_blocks)
+    kv_bytes = num_blocks * (memory.kv_bytes // memory.num_pages)
     return replace(config, cache=replace(config.cache, kv_cache_memory_bytes=kv_bytes))
 
 

@@ -101,6 +101,9 @@ def test_tokens_are_those_of_whole_blocks(kind: str, windows: tuple[int | None, 
     scarce, scheduler = outputs_of(kind, windows, groups, pages=tight, block_size=block_size)
     assert scarce == whole
     assert scheduler.stats.num_preemptions > 0
+    swapped, scheduler = outputs_of(kind, windows, groups, pages=tight, block_size=block_size, host=tight)
+    assert swapped == whole
+    assert scheduler.stats.num_swapped_in_blocks > 0 or block_size == 16
 
 
 def test_a_long_answer_takes_no_more_pages_than_its_window():

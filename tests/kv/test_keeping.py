@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 
 from maitred.core.request import Terms
 from maitred.kv import keeping
+from maitred.kv.disk import open_kv_disk
 from maitred.kv.host import KVHost
 from maitred.kv.prefix_cache import Changes
-from maitred.kv.tiers import FetchMeter, KVTier, TierStats
+from maitred.kv.tiers import FetchMeter, KVTier, TierStats, row_key
 from tests.kv.engines import PROMPT, Engine, engines
+from tests.model.checkpoints import make_checkpoint
 
 
 class DictTier(KVTier):
@@ -327,3 +330,97 @@ def test_what_the_pool_lost_comes_back_from_host_memory(make: Callable[..., Engi
     assert engine.complete("again") == first
     assert engine.cached == [192]
     assert engine.tier.stats.num_hits >= 5
+
+
+# ---- layers of windows, of unlike heads, of latent keys
+
+CHAT = [(7 * i + i * i // 5) % 250 for i in range(120)]
+FAMILIES = {
+    "gemma3": {"sliding_window": 24},
+    "mistral": {"sliding_window": 24},
+    "gemma4": {"sliding_window": 24},
+    "deepseek_v3": {},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    @cache
+    def folder(family: str) -> str:
+        sizes = {"max_position_embeddings": 512, **FAMILIES[family]}
+        return str(make_checkpoint(family, tmp_path_factory.mktemp(family), seed=3, **sizes))
+
+    return folder
+
+
+@pytest.fixture
+def of_family(make: Callable[..., Engine], folders: Callable[[str], str]) -> Callable[..., Engine]:
+    return lambda family, tier=None, **fields: make(
+        tier, model=folders(family), block_size=8, **{"num_blocks": 160, **fields}
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tier_has_what_the_next_token_sees(of_family: Callable[..., Engine], family: str):
+    """The same prompt, the next turn, and the third prompt that parts from others at one place."""
+    first, plain = of_family(family), of_family(family, DictTier(0))
+    plain.tier.num_known = lambda keys: 0  # finds nothing
+    plain.tier.write = lambda keys, rows: len(keys)
+    said = first.complete("a", CHAT)
+    turn = [*CHAT, *said[0], 5, 6, 7]
+    asked = {"again": CHAT, "turn": turn, "second": [*CHAT[:70], 9, 8, 7], "third": [*CHAT[:70], 1, 2, 3, 4]}
+    cached = {}
+    for name, prompt in asked.items():
+        engine = of_family(family, first.tier)
+        assert engine.complete(name, prompt) == plain.complete(name, prompt)
+        cached[name] = engine.cached[0]
+    # Where all layers have windows, a tier does not know how far prompts are alike.
+    knows_all = family == "deepseek_v3"
+    assert cached == {
+        "again": 112,
+        "turn": 136,
+        "second": 64 if knows_all else 0,
+        "third": 0 if family == "mistral" else 64,
+    }
+    kv = first.core.scheduler.kv_cache
+    whole = kv.pages_per_block * 143 // 8
+    assert len(of_family(family).tier.blocks) == 0
+    lone = of_family(family)
+    lone.complete("a", CHAT)
+    assert kv.num_rows(0, 136) <= len(lone.tier.blocks) <= (whole if knows_all else 0.75 * whole)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_a_window_that_a_tier_lost_is_computed(of_family: Callable[..., Engine], family: str):
+    """Whether it is known to lack, or found to lack when it is read."""
+    first = of_family(family)
+    said = first.complete("a", CHAT)
+    hashes = first.specs("look", CHAT)[0].block_hashes
+    window = row_key(hashes[13], first.core.scheduler.kv_cache.kinds[1].start)
+    row = first.tier.blocks.pop(window)
+    lacks = of_family(family, first.tier)
+    assert lacks.complete("b", CHAT) == said
+    assert lacks.cached == [0]
+    first.tier.blocks[window] = row
+    torn = of_family(family, first.tier)
+    first.tier.before_read = lambda: first.tier.blocks.pop(window, None)
+    assert torn.complete("c", CHAT) == said
+    assert torn.cached == [0]
+
+
+def test_windows_are_found_on_disk_after_a_restart(of_family: Callable[..., Engine], tmp_path: Path):
+    def disk(num_bytes: int) -> KVTier:
+        return open_kv_disk(tmp_path / "kv", max_bytes=2**24, bytes_per_block=num_bytes, fingerprint="one")
+
+    first = of_family("gemma3", make_tier=disk)
+    said = first.complete("a", CHAT)
+    first.close()
+    again = of_family("gemma3", make_tier=disk)
+    assert again.complete("b", CHAT) == said
+    assert again.cached == [112]
+    again.close()
+    for rows in (tmp_path / "kv").glob("*.kv"):
+        rows.write_bytes(rows.read_bytes()[: rows.stat().st_size // 2])
+    short = of_family("gemma3", make_tier=disk)
+    assert short.complete("c", CHAT) == said
+    assert short.tier.stats.dropped["torn"] > 0

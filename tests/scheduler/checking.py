@@ -8,6 +8,7 @@ from typing import NamedTuple
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, ModelOutput, NewRequest, ScheduledRow, SchedulerOutput, StateSave
 from maitred.executor.state import PageTables
+from maitred.kv.manager import Row
 from maitred.kv.pages import KVGroups
 from tests.fakes import FakeExecutor, TokenAt, token_at
 
@@ -58,22 +59,22 @@ class CheckingExecutor(FakeExecutor):
         self._state_slots: dict[str, int] = {}
         self._pending: dict[str, list[int]] = {}
 
-    def write(self, block_ids: Sequence[int], request: RequestState, start: int) -> None:
-        """What another engine computed of its tokens from position `start` on comes to these blocks."""
+    def write(self, rows: Sequence[Row], request: RequestState) -> None:
+        """What another engine computed of its tokens comes to these rows."""
         history: list[int] = []
         for token in (*request.spec.prompt_token_ids, *request.output_token_ids):
             history.append(hash((history[-1] if history else None, token)))
-        for number, block in enumerate(block_ids):
-            begin = start + number * self._block_size
-            self._slots[block] = list(history[begin : begin + self._block_size])
+        for row in rows:
+            begin = row.place * self._block_size
+            self._slots[row.number] = list(history[begin : begin + self._block_size])
 
-    def spoil(self, block_ids: Sequence[int]) -> None:
-        """What came to these blocks is not what it should be."""
-        for block in block_ids:
-            self._slots[block] = [-1] * self._block_size
+    def spoil(self, rows: Sequence[Row]) -> None:
+        """What came to these rows is not what it should be."""
+        for row in rows:
+            self._slots[row.number] = [-1] * self._block_size
 
-    def contents(self, block_ids: Sequence[int]) -> list[list[int | None]]:
-        return [list(self._block(block)) for block in block_ids]
+    def contents(self, rows: Sequence[Row]) -> list[list[int | None]]:
+        return [list(self._block(row.number)) for row in rows]
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         output = super().execute(plan)
@@ -81,17 +82,7 @@ class CheckingExecutor(FakeExecutor):
             del self._tables[request_id], self._histories[request_id]
         for new in plan.new_requests:
             self._meet(new)
-        for copy in plan.swap_outs:
-            self._host[copy.target] = list(self._block(copy.source))
-        assert len({copy.target for copy in plan.swap_outs}) == len(plan.swap_outs), "two copies to one host block"
-        if self._pages is None:
-            self._copy(plan.block_copies)
-        else:
-            copy = self._pages.take(plan, lambda pairs: self._copy(tuple(BlockCopy(*pair) for pair in pairs)))
-            copy(plan.block_copies)
-        assert not {copy.target for copy in plan.swap_ins} & {copy.target for copy in plan.block_copies}
-        for copy in plan.swap_ins:
-            self._slots[copy.target] = list(self._host[copy.source])
+        self._move(plan)
         self._compute(plan.rows)
         for copied in plan.state_copies:
             self.states[copied.target] = self.states[copied.source]
@@ -106,6 +97,19 @@ class CheckingExecutor(FakeExecutor):
                 end = row.start + row.num_known + num_accepted[row.request_id]
                 del self._tables[row.request_id][-(-end // self._block_size) :]
         return output
+
+    def _move(self, plan: SchedulerOutput) -> None:
+        for copy in plan.swap_outs:
+            self._host[copy.target] = list(self._block(copy.source))
+        assert len({copy.target for copy in plan.swap_outs}) == len(plan.swap_outs), "two copies to one host block"
+        if self._pages is None:
+            self._copy(plan.block_copies)
+            assert not {copy.target for copy in plan.swap_ins} & {copy.target for copy in plan.block_copies}
+        else:
+            copy = self._pages.take(plan, lambda pairs: self._copy(tuple(BlockCopy(*pair) for pair in pairs)))
+            copy(plan.block_copies)
+        for copy in plan.swap_ins:
+            self._slots[copy.target] = list(self._host[copy.source])
 
     def _meet(self, new: NewRequest) -> None:
         request_id = new.request_id

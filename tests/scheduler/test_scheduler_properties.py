@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from maitred.core.cost_model import SwapCosts
 from maitred.core.request import FinishReason, RequestState, SamplingParams
 from maitred.core.step import RequestProgress, ScheduledRow, SchedulerOutput
+from maitred.kv.manager import Row
 from maitred.kv.pages import groups_of
 from maitred.kv.states import StatefulKVCacheManager
 from maitred.policy.policies import POLICIES
@@ -61,7 +62,7 @@ class World:
         self.told: dict[str, list[RequestProgress]] = {}
         self.texts: list[list[int]] = [[token_at("shared", i) for i in range(self.largest)]]
         self.coming: dict[str, ReservedBlocks] = {}  # by request
-        self.leases: dict[str, tuple[tuple[int, ...], list[list[int | None]]]] = {}  # blocks, and what is in them
+        self.leases: dict[str, tuple[list[Row], list[list[int | None]]]] = {}  # rows, and what is in them
         self.seen: Counter[str] = Counter()
 
     def a_prompt(self, max_tokens: int) -> list[int]:
@@ -145,10 +146,14 @@ class World:
                 assert reserved.start < reserved.end < request.num_tokens
                 assert len(reserved.block_ids) * self.block_size == reserved.end - reserved.start
                 self.coming[request.request_id] = reserved
-                self.executor.spoil(reserved.block_ids)
+                self.executor.spoil(self.rows(request, reserved.start, reserved.end))
                 self.seen["reserved"] += 1
                 self.seen["fellows"] += len(self.scheduler.waiting_for_kv) > len(self.coming)
             self.scheduler.check_invariants()
+
+    def rows(self, request: RequestState, start: int, end: int) -> list[Row]:
+        """Rows of what is reserved for it."""
+        return self.scheduler.kv_cache.rows(request.block_table, start // self.block_size, end)
 
     def arrive(self) -> None:
         """All of what was reserved, the beginning, or nothing; or something for one that does not wait any more."""
@@ -158,7 +163,9 @@ class World:
             request = self.scheduler.request(request_id)
             assert request is not None
             num_blocks = self.chooser.choice([0, len(block_ids), self.chooser.randint(0, len(block_ids))])
-            self.executor.write(block_ids[:num_blocks], request, start)
+            came = start // self.block_size + num_blocks
+            rows = self.rows(request, start, start + len(block_ids) * self.block_size)
+            self.executor.write([row for row in rows if row.place < came], request)
             assert self.scheduler.kv_arrived(request_id, start + num_blocks * self.block_size, self.now)
             self.seen["arrived"] += num_blocks > 0
         elif self.requests:
@@ -170,7 +177,8 @@ class World:
             lease, request = f"lease {self.chooser.randint(0, 3)}", self.chooser.choice(self.requests)
             blocks = self.scheduler.hold(lease, request.block_hashes, self.now)
             if blocks:
-                self.leases[lease] = blocks, self.executor.contents(blocks)
+                rows = self.scheduler.kv_cache.rows(blocks, 0, len(blocks) * self.block_size)
+                self.leases[lease] = rows, self.executor.contents(rows)
             self.scheduler.check_invariants()
 
     def release(self) -> None:
@@ -189,8 +197,8 @@ class World:
 
     def check_leases(self) -> None:
         """What is held stays what it was."""
-        for blocks, contents in self.leases.values():
-            assert self.executor.contents(blocks) == contents
+        for rows, contents in self.leases.values():
+            assert self.executor.contents(rows) == contents
 
     def reconfigure(self) -> None:
         seqs = self.chooser.randint(1, 5)
@@ -343,9 +351,11 @@ def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(
 
 
 @settings(max_examples=25, deadline=None)
-@given(chooser=st.randoms(use_true_random=False), num_acts=st.integers(1, 80))
-def test_layers_of_windows_have_the_pages_that_they_see(chooser: Random, num_acts: int) -> None:
-    world = make_world(chooser, with_windows=True)
+@given(chooser=st.randoms(use_true_random=False), num_acts=st.integers(1, 80), with_kv_from_elsewhere=st.booleans())
+def test_layers_of_windows_have_the_pages_that_they_see(
+    chooser: Random, num_acts: int, with_kv_from_elsewhere: bool
+) -> None:
+    world = make_world(chooser, with_kv_from_elsewhere, with_windows=True)
     for _ in range(num_acts):
         world.act()
     world.drain()
@@ -402,14 +412,18 @@ def test_long_runs_of_random_load() -> None:
     assert num_forced > 200
 
 
-def test_long_runs_in_which_kv_comes_from_elsewhere_and_is_held_for_others() -> None:
+@pytest.mark.parametrize("with_windows", [False, True])
+def test_long_runs_in_which_kv_comes_from_elsewhere_and_is_held_for_others(with_windows: bool) -> None:
     """It comes whole, in part or not at all; out of blocks, what is set aside is given up, and nobody notices."""
     seen: Counter[str] = Counter()
     for seed in range(10):
-        world = make_world(Random(seed), with_kv_from_elsewhere=True)
-        for _ in range(400):
+        world = make_world(Random(seed), with_kv_from_elsewhere=True, with_windows=with_windows)
+        for _ in range(150 if with_windows else 400):
             world.act()
         world.drain()
         world.check_outcomes()
         seen += world.seen
-    assert min(seen[what] for what in ("reserved", "arrived", "fellows", "given up", "leases given up")) > 20, seen
+        seen["swapped in"] += sum(len(plan.swap_ins) for plan in world.executor.plans)
+    assert seen["swapped in"] > 10
+    least = 5 if with_windows else 20
+    assert min(seen[what] for what in ("reserved", "arrived", "fellows", "given up", "leases given up")) > least, seen

@@ -270,12 +270,13 @@ def _meters(
     meters: list[StepListener] = []
     bandwidth = executor.measure_swap()
     if bandwidth is not None:
-        bytes_per_block, out, back = plan.memory.bytes_per_block, bandwidth.out_bytes_per_s, bandwidth.in_bytes_per_s
+        bytes_per_row, out, back = plan.executor.bytes_per_page, bandwidth.out_bytes_per_s, bandwidth.in_bytes_per_s
+        what = "pages" if plan.memory.groups is not None else "blocks"
         tell(
-            f"swap    {format_bytes(plan.num_host_blocks * bytes_per_block)} of host memory = "
-            f"{plan.num_host_blocks:,} blocks; {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} GB/s in"
+            f"swap    {format_bytes(plan.num_host_blocks * bytes_per_row)} of host memory = "
+            f"{plan.num_host_blocks:,} {what}; {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} GB/s in"
         )
-        meters.append(SwapMeter(bytes_per_block=bytes_per_block, out_bytes_per_s=out, in_bytes_per_s=back))
+        meters.append(SwapMeter(bytes_per_block=bytes_per_row, out_bytes_per_s=out, in_bytes_per_s=back))
     if plan.drafts is None and not config.share.exchanges_kv:
         return meters, None
     meter, costs = StepMeter(), None

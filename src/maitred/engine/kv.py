@@ -28,9 +28,9 @@ from maitred.model.spec import DecoderSpec, RopeSpec
 def opened_tiers(config: EngineConfig, checkpoint: Checkpoint, plan: EnginePlan, tell: OnEvent) -> list[KVTier]:
     """Open the tiers that were asked for, the fastest first; a line for each. Raises ConfigError."""
     fingerprint = fingerprint_of(config, checkpoint, plan).digest()
-    tiers = open_tiers(config.tiers, plan.executor.bytes_per_block, fingerprint)
+    tiers = open_tiers(config.tiers, plan.executor.bytes_per_page, fingerprint)
     for tier in tiers:
-        tell(described(tier, config.cache.block_size))
+        tell(described(tier, config.cache.block_size, in_groups=plan.memory.groups is not None))
     return tiers
 
 
@@ -84,7 +84,9 @@ def fingerprint_of(config: EngineConfig, checkpoint: Checkpoint, plan: EnginePla
         kv_dtype=executor.kv_dtype_name,
         executor=repr((executor.name, executor.device_name, _library(executor.name))),
         instruction_set=executor.isa,
-        block_layout=repr((config.cache.block_size, executor.bytes_per_block, spec)),
+        block_layout=repr(
+            (config.cache.block_size, executor.bytes_per_block, spec, *filter(None, [plan.memory.groups]))
+        ),
         rope=f"for {plan.memory.max_model_len}" if by_context else "",  # the rest of it is the spec's
     )
 
@@ -98,7 +100,7 @@ def _library(executor: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def described(tier: KVTier, block_size: int) -> str:
+def described(tier: KVTier, block_size: int, *, in_groups: bool = False) -> str:
     """A line for the terminal."""
     if (why := tier.hindrance) is not None:
         return f"kv      {tier.name} cannot be used ({why}); the engine goes on without it until it can"
@@ -106,10 +108,8 @@ def described(tier: KVTier, block_size: int) -> str:
         return f"kv      {tier.name} answers; blocks that other servers stored are found as prompts ask for them"
     stats, dropped = tier.stats, tier.stats.dropped.total()
     lost = f"; {dropped:,} that could not be used are gone" if dropped else ""
-    return (
-        f"kv      {tier.name} holds {stats.num_blocks:,} blocks = {stats.num_blocks * block_size:,} tokens, "
-        f"{format_bytes(stats.num_bytes)}{lost}"
-    )
+    what = "pages" if in_groups else f"blocks = {stats.num_blocks * block_size:,} tokens"
+    return f"kv      {tier.name} holds {stats.num_blocks:,} {what}, {format_bytes(stats.num_bytes)}{lost}"
 
 
 def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> Layout:

@@ -54,8 +54,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     if words := remark(config.model.model, checkpoint.name):
         tell(f"        {words}")
     if spec.has_state or spec.is_uneven:
-        stays = "states  of recurrent layers stay" if spec.has_state else "KV      of layers with unlike heads stays"
-        config = _without_moved_kv(config, stays, tell)
+        config = _without_moved_kv(config, tell, has_state=spec.has_state)
     executor, drafts = plan_drafts(
         config,
         checkpoint,
@@ -93,21 +92,22 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     return EnginePlan(config, spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
 
 
-def _without_moved_kv(config: EngineConfig, stays: str, tell: OnEvent) -> EngineConfig:
-    """Turn off what moves blocks elsewhere, for a model of which something stays where it is; that is told."""
+def _without_moved_kv(config: EngineConfig, tell: OnEvent, *, has_state: bool) -> EngineConfig:
+    """Turn off what moves KV elsewhere, for a model of which something stays where it is; that is told. A layer of
+    unlike heads has no cells that peers agree on; a block of all layers is bytes.
+    """
     wanted = {
-        "swap memory": bool(config.cache.swap_memory_bytes),
-        "KV tiers": config.tiers.are_wanted,
+        "swap memory": has_state and bool(config.cache.swap_memory_bytes),
+        "KV tiers": has_state and config.tiers.are_wanted,
         "KV between engines": config.share.exchanges_kv,
     }
+    stays = "states  of recurrent layers stay" if has_state else "KV      of layers with unlike heads stays"
     if names := [name for name, is_wanted in wanted.items() if is_wanted]:
         tell(f"{stays} in this engine, so {', '.join(names)} cannot be used; off")
-    return replace(
-        config,
-        cache=replace(config.cache, swap_memory_bytes=0),
-        tiers=TiersConfig(),
-        share=replace(config.share, exchanges_kv=False),
-    )
+    config = replace(config, share=replace(config.share, exchanges_kv=False))
+    if not has_state:
+        return config
+    return replace(config, cache=replace(config.cache, swap_memory_bytes=0), tiers=TiersConfig())
 
 
 def described_model(checkpoint: Checkpoint) -> DecoderSpec:
@@ -126,7 +126,7 @@ def _groups(
     config: EngineConfig, spec: DecoderSpec, executor: ExecutorPlan, drafts: DraftPlan | None, tell: OnEvent
 ) -> KVGroups | None:
     """Groups of layers that keep what their windows see, a head's layer among them; None where blocks are whole:
-    without windows, where a head alone would see all tokens, and where blocks go elsewhere. That is told.
+    without windows, where a head alone would see all tokens, and beside Redis. That is told.
     """
     context = config.model.max_model_len or spec.max_position_embeddings
     windows, has_head = [spec.layers[i].window for i in spec.kv_layers], drafts is not None and drafts.head is not None
@@ -137,9 +137,8 @@ def _groups(
         groups = groups_of([*windows, None], context, [*widths, spec.kv_width if by_width else 1])
     reasons = {
         "a head alone would see all tokens": has_head and groups is not None and not groups.counts[0],
-        "KV tiers store whole blocks": config.tiers.are_wanted,
+        "Redis has whole blocks alone": config.tiers.kv_redis is not None,
         "engines exchange whole blocks": config.share.exchanges_kv,
-        "swap memory holds whole blocks": bool(config.cache.swap_memory_bytes),
     }
     why = [reason for reason, holds in reasons.items() if holds]
     if groups is not None and why:
@@ -167,8 +166,6 @@ def _told_share(config: EngineConfig, executor: ExecutorPlan) -> str:
 
 
 def _num_host_blocks(config: EngineConfig, executor: ExecutorPlan, memory: MemoryPlan) -> int:
-    if memory.groups is not None:
-        return 0
     on_gpu = executor.on_gpu
     num_bytes = swap_bytes(
         config.cache.swap_memory_bytes,
@@ -176,7 +173,7 @@ def _num_host_blocks(config: EngineConfig, executor: ExecutorPlan, memory: Memor
         available_host_bytes=_own_memory(config, executor),
         host_bytes_planned=0 if on_gpu else memory.weights_bytes + memory.kv_bytes,
     )
-    return num_bytes // memory.bytes_per_block
+    return num_bytes // executor.bytes_per_page
 
 
 # ---- facts that a checkpoint and the user's settings give of a served model

@@ -20,6 +20,7 @@ from maitred.core.replica import TierView
 from maitred.core.request import RequestState
 from maitred.kv.layout import Guard
 from maitred.kv.leases import Refusal
+from maitred.kv.manager import Row
 from maitred.kv.tiers import FetchMeter, TierStats, break_even_tokens, most_seconds, worth_fetching
 from maitred.scheduler.engine_core import EngineCore
 
@@ -122,22 +123,27 @@ class FetchSource:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """KV on the way into blocks that are reserved for a request."""
+    """KV on the way into rows of blocks that are reserved for a request."""
 
     request: RequestState
     source: FetchSource
     keys: Sequence[bytes]  # of the prefix up to the last of the blocks
     first: int  # block; the blocks before are there
-    blocks: Sequence[int]
+    rows: Sequence[Row]
     guard: Guard
     began_at: float  # s
     most_s: float = math.inf  # after which computing would have been faster
     # written by its thread, with the guard held
     num_done: int = 0  # blocks
+    num_bytes: int = 0
     took_s: float = 0.0
     # by the engine's thread
     is_late: bool = False  # abandoned, while its thread goes on
     watch: threading.Timer | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.keys) - self.first
 
     def end(self) -> None:
         """End the fetch; no thread writes its blocks after this returns."""
@@ -154,14 +160,14 @@ class Fetches:
         core: EngineCore,
         *,
         block_size: int,
-        bytes_per_block: int,
+        bytes_per_row: int,
         on_come: Callable[[Fetch], None] = lambda fetch: None,
         on_settled: Callable[[Fetch, int, int], None] = lambda fetch, num_blocks, num_tokens: None,
     ) -> None:
         """`on_come` is told what a fetch brought, also where its blocks were given up; `on_settled` that no more comes:
         how many blocks count, and how many tokens need not be computed.
         """
-        self._core, self.block_size, self.bytes_per_block = core, block_size, bytes_per_block
+        self._core, self.block_size, self.bytes_per_row = core, block_size, bytes_per_row
         self._on_come, self._on_settled = on_come, on_settled
         self._fetches: dict[str, Fetch] = {}
 
@@ -171,19 +177,25 @@ class Fetches:
     def get(self, request_id: str) -> Fetch | None:
         return self._fetches.get(request_id)
 
-    def pays(self, source: FetchSource, num_blocks: int) -> bool:
+    @property
+    def bytes_per_token(self) -> float:
+        """Of a prompt of some thousand tokens."""
+        num_tokens = 256 * self.block_size
+        return self._core.scheduler.kv_cache.num_rows(0, num_tokens) * self.bytes_per_row / num_tokens
+
+    def pays(self, source: FetchSource, num_blocks: int, num_rows: int) -> bool:
         """Whether so many blocks more, behind those on the way, would be here before they were computed."""
         prefill_s, meter = self._core.prefill_s_per_token, source.meter
-        num_bytes = (num_blocks + self._num_blocks()) * self.bytes_per_block
+        num_bytes = (num_rows + self._num_rows()) * self.bytes_per_row
         return prefill_s is None or worth_fetching(
             num_bytes, num_blocks * self.block_size, meter.bandwidth, meter.latency_s, prefill_s
         )
 
     def watch(self, fetch: Fetch) -> None:
         """Abandon the fetch when it takes longer than computing would, and its source's patience."""
-        num_blocks = len(fetch.blocks)
-        foretold_s = fetch.source.meter.seconds_for((num_blocks + self._num_blocks(fetch)) * self.bytes_per_block)
-        computing_s = num_blocks * self.block_size * (self._core.prefill_s_per_token or 0.0)
+        num_rows = len(fetch.rows) + self._num_rows(fetch)
+        foretold_s = fetch.source.meter.seconds_for(num_rows * self.bytes_per_row)
+        computing_s = fetch.num_blocks * self.block_size * (self._core.prefill_s_per_token or 0.0)
         fetch.most_s = most_seconds(foretold_s, computing_s)
         overdue = partial(self._overdue, fetch)
         fetch.watch = threading.Timer(fetch.most_s + fetch.source.patience_s, self._core.call_soon, [overdue])
@@ -195,9 +207,9 @@ class Fetches:
         self._fetches[fetch.request.request_id] = fetch
         thread.give(partial(self._bring, fetch, bring))
 
-    def _num_blocks(self, but: Fetch | None = None) -> int:
-        """Blocks that are on the way."""
-        return sum(len(each.blocks) for each in self._fetches.values() if each is not but)
+    def _num_rows(self, but: Fetch | None = None) -> int:
+        """Rows that are on the way."""
+        return sum(len(each.rows) for each in self._fetches.values() if each is not but)
 
     def given_up(self, request_ids: Sequence[str]) -> None:
         """Stop the fetches of these requests; no thread touches the blocks after this returns."""

@@ -23,7 +23,7 @@ from maitred.kv.host import open_kv_host
 from maitred.kv.layout import BlockIO, Guard
 from maitred.kv.leases import Refusal
 from maitred.kv.redis import open_kv_redis
-from maitred.kv.tiers import DropReason, FetchMeter, KVTier
+from maitred.kv.tiers import DropReason, FetchMeter, KVTier, row_key
 from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.scheduler.reservations import GivenUp
 
@@ -62,9 +62,9 @@ class StoreJob:
     lease: str
     tier: TierAtWork
     keys: Sequence[bytes]
-    blocks: Sequence[int]
+    rows: Sequence[int]  # of the pool
     guard: Guard = field(default_factory=Guard)
-    num_copied: int = 0  # blocks, by the thread
+    num_copied: int = 0  # rows, by the thread
     has_failed: bool = False  # what follows a block that is not stored is not found
 
 
@@ -96,10 +96,11 @@ class KVTiers(StepListener):
         self._room = threading.Semaphore(staging_bytes // self._piece_bytes)  # pieces
 
     def begin(self, core: EngineCore) -> None:
-        self._core = core
+        self._core, self._kv = core, core.scheduler.kv_cache
+        self._has_windows = len(self._kv.kinds) > 1
         core.measure_prefill()
         self.fetches = Fetches(
-            core, block_size=self._block_size, bytes_per_block=self._io.bytes_per_block, on_come=self._came
+            core, block_size=self._block_size, bytes_per_row=self._io.bytes_per_block, on_come=self._came
         )
         for each in self._tiers:
             core.findable.add(each.tier)
@@ -109,18 +110,14 @@ class KVTiers(StepListener):
     def added(self, request: RequestState, now: float) -> None:
         """Look up the blocks that the prefix cache lacks for a new request, and fetch them where that is faster."""
         self._requests[request.request_id] = request
-        if not self._core.scheduler.kv_cache.finds_again(request):
+        if not self._kv.finds_again(request):
             return
-        usable = (request.num_tokens - 1) // self._block_size
-        first = len(self._core.scheduler.kv_cache.find_prefix(request).blocks)
-        keys = request.block_hashes[first:usable]
-        for tier in self._tiers if keys else ():
-            if tier.is_stuck:
-                continue
-            if tier.tier.has_index:
-                tier.tier.look_up(keys, partial(self._tell_found, request, tier, first))
-            elif self._may_ask(tier, len(keys)):
-                self._begin_fetch(FoundBlocks(request, tier, first, len(keys)))
+        usable = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
+        first = len(self._kv.find_prefix(request).blocks)
+        for tier in self._tiers if first < usable else ():
+            num_blocks = self._num_found(tier.tier, request, first, usable) if tier.tier.has_index else usable - first
+            if num_blocks > 0 and (tier.tier.has_index or self._may_ask(tier, num_blocks)):
+                self._begin_fetch(FoundBlocks(request, tier, first, num_blocks))
 
     def ended(self, request_id: str) -> None:
         """Store what a request computed and the prefix cache still has; its blocks may be what others lacked."""
@@ -128,10 +125,14 @@ class KVTiers(StepListener):
         self._wanting.pop(request_id, None)
         if self._wanting:
             self._retry()
-        if request is None or not request.block_hashes or not self._core.scheduler.kv_cache.finds_again(request):
+        if request is None or not request.block_hashes or not self._kv.finds_again(request):
             return
         for tier in self._tiers:
-            self._store(request, tier)
+            ends = {len(keys := request.block_hashes)}
+            if self._has_windows:  # those of the same prompt, and of one that begins as far as this one was known
+                ends |= {(request.num_prompt_tokens - 1) // self._block_size, tier.tier.num_known(keys)}
+            for end in sorted(ends, reverse=True):
+                self._store(keys[:end], tier)
 
     def given_up(self, given_up: GivenUp) -> None:
         """Stop fetches and stores; no thread touches those blocks after this returns."""
@@ -140,7 +141,7 @@ class KVTiers(StepListener):
             store = self._stores.get(lease)
             if store is not None:
                 store.guard.give_up()
-                store.tier.lost[DropReason.LAGGED] += len(store.blocks) - store.num_copied
+                store.tier.lost[DropReason.LAGGED] += len(store.rows) - store.num_copied
 
     def knows(self, key: bytes) -> bool:
         """Whether a request that has nothing but hashes would find this block."""
@@ -158,7 +159,7 @@ class KVTiers(StepListener):
         return True
 
     def tier_views(self) -> Sequence[TierView]:
-        bytes_per_token, prefill_s = self._io.bytes_per_block / self._block_size, self._core.prefill_s_per_token
+        bytes_per_token, prefill_s = self.fetches.bytes_per_token, self._core.prefill_s_per_token
         return [
             each.view(
                 each.tier.stats,
@@ -195,13 +196,15 @@ class KVTiers(StepListener):
         prefill_s = self._core.prefill_s_per_token
         return prefill_s is None or num_blocks * self._block_size * prefill_s > ASK_TIMES * tier.meter.latency_s
 
-    def _tell_found(self, request: RequestState, tier: TierAtWork, first: int, count: int) -> None:
-        """Begin to fetch found blocks; from any thread, at once in the engine's."""
-        found = FoundBlocks(request, tier, first, count)
-        if count and threading.current_thread() is self._thread:
-            self._begin_fetch(found)
-        elif count:
-            self._core.call_soon(partial(self._begin_fetch, found))
+    def _num_found(self, tier: KVTier, request: RequestState, first: int, usable: int) -> int:
+        """Blocks from the `first` on, after which a request can go on with what the tier has besides."""
+        keys, kinds = request.block_hashes, self._kv.kinds
+
+        def has(kind: int, index: int) -> bool:
+            return index < first or all(tier.num_known([row_key(keys[index], group)]) for group in kinds[kind])
+
+        num_blocks = first + tier.num_known(keys[first:usable]) if kinds[0] else usable
+        return self._kv.num_usable(num_blocks, has) - first
 
     def _retry(self) -> None:
         """Try fetches again for requests that would start soon."""
@@ -213,36 +216,45 @@ class KVTiers(StepListener):
         request, tier = found.request, found.tier
         if request.status is not RequestStatus.WAITING or request.request_id not in self._requests or tier.is_stuck:
             return
-        if not self.fetches.pays(tier, found.num_blocks):
+        end = (found.first + found.num_blocks) * self._block_size
+        if not self.fetches.pays(tier, found.num_blocks, self._kv.num_rows(found.first, end)):
             return
-        reserved = self._core.reserve(request.request_id, (found.first + found.num_blocks) * self._block_size)
+        reserved = self._core.reserve(request.request_id, end)
         if reserved is None:
             if request.status is RequestStatus.WAITING:
                 self._wanting[request.request_id] = found
             return
         first = reserved.start // self._block_size
         keys = request.block_hashes[: first + len(reserved.block_ids)]
-        fetch = Fetch(request, tier, keys, first, reserved.block_ids, Guard(), self._clock.now())
+        rows = self._kv.rows(request.block_table, first, reserved.end)
+        fetch = Fetch(request, tier, keys, first, rows, Guard(), self._clock.now())
         self.fetches.watch(fetch)
         self.fetches.begin(fetch, self._threads.fetch, partial(self._fetch, fetch, tier.tier))
 
     def _fetch(self, fetch: Fetch, tier: KVTier) -> None:
-        """Copy blocks into the pool, in the fetching thread. Raises Refusal when they were given up."""
-        began_at, size, keys = self._clock.now(), self._io.bytes_per_block, fetch.keys[fetch.first :]
+        """Copy rows into the pool, in the fetching thread. Of a part nothing counts where layers have windows. Raises
+        Refusal when they were given up.
+        """
+        began_at, size = self._clock.now(), self._io.bytes_per_block
+        keys = [row_key(fetch.keys[row.place], row.group) for row in fetch.rows]
         for piece in self._pieces(len(keys)):
-            num_blocks = len(keys[piece])
-            rows = self._landing(num_blocks * size)
+            num_rows = len(keys[piece])
+            rows = self._landing(num_rows * size)
             count = tier.read(keys[piece], rows)
             with fetch.guard:
-                self._io.write(fetch.blocks[piece][:count], rows[: count * size])
-                fetch.num_done += count
+                self._io.write([row.number for row in fetch.rows[piece][:count]], rows[: count * size])
+                fetch.num_bytes += count * size
+                if not self._has_windows:
+                    fetch.num_done += count
+                elif piece.start + count == len(keys):
+                    fetch.num_done = fetch.num_blocks
                 fetch.took_s = self._clock.now() - began_at
-            if count < num_blocks or self._clock.now() - fetch.began_at > fetch.most_s:
+            if count < num_rows or self._clock.now() - fetch.began_at > fetch.most_s:
                 return
 
     def _came(self, fetch: Fetch) -> None:
-        if fetch.num_done:
-            fetch.source.meter.fetched(fetch.num_done * self._io.bytes_per_block, fetch.took_s)
+        if fetch.num_bytes:
+            fetch.source.meter.fetched(fetch.num_bytes, fetch.took_s)
 
     def _landing(self, num_bytes: int) -> memoryview:
         """Memory that the fetching thread keeps, so that no piece lands in untouched pages."""
@@ -252,33 +264,38 @@ class KVTiers(StepListener):
 
     # -- storing
 
-    def _store(self, request: RequestState, tier: TierAtWork) -> None:
-        keys = request.block_hashes
+    def _store(self, keys: Sequence[bytes], tier: TierAtWork) -> None:
+        """Store what a request goes on with after these blocks, as far as the pool has it and the tier has not."""
         num_known = tier.tier.num_known(keys)
         tier.tier.touch(keys[:num_known])
         while num_known < len(keys) and keys[num_known] in tier.on_the_way:
             num_known += 1  # another sample said the same
-        if num_known == len(keys):
+        if num_known == len(keys) and not self._has_windows:
             return
         self._num_leases += 1
         lease = f"store-{self._num_leases}"
         blocks = self._core.hold(lease, keys)
-        if len(blocks) <= num_known or self._lags(tier, len(blocks) - num_known):
+        rows = {
+            key: row.number
+            for row in self._kv.rows(blocks, 0 if self._has_windows else num_known, len(blocks) * self._block_size)
+            if not tier.tier.num_known([key := row_key(keys[row.place], row.group)]) and key not in tier.on_the_way
+        }
+        if not rows or self._lags(tier, len(rows)):
             self._core.release(lease)
             return
-        store = self._begin_store(lease, tier, keys[num_known : len(blocks)], blocks[num_known:])
+        store = self._begin_store(lease, tier, list(rows), list(rows.values()))
         self._threads.copy.give(partial(self._copy_out, store))
 
-    def _begin_store(self, lease: str, tier: TierAtWork, keys: Sequence[bytes], blocks: Sequence[int]) -> StoreJob:
-        store = self._stores[lease] = StoreJob(lease, tier, keys, blocks)
+    def _begin_store(self, lease: str, tier: TierAtWork, keys: Sequence[bytes], rows: Sequence[int]) -> StoreJob:
+        store = self._stores[lease] = StoreJob(lease, tier, keys, rows)
         tier.on_the_way.update(keys)
         return store
 
     def evicted(self, blocks: Mapping[bytes, int]) -> None:
         """Copy blocks that preempted requests computed and no tier has: nothing else keeps them. What other requests
-        computed was stored when they ended.
+        computed was stored when they ended. Where layers have windows, pages are gone one by one, and it is computed.
         """
-        for tier in self._tiers:
+        for tier in self._tiers if not self._has_windows else ():
             lost = {key for key in blocks if key not in tier.on_the_way and not tier.tier.num_known([key])}
             for request in self._requests.values() if lost else ():
                 if request.num_preemptions and request.status is RequestStatus.WAITING:
@@ -294,16 +311,16 @@ class KVTiers(StepListener):
                 return
             self._num_leases += 1
             store = self._begin_store(f"evicted-{self._num_leases}", tier, keys[piece], blocks[piece])
-            rows = self._copied_rows(store, store.blocks)
+            rows = self._copied_rows(store, store.rows)
             self._threads.store.give(partial(self._write, store, store.keys, rows))
             self._threads.store.give(partial(self._core.call_soon, partial(self._stored, store)))
 
-    def _lags(self, tier: TierAtWork, num_blocks: int) -> bool:
-        """Whether so many more blocks are too much beside those that wait: then they are dropped."""
+    def _lags(self, tier: TierAtWork, num_rows: int) -> bool:
+        """Whether so many more rows are too much beside those that wait: then they are dropped."""
         waiting = sum(map(self._num_waiting, self._tiers))
-        if not waiting or (waiting + num_blocks) * self._io.bytes_per_block <= self._staging_bytes:
+        if not waiting or (waiting + num_rows) * self._io.bytes_per_block <= self._staging_bytes:
             return False
-        tier.lost[DropReason.LAGGED] += num_blocks
+        tier.lost[DropReason.LAGGED] += num_rows
         return True
 
     def _copy_out(self, store: StoreJob) -> None:
@@ -312,7 +329,7 @@ class KVTiers(StepListener):
             for piece in self._pieces(len(store.keys)):
                 self._room.acquire()
                 try:
-                    rows = self._copied_rows(store, store.blocks[piece])
+                    rows = self._copied_rows(store, store.rows[piece])
                 except Refusal:
                     self._room.release()
                     return
@@ -321,12 +338,12 @@ class KVTiers(StepListener):
             self._core.call_soon(partial(self._core.release, store.lease))
             self._threads.store.give(partial(self._core.call_soon, partial(self._stored, store)))
 
-    def _copied_rows(self, store: StoreJob, blocks: Sequence[int]) -> memoryview:
+    def _copied_rows(self, store: StoreJob, numbers: Sequence[int]) -> memoryview:
         """Raises Refusal when they were given up."""
-        rows = self._piece_of(len(blocks) * self._io.bytes_per_block)
+        rows = self._piece_of(len(numbers) * self._io.bytes_per_block)
         with store.guard:
-            self._io.read(blocks, rows)
-            store.num_copied += len(blocks)
+            self._io.read(numbers, rows)
+            store.num_copied += len(numbers)
         return rows
 
     def _write(self, store: StoreJob, keys: Sequence[bytes], rows: memoryview) -> None:
@@ -357,8 +374,8 @@ class KVTiers(StepListener):
         return (slice(first, first + size) for first in range(0, num_blocks, size))
 
     def _num_waiting(self, tier: TierAtWork) -> int:
-        """Blocks that are to be stored there."""
-        return sum(len(each.blocks) for each in self._stores.values() if each.tier is tier)
+        """Rows that are to be stored there."""
+        return sum(len(each.rows) for each in self._stores.values() if each.tier is tier)
 
 
 def open_tiers(config: TiersConfig, bytes_per_block: int, fingerprint: str) -> list[KVTier]:

@@ -127,6 +127,14 @@ class Allocation(NamedTuple):
     state_slot: int | None = None  # for its recurrent layers
 
 
+class Row(NamedTuple):
+    """What the pool counts and copies at once: a block, or a page of one of its groups (`kv.pages`)."""
+
+    place: int  # of the block, in a table
+    group: int
+    number: int  # in the pool
+
+
 NO_HIT = PrefixHit((), 0)
 NO_POOL_CHANGES = PoolChanges()
 
@@ -167,6 +175,7 @@ class KVCacheManager:
 
     # Memory is counted in pages; a block is one, where nothing else is said.
     pages_per_block = 1
+    kinds: tuple[range, ...] = (range(1),)  # groups of each kind of pages: those that stay, and by window
     unit = "blocks"
     opens_windows = False  # whether each chunk of a prompt asks for room (`allocate_spare`)
     num_evictions = 0  # of snapshots, for want of slots
@@ -186,6 +195,20 @@ class KVCacheManager:
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages without which a request of so many known tokens cannot run."""
         return self.num_blocks_for(num_tokens)
+
+    def rows(self, table: Sequence[int], first: int, num_tokens: int) -> list[Row]:
+        """Return the rows with which a request goes on after so many tokens, of its blocks from the `first` on."""
+        return [Row(index, 0, table[index]) for index in range(first, self.num_blocks_for(num_tokens))]
+
+    def num_rows(self, first: int, num_tokens: int) -> int:
+        """Return how many rows `rows` returns."""
+        return max(0, self.num_blocks_for(num_tokens) - first)
+
+    def num_usable(self, num_blocks: int, has: Callable[[int, int], bool]) -> int:
+        """Return after how many of the first blocks a request could go on, where `has(kind, index)` tells which pages
+        of windows are there.
+        """
+        return num_blocks
 
     def take_pool_changes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> PoolChanges:
         """Return what the executor is to be told beside a finished plan's rows; nothing where blocks are whole."""
@@ -258,11 +281,11 @@ class KVCacheManager:
 
     def swapped(self, request: RequestState, hit: PrefixHit) -> PrefixHit:
         """`hit` and, from the host, what a preempted request has beyond it."""
-        if request.num_swapped_tokens <= hit.num_tokens:
+        num_tokens, rows = request.num_swapped_tokens, request.host_block_table
+        if num_tokens <= hit.num_tokens:
             return hit
-        return PrefixHit(
-            hit.blocks, request.num_swapped_tokens, host_blocks=tuple(request.host_block_table[len(hit.blocks) :])
-        )
+        num_found = len(rows) - self.num_rows(len(hit.blocks), num_tokens)
+        return PrefixHit(hit.blocks, num_tokens, host_blocks=tuple(rows[num_found:]))
 
     def num_blocks_short(self, request: RequestState, hit: PrefixHit) -> int:
         """Return how many more free pages `admit` would need; 0 when it would succeed."""
@@ -287,11 +310,9 @@ class KVCacheManager:
         assert not request.block_table, f"request {request.request_id} is admitted twice"
         if self.num_blocks_short(request, hit):
             return None
-        for block in hit.blocks:
-            self._pool.share(block)
-        request.block_table = list(hit.blocks)
+        new = self._fill(request, hit, hit.num_tokens)
         request.num_computed_tokens = hit.num_tokens
-        swap_ins = self._swap_in(request, hit) if request.host_block_table else ()
+        swap_ins = self._swap_in(request, hit, new) if request.host_block_table else ()
         allocation = self.allocate(request, request.num_tokens - hit.num_tokens)
         assert allocation is not None, "num_blocks_short and allocate disagree"
         return Allocation(tuple(request.block_table), (), allocation.copies, swap_ins)
@@ -350,7 +371,7 @@ class KVCacheManager:
 
     def free(self, request: RequestState) -> None:
         """Gives back all blocks."""
-        self.release(request.block_table)
+        self._release(request.block_table)
         request.block_table = []
         request.num_computed_tokens = 0
 
@@ -359,14 +380,14 @@ class KVCacheManager:
         return self.enable_prefix_caching and request.spec.sampling.prompt_logprobs is None
 
     def can_swap_out(self, num_tokens: int) -> bool:
-        return 0 < self.num_blocks_for(num_tokens) <= self._host.num_free
+        return 0 < self.num_rows(0, num_tokens) <= self._host.num_free
 
     def swap_out(self, request: RequestState, num_tokens: int, copied_from: Mapping[int, int]) -> tuple[BlockCopy, ...]:
-        """Copies of the blocks of its first `num_tokens` tokens to the host; `free` comes next.
+        """Copies of what it goes on with after its first `num_tokens` tokens to the host; `free` comes next.
 
         `copied_from` names, for blocks that a copy of this very plan was to fill, where the contents still are.
         """
-        sources = request.block_table[: self.num_blocks_for(num_tokens)]
+        sources = [row.number for row in self.rows(request.block_table, 0, num_tokens)]
         request.host_block_table = self._host.take(len(sources))
         request.num_swapped_tokens = num_tokens
         pairs = zip(sources, request.host_block_table, strict=True)
@@ -384,14 +405,9 @@ class KVCacheManager:
         """Give a waiting request the hit, and fresh blocks up to so many in all, to be filled from elsewhere:
         none of its tokens is computed yet. None, with nothing changed, unless `num_spared` free blocks would be left.
         """
-        num_new = num_blocks - len(hit.blocks)
-        if num_new + self._num_free_in(hit) + num_spared > self._pool.num_free:
+        if self._num_needed_for(hit, num_blocks * self.block_size) + num_spared > self.num_free:
             return None
-        for block in hit.blocks:
-            self._pool.share(block)
-        new = self._take(num_new)
-        request.block_table = [*hit.blocks, *new]
-        return tuple(new)
+        return tuple(self._fill(request, hit, num_blocks * self.block_size))
 
     def hold(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
         """Blocks of the longest cached prefix of a chain, held once more until `release`."""
@@ -401,9 +417,25 @@ class KVCacheManager:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release what `hold` gave, the last first, so that a chain is evicted from its end."""
+        """Release what `hold` gave."""
+        self._release(blocks)
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        """The last first, so that a chain is evicted from its end."""
         for block in reversed(blocks):
             self._pool.release(block)
+
+    def _num_needed_for(self, hit: PrefixHit, num_tokens: int) -> int:
+        """Free pages that `_fill` takes."""
+        return self.num_blocks_for(num_tokens) - len(hit.blocks) + self._num_free_in(hit)
+
+    def _fill(self, request: RequestState, hit: PrefixHit, num_tokens: int) -> list[int]:
+        """Give a request the hit, and more blocks for what it goes on with after so many tokens; those."""
+        for block in hit.blocks:
+            self._pool.share(block)
+        new = self._take(self.num_blocks_for(num_tokens) - len(hit.blocks))
+        request.block_table = [*hit.blocks, *new]
+        return new
 
     def begin_step(self) -> None:
         """Begin a step; call it before each plan."""
@@ -416,11 +448,11 @@ class KVCacheManager:
         ref_counts, kept = self.ref_counts, set(hit.blocks)
         return sum(1 for block in victim.block_table if ref_counts[block] == 1 and block not in kept)
 
-    def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[int] = ()) -> None:
+    def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[Sequence[int]] = ()) -> None:
         """Assert that reference counts are what the block tables of `requests`, all holders, and `leased` say."""
         requests = list(requests)
         held = Counter(block for request in requests for block in request.block_table)
-        held.update(leased)
+        held.update(block for blocks in leased for block in blocks)
         assert all(len(set(r.block_table)) == len(r.block_table) for r in requests), "a block twice in one table"
         assert [held[block] for block in range(self.num_blocks)] == self.ref_counts
         self._pool.check_invariants()
@@ -436,17 +468,16 @@ class KVCacheManager:
         if self.on_cached is not None:
             self.on_cached(digest)
 
-    def _swap_in(self, request: RequestState, hit: PrefixHit) -> tuple[BlockCopy, ...]:
-        """Blocks for what is on the host, findable from now on: the copies come before all that this plan computes."""
-        taken = self._take(len(hit.host_blocks))
-        self._filling.update(taken)
-        request.block_table += taken
+    def _swap_in(self, request: RequestState, hit: PrefixHit, new: Sequence[int]) -> tuple[BlockCopy, ...]:
+        """Fill new blocks from the host, findable from now on: copies come before all that this plan computes."""
+        self._filling.update(new)
         self.drop_swapped(request)
-        if taken and self.enable_prefix_caching:
+        if new and self.enable_prefix_caching:
             num_full = min(hit.num_tokens // self.block_size, len(request.block_hashes))
             for i in range(len(hit.blocks), num_full):
                 self._register(request, i)
-        return tuple([BlockCopy(host, block) for host, block in zip(hit.host_blocks, taken, strict=True)])
+        rows = self.rows(request.block_table, len(hit.blocks), hit.num_tokens)
+        return tuple([BlockCopy(host, row.number) for host, row in zip(hit.host_blocks, rows, strict=True)])
 
     def _copy_on_write(
         self, request: RequestState, shared: list[int]

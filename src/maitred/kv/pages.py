@@ -8,12 +8,13 @@ holder sees them, and keep their contents until they are wanted for something el
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, PageChange, PoolChanges, ScheduledRow
-from maitred.kv.manager import NO_HIT, Allocation, BlockPool, KVCacheManager, LocalKVCacheManager, PrefixHit
+from maitred.kv.manager import NO_HIT, Allocation, BlockPool, KVCacheManager, PrefixHit, Row
 from maitred.kv.states import StatefulKVCacheManager
 
 MOST_BLOCKS = 2**20  # numbers of blocks, where they have no pages that stay
@@ -66,6 +67,11 @@ class KVGroups(NamedTuple):
         return 1 / self.counts[0] if self.counts[0] else -(-context // max(filter(None, self.windows)))
 
 
+def first_seen(window: int | None, num_tokens: int, block_size: int) -> int:
+    """The first block that the token after so many sees in layers of this window."""
+    return 0 if window is None else max(0, num_tokens + 1 - window) // block_size
+
+
 def most_blocks(num_tokens: int, block_size: int) -> int:
     """Blocks in which so many consecutive tokens lie, at most."""
     return (num_tokens + block_size - 2) // block_size + 1 if num_tokens else 0
@@ -111,7 +117,7 @@ class PagedBlockPool(BlockPool):
         groups: KVGroups,
         num_pages: int,
         kept: Container[int],
-        on_lost: Callable[[int], None],
+        on_lost: Callable[[int], object],
     ) -> None:
         """`on_lost` is told of a free block that lost pages without which it is nothing."""
         super().__init__(num_blocks, kept)
@@ -233,7 +239,7 @@ class PagedBlockPool(BlockPool):
                 assert (block in self.pages[0]) == (count > 0 or block in self._kept), f"pages of block {block}"
 
 
-class PagedKVCacheManager(LocalKVCacheManager):
+class PagedKVCacheManager(KVCacheManager):
     """Bookkeeping of a KV cache some of whose layers see a window alone: memory is counted in pages.
 
     Positions have the pages of a window from when they are computed until they are seen no more; blocks for all known
@@ -243,11 +249,12 @@ class PagedKVCacheManager(LocalKVCacheManager):
     def __init__(self, groups: KVGroups, *, num_pages: int, **same: Any) -> None:
         super().__init__(**same)
         self.groups = groups
-        self.pages = PagedBlockPool(same["num_blocks"], groups, num_pages, self._cache.hashes, self._lose)
+        self.pages = PagedBlockPool(same["num_blocks"], groups, num_pages, self._cache.hashes, self._cache.forget)
         self._pool = self.pages
         self.ref_counts = self.pages.ref_counts
         self.pages_per_block = groups.num_groups
         self._kinds = tuple(enumerate(groups.counts))[1:]
+        self.kinds = tuple(map(lambda first, count: range(first, first + count), groups.firsts(), groups.counts))
         self._windows: dict[str, list[range]] = {}  # of each request and kind: places in its table whose pages it holds
 
     opens_windows = True
@@ -272,10 +279,35 @@ class PagedKVCacheManager(LocalKVCacheManager):
     def num_pages_for(self, num_tokens: int) -> int:
         return self.groups.pages_for(num_tokens, self.block_size)
 
+    def rows(self, table: Sequence[int], first: int, num_tokens: int) -> list[Row]:
+        return [
+            Row(index, group, page)
+            for index in range(first, self.num_blocks_for(num_tokens))
+            for kind, pages in enumerate(self.pages.pages)
+            if index >= self._first(kind, num_tokens)
+            for group, page in enumerate(pages.get(table[index], ()), self.kinds[kind].start)
+        ]
+
+    def num_rows(self, first: int, num_tokens: int) -> int:
+        end, counts = self.num_blocks_for(num_tokens), enumerate(self.groups.counts)
+        return sum(count * max(0, end - max(first, self._first(kind, num_tokens))) for kind, count in counts)
+
+    def num_usable(self, num_blocks: int, has: Callable[[int, int], bool]) -> int:
+        while True:
+            gaps = (
+                index
+                for kind, _ in self._kinds
+                for index in range(num_blocks - 1, self._first(kind, num_blocks * self.block_size) - 1, -1)
+                if not has(kind, index)
+            )
+            gap = next(gaps, None)
+            if gap is None:
+                return num_blocks
+            num_blocks = gap
+
     def find_prefix(self, request: RequestState) -> PrefixHit:
-        blocks = super().find_prefix(request).blocks
-        usable = self._num_usable(blocks)
-        return PrefixHit(blocks[:usable], usable * self.block_size)
+        blocks = self._usable(super().find_prefix(request).blocks)
+        return PrefixHit(blocks, len(blocks) * self.block_size)
 
     def fork(self, source: RequestState, target: RequestState) -> PrefixHit:
         """Blocks that `target` can share; none where the source has left pages that `target` would see."""
@@ -284,28 +316,27 @@ class PagedKVCacheManager(LocalKVCacheManager):
 
     def num_blocks_needed(self, request: RequestState, hit: PrefixHit) -> int:
         """Free pages that `admit` takes, with those for a first step of one block."""
-        num_blocks, num_copied = self.num_blocks_for(request.num_tokens), int(hit.num_tokens % self.block_size != 0)
+        num_blocks, end = self.num_blocks_for(request.num_tokens), self.num_blocks_for(hit.num_tokens)
+        num_copied = int(hit.forked and hit.num_tokens % self.block_size != 0)
         num_new = num_blocks - len(hit.blocks) + num_copied
-        if num_new > self.pages.num_free - super()._num_free_in(hit):
+        if num_new > self.pages.num_free - self._num_free_in(hit):
             return self.num_pages + num_new  # numbers of blocks lack
-        needed = (num_new + super()._num_free_in(hit)) * self.groups.counts[0]
-        for kind, count in self._kinds:
-            seen, holders = hit.blocks[self._first(kind, hit.num_tokens) :], self.pages.holders[kind]
-            num_opened = num_copied or int(num_new > 0)
-            needed += count * (num_opened + sum(1 for block in seen if not holders[block]))
-        return needed
+        num_opened = num_copied or int(num_blocks > end)
+        needed = self._num_needed_for(hit, hit.num_tokens) + (num_blocks - end + num_copied) * self.groups.counts[0]
+        return needed + num_opened * sum(self.groups.counts[1:])
 
     def admit(self, request: RequestState, hit: PrefixHit) -> Allocation | None:
         assert not request.block_table, f"request {request.request_id} is admitted twice"
         if self.num_blocks_short(request, hit):
             return None
-        self._hold_hit(request, hit)
+        new = self._fill(request, hit, hit.num_tokens)
         request.num_computed_tokens = hit.num_tokens
+        swap_ins = self._swap_in(request, hit, new) if request.host_block_table else ()
         table = request.block_table
-        shared = [len(table) - 1] if hit.num_tokens % self.block_size else []
+        shared = [len(table) - 1] if hit.forked and hit.num_tokens % self.block_size else []
         copies, _ = self._copy_on_write(request, shared)
         table.extend(self._take(self.num_blocks_for(request.num_tokens) - len(table)))
-        return Allocation(tuple(table), (), copies)
+        return Allocation(tuple(table), (), copies, swap_ins)
 
     def allocate(self, request: RequestState, num_tokens: int) -> Allocation | None:
         table, size, ref_counts = request.block_table, self.block_size, self.ref_counts
@@ -353,6 +384,35 @@ class PagedKVCacheManager(LocalKVCacheManager):
             del self._windows[request.request_id]
         super().free(request)
 
+    def swap_out(self, request: RequestState, num_tokens: int, copied_from: Mapping[int, int]) -> tuple[BlockCopy, ...]:
+        """None where a copy of this plan was to fill a block: its source may have other pages by now."""
+        return () if copied_from else super().swap_out(request, num_tokens, copied_from)
+
+    def reserve(
+        self, request: RequestState, hit: PrefixHit, num_blocks: int, num_spared: int
+    ) -> tuple[int, ...] | None:
+        lacks_numbers = num_blocks - len(hit.blocks) > self.pages.num_free - self._num_free_in(hit)
+        return None if lacks_numbers else super().reserve(request, hit, num_blocks, num_spared)
+
+    def hold(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """Blocks of the longest prefix of a chain that a request could go on from, and their last window's pages."""
+        blocks = self._usable(tuple(self._cache.find(block_hashes)))
+        for block in blocks:
+            self.pages.share(block)
+        for kind, block in self._held_by(blocks):
+            self.pages.hold(kind, block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        for kind, block in self._held_by(blocks):
+            self.pages.drop(kind, block)
+        super().release(blocks)
+
+    def _held_by(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """Kinds and blocks whose pages of windows a lease holds, the last first."""
+        first = partial(self._first, num_tokens=len(blocks) * self.block_size)
+        return [(kind, block) for kind, _ in self._kinds for block in reversed(blocks[first(kind) :])]
+
     def num_freed_by(self, victim: RequestState, hit: PrefixHit) -> int:
         """Pages that would become free, if `victim` alone gave its own back, besides those of a hit."""
         freed = super().num_freed_by(victim, hit) * self.groups.counts[0]
@@ -363,16 +423,16 @@ class PagedKVCacheManager(LocalKVCacheManager):
             freed += count * sum(1 for block in blocks if holders[block] == 1 and block not in kept)
         return freed
 
-    def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[int] = ()) -> None:
+    def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[Sequence[int]] = ()) -> None:
         """Assert besides that pages of windows are held as the requests see them."""
-        requests = list(requests)
+        requests, leased = list(requests), list(leased)
         super().check_invariants(requests, leased)
         for kind, _ in self._kinds:
-            held: Counter[int] = Counter()
+            held = Counter(block for blocks in leased for of, block in self._held_by(blocks) if of == kind)
             for request in requests:
                 window = self._windows.get(request.request_id, [range(0)] * len(self.groups.counts))[kind]
                 held.update(request.block_table[window.start : window.stop])
-                if window:
+                if window and request.num_computed_tokens:  # else KV is on its way
                     assert window.start <= self._first(kind, request.num_computed_tokens)
             assert held == self.pages.holders[kind], "pages of a window held otherwise than tables say"
 
@@ -380,9 +440,7 @@ class PagedKVCacheManager(LocalKVCacheManager):
 
     def _first(self, kind: int, num_tokens: int) -> int:
         """Place in a table of the first block that the token after so many sees."""
-        window = self.groups.windows[kind]
-        assert window is not None
-        return max(0, num_tokens + 1 - window) // self.block_size
+        return first_seen(self.groups.windows[kind], num_tokens, self.block_size)
 
     def _sees_all(self, blocks: Sequence[int], num_tokens: int) -> bool:
         return all(
@@ -391,31 +449,30 @@ class PagedKVCacheManager(LocalKVCacheManager):
             for block in blocks[self._first(kind, num_tokens) :]
         )
 
-    def _num_usable(self, blocks: Sequence[int]) -> int:
+    def _usable(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks of a hit, of which the last window has all pages."""
-        count = len(blocks)
-        while True:
-            gaps = (
-                index
-                for kind, _ in self._kinds
-                for index in range(count - 1, self._first(kind, count * self.block_size) - 1, -1)
-                if blocks[index] not in self.pages.pages[kind]
-            )
-            gap = next(gaps, None)
-            if gap is None:
-                return count
-            count = gap
+        pages = self.pages.pages
+        return blocks[: self.num_usable(len(blocks), lambda kind, index: blocks[index] in pages[kind])]
 
-    def _hold_hit(self, request: RequestState, hit: PrefixHit) -> None:
-        windows = [range(0)]
+    def _num_needed_for(self, hit: PrefixHit, num_tokens: int) -> int:
+        end, free = self.num_blocks_for(num_tokens), self._num_free_in(hit)
+        needed = (end - len(hit.blocks) + free) * self.groups.counts[0]
+        for kind, count in self._kinds:
+            first, holders = self._first(kind, num_tokens), self.pages.holders[kind]
+            num_unheld = sum(1 for block in hit.blocks[first:] if not holders[block])
+            needed += count * (num_unheld + max(0, end - max(first, len(hit.blocks))))
+        return needed
+
+    def _fill(self, request: RequestState, hit: PrefixHit, num_tokens: int) -> list[int]:
         for block in hit.blocks:
             self.pages.share(block)
-        for kind, _ in self._kinds:
-            windows.append(range(self._first(kind, hit.num_tokens), len(hit.blocks)))
-            for block in hit.blocks[windows[kind].start :]:
-                self.pages.hold(kind, block)
-        self._windows[request.request_id] = windows
         request.block_table = list(hit.blocks)
+        firsts = [self._first(kind, num_tokens) for kind in range(len(self.groups.counts))]
+        self._windows[request.request_id] = [range(first, max(first, len(hit.blocks))) for first in firsts]
+        for kind, _ in self._kinds:
+            for block in hit.blocks[firsts[kind] :]:
+                self.pages.hold(kind, block)
+        return list(self._open(request, self.num_blocks_for(num_tokens)))
 
     def _num_needed_to(self, request: RequestState, end_block: int) -> int:
         """Free pages that it takes to have all of a request's blocks before this one."""
@@ -467,11 +524,6 @@ class PagedKVCacheManager(LocalKVCacheManager):
                     self.pages.forgotten(known)
                     break
         super()._register(request, index)
-
-    def _lose(self, block: int) -> None:
-        digest = self._cache.forget(block)
-        if digest is not None and self.evicted is not None:
-            self.evicted[digest] = block
 
 
 def kv_cache_manager(

@@ -80,12 +80,12 @@ class KVPeers(StepListener):
         self.gives = GivenKV(io, config, here, knows=knows, block_size=block_size, clock=clock, is_one_run=is_one_run)
 
     def begin(self, core: EngineCore) -> None:
-        self._core = core
+        self._core, self._kv = core, core.scheduler.kv_cache
         core.measure_prefill()
         self._pulls = Fetches(
             core,
             block_size=self._block_size,
-            bytes_per_block=self._io.num_layers * self._io.layout.layer_bytes,
+            bytes_per_row=self._io.num_layers * self._io.layout.layer_bytes // core.scheduler.kv_cache.pages_per_block,
             on_come=self._came,
             on_settled=self._settled,
         )
@@ -99,7 +99,7 @@ class KVPeers(StepListener):
 
     def tier_views(self) -> Sequence[TierView]:
         """Pulls, as a tier that has nothing of its own."""
-        per_token, prefill_s = self._pulls.bytes_per_block / self._block_size, self._core.prefill_s_per_token
+        per_token, prefill_s = self._pulls.bytes_per_token, self._core.prefill_s_per_token
         dropped = self.counts.dropped
         return (self._source.view(TierStats(), dropped, bytes_per_token=per_token, prefill_s=prefill_s),)
 
@@ -126,7 +126,7 @@ class KVPeers(StepListener):
             source=self._source,
             keys=request.block_hashes[: reserved.end // self._block_size],
             first=first,
-            blocks=reserved.block_ids,
+            rows=self._kv.rows(request.block_table, first, reserved.end),
             guard=HeldBlocks(self._io, reserved.block_ids, first=first),
             began_at=self._clock.now(),
             thread=thread,
@@ -255,7 +255,7 @@ class KVPeers(StepListener):
         pulled = Pulled(0, 0, "slow") if fetch.is_late else fetch.pulled
         fetch.num_done = pulled.num_blocks
         if pulled.failure:
-            self.counts.drop(pulled.failure, len(fetch.blocks) - pulled.num_blocks)
+            self.counts.drop(pulled.failure, fetch.num_blocks - pulled.num_blocks)
         if pulled.num_blocks:
             # all of its wait, asking and queueing too: a hand-over takes that; what is being computed, the bytes' time
             is_computed = not fetch.request.spec.kv_only

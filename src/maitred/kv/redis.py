@@ -1,8 +1,8 @@
 """KV Redis tier: blocks that servers share through Redis, over its one connection with its breaker.
 
-An event loop of its own talks to Redis; `read` and `write` wait for it in the caller's thread, `look_up` is told from
-it, within LOOK_UP_S for each 256 keys. A value is a block and a checksum bound to its name. How long values stay is
-Redis's own matter (`maxmemory-policy`) within TTL_S; what is there is remembered for a moment only, as it may go.
+An event loop of its own talks to Redis; `read` and `write` wait for it in the caller's thread. A value is a block and a
+checksum bound to its name. How long values stay is Redis's own matter (`maxmemory-policy`) within TTL_S; what is there
+is remembered for a moment only, as it may go.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 from maitred.core.errors import ConfigError
 from maitred.kernels.kv_pool import checksums
 from maitred.kv.tiers import DropReason, KVTier, TierStats
-from maitred.storage.redis import LOOK_UP_S, PREFIX, Command, RedisStore
+from maitred.storage.redis import PREFIX, Command, RedisStore
 
 TTL_S = 7 * 24 * 3600.0
 KNOWN_S = 60.0
 MAX_KNOWN = 65_536
 _SUM_BYTES = 8
-_LOOKED_UP = 256  # keys asked for together: some 5 ms of the 30 that each of these look-ups has
 _Answer = TypeVar("_Answer")
 _PIECE_BYTES = 4 * 2**20  # asked for together; each piece has a second
 
@@ -68,10 +67,6 @@ class KVRedis(KVTier):
     def num_known(self, keys: Sequence[bytes]) -> int:
         now, known = time.monotonic(), self._known
         return next((i for i, key in enumerate(keys) if known.get(key, 0.0) < now), len(keys))
-
-    def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
-        if not self._store.is_up or self._start(lambda: self._look_up(keys, tell)) is None:
-            tell(0)
 
     def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         into, num_read = into.cast("B"), 0
@@ -122,24 +117,6 @@ class KVRedis(KVTier):
         self._store.start()
         await self._closing.wait()
         await self._store.close()
-
-    async def _look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
-        count = 0
-        try:
-            while count < len(keys):
-                piece = keys[count : count + _LOOKED_UP]
-                found = await self._num_there(piece)
-                count += found
-                if found < len(piece):
-                    break
-            self._remember(keys[:count])
-        finally:
-            tell(count)
-
-    async def _num_there(self, keys: Sequence[bytes]) -> int:
-        commands = [("EXISTS", PREFIX + self._name(key)) for key in keys]
-        answers = await self._store.ask(commands, timeout_s=LOOK_UP_S) or [0]
-        return next((i for i, answer in enumerate(answers) if answer != 1), len(answers))
 
     # ---- in the caller's thread
 

@@ -104,7 +104,7 @@ class StatefulKVCacheManager(LocalKVCacheManager):
         self._parted.pop(request_id, None)
         self._newest.pop(request_id, None)
 
-    def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[int] = ()) -> None:
+    def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[Sequence[int]] = ()) -> None:
         """Assert besides that each slot is a running request's, a snapshot's, being saved, or free."""
         requests = list(requests)
         super().check_invariants(requests, leased)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
@@ -66,7 +66,8 @@ class KVFingerprint:
 
 
 class KVTier:
-    """Storage of KV blocks. Keys are the 32-byte chain hashes; a row is one block's `bytes_per_block`.
+    """Storage of KV blocks. Keys are the 32-byte chain hashes; a row is one block's `bytes_per_block`. Where a block
+    has rows by group of layers (`kv.pages`), each has a key of its own (`row_key`).
 
     All methods may be called from any thread. `read`, `write` and `clear` do I/O in the caller's thread, which is not
     the engine's. Nothing raises for a fault of the medium: that is a miss, or a block not stored, and is counted.
@@ -96,10 +97,6 @@ class KVTier:
         """Return how many from the front are there, by an index in memory, without I/O. Reading may find fewer."""
         raise NotImplementedError
 
-    def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
-        """`tell(num_known)`: before this returns where the index is in memory, else once, from a thread of the tier."""
-        tell(self.num_known(keys))
-
     def read(self, keys: Sequence[bytes], into: memoryview) -> int:
         """Verified blocks into consecutive rows of `into`; how many from the front. Rows after those hold anything."""
         raise NotImplementedError
@@ -117,6 +114,11 @@ class KVTier:
 
     def close(self) -> None:
         """Gives files and connections back. Everything after it finds and stores nothing."""
+
+
+def row_key(digest: bytes, group: int) -> bytes:
+    """Key of a block's row of one group; the first has the block's hash."""
+    return digest[:-2] + (int.from_bytes(digest[-2:]) ^ group).to_bytes(2) if group else digest
 
 
 # ---- fetch or compute

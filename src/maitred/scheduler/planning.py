@@ -358,7 +358,7 @@ def _swap_out(
         return  # while no blocks lack, the prefix cache keeps what was computed
     if costs is None or not kv.can_swap_out(num_tokens):
         return
-    if worth_swapping(costs, kv.num_blocks_for(num_tokens), num_tokens):
+    if worth_swapping(costs, kv.num_rows(0, num_tokens), num_tokens):
         copies = kv.swap_out(request, num_tokens, removed.copied_from)
         builder.swap_outs += copies
         state.counters.num_swapped_out_blocks += len(copies)

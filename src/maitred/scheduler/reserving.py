@@ -179,7 +179,7 @@ def num_kept_before(state: SchedulerState, head: RequestState) -> int:
     """Blocks of reservations that are not given up for `head`, which comes behind them."""
     place, waiting = state.order.place(head), state.reservations.waiting
     before = (waiting[each] for each in state.reservations.reserved if state.order.place(waiting[each]) < place)
-    return state.kv.pages_per_block * sum(len(request.block_table) for request in before)
+    return sum(state.kv.num_rows(0, len(request.block_table) * state.kv.block_size) for request in before)
 
 
 def can_step(state: SchedulerState) -> bool:

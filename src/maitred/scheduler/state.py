@@ -172,5 +172,5 @@ def check_state(state: SchedulerState, *, step_under_way: bool) -> None:
         for r in decoding:  # a postponed row may have begun a block
             fewest, most = map(kv.num_blocks_for, (r.num_computed_tokens, r.num_tokens))
             assert fewest <= len(r.block_table) <= most
-    kv.check_invariants([*away, *running], [b for blocks in reservations.leases.values() for b in blocks])
+    kv.check_invariants([*away, *running], reservations.leases.values())
     kv.check_host([*queued, *away])
