@@ -6,8 +6,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import count
+from math import lcm
 
 import pytest
 
@@ -18,6 +19,7 @@ from maitred.kv.tiers import FetchMeter
 from maitred.kv.transports import ShmOutbox
 from maitred.kv.wire import PieceHeader
 from tests.kv.engines import PROMPT, Engine, engines
+from tests.model.checkpoints import make_checkpoint
 from tests.waiting import until
 
 TORCH = {"executor": "torch", "device": "cpu"}
@@ -276,6 +278,61 @@ def test_who_queued_behind_a_pull_from_a_silent_peer_does_not_wait_for_it_too(ma
     assert len(accepted) == 1
     for sock in accepted:
         sock.close()
+
+
+# -- layers of windows, and latent keys
+
+CHAT = [(7 * i + i * i // 5) % 250 for i in range(120)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    @cache
+    def folder(family: str) -> str:
+        sizes = {"max_position_embeddings": 512, **({} if family == "deepseek_v3" else {"sliding_window": 24})}
+        return str(make_checkpoint(family, tmp_path_factory.mktemp(family), seed=3, **sizes))
+
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "takes", "model"),
+    [
+        *(("gemma3", 8, {}), ("gemma3", 16, {}), ("mistral", 8, {}), ("mistral", 12, {}), ("deepseek_v3", 16, {})),
+        *(("gemma3", 8, TORCH), ("gemma3", 8, {"tensor_parallel": 2})),
+    ],
+)
+def test_what_the_next_token_sees_is_pulled(make, folders, family: str, takes: int, model: dict[str, object]):
+    """A prompt, whose source has just that, and a turn, of which it has the beginning."""
+    always = {"model": folders(family), "num_blocks": 160, **model}
+    first, second, plain = make(block_size=8, **always), make(block_size=takes, **always), make(**always)
+    said = first.complete("a", CHAT)
+    first.rest_in_thread()
+    addresses = first.peers.gives.addresses
+    assert second.complete("b", CHAT, addresses) == plain.complete("b", CHAT) == said
+    unit = lcm(8, takes)
+    assert (second.cached, second.handovers) == ([119 // unit * unit], ["moved"])
+    third, turn = make(block_size=takes, **always), [*CHAT, *said[0], 5, 6, 7]
+    assert third.complete("c", turn, addresses) == plain.complete("c", turn)
+    assert third.cached == [143 // unit * unit]
+    cells = third.peers.counts.num_bytes["shm"] // third._io.layout.layer_bytes
+    if family != "deepseek_v3":
+        assert cells < (1 if family == "mistral" else 2) * 143 // takes * (third._io.num_layers - 1)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_windows_leave_while_their_prompt_is_computed(make, folders, family: str):
+    always = {"model": folders(family), "num_blocks": 96, "block_size": 8}
+    first, second = make(**always), make(**always)
+    first.add("a", CHAT[:118])
+    second.expect("a", first.peers.gives.addresses, CHAT[:118])
+    first.hear(lambda: first.peers.gives.follows_steps)
+    first.run()
+    second.hear(lambda: not second.core.has_work)
+    assert second.complete("a", CHAT[:118], first.peers.gives.addresses) == [first.tokens["a"]]
+    assert (second.cached, second.handovers) == ([112], ["moved"])
+    first.hear(lambda: first.is_left_alone)
+    assert make(**always).complete("a", CHAT[:118]) == [first.tokens["a"]]
 
 
 # -- engines that are not like this one

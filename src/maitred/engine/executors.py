@@ -46,6 +46,9 @@ class BuiltExecutor(Protocol):
     def block_io(self) -> BlockIO: ...
 
     @property
+    def groups(self) -> KVGroups | None: ...
+
+    @property
     def num_kv_layers(self) -> int:
         """Number of layers in the pool; a draft head's is one of them."""
 

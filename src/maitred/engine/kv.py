@@ -17,6 +17,7 @@ from maitred.engine.planning import EnginePlan, OnEvent
 from maitred.kv.fetching import KVThreads
 from maitred.kv.giving import PeerConfig
 from maitred.kv.keeping import KVTiers, open_tiers
+from maitred.kv.pages import KVGroups
 from maitred.kv.peers import KVPeers
 from maitred.kv.tiers import KVFingerprint, KVTier
 from maitred.kv.wire import Agreed, Identity, Layout
@@ -119,7 +120,7 @@ def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> 
     return Layout(
         agreed=Agreed(
             revision=facts.revision,
-            positions=_positions(spec, facts.max_model_len),
+            positions=_positions(spec, facts.max_model_len) + _kept(executor.groups),
             kv_dtype=held.kv_dtype,
             num_layers=len(spec.kv_layers),
             num_kv_heads=spec.num_kv_heads,
@@ -141,6 +142,12 @@ def _positions(spec: DecoderSpec, max_model_len: int) -> str:
     ropes = [layer.rope for layer in spec.layers]
     told = {" ".join(_unlike_defaults(rope)) if rope is not None else "no rope" for rope in ropes}
     return f"{'; '.join(sorted(told))}; context {max_model_len}"
+
+
+def _kept(groups: KVGroups | None) -> str:
+    """What layers keep of their windows, where that is not all tokens: the other end reckons what it is sent by it."""
+    windows = [str(window or "all") for window in groups.layer_windows] if groups is not None else []
+    return f"; KV of the last {' '.join(windows)} tokens" if windows else ""
 
 
 def _unlike_defaults(rope: RopeSpec) -> list[str]:

@@ -138,7 +138,6 @@ def _groups(
     reasons = {
         "a head alone would see all tokens": has_head and groups is not None and not groups.counts[0],
         "Redis has whole blocks alone": config.tiers.kv_redis is not None,
-        "engines exchange whole blocks": config.share.exchanges_kv,
     }
     why = [reason for reason, holds in reasons.items() if holds]
     if groups is not None and why:

@@ -45,7 +45,8 @@ from maitred.executor.state import (
 )
 from maitred.kernels import _native
 from maitred.kernels.kv_pool import HostBlocks
-from maitred.kv.layout import CellLayout, NativeLayers
+from maitred.kv.layout import CellLayout, LayerIO, NativeLayers, in_model_order
+from maitred.kv.pages import KVGroups
 
 _MEASURED_BLOCKS = 64
 _REPEATS = 3
@@ -362,12 +363,17 @@ class NativeExecutor:
         return NativeBlocks(self.pool)
 
     @property
-    def num_kv_layers(self) -> int:
-        return int(self.pool.num_layers)
+    def groups(self) -> KVGroups | None:
+        """Groups of layers, where blocks consist of pages."""
+        return self.pages.groups if self.pages is not None else None
 
-    def layer_io(self, layout: CellLayout) -> NativeLayers:
+    @property
+    def num_kv_layers(self) -> int:
+        return len(self.groups.places) if self.groups is not None else int(self.pool.num_layers)
+
+    def layer_io(self, layout: CellLayout) -> LayerIO:
         """The same, layer by layer."""
-        return NativeLayers(self.pool, layout)
+        return in_model_order(NativeLayers(self.pool, layout), self.groups)
 
     def close(self) -> None:
         """Drop states, pool, weights and threads."""

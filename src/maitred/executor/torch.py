@@ -29,7 +29,7 @@ from maitred.executor.rows import (
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
 from maitred.executor.state import HeldRequest, PageTables, Proposer, RowWork, SwapBandwidth, take_plan
 from maitred.executor.torch_attention import FlashAttention, GatherAttention, flash_refusal, reads_block_tables
-from maitred.kv.layout import CellLayout, HostLayers, LayerIO
+from maitred.kv.layout import CellLayout, HostLayers, LayerIO, in_model_order
 from maitred.kv.pages import KVGroups
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
@@ -128,14 +128,19 @@ class TorchExecutor:
         return True
 
     @property
+    def groups(self) -> KVGroups | None:
+        """Groups of layers, where blocks consist of pages."""
+        return self._pages.groups if self._pages is not None else None
+
+    @property
     def num_kv_layers(self) -> int:
-        return self.pool.shape.num_layers
+        return len(self.groups.places) if self.groups is not None else self.pool.shape.num_layers
 
     def layer_io(self, layout: CellLayout) -> LayerIO:
         """Blocks as bytes layer by layer, for other threads."""
         if self.device.type == "cpu":
-            return HostLayers(self.pool.as_bytes(), layout, lambda: self.pool.progress)
-        return torch_kv.TorchLayers(self.pool, layout)
+            return in_model_order(HostLayers(self.pool.as_bytes(), layout, lambda: self.pool.progress), self.groups)
+        return in_model_order(torch_kv.TorchLayers(self.pool, layout), self.groups)
 
     def close(self) -> None:
         """Drop states, pool and weights."""

@@ -162,6 +162,8 @@ class _BesideSteps:
 class TorchLayers:
     """`layout.LayerIO` of a pool on any device."""
 
+    windows: Sequence[int | None] = ()
+
     def __init__(self, pool: TorchKVPool, layout: CellLayout) -> None:
         self._pool, self.layout, self.num_layers = pool, layout, pool.shape.num_layers
         self._beside = _BesideSteps(pool)

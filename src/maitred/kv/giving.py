@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maitred.core.clock import Clock
 from maitred.core.errors import RequestError
@@ -47,7 +47,7 @@ class _PeerAsk(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Growing:
     hashes: Sequence[bytes]  # of all that there will be
-    blocks: list[int]  # told so far
+    blocks: list[int]  # told so far; of windows what is seen after the end alone
     is_in_step: bool = False  # the step under way computes some of it
 
 
@@ -163,7 +163,8 @@ class GivenKV(StepListener):
             self._core.follow(self, True)
             num_blocks = len(hashes)
         if num_blocks:
-            self.offers.offer(lease, num_blocks, blocks, Readable(len(blocks)))
+            places = self._core.scheduler.kv_cache.places(blocks, 0, num_blocks * self._block_size)
+            self.offers.offer(lease, num_blocks, places, Readable(len(blocks)))
         return Offered(lease, num_blocks)
 
     def _unlease(self, lease: str, why: str) -> None:
@@ -189,10 +190,10 @@ class GivenKV(StepListener):
         self, lease: str, growing: _Growing, request: RequestState, row: ScheduledRow, layers: Callable[[], int]
     ) -> None:
         end = min((row.start + row.num_tokens) // self._io.layout.block_size, len(growing.hashes))
-        more = request.block_table[len(growing.blocks) : end]
-        if more:
-            self.offers.grow(lease, Readable(len(growing.blocks), end), more, layers)
-            growing.blocks += more
+        if end > len(growing.blocks):
+            blocks, readable = request.block_table[:end], Readable(len(growing.blocks), end)
+            self.offers.grow(lease, readable, self._more_places(growing, blocks), layers)
+            growing.blocks = blocks
 
     def stepped(
         self, plan: SchedulerOutput, output: ModelOutput, progress: list[RequestProgress], times: StepTimes
@@ -209,10 +210,14 @@ class GivenKV(StepListener):
             if list(blocks[:num_told]) != growing.blocks:  # another request's of the same tokens, or it did not get on
                 self._end(lease)
                 continue
-            self.offers.grow(lease, Readable(len(blocks)), blocks[num_told:])
+            self.offers.grow(lease, Readable(len(blocks)), self._more_places(growing, blocks))
             growing.blocks = list(blocks)
             if len(blocks) == len(growing.hashes):
                 self._forget(lease)
+
+    def _more_places(self, growing: _Growing, blocks: Sequence[int]) -> Sequence[Any]:
+        end = len(growing.hashes) * self._block_size
+        return self._core.scheduler.kv_cache.places(blocks, len(growing.blocks), end)
 
     def _is_computed_here(self, hashes: Sequence[bytes]) -> bool:
         return any(_computes(request, hashes) and not request.finished for request in self._here)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maitred.core.errors import KernelError
-from maitred.kv.leases import Refusal
+from maitred.kv.leases import Front, Refusal, Span
+from maitred.kv.pages import KVGroups, first_seen
 
 Bytes = NDArray[np.uint8]
 Places = NDArray[np.int64]
@@ -141,7 +142,8 @@ def _round_up(n: int, to: int) -> int:
 
 
 class LayerIO(Protocol):
-    """Blocks of a KV pool, layer by layer: rows are [layers][blocks][layout.layer_bytes], contiguous.
+    """Blocks of a KV pool, layer by layer: rows are [layers][blocks][layout.layer_bytes], contiguous. A block is as
+    `KVCacheManager.places` has it.
 
     Only for blocks that no step writes meanwhile. Raises KernelError for layers, blocks or sizes that are not there.
     """
@@ -152,9 +154,13 @@ class LayerIO(Protocol):
     @property
     def num_layers(self) -> int: ...
 
-    def read(self, layers: range, blocks: Sequence[int], into: memoryview) -> None: ...
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Windows of layers, where these keep no more than what they see; else empty."""
 
-    def write(self, layers: range, blocks: Sequence[int], rows: memoryview) -> None: ...
+    def read(self, layers: range, blocks: Sequence[Any], into: memoryview) -> None: ...
+
+    def write(self, layers: range, blocks: Sequence[Any], rows: memoryview) -> None: ...
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -173,6 +179,8 @@ class BlockIO(Protocol):
 
 class NativeLayers:
     """Layers of a `_native.KVPool` with blocks as in `layout`; copies with the GIL released, in the calling thread."""
+
+    windows: Sequence[int | None] = ()
 
     def __init__(self, pool: Any, layout: CellLayout) -> None:
         if pool.layer_bytes != layout.layer_bytes:
@@ -202,6 +210,8 @@ class HostLayers:
     apart), or with one part any memory of the host.
     """
 
+    windows: Sequence[int | None] = ()
+
     def __init__(
         self, array: NDArray[np.uint8], layout: CellLayout, progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
     ) -> None:
@@ -228,6 +238,45 @@ class HostLayers:
         num_layers, num_parts, num_blocks, num_bytes = self._array.shape
         check_part(layers, num_layers, blocks, num_blocks, num_parts * num_bytes, rows.nbytes)
         return rows.reshape(len(layers), len(blocks), num_parts, num_bytes)
+
+
+class PagedLayers:
+    """The model's layers in a pool of pages (`kv.pages`): a block is its page of each group, -1 where it has none."""
+
+    def __init__(self, io: LayerIO, groups: KVGroups) -> None:
+        self._io, self._places, self.windows = io, groups.places, groups.layer_windows
+        self.layout, self.num_layers = io.layout, len(groups.places)
+
+    def read(self, layers: range, blocks: Sequence[tuple[int, ...]], into: memoryview) -> None:
+        self._copy(self._io.read, layers, blocks, into)
+
+    def write(self, layers: range, blocks: Sequence[tuple[int, ...]], rows: memoryview) -> None:
+        self._copy(self._io.write, layers, blocks, rows)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self._io.progress
+
+    def _copy(
+        self,
+        copy: Callable[[range, Sequence[int], memoryview], None],
+        layers: range,
+        blocks: Sequence[tuple[int, ...]],
+        rows: memoryview,
+    ) -> None:
+        """Layer by layer, without the first blocks where these have no page: no token will see them."""
+        end = 0
+        for layer in layers:
+            group, place = self._places[layer]
+            pages = [page for block in blocks if (page := block[group]) >= 0]
+            end += len(blocks) * self.layout.layer_bytes
+            if pages:
+                copy(range(place, place + 1), pages, rows[end - len(pages) * self.layout.layer_bytes : end])
+
+
+def in_model_order(io: LayerIO, groups: KVGroups | None) -> LayerIO:
+    """The model's layers, where those of the pool are places in pages of these groups."""
+    return PagedLayers(io, groups) if groups is not None else io
 
 
 def check_part(
@@ -283,13 +332,19 @@ class HeldBlocks(Guard):
     are given up.
     """
 
-    def __init__(self, io: LayerIO, block_ids: Sequence[int], *, first: int = 0) -> None:
+    def __init__(self, io: LayerIO, block_ids: Sequence[Any], *, first: int = 0) -> None:
         super().__init__()
         self.io, self._block_ids, self._first = io, list(block_ids), first
 
-    def extend(self, block_ids: Sequence[int]) -> None:
+    def extend(self, block_ids: Sequence[Any]) -> None:
         """The next ones of the sequence, by the engine's thread."""
         self._block_ids += block_ids
+
+    def front(self, whole: Span, unit: int, block_size: int) -> Front:
+        """The front of a pull in blocks of that size, which moves of each layer what is seen after its end."""
+        windows = self.io.windows[whole.first_layer : whole.end_layer]
+        seen = [first_seen(window, whole.end_block * block_size, block_size) - whole.first_block for window in windows]
+        return Front(whole, unit, [whole.first_block + max(0, first) // unit * unit for first in seen])
 
     def read(self, layers: range, blocks: range, into: memoryview) -> None:
         """[layers][blocks][bytes of a layer]; `blocks` are numbers in the sequence, all of them held."""

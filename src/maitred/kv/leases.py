@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,20 +127,24 @@ class LeaseBook:
 
 
 class Front:
-    """Progress of a pull, layer by layer; both ends keep one, so that each piece is sent once and expected."""
+    """Progress of a pull, layer by layer; both ends keep one, so that each piece is sent once and expected.
 
-    def __init__(self, whole: Span, unit: int = 1) -> None:
-        self.whole, self._unit = whole, unit
-        self._next = [whole.first_block] * len(whole.layers)
+    Layers with a window begin at a later block; of a part of such a pull nothing counts.
+    """
+
+    def __init__(self, whole: Span, unit: int = 1, starts: Sequence[int] = ()) -> None:
+        """`starts` are of each layer; without them all begin at the first block."""
+        self.whole, self._unit, self._has_windows = whole, unit, bool(starts)
+        self._next = list(starts) or [whole.first_block] * len(whole.layers)
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks, from the first on, that are through in all layers."""
-        return min(self._next) - self.whole.first_block
+        return min(self._next) - self.whole.first_block if self.is_done or not self._has_windows else 0
 
     @property
     def is_done(self) -> bool:
-        return self.num_blocks == len(self.whole.blocks)
+        return min(self._next) == self.whole.end_block
 
     def due(self, readable: Readable, most_cells: int) -> Span | None:
         """The next piece: least blocks first, then lowest layer, of at most `most_cells` (unit or more); None to wait.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maitred.core.errors import PromptTooLong
 from maitred.core.request import RequestState
@@ -198,7 +198,11 @@ class KVCacheManager:
 
     def rows(self, table: Sequence[int], first: int, num_tokens: int) -> list[Row]:
         """Return the rows with which a request goes on after so many tokens, of its blocks from the `first` on."""
-        return [Row(index, 0, table[index]) for index in range(first, self.num_blocks_for(num_tokens))]
+        return [Row(place, 0, table[place]) for place in range(first, self.num_blocks_for(num_tokens))]
+
+    def places(self, table: Sequence[int], first: int, num_tokens: int) -> Sequence[Any]:
+        """Return those rows by block, as far as the table goes, as `layout.LayerIO` takes them."""
+        return table[first:]
 
     def num_rows(self, first: int, num_tokens: int) -> int:
         """Return how many rows `rows` returns."""

@@ -36,6 +36,12 @@ class KVGroups(NamedTuple):
         """The first group of each kind."""
         return tuple(sum(self.counts[:kind]) for kind in range(len(self.counts)))
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Of each layer."""
+        of_group = [window for window, count in zip(self.windows, self.counts, strict=True) for _ in range(count)]
+        return tuple(of_group[group] for group, _ in self.places)
+
     def pages_for(self, num_tokens: int, block_size: int, ahead: int = 1) -> int:
         """Pages of a request of so many tokens, at most, when `ahead` of them are computed in a step."""
         num_blocks = -(-num_tokens // block_size)
@@ -286,6 +292,19 @@ class PagedKVCacheManager(KVCacheManager):
             for kind, pages in enumerate(self.pages.pages)
             if index >= self._first(kind, num_tokens)
             for group, page in enumerate(pages.get(table[index], ()), self.kinds[kind].start)
+        ]
+
+    def places(self, table: Sequence[int], first: int, num_tokens: int) -> Sequence[tuple[int, ...]]:
+        """The page of each group; -1 where there is none, or none is seen."""
+        firsts = [self._first(kind, num_tokens) for kind in range(len(self.kinds))]
+        none = [(-1,) * count for count in self.groups.counts]
+        return [
+            tuple(
+                page
+                for kind, pages in enumerate(self.pages.pages)
+                for page in (pages.get(block, none[kind]) if place >= firsts[kind] else none[kind])
+            )
+            for place, block in enumerate(table[first:], first)
         ]
 
     def num_rows(self, first: int, num_tokens: int) -> int:

@@ -21,6 +21,7 @@ from maitred.kv.fetching import Fetch, Fetches, FetchSource, KVThread, KVThreads
 from maitred.kv.giving import TIMEOUT_S, GivenKV, IsOneRun, PeerConfig
 from maitred.kv.layout import HeldBlocks, LayerIO
 from maitred.kv.leases import Refusal
+from maitred.kv.pages import first_seen
 from maitred.kv.prefix_cache import hash_blocks, known_tokens, root_hash
 from maitred.kv.puller import Pulled, Puller, connect_any
 from maitred.kv.tiers import FetchMeter, TierStats
@@ -47,6 +48,7 @@ class _Pull(Fetch):
     is_brought: bool  # the blocks before it came by a pull that expected the request
     transport: str = ""  # once it is connected
     pulled: Pulled = NOTHING
+    offered: int = 0  # blocks, where it is other windows that are seen after these
 
 
 class KVPeers(StepListener):
@@ -115,8 +117,8 @@ class KVPeers(StepListener):
         else:
             self._begin(request)
 
-    def _begin(self, request: RequestState) -> None:
-        reserved = self._core.reserve(request.request_id, request.num_tokens)
+    def _begin(self, request: RequestState, num_tokens: int | None = None) -> None:
+        reserved = self._core.reserve(request.request_id, num_tokens or request.num_tokens)
         if reserved is None:
             return self._goes_without(request)
         first = reserved.start // self._block_size
@@ -127,7 +129,7 @@ class KVPeers(StepListener):
             keys=request.block_hashes[: reserved.end // self._block_size],
             first=first,
             rows=self._kv.rows(request.block_table, first, reserved.end),
-            guard=HeldBlocks(self._io, reserved.block_ids, first=first),
+            guard=HeldBlocks(self._io, self._kv.places(request.block_table, first, reserved.end), first=first),
             began_at=self._clock.now(),
             thread=thread,
             is_brought=self._was_brought(request, first),
@@ -206,7 +208,10 @@ class KVPeers(StepListener):
             pull.transport, busy_s = puller.transport, puller.busy_s
             size = puller.terms.source.block_size
             offered = self._offered(pull, puller, self._keys(pull, size))
-            wanted = range(pull.first, min(offered.num_blocks * size // self._block_size, len(pull.keys)))
+            end = min(offered.num_blocks * size // self._block_size, len(pull.keys))
+            if self._seen_after(end) != self._seen_after(len(pull.keys)):
+                pull.offered, end = end, 0
+            wanted = range(pull.first, end)
             if wanted:
                 pulled = puller.pull(offered.lease, range(puller.terms.num_layers), wanted, pull.guard)
                 pull.took_s = puller.busy_s - busy_s
@@ -215,6 +220,11 @@ class KVPeers(StepListener):
         except Refusal as refusal:
             pulled = Pulled(0, 0, refusal.reason, str(refusal))
         return pulled
+
+    def _seen_after(self, num_blocks: int) -> list[int]:
+        """The first block of each layer with a window that is seen after so many."""
+        size = self._block_size
+        return [first_seen(window, num_blocks * size, size) for window in self._io.windows]
 
     def _offered(self, pull: Fetch, puller: Puller, keys: Sequence[bytes]) -> Offered:
         """The source's offer; asked again for an expected request: its prompt may come later. Raises Refusal."""
@@ -266,6 +276,8 @@ class KVPeers(StepListener):
     def _settled(self, fetch: Fetch, num_blocks: int, num_tokens: int) -> None:
         """End a pull that will bring no more; requests that waited along go on too."""
         assert isinstance(fetch, _Pull)
+        if fetch.offered > fetch.first and fetch.request.status is RequestStatus.WAITING:
+            return self._begin(fetch.request, fetch.offered * self._block_size)
         self.counts.num_tokens += num_tokens
         is_moved, now = num_blocks > 0 or fetch.is_brought, self._clock.now()
         outcome = "moved" if is_moved else "recomputed"

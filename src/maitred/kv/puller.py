@@ -64,7 +64,8 @@ class Puller:
         if not wanted or not layers:
             return Pulled(0, 0)
         self._number += 1
-        front = Front(Span(layers.start, layers.stop, wanted.start, wanted.stop), self.terms.unit)
+        whole = Span(layers.start, layers.stop, wanted.start, wanted.stop)
+        front = into.front(whole, self.terms.unit, self.terms.source.block_size)
         failure = text = ""
         num_bytes = 0
         try:

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import ConfigError
@@ -59,7 +60,7 @@ class Offers:
         self._book = LeaseBook(lease_s)
         self._blocks: dict[str, HeldBlocks] = {}
 
-    def offer(self, lease: str, num_blocks: int, block_ids: Sequence[int], readable: Readable) -> None:
+    def offer(self, lease: str, num_blocks: int, block_ids: Sequence[Any], readable: Readable) -> None:
         """The first of `num_blocks` that there will be, in the pool, where they stay until `revoke` or `on_end`."""
         with self._lock:
             self._blocks[lease] = HeldBlocks(self.io, block_ids)
@@ -69,7 +70,7 @@ class Offers:
         self,
         lease: str,
         readable: Readable,
-        more_block_ids: Sequence[int] = (),
+        more_block_ids: Sequence[Any] = (),
         num_layers_written: Callable[[], int] | None = None,
     ) -> None:
         """No effect for one that is gone. Any thread asks `num_layers_written`, which while a step is under way tells
@@ -291,7 +292,8 @@ def _pull(offers: Offers, channel: wire.Channel, outbox: transports.Outbox, pull
     try:
         if pull.epoch != offers.epoch:
             raise Refusal("old_epoch", "the lease is of an earlier life of this worker")
-        held, front = offers.held(pull.lease), _front(offers, pull, outbox)
+        held = offers.held(pull.lease)
+        front = _front(offers, pull, outbox, held)
         while not front.is_done:
             readable = offers.in_force(pull.lease).readable_now()
             span = front.due(readable, outbox.slot_bytes // offers.io.layout.layer_bytes)
@@ -307,7 +309,7 @@ def _pull(offers: Offers, channel: wire.Channel, outbox: transports.Outbox, pull
         channel.send(wire.RefusedPull(pull.number, refusal.reason, str(refusal)))
 
 
-def _front(offers: Offers, pull: wire.Pull, outbox: transports.Outbox) -> Front:
+def _front(offers: Offers, pull: wire.Pull, outbox: transports.Outbox, held: HeldBlocks) -> Front:
     """Raises Refusal for layers and blocks that the lease has not, and for units that no slot takes."""
     whole = Span(pull.first_layer, pull.end_layer, pull.first_block, pull.end_block)
     inside = 0 <= whole.first_layer < whole.end_layer <= offers.io.num_layers and whole.first_block >= 0
@@ -316,7 +318,9 @@ def _front(offers: Offers, pull: wire.Pull, outbox: transports.Outbox) -> Front:
         raise Refusal("no_lease", f"a pull of {whole} from {offers.io.num_layers} layers of {num_blocks} blocks")
     if not 0 < pull.unit <= outbox.slot_bytes // offers.io.layout.layer_bytes or len(whole.blocks) % pull.unit:
         raise Refusal("no_lease", f"a pull of {len(whole.blocks)} blocks in units of {pull.unit}")
-    return Front(whole, pull.unit)
+    if offers.io.windows and whole.end_block != num_blocks:
+        raise Refusal("no_lease", f"a pull of {whole} from a lease that has the windows before block {num_blocks}")
+    return held.front(whole, pull.unit, offers.io.layout.block_size)
 
 
 def _send(offers: Offers, outbox: transports.Outbox, pull: wire.Pull, held: HeldBlocks, span: Span) -> None:
