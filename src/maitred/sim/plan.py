@@ -299,20 +299,21 @@ class Planner:
 
     def _goodput(self, group: Group, bound: WorkerBound, to_beat: float) -> float:
         """The highest rate at which one worker meets the objectives of its role and keeps up; 0 for none that beats
-        `to_beat` by more than a rate is fine, which is tried first.
+        `to_beat` by more than a rate is fine, which is tried first. More than is asked of all need not be known.
         """
+        asked = inf if self.wanted.rate is None else self.wanted.rate
         most = KEEPS_UP * (self._throughput(group, bound) if group.role is Role.MIXED else bound.rate)
         low, high = to_beat * (1 + FINENESS), most
         if high <= low or (low and not self._keeps(group, low, bound)):
             self._reject("slower than another worker of its role")
             return 0.0
-        rate = (low * high) ** 0.5 or most
+        rate = max(low, min(asked, (low * high) ** 0.5 or most))
         for _ in range(MOST_PROBES):
             if self._keeps(group, rate, bound):
                 low = rate
             else:
                 high = rate
-            if high - low <= FINENESS * high:
+            if high - low <= FINENESS * high or low >= asked:
                 break
             rate = (low * high) ** 0.5 or high / 2
         if not low:
