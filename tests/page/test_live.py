@@ -160,14 +160,14 @@ def test_blocks_tickets_and_seats_tell_whose_they_are(server, open_page, expect)
 def test_the_policy_is_switched_while_requests_run(server, open_page, expect):
     page = open_page(server.url)
     with live_requests(server, 6):
-        expect(page.get_by_label("policy")).to_have_value("fcfs")
-        page.get_by_label("policy").select_option("srpt")
+        expect(page.locator("#policy")).to_have_value("fcfs")
+        page.locator("#policy").select_option("srpt")
         expect(page.locator("#policy-said")).to_contain_text("From now on by srpt")
         assert httpx.get(f"{server.url}/admin/policy").json()["policy"] == "srpt"
         expect(page.locator("#queue li").last).to_contain_text("by policy srpt")
         page.locator("#message").click()
         httpx.post(f"{server.url}/admin/policy", json={"policy": "priority"})
-        expect(page.get_by_label("policy")).to_have_value("priority")
+        expect(page.locator("#policy")).to_have_value("priority")
 
 
 def test_a_rush_comes_and_goes_home(server, open_page, expect):

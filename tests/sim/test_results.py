@@ -4,14 +4,13 @@ import itertools
 import math
 import random
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import maitred.sim
-from maitred.sim.report import axis, html_report, in_lanes, svg_report
+from maitred.sim.report import MAX_POINTS, column
 from maitred.sim.results import Series, SimulatedResults, Sketch, jain_index
 from tests.sim.worlds import arrival, simulation, workload
 
@@ -84,35 +83,23 @@ def test_the_json_has_exactly_the_promised_shape():
     assert SimulatedResults().to_json()["goodput_rps"] == 0.0
 
 
-SPANS = st.lists(st.tuples(st.floats(0, 100), st.floats(0.001, 50)), max_size=60)
-
-
-def outcomes() -> dict[str, SimulatedResults]:
-    world = workload(rate=300.0, num_requests=60, tenants={"a": {}, "<b>": {}})
-    return {policy: simulation(policy=policy).run(world.arrivals()) for policy in ("fcfs", "srpt")}
-
-
-def test_the_picture_is_well_formed_and_needs_nothing_from_elsewhere():
-    svg = svg_report(outcomes(), "a & b < c")
-    root = ET.fromstring(svg)
-    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"fcfs: slots", "srpt: slots", "requests waiting, at arrivals", "a & b < c"} <= texts
-    html = html_report(outcomes(), "run")
-    assert html.count("<svg") == 2
-    assert "&lt;b&gt;" in html
-    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
-    assert "<script" not in html
-
-    ET.fromstring(svg_report({"fcfs": SimulatedResults()}, "empty"))
-
-
-@given(SPANS)
-def test_tickets_of_one_lane_do_not_overlap(spans):
-    slots = [(begin, begin + stay) for begin, stay in spans]
-    lanes = in_lanes(slots)
-    for i, j in itertools.combinations(range(len(slots)), 2):
-        if lanes[i] == lanes[j]:
-            assert slots[i][1] <= slots[j][0] or slots[j][1] <= slots[i][0]
+def test_a_report_has_the_figures_of_the_results_and_each_curve_ends_at_its_largest_value():
+    lengths = {"input": "uniform:4,40", "output": "uniform:2,20", "max_tokens": 40}
+    world = workload(rate=300.0, num_requests=400, tenants={"a": {}, "b": {}}, classes={"all": lengths})
+    results = simulation(policy="srpt").run(world.arrivals())
+    told = column(
+        "srpt", results.to_json(), results.total, queue=results.queue_length.points(), tickets=results.tickets.kept
+    )
+    assert told["figures"] == results.to_json()
+    assert len(told["tickets"]) == 400
+    for measure, curve in told["curves"].items():
+        assert curve[-1] == (pytest.approx(told["figures"][measure]["max"], rel=1e-3), 1.0)
+        assert len(curve) <= MAX_POINTS + 1
+        for share in ("p50", "p90"):
+            below = [value for value, part in curve if part <= float(share[1:]) / 100]
+            assert max(below) <= told["figures"][measure][share] * 1.001
+    nothing = column("fcfs", SimulatedResults().to_json(), SimulatedResults().total)
+    assert nothing["curves"]["ttft_s"] == []
 
 
 def test_who_is_put_out_leaves_its_lane_until_it_is_back():
@@ -124,15 +111,8 @@ def test_who_is_put_out_leaves_its_lane_until_it_is_back():
     assert slow.num_preemptions == len(slow.slots) - 1 > 0
     assert (slow.slots[0][0], slow.slots[-1][1]) == (slow.scheduled_at, slow.finished_at)
     assert all(len(tickets[f"quick{i}"].slots) == 1 for i in range(3))
-    assert set(in_lanes([slot for ticket in results.tickets.kept for slot in ticket.slots])) == {0}
-
-
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))
-def test_an_axis_holds_its_values_and_has_ticks(values):
-    for log in (False, True):
-        found = axis(values, log=log)
-        assert all(-1e-9 <= found.place(value) <= 1 + 1e-9 for value in values)
-        assert found.ticks()
+    slots = sorted(slot for ticket in results.tickets.kept for slot in ticket.slots)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(slots))
 
 
 def test_chance_comes_only_from_seeded_generators():

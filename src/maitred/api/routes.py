@@ -21,6 +21,7 @@ from maitred.api.ops import admin, health, live
 from maitred.api.ops.fleet import fleet_routes
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
+from maitred.engine.traffic import WhatIf
 from maitred.fleet.prefix_keys import KSERVE_MODELS
 from maitred.scheduler.queue_view import QueueView
 
@@ -241,6 +242,16 @@ def _scheduling() -> tuple[Route, ...]:
             body=admin.PolicyChange,
             answer=admin.PolicyView,
             errors=(400, 401, 403, 404, 413, 415, 503),
+        ),
+        Route(
+            method="POST",
+            path="/admin/whatif",
+            handler=admin.WhatIfReplay(),
+            summary="Replay what was served lately under another policy, or on more slots or engines.",
+            admin="replay requests",
+            body=WhatIf,
+            text="application/json",
+            errors=(400, 401, 403, 404, 413, 415, 429, 503, 504),
         ),
     )
 

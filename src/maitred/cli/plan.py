@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from maitred.cli.command import Command, deferred
 from maitred.cli.flags import UsageError, option
-from maitred.cli.simulate import DEVICES
+from maitred.cli.simulate import DEVICES, check_report
 from maitred.config import POLICY_NAMES
 from maitred.config.field_checks import require_at_least, require_between, require_over_0
 
@@ -70,7 +70,11 @@ class SearchOptions:
     json: str | None = option(None, metavar="FILE", bare="-")
     """Write the plan as JSON, which `maitred route --plan FILE` starts; without FILE, or with -, on standard output."""
 
+    report: str | None = option(None, metavar="FILE")
+    """Write one HTML file: plans side by side with a verdict, distributions, what was tried, and how to start it."""
+
     def __post_init__(self) -> None:
+        check_report(self.report)
         require_at_least("max_num_seqs", self.max_num_seqs, 1)
         require_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
 
@@ -98,7 +102,7 @@ COMMAND = Command(
     summary="Find the least devices for a load, or the highest load of some devices, over simulations of what serves.",
     run=deferred("maitred.cli.planning:run_plan"),
     parts=(PlanOptions, SearchOptions),
-    first=("model", "device", "input", "output", "slo", "rate", "devices", "json"),
+    first=("model", "device", "input", "output", "slo", "rate", "devices", "json", "report"),
     examples=(
         "maitred plan --model llama-3.1-8b --input 1500 --output 200 --slo ttft:2s --slo tpot:30ms --rate 40",
         "maitred plan --model glm-4.5 --device h200,b200 -w trace.jsonl --slo ttft:2s --slo tpot:50ms --devices 16",

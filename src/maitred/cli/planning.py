@@ -15,6 +15,7 @@ from maitred.cli.flags import UsageError
 from maitred.cli.main import EXIT_FAILURE, EXIT_INTERRUPTED
 from maitred.cli.plan import MINIMISED, PlanOptions, SearchOptions, check
 from maitred.cli.simulate_inputs import find_target, read_workload
+from maitred.cli.simulation import write_report
 from maitred.config import SchedulerConfig
 from maitred.core.errors import did_you_mean
 from maitred.core.objectives import parse_slo
@@ -24,6 +25,7 @@ from maitred.sim.engine import EngineSetup
 from maitred.sim.layouts import Group, LayoutFigures, PlannedDevice, PlanTerms
 from maitred.sim.links import link_named
 from maitred.sim.plan import MODES, PlanGoal, Planner
+from maitred.sim.report import column
 from maitred.sim.results import Objectives
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 from maitred.sim.workload import Demand, Workload
@@ -51,6 +53,9 @@ def run_plan(given: Options) -> int:
         planner.plan.is_cut = True
     plan = planner.plan
     told = to_json(planner, options)
+    if search.report is not None:
+        goals = f"{', '.join(options.slo)} for {options.attainment:.0%} of the requests"
+        write_report(search.report, "plan", f"{options.model or 'built-in model'}; {goals}", report_of(planner, told))
     if search.json == "-":
         print(json.dumps(told, indent=1))
     else:
@@ -263,6 +268,33 @@ def commands_of(outcome: LayoutFigures, options: PlanOptions) -> list[str]:
     return [*lines, f"maitred route http://HOST:8000 ... --fleet-token-file token --handover {layout.handover} {slos}"]
 
 
+def report_of(planner: Planner, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Contents of a report: the best plan of each mode side by side, and all layouts that met the objectives."""
+    plan, front, by_rate = planner.plan, planner.front(), planner.wanted.rate is None
+    outcomes = sorted(plan.best.values(), key=planner.score)
+    notes = [] if outcomes else [_no_plan(planner)]
+    notes += [_pays(planner)] * (plan.pays_from is not None)
+    return {
+        **told,
+        "columns": [
+            column(each["mode"], each, outcome.figures, tickets=outcome.tickets)
+            for each, outcome in zip(told["plans"], outcomes, strict=True)
+        ],
+        "notes": [*notes, *["the search was cut: this is the best so far"] * plan.is_cut],
+        "minimised": "requests/s" if by_rate else planner.wanted.minimise,
+        "tried": [
+            {**_brief(each), "x": each.rate if by_rate else planner.score(each)[0], "front": each in front}
+            for each in plan.tried
+        ],
+    }
+
+
+def _pays(planner: Planner) -> str:
+    pays = planner.plan.pays_from or inf
+    slowest = "at no speed of the link" if isinf(pays) else f"from a link of {pays / 1e9:.2g} GB/s on"
+    return f"disaggregation pays {slowest}"
+
+
 HEADINGS = (
     "mode",
     "devices",
@@ -299,10 +331,7 @@ def text_of(planner: Planner, told: Mapping[str, Any]) -> str:
     if parts := told["slice_parts"]:
         blocks.append(_slices_text(parts))
     if plan.pays_from is not None:
-        slow = (
-            "at no speed of the link" if isinf(plan.pays_from) else f"from a link of {plan.pays_from / 1e9:.2g} GB/s on"
-        )
-        blocks.append(f"disaggregation pays {slow}")
+        blocks.append(_pays(planner))
     if plan.rejected:
         lines = [f"  {count} x {reason}" for reason, count in plan.rejected.most_common()]
         blocks.append("\n".join(["rejected:", *lines]))

@@ -60,7 +60,7 @@ class SimulateOptions:
     json: str | None = option(None, metavar="FILE", bare="-")
     """Write the figures as JSON; without FILE, or with -, on standard output."""
     report: str | None = option(None, metavar="FILE")
-    """Draw distributions, the slots' timeline and the queue, as .html or .svg."""
+    """Write one HTML file: policies side by side with a verdict, distributions, queue and the slots over time."""
 
     def __post_init__(self) -> None:
         if not self.workload and not self.trace:
@@ -73,8 +73,12 @@ class SimulateOptions:
         require_over_0(self, "rate_scale")
         require_between("acceptance", self.acceptance, 0, 1)
         require_between("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
-        if self.report is not None and not self.report.endswith((".html", ".svg")):
-            raise ConfigError(f"report is {self.report!r}; its name must end in .html or .svg")
+        check_report(self.report)
+
+
+def check_report(name: str | None) -> None:
+    if name is not None and not name.endswith(".html"):
+        raise ConfigError(f"report is {name!r}; its name must end in .html")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

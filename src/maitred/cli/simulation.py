@@ -37,7 +37,7 @@ from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup, facts_of
 from maitred.sim.links import SimulatedDisk, SimulatedLink, link_named
 from maitred.sim.profile import Jitter
-from maitred.sim.report import html_report, svg_report
+from maitred.sim.report import column
 from maitred.sim.results import Objectives, SimulatedResults
 from maitred.sim.tensor_profile import HostTimes, TensorProfile, decode_tensor_profile
 from maitred.sim.tensors import ModelFigures, SimulatedEnsemble, SimulatedModel, SimulatedStep, TensorSimulation
@@ -678,9 +678,11 @@ def _tell(
     if options.report is not None:
         if not outcomes:
             raise UsageError("--report draws requests of a language model, and there is none; drop it")
-        draw = html_report if options.report.endswith(".html") else svg_report
-        Path(options.report).write_text(draw(outcomes, f"{asked.source}, {label}"), encoding="utf-8")
-        note(f"report: {options.report}")
+        columns = [
+            column(name, figures[name], run.total, queue=run.queue_length.points(), tickets=run.tickets.kept)
+            for name, run in outcomes.items()
+        ]
+        write_report(options.report, "simulation", f"{asked.source}, {label}", {"columns": columns, "baseline": 0})
     if options.json == "-":
         print(json.dumps(figures, indent=1))
         return
@@ -692,6 +694,13 @@ def _tell(
             print(hint)
     if any("tensor" in whole for whole in figures.values()):
         print(tensor_table(figures))
+
+
+def write_report(path: str, kind: str, source: str, contents: Mapping[str, Any]) -> None:
+    from maitred.api.ops.page import report_page
+
+    Path(path).write_text(report_page({"kind": kind, "source": source, **contents}), encoding="utf-8")
+    note(f"report: {path}")
 
 
 def bounds_of(options: simulate.SimulatedFleetOptions, has_workers: bool) -> Bounds | None:

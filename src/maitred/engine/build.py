@@ -30,6 +30,7 @@ from maitred.engine.model_facts import ModelFacts
 from maitred.engine.planning import EnginePlan, OnEvent, check_overrides, facts_of, plan_engine
 from maitred.engine.step_meter import ExpertLoad, StepMeter, SwapMeter
 from maitred.engine.timeline import Timeline
+from maitred.engine.traffic import TrafficRing
 from maitred.executor.grammar import Grammars
 from maitred.kv.pages import kv_cache_manager
 from maitred.kv.prefix_cache import TokenHasher
@@ -127,13 +128,15 @@ def build_parts(
         facts = replace(facts, adapters=tuple(introduced(adapters, config.lora.lora)))
         tell(f"lora    {len(facts.adapters)} adapters, of rank {max(one.rank for one in facts.adapters)} at most")
         timeline.end("adapters")
-    log = _decision_log(config, plan) if config.decision_log is not None else None
+    header = _log_header(config, plan)
+    log = _decision_log(config, header) if config.decision_log is not None else None
     make_scheduler = partial(_scheduler, config, plan, facts.revision, policies)
     meters, step_costs = _meters(config, plan, executor, make_scheduler, clock, tell)
     kv_peers, kv_tiers = _movers(config, executor, facts, plan.spec, tiers, clock)
     listeners = [
         kv_peers.gives if kv_peers is not None else None,  # holds blocks before the log has the step's end
         Recorder(log.write) if log is not None else None,
+        TrafficRing(header, plan.memory.bytes_per_block / plan.memory.block_size, plan.spec.num_layers),
         *meters,
         ExpertLoad(executor) if plan.executor.name == "native" and plan.spec.is_routed else None,
         adapters,
@@ -309,8 +312,8 @@ def _movers(
     return movers(config, executor, facts, spec, tiers, clock)
 
 
-def _decision_log(config: EngineConfig, plan: EnginePlan) -> DecisionLogFile:
-    header = Header(
+def _log_header(config: EngineConfig, plan: EnginePlan) -> Header:
+    return Header(
         config=plan.scheduler,
         num_blocks=plan.memory.num_blocks,
         block_size=plan.memory.block_size,
@@ -321,6 +324,9 @@ def _decision_log(config: EngineConfig, plan: EnginePlan) -> DecisionLogFile:
         num_state_slots=plan.memory.num_state_slots,
         num_speculative_tokens=config.speculative.num_speculative_tokens if plan.drafts is not None else 0,
     )
+
+
+def _decision_log(config: EngineConfig, header: Header) -> DecisionLogFile:
     return DecisionLogFile(
         Path(config.decision_log or ""),
         header,

@@ -265,6 +265,9 @@ class EngineClient(Replica, Owner):
         """Slots, queue and blocks, as they stand between two steps. Raises EngineDead."""
         return await self._questions.ask(queries.LIVE_VIEW, queries.Nothing())
 
+    async def recordings(self) -> list[bytes]:
+        return [await self._questions.ask(queries.RECORDING, queries.Nothing())]
+
     async def scheduler_config(self) -> SchedulerConfig:
         return await self._questions.ask(queries.SCHEDULER_CONFIG, queries.Nothing())
 

@@ -109,6 +109,7 @@ POLICY_NAMES: Query[Nothing, tuple[str, ...]] = Query(
 CONFIGURE: Query[SchedulerConfig, Nothing] = Query("configure", SchedulerConfig, Nothing, _configure)
 KV_TIERS: Query[Nothing, tuple[TierView, ...]] = Query("kv_tiers", Nothing, tuple[TierView, ...], _kv_tiers)
 CLEAR_KV: Query[Nothing, int] = Query("clear_kv", Nothing, int, _clear_kv)
+RECORDING: Query[Nothing, bytes] = Query("recording", Nothing, bytes, lambda core, clock, nothing: core.recording())
 TELL_ROUTER: Query[Wanted, Nothing] = Query("tell_router", Wanted, Nothing, _tell_router)
 
 QUERIES: Mapping[str, Query[Any, Any]] = {
@@ -122,6 +123,7 @@ QUERIES: Mapping[str, Query[Any, Any]] = {
         TELL_ROUTER,
         KV_TIERS,
         CLEAR_KV,
+        RECORDING,
         INTRODUCE_ADAPTER,
         CHANGE_MODEL,
     )

@@ -107,6 +107,10 @@ class Replica:
         """Slots, queue and blocks, as they stand between two steps."""
         self._refuse("slots")
 
+    async def recordings(self) -> list[bytes]:
+        """The last requests and steps of each engine, as `traffic.Traffic` encodes them."""
+        self._refuse("requests to replay")
+
     async def kv_tiers(self) -> tuple[TierView, ...]:
         """Tiers of KV that outlives requests; none where nothing does."""
         self._refuse("KV tiers")

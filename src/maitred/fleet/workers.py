@@ -591,6 +591,9 @@ class Workers(Replica):
         held = [queued_request(live, self._why_held()) for _, live in self._requests.held()]
         return live_view_of_all(views, held)
 
+    async def recordings(self) -> list[bytes]:
+        return [each for one in await self._ask_up(lambda client: client.recordings()) for each in one]
+
     async def kv_tiers(self) -> tuple[TierView, ...]:
         """KV tiers of all engines that are heard of; each has its own."""
         found = await self._ask_up(lambda client: client.kv_tiers())

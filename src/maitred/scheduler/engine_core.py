@@ -137,6 +137,10 @@ class StepListener:
         """Empty the tiers; `done` is told later how many blocks there were. False where there are none."""
         return False
 
+    def recording(self) -> bytes:
+        """The last requests and steps, encoded; empty where none are kept."""
+        return b""
+
 
 class Moments:
     """For each moment, the methods of the listeners that override it, in the listeners' order."""
@@ -311,6 +315,10 @@ class EngineCore:
         """Empty the tiers; `done` is told, here, how many blocks there were."""
         if not any(listener.clear_tiers(done) for listener in self._moments.listeners):
             done(0)
+
+    def recording(self) -> bytes:
+        """The last requests and steps as `engine.traffic` encodes them; empty where none are kept."""
+        return b"".join([listener.recording() for listener in self._moments.listeners])
 
     # -- requests
 

@@ -19,7 +19,7 @@ from maitred.sim.engine import EngineSetup, Simulation
 from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup, facts_of
 from maitred.sim.links import SimulatedLink
 from maitred.sim.profile import Jitter
-from maitred.sim.results import GroupResults, Objectives, SimulatedResults
+from maitred.sim.results import GroupResults, Objectives, SimulatedResults, Ticket
 from maitred.sim.workload import Arrival, Demand
 
 FREE = CostModel(fixed_s=1e-6)
@@ -109,6 +109,7 @@ class LayoutFigures:
     attainment: float
     is_met: bool
     figures: GroupResults  # of the requests judged
+    tickets: Sequence[Ticket]  # of some of them
     misses: Counter[str]
     tokens_per_s: float  # of answers
     watts: float
@@ -250,6 +251,7 @@ def simulate_layout(
         attainment=results.attainment,
         is_met=has_ended and results.attainment >= terms.attainment,
         figures=results.total,
+        tickets=results.tickets.kept,
         misses=results.misses,
         tokens_per_s=rate * terms.demand.mean_output,
         watts=layout.num_slices * sum(group.count * group.candidate.target.watts(busy) for group in layout.groups),

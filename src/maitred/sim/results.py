@@ -339,6 +339,10 @@ class Ticket:
     first_token_at: float
     finished_at: float
     num_preemptions: int
+    priority: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
     slots: tuple[tuple[float, float], ...]  # from, to: when it was not put out
     moves: tuple[tuple[float, float], ...] = ()  # from, to: when it waited for its KV, handed over
 
@@ -368,6 +372,10 @@ class Tickets:
                 first,
                 ended,
                 request.num_preemptions,
+                request.priority,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                request.num_cached_tokens,
                 stays,
                 tuple(moves),
             )

@@ -11,6 +11,7 @@ from maitred.cli.route import read_plan
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError
 from maitred.sim.profile import Profile, encode_profile
+from tests.cli.simulate.test_simulate import contents
 
 OBJECTIVES = ("--slo", "ttft:1s", "--slo", "tpot:200ms")
 LOAD = ("--input", "100", "--output", "3", *OBJECTIVES)
@@ -28,12 +29,12 @@ def profile(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_plan_is_written_as_json_that_the_router_starts(profile: str, tmp_path: Path, capsys):
-    best = tmp_path / "best.json"
+def test_a_plan_is_written_as_json_that_the_router_starts_and_as_a_report(profile: str, tmp_path: Path, capsys):
+    best, report = tmp_path / "best.json", tmp_path / "report.html"
     limits = ("--max-num-seqs", "32", "--max-num-batched-tokens", "512")
     words = ["plan", "--device", profile, *LOAD, "--rate", "15", "--price", f"{profile}=2", *limits]
     words += ["--modes", "aggregated,disaggregated"]
-    assert main([*words, "--json", str(best)]) == 0
+    assert main([*words, "--json", str(best), "--report", str(report)]) == 0
     told = json.loads(best.read_text())
     assert {each["mode"] for each in told["plans"]} == {"aggregated", "disaggregated"}
     (first, *_), table = told["plans"], capsys.readouterr().out
@@ -48,6 +49,13 @@ def test_a_plan_is_written_as_json_that_the_router_starts(profile: str, tmp_path
     apart = next(each for each in told["plans"] if each["mode"] == "disaggregated")
     assert {words[words.index("--role") + 1] for words in apart["replicas"]} == {"prefill", "decode"}
     assert apart["handover"] == "always"
+    drawn = contents(report)
+    assert [each["figures"] for each in drawn["columns"]] == told["plans"]
+    assert all(each["tickets"] and each["curves"]["tpot_s"][-1][1] == 1.0 for each in drawn["columns"])
+    assert {each["mode"] for each in drawn["tried"]} == {"aggregated", "disaggregated"}
+    assert sorted(each["layout"] for each in drawn["tried"] if each["front"]) == sorted(
+        each["layout"] for each in told["front"]
+    )
 
 
 def test_without_a_plan_the_objective_and_the_best_value_are_told(profile: str, capsys):

@@ -4,11 +4,13 @@ import gzip
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from maitred.cli.main import main
 from maitred.cli.simulate_inputs import find_target, profile_path, read_workload
+from maitred.cli.simulation import write_report
 from maitred.config import CacheConfig
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError
@@ -145,12 +147,31 @@ def test_json_to_a_file_leaves_the_table_on_the_terminal(trace: str, tmp_path: P
     assert [heading in out.splitlines()[0] for heading in ("cached", "preempted", "busy")] == [True] * 3
 
 
-@pytest.mark.parametrize("suffix", ["html", "svg"])
-def test_a_report_is_drawn(trace: str, tmp_path: Path, suffix: str, capsys):
-    report = tmp_path / f"report.{suffix}"
-    assert main(["simulate", "--workload", trace, "--report", str(report)]) == 0
-    assert "<svg" in report.read_text()
+def contents(report: Path) -> Any:
+    """Data of a report's page."""
+    found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', report.read_text(), re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_a_report_has_the_figures_of_json_and_nothing_from_elsewhere(trace: str, tmp_path: Path, capsys):
+    report, written = tmp_path / "<img src=x>&.html", tmp_path / "figures.json"
+    words = ["--policy", "fcfs,srpt", "--json", str(written), "--report", str(report)]
+    assert main(["simulate", "--workload", trace, *words]) == 0
+    told = contents(report)
+    assert {each["name"]: each["figures"] for each in told["columns"]} == json.loads(written.read_text())
+    page = report.read_text()
+    assert not re.search(r"""(?:src|href)=|url\(|^import |https?:(?!//www\.w3\.org)""", page, re.MULTILINE)
+    assert page.count("</script>") == 3  # theme, contents, modules, and none out of data
     capsys.readouterr()
+
+
+def test_text_of_a_workload_ends_no_script(tmp_path: Path):
+    report = tmp_path / "report.html"
+    name = "</script><script>alert(1)</script>"
+    write_report(str(report), "simulation", name, {"columns": [], "baseline": 0})
+    assert name not in report.read_text()
+    assert contents(report)["source"] == name
 
 
 def test_a_faster_load_waits_longer_and_objectives_are_counted(trace: str, capsys):
@@ -234,7 +255,7 @@ def test_a_predictor_that_learns_can_be_tried(trace: str, capsys):
         (("--policy", "fcsf"), 2, "did you mean fcfs?"),
         (("--predictor", "orcale"), 2, "did you mean oracle?"),
         (("--rate-scale", "0"), 2, "--rate-scale is 0"),
-        (("--report", "x.pdf"), 2, "must end in .html or .svg"),
+        (("--report", "x.pdf"), 2, "must end in .html"),
         (("--slo", "ttft:soon"), 1, "ttft:200ms"),
         (("--device", "h10"), 1, "did you mean h100?"),
         (("--device", "none.json"), 1, "maitred profile"),

@@ -1,10 +1,14 @@
-"""Routes for administrators: queue, policy and adapters, changed while requests run; KV tiers; sleep.
+"""Routes for administrators: queue, policy and adapters, changed while requests run; what if; KV tiers; sleep.
 
 Sleep and adapters have the routes and answers of vLLM.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,13 +18,24 @@ import msgspec
 
 from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
-from maitred.api.http.exchange import Exchange
+from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.config import PolicyArg, SchedulerConfig
-from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest, KernelError, ModelNotFound, RouteNotFound
+from maitred.core.errors import (
+    CheckpointError,
+    ConfigError,
+    GenerationFailed,
+    InvalidRequest,
+    KernelError,
+    ModelNotFound,
+    RateLimited,
+    RequestTimeout,
+    RouteNotFound,
+)
 from maitred.core.replica import TierView, WorkerView
 from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.installed import policy_of
 from maitred.engine.queries import AdapterFolder
+from maitred.engine.traffic import ReplayAsked, WhatIf
 from maitred.fleet.actions import MAX_REQUESTS
 from maitred.scheduler.queue_view import MAX_PAGE
 
@@ -219,6 +234,61 @@ def _adapter_folder(app: App, asked: LoadAdapter, allowed: str) -> AdapterFolder
 def policy_view(config: SchedulerConfig, choices: tuple[str, ...]) -> PolicyView:
     parameters = {name: value for name, value in asdict(config).items() if name not in LIMITS and name != "policy"}
     return PolicyView(config.policy, parameters, choices, dict(policy_of(config).arguments))
+
+
+REPLAY = (sys.executable, "-m", "maitred.sim.whatif")
+REPLAY_S = 30.0  # most time of a replay
+NICE = 10  # so that serving goes before it
+
+
+class WhatIfReplay:
+    """Replays what this server has served under other terms, in a process of its own, one at a time."""
+
+    def __init__(self) -> None:
+        self._is_busy = False
+
+    async def __call__(self, app: App, exchange: Exchange) -> None:
+        """The comparison of what was measured, the replay as it is, and the replay under the change."""
+        change = await exchange.json(_WHAT_IF)
+        if any(worker.role != "mixed" for worker in app.replica.workers()):
+            raise InvalidRequest(
+                "a server whose engines have roles is not replayed; maitred simulate --prefill-workers"
+            )
+        if self._is_busy:
+            raise RateLimited("a replay is running; ask again when it is done", limit="replays", retry_after_s=5.0)
+        self._is_busy = True
+        try:
+            async with app.in_flight.watch(exchange):
+                told = await _replayed(change, await app.replica.recordings())
+        finally:
+            self._is_busy = False
+        if told.startswith(b'{"error":'):
+            raise InvalidRequest(msgspec.json.decode(told)["error"])
+        await exchange.answer(told, 200, JSON_HEADERS)
+
+
+_WHAT_IF = msgspec.json.Decoder(WhatIf)
+
+
+async def _replayed(change: WhatIf, recordings: list[bytes]) -> bytes:
+    """What the process says. Raises RequestTimeout."""
+    engines: Any = [msgspec.Raw(each) for each in recordings if each]
+    process = await asyncio.create_subprocess_exec(*REPLAY, stdin=PIPE, stdout=PIPE)
+    try:
+        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        async with asyncio.timeout(REPLAY_S):
+            told, _ = await process.communicate(msgspec.msgpack.encode(ReplayAsked(change, engines)))
+    except TimeoutError:
+        raise RequestTimeout(
+            f"the replay took longer than {REPLAY_S:.0f} s; ask for fewer minutes than {change.minutes:g}"
+        ) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if not told:
+        raise GenerationFailed(f"the replay ended with exit code {process.returncode}; the server's log has the cause")
+    return told
 
 
 class Tiers(msgspec.Struct, frozen=True):

@@ -1,11 +1,18 @@
-"""The page at `/`: a fixed list of files, read once, served with headers that let nothing else run."""
+"""The page at `/`: a fixed list of files, read once, served with headers that let nothing else run.
+
+Reports are made of the same modules and styles, all in one file.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange, Header
@@ -16,55 +23,6 @@ INDEX = "index.html"
 PREFIX = "/static/"
 VENDORED = frozenset({"highlight.min.js", "highlight.LICENSE.txt"})
 """highlight.js 11.12.0, the build of common languages in npm's @highlightjs/cdn-assets (`es/`), and its licence."""
-# The files hold no secret, so they need no key; a file that is not listed is not served.
-FILES = VENDORED | frozenset(
-    {
-        INDEX,
-        "icon.svg",
-        "restaurant.json",  # the card and the tools; training reads them too
-        # styles
-        "base.css",
-        "chat.css",
-        "live.css",
-        # scripts
-        "answer.js",
-        "blocks.js",
-        "canvas.js",
-        "charts.js",
-        "calls.js",
-        "chat.js",
-        "client.js",
-        "code.js",
-        "conversation.js",
-        "conversations.js",
-        "demo.js",
-        "dom.js",
-        "engine.js",
-        "events.js",
-        "exports.js",
-        "feed.js",
-        "fleet.js",
-        "inert.js",
-        "inline.js",
-        "kept.js",
-        "lanes.js",
-        "main.js",
-        "markdown.js",
-        "models.js",
-        "policy.js",
-        "queue.js",
-        "restaurant.js",
-        "rush.js",
-        "settings.js",
-        "stats.js",
-        "tenants.js",
-        "theme.js",
-        "tickets.js",
-        "timeline.js",
-        "turns.js",
-        "words.js",
-    }
-)
 FOLDER = Path(__file__).parent / "static"
 _TYPES = {
     ".html": b"text/html; charset=utf-8",
@@ -74,6 +32,8 @@ _TYPES = {
     ".svg": b"image/svg+xml",
     ".txt": b"text/plain; charset=utf-8",
 }
+# The files hold no secret, so they need no key; a file that was not there at the start is not served.
+FILES = frozenset(path.name for path in FOLDER.iterdir() if path.suffix in _TYPES)
 # Scripts, styles, pictures and connections come from here or not at all; nothing inline, nothing framed.
 SECURITY: tuple[Header, ...] = (
     (
@@ -124,3 +84,44 @@ async def _answer(exchange: Exchange, name: str) -> None:
         await exchange.send({"type": "http.response.body", "body": b""})
         return
     await exchange.answer(file.body, 200, ((b"content-type", file.content_type), *headers))
+
+
+# ---- reports
+
+TEMPLATE = FOLDER.parent / "report" / "report.html"
+_IMPORTED = re.compile(r'^import \{ (.+) \} from "\./(\w+)\.js";$', re.MULTILINE)
+_EXPORTED = re.compile(r"^export (?=(?:async )?(?:function|class|const) ([\w$]+))", re.MULTILINE)
+
+
+def report_page(contents: Mapping[str, Any]) -> str:
+    """One file with everything in it, which shows `contents` as `sim.report` makes them."""
+    styles = [*(FOLDER / name for name in ("base.css", "live.css", "compare.css")), TEMPLATE.with_suffix(".css")]
+    data = json.dumps(contents, separators=(",", ":"))
+    parts = {
+        "styles": "\n".join(path.read_text() for path in styles),
+        "theme": (FOLDER / "theme.js").read_text(),
+        "icon": (FOLDER / "icon.svg").read_text(),
+        "modules": _one_script(TEMPLATE.with_suffix(".js")),
+        "contents": data.replace("<", "\\u003c"),  # so that no text in it ends the script
+    }
+    words = re.split(r"\{\{ (\w+) \}\}", TEMPLATE.read_text())
+    return "".join(parts[word] if number % 2 else word for number, word in enumerate(words))
+
+
+def _one_script(entry: Path) -> str:
+    """A module after those that it imports, each a function that returns what it exports."""
+    made: dict[str, str] = {}
+
+    def add(path: Path) -> None:
+        text = path.read_text()
+        for _, name in _IMPORTED.findall(text):
+            if name not in made:
+                add(FOLDER / f"{name}.js")
+        body = _IMPORTED.sub(lambda line: f"const {{ {line[1].replace(' as ', ': ')} }} = modules.{line[2]};", text)
+        exports = ", ".join(_EXPORTED.findall(text))
+        made[path.stem] = (
+            f"modules.{path.stem} = (() => {{\n{_EXPORTED.sub('', body)}\nreturn {{ {exports} }};\n}})();\n"
+        )
+
+    add(entry)
+    return '"use strict";\nconst modules = {};\n' + "".join(made.values())

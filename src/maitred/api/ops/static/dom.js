@@ -25,3 +25,15 @@ export function fill(node, nodes) {
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
+
+/** Says `text` beside the pointer, inside the window; nothing hides it. */
+export function showTip(event, text) {
+  const tip = $("tip");
+  tip.hidden = !text;
+  if (!text) return;
+  say(tip, text);
+  const x = Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8);
+  const below = event.clientY + 18 + tip.offsetHeight < window.innerHeight;
+  tip.style.left = `${Math.max(8, x)}px`;
+  tip.style.top = `${below ? event.clientY + 18 : event.clientY - tip.offsetHeight - 12}px`;
+}

@@ -2,7 +2,7 @@
 
 import { BlockMap } from "./blocks.js";
 import { Charts } from "./charts.js";
-import { $, h, say } from "./dom.js";
+import { $, h, showTip } from "./dom.js";
 import { inertLine } from "./inert.js";
 import { Lanes } from "./lanes.js";
 import { Queue } from "./queue.js";
@@ -77,15 +77,7 @@ export class Engine {
       this.blocks.draw();
       this.timeline.draw();
     }
-    const tip = $("tip");
-    const text = ticket ? told(ticket, this.tickets.now) : words;
-    tip.hidden = !text;
-    if (!text) return;
-    say(tip, text);
-    const x = Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8);
-    const below = event.clientY + 18 + tip.offsetHeight < window.innerHeight;
-    tip.style.left = `${Math.max(8, x)}px`;
-    tip.style.top = `${below ? event.clientY + 18 : event.clientY - tip.offsetHeight - 12}px`;
+    showTip(event, ticket ? told(ticket, this.tickets.now) : words);
   }
 
   table(frame) {

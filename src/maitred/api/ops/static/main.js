@@ -11,6 +11,7 @@ import { TensorModels } from "./lanes.js";
 import { Models } from "./models.js";
 import { Policy } from "./policy.js";
 import { Rush } from "./rush.js";
+import { WhatIf } from "./whatif.js";
 
 const ROUTER = "maitred-route"; // what `/version` of a router says that it is
 const RETRY_MS = 3000;
@@ -27,7 +28,8 @@ const chat = new Chat(client, {
 });
 const models = new Models((name, told) => chat.useModel(name, told));
 const tensorModels = new TensorModels(client);
-const policy = new Policy(client);
+const whatIf = new WhatIf(client);
+const policy = new Policy(client, (names) => whatIf.begin(names));
 const feed = new Feed(client, {
   onFrame: (frame) => {
     if (isRouter) {

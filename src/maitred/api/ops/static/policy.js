@@ -3,8 +3,9 @@
 import { $, h, say } from "./dom.js";
 
 export class Policy {
-  constructor(client) {
-    this.client = client;
+  /** `onChoices` hears the names of all policies. */
+  constructor(client, onChoices) {
+    Object.assign(this, { client, onChoices });
     this.select = $("policy");
     this.busy = false;
     this.select.addEventListener("change", () => this.choose(this.select.value));
@@ -14,6 +15,7 @@ export class Policy {
     try {
       const { policy, choices } = await this.client.json("admin/policy");
       this.select.replaceChildren(...choices.map((name) => h("option", { value: name }, name)));
+      this.onChoices(choices);
       this.select.value = policy;
       this.select.parentElement.hidden = false;
     } catch { /* nothing to choose from here */ }

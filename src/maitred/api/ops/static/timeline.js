@@ -13,11 +13,12 @@ const MAX_ROW = 26;
 const MIN_ROWS = 12; // so that an idle engine shows its empty slots, if it has so many
 
 export class Timeline {
-  constructor(tickets, { isMine, onPoint }) {
+  /** A report has a canvas of its own, and says how long a `span` (s) is drawn and which moments are marked. */
+  constructor(tickets, { isMine, onPoint, canvas = $("timeline"), span = spanOf, marks = ago }) {
     this.tickets = tickets;
     this.isMine = isMine;
     this.onPoint = onPoint; // told the ticket under the pointer, or null
-    this.canvas = $("timeline");
+    Object.assign(this, { canvas, span, marks });
     this.offset = null; // s, between the page's clock and the engine's
     this.stopped = false; // no frames come
     this.chosen = null; // ticket number shown alone
@@ -48,13 +49,13 @@ export class Timeline {
     if (this.offset === null || !this.canvas.clientWidth) return;
     const { context, width, height } = begin(this.canvas);
     const now = this.stopped ? this.tickets.now : performance.now() / 1000 - this.offset - LAG_S;
-    const span = width < 480 ? 20 : width < 800 ? 32 : 45;
+    const span = this.span(width);
     const left = 26;
     const scale = (width - left - 8) / span;
     const x = (at) => left + (at - (now - span)) * scale;
     const waiting = [...this.tickets.byId.values()].filter((t) => t.waiting).sort((a, b) => a.waiting.place - b.waiting.place);
     const wanted = waiting.length ? Math.min(RAIL_ROWS, waiting.length) + (waiting.length > RAIL_ROWS ? 1 : 0) : 2;
-    this.railRows += (wanted - this.railRows) * (wanted > this.railRows ? 1 : 0.06); // shrinks gently
+    this.railRows += (wanted - this.railRows) * (wanted > this.railRows || this.stopped ? 1 : 0.06); // shrinks gently
     const railTop = height - RAIL_ROW * this.railRows - 6;
     this.boxes = [];
     this.grid(context, width, height, left, x, now, span);
@@ -69,9 +70,9 @@ export class Timeline {
   grid(context, width, height, left, x, now, span) {
     context.font = font(10.5);
     context.textAlign = "center";
-    for (let back = 0; back <= span; back += width < 480 ? 5 : 10) {
-      const at = Math.round(x(now - back)) + 0.5;
-      if (back) {
+    for (const [moment, label] of this.marks(now, span, width)) {
+      const at = Math.round(x(moment)) + 0.5;
+      if (moment !== now) {
         context.strokeStyle = colour("line");
         context.globalAlpha = 0.7;
         context.beginPath();
@@ -81,15 +82,15 @@ export class Timeline {
         context.globalAlpha = 1;
       }
       context.fillStyle = colour("muted");
-      context.textAlign = back ? "center" : "right";
-      context.fillText(back ? `−${back} s` : "now", back ? Math.max(at, left + 8) : at + 6, 10);
+      context.textAlign = moment === now ? "right" : "center";
+      context.fillText(label, moment === now ? at + 6 : Math.max(at, left + 8), 10);
     }
   }
 
   seats(context, left, width, railTop, x, now, span) {
-    const stints = this.visible(now - span);
+    const stints = this.visible(now - span, now);
     const needed = Math.max(this.leastRows, ...stints.map(({ stint }) => stint.seat + 1));
-    this.rows = needed > this.rows ? needed : this.rows + (needed - this.rows) * 0.06; // shrinks gently
+    this.rows = needed > this.rows || this.stopped ? needed : this.rows + (needed - this.rows) * 0.06; // shrinks gently
     const row = Math.min(MAX_ROW, (railTop - AXIS - 6) / this.rows);
     context.font = font(10, "mono");
     context.textAlign = "right";
@@ -116,10 +117,10 @@ export class Timeline {
     context.textBaseline = "alphabetic";
   }
 
-  visible(since) {
+  visible(since, now) {
     const found = [];
     for (const ticket of this.tickets.byId.values()) {
-      for (const stint of ticket.stints) if ((stint.to ?? Infinity) > since) found.push({ ticket, stint });
+      for (const stint of ticket.stints) if ((stint.to ?? Infinity) > since && stint.from <= now) found.push({ ticket, stint });
     }
     return found;
   }
@@ -179,7 +180,8 @@ export class Timeline {
     if (!waiting.length) {
       context.fillStyle = colour("muted");
       context.globalAlpha = 0.8;
-      context.fillText("nobody waits", left + 2, top + 17);
+      const words = this.numWaiting ? plural(this.numWaiting, "waits", "wait") : this.numWaiting === null ? "" : "nobody waits";
+      context.fillText(words, left + 2, top + 17);
       context.globalAlpha = 1;
       return;
     }
@@ -216,6 +218,20 @@ export class Timeline {
     const box = this.boxes.findLast((b) => x >= b.x0 && x <= b.x1 && y >= b.y0 - 1 && y <= b.y1 + 1);
     this.onPoint(box?.ticket ?? null, event);
   }
+}
+
+const spanOf = (width) => (width < 480 ? 20 : width < 800 ? 32 : 45);
+
+/** [moment, label]: so long ago. */
+function ago(now, span, width) {
+  const step = width < 480 ? 5 : 10;
+  return Array.from({ length: Math.floor(span / step) + 1 }, (_, i) => [now - i * step, i ? `−${i * step} s` : "now"]);
+}
+
+/** 1, 2 or 5 times a power of ten, the nearest above. */
+export function round(step) {
+  const power = 10 ** Math.floor(Math.log10(step));
+  return power * [1, 2, 5, 10].find((factor) => power * factor >= step * 0.999);
 }
 
 /** A ticket in words, for the tooltip. */
