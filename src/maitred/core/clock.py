@@ -32,3 +32,7 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"a clock cannot go back: advance({seconds})")
         self._now_s += seconds
+
+    def set(self, now_s: float) -> None:
+        """Advance to exactly this time."""
+        self._now_s = max(self._now_s, now_s)

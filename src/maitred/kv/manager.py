@@ -178,6 +178,7 @@ class KVCacheManager:
     kinds: tuple[range, ...] = (range(1),)  # groups of each kind of pages: those that stay, and by window
     unit = "blocks"
     opens_windows = False  # whether each chunk of a prompt asks for room (`allocate_spare`)
+    has_pool_changes = False  # whether rows alone do not tell the executor where things lie
     num_evictions = 0  # of snapshots, for want of slots
 
     @property

@@ -263,7 +263,7 @@ class PagedKVCacheManager(KVCacheManager):
         self.kinds = tuple(map(lambda first, count: range(first, first + count), groups.firsts(), groups.counts))
         self._windows: dict[str, list[range]] = {}  # of each request and kind: places in its table whose pages it holds
 
-    opens_windows = True
+    opens_windows = has_pool_changes = True
     unit = "pages"
 
     @property

@@ -22,6 +22,7 @@ class StatefulKVCacheManager(LocalKVCacheManager):
     """Bookkeeping of a KV cache of whole blocks, and of the states beside it: a hit ends at a snapshot."""
 
     stride = STRIDE
+    has_pool_changes = True
 
     def __init__(self, num_slots: int, **same: Any) -> None:
         super().__init__(**same)

@@ -51,6 +51,8 @@ class StepListener:
     """False leaves out `scheduled`, `stepped`, `told` and `ended`; `EngineCore.follow` changes it."""
     has_figures = True
     """False leaves out `figures`; looked at when `follows_steps` changes."""
+    follows_decoding = True
+    """False where steps that decode alone tell it nothing, unless they end a request."""
 
     def begin(self, core: EngineCore) -> None:
         """Called once, when the core is made."""
@@ -153,6 +155,7 @@ class Moments:
         """Find the methods, anew when a listener begins or ends to follow steps."""
         listeners, following = self.listeners, [each for each in self.listeners if each.follows_steps]
         self.telling = [each for each in listeners if each.has_figures]
+        self.follows_decoding = any(each.follows_decoding for each in following)
         self.scheduled = overriding(following, StepListener.scheduled)
         self.stepped = overriding(following, StepListener.stepped)
         self.told = overriding(following, StepListener.told)
@@ -249,7 +252,20 @@ class EngineCore:
         progress = self._scheduler.update(plan, output, times.executed_at)
         for stepped in moments.stepped:
             stepped(plan, output, progress, times)
-        progress = self._expired + progress
+        return self._tell(self._expired + progress, times)
+
+    def decode_on(self, times: Sequence[StepTimes], token: int) -> list[RequestProgress]:
+        """Take in steps as `steady_requests` promised them, each of which gave each request this token; the last may
+        end some, whose progress is returned.
+        """
+        charged_s = []
+        for each in times:
+            self.execute_s += each.execute_s
+            charged_s.append(self.execute_s)
+        return self._tell(self._scheduler.decode_on(charged_s, token, times[-1].executed_at), times[-1])
+
+    def _tell(self, progress: list[RequestProgress], times: StepTimes) -> list[RequestProgress]:
+        moments = self._moments
         if moments.ended:
             self._tell_ended(progress)
         self.last_step_at = self.clock.now()
@@ -269,6 +285,11 @@ class EngineCore:
     def can_step(self) -> bool:
         """Whether a step would compute anything: not while all requests wait for KV from elsewhere."""
         return self._scheduler.can_step
+
+    @property
+    def steady_requests(self) -> list[RequestState]:
+        """As `Scheduler.steady_requests`; none while a listener wants to hear of each step."""
+        return [] if self._moments.follows_decoding or self._called else self._scheduler.steady_requests
 
     @property
     def next_deadline(self) -> float | None:
@@ -498,6 +519,8 @@ class HostShares(StepListener):
 
     A step that starts and ends no request, while all running ones have a first token, costs one comparison.
     """
+
+    follows_decoding = False
 
     def __init__(self) -> None:
         self._starting: dict[str, float] = {}  # s, total when first scheduled; no token yet

@@ -124,6 +124,42 @@ def service_of(state: SchedulerState, builder: PlanBuilder) -> Iterator[int]:
         yield row.num_tokens if row.request_id in state.prefilling else int(row.samples)
 
 
+def steady_requests(state: SchedulerState) -> list[RequestState]:
+    """See `Scheduler.steady_requests`: only requests that decode run, each in a block of its own, under a policy that
+    asks nothing of a step, and the first in the queue has no room whatever they write.
+    """
+    policy, kv = state.order.policy, state.kv
+    if state.prefilling or state.num_running > state.config.max_num_seqs or state.sample_groups.groups:
+        return []
+    if policy.groups is not None or kv.has_pool_changes or kv.evicted is not None or state.reservations:
+        return []
+    requests, size, ref_counts = list(state.decoding.values()), kv.block_size, kv.ref_counts
+    head = state.order.queue.peek()
+    if head is not None:
+        if policy.outranks is not None or policy.quantum_end is not None or policy.kv_needs is not None:
+            return []
+        if state.num_running < state.config.max_num_seqs and _may_gain_room(state, head, requests):
+            return []
+    for request in requests:
+        table, at = request.block_table, request.num_computed_tokens // size
+        if request.num_tokens - request.num_computed_tokens != 1 or (at < len(table) and ref_counts[table[at]] != 1):
+            return []
+    return requests
+
+
+def _may_gain_room(state: SchedulerState, head: RequestState, running: Sequence[RequestState]) -> bool:
+    """Whether the first in the queue has room, or may find more of its prefix in what a running request writes."""
+    hit, size = state.reusable(head), state.kv.block_size
+    if not state.kv.num_blocks_short(head, hit):
+        return True
+    shared = [min(len(hit.blocks), request.num_computed_tokens // size) for request in running]
+    ahead = [request.num_computed_tokens // size > len(hit.blocks) for request in running]
+    return any(
+        not is_ahead and (not num or request.block_hashes[num - 1] == head.block_hashes[num - 1])
+        for request, num, is_ahead in zip(running, shared, ahead, strict=True)
+    )
+
+
 # ---- those that run
 
 

@@ -7,9 +7,11 @@ are all this one rule within `max_num_batched_tokens`. Pure: time is an argument
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import ceil
+from operator import sub
 from typing import Any
 
 from maitred.config import SchedulerConfig
@@ -27,13 +29,13 @@ from maitred.policy.predictor import Predictor, bounded_prediction, predictor_na
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.notes import Blocked, Preemption
-from maitred.scheduler.planning import build_plan, service_of, why_blocked
+from maitred.scheduler.planning import build_plan, service_of, steady_requests, why_blocked
 from maitred.scheduler.reservations import NOTHING_GIVEN_UP, GivenUp, ReservedBlocks
 from maitred.scheduler.reserving import arrived, can_step, hold, join_fellow, release, reserve
 from maitred.scheduler.speculation import NumDrafts, Speculation, plan_drafts, speculate
 from maitred.scheduler.state import SchedulerState, SchedulerStats, StopRule, check_state, stop_at_token
 from maitred.scheduler.timing import split_us
-from maitred.scheduler.update import apply_output, end, last_progress
+from maitred.scheduler.update import apply_output, decode_on, end, last_progress
 
 
 class Scheduler:
@@ -328,6 +330,33 @@ class Scheduler:
         self._charged_us = whole_us
         for request, part_us in zip(self._in_flight, parts, strict=True):
             request.compute_us += part_us
+
+    @property
+    def steady_requests(self) -> list[RequestState]:
+        """Running requests, in the order of their rows, if steps decode one token of each and do nothing else until
+        one ends, free blocks lack, a deadline passes, or something is called; else none.
+        """
+        drafts = self.num_drafts is not None or self._speculation is not None
+        return [] if drafts or self.lanes.has_models else steady_requests(self._state)
+
+    def decode_on(self, charged_s: Sequence[float], token: int, now: float) -> list[RequestProgress]:
+        """Do what `schedule`, `charge` and `update` would for so many steps of the `steady_requests`, whose executor's
+        total time was `charged_s` after each; the last ends `now`. Progress of those that it ends.
+        """
+        state, num_steps = self._state, len(charged_s)
+        requests = list(state.decoding.values())
+        wholes = [self._charged_us, *(round(each * 1e6) for each in charged_s)]
+        self._charged_us = wholes[-1]
+        steps_us = Counter(map(sub, wholes[1:], wholes))
+        ends = [sum(us * before // len(requests) * n for us, n in steps_us.items()) for before in range(len(requests) + 1)]
+        for request, part_us in zip(requests, map(sub, ends[1:], ends), strict=True):
+            request.compute_us += part_us
+        self._step += num_steps
+        ended = decode_on(state, requests, num_steps, token, now)
+        for request, reason in ended:
+            self._end(request, reason, now)
+        told = [RequestProgress(request.request_id, (token,)) for request, _ in ended]
+        return [last_progress(each, request, now) for each, (request, _) in zip(told, ended, strict=True)]
 
     def update(self, plan: SchedulerOutput, output: ModelOutput, now: float) -> list[RequestProgress]:
         """Takes in the outcome of the last plan; progress of each request that got something, in the plan's order."""

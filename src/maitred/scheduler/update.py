@@ -48,6 +48,38 @@ def apply_output(
     return Update(progress, ended)
 
 
+def decode_on(
+    state: SchedulerState, requests: Sequence[RequestState], num_steps: int, token: int, now: float
+) -> list[tuple[RequestState, FinishReason]]:
+    """Decode so many tokens of each request, as as many steps would; the requests that end with it, none before."""
+    kv, size, blocks = state.kv, state.kv.block_size, list[tuple[int, bool, int]]()
+    kv.begin_step()
+    state.order.begin_step()
+    state.forgotten = []
+    starts = [request.num_computed_tokens for request in requests]
+    for number, start in enumerate(starts):
+        first = -start % size  # the step that begins a block; the one before it has filled another
+        blocks += [(step, False, number) for step in range(first, num_steps, size)]
+        blocks += [(step, True, number) for step in range((first - 1) % size, num_steps, size)]
+        requests[number].output_token_ids += [token] * num_steps
+    for step, is_full, number in sorted(blocks):
+        request, at = requests[number], starts[number] + step
+        request.num_computed_tokens = at + is_full
+        if is_full:
+            kv.commit(request, at, at + 1)
+        elif at // size == len(request.block_table):
+            allocation = kv.allocate(request, 1)
+            assert allocation is not None, "steps were foreseen that lack blocks"
+    for request, start in zip(requests, starts, strict=True):
+        request.num_computed_tokens, request.last_token_at = start + num_steps, now
+    counters, num_tokens = state.counters, num_steps * len(requests)
+    counters.num_steps += num_steps
+    counters.num_scheduled_tokens += num_tokens
+    counters.num_generated_tokens += num_tokens
+    reasons = ((request, state.stop_rule(request)) for request in requests)
+    return [(request, reason) for request, reason in reasons if reason is not None]
+
+
 def end(state: SchedulerState, request: RequestState, reason: FinishReason, now: float) -> None:
     """Wherever it stands."""
     request_id = request.request_id

@@ -62,6 +62,7 @@ class Clients:
         self._callers = {name: Caller(tenant, quotas.of(tenant)) for name, tenant in (tenants or {}).items()}
         self._anybody = anybody()
         self._gate = Gate(admission)
+        self.hear_each_step = admission is not None or bool(tenants)  # for limits that look at progress
         self._events: list[tuple[float, int, Arrival]] = []  # a heap: the next to come
         self._num_events = 0
         self._source: Iterator[Arrival] = iter(())

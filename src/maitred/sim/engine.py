@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from math import inf
+from typing import Any, NamedTuple
 
 from maitred.config import SchedulerConfig
 from maitred.core.clock import ManualClock
-from maitred.core.cost_model import CostModel, Slowness, StepShape, shape_of
+from maitred.core.cost_model import ALIKE_TOKENS, CostModel, Slowness, StepShape, shape_of
 from maitred.core.errors import MaitredError
 from maitred.core.request import FinishReason, RequestState
 from maitred.core.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
@@ -19,13 +22,13 @@ from maitred.kv.pages import KVGroups, kv_cache_manager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Foretold, predictor_named
-from maitred.scheduler.engine_core import EngineCore, StepListener
+from maitred.scheduler.engine_core import EngineCore, StepListener, StepTimes
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.sim.baselines import Baseline, Batches, ContiguousKVCacheManager, KVWaste, shape_without_kv
 from maitred.sim.clients import Clients, SimulatedRequest
 from maitred.sim.profile import Jitter
-from maitred.sim.results import GroupResults, SimulatedResults
+from maitred.sim.results import UNITS_PER_S, GroupResults, SimulatedResults
 from maitred.sim.tensors import TensorSimulation
 from maitred.sim.workload import Arrival, block_hashes
 from maitred.tenancy.tenant import Tenant
@@ -139,6 +142,42 @@ class SimulatedEngine:
         """The gap after a step."""
         self.clock.advance(self._executor.gap_s)
 
+    # -- many steps at a time
+
+    @property
+    def foreseen(self) -> deque[ForeseenStep]:
+        """Steps that `foresee` found, and `decode_on` has not done."""
+        return self._executor.foreseen
+
+    def foresee(self, until: float = inf) -> bool:
+        """Find the next steps, if all running requests decode and nothing else happens in them: those that begin before
+        `until`, up to the first that ends a request. Return whether there are any.
+        """
+        requests = self.core.steady_requests if self._executor.can_foresee else []
+        if not requests:
+            return False
+        left = [self.live[one.request_id].arrival.output_tokens - len(one.output_token_ids) for one in requests]
+        most, size, free = min(left), self._setup.block_size, self.kv_cache.num_free
+        begin = [-one.num_computed_tokens % size for one in requests]  # the step in which each begins a block
+        while most and sum([(most - first + size - 1) // size for first in begin if first < most]) > free:
+            most //= 2
+        deadline = self.core.next_deadline
+        self._executor.foresee(requests, most, until if deadline is None else min(until, deadline))
+        return bool(self.foreseen)
+
+    def steps_to_full_block(self) -> int:
+        """Return after how many of the foreseen steps a block is full."""
+        size = self._setup.block_size
+        return 1 + min((-1 - one.num_computed_tokens) % size for one in self.scheduler.running)
+
+    def decode_on(self, num_steps: int) -> list[RequestProgress]:
+        """Do the first of the foreseen steps; the clock stands at the last one's end. Progress of requests that end."""
+        return self.core.decode_on(self._executor.decode_on(self.scheduler.running, num_steps), token=0)
+
+    def forget_foreseen(self) -> None:
+        """Something happens that comes before the rest of the foreseen steps."""
+        self._executor.forget_foreseen()
+
     def run_beside(self, tensors: TensorSimulation) -> None:
         """Run batches of tensor models beside the step under way, which takes longer for them."""
         self._executor.beside = tensors
@@ -163,6 +202,16 @@ class SimulatedEngine:
         return block_hashes(arrival, len(request.block_hashes), num_blocks, self._setup.block_size)
 
 
+class ForeseenStep(NamedTuple):
+    """One step of requests that decode."""
+
+    begins_at: float
+    ends_at: float
+    step_s: float
+    gap_s: float  # after it
+    drawn: Sequence[float]  # by the jitter
+
+
 class _SimulatedExecutor:
     """Turns the clock by the step's time and gives every row that samples a token."""
 
@@ -180,6 +229,7 @@ class _SimulatedExecutor:
         self.shape_of = shape_of
         self.gap_s = 0.0  # after the last step
         self.beside: TensorSimulation | None = None
+        self.foreseen: deque[ForeseenStep] = deque()
         self._clock, self._cost_model, self._results, self._jitter = clock, cost_model, results, jitter
         self._slowness = slowness
         self._edge_gap_s = results.edge.output_token_s
@@ -191,25 +241,76 @@ class _SimulatedExecutor:
             self.gap_s = IDLE_STEP_S
             return ModelOutput(())
         results, num_rows = self._results, len(plan.rows)
-        step_s, gap_s = self._times(self.shape_of(plan.rows))
-        step_s += draft_chain_s(self._cost_model, [row.num_drafts for row in plan.rows])
+        step_s, gap_s = self._times(self.shape_of(plan.rows), self._clock.now())
+        if self._acceptance:
+            step_s += draft_chain_s(self._cost_model, [row.num_drafts for row in plan.rows])
         if self.beside is not None:
             step_s = self.beside.step(self._clock.now(), step_s)
         self._clock.advance(step_s)
         self.gap_s = gap_s
         results.num_steps += 1
         results.num_row_steps += num_rows
-        results.busy_s += step_s
+        results.busy_units += round(step_s * UNITS_PER_S)
         return ModelOutput(tuple(self._sample(plan, self._clock.now())))
 
-    def _times(self, shape: StepShape) -> tuple[float, float]:
+    @property
+    def can_foresee(self) -> bool:
+        return self.beside is None
+
+    def foresee(self, requests: Sequence[RequestState], most: int, until: float) -> None:
+        """Find the times of steps of these rows; see `SimulatedEngine.foresee`."""
+        now, num_rows, starts = self._clock.now(), len(requests), [one.num_computed_tokens for one in requests]
+        jitter, context, num_same, groups = self._jitter, sum(starts) + num_rows, 0, 0
+        while len(self.foreseen) < most and now < until:
+            if not num_same:  # steps until a context is twice as long
+                groups = len({at.bit_length() if at > ALIKE_TOKENS else 0 for at in starts})
+                num_same = min((1 << max(at, ALIKE_TOKENS + 1).bit_length()) - at for at in starts)
+                num_same = min([num_same, *(ALIKE_TOKENS + 1 - at for at in starts if at <= ALIKE_TOKENS)])
+                starts = [at + num_same for at in starts]
+            step_s, gap_s = self._times(StepShape(num_rows, 0, num_rows, context, 0, num_rows, groups), now)
+            ends_at = now + step_s
+            self.foreseen.append(ForeseenStep(now, ends_at, step_s, gap_s, () if jitter is None else jitter.drawn))
+            now, context, num_same = ends_at + gap_s, context + num_rows, num_same - 1
+
+    def decode_on(self, requests: Sequence[RequestState], num_steps: int) -> list[StepTimes]:
+        """Do foreseen steps, but for what the scheduler knows of them."""
+        steps, results, counts = [self.foreseen.popleft() for _ in range(num_steps)], self._results, Counter[int]()
+        gaps, groups, slow_gap_s = Counter[tuple[int, float]](), dict[int, GroupResults](), self._slow_gap_s
+        for live in (lives := [self.live_requests[one.request_id] for one in requests]):
+            groups[id(live.group)] = live.group
+            counts[id(live.group)] += 1
+            gaps[id(live.group), steps[0].ends_at - live.last_token_at + self._edge_gap_s] += 1
+        later = [step.ends_at - last.ends_at + self._edge_gap_s for last, step in pairwise(steps)]
+        for (group, gap_s), times in gaps.items():
+            groups[group].itl_s.add(gap_s, times)
+        for group, num_rows in counts.items():
+            for gap_s in later:
+                groups[group].itl_s.add(gap_s, num_rows)
+        num_slow = 0 if slow_gap_s is None else sum(gap_s > slow_gap_s for gap_s in later)
+        for live in lives:
+            first_gap_s = steps[0].ends_at - live.last_token_at + self._edge_gap_s
+            live.num_slow_gaps += num_slow + (slow_gap_s is not None and first_gap_s > slow_gap_s)
+            live.last_token_at = steps[-1].ends_at
+        results.num_steps += num_steps
+        results.num_row_steps += num_steps * len(requests)
+        results.busy_units += sum([round(step.step_s * UNITS_PER_S) for step in steps])
+        self.gap_s = steps[-1].gap_s
+        self._clock.set(steps[-1].ends_at)
+        return [StepTimes(step.begins_at, step.begins_at, step.ends_at) for step in steps]
+
+    def forget_foreseen(self) -> None:
+        if self._jitter is not None:
+            self._jitter.undone.extendleft(draw for step in reversed(self.foreseen) for draw in reversed(step.drawn))
+        self.foreseen.clear()
+
+    def _times(self, shape: StepShape, now: float) -> tuple[float, float]:
         """(the step's, the gap's after it)."""
         costs, jitter = self._cost_model, self._jitter
         gap_s, times = costs.gap_s(shape.rows), 1.0
         if self._slowness is None:
             step_s = costs.step_s(shape)
         else:
-            slowness = self._slowness(self._clock.now())
+            slowness = self._slowness(now)
             times = slowness.rest
             step_s = costs.slowed_s(shape, slowness) / times  # jitter knows steps of the usual length
         if jitter is not None:
@@ -331,7 +432,8 @@ class Simulation:
                 self._add_batch(self._batches, now)
             if core.has_work:
                 progress, self._shed = self._shed, []
-                self._settle(progress + core.step())
+                foresees = not clients.hear_each_step and engine.foresee(inf if next_at is None else next_at)
+                self._settle(progress + (engine.decode_on(len(engine.foreseen)) if foresees else core.step()))
                 engine.rest()
         self._settle(self._shed)
         return self.results

@@ -17,7 +17,7 @@ from maitred.core.cost_model import Band, CostModel, StepShape, shape_of
 from maitred.core.request import FinishReason, RequestState
 from maitred.decisions.log import Arrived, Ended, Step
 from maitred.sim.profile import EdgeModel, EdgeSample, TermError
-from maitred.sim.results import GroupResults, Objectives, SimulatedResults
+from maitred.sim.results import UNITS_PER_S, GroupResults, Objectives, SimulatedResults
 from maitred.sim.workload import Arrival
 
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
@@ -95,7 +95,7 @@ class _Reading:
         if step.plan.rows:
             self.results.num_steps += 1
             self.results.num_row_steps += len(step.plan.rows)
-            self.results.busy_s += step.updated_at - step.scheduled_at
+            self.results.busy_units += round((step.updated_at - step.scheduled_at) * UNITS_PER_S)
 
     def _arrived(self, event: Arrived) -> None:
         request = RequestState(event.spec)

@@ -61,7 +61,7 @@ class _Phase(IntEnum):
 
 
 Happen = Callable[[SimulatedReplica, float], None]
-Event = tuple[float, int, int, Happen, SimulatedReplica]
+Event = tuple[float, int, int, int, Happen, SimulatedReplica]
 
 
 class FleetSimulation(Driver[SimulatedRequest]):
@@ -98,8 +98,10 @@ class FleetSimulation(Driver[SimulatedRequest]):
         super().__init__(core, self)
         rules = self.core.policy.groups, self.core.policy.outranks
         self._handovers = self._make_handovers(setup)
+        hears_each_step = self._clients.hear_each_step or self._handovers is not None
         # else the first tells all, and the end how many
         self._counts_tokens = rules != (None, None) or self._handovers is not None
+        self._foresees = not (hears_each_step or self._counts_tokens)
         mean_speed = sum(r.tokens_per_s for r in setup.replicas) / len(setup.replicas)
         self._speeds = [r.tokens_per_s / mean_speed for r in setup.replicas]
         self._events: list[Event] = []
@@ -152,7 +154,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
         elif at == moved_at and phase == _Phase.TRANSFER and self._handovers is not None:
             self._handovers.advance(at)
         else:
-            _, _, _, happen, replica = heappop(events)
+            *_, happen, replica = heappop(events)
             if not replica.is_gone:
                 happen(replica, at)
 
@@ -163,7 +165,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
 
     def _expect(self, at: float, phase: _Phase, happen: Happen, replica: SimulatedReplica) -> None:
         self._num_events += 1
-        heappush(self._events, (at, phase, self._num_events, happen, replica))
+        heappush(self._events, (at, phase, replica.number, self._num_events, happen, replica))
 
     # -- requests
 
@@ -206,6 +208,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
             return
         if self._handovers is not None:
             self._handovers.drop(request_id, self._now)
+        self._catch_up(replica)
         replica.engine.take_back(request_id)
         replica.progress = [told for told in replica.progress if told.request_id != request_id]
         self.figures.changed(replica.name, -1, self._now)
@@ -233,6 +236,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
 
     def _add(self, live: SimulatedRequest, replica: SimulatedReplica, bind: Bind, now: float) -> None:
         if self._handovers is None:
+            self._catch_up(replica)
             replica.engine.wait_until(now)
             replica.engine.add(live)
             return
@@ -252,10 +256,39 @@ class FleetSimulation(Driver[SimulatedRequest]):
             replica.is_stepping = False
             return
         engine.wait_until(now)
+        if self._foresees and engine.foresee():
+            self._expect(engine.foreseen[-1].ends_at, _Phase.STEP_ENDS, self._end_foreseen, replica)
+            self._note_foreseen(replica)
+            return
         replica.progress = engine.step()
         if self._handovers is not None:
             self._handovers.stepped(replica, now, engine.clock.now())
         self._expect(engine.clock.now(), _Phase.STEP_ENDS, self._end_step, replica)
+
+    def _end_foreseen(self, replica: SimulatedReplica, now: float) -> None:
+        foreseen = replica.engine.foreseen
+        if foreseen and foreseen[-1].ends_at == now:  # else something came before
+            replica.progress = replica.engine.decode_on(len(foreseen))
+            self._end_step(replica, now)
+
+    def _catch_up(self, replica: SimulatedReplica, *, goes_on: bool = False) -> None:
+        """Do the foreseen steps that have begun, and forget the others unless it goes on: something else happens."""
+        engine, now = replica.engine, self._now
+        if not engine.foreseen:
+            return
+        num_begun = sum([step.begins_at < now for step in engine.foreseen])
+        if num_begun:
+            replica.progress = engine.decode_on(num_begun)
+        if goes_on and engine.foreseen:
+            return
+        if replica.noted_at > now:
+            replica.reports_at = None
+        if not engine.foreseen or engine.clock.now() > now:
+            self._expect(engine.clock.now(), _Phase.STEP_ENDS, self._end_step, replica)
+        else:
+            engine.clock.set(engine.foreseen[0].begins_at)
+            self._expect(engine.clock.now(), _Phase.STEP, self._step, replica)
+        engine.forget_foreseen()
 
     def _end_step(self, replica: SimulatedReplica, now: float) -> None:
         progress, replica.progress = replica.progress, []
@@ -294,17 +327,30 @@ class FleetSimulation(Driver[SimulatedRequest]):
 
     def _note_changes(self, replica: SimulatedReplica, now: float) -> None:
         """Note changes of a replica's cache, told at its next beat."""
-        if replica.is_reporting or not replica.engine.kv_cache.changes:
-            return
-        replica.is_reporting = True
+        if replica.reports_at is None and replica.engine.kv_cache.changes:
+            self._report_after(replica, now)
+
+    def _note_foreseen(self, replica: SimulatedReplica) -> None:
+        """Note the first change that foreseen steps bring."""
+        if replica.reports_at is None and (foreseen := replica.engine.foreseen):
+            num_steps = replica.engine.steps_to_full_block()
+            if num_steps <= len(foreseen):
+                self._report_after(replica, foreseen[num_steps - 1].ends_at)
+
+    def _report_after(self, replica: SimulatedReplica, at: float) -> None:
         offset = BEAT_S * replica.number / len(self._setup.replicas)
-        self._expect(BEAT_S * (floor((now - offset) / BEAT_S) + 1) + offset, _Phase.REPORT, self._report, replica)
+        replica.noted_at, replica.reports_at = at, BEAT_S * (floor((at - offset) / BEAT_S) + 1) + offset
+        self._expect(replica.reports_at, _Phase.REPORT, self._report, replica)
 
     def _report(self, replica: SimulatedReplica, now: float) -> None:
-        replica.is_reporting = False
+        if replica.reports_at != now:
+            return  # the step that was to bring the changes did not come to be
+        replica.reports_at = None
+        self._catch_up(replica, goes_on=True)
         changes = replica.engine.kv_cache.changes
         assert changes is not None
         stored, removed = (self._keys_of(names) for names in changes.take(MOST_CHANGES))
+        self._note_foreseen(replica)
         if stored or removed:
             self.hear(self.core.reported, replica.name, Report(stored=stored, removed=removed))
 
@@ -343,6 +389,8 @@ class FleetSimulation(Driver[SimulatedRequest]):
     def stop(self, name: str) -> None:
         """Stop a replica: it ends, or falls asleep; either way its cache is gone."""
         replica = self._replicas.pop(name)
+        if replica.has_engine:
+            self._catch_up(replica)
         replica.is_gone = True
         self._unused.append(replica.number)
         self._unused.sort()

@@ -36,7 +36,8 @@ class SimulatedReplica:
     make_engine: Callable[[SimulatedReplica], SimulatedEngine]
     progress: list[RequestProgress] = field(default_factory=list)  # of the step under way, told when it ends
     is_stepping: bool = False  # or is to, at a time that is set
-    is_reporting: bool = False  # at the next beat
+    reports_at: float | None = None  # s, the beat at which its cache's changes are told
+    noted_at: float = 0.0  # s, when they were noted, or will be
     is_gone: bool = False
     _engine: SimulatedEngine | None = None
 

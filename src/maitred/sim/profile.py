@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -49,9 +50,16 @@ class Jitter:
     def __init__(self, model: CostModel, rng: Random) -> None:
         self._bands = [(band.below_s, band.quantiles) for band in model.jitter]
         self._gaps = model.gap_jitter
-        self._draw = rng.random
+        self._random = rng.random
+        self.drawn: list[float] = []  # since the last `step_s`, with it
+        self.undone: deque[float] = deque()  # drawn for steps that were not done: they come again
+
+    def _draw(self) -> float:
+        self.drawn.append(self.undone.popleft() if self.undone else self._random())
+        return self.drawn[-1]
 
     def step_s(self, modelled_s: float) -> float:
+        self.drawn = []
         for below_s, quantiles in self._bands:
             if modelled_s < below_s:
                 return modelled_s * drawn(quantiles, self._draw())

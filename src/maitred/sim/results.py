@@ -19,6 +19,7 @@ SLOW_GAPS_ALLOWED = 0.01  # an ITL objective holds for 99% of a request's gaps
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _PER_LOG = 1 / math.log(_GROWTH)
 _LOWEST, _HIGHEST = 1e-7, 1e8  # s; what is outside counts as the end
+UNITS_PER_S = 10**15
 
 
 class Sketch:
@@ -28,12 +29,12 @@ class Sketch:
     Source: DDSketch, Masson et al. 2019, arXiv:1908.10693.
     """
 
-    __slots__ = ("_buckets", "count", "largest", "total")
+    __slots__ = ("_buckets", "_whole", "count", "largest")
 
     def __init__(self) -> None:
         self._buckets: dict[int, int] = {}
         self.count = 0
-        self.total = 0.0
+        self._whole = 0  # their sum, in units that make it the same in whatever order they come
         self.largest = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
@@ -42,19 +43,19 @@ class Sketch:
         bucket = math.ceil(math.log(bounded) * _PER_LOG)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + times
         self.count += times
-        self.total += value * times
+        self._whole += round(value * UNITS_PER_S) * times
         self.largest = max(self.largest, value)
 
     def merge(self, other: Sketch) -> None:
         for bucket, times in other._buckets.items():
             self._buckets[bucket] = self._buckets.get(bucket, 0) + times
         self.count += other.count
-        self.total += other.total
+        self._whole += other._whole
         self.largest = max(self.largest, other.largest)
 
     @property
     def mean(self) -> float | None:
-        return self.total / self.count if self.count else None
+        return self._whole / UNITS_PER_S / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
         """The value of rank ceil(share * count); None when there is none."""
@@ -225,7 +226,7 @@ class SimulatedResults:
         self.num_steps = 0
         self.num_row_steps = 0  # rows of all steps
         self.num_drafts = self.num_accepted_drafts = 0
-        self.busy_s = 0.0  # time in steps
+        self.busy_units = 0  # time in steps, as a sketch's sum
         self.tickets = Tickets()
         self.queue_length = Series()
 
@@ -301,6 +302,11 @@ class SimulatedResults:
     @property
     def num_cached_tokens(self) -> int:
         return sum(group.num_cached_tokens for group in self.tenants.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Time in steps."""
+        return self.busy_units / UNITS_PER_S
 
     @property
     def utilisation(self) -> float:
