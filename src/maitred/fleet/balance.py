@@ -109,7 +109,7 @@ class Balance:
     """Another router sent this session there."""
     looks_at_prefixes: bool = False
     is_alike: bool = False
-    """Replicas of equal speed, load and cached tokens have equal scores."""
+    """Replicas of equal speed, load and cached tokens have equal scores, and of a larger load no smaller ones."""
 
 
 def choose(
@@ -126,9 +126,9 @@ def choose(
     room = _first_tier(fleet, room)
     looked_at = room if balance.looks_at_prefixes else 0
     cached = cached_tokens(request, index, looked_at)
-    busy = _listed(fleet, usable & ~fleet.idle)
     candidates: Sequence[FleetReplica] = fleet.of(room) if not balance.is_alike else _worth_ranking(fleet, room, cached)
-    candidates = within_bound(candidates, busy, fleet.speed_of(usable), ratio, request.num_samples)
+    share = ratio * fleet.load_of(usable) / fleet.speed_of(usable)
+    candidates = within_bound(candidates, share, request.num_samples)
     scores = balance.score(request, candidates, cached)
     ranked = _rank(candidates, scores, cached)
     replica = fleet.by_name[ranked[0][2]]
@@ -181,24 +181,20 @@ def _listed(fleet: Replicas, bits: int) -> list[FleetReplica]:
 
 
 def _worth_ranking(fleet: Replicas, room: int, cached: Cached) -> list[FleetReplica]:
-    """Candidates without those idle ones that come after as many equal ones as are told of: a choice takes no more time
-    where more replicas idle.
+    """Candidates without those that come after as many of their speed as are told of, none of which has cached tokens:
+    a choice takes no more time where there are more replicas.
     """
-    idle = room & fleet.idle
+    others = room
     for bit in cached:
-        idle &= ~(1 << bit)
-    return [*_listed(fleet, room & ~idle), *fleet.first_of_each_speed(idle, MAX_CANDIDATES)]
+        others &= ~(1 << bit)
+    return [*_listed(fleet, room & ~others), *fleet.least_loaded(others, MAX_CANDIDATES)]
 
 
-def within_bound(
-    candidates: Sequence[FleetReplica], busy: Sequence[FleetReplica], speed: float, ratio: float, num_samples: int
-) -> Sequence[FleetReplica]:
+def within_bound(candidates: Sequence[FleetReplica], share: float, num_samples: int) -> Sequence[FleetReplica]:
     """Candidates that stay at ceil(ratio x mean load) + 1 or below with the request; all when none would.
 
-    The mean is of all that it may use, those without room too (`busy` with a load, `speed` of all of them together); of
-    unlike devices each has its share by speed.
+    The mean is of all that it may use, those without room too; of unlike devices each has its `share` by speed.
     """
-    share = ratio * sum([r.load for r in busy]) / speed
     within = [r for r in candidates if r.load + num_samples <= ceil(share * r.speed) + 1]
     return within or candidates
 

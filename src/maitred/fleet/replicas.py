@@ -140,7 +140,7 @@ class Replicas:
         self._by_bit: list[FleetReplica | None] = []
         self.ready = 0
         self.room = 0  # of those ready
-        self.idle = 0  # without load
+        self.at_load: dict[int, int] = {}  # load -> who has it
         self.last_left_at = 0.0
         self.work = WorkBook()
         self.version = 0  # rises when anything but load changes
@@ -151,7 +151,7 @@ class Replicas:
         self._usable: dict[Use, int] = {}
         self._listed: dict[int, tuple[FleetReplica, ...]] = {}
         self._speeds: dict[int, float] = {}
-        self._by_speed: dict[float, list[FleetReplica]] = {}
+        self._by_speed: list[tuple[list[FleetReplica], int]] = []  # by name, and as bits
 
     @property
     def slots(self) -> int:
@@ -185,13 +185,28 @@ class Replicas:
             found = self._speeds[bits] = sum([replica.speed for replica in self.of(bits)])
         return found
 
-    def first_of_each_speed(self, bits: int, most: int) -> Iterator[FleetReplica]:
-        """Replicas of a set by name, at most so many of each speed."""
+    def load_of(self, bits: int) -> int:
+        """Summed load of a set."""
+        return sum([load * (there & bits).bit_count() for load, there in self.at_load.items()])
+
+    def least_loaded(self, bits: int, most: int) -> Iterator[FleetReplica]:
+        """Of each speed, the replicas of a set that are first by load, then by name: so many, or some more."""
         if not self._by_speed:
+            listed: dict[float, list[FleetReplica]] = {}
             for name in sorted(self.by_name):
-                self._by_speed.setdefault(self.by_name[name].speed, []).append(self.by_name[name])
-        for replicas in self._by_speed.values() if bits else ():
-            yield from islice((replica for replica in replicas if bits >> replica.bit & 1), most)
+                listed.setdefault(self.by_name[name].speed, []).append(self.by_name[name])
+            self._by_speed = [(each, sum([1 << replica.bit for replica in each])) for each in listed.values()]
+        for replicas, alike in self._by_speed:
+            num_left, alike = most, alike & bits
+            for load in sorted(self.at_load):
+                there = self.at_load[load] & alike
+                if there.bit_count() > 2 * most:
+                    yield from islice((replica for replica in replicas if there >> replica.bit & 1), num_left)
+                else:
+                    yield from (self.at(bit) for bit in bits_of(there))
+                num_left -= there.bit_count()
+                if num_left <= 0:
+                    break
 
     # -- replicas that come and go
 
@@ -209,7 +224,7 @@ class Replicas:
             if bit == len(self._by_bit):
                 self._by_bit.append(None)
             self._by_bit[bit] = self.by_name[facts.name] = replica
-            self.idle |= 1 << bit
+            self._move_load(replica, 0)
         replica.facts = facts
         replica.tier = self._tier_of(facts)
         replica.limit = self._config.limit_of(replica.slots)
@@ -224,7 +239,7 @@ class Replicas:
         self._by_bit[replica.bit] = None
         self.ready &= ~(1 << replica.bit)
         self.room &= ~(1 << replica.bit)
-        self.idle &= ~(1 << replica.bit)
+        self._leave_load(replica)
         self._list_anew()
 
     def set_state(self, replica: FleetReplica, state: State, now: float) -> None:
@@ -242,29 +257,37 @@ class Replicas:
     def bind(self, replica: FleetReplica, request: FleetRequest) -> None:
         replica.in_flight[request.request_id] = request
         replica.num_own += request.num_samples
-        replica.load += request.num_samples
-        self.idle &= ~(1 << replica.bit)
+        self._move_load(replica, replica.load + request.num_samples)
         if replica.room <= 0:
             self.room &= ~(1 << replica.bit)
 
     def free(self, replica: FleetReplica, request: FleetRequest) -> None:
         del replica.in_flight[request.request_id]
         replica.num_own -= request.num_samples
-        replica.load -= request.num_samples
+        self._move_load(replica, replica.load - request.num_samples)
         self.note_room(replica)
 
     def note_others(self, replica: FleetReplica, num_in_flight: int) -> None:
         """So many are in flight there, as it says."""
         replica.num_others = max(0, num_in_flight - replica.num_own)
-        replica.load = replica.num_own + replica.num_others
+        self._move_load(replica, replica.num_own + replica.num_others)
         self.note_room(replica)
 
     def note_room(self, replica: FleetReplica) -> None:
         """Note that the replica's load, or its report of it, has changed."""
         flag = 1 << replica.bit
-        self.idle = self.idle & ~flag if replica.load else self.idle | flag
         has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
         self.room = self.room | flag if has_room else self.room & ~flag
+
+    def _move_load(self, replica: FleetReplica, load: int) -> None:
+        self._leave_load(replica)
+        self.at_load[load] = self.at_load.get(load, 0) | 1 << replica.bit
+        replica.load = load
+
+    def _leave_load(self, replica: FleetReplica) -> None:
+        left = self.at_load.pop(replica.load, 0) & ~(1 << replica.bit)
+        if left:
+            self.at_load[replica.load] = left
 
     # -- replicas that may be used
 
@@ -340,11 +363,12 @@ class Replicas:
         for replica in self:
             assert self.at(replica.bit) is replica
             assert replica.load == replica.num_own + replica.num_others
-            assert bool(self.idle >> replica.bit & 1) == (not replica.load)
+            assert self.at_load[replica.load] >> replica.bit & 1
             assert bool(self.ready >> replica.bit & 1) == (replica.state is State.READY)
             has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
             assert bool(self.room >> replica.bit & 1) == has_room
         assert (self.ready | self.room) >> len(self._by_bit) == 0
+        assert sum(there.bit_count() for there in self.at_load.values()) == len(self)
 
 
 def bits_of(bits: int) -> Iterator[int]:

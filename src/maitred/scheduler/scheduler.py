@@ -348,7 +348,8 @@ class Scheduler:
         wholes = [self._charged_us, *(round(each * 1e6) for each in charged_s)]
         self._charged_us = wholes[-1]
         steps_us = Counter(map(sub, wholes[1:], wholes))
-        ends = [sum(us * before // len(requests) * n for us, n in steps_us.items()) for before in range(len(requests) + 1)]
+        num_rows = len(requests)
+        ends = [sum([us * at // num_rows * n for us, n in steps_us.items()]) for at in range(num_rows + 1)]
         for request, part_us in zip(requests, map(sub, ends[1:], ends), strict=True):
             request.compute_us += part_us
         self._step += num_steps

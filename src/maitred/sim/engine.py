@@ -35,6 +35,7 @@ from maitred.tenancy.tenant import Tenant
 
 SlownessAt = Callable[[float], Slowness]
 """Slowness of the machine at a time (s since the first arrival)."""
+MOST_FORESEEN = 32  # steps: more would mostly be in vain, since something else happens before
 IDLE_STEP_S = 1e-3  # a step with nothing to do, while all requests wait for something other than a slot
 
 
@@ -157,7 +158,7 @@ class SimulatedEngine:
         if not requests:
             return False
         left = [self.live[one.request_id].arrival.output_tokens - len(one.output_token_ids) for one in requests]
-        most, size, free = min(left), self._setup.block_size, self.kv_cache.num_free
+        most, size, free = min(MOST_FORESEEN, *left), self._setup.block_size, self.kv_cache.num_free
         begin = [-one.num_computed_tokens % size for one in requests]  # the step in which each begins a block
         while most and sum([(most - first + size - 1) // size for first in begin if first < most]) > free:
             most //= 2
