@@ -93,6 +93,10 @@ class Waiting:
             of_use.setdefault(self._use_of[request.request_id], []).append(request)
         self._orders = {use: order.successor(policy, of_use.get(use, ())) for use, order in self._orders.items()}
 
+    def first_beside(self, request: FleetRequest, count: int) -> list[FleetRequest]:
+        """The next ones of the queue that the request is in."""
+        return self._orders[self._use_of[request.request_id]].queue.first(count)
+
     def key_of(self, request: FleetRequest) -> tuple[Any, ...]:
         """The request's key within its group."""
         return self._orders[self._use_of[request.request_id]].keys[request.request_id]
@@ -150,6 +154,7 @@ class Waiting:
 
 
 MAX_USES = 256
+MAX_PASSED = 64  # so far a held request is looked for whose prefix is where there is room
 
 
 class Binder:
@@ -193,7 +198,8 @@ class Binder:
         """Bind held requests in order, until none is held that a replica it may use has room for."""
         bound: list[Action] = []
         while self.waiting.num_held and (found := self._next()) is not None:
-            bind = self._bind(*found, now)
+            first, room, usable = found
+            bind = self._bind(self._nearest(first, room), room, usable, now)
             if bind is None:
                 break  # the first in order waits for room
             bound.append(bind)
@@ -248,6 +254,26 @@ class Binder:
             if room and (first is None or place < first):
                 found, first = (request, room, usable), place
         return found
+
+    def _nearest(self, first: FleetRequest, room: int) -> FleetRequest:
+        """The first in the order, or one of those behind it that has more of its prompt cached where there is room: the
+        prefix would be evicted before its turn. No request is passed by more than MAX_PASSED others.
+        """
+        if self.waiting.num_held == 1 or not self._balance.looks_at_prefixes:
+            return first
+        if self.policy.outranks is not None or self.policy.groups is not None:
+            return first  # the order is a promise
+        passed, most, nearest, num_passed = list[FleetRequest](), 0.0, first, 0
+        for request in self.waiting.first_beside(first, MAX_PASSED):
+            hits = self._index.hits(request.keys, room) if request.keys else ()
+            if hits and hits[0].num_keys > most * len(request.keys):
+                most, nearest, num_passed = hits[0].num_keys / len(request.keys), request, len(passed)
+            passed.append(request)
+            if request.num_passed >= MAX_PASSED:
+                break
+        for request in passed[:num_passed]:
+            request.num_passed += 1
+        return nearest
 
     def _outranked(self, request: FleetRequest, use: Use, order: Order, usable: int) -> int:
         """Bits of the replicas with a request in flight whose slot it may take, and no other request is to."""

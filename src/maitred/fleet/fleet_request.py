@@ -57,6 +57,7 @@ class FleetRequest(UnderTerms):
     first_tier: int = 0  # answers of those before it were not sure enough
     fell_back: bool = False  # to their answer: no later tier gave one
     tiers: int = 0  # bits of those that it may use
+    num_passed: int = 0  # others that were bound before it, out of order
     barred: int = 0  # bits of replicas where it failed
     silent_at: int | None = None  # bit of the first replica that fell silent with it; -1 once heard of again
     fingerprint: str | None = None  # of the replica that made its tokens; None goes on anywhere
