@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.core.cost_model import Band, CostModel
 from maitred.fleet.config import BALANCES, FleetConfig
 from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
+from maitred.scheduler.engine_core import StepListener
 from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
 from maitred.sim.results import SimulatedResults
 from maitred.sim.workload import chain
@@ -17,6 +20,10 @@ from tests.sim.worlds import COSTS, arrival, setup, simulation, workload
 CHATS = {
     "a": {"input": "uniform:1,60", "output": "uniform:1,12", "prefix_tokens": 8, "max_tokens": 16},
     "b": {"turns": "uniform:1,3", "input": 5, "output": "uniform:1,6", "think_s": 0.05, "priority": 1, "max_tokens": 8},
+}
+LONG_CHATS = {
+    "a": {"input": "uniform:1,90", "output": "uniform:1,70", "prefix_tokens": 64, "num_prefixes": 3, "max_tokens": 70},
+    "b": {"turns": "uniform:1,3", "input": 5, "output": "uniform:1,40", "think_s": 0.05, "max_tokens": 40},
 }
 ONE = ReplicaSetup(engine=setup(), cost_model=COSTS)
 LARGE = ReplicaSetup(engine=setup(num_blocks=4096, block_size=16), cost_model=COSTS)
@@ -61,6 +68,24 @@ def test_a_fleet_of_one_is_a_plain_engine(policy: str):
     assert alone.total.ttft_s.count == plain.total.ttft_s.count
     if policy == "fcfs":  # elsewhere, who is bound to the reserve waits behind it
         assert alone.to_json() == plain.to_json()
+
+
+@pytest.mark.parametrize("balance", ["prefix", "round_robin"])
+@pytest.mark.parametrize("num_blocks", [40, 400])
+def test_replicas_take_steps_that_only_decode_many_at_a_time_and_decide_alike(balance, num_blocks):
+    costs = CostModel(fixed_s=1e-3, decode_token_s=1e-4, between_s=1e-4, jitter=(Band(1.0, (0.5, 1.0, 3.0)),))
+    one = ReplicaSetup(engine=setup(num_blocks=num_blocks, block_size=16), cost_model=costs)
+    asked = workload(rate=150.0, num_requests=120, classes=LONG_CHATS)
+
+    def run(listener_of: Callable[[str], StepListener] | None) -> FleetSimulation:
+        made = FleetSetup(config=FleetConfig(balance=balance), scheduler=one.engine.scheduler, replicas=[one] * 3)
+        simulated = FleetSimulation(made, SimulatedResults(), seed=3, listener_of=listener_of)
+        simulated.run(asked.arrivals())
+        return simulated
+
+    many, single = run(None), run(lambda name: StepListener())
+    assert many.to_json() == single.to_json()
+    assert many.results.tickets.kept == single.results.tickets.kept
 
 
 def test_a_run_repeated_gives_the_same_figures():

@@ -18,7 +18,7 @@ from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.gate.admission import AdmissionController
 from maitred.policy.policies import POLICIES
-from maitred.scheduler.engine_core import EngineCore
+from maitred.scheduler.engine_core import EngineCore, StepListener
 from maitred.sim.engine import Simulation
 from maitred.sim.fit import measured_steps, read_run
 from maitred.sim.profile import Jitter
@@ -27,7 +27,7 @@ from maitred.sim.traces import TraceLine, TraceWorkload
 from maitred.sim.workload import Arrival, Turn, of_known_tenants
 from maitred.tenancy.tenant import Tenant, read_tenants
 from tests.fakes import make_request, make_scheduler
-from tests.sim.worlds import COSTS, PlanKeeper, arrival, setup, simulation, workload
+from tests.sim.worlds import COSTS, Calls, PlanKeeper, arrival, setup, simulation, workload
 
 MIXED = {
     "a": {"input": "uniform:1,60", "output": "uniform:1,12", "prefix_tokens": 8, "max_tokens": 16},
@@ -104,6 +104,36 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another():
 
     assert run(1) == run(1)
     assert run(1) != run(2)
+
+
+UNSTEADY = CostModel(
+    fixed_s=1e-3,
+    decode_token_s=1e-4,
+    group_s=1e-5,
+    between_s=1e-4,
+    jitter=(Band(1.6e-3, (0.5, 1.0, 3.0)),),
+    gap_jitter=(0.0, 2.0),
+)
+LONG = {
+    "a": {"input": "uniform:1,60", "output": "uniform:1,70", "prefix_tokens": 8, "max_tokens": 70},
+    "b": {"turns": "uniform:1,3", "input": 5, "output": "uniform:1,40", "think_s": 0.05, "max_tokens": 40},
+}
+
+
+@pytest.mark.parametrize("rate", [20.0, 200.0])
+@pytest.mark.parametrize("num_blocks", [40, 400])
+def test_steps_that_only_decode_are_taken_many_at_a_time_with_the_results_of_single_ones(num_blocks, rate):
+    def run(listener: StepListener | None) -> tuple[SimulatedResults, int]:
+        engine, results = setup(num_blocks=num_blocks), SimulatedResults(Objectives(itl_s=2e-3))
+        simulated = Simulation(engine, UNSTEADY, results, jitter=Jitter(UNSTEADY, Random(1)), listener=listener)
+        calls = Calls(simulated.scheduler.schedule)
+        simulated.scheduler.schedule = calls
+        return simulated.run(workload(rate=rate, num_requests=60, classes=LONG).arrivals()), calls.num
+
+    (many, num_plans), (single, num_steps) = run(None), run(StepListener())
+    assert many.to_json() == single.to_json()
+    assert many.tickets.kept == single.tickets.kept
+    assert num_plans < 0.9 * num_steps
 
 
 def test_what_could_never_run_fails_and_ends_its_conversation_while_the_others_go_on():

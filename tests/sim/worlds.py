@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from maitred.config import SchedulerConfig
@@ -26,6 +27,17 @@ class PlanKeeper(StepListener):
     def stepped(self, plan: SchedulerOutput, output: object, progress: object, times: StepTimes) -> None:
         self.plans.append(plan)
         self.times.append((times.scheduled_at, times.executed_at))
+
+
+class Calls:
+    """A function, and how often it was called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self.num = function, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.num += 1
+        return self._function(*args)
 
 
 def arrival(request_id: str, at: float = 0.0, prompt: int = 8, output: int = 4, **fields: Any) -> Arrival:

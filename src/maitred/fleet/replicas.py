@@ -197,9 +197,9 @@ class Replicas:
                 listed.setdefault(self.by_name[name].speed, []).append(self.by_name[name])
             self._by_speed = [(each, sum([1 << replica.bit for replica in each])) for each in listed.values()]
         for replicas, alike in self._by_speed:
-            num_left, alike = most, alike & bits
+            num_left = most
             for load in sorted(self.at_load):
-                there = self.at_load[load] & alike
+                there = self.at_load[load] & alike & bits
                 if there.bit_count() > 2 * most:
                     yield from islice((replica for replica in replicas if there >> replica.bit & 1), num_left)
                 else:
