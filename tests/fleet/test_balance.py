@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from maitred.fleet.actions import Bind
 from maitred.fleet.balance import BALANCES, MAX_CANDIDATES, Cached, Candidate, HashRing, hash_of
+from maitred.fleet.binding import PASSED_OF_ONE
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.replicas import FleetReplica, Kind, Report
 from tests.fleet.fleets import Driver, facts, make_core
@@ -222,3 +223,18 @@ def test_a_choice_looks_at_no_more_replicas_where_more_idle():
     fleet.core._binder._balance = replace(balance, score=score)
     send(fleet, 20)
     assert looked_at == [MAX_CANDIDATES] * 20
+
+
+@pytest.mark.parametrize(("balance", "policy"), [("prefix", "fcfs"), ("prefix", "vtc"), ("least_load", "fcfs")])
+def test_a_held_request_goes_first_where_its_prefix_is_and_passes_others_so_often_and_no_more(balance, policy):
+    near = [f"near{i:02}" for i in range(PASSED_OF_ONE + 2)]
+    fleet, served = make_fleet(balance, "a", slots=1, policy=policy), list[str]()
+    fleet.core.reported("a", Report(stored=KEYS_BALANCE), 0.0)
+    for name in ("first", "plain", "partly", *near):
+        fleet.arrive(name, keys={"plain": (), "partly": (*KEYS_BALANCE[:2], 1, 2)}.get(name, KEYS_BALANCE))
+        fleet.now += 1.0
+    while fleet.bound:
+        served += fleet.bound
+        fleet.end(served[-1])
+    passes = PASSED_OF_ONE if (balance, policy) == ("prefix", "fcfs") else 0
+    assert served == ["first", *near[:passes], "plain", "partly", *near[passes:]]

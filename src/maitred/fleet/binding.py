@@ -154,7 +154,7 @@ class Waiting:
 
 
 MAX_USES = 256
-MAX_PASSED = 64  # so far a held request is looked for whose prefix is where there is room
+PASSED_OF_ONE, MAX_PASSED = 32, 256  # places ahead that a request may be bound, for each replica, and in all
 
 
 class Binder:
@@ -199,7 +199,7 @@ class Binder:
         bound: list[Action] = []
         while self.waiting.num_held and (found := self._next()) is not None:
             first, room, usable = found
-            bind = self._bind(self._nearest(first, room), room, usable, now)
+            bind = self._bind(self._nearest(first, room, usable), room, usable, now)
             if bind is None:
                 break  # the first in order waits for room
             bound.append(bind)
@@ -255,23 +255,24 @@ class Binder:
                 found, first = (request, room, usable), place
         return found
 
-    def _nearest(self, first: FleetRequest, room: int) -> FleetRequest:
-        """The first in the order, or one of those behind it that has more of its prompt cached where there is room: the
-        prefix would be evicted before its turn. No request is passed by more than MAX_PASSED others.
+    def _nearest(self, first: FleetRequest, room: int, usable: int) -> FleetRequest:
+        """The first in the order, or one of those behind it that has more of its prompt cached where there is room, for
+        a prefix may be evicted before its turn. No more requests than that pass any.
         """
         if self.waiting.num_held == 1 or not self._balance.looks_at_prefixes:
             return first
         if self.policy.outranks is not None or self.policy.groups is not None:
             return first  # the order is a promise
-        passed, most, nearest, num_passed = list[FleetRequest](), 0.0, first, 0
-        for request in self.waiting.first_beside(first, MAX_PASSED):
-            hits = self._index.hits(request.keys, room) if request.keys else ()
-            if hits and hits[0].num_keys > most * len(request.keys):
-                most, nearest, num_passed = hits[0].num_keys / len(request.keys), request, len(passed)
-            passed.append(request)
-            if request.num_passed >= MAX_PASSED:
+        most_passed, found = min(PASSED_OF_ONE * usable.bit_count(), MAX_PASSED), list[FleetRequest]()
+        share, nearest, num_passed = 0.0, first, 0
+        for request in self.waiting.first_beside(first, most_passed):
+            keys = request.keys
+            if share < 1.0 and keys and self._index.holders(keys[int(share * len(keys) + 1e-9)]) & room:
+                share, nearest, num_passed = self._index.hits(keys, room)[0].num_keys / len(keys), request, len(found)
+            if request.num_passed >= most_passed:
                 break
-        for request in passed[:num_passed]:
+            found.append(request)
+        for request in found[:num_passed]:
             request.num_passed += 1
         return nearest
 
