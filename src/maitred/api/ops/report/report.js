@@ -142,7 +142,8 @@ function passes() {
   $("moment").addEventListener("input", draw);
   $("span").addEventListener("change", draw);
   $("moment").value = Math.min(1000, (1000 * Number($("span").value)) / (end - begin));
-  say($("pass-note"), `who sits in which slot: ${plural(Math.max(...data.columns.map(({ tickets }) => tickets.length)), "request", "requests")}, the first that ended`);
+  const most = Math.max(...data.columns.map(({ tickets }) => tickets.length));
+  say($("pass-note"), `who sits in which slot: the first ${plural(most, "request", "requests")} that ended; later ones are left out`);
   draw();
 }
 
