@@ -30,7 +30,25 @@ def test_fusions_kernels_formats_buffers_and_bytes_are_told(capsys, monkeypatch,
     )
     assert "logits [384 x 272]" in text
     assert "bytes of keys and values for each token of context of each request" in text
-    assert text.endswith("fell back nothing\n")
+    assert "fell back nothing\n" in text
+
+
+def test_techniques_of_model_engine_and_serving_end_it_with_what_each_is_worth(capsys, tmp_path: Path):
+    gemma, mini = str(make_checkpoint("gemma2", tmp_path / "gemma")), str(make_checkpoint("llama", tmp_path / "llama"))
+    text = explained(capsys, gemma, "--dtype", "int8", "--speculative", "off", "--no-enable-prefix-caching")
+    lines = text.split("fell back ")[1].splitlines()[1:]
+    levels = [line.split()[0] for line in lines[::2]]
+    assert levels == sorted(levels, key=["model", "engine", "serving"].index)
+    assert set(levels) == {"model", "engine", "serving"}
+    assert "model     weights in int8: on, int8" in lines
+    assert "engine    reused prefixes: off, --no-enable-prefix-caching" in lines
+    assert "engine    speculation: off, --speculative off" in lines
+    assert all(line.startswith(" " * 12) for line in lines[1::2])
+    assert "windows: on, 2 of 4 layers" in text
+    other = explained(capsys, mini, "--executor", "torch", "--max-num-batched-tokens", "300")
+    assert "prompts in chunks: on, steps of at most 300 tokens" in other
+    assert "fused operations: off, the PyTorch executor has none" in other
+    assert "windows: off, no layer has one" in other
 
 
 @pytest.mark.skipif("amx" not in _native.available_isas(), reason="needs a processor with AMX")

@@ -4,6 +4,7 @@ a model would be run, without running it.
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ from maitred.cli.flags import option
 from maitred.cli.local import ENGINE_PARTS, engine_config
 
 if TYPE_CHECKING:
+    from maitred.config import EngineConfig
+    from maitred.engine.executors import ExecutorPlan
+    from maitred.model.spec import DecoderSpec
     from maitred.tensor.check import CheckedModel
 
 
@@ -104,7 +108,7 @@ def _explain(options: Options) -> int:
         print(f"executor  {described}")
         if not isinstance(plan, NativePlan):
             reason = " ".join(fallbacks[0].split()) if fallbacks else "nothing: PyTorch runs every part"
-            print(f"fell back {reason}")
+            print("\n".join([f"fell back {reason}", *_techniques(config, spec, plan)]))
             return 0
         kv_bytes = plan.bytes_per_block / config.cache.block_size
         sections = (
@@ -121,9 +125,43 @@ def _explain(options: Options) -> int:
                 f"          and has at most {plan.token_budget} tokens (--max-num-batched-tokens)",
             ],
             ["fell back nothing"],
+            _techniques(config, spec, plan),
         )
         print("\n".join(line for section in sections for line in section))
     return 0
+
+
+def _techniques(config: EngineConfig, spec: DecoderSpec, plan: ExecutorPlan) -> list[str]:
+    """Techniques of model, engine and serving: on, off or why not, and the measured effect as docs/claims.md has it."""
+    windows, native = sum(layer.window is not None for layer in spec.layers), plan.name == "native"
+    shares = spec.num_kv_heads < spec.num_heads
+    drafts, prefixes = config.speculative.speculative, config.cache.enable_prefix_caching
+    by_torch = "" if native else "the PyTorch executor has none"
+    here = {
+        "gqa": f"on, {spec.num_heads} heads share {spec.num_kv_heads}" if shares else "off, each head has its own keys",
+        "windows": f"on, {windows} of {spec.num_layers} layers" if windows else "off, no layer has one",
+        "kv-int8": _format(plan.kv_dtype_name, "8", "--kv-dtype"),
+        "int8": _format(plan.dtype_name, "8", "--dtype"),
+        "int4": _format(plan.dtype_name, "4", "--dtype"),
+        "mtp": f"on, {spec.num_mtp_layers}" if spec.num_mtp_layers else "off, the checkpoint has none",
+        "fusion": f"off, {by_torch}" if by_torch else "on",
+        "chunked": f"on, steps of at most {config.scheduler.settled(plan.token_budget).token_budget} tokens",
+        "prefix": "on" if prefixes else "off, --no-enable-prefix-caching",
+        "speculation": f"off, {by_torch or '--speculative off'}" if by_torch or drafts == "off" else f"on, {drafts}",
+    }
+    rows = tomllib.loads(Path(__file__).with_name("claims.toml").read_text(encoding="utf-8"))
+    told = []
+    for level in ("model", "engine", "serving"):
+        for name, row in rows.items():
+            if row.get("level") == level:
+                told += [f"{level:<9} {row['technique']}: {here.get(name) or row['state']}"]
+                told += [f"{'':<11} {row['here'].format(**row['figures'])}"]
+    return told
+
+
+def _format(held: str, bits: str, flag: str) -> str:
+    """Whether numbers are held in so many bits, or in a file's own format of as many."""
+    return f"on, {held}" if held.startswith((f"int{bits}", f"q{bits}")) else f"off, {held}, unless {flag} int{bits}"
 
 
 def _is_tensor_model(path: Path) -> bool:
@@ -133,7 +171,7 @@ def _is_tensor_model(path: Path) -> bool:
 
 EXPLAIN = Command(
     path="explain",
-    summary="Tell how a model would be run: what is fused, which kernel or provider runs it, formats, buffers, bytes.",
+    summary="Tell how a model would be run: what is fused, which kernels run it, formats, buffers, techniques.",
     run=_explain,
     parts=ENGINE_PARTS,
     positional="model",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import msgspec
 
@@ -72,24 +71,24 @@ class Batches:
     def take(self) -> list[SimulatedRequest]:
         """Take the requests of the next batch, padded."""
         order = {id(one): self._core.place_of_newcomer(one.spec)() for one in self._waiting}
-        longest, members = Extent(0, 0, 0), list[SimulatedRequest]()
+        longest: tuple[int, ...] = (0, 0, 0)
+        members = list[SimulatedRequest]()
         for one in sorted(self._waiting, key=lambda one: order[id(one)])[: self._size]:
-            wider = longest.with_(one.arrival)
-            blocks = self._kv.num_blocks_for(wider.prompt + wider.allowed - 1)
+            asked = one.arrival
+            lengths = zip(longest, (asked.prompt_tokens, asked.output_tokens, asked.max_tokens), strict=True)
+            prompt, output, allowed = wider = tuple(map(max, lengths))
+            blocks = self._kv.num_blocks_for(prompt + allowed - 1)
             if members and (len(members) + 1) * blocks > self._kv.num_blocks:
                 break
             longest = wider
             members.append(one)
+        prompt, output, allowed = longest
         taken = {id(one) for one in members}
         self._waiting = [one for one in self._waiting if id(one) not in taken]
         for one in members:
             self._padded[one.spec.request_id] = one.arrival
-            one.arrival = replace(
-                one.arrival, prompt_tokens=longest.prompt, output_tokens=longest.output, max_tokens=longest.allowed
-            )
-            one.spec = msgspec.structs.replace(
-                one.spec, num_prompt_tokens=longest.prompt, max_tokens=longest.allowed, block_hashes=[]
-            )
+            one.arrival = replace(one.arrival, prompt_tokens=prompt, output_tokens=output, max_tokens=allowed)
+            one.spec = msgspec.structs.replace(one.spec, num_prompt_tokens=prompt, max_tokens=allowed, block_hashes=[])
         return members
 
     def end(self, live: SimulatedRequest) -> None:
@@ -97,19 +96,6 @@ class Batches:
         live.arrival = self._padded.pop(live.spec.request_id)
         if live.state is not None:
             del live.state.output_token_ids[live.arrival.output_tokens :]
-
-
-class Extent(NamedTuple):
-    """Most tokens of a batch's prompts and answers, and of what their clients allow."""
-
-    prompt: int
-    output: int
-    allowed: int
-
-    def with_(self, one: Arrival) -> Extent:
-        return Extent(
-            max(self.prompt, one.prompt_tokens), max(self.output, one.output_tokens), max(self.allowed, one.max_tokens)
-        )
 
 
 class ContiguousKVCacheManager(KVCacheManager):
