@@ -8,7 +8,7 @@ from typing import NamedTuple
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, ModelOutput, NewRequest, ScheduledRow, SchedulerOutput, StateSave
 from maitred.executor.state import PageTables
-from maitred.kv.manager import Row
+from maitred.kv.manager import PoolRow
 from maitred.kv.pages import KVGroups
 from tests.fakes import FakeExecutor, TokenAt, token_at
 
@@ -59,7 +59,7 @@ class CheckingExecutor(FakeExecutor):
         self._state_slots: dict[str, int] = {}
         self._pending: dict[str, list[int]] = {}
 
-    def write(self, rows: Sequence[Row], request: RequestState) -> None:
+    def write(self, rows: Sequence[PoolRow], request: RequestState) -> None:
         """What another engine computed of its tokens comes to these rows."""
         history: list[int] = []
         for token in (*request.spec.prompt_token_ids, *request.output_token_ids):
@@ -68,12 +68,12 @@ class CheckingExecutor(FakeExecutor):
             begin = row.place * self._block_size
             self._slots[row.number] = list(history[begin : begin + self._block_size])
 
-    def spoil(self, rows: Sequence[Row]) -> None:
+    def spoil(self, rows: Sequence[PoolRow]) -> None:
         """What came to these rows is not what it should be."""
         for row in rows:
             self._slots[row.number] = [-1] * self._block_size
 
-    def contents(self, rows: Sequence[Row]) -> list[list[int | None]]:
+    def contents(self, rows: Sequence[PoolRow]) -> list[list[int | None]]:
         return [list(self._block(row.number)) for row in rows]
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:

@@ -6,7 +6,7 @@ import pytest
 
 from maitred.core.cost_model import SwapCosts
 from maitred.core.request import Charges, FinishReason, RequestState, RequestStatus, ResumePoint, SamplingParams
-from maitred.kv.manager import Row
+from maitred.kv.manager import PoolRow
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.queue_view import queue_view
 from maitred.scheduler.reservations import GivenUp, ReservedBlocks
@@ -26,7 +26,7 @@ def arrive(run: Run, request: RequestState, reserved: ReservedBlocks, num_blocks
     block_ids = reserved.block_ids[:num_blocks]
     assert isinstance(run.executor, CheckingExecutor)
     first = reserved.start // run.scheduler.kv_cache.block_size
-    run.executor.write([Row(first + i, 0, block) for i, block in enumerate(block_ids)], request)
+    run.executor.write([PoolRow(first + i, 0, block) for i, block in enumerate(block_ids)], request)
     num_tokens = reserved.start + len(block_ids) * run.scheduler.kv_cache.block_size
     came = run.scheduler.kv_arrived(request.request_id, num_tokens, run.now)
     run.scheduler.check_invariants()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from maitred.core.cost_model import SwapCosts
 from maitred.core.request import FinishReason, RequestState, SamplingParams
 from maitred.core.step import RequestProgress, ScheduledRow, SchedulerOutput
-from maitred.kv.manager import Row
+from maitred.kv.manager import PoolRow
 from maitred.kv.pages import groups_of
 from maitred.kv.states import StatefulKVCacheManager
 from maitred.policy.policies import POLICIES
@@ -62,7 +62,7 @@ class World:
         self.told: dict[str, list[RequestProgress]] = {}
         self.texts: list[list[int]] = [[token_at("shared", i) for i in range(self.largest)]]
         self.coming: dict[str, ReservedBlocks] = {}  # by request
-        self.leases: dict[str, tuple[list[Row], list[list[int | None]]]] = {}  # rows, and what is in them
+        self.leases: dict[str, tuple[list[PoolRow], list[list[int | None]]]] = {}  # rows, and what is in them
         self.seen: Counter[str] = Counter()
 
     def a_prompt(self, max_tokens: int) -> list[int]:
@@ -151,7 +151,7 @@ class World:
                 self.seen["fellows"] += len(self.scheduler.waiting_for_kv) > len(self.coming)
             self.scheduler.check_invariants()
 
-    def rows(self, request: RequestState, start: int, end: int) -> list[Row]:
+    def rows(self, request: RequestState, start: int, end: int) -> list[PoolRow]:
         """Rows of what is reserved for it."""
         return self.scheduler.kv_cache.rows(request.block_table, start // self.block_size, end)
 

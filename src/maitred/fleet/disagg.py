@@ -19,6 +19,7 @@ import msgspec
 
 from maitred.core.cost_model import CostModel, StepShape
 from maitred.fleet.fleet_request import FleetRequest
+from maitred.kv.pages import part_of
 from maitred.kv.tiers import worth_fetching
 from maitred.policy.policies import remaining_outputs
 
@@ -90,7 +91,7 @@ def facts_of(client: EngineClient, role: str, *, is_beside: bool) -> WorkerFacts
         token_budget=ready.token_budget,
         num_blocks=memory.num_blocks,
         block_size=memory.block_size,
-        bytes_per_token=memory.bytes_per_block / memory.block_size,
+        bytes_per_token=memory.bytes_per_block / memory.block_size * part_of(memory.groups, memory.block_size),
         num_layers=ready.num_kv_layers,
         bandwidth=client.counters.pull_bytes_per_s or LINK_BYTES_PER_S,
         latency_s=LINK_S,

@@ -20,7 +20,7 @@ from maitred.core.replica import TierView
 from maitred.core.request import RequestState
 from maitred.kv.layout import Guard
 from maitred.kv.leases import Refusal
-from maitred.kv.manager import Row
+from maitred.kv.manager import PoolRow
 from maitred.kv.tiers import FetchMeter, TierStats, break_even_tokens, most_seconds, worth_fetching
 from maitred.scheduler.engine_core import EngineCore
 
@@ -129,7 +129,7 @@ class Fetch:
     source: FetchSource
     keys: Sequence[bytes]  # of the prefix up to the last of the blocks
     first: int  # block; the blocks before are there
-    rows: Sequence[Row]
+    rows: Sequence[PoolRow]
     guard: Guard
     began_at: float  # s
     most_s: float = math.inf  # after which computing would have been faster

@@ -127,7 +127,7 @@ class Allocation(NamedTuple):
     state_slot: int | None = None  # for its recurrent layers
 
 
-class Row(NamedTuple):
+class PoolRow(NamedTuple):
     """What the pool counts and copies at once: a block, or a page of one of its groups (`kv.pages`)."""
 
     place: int  # of the block, in a table
@@ -197,9 +197,9 @@ class KVCacheManager:
         """Pages without which a request of so many known tokens cannot run."""
         return self.num_blocks_for(num_tokens)
 
-    def rows(self, table: Sequence[int], first: int, num_tokens: int) -> list[Row]:
+    def rows(self, table: Sequence[int], first: int, num_tokens: int) -> list[PoolRow]:
         """Return the rows with which a request goes on after so many tokens, of its blocks from the `first` on."""
-        return [Row(place, 0, table[place]) for place in range(first, self.num_blocks_for(num_tokens))]
+        return [PoolRow(place, 0, table[place]) for place in range(first, self.num_blocks_for(num_tokens))]
 
     def places(self, table: Sequence[int], first: int, num_tokens: int) -> Sequence[Any]:
         """Return those rows by block, as far as the table goes, as `layout.LayerIO` takes them."""
@@ -502,18 +502,3 @@ class KVCacheManager:
             if digest is not None and self.evicted is not None and block not in self._filling:
                 self.evicted[digest] = block
         return taken
-
-
-class LocalKVCacheManager(KVCacheManager):
-    """Bookkeeping of blocks that stay in this engine: none is swapped out, filled from elsewhere or held for others."""
-
-    def can_swap_out(self, num_tokens: int) -> bool:
-        return False
-
-    def reserve(
-        self, request: RequestState, hit: PrefixHit, num_blocks: int, num_spared: int
-    ) -> tuple[int, ...] | None:
-        return None
-
-    def hold(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
-        return ()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, PageChange, PoolChanges, ScheduledRow
-from maitred.kv.manager import NO_HIT, Allocation, BlockPool, KVCacheManager, PrefixHit, Row
+from maitred.kv.manager import NO_HIT, Allocation, BlockPool, KVCacheManager, PoolRow, PrefixHit
 from maitred.kv.states import StatefulKVCacheManager
 
 MOST_BLOCKS = 2**20  # numbers of blocks, where they have no pages that stay
@@ -71,6 +71,15 @@ class KVGroups(NamedTuple):
     def blocks_per_page(self, context: int) -> float:
         """Numbers of blocks that there are for each page, at most."""
         return 1 / self.counts[0] if self.counts[0] else -(-context // max(filter(None, self.windows)))
+
+
+def part_of(groups: KVGroups | None, block_size: int) -> float:
+    """Part of whole blocks' bytes that a prompt of some thousand tokens keeps."""
+    if groups is None:
+        return 1.0
+    num_blocks = -(-4096 // block_size)
+    pages = groups.pages_for(num_blocks * block_size, block_size)
+    return min(1.0, pages * groups.size / (num_blocks * len(groups.places)))
 
 
 def first_seen(window: int | None, num_tokens: int, block_size: int) -> int:
@@ -285,9 +294,9 @@ class PagedKVCacheManager(KVCacheManager):
     def num_pages_for(self, num_tokens: int) -> int:
         return self.groups.pages_for(num_tokens, self.block_size)
 
-    def rows(self, table: Sequence[int], first: int, num_tokens: int) -> list[Row]:
+    def rows(self, table: Sequence[int], first: int, num_tokens: int) -> list[PoolRow]:
         return [
-            Row(index, group, page)
+            PoolRow(index, group, page)
             for index in range(first, self.num_blocks_for(num_tokens))
             for kind, pages in enumerate(self.pages.pages)
             if index >= self._first(kind, num_tokens)

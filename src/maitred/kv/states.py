@@ -12,14 +12,17 @@ from typing import Any
 
 from maitred.core.request import RequestState
 from maitred.core.step import BlockCopy, PoolChanges, ScheduledRow, StateSave
-from maitred.kv.manager import NO_HIT, Allocation, LocalKVCacheManager, PrefixHit
+from maitred.kv.manager import NO_HIT, Allocation, KVCacheManager, PrefixHit
 
 STRIDE = 512  # tokens between snapshots of a prompt
 MOST_STRIDES = 8  # of a longer one: its strides are longer
 
 
-class StatefulKVCacheManager(LocalKVCacheManager):
-    """Bookkeeping of a KV cache of whole blocks, and of the states beside it: a hit ends at a snapshot."""
+class StatefulKVCacheManager(KVCacheManager):
+    """Bookkeeping of a KV cache of whole blocks, and of the states beside it: a hit ends at a snapshot.
+
+    Nothing leaves this engine: no request is swapped out, filled from elsewhere or held for others.
+    """
 
     stride = STRIDE
     has_pool_changes = True
@@ -39,6 +42,17 @@ class StatefulKVCacheManager(LocalKVCacheManager):
     @property
     def num_snapshots(self) -> int:
         return len(self._snapshots)
+
+    def can_swap_out(self, num_tokens: int) -> bool:
+        return False
+
+    def reserve(
+        self, request: RequestState, hit: PrefixHit, num_blocks: int, num_spared: int
+    ) -> tuple[int, ...] | None:
+        return None
+
+    def hold(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
+        return ()
 
     def find_prefix(self, request: RequestState) -> PrefixHit:
         blocks = super().find_prefix(request).blocks

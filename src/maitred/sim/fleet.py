@@ -30,6 +30,7 @@ from maitred.fleet.fleet_request import AnswerUsage, FleetRequest, request_of
 from maitred.fleet.replicas import ReplicaFacts, Report, State
 from maitred.fleet.sizing import Autoscale, as_asked
 from maitred.gate.admission import AdmissionController
+from maitred.kv.pages import part_of
 from maitred.policy.predictor import Foretold, predictor_named
 from maitred.scheduler.engine_core import StepListener
 from maitred.sim.clients import ENDED_BY_ITSELF, Clients, SimulatedRequest
@@ -469,7 +470,7 @@ def facts_of(role: Role, target: SimulatedTarget, engine: EngineSetup, link: Sim
         token_budget=engine.scheduler.token_budget,
         num_blocks=engine.num_blocks,
         block_size=engine.block_size,
-        bytes_per_token=target.kv_bytes_per_token,
+        bytes_per_token=target.kv_bytes_per_token * part_of(engine.groups, engine.block_size),
         num_layers=target.num_layers,
         bandwidth=0.0 if link is None else link.bandwidth,
         latency_s=0.0 if link is None else link.latency_s,
