@@ -406,6 +406,8 @@ def test_a_window_that_a_tier_lost_is_computed(of_family: Callable[..., Engine],
     first.tier.before_read = lambda: first.tier.blocks.pop(window, None)
     assert torn.complete("c", CHAT) == said
     assert torn.cached == [0]
+    torn.core.findable.tell_changes(True)
+    assert len(torn.core.findable.take(1000)[0]) == 143 // 8, "a router is told of blocks, and of no pages"
 
 
 def test_windows_are_found_on_disk_after_a_restart(of_family: Callable[..., Engine], tmp_path: Path):

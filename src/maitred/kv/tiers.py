@@ -116,9 +116,12 @@ class KVTier:
         """Gives files and connections back. Everything after it finds and stores nothing."""
 
 
+_OF_A_GROUP = bytes(6)
+
+
 def row_key(digest: bytes, group: int) -> bytes:
     """Key of a block's row of one group; the first has the block's hash."""
-    return digest[:-2] + (int.from_bytes(digest[-2:]) ^ group).to_bytes(2) if group else digest
+    return digest[:24] + _OF_A_GROUP + group.to_bytes(2) if group else digest
 
 
 # ---- fetch or compute
@@ -220,7 +223,7 @@ class FindableBlocks:
         changed: list[bytes] = []
         for source in self._sources:
             changed += chain(*source.take_changes(most - len(changed)))
-        there = {digest: self._is_there(digest) for digest in changed}
+        there = {digest: self._is_there(digest) for digest in changed if digest[24:30] != _OF_A_GROUP}
         stored = [digest for digest, is_there in there.items() if is_there and digest not in self._told]
         removed = [digest for digest, is_there in there.items() if not is_there and digest in self._told]
         self._told.update(stored)
