@@ -272,7 +272,7 @@ def report_of(planner: Planner, told: Mapping[str, Any]) -> dict[str, Any]:
     """Contents of a report: the best plan of each mode side by side, and all layouts that met the objectives."""
     plan, front, by_rate = planner.plan, planner.front(), planner.wanted.rate is None
     outcomes = sorted(plan.best.values(), key=planner.score)
-    notes = [] if outcomes else [_no_plan(planner)]
+    notes = [] if outcomes else [_no_plan(planner).removeprefix("no plan: ")]
     notes += [_pays(planner)] * (plan.pays_from is not None)
     return {
         **told,

@@ -32,7 +32,7 @@ fill($("reasons"), reasons.map((words) => h("p", {}, words)));
 say($("kind"), data.kind);
 say($("source"), inertLine(data.source, 400));
 document.title = `maitred ${data.kind}: ${conclusion}`;
-if (names.length > 1 && data.best !== null && data.baseline !== undefined) say($("side-note"), `differences are to ${names[data.baseline]}`);
+if (names.length > 1 && data.baseline !== undefined) say($("side-note"), `differences are to ${names[data.baseline]}`);
 show("side-by-side", names.length ? [table(data, rowsOf(data))] : null);
 show("start", data.columns[0]?.figures.commands ? [data.columns[0].figures.commands.join("\n")] : null);
 const tenants = tenantRows(data);

@@ -21,8 +21,10 @@ const OVERALL = [ // figure, label, unit, which is better; those that not all co
   ["num_cached_tokens", "prompt tokens from the cache", "count", "high"],
   ["utilisation", "engines busy", "share", ""],
   ["load_max_over_mean", "fullest over mean replica", "number", "low"],
-  ["replica_s", "time of all replicas", "s", "low"],
+  ["replica_s", "seconds of all replicas", "count", "low"],
   ["num_starts", "replicas started", "count", "low"],
+  ["mean_rows", "requests in a step", "number", ""],
+  ["kv_waste", "KV memory wasted", "share", "low"],
   ["tokens_per_s_per_device", "answer tokens/s of a device", "count", "high"],
   ["watts_per_device", "watts of a device", "count", "low"],
   ["joules_per_token", "joules of a token", "number", "low"],
@@ -140,7 +142,8 @@ export function verdict(data) {
 export function change(data, key, begin, end, one, other, against) {
   const [value, base] = [valueOf(data, key, one), valueOf(data, key, other)];
   if (value === null || !base) return [];
-  const percent = Math.round(100 * (value / base - 1));
-  const than = percent ? `${Math.abs(percent)}% ${percent < 0 ? "less" : "more"} than` : "as";
+  const [percent, times] = [Math.round(100 * (value / base - 1)), Math.max(value / base, base / value)];
+  const much = times > 10 ? `${Math.round(times)} times` : `${Math.abs(percent)}%`;
+  const than = percent ? `${much} ${percent < 0 ? "less" : "more"} than` : "as";
   return [`${begin} ${seconds(value)}${end ? ` ${end}` : ""}, ${than} ${against} (${seconds(base)}).`];
 }
