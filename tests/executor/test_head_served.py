@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from safetensors.numpy import load_file
 
 from maitred.core.request import SamplingParams
 from maitred.executor.drafter import head_proposer, plan_head
@@ -23,6 +24,7 @@ from maitred.model.head import mtp_layer, open_head
 from maitred.text.tokenizer import Tokenizer
 from tests.executor.native_worlds import native_plan
 from tests.fakes import make_request, make_scheduler
+from tests.model.gguf_models import stacked, write_gguf
 from tests.model.heads import make_mtp_checkpoint
 
 HEAD = BUILTIN_FOLDER.with_name(f"{BUILTIN_FOLDER.name}-mtp")
@@ -66,15 +68,17 @@ def served(
             layers = [replace(layer, window=window) for layer, window in zip(spec.layers, windows, strict=True)]
             spec = replace(spec, layers=tuple(layers))
             groups = groups_of([*windows, *([None] if taps else [])], 256) if paged else None
-        made = native_plan(checkpoint, spec, taps=taps, **{"dtype": "auto"} | plan)
+        slots = 10 if spec.has_state else 0
+        made = native_plan(checkpoint, spec, taps=taps, num_drafts=max(num_drafts), **{"dtype": "auto"} | plan)
         made = made.in_groups(groups) if groups is not None else made
         num_pages = NUM_BLOCKS * (groups.num_groups if groups is not None else 1)
-        executor = made.build(num_blocks=num_pages, max_model_len=256)
+        executor = made.build(num_blocks=num_pages, max_model_len=256, num_state_slots=slots)
         if taps:
             executor.proposer, _ = head_proposer(plan_head(made, opened, max_rows=8), executor, max_model_len=context)
     scheduler = make_scheduler(
         num_blocks=num_pages,
         groups=groups,
+        num_state_slots=slots,
         num_drafts=lambda request, num_rows: num_drafts[len(request.output_token_ids) % len(num_drafts)],
     )
     outputs, drafted, accepted = [], 0, 0
@@ -163,13 +167,29 @@ def test_taps_after_the_last_layer_are_read_too(tmp_path: Path):
     assert drafted.num_drafts > 0
 
 
+MTP = {  # family -> its file's architecture, its checkpoint's layout
+    "glm4_moe": ("glm4moe", "glm", {}),
+    "deepseek_v3": (None, "glm", {}),  # latent attention
+    "qwen3_5": ("qwen35", "qwen", {"num_hidden_layers": 4, "linear_num_value_heads": 6}),  # in another order in files
+}
+
+
 @pytest.mark.parametrize("predicts", [True, False])
-def test_a_models_own_mtp_layer_drafts_and_output_is_the_same(tmp_path: Path, predicts: bool):
-    model = make_mtp_checkpoint("glm4_moe", tmp_path, predicts=predicts)
+@pytest.mark.parametrize("family", MTP)
+def test_a_models_own_mtp_layer_drafts_and_output_is_the_same(tmp_path: Path, family: str, predicts: bool):
+    """Of a folder, and of a GGUF file of the same."""
+    architecture, layout, sizes = MTP[family]
+    models = [make_mtp_checkpoint(family, tmp_path / "folder", layout=layout, predicts=predicts, **sizes)]
+    if architecture is not None:
+        config = json.loads((models[0] / "config.json").read_text())
+        tensors = stacked(load_file(models[0] / "model.safetensors"))
+        models.append(write_gguf(tmp_path / "model.gguf", architecture, config, tensors))
     for temperature in (0.0, 0.7):
-        alone = served([0], None, model=model, temperature=temperature, dtype="float32")
-        drafted = served([4, 0, 2], None, model=model, temperature=temperature, dtype="float32", rounds=2)
+        how: Any = {"temperature": temperature, "dtype": "float32"}
+        alone = served([0], None, model=models[0], **how)
+        drafted, *of_file = (served([4, 0, 2], None, model=model, **how, rounds=2) for model in models)
         assert drafted.outputs == alone.outputs * 2
         assert drafted.num_drafts > 0
+        assert of_file in ([], [drafted])
         if predicts:
             assert drafted.num_accepted == drafted.num_drafts

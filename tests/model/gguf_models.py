@@ -24,6 +24,8 @@ Config = dict[str, Any]
 Tensors = dict[str, NDArray[np.float32]]
 
 PAIRED = ("llama", "granite", "smollm3", "mistral3")  # architectures whose rotated pairs lie side by side
+QWEN_NEXT = ("qwen3next", "qwen35", "qwen35moe")
+_MTP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
 _CORRECTION = "e_score_correction.bias"
 TOKENS = ["<s>", "</s>", "<|eot_id|>", "a", "b", "<|im_end|>"]
 TOKEN_TYPES = [3, 3, 3, 1, 1, 1]
@@ -96,7 +98,9 @@ def write_gguf(
         else:
             writer.add_key_value(full, value, gguf.GGUFValueType.get_type(value))
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0))
+    if architecture in QWEN_NEXT:
+        tensors = _of_qwen_next(tensors, architecture, config)
     if not whole:
         tensors = _split_latent(tensors, config)
     for name, values in tensors.items():
@@ -106,9 +110,9 @@ def write_gguf(
             if name.endswith(("sinks", "layer_scalar"))
             else name.replace("e_score_correction_bias", _CORRECTION)
         )
-        own = names.get_name(mapped, (".weight", ".bias"))
+        own = names.get_name(mapped, (".weight", ".bias")) or _nextn(name)
         assert own is not None, name
-        is_matrix = stored.ndim >= 2 and not name.endswith((".bias", ".gate.weight"))
+        is_matrix = stored.ndim >= 2 and not name.endswith((".bias", ".gate.weight", "conv1d.weight"))
         dtype = type_of(name) if type_of is not None and is_matrix else gguf.GGMLQuantizationType.F32
         rows = stored_rows(dtype.name, stored.reshape(-1, stored.shape[-1]), seed=len(own))
         writer.add_tensor(own, rows.reshape(*stored.shape[:-1], -1), raw_dtype=dtype)
@@ -158,6 +162,52 @@ def _add_latent(writer: Any, config: Config, whole: bool) -> None:
         writer.add_expert_weights_norm(True)
 
 
+def _nextn(name: str) -> str | None:
+    """Of an MTP layer where gguf's tables have not caught up with the converter."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(eh_proj|[eh]norm|shared_head\.norm)\.weight", name)
+    return f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}.weight" if found else None
+
+
+def _of_qwen_next(tensors: Tensors, architecture: str, config: Config) -> Tensors:
+    """Rates in place of their logarithms, norms with their 1, channels and z apart from each other; of Qwen3.5, value
+    heads in turn by key heads, and the MTP layer behind the others."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
+
+    def tile(values: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+        """The last rows, `size` of each value head."""
+        by_key = values[-heads * size :].reshape(keys, heads // keys, size, *values.shape[1:])
+        tiled = by_key.swapaxes(0, 1).reshape(heads * size, *values.shape[1:])
+        return tiled if len(tiled) == len(values) else np.concatenate((values[: -heads * size], tiled))
+
+    sizes = dict.fromkeys(("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight"), value)
+    sizes |= dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"), 1)
+    found: Tensors = {}
+    behind = f"model.layers.{config['num_hidden_layers']}."
+    for hub_name, of_hub in tensors.items():
+        values = of_hub
+        name, _, part = hub_name.rpartition("linear_attn.")
+        if part == "in_proj_qkvz.weight":
+            widths = np.cumsum([key, key, heads // keys * value])
+            parts = np.split(values.reshape(keys, -1, values.shape[1]), widths, axis=1)
+            q, k, v, z = (each.reshape(-1, values.shape[1]) for each in parts)
+            found[f"{name}linear_attn.in_proj_qkv.weight"] = np.concatenate((q, k, v))
+            found[f"{name}linear_attn.in_proj_z.weight"] = z
+            continue
+        if architecture != "qwen3next" and part in sizes:
+            values = tile(values, sizes[part])
+        elif architecture != "qwen3next" and part == "out_proj.weight":
+            values = tile(values.T, value).T
+        name = re.sub(r"^mtp\.layers\.0\.", behind, hub_name.replace("dt_bias", "dt_proj.bias"))
+        name = re.sub(r"^mtp\.(\w+)", lambda part: behind + _MTP[part[1]], name)
+        if part == "A_log":
+            values = -np.exp(values.astype(np.float64)).astype(np.float32)
+        elif name.endswith("norm.weight") and part != "norm.weight":
+            values = values + np.float32(1)
+        found[name] = np.ascontiguousarray(values.squeeze() if part == "conv1d.weight" else values)
+    return found
+
+
 def as_stored(name: str, values: NDArray[np.float32], architecture: str, config: Config) -> NDArray[np.float32]:
     if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return values + np.float32(1)
@@ -173,7 +223,10 @@ def as_stored(name: str, values: NDArray[np.float32], architecture: str, config:
 def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
-    writer.add_block_count(config["num_hidden_layers"])
+    drafting = config.get("num_nextn_predict_layers") or 0
+    writer.add_block_count(config["num_hidden_layers"] + drafting)
+    if drafting:
+        writer.add_nextn_predict_layers(drafting)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -210,6 +263,15 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
 
 
 def _add_by_architecture(writer: Any, architecture: str, config: Config, full: Config) -> None:
+    if architecture in QWEN_NEXT:
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    if architecture in ("qwen35", "qwen35moe"):
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     if architecture == "mistral3":
         writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
     if architecture == "olmo2" and config.get("layer_types"):

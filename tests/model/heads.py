@@ -76,10 +76,10 @@ def make_mtp_checkpoint(
         for name, copy in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
             tensors[f"{theirs}{name}.weight"] = tensors[f"{copy}.weight"].copy()
     if predicts:
-        parts = ("o_proj.weight", "down_proj.weight", "down_proj")
+        parts = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
         tensors |= {name: np.zeros_like(each) for name, each in tensors.items() if name.endswith(parts)}
         tensors[f"{theirs}{joins}.weight"] = np.eye(hidden, 2 * hidden, dtype=np.float32)
-        tensors[f"{theirs}{norms[0]}.weight"] = np.ones(hidden, np.float32)
+        tensors[f"{theirs}{norms[0]}.weight"] = np.full(hidden, layout == "glm", np.float32)
         tensors[f"{theirs}{norms[2]}.weight"] = tensors["model.norm.weight"]
     config |= {"num_hidden_layers": layer, "num_nextn_predict_layers": 1}
     if types := config.get("layer_types"):

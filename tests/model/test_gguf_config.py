@@ -30,8 +30,15 @@ from maitred.model.gguf_file import GGML_TYPES, HELD_AS, GgufFile, gguf_in
 from maitred.model.packed import pack_weights
 from maitred.model.rope import inverse_frequencies
 from maitred.model.weight_map import weight_map
-from tests.executor.native_worlds import native_plan
-from tests.model.checkpoints import make_checkpoint
+from tests.executor.native_worlds import load_native, native_plan
+from tests.executor.test_families_parity import (
+    NUM_BLOCKS,
+    NUM_STATE_SLOTS,
+    check_against_reference,
+    load_executor,
+    serve,
+)
+from tests.model.checkpoints import load_reference, make_checkpoint
 from tests.model.gguf_models import TOKEN_TYPES, TOKENS, random_tensors, stacked, write_gguf
 from tests.model.test_families import Config
 from tests.model.test_families import family as family_of
@@ -119,6 +126,9 @@ FAMILIES: dict[str, tuple[str, Config]] = {
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4moe", {"num_nextn_predict_layers": 0}),
     "gpt_oss": ("gpt-oss", {"swiglu_limit": 7.0}),
+    "qwen3_next": ("qwen3next", UNROUTED),
+    "qwen3_5": ("qwen35", {}),
+    "qwen3_5_moe": ("qwen35moe", {"linear_num_key_heads": 6}),
 }
 
 
@@ -156,6 +166,17 @@ def test_glm_4_7_flash_scores_by_sigmoid_where_its_file_does_not_say(tmp_path: P
         str(write_gguf(tmp_path / "a.gguf", "deepseek2", config, random_tensors(config), **keys))
     ) as it:
         assert spec_from_config(it.config) == spec_from_config(config)
+
+
+@pytest.mark.parametrize("executor", ["native", "torch"])
+def test_value_heads_that_take_key_heads_in_turn_are_served_as_their_folder_is(tmp_path: Path, executor: str) -> None:
+    """Three value heads a key head, which llama.cpp's converter has in another order."""
+    folder = make_checkpoint("qwen3_5_moe", tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    path = write_gguf(tmp_path / "m.gguf", "qwen35moe", config, stacked(load_file(folder / "model.safetensors")))
+    sizes = {"num_blocks": NUM_BLOCKS, "num_state_slots": NUM_STATE_SLOTS}
+    model: Any = load_native(path, **sizes) if executor == "native" else load_executor(path, device="cpu")
+    check_against_reference(serve(model, num_state_slots=NUM_STATE_SLOTS), load_reference(folder))
 
 
 def _rounded(spec: Any) -> str:

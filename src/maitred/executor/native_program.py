@@ -349,8 +349,8 @@ class _Builder:
             case Recurrent():
                 delta, target = op.spec, self._rows(op.target, op.spec.value_width)
                 sizes = delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim, delta.conv_width
-                vectors = [self._vector(weight) for weight in (op.conv, op.step_bias, op.log_decay, op.norm)]
-                self._native.recurrent(self.rows[op.source], target, *sizes, *vectors, self._eps)
+                vectors = [self._vector(weight) for weight in (op.conv, op.step_bias, op.rate, op.norm)]
+                self._native.recurrent(self.rows[op.source], target, *sizes, delta.tiled, *vectors, self._eps)
             case Gate():
                 gate, up = self.rows[op.gate], self.rows[op.up]
                 target, few = self._rows(op.target, gate.width), index >= self._head

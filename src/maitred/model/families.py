@@ -123,6 +123,7 @@ def recurrent_layers(c: Config, head_dim: int, *, grouped: bool = False) -> tupl
         value_dim=c["linear_value_head_dim"],
         conv_width=c["linear_conv_kernel_dim"],
         grouped=grouped,
+        tiled=bool(c.get("linear_heads_tiled")),  # of a GGUF file
     )
     if _activation(c["hidden_act"]) is not Activation.SILU:
         raise CheckpointError(f"hidden_act is {c['hidden_act']!r}; the convolution of recurrent layers needs silu")

@@ -154,7 +154,7 @@ def recurrent(delta: RecurrentSpec, formats: Formats, index: int, hidden: int) -
         parts.append((value, row, rows))
         row += rows
     yield from linears("normed", parts, f"{name}inputs", hidden, formats, False)
-    vectors = {"conv": delta.num_channels * delta.conv_width, "step_bias": heads, "log_decay": heads}
+    vectors = {"conv": delta.num_channels * delta.conv_width, "step_bias": heads, "rate": heads}
     weights = [vector(name + each, rows) for each, rows in (vectors | {"norm": delta.value_dim}).items()]
     yield Recurrent("inputs", "mixed", delta, *weights)
     yield from linears("mixed", [("part", 0, hidden)], f"{name}output", delta.value_width, formats, False)

@@ -116,7 +116,7 @@ def config_of(files: Sequence[GgufFile]) -> Config:
         "model_type": row.model_type,
         "vocab_size": _vocab_size(keys),
         "hidden_size": hidden_size,
-        "intermediate_size": keys.count("feed_forward_length"),
+        "intermediate_size": keys.count("feed_forward_length", keys.value("expert_feed_forward_length")),
         **_num_layers(keys),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
@@ -124,7 +124,7 @@ def config_of(files: Sequence[GgufFile]) -> Config:
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in keys.names,
-        "attention_bias": "blk.0.attn_q.bias" in keys.names,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in keys.names),
         "mlp_bias": "blk.0.ffn_gate.bias" in keys.names,
         "rope_parameters": _rope(keys, head_dim),
     }
@@ -214,7 +214,8 @@ def permuted_heads(config: Config, architecture: str, name: str) -> int:
 
 def shape_there(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """A tensor's shape under its Hugging Face name; the converter leaves out axes of one."""
-    return (1, *shape) if name.endswith(".shared_expert_gate.weight") else shape
+    at = 0 if name.endswith(".shared_expert_gate.weight") else 1 if name.endswith(".conv1d.weight") else None
+    return shape if at is None else (*shape[:at], 1, *shape[at:])
 
 
 def as_there(raw: RawTensor, config: Config, architecture: str, name: str) -> RawTensor:
@@ -384,6 +385,26 @@ def _qwen_moe(keys: _Keys, config: Config) -> Config:
         "norm_topk_prob": keys.architecture == "qwen3moe",
         "shared_expert_intermediate_size": 0 if keys.architecture == "qwen3moe" else shared,
         "qkv_bias": config["attention_bias"],
+    }
+
+
+def _qwen_next(keys: _Keys, config: Config) -> Config:
+    """Norms hold w + 1 in these files, and Qwen3.5's value heads take key heads in turn."""
+    key_heads, value_heads = keys.count("ssm.group_count"), keys.count("ssm.time_step_rank")
+    told, interval = keys.value("attention.recurrent_layers"), keys.count("full_attention_interval", 4)
+    layers = range(config["num_hidden_layers"])
+    is_recurrent = told[: len(layers)] if isinstance(told, list) else [(i + 1) % interval for i in layers]
+    return {
+        "norm_offset": 0.0,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": keys.number("expert_shared_feed_forward_length", 0),
+        "layer_types": ["linear_attention" if each else "full_attention" for each in is_recurrent],
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": keys.count("ssm.state_size"),
+        "linear_value_head_dim": keys.count("ssm.inner_size") // value_heads,
+        "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
+        "linear_heads_tiled": keys.architecture != "qwen3next" and key_heads != value_heads,
     }
 
 
@@ -604,7 +625,12 @@ _PARTS = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.embed_tokens": "embed_tokens",
 }
-_BARE = ("exp_probs_b", "attn_sinks", "layer_output_scale")  # parts whose Hugging Face names end without a kind
+_BARE = (
+    "exp_probs_b",
+    "attn_sinks",
+    "ssm_dt",
+    "layer_output_scale",
+)  # parts whose Hugging Face names end without a kind
 _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}  # before the MLP, where it is called so
 _SHARED_EXPERT = {
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
@@ -618,6 +644,20 @@ _LATENT_PARTS = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     **{f"attn_{part}_b": f"self_attn.{part}_b_proj" for part in ("kv", "k", "v")},
 }
+_RECURRENT = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # older files of Qwen3-Next, in place of the two
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.rate",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_QWEN_NEXT_PARTS = _RECURRENT | _SHARED_EXPERT | _MLP_NORM
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_PARTS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _GEMMA4_PARTS = _GEMMA_PARTS | {
@@ -654,7 +694,10 @@ ARCHITECTURES = {
     "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": _Architecture("Qwen2MoeForCausalLM", "qwen2_moe", _qwen_moe, parts=_SHARED_EXPERT),
     "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen35": _Architecture("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen_next, parts=_QWEN_NEXT_PARTS),
+    "qwen35moe": _Architecture("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen_next, parts=_QWEN_NEXT_PARTS),
     "qwen3moe": _Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _qwen_moe),
+    "qwen3next": _Architecture("Qwen3NextForCausalLM", "qwen3_next", _qwen_next, parts=_QWEN_NEXT_PARTS),
     "smollm3": _Architecture("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
 }
 

@@ -188,7 +188,8 @@ class _Sources:
             for piece, source, raw in self._of(part):
                 values, dtype = _values(raw)
                 rows = source.take(values, piece)[_rows_within(part, piece)]
-                found.append(_float32(rows, dtype) + np.float32(source.offset))
+                vector = _float32(rows, dtype) + np.float32(source.offset)
+                found.append(-np.exp(vector.astype(np.float64)).astype(np.float32) if source.is_log else vector)
         return np.concatenate(found)
 
     def _of(self, part: Part) -> Iterator[tuple[RowSpan, WeightSource, RawTensor]]:

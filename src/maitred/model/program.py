@@ -311,7 +311,7 @@ class Recurrent(Struct, frozen=True):
     spec: RecurrentSpec
     conv: Weight
     step_bias: Weight
-    log_decay: Weight
+    rate: Weight  # minus exp(A_log)
     norm: Weight
 
 
@@ -415,7 +415,7 @@ def weights_of(op: Op) -> tuple[Weight, ...]:
         case Attention():
             return (op.sinks,) if op.sinks is not None else ()
         case Recurrent():
-            return (op.conv, op.step_bias, op.log_decay, op.norm)
+            return (op.conv, op.step_bias, op.rate, op.norm)
         case QKV():
             return tuple(weight for weight in (op.q_norm, op.k_norm) if weight is not None)
         case _:

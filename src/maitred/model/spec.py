@@ -127,7 +127,7 @@ class RoutedSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSpec:
     """A gated delta rule behind a short convolution (arXiv:2412.06464): each value head has a matrix
-    [key_dim, value_dim] that every token changes. A key head serves consecutive value heads."""
+    [key_dim, value_dim] that every token changes. A key head serves several value heads."""
 
     num_key_heads: int
     num_value_heads: int
@@ -137,6 +137,8 @@ class RecurrentSpec:
     """Tokens that the convolution sees, the newest included."""
     grouped: bool = False
     """The checkpoint has q, k, v and z of a key head side by side (Qwen3-Next); only the weight map differs."""
+    tiled: bool = False
+    """Value heads take key heads in turn (GGUF files of Qwen3.5); else consecutive ones have the same."""
 
     @property
     def value_width(self) -> int:
@@ -499,7 +501,7 @@ def _recurrent_shapes(recurrent: RecurrentSpec, hidden: int) -> dict[str, tuple[
         "recurrent.inputs.weight": (recurrent.input_width, hidden),
         "recurrent.conv.weight": (recurrent.num_channels * recurrent.conv_width,),
         "recurrent.step_bias.weight": (recurrent.num_value_heads,),
-        "recurrent.log_decay.weight": (recurrent.num_value_heads,),
+        "recurrent.rate.weight": (recurrent.num_value_heads,),
         "recurrent.norm.weight": (recurrent.value_dim,),
         "recurrent.output.weight": (hidden, recurrent.value_width),
     }

@@ -384,7 +384,7 @@ class _Recurrent(nn.Module):
         self.inputs = make.linear(spec.hidden_size, delta.input_width, bias=False)
         self.conv = make.norm(delta.num_channels * delta.conv_width, spec)  # as the next two, for its vector
         self.step_bias = make.norm(delta.num_value_heads, spec)
-        self.log_decay = make.norm(delta.num_value_heads, spec)
+        self.rate = make.norm(delta.num_value_heads, spec)
         self.norm = make.norm(delta.value_dim, spec)
         self.output = make.linear(delta.value_width, spec.hidden_size, bias=False)
 
@@ -405,7 +405,7 @@ class _Recurrent(nn.Module):
         q, k = (self._directions(x) for x in (q, k))
         v, z = (x.reshape(*x.shape[:2], heads, delta.value_dim) for x in (v, z))
         q, beta = q * delta.key_dim**-0.5, torch.sigmoid(b)
-        decay = torch.exp(-torch.exp(self.log_decay.weight) * softplus(a + self.step_bias.weight))
+        decay = torch.exp(self.rate.weight * softplus(a + self.step_bias.weight))
         out = []
         for t in range(inputs_BTI.shape[1]):
             matrices_BHKV = matrices_BHKV * decay[:, t, :, None, None]
@@ -420,7 +420,8 @@ class _Recurrent(nn.Module):
         """Queries or keys of length 1, one for each value head."""
         by_head = x.reshape(*x.shape[:2], self.delta.num_key_heads, self.delta.key_dim)
         by_head = by_head * torch.rsqrt(by_head.square().sum(-1, keepdim=True) + 1e-6)
-        return by_head.repeat_interleave(self.delta.num_value_heads // self.delta.num_key_heads, dim=-2)
+        times = self.delta.num_value_heads // self.delta.num_key_heads
+        return by_head.repeat(1, 1, times, 1) if self.delta.tiled else by_head.repeat_interleave(times, dim=-2)
 
     def _zeros(self, inputs_BTI: Tensor) -> State:
         shapes = self.delta.state_shapes
@@ -564,6 +565,8 @@ def _fill(parameter: Tensor, source: WeightSource, raw: RawTensor, file: Path) -
     for piece in source.pieces():
         target = parameter[piece.row : piece.row + piece.num_rows]
         target.copy_(source.take(values, piece))
+        if source.is_log:
+            target.exp_().neg_()
         if source.offset:
             target.add_(source.offset)
 

@@ -60,6 +60,7 @@ class WeightSource:
     row: int = 0
     offset: float = 0.0  # added to every value: Gemma's norms store w - 1
     stack: Stack | None = None
+    is_log: bool = False  # the parameter is minus exp of every value
 
     @property
     def is_matrix(self) -> bool:
@@ -198,7 +199,7 @@ def _sources(spec: DecoderSpec, prefix: str, names: Collection[str]) -> Iterator
 def _layer(spec: DecoderSpec, index: int, source: str, names: Collection[str]) -> Iterator[WeightSource]:
     layer, target = spec.layers[index], f"layers.{index}."
     if layer.recurrent is not None:
-        yield from _recurrent(layer.recurrent, source + "linear_attn.", f"{target}recurrent.", spec.hidden_size)
+        yield from _recurrent(layer.recurrent, source + "linear_attn.", f"{target}recurrent.", spec.hidden_size, names)
     else:
         yield from _attention(spec.at(index), source + "self_attn.", target, spec.hidden_size, index, names)
     if layer.routed is not None:
@@ -346,28 +347,34 @@ def _latent(
     yield from _stacked(source, (("o_proj", hidden),), heads * value, f"{target}attention_output", False)
 
 
-def _recurrent(recurrent: RecurrentSpec, source: str, target: str, hidden: int) -> Iterator[WeightSource]:
+def _recurrent(
+    recurrent: RecurrentSpec, source: str, target: str, hidden: int, names: Collection[str]
+) -> Iterator[WeightSource]:
+    """Inputs by key head, all channels and then all z, or, in GGUF files of Qwen3-Next, the latter with b and a by key
+    head. Those files have the decay's rate in place of its logarithm."""
     keys, heads, inputs = recurrent.num_key_heads, recurrent.num_value_heads, f"{target}inputs"
     key, value = recurrent.key_dim, recurrent.value_width // keys  # rows of a key head
-    if recurrent.grouped:
-        row = 0
-        for name, parts in (("qkvz", (key, key, value, value)), ("ba", (heads // keys,) * 2)):
+    qkvz, ba = (
+        (("in_proj_qkv", recurrent.num_channels), ("in_proj_z", recurrent.value_width)),
+        (("in_proj_b", heads), ("in_proj_a", heads)),
+    )
+    row = 0
+    for name, parts, apart in (("qkvz", (key, key, value, value), qkvz), ("ba", (heads // keys,) * 2, ba)):
+        whole = f"{source}in_proj_{name}.weight"
+        if not recurrent.grouped or (f"{source}{apart[0][0]}.weight" in names and whole not in names):
+            yield from _stacked(source, apart, hidden, inputs, False, row=row)
+        else:
             for index, rows in enumerate(parts):
                 of_head = Stack(rows, rows, groups=keys, first=sum(parts[:index]))
                 shape = (keys * sum(parts), hidden)
-                yield WeightSource(f"{source}in_proj_{name}.weight", shape, f"{inputs}.weight", row, stack=of_head)
-                row += keys * rows
-    else:
-        qkvz = (("in_proj_qkv", recurrent.num_channels), ("in_proj_z", recurrent.value_width))
-        yield from _stacked(source, (*qkvz, ("in_proj_b", heads), ("in_proj_a", heads)), hidden, inputs, False)
+                yield WeightSource(whole, shape, f"{inputs}.weight", row + keys * sum(parts[:index]), stack=of_head)
+        row += keys * sum(parts)
     taps = (recurrent.num_channels, 1, recurrent.conv_width)
     yield WeightSource(f"{source}conv1d.weight", taps, f"{target}conv.weight")
-    for name, parameter, rows in (
-        ("dt_bias", "step_bias", heads),
-        ("A_log", "log_decay", heads),
-        ("norm.weight", "norm", recurrent.value_dim),
-    ):
-        yield WeightSource(f"{source}{name}", (rows,), f"{target}{parameter}.weight")
+    is_log = f"{source}A_log" in names or f"{source}rate" not in names
+    yield WeightSource(f"{source}{'A_log' if is_log else 'rate'}", (heads,), f"{target}rate.weight", is_log=is_log)
+    yield WeightSource(f"{source}dt_bias", (heads,), f"{target}step_bias.weight")
+    yield WeightSource(f"{source}norm.weight", (recurrent.value_dim,), f"{target}norm.weight")
     yield from _stacked(source, (("out_proj", hidden),), recurrent.value_width, f"{target}output", False)
 
 

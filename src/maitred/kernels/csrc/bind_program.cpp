@@ -283,8 +283,8 @@ void attention_op(BoundProgram& self, int layer, int num_heads, int window, floa
 using States = nb::ndarray<const int32_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 
 void recurrent_op(BoundProgram& self, const Rows& source, const Rows& target, int key_heads, int value_heads,
-                  int key_dim, int value_dim, int conv_width, const Vector& conv, const Vector& step_bias,
-                  const Vector& log_decay, const Vector& norm, float eps) {
+                  int key_dim, int value_dim, int conv_width, bool tiled, const Vector& conv, const Vector& step_bias,
+                  const Vector& rate, const Vector& norm, float eps) {
   if (std::min({key_heads, key_dim, value_dim, conv_width - 1}) < 1 || value_heads < 1 ||
       value_heads % key_heads != 0 || conv_width > kMostTaps)
     throw std::invalid_argument("a recurrent layer of sizes that cannot be");
@@ -293,10 +293,11 @@ void recurrent_op(BoundProgram& self, const Rows& source, const Rows& target, in
                  key_dim,
                  value_dim,
                  conv_width,
+                 tiled,
                  nullptr,
-                 nullptr,
-                 nullptr,
-                 nullptr,
+                 vector_of(nb::cast(step_bias), value_heads),
+                 vector_of(nb::cast(rate), value_heads),
+                 vector_of(nb::cast(norm), value_dim),
                  eps,
                  static_cast<int>(self.slots.layers.size())};
   const int64_t channels = op.channels();
@@ -304,16 +305,11 @@ void recurrent_op(BoundProgram& self, const Rows& source, const Rows& target, in
   check_width(target, int64_t{value_heads} * value_dim);
   if (static_cast<int64_t>(conv.size()) != channels * conv_width)
     throw std::invalid_argument("a convolution of other sizes than its layer");
-  float* const by_tap = static_cast<float*>(
-      self.program.add_own_bytes((channels * conv_width + value_heads) * static_cast<int64_t>(sizeof(float))));
+  float* const by_tap =
+      static_cast<float*>(self.program.add_own_bytes(channels * conv_width * static_cast<int64_t>(sizeof(float))));
   for (int64_t channel = 0; channel < channels; ++channel)
     for (int w = 0; w < conv_width; ++w) by_tap[w * channels + channel] = conv.data()[channel * conv_width + w];
-  float* const rate = by_tap + channels * conv_width;
-  const float* const decays = vector_of(nb::cast(log_decay), value_heads);
-  for (int head = 0; head < value_heads; ++head) rate[head] = -std::exp(decays[head]);
-  op.conv = by_tap, op.rate = rate;
-  op.step_bias = vector_of(nb::cast(step_bias), value_heads);
-  op.norm = vector_of(nb::cast(norm), value_dim);
+  op.conv = by_tap;
   const int64_t stride = (op.state_floats(self.slots.num_pending) + 15) / 16 * 16;
   self.slots.layers.push_back({self.program.add_rows(self.slots.num_slots, stride), stride});
   add_recurrent(self.program, op, self.slots, source, target);
@@ -594,8 +590,8 @@ void bind_program(nb::module_& m) {
           },
           nb::arg("num_slots"), nb::arg("num_pending"), "Before recurrent layers, once.")
       .def("recurrent", &recurrent_op, nb::arg("source"), nb::arg("target"), nb::arg("key_heads"),
-           nb::arg("value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("conv_width"), nb::arg("conv"),
-           nb::arg("step_bias"), nb::arg("log_decay"), nb::arg("norm"), nb::arg("eps"))
+           nb::arg("value_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("conv_width"), nb::arg("tiled"),
+           nb::arg("conv"), nb::arg("step_bias"), nb::arg("rate"), nb::arg("norm"), nb::arg("eps"))
       .def(
           "copy_states",
           [](BoundProgram& self, const std::vector<std::pair<int, int>>& pairs) {

@@ -20,14 +20,17 @@ constexpr int kMostTaps = 64;  // of a convolution
 
 struct RecurrentOp {
   int key_heads, value_heads, key_dim, value_dim, conv_width;
+  bool tiled;              // value heads take key heads in turn
   const float* conv;       // [conv_width][channels], the newest token's last
   const float* step_bias;  // [value_heads]
-  const float* rate;       // [value_heads] -exp(log_decay)
+  const float* rate;       // [value_heads] decay is exp(rate * step)
   const float* norm;       // [value_dim]
   float eps;
   int layer;  // among recurrent ones
 
   int group() const { return value_heads / key_heads; }
+  // The i-th of a key head's value heads.
+  int head_of(int key_head, int i) const { return tiled ? i * key_heads + key_head : key_head * group() + i; }
   int64_t channels() const { return 2 * int64_t{key_heads} * key_dim + int64_t{value_heads} * value_dim; }
   int64_t input_width() const { return channels() + int64_t{value_heads} * (value_dim + 2); }
   int64_t pending_width() const { return channels() + 2 * value_heads; }

@@ -77,14 +77,13 @@ template <class V>
 struct UnitRun {
   const RecurrentUnit& unit;
   const RecurrentOp& op = *unit.op;
-  const int group = op.group(), first_head = unit.key_head * group;
+  const int group = op.group();
   const int64_t channels = op.channels(), padded = op.padded_value();
   float* const history = unit.state;
-  float* const matrices = history + (op.conv_width - 1) * channels + first_head * op.matrix_floats();
+  float* const matrices = history + (op.conv_width - 1) * channels + unit.key_head * group * op.matrix_floats();
   float* const pending = history + (op.conv_width - 1) * channels + op.value_heads * op.matrix_floats();
   const int64_t query_channel = int64_t{unit.key_head} * op.key_dim;
   const int64_t key_channel = query_channel + int64_t{op.key_heads} * op.key_dim;
-  const int64_t value_channel = 2 * int64_t{op.key_heads} * op.key_dim + int64_t{first_head} * op.value_dim;
   // of kRecurrentRun tokens
   float* const queries = unit.scratch;
   float* const keys = queries + kRecurrentRun * op.key_dim;
@@ -92,6 +91,9 @@ struct UnitRun {
   float* const outputs = values + kRecurrentRun * group * padded;
   float* const gates = outputs + kRecurrentRun * group * padded;  // [token][head] beta, decay
   float* const trial = gates + kRecurrentRun * group * 2;         // matrices that drafts change
+
+  int64_t values_of(int head) const { return int64_t{op.head_of(unit.key_head, head)} * op.value_dim; }
+  int64_t value_channel(int head) const { return 2 * int64_t{op.key_heads} * op.key_dim + values_of(head); }
 
   // Tokens are counted from the first one that the slot has not consumed; before 0 are those of its history.
   const float* channels_of(int token) const {
@@ -130,9 +132,10 @@ struct UnitRun {
     for (int token = certain; token < end; ++token) {
       float* const to = pending + (token - certain) * op.pending_width();
       keep(channels_of(token), to);
-      for (int part = 0; part < 2; ++part)
-        std::memcpy(to + channels + part * op.value_heads + first_head,
-                    gates_of(token) + part * op.value_heads + first_head, static_cast<size_t>(group) * sizeof(float));
+      for (int i = 0; i < 2 * group; ++i) {
+        const int gate = i / group * op.value_heads + op.head_of(unit.key_head, i % group);
+        to[channels + gate] = gates_of(token)[gate];
+      }
     }
   }
 
@@ -140,7 +143,7 @@ struct UnitRun {
   void each_range(const Body& body) const {
     body(query_channel, op.key_dim);
     body(key_channel, op.key_dim);
-    body(value_channel, group * op.value_dim);
+    for (int head = 0; head < group; ++head) body(value_channel(head), op.value_dim);
   }
 
   // The convolution's inputs before the token, in ascending order: they may be moved within the slot.
@@ -177,15 +180,15 @@ struct UnitRun {
     scale<V>(q, op.key_dim,
              1.0f / (V::root(sum_of_squares<V>(q, op.key_dim) + 1e-6f) * V::root(static_cast<float>(op.key_dim))));
     scale<V>(k, op.key_dim, 1.0f / V::root(sum_of_squares<V>(k, op.key_dim) + 1e-6f));
-    const float* const b = gates_of(token) + first_head;
     for (int head = 0; head < group; ++head) {
       float* const v = values + (t * group + head) * padded;
-      convolve(token, value_channel + head * op.value_dim, op.value_dim, v);
+      convolve(token, value_channel(head), op.value_dim, v);
       for (int64_t i = op.value_dim; i < padded; ++i) v[i] = 0.0f;
-      const float step = b[op.value_heads + head] + op.step_bias[first_head + head];
+      const int own = op.head_of(unit.key_head, head);
+      const float *const b = gates_of(token) + own, step = b[op.value_heads] + op.step_bias[own];
       const float softplus = step > 20.0f ? step : std::log1p(std::exp(step));
-      gates[(t * group + head) * 2] = 1.0f / (1.0f + std::exp(-b[head]));
-      gates[(t * group + head) * 2 + 1] = std::exp(op.rate[first_head + head] * softplus);
+      gates[(t * group + head) * 2] = 1.0f / (1.0f + std::exp(-*b));
+      gates[(t * group + head) * 2 + 1] = std::exp(op.rate[own] * softplus);
     }
   }
 
@@ -225,7 +228,7 @@ struct UnitRun {
       const float* const o = outputs + (t * group + head) * padded;
       const float mean = sum_of_squares<V>(o, op.value_dim) / static_cast<float>(op.value_dim);
       const V inverse = V::set1(1.0f / V::root(mean + op.eps));
-      const int64_t at = int64_t{first_head + head} * op.value_dim;
+      const int64_t at = values_of(head);
       const float* const z = unit.inputs + token * unit.input_stride + channels + at;
       float* const to = unit.target + token * unit.target_stride + at;
       for (int i = 0; i < op.value_dim; i += V::width) {
