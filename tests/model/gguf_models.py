@@ -71,9 +71,9 @@ def write_gguf(
     whole: bool = False,
     **keys: Any,
 ) -> Path:
-    """`type_of` gives a matrix's type by its Hugging Face name; `whole`: latent attention as until 2025, with kv_b_proj
-    in one; `keys` are metadata that is added, or in the place of what the model has, by its full name with `__` for a
-    dot."""
+    """`type_of` gives a matrix's type by its Hugging Face name; `whole`: as files were until 2025, kv_b_proj in one,
+    and in_proj_qkvz; `keys` are metadata that is added, or in the place of what the model has, by its full name with
+    `__` for a dot."""
     writer = gguf.GGUFWriter(path, architecture)
     _add_metadata(writer, architecture, config)
     if "kv_lora_rank" in config:
@@ -100,7 +100,7 @@ def write_gguf(
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0))
     if architecture in QWEN_NEXT:
-        tensors = _of_qwen_next(tensors, architecture, config)
+        tensors = _of_qwen_next(tensors, architecture, config, whole)
     if not whole:
         tensors = _split_latent(tensors, config)
     for name, values in tensors.items():
@@ -168,7 +168,7 @@ def _nextn(name: str) -> str | None:
     return f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}.weight" if found else None
 
 
-def _of_qwen_next(tensors: Tensors, architecture: str, config: Config) -> Tensors:
+def _of_qwen_next(tensors: Tensors, architecture: str, config: Config, whole: bool) -> Tensors:
     """Rates in place of their logarithms, norms with their 1, channels and z apart from each other; of Qwen3.5, value
     heads in turn by key heads, and the MTP layer behind the others."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -187,7 +187,7 @@ def _of_qwen_next(tensors: Tensors, architecture: str, config: Config) -> Tensor
     for hub_name, of_hub in tensors.items():
         values = of_hub
         name, _, part = hub_name.rpartition("linear_attn.")
-        if part == "in_proj_qkvz.weight":
+        if part == "in_proj_qkvz.weight" and not whole:
             widths = np.cumsum([key, key, heads // keys * value])
             parts = np.split(values.reshape(keys, -1, values.shape[1]), widths, axis=1)
             q, k, v, z = (each.reshape(-1, values.shape[1]) for each in parts)

@@ -127,6 +127,7 @@ FAMILIES: dict[str, tuple[str, Config]] = {
     "glm4_moe": ("glm4moe", {"num_nextn_predict_layers": 0}),
     "gpt_oss": ("gpt-oss", {"swiglu_limit": 7.0}),
     "qwen3_next": ("qwen3next", UNROUTED),
+    "qwen3_next, one in_proj_qkvz": ("qwen3next", UNROUTED),
     "qwen3_5": ("qwen35", {}),
     "qwen3_5_moe": ("qwen35moe", {"linear_num_key_heads": 6}),
 }
@@ -139,7 +140,11 @@ def test_a_file_of_a_checkpoint_becomes_the_same_decoder_and_the_same_bytes(tmp_
     folder = make_checkpoint(family.split(",", maxsplit=1)[0], tmp_path / "folder", **changes)
     config = json.loads((folder / "config.json").read_text())
     tensors = stacked(load_file(folder / "model.safetensors"))
-    path = write_gguf(tmp_path / "model.gguf", architecture, config, tensors, whole=family.endswith("one kv_b_proj"))
+    keys: dict[str, Any] = {}
+    if family.endswith("one in_proj_qkvz"):  # a list of layers wins over their interval
+        told = [each == "linear_attention" for each in config["layer_types"]]
+        keys = {"qwen3next__full_attention_interval": 3, "qwen3next__attention__recurrent_layers": told}
+    path = write_gguf(tmp_path / "model.gguf", architecture, config, tensors, whole=", one" in family, **keys)
     packed = []
     for model in (folder, path):
         with open_checkpoint(str(model)) as checkpoint:
@@ -147,8 +152,8 @@ def test_a_file_of_a_checkpoint_becomes_the_same_decoder_and_the_same_bytes(tmp_
             packed.append((plan.program, pack_weights(plan.program, checkpoint, _native.ThreadPool(1)).tensors))
     (program, weights), (of_file, found) = packed
     named = of_file.spec.architecture if family == "glm4_moe_lite" else program.spec.architecture  # by no file
-    told = replace(program.spec, norm_offset=of_file.spec.norm_offset, architecture=named)
-    assert _rounded(of_file.spec) == _rounded(told)
+    wanted = replace(program.spec, norm_offset=of_file.spec.norm_offset, architecture=named)
+    assert _rounded(of_file.spec) == _rounded(wanted)
     assert list(found) == list(weights)
     for name, weight in weights.items():
         np.testing.assert_array_equal(found[name].buffer, weight.buffer, err_msg=name)
