@@ -335,12 +335,12 @@ def _latent(
         yield from _stacked(source, (("q_b_proj", queries),), between, f"{inputs}query", False)
     yield WeightSource(f"{source}kv_a_layernorm.weight", (latent.rank,), f"{inputs}norm.weight")
     turned = Stack(latent.rank, latent.rank, transposed=True, groups=heads, width=key)
-    whole, rank = (heads * (key + value), latent.rank), latent.rank
+    whole: tuple[int, ...] = (heads * (key + value), latent.rank)
     parts = [("absorb", "kv_b", whole, turned), ("expand", "kv_b", whole, Stack(value, value, groups=heads, first=key))]
     if f"{source}k_b_proj.weight" in names and f"{source}kv_b_proj.weight" not in names:
         parts = [
-            ("absorb", "k_b", (heads, rank, key), Stack(rank, rank)),
-            ("expand", "v_b", (heads, value, rank), Stack(value, value)),
+            ("absorb", "k_b", (heads, latent.rank, key), Stack(latent.rank, latent.rank)),
+            ("expand", "v_b", (heads, value, latent.rank), Stack(value, value)),
         ]
     for parameter, name, shape, stack in parts:
         yield WeightSource(f"{source}{name}_proj.weight", shape, f"{inputs}{parameter}.weight", stack=stack)
