@@ -57,7 +57,7 @@ TENANTS = (
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class SentLoad:
     """The load of one tenant, as long as `run` is not cancelled."""
 
     tenant: TenantLoad
@@ -136,7 +136,7 @@ class Demo:
 
     def __init__(self, keys: dict[str, str]) -> None:
         """`keys` open the router, by tenant."""
-        self.loads = [Load(tenant, keys[tenant.name], lambda: self._is_asleep) for tenant in TENANTS]
+        self.loads = [SentLoad(tenant, keys[tenant.name], lambda: self._is_asleep) for tenant in TENANTS]
         self._frozen: dict[str, int] = {}  # pids
         self._is_asleep = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -261,14 +261,14 @@ class Demo:
         load = self._load_of(name)
         load.times = load.times // 2
 
-    def _load_of(self, name: str) -> Load:
+    def _load_of(self, name: str) -> SentLoad:
         found = next((load for load in self.loads if load.tenant.name == name), None)
         if found is None:
             raise InvalidRequest(f"there is no load of {name!r}; there are: {', '.join(each.name for each in TENANTS)}")
         return found
 
 
-def _view_of(load: Load) -> LoadView:
+def _view_of(load: SentLoad) -> LoadView:
     return LoadView(
         tenant=load.tenant.name,
         times=load.times,
