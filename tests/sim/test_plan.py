@@ -89,22 +89,6 @@ def test_the_cheaper_device_wins_where_cost_is_asked_and_the_faster_one_where_de
     assert (chosen("devices"), chosen("cost")) == ("1 fast", "2 slow")
 
 
-def test_a_fleet_is_as_many_slices_as_it_takes_and_parts_of_one_tell_its_error():
-    """A prompt of 100 ms 1,000 times a second takes 100 to 130 workers: three slices or four of at most 32."""
-    search = planner(candidate(), output=1, rate=1000.0, modes=("aggregated",))
-    found = search.search()
-    outcome = found.best["aggregated"]
-    (group,) = outcome.layout.groups
-    assert outcome.layout.num_slices in (3, 4)
-    assert group.count <= 33
-    assert 100 < outcome.layout.num_devices == outcome.layout.num_slices * group.count < 130
-    assert (outcome.rate, outcome.tokens_per_s) == (1000.0, 1000.0)
-    assert [part.layout.num_devices for part in found.parts] == [
-        round(group.count * share) for share in (0.25, 0.5, 1.0)
-    ]
-    assert all(each.rate == 1000.0 for each in found.tried), "parts are no plans"
-
-
 def test_of_equal_devices_the_plan_is_that_with_more_good_requests():
     search = planner(candidate(), output=1, rate=12.0, modes=("aggregated",))
     outcome = search.search().best["aggregated"]

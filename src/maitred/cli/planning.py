@@ -344,10 +344,12 @@ def _slices_text(parts: list[dict[str, Any]]) -> str:
     for part in parts:
         times = [seconds_text(part[name]["p90"]) for name in ("ttft_s", "tpot_s")]
         rows.append([f"{part['num_devices']} devices", f"{part['attainment']:.1%}", *times])
-    before, whole = parts[-2:]
-    errors = [abs(before[name]["p90"] / whole[name]["p90"] - 1) for name in ("ttft_s", "tpot_s")]
-    moved = f"ttft p90 {errors[0]:.0%}, tpot p90 {errors[1]:.0%}"
-    return f"simulated was one slice; parts of it over the same time (the last doubling: {moved}):\n{aligned(rows)}"
+    (_, half, whole), names = parts, ("ttft", "tpot")
+    p90s = [(name, half[f"{name}_s"]["p90"], whole[f"{name}_s"]["p90"]) for name in names]
+    moved = ", ".join(f"{name} p90 {before / after - 1:+.0%}" for name, before, after in p90s if before and after)
+    return (
+        f"simulated was one slice; parts of it over the same time (a half beside the whole: {moved}):\n{aligned(rows)}"
+    )
 
 
 def _row(each: Mapping[str, Any]) -> list[str]:

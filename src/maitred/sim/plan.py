@@ -487,7 +487,7 @@ class Planner:
     def _part(self, best: LayoutFigures, share: float) -> LayoutFigures:
         """A part of one slice at its part of the rate, over the same time: what size changes is its error."""
         layout, of_rate = best.layout.part(share)
-        num_judged = int(JUDGED[1] * share / SLICE_PARTS[0])
+        num_judged = int(2 * JUDGED[1] * share)
         return self._run(layout, of_rate * best.rate / best.layout.num_slices, num_judged=num_judged)
 
     def _reject(self, reason: str) -> None:

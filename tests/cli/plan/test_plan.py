@@ -113,11 +113,25 @@ def test_ctrl_c_prints_the_best_so_far_and_says_so(capsys):
     assert "this is the best so far" in told.err
 
 
-def test_users_are_a_rate(profile: str, capsys):
-    words = ["plan", "--device", profile, *LOAD, "--users", "8640", "--requests-per-user-day", "10", "--peak", "1.5"]
-    assert main([*words, "--modes", "aggregated", "--max-num-seqs", "32", "--json"]) == 0
-    (plan,) = json.loads(capsys.readouterr().out)["plans"]
-    assert plan["rate"] == pytest.approx(1.5)
+def test_users_are_a_rate_and_a_fleet_is_as_many_slices_as_it_takes(profile: str, tmp_path: Path, capsys):
+    """A prompt of 100 ms 1,000 times a second takes 100 to 130 workers: three slices or four of at most 33."""
+    best = tmp_path / "best.json"
+    words = ["plan", "--device", profile, "--input", "100", "--output", "1", *OBJECTIVES, "--modes", "aggregated"]
+    words += ["--max-num-seqs", "32", "--users", "5760000", "--requests-per-user-day", "10", "--peak", "1.5"]
+    assert main([*words, "--json", str(best)]) == 0
+    told = json.loads(best.read_text())
+    (plan,), ((group,),) = told["plans"], (each["groups"] for each in told["plans"])
+    assert plan["rate"] == pytest.approx(1000)
+    assert plan["num_slices"] in (3, 4)
+    assert len(plan["replicas"]) == group["count"] <= 33
+    assert 100 < plan["num_devices"] == plan["num_slices"] * group["count"] < 130
+    assert plan["tokens_per_s_per_device"] * plan["num_devices"] == pytest.approx(1000)
+    parts = [part["num_devices"] for part in told["slice_parts"]]
+    assert parts == [round(group["count"] * share) for share in (0.25, 0.5, 1.0)]
+    assert all(each["num_devices"] > 100 for each in told["front"]), "parts are no plans"
+    text = capsys.readouterr().out
+    assert f"# {plan['num_slices']} times, each behind a router of its own" in text
+    assert f"\n{parts[0]} devices" in text
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path):
