@@ -105,13 +105,14 @@ def a_gguf_file(path: Path) -> Path:
     [
         ("llama_bias", 3, {}, {"dtype": "float32", "kv_dtype": "bfloat16"}),
         ("gemma4_shared", 2, {}, {"dtype": "bfloat16"}),  # tied
+        pytest.param("gemma4_moe", 2, {}, {"dtype": "int8"}, marks=pytest.mark.soak),
         pytest.param("qwen3", 3, {"hidden_size": 40}, {"dtype": "int8", "kv_dtype": "int4"}, marks=pytest.mark.soak),
         ("gguf", 2, {}, {"dtype": "auto", "num_threads": 2}),
         ("gpt_oss", 2, {}, {"dtype": "int8", "num_threads": 2}),
         ("qwen3_next", 2, {"mlp_only_layers": [0, 1, 2, 3]}, {"dtype": "float32"}),
         ("deepseek_v3", 2, {"num_attention_heads": 3}, {"dtype": "bfloat16"}),
     ],
-    ids=["llama_bias", "gemma4_shared", "qwen3", "gguf", "gpt_oss", "qwen3_next", "deepseek_v3"],
+    ids=["llama_bias", "gemma4_shared", "gemma4_moe", "qwen3", "gguf", "gpt_oss", "qwen3_next", "deepseek_v3"],
 )
 def test_any_number_of_ranks_gives_the_bits_of_one(
     family: str, num_ranks: int, changes: dict[str, Any], model: dict[str, Any], tmp_path: Path

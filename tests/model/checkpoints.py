@@ -97,6 +97,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 18,
         },
     ),
+    "gemma4_moe": (
+        "Gemma4",
+        {**_GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 36},
+    ),
     "phi3": ("Phi3", {"sliding_window": 14}),
     "phi3_partial": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "phi3_longrope": (
@@ -201,10 +205,6 @@ MODULES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"vocab_size_per_layer_input": 258, "hidden_size_per_layer_input": 12, "laurel_rank": 6},
             **{"altup_num_inputs": 3, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0]},
         },
-    ),
-    "gemma4_moe": (
-        "Gemma4",
-        {**_GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 36},
     ),
     "opt": ("OPT", {"ffn_dim": 100, "word_embed_proj_dim": 72}),  # learned positions, a decoder inside a decoder
     "vaultgemma": ("VaultGemma", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}),  # softcap

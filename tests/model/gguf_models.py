@@ -51,6 +51,8 @@ def stacked(tensors: Tensors) -> Tensors:
         name = hub_name.replace("block_sparse_moe", "mlp").replace("mlp.router", "mlp.gate")
         if match := re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)(\.\w+)", name):
             experts.setdefault(match[1] + _ON_THE_HUB.get(match[3], match[3]) + match[4], {})[int(match[2])] = values
+        elif re.fullmatch(r"(.*\.\d+\.experts\.)(gate_up|down)_proj", name):  # Gemma 4's
+            found[f"{name}.weight"] = values
         elif match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
             kind, rows = ".bias" if match[3] else ".weight", values if match[3] else values.swapaxes(1, 2)
             parts = {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]}
@@ -111,6 +113,8 @@ def write_gguf(
             else name.replace("e_score_correction_bias", _CORRECTION)
         )
         own = names.get_name(mapped, (".weight", ".bias")) or _nextn(name)
+        if (scale := re.fullmatch(r"model.layers.(\d+).router.(scale|per_expert_scale)", name)) is not None:
+            own = f"blk.{scale[1]}.{'ffn_gate_inp' if scale[2] == 'scale' else 'ffn_down_exps'}.scale"
         assert own is not None, name
         is_matrix = stored.ndim >= 2 and not name.endswith((".bias", ".gate.weight", "conv1d.weight"))
         dtype = type_of(name) if type_of is not None and is_matrix else gguf.GGMLQuantizationType.F32
@@ -295,6 +299,7 @@ def _add_experts(writer: Any, architecture: str, config: Config) -> None:
         "num_local_experts": writer.add_expert_count,
         "num_experts": writer.add_expert_count,
         "num_experts_per_tok": writer.add_expert_used_count,
+        "top_k_experts": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "n_shared_experts": writer.add_expert_shared_count,

@@ -123,6 +123,7 @@ FAMILIES: dict[str, tuple[str, Config]] = {
     "ministral3": ("mistral3", {}),
     "gemma4": ("gemma4", {}),
     "gemma4_shared": ("gemma4", {}),
+    "gemma4_moe": ("gemma4", {}),
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4moe", {"num_nextn_predict_layers": 0}),
     "gpt_oss": ("gpt-oss", {"swiglu_limit": 7.0}),

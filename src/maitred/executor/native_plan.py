@@ -46,7 +46,7 @@ from maitred.model.gguf_file import HELD_AS, WIDENED
 from maitred.model.packaged import default_folder
 from maitred.model.packed import OnPacked, plan_weights, total_bytes
 from maitred.model.packed_cache import WeightCache, load_weights
-from maitred.model.program import ROUTERS, Columns, Format, Formats, Program
+from maitred.model.program import ROUTERS, TAPS, Columns, Format, Formats, Program
 from maitred.model.shares import own_program
 from maitred.model.spec import DecoderSpec, HeadSpec, NormPlacement
 from maitred.model.weight_map import OTHER_SENSES, weight_map
@@ -142,7 +142,7 @@ class NativePlan:
     @property
     def num_pool_layers(self) -> int:
         """A head's is one more."""
-        return len(self.spec.kv_layers) + any(isinstance(op, Columns) for op in self.program.ops)
+        return len(self.spec.kv_layers) + any(isinstance(op, Columns) and op.target == TAPS for op in self.program.ops)
 
     @property
     def dtype_name(self) -> str:
@@ -227,7 +227,8 @@ class NativePlan:
             rows["latent values and queries"] = latent.head_dim + queries + latent.query_rank
             rows["attention, multiplied back"] = spec.num_heads * latent.value_dim
         if spec.norm_placement is not NormPlacement.PRE:
-            rows["a part before its norm"] = spec.hidden_size
+            beside = any(layer.routed is not None and layer.routed.beside_dense for layer in spec.layers)
+            rows["a part before its norm"] = spec.hidden_size * (3 if beside else 1)
         sizes = {
             f"{name} [{self.max_tokens} x {width}]": 4 * self.max_tokens * width
             for name, width in rows.items()

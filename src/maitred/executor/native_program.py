@@ -423,6 +423,7 @@ class _Builder:
             routed.normalized,
             routed.scale,
             self._vector(op.correction),
+            self._vector(op.scales),
             few,
         )
 

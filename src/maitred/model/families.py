@@ -78,8 +78,6 @@ smollm3_layers = partial(sliding_layers, slides=lambda c, i: _has_window(c) and 
 def gemma4_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
     """Sliding and full layers have unlike heads; the last layers have queries alone, over keys and values of the last
     layer before them that is of their type."""
-    if c["enable_moe_block"]:
-        raise UnknownArchitecture("enable_moe_block is true; of Gemma 4 the models without experts are supported.")
     if c["hidden_size_per_layer_input"] and c["vocab_size_per_layer_input"] != c["vocab_size"]:
         raise CheckpointError(
             f"vocab_size_per_layer_input is {c['vocab_size_per_layer_input']}; it must be vocab_size, {c['vocab_size']}"
@@ -104,10 +102,20 @@ def gemma4_layers(c: Config, head_dim: int) -> tuple[LayerSpec, ...]:
     return tuple(found)
 
 
-def gemma4_widths(c: Config, layer: int) -> int | None:
-    """Layers without keys of their own may be twice as wide."""
+def gemma4_mlp(c: Config, layer: int) -> RoutedSpec | int | None:
+    """Layers without keys of their own may be twice as wide; experts stand beside that."""
     is_wide = c["use_double_wide_mlp"] and layer >= c["num_hidden_layers"] - c["num_kv_shared_layers"]
-    return 2 * int(c["intermediate_size"]) if is_wide else None
+    width = int(c["intermediate_size"]) * (2 if is_wide else 1)
+    if not c["enable_moe_block"]:
+        return width if is_wide else None
+    return RoutedSpec(
+        num_experts=c["num_experts"],
+        num_active=c["top_k_experts"],
+        width=c["moe_intermediate_size"],
+        normalized=True,
+        shared_width=width,
+        beside_dense=True,
+    )
 
 
 def recurrent_layers(c: Config, head_dim: int, *, grouped: bool = False) -> tuple[LayerSpec, ...]:
@@ -519,7 +527,7 @@ _DEEPSEEK = Family(
 _GEMMA4 = Family(
     model_types=("gemma4_text", "gemma4"),
     layers=gemma4_layers,
-    experts=gemma4_widths,
+    experts=gemma4_mlp,
     scales=_gemma4_scales,
     norm_placement=NormPlacement.BOTH,
     qk_norm=QKNorm.PER_HEAD,

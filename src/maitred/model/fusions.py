@@ -232,13 +232,17 @@ def mlp(spec: DecoderSpec, formats: Formats, layer: str, inner: int) -> Iterator
 def experts(spec: DecoderSpec, formats: Formats, layer: str, routed: RoutedSpec) -> Iterator[Op]:
     """Write a routed MLP. All that reads the residual stream comes before anything is added to it."""
     hidden, shared = spec.hidden_size, routed.shared_width
+    gate_up = _expert_weight(f"{layer}experts.gate_up", routed, 2 * routed.width, hidden, formats)
+    down = _expert_weight(f"{layer}experts.down", routed, hidden, routed.width, formats)
+    gated = Gated(spec.activation, spec.activation_limit)
+    if routed.beside_dense:
+        yield from _beside_dense(spec, formats, layer, Experts("operand", "routed", gate_up, down, gated, routed))
+        return
     yield prepare("normed", hidden, VECTOR)
     yield Linear("operand", "scores", _router(layer, routed, hidden))
     yield ChooseExperts(
         "scores", routed, vector(f"{layer}correction", routed.num_experts) if routed.correction_bias else None
     )
-    gate_up = _expert_weight(f"{layer}experts.gate_up", routed, 2 * routed.width, hidden, formats)
-    down = _expert_weight(f"{layer}experts.down", routed, hidden, routed.width, formats)
     prepared = None
     if shared:
         dense = list(mlp(spec, formats, f"{layer}shared.", shared))
@@ -250,13 +254,29 @@ def experts(spec: DecoderSpec, formats: Formats, layer: str, routed: RoutedSpec)
             yield SigmoidScale("inner", "scores", routed.num_experts)
     if prepared != gate_up.format.operand:
         yield prepare("normed", hidden, gate_up.format)
-    yield Experts("operand", "part", gate_up, down, Gated(spec.activation, spec.activation_limit), routed)
+    yield Experts("operand", "part", gate_up, down, gated, routed)
     if shared:
         pre = spec.norm_placement is NormPlacement.PRE
         if pre:
             yield Add("part", HIDDEN, spec.residual_scale)
         for op in dense[down_at:]:
             yield replace(op, ending=AddTo(1.0)) if isinstance(op, Linear) and not pre else op
+
+
+def _beside_dense(spec: DecoderSpec, formats: Formats, layer: str, experts: Experts) -> Iterator[Op]:
+    """Write a dense MLP and a routed one, each between norms of its own."""
+    hidden, routed, name = spec.hidden_size, experts.routed, f"{layer}beside."
+    yield Norm(HIDDEN, "scored", vector(f"{name}router_norm", hidden))
+    yield prepare("scored", hidden, VECTOR)
+    yield Linear("operand", "scores", _router(layer, routed, hidden), Store(hidden**-0.5))
+    yield ChooseExperts("scores", routed, None, vector(f"{name}expert_scale", routed.num_experts))
+    for op in mlp(spec, formats, f"{layer}shared.", routed.shared_width):
+        yield replace(op, target="dense") if isinstance(op, Linear) and op.target == "part" else op
+    yield Norm(HIDDEN, "gathered", vector(f"{name}experts_norm", hidden))
+    yield prepare("gathered", hidden, experts.gate_up.format)
+    yield experts
+    yield Columns("dense", "part", hidden, norm=vector(f"{name}dense_post_norm", hidden))
+    yield NormAdd("routed", "part", vector(f"{name}experts_post_norm", hidden), 1.0)
 
 
 def _router(layer: str, routed: RoutedSpec, hidden: int) -> Weight:

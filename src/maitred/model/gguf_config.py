@@ -522,6 +522,8 @@ def _gemma4(keys: _Keys, config: Config) -> Config:
         "num_kv_shared_layers": shared,
         "use_double_wide_mlp": widths[-1] != widths[0],
         "hidden_size_per_layer_input": per_layer,
+        "enable_moe_block": "num_experts" in config,
+        "top_k_experts": config.get("num_experts_per_tok"),
         "vocab_size_per_layer_input": config["vocab_size"],
         "sliding_window": keys.count("attention.sliding_window"),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
@@ -665,6 +667,12 @@ _GEMMA4_PARTS = _GEMMA_PARTS | {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale": "layer_scalar",
+    **{f"ffn_{part}_exps": f"experts.{part}_proj" for part in ("gate", "up", "gate_up", "down")},
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
 }
 
 _GLM4_PARTS = {

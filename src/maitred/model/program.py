@@ -227,6 +227,7 @@ class ChooseExperts(Struct, frozen=True):
     source: str
     routed: RoutedSpec
     correction: Weight | None
+    scales: Weight | None = None  # of each expert, by which its weight is multiplied
 
 
 class Experts(Struct, frozen=True):
@@ -411,7 +412,7 @@ def weights_of(op: Op) -> tuple[Weight, ...]:
         case Columns():
             return (op.norm,) if op.norm is not None else ()
         case ChooseExperts():
-            return (op.correction,) if op.correction is not None else ()
+            return tuple(weight for weight in (op.correction, op.scales) if weight is not None)
         case Attention():
             return (op.sinks,) if op.sinks is not None else ()
         case Recurrent():

@@ -119,9 +119,23 @@ class RoutedSpec:
     """Width of the expert that every token has beside those; 0: there is none."""
     shared_gate: bool = False
     """The shared expert's output is multiplied by the sigmoid of one more logit (Qwen2-MoE)."""
+    beside_dense: bool = False
+    """The shared expert is a dense MLP: both have norms of their own, before and behind, and what they give together is
+    normed once more. The router reads the stream, normed by one of its own and over sqrt(hidden_size), and weights are
+    multiplied by a number of each expert (Gemma 4)."""
     interleaved: bool = False
     """A checkpoint with one tensor for all experts has rows of gate and up in turn (gpt-oss); only the weight map
     differs."""
+
+
+BESIDE = {
+    "router_norm": "router.scale",
+    "expert_scale": "router.per_expert_scale",
+    "experts_norm": "pre_feedforward_layernorm_2.weight",
+    "experts_post_norm": "post_feedforward_layernorm_2.weight",
+    "dense_post_norm": "post_feedforward_layernorm_1.weight",
+}
+"""Vectors of `RoutedSpec.beside_dense`, and their names in the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -529,6 +543,10 @@ def _mlp_shapes(spec: DecoderSpec, layer: int) -> dict[str, tuple[int, ...] | No
         "shared_gate.weight": (1, hidden) if routed.shared_gate else None,
         "shared.gate_up.weight": (2 * shared, hidden) if shared else None,
         "shared.down.weight": (hidden, shared) if shared else None,
+        **{
+            f"beside.{name}.weight": (experts,) if name == "expert_scale" else (hidden,)
+            for name in (BESIDE if routed.beside_dense else ())
+        },
     }
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import conv1d, embedding, gelu, linear, rms_norm, silu,
 
 from maitred.model.rope import inverse_frequencies
 from maitred.model.spec import (
+    BESIDE,
     SWIGLU_SLOPE,
     Activation,
     DecoderSpec,
@@ -271,6 +272,8 @@ class _Layer(nn.Module):
         self.shared_gate = make.linear(hidden, 1, bias=False) if routed.shared_gate else None
         matrices = {"gate_up": (hidden, 2 * shared), "down": (shared, hidden)} if shared else {}
         self.shared = nn.ModuleDict({name: make.linear(*sizes, bias=False) for name, sizes in matrices.items()})
+        vectors = {name: experts if name == "expert_scale" else hidden for name in BESIDE if routed.beside_dense}
+        self.beside = nn.ModuleDict({name: make.norm(size, spec) for name, size in vectors.items()})
 
     def forward(
         self,
@@ -286,7 +289,7 @@ class _Layer(nn.Module):
         else:
             part_TD = self.recurrent(x_TD, self.index, recur or _one_sequence)
         hidden_TD = self._add(hidden_TD, _maybe(self.attention_post_norm, part_TD))
-        part_TD = self.mlp(_maybe(self.mlp_norm, hidden_TD))
+        part_TD = self.mlp(_maybe(self.mlp_norm, hidden_TD), hidden_TD)
         hidden_TD = self._add(hidden_TD, _maybe(self.mlp_post_norm, part_TD))
         if input_TW is not None:
             opened_TW = _ACTIVATIONS[self.spec.activation](self.input_gate(hidden_TD))
@@ -342,9 +345,10 @@ class _Layer(nn.Module):
             qk_TMH = torch.cat((_maybe(self.q_norm, q), _maybe(self.k_norm, k)), dim=1)
         return qk_TMH
 
-    def mlp(self, x_TD: Tensor) -> Tensor:
+    def mlp(self, x_TD: Tensor, stream_TD: Tensor | None = None) -> Tensor:
+        """`stream_TD` is what was normed to x_TD."""
         if self.layer_spec.routed is not None:
-            return self._routed(self.layer_spec.routed, x_TD)
+            return self._routed(self.layer_spec.routed, x_TD, x_TD if stream_TD is None else stream_TD)
         out_TD: Tensor = self.down(self._gated(self.gate_up(x_TD)))
         return out_TD
 
@@ -356,10 +360,16 @@ class _Layer(nn.Module):
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(SWIGLU_SLOPE * gate)
 
-    def _routed(self, routed: RoutedSpec, x_TD: Tensor) -> Tensor:
+    def _routed(self, routed: RoutedSpec, dense_TD: Tensor, stream_TD: Tensor) -> Tensor:
+        beside, x_TD, scored_TD = self.beside, dense_TD, dense_TD
+        if beside:
+            x_TD, scored_TD = beside["experts_norm"](stream_TD), beside["router_norm"](stream_TD)
+            scored_TD = scored_TD * self.spec.hidden_size**-0.5
         bias = None if self.router.bias is None else self.router.bias.float()
-        logits_TE = linear(x_TD.float(), self.router.weight.float(), bias)
+        logits_TE = linear(scored_TD.float(), self.router.weight.float(), bias)
         weights_TE = route(routed, logits_TE, None if self.correction is None else self.correction.weight)
+        if beside:
+            weights_TE = weights_TE * beside["expert_scale"].weight
         out_TD = torch.zeros_like(x_TD)
         for expert in (weights_TE != 0).any(dim=0).nonzero()[:, 0].tolist():
             rows = (weights_TE[:, expert] != 0).nonzero()[:, 0]
@@ -368,7 +378,9 @@ class _Layer(nn.Module):
             out_TD.index_add_(0, rows, (part * weights_TE[rows, expert, None]).to(x_TD.dtype))
         if not routed.shared_width:
             return out_TD
-        shared_TD = self.shared["down"](self._gated(self.shared["gate_up"](x_TD)))
+        shared_TD = self.shared["down"](self._gated(self.shared["gate_up"](dense_TD)))
+        if beside:
+            return beside["experts_post_norm"](out_TD) + beside["dense_post_norm"](shared_TD)
         if self.shared_gate is not None:
             shared_TD = torch.sigmoid(self.shared_gate(x_TD)) * shared_TD
         return out_TD.add_(shared_TD)

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maitred.core.errors import CheckpointError
-from maitred.model.spec import DecoderSpec, HeadSpec, LatentSpec, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
+from maitred.model.spec import (
+    BESIDE,
+    DecoderSpec,
+    HeadSpec,
+    LatentSpec,
+    NormPlacement,
+    QKNorm,
+    RecurrentSpec,
+    RoutedSpec,
+)
 
 # Prefixes under which a text model's tensors stand: as usual, and inside a multimodal model, older form and today's.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")
@@ -393,7 +402,13 @@ def _routed(routed: RoutedSpec, layer: str, target: str, hidden: int, names: Col
     gate and up in one besides, as in transformers 5 and in gpt-oss."""
     mixtral = f"{layer}block_sparse_moe.gate.weight" in names and f"{layer}mlp.gate.weight" not in names
     source, own = f"{layer}{'block_sparse_moe' if mixtral else 'mlp'}.", _MIXTRAL if mixtral else {}
+    shared = f"{source}shared_expert{'' if routed.shared_gate else 's'}."
     router = "router" if f"{source}router.weight" in names and f"{source}gate.weight" not in names else "gate"
+    if routed.beside_dense:
+        source, router, shared = layer, "router.proj", source
+        for name, tensor in BESIDE.items():
+            width = routed.num_experts if name == "expert_scale" else hidden
+            yield WeightSource(f"{layer}{tensor}", (width,), f"{target}beside.{name}.weight")
     yield WeightSource(f"{source}{router}.weight", (routed.num_experts, hidden), f"{target}router.weight")
     if routed.router_bias:
         yield WeightSource(f"{source}{router}.bias", (routed.num_experts,), f"{target}router.bias")
@@ -422,7 +437,6 @@ def _routed(routed: RoutedSpec, layer: str, target: str, hidden: int, names: Col
                 tensor = f"{experts}{expert}.{own.get(name, name)}.{kind}"
                 yield WeightSource(tensor, shape, to, expert * distance + first)
     if routed.shared_width:
-        shared = f"{source}shared_expert{'' if routed.shared_gate else 's'}."
         parts = (("gate_proj", routed.shared_width), ("up_proj", routed.shared_width))
         yield from _stacked(shared, parts, hidden, f"{target}shared.gate_up", False)
         yield from _stacked(shared, (("down_proj", hidden),), routed.shared_width, f"{target}shared.down", False)

@@ -86,6 +86,7 @@ void route_row(const RouteOp& op, const float* logits, float* scratch, int32_t* 
   float sum = 1e-20f;
   for (int i = 0; i < op.num_active; ++i) sum += weights[i];
   for (int i = 0; i < op.num_active; ++i) weights[i] = (op.normalized ? weights[i] / sum : weights[i]) * op.scale;
+  for (int i = 0; op.expert_scales != nullptr && i < op.num_active; ++i) weights[i] *= op.expert_scales[experts[i]];
 }
 
 ExpertBuffers::ExpertBuffers(Program& program, int num_experts, int num_active, int width, int hidden,

@@ -23,7 +23,8 @@ struct RouteOp {
   int num_groups, num_active_groups, best_of_group;
   bool normalized;
   float scale;
-  const float* correction;  // [num_experts], null: none
+  const float* correction;     // [num_experts], null: none
+  const float* expert_scales;  // the same
 };
 
 // Throws std::invalid_argument for numbers that do not fit each other.
