@@ -150,6 +150,7 @@ def test_a_file_of_a_checkpoint_becomes_the_same_decoder_and_the_same_bytes(tmp_
     for model in (folder, path):
         with open_checkpoint(str(model)) as checkpoint:
             plan = native_plan(checkpoint, spec_from_config(checkpoint.config))
+            assert plan.num_pool_layers == len(plan.spec.kv_layers)
             packed.append((plan.program, pack_weights(plan.program, checkpoint, _native.ThreadPool(1)).tensors))
     (program, weights), (of_file, found) = packed
     named = of_file.spec.architecture if family == "glm4_moe_lite" else program.spec.architecture  # by no file

@@ -423,8 +423,8 @@ class _Builder:
             routed.normalized,
             routed.scale,
             self._vector(op.correction),
-            self._vector(op.scales),
             few,
+            *(() if op.scales is None else (self._vector(op.scales),)),
         )
 
     def _add_experts(self, op: Experts, few: bool) -> None:

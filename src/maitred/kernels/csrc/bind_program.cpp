@@ -178,7 +178,7 @@ PackedExperts packed_experts(const LinearShape& shape, const Bytes& data, int nu
 
 void route(BoundProgram& self, const Rows& logits, const std::string& scoring, int num_experts, int num_active,
            int num_groups, int num_active_groups, int best_of_group, bool normalized, float scale,
-           const nb::object& correction, const nb::object& expert_scales, bool few) {
+           const nb::object& correction, bool few, const nb::object& expert_scales) {
   const Scoring rule = scoring == "sigmoid"             ? Scoring::sigmoid
                        : scoring == "softmax_of_chosen" ? Scoring::softmax_of_chosen
                                                         : Scoring::softmax;
@@ -552,7 +552,7 @@ void bind_program(nb::module_& m) {
           "Room for routed layers, of which each has so many at most, and matrices of these shapes; once, before them.")
       .def("route", &route, nb::arg("logits"), nb::arg("scoring"), nb::arg("num_experts"), nb::arg("num_active"),
            nb::arg("num_groups"), nb::arg("num_active_groups"), nb::arg("best_of_group"), nb::arg("normalized"),
-           nb::arg("scale"), nb::arg("correction").none(), nb::arg("expert_scales").none(), nb::arg("few"))
+           nb::arg("scale"), nb::arg("correction").none(), nb::arg("few"), nb::arg("expert_scales") = nb::none())
       .def("experts", &experts, nb::arg("num_experts"), nb::arg("num_active"), nb::arg("width"), nb::arg("gate_up"),
            nb::arg("gate_up_data"), nb::arg("first_inner"), nb::arg("down"), nb::arg("down_data"), nb::arg("first_out"),
            nb::arg("target"), nb::arg("ending"), nb::arg("alpha"), nb::arg("act"), nb::arg("act_alpha"),
