@@ -361,7 +361,8 @@ class _Layer(nn.Module):
         return (up + 1) * gate * torch.sigmoid(SWIGLU_SLOPE * gate)
 
     def _routed(self, routed: RoutedSpec, dense_TD: Tensor, stream_TD: Tensor) -> Tensor:
-        beside, x_TD, scored_TD = self.beside, dense_TD, dense_TD
+        beside: Any = self.beside
+        x_TD = scored_TD = dense_TD
         if beside:
             x_TD, scored_TD = beside["experts_norm"](stream_TD), beside["router_norm"](stream_TD)
             scored_TD = scored_TD * self.spec.hidden_size**-0.5
@@ -380,7 +381,7 @@ class _Layer(nn.Module):
             return out_TD
         shared_TD = self.shared["down"](self._gated(self.shared["gate_up"](dense_TD)))
         if beside:
-            return beside["experts_post_norm"](out_TD) + beside["dense_post_norm"](shared_TD)
+            out_TD, shared_TD = beside["experts_post_norm"](out_TD), beside["dense_post_norm"](shared_TD)
         if self.shared_gate is not None:
             shared_TD = torch.sigmoid(self.shared_gate(x_TD)) * shared_TD
         return out_TD.add_(shared_TD)
