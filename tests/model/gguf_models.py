@@ -112,9 +112,7 @@ def write_gguf(
             if name.endswith(("sinks", "layer_scalar"))
             else name.replace("e_score_correction_bias", _CORRECTION)
         )
-        own = names.get_name(mapped, (".weight", ".bias")) or _nextn(name)
-        if (scale := re.fullmatch(r"model.layers.(\d+).router.(scale|per_expert_scale)", name)) is not None:
-            own = f"blk.{scale[1]}.{'ffn_gate_inp' if scale[2] == 'scale' else 'ffn_down_exps'}.scale"
+        own = names.get_name(mapped, (".weight", ".bias")) or _unmapped(name)
         assert own is not None, name
         is_matrix = stored.ndim >= 2 and not name.endswith((".bias", ".gate.weight", "conv1d.weight"))
         dtype = type_of(name) if type_of is not None and is_matrix else gguf.GGMLQuantizationType.F32
@@ -166,8 +164,11 @@ def _add_latent(writer: Any, config: Config, whole: bool) -> None:
         writer.add_expert_weights_norm(True)
 
 
-def _nextn(name: str) -> str | None:
-    """Of an MTP layer where gguf's tables have not caught up with the converter."""
+def _unmapped(name: str) -> str | None:
+    """Of an MTP layer where gguf's tables have not caught up with the converter, and of Gemma 4's routers, whose
+    vectors the converter names itself."""
+    if scale := re.fullmatch(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", name):
+        return f"blk.{scale[1]}.{'ffn_gate_inp' if scale[2] == 'scale' else 'ffn_down_exps'}.scale"
     found = re.fullmatch(r"model\.layers\.(\d+)\.(eh_proj|[eh]norm|shared_head\.norm)\.weight", name)
     return f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}.weight" if found else None
 
