@@ -362,8 +362,7 @@ class KVCacheManager:
         if first == last or not self.enable_prefix_caching:
             return
         self._hash(request, last)
-        for i in range(first, last):
-            self._register(request, i)
+        self._register(request, first, last)
 
     def hash_known(self, request: RequestState) -> None:
         """Names the blocks that a resumed request's output fills, so that they are found if they are cached."""
@@ -467,11 +466,12 @@ class KVCacheManager:
         """Asserts that host blocks are held as `requests`, all that there are, say."""
         self._host.check_invariants([block for request in requests for block in request.host_block_table])
 
-    def _register(self, request: RequestState, index: int) -> None:
-        digest = request.block_hashes[index]
-        self._cache.register(digest, request.block_table[index])
-        if self.on_cached is not None:
-            self.on_cached(digest)
+    def _register(self, request: RequestState, first: int, last: int) -> None:
+        digests, register, on_cached = request.block_hashes[first:last], self._cache.register, self.on_cached
+        for digest, block in zip(digests, request.block_table[first:last], strict=False):
+            register(digest, block)
+            if on_cached is not None:
+                on_cached(digest)
 
     def _swap_in(self, request: RequestState, hit: PrefixHit, new: Sequence[int]) -> tuple[BlockCopy, ...]:
         """Fill new blocks from the host, findable from now on: copies come before all that this plan computes."""
@@ -479,8 +479,7 @@ class KVCacheManager:
         self.drop_swapped(request)
         if new and self.enable_prefix_caching:
             num_full = min(hit.num_tokens // self.block_size, len(request.block_hashes))
-            for i in range(len(hit.blocks), num_full):
-                self._register(request, i)
+            self._register(request, len(hit.blocks), num_full)
         rows = self.rows(request.block_table, len(hit.blocks), hit.num_tokens)
         return tuple([BlockCopy(host, row.number) for host, row in zip(hit.host_blocks, rows, strict=True)])
 

@@ -542,16 +542,17 @@ class PagedKVCacheManager(KVCacheManager):
             self.pages.release(old)
         return copies, replaced
 
-    def _register(self, request: RequestState, index: int) -> None:
+    def _register(self, request: RequestState, first: int, last: int) -> None:
         """Of two blocks with equal contents the first keeps the name, unless it lacks pages that the other has."""
-        block, known = request.block_table[index], self._cache.block_of(request.block_hashes[index])
-        if known not in (None, block):
-            for kind, _ in self._kinds:
-                if known not in self.pages.pages[kind] and block in self.pages.pages[kind]:
-                    self._cache.forget(known)
-                    self.pages.forgotten(known)
-                    break
-        super()._register(request, index)
+        for block, digest in zip(request.block_table[first:last], request.block_hashes[first:last], strict=True):
+            known = self._cache.block_of(digest)
+            if known not in (None, block):
+                for kind, _ in self._kinds:
+                    if known not in self.pages.pages[kind] and block in self.pages.pages[kind]:
+                        self._cache.forget(known)
+                        self.pages.forgotten(known)
+                        break
+        super()._register(request, first, last)
 
 
 def kv_cache_manager(

@@ -82,15 +82,13 @@ class Changes(Generic[Item]):
 
     def stored(self, item: Item) -> None:
         """Note an item that was not there before."""
-        self._note(item, True)
+        if self._is_stored.pop(item, True):
+            self._is_stored[item] = True
 
     def removed(self, item: Item) -> None:
         """Note an item that was there."""
-        self._note(item, False)
-
-    def _note(self, item: Item, is_stored: bool) -> None:
-        if self._is_stored.pop(item, is_stored) is is_stored:
-            self._is_stored[item] = is_stored
+        if not self._is_stored.pop(item, False):
+            self._is_stored[item] = False
 
     def take(self, most: int) -> tuple[list[Item], list[Item]]:
         """(stored, removed): up to `most` in all, those that wait for longest, told no more."""

@@ -6,11 +6,13 @@ same place are equal prompts, so prefixes are shared exactly where a trace or a 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from maitred.core.errors import ConfigError
@@ -126,10 +128,13 @@ def block_hashes(arrival: Arrival, first: int, last: int, block_size: int) -> li
     two blocks have one name exactly when all that is known of the tokens up to their ends is equal.
     """
     hashes: list[bytes] = []
-    for name, end in arrival.spans:
+    for name, end in arrival.spans[bisect_right(arrival.spans, first * block_size, key=_end_of) :]:
         covered = min(end // block_size, last)
         hashes += [name + i.to_bytes(4, "little") for i in range(first + len(hashes), covered)]
     return hashes + [arrival.own + i.to_bytes(4, "little") for i in range(first + len(hashes), last)]
+
+
+_end_of = attrgetter("end")
 
 
 def chain(names: Sequence[object], tokens_each: int, root: str = "") -> tuple[TokenSpan, ...]:
