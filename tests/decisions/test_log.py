@@ -327,6 +327,22 @@ def test_requests_that_another_engine_began_are_replayed_with_the_output_they_br
     assert any(new.num_output_tokens for step in read_log(frames)[1] for new in step.plan.new_requests)
 
 
+def test_blocks_for_a_prompt_that_is_only_brought_are_replayed_to_the_last_token():
+    """Of an ordinary request the last token is computed, so a block less is reserved."""
+    clock, records = ManualClock(), list[StepRecord]()
+    scheduler = make_scheduler(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    core = EngineCore(scheduler, TimedExecutor(clock), clock, Recorder(records.append))
+    core.add(structs.replace(make_spec("brought", prompt=3 * BLOCK_SIZE), kv_only=True))
+    assert core.reserve("brought", 100) is not None
+    core.kv_arrived("brought", 3 * BLOCK_SIZE)
+    core.abort("brought")
+    core.add(make_spec("other", prompt=5))
+    while core.has_work:
+        core.step()
+    encoder = LogEncoder(Header(scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True))
+    assert first_difference([encoder.start(), *map(encoder.encode, records)]) is None
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_simulator_makes_the_plans_of_the_live_loop(seed: int):
     """Step 6 of the way of a request: `execute` is an event at now + step_time(plan), and nothing else differs."""

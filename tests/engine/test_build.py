@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from maitred.config import CacheConfig, EngineConfig, MachineShare, ModelConfig, TiersConfig
+from maitred.config import CacheConfig, EngineConfig, MachineShare, ModelConfig, SchedulerConfig, TiersConfig
 from maitred.core.clock import ManualClock
+from maitred.core.request import SamplingParams
+from maitred.decisions.codec import read_log
+from maitred.decisions.files import log_parts, read_frames
+from maitred.decisions.log import Held
+from maitred.decisions.replay import first_difference
 from maitred.engine.build import build_parts, told_now_and_then
+from maitred.engine.intake import make_requests
 from maitred.engine.planning import _without_moved_kv
 from tests.conftest import copied_model
 
@@ -63,3 +69,29 @@ def test_what_moves_blocks_is_off_where_states_stay_and_the_start_says_so():
         "KV      of layers with unlike heads stays in this engine, so KV between engines cannot be used; off"
     ]
     assert (kept.cache.swap_memory_bytes, kept.tiers.are_wanted, kept.share.exchanges_kv) == (1024, True, False)
+
+
+def test_a_log_has_the_end_of_a_step_before_the_blocks_that_are_held_then(tmp_path: Path):
+    config = EngineConfig(
+        model=ModelConfig(num_threads=1, max_model_len=512),
+        scheduler=SchedulerConfig(max_num_batched_tokens=64),
+        share=MachineShare(exchanges_kv=True),
+        decision_log=str(tmp_path),
+    )
+    parts = build_parts(config)
+    assert parts.kv_peers is not None
+    core, gives = parts.core, parts.kv_peers.gives
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    (spec,) = make_requests(parts.model, range(300, 500), sampling, request_id="a", now=core.clock.now())
+    core.add(spec)
+    offered = gives._lease(spec.block_hashes)
+    while core.has_work:
+        core.step()
+    gives.offers.end(offered.lease, "released")
+    core.run_called()
+    parts.close()
+    logged = list(read_frames(log_parts(tmp_path)))
+    steps = list(read_log(logged)[1])
+    assert sum(isinstance(event, Held) for step in steps for event in step.events) >= 3
+    assert not any(isinstance(event, Held) for step in steps for event in step.during)
+    assert first_difference(logged) is None

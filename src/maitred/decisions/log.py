@@ -304,7 +304,6 @@ def arrived_of(arrival: Arrival) -> Arrived:
             thinking=None,
             prediction_token_ids=(),
             kv_from=(),
-            kv_only=False,
             resumed=None if point is None else replace(point, output_token_ids=[0] * len(point.output_token_ids)),
         ),
     )

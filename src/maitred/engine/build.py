@@ -134,12 +134,12 @@ def build_parts(
     meters, step_costs = _meters(config, plan, executor, make_scheduler, clock, tell)
     kv_peers, kv_tiers = _movers(config, executor, facts, plan.spec, tiers, clock)
     listeners = [
-        kv_peers.gives if kv_peers is not None else None,  # holds blocks before the log has the step's end
-        Recorder(log.write) if log is not None else None,
+        Recorder(log.write) if log is not None else None,  # before those that hold what a step has computed
         TrafficRing(header, plan.memory.bytes_per_block / plan.memory.block_size, plan.spec.num_layers),
         *meters,
         ExpertLoad(executor) if plan.executor.name == "native" and plan.spec.is_routed else None,
         adapters,
+        kv_peers.gives if kv_peers is not None else None,
         kv_peers,
         kv_tiers,
     ]
