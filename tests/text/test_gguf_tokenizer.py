@@ -131,6 +131,7 @@ def test_gemma_4s_pairs_are_merged_between_line_ends_and_other_characters_become
         "tokenizer.ggml.token_type": [CONTROL] + [BYTE] * 256 + [NORMAL] * 8,
         "tokenizer.ggml.merges": ["b \n", "▁ a", "a b", "\n \n"],
         "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
     }
     tokenizer = read(metadata)
     ids = tokenizer.encode("ab a\n\nb\né")

@@ -242,6 +242,7 @@ def _add_ends(inner: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bo
     wanted = {"bos": adds_bos, "eos": False}
     for name, default in wanted.items():
         wanted[name] = bool(vocabulary.metadata.get(f"tokenizer.ggml.add_{name}_token", default))
+    wanted["bos"] |= vocabulary.metadata["tokenizer.ggml.model"] == "gemma4"  # whatever its first files say
     found = {name: vocabulary.named.get(f"{name}_token") for name, is_added in wanted.items() if is_added}
     if missing := [name for name, number in found.items() if number is None]:
         raise CheckpointError(
