@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -25,7 +27,7 @@ def ring() -> TrafficRing:
     return TrafficRing(Header(made.scheduler, BLOCKS, BLOCK_SIZE, True), kv_bytes_per_token=64.0, num_layers=2)
 
 
-def recorded(num_requests: int = NUM_REQUESTS) -> Traffic:
+def recorded(num_requests: int = NUM_REQUESTS, **fields: Any) -> Traffic:
     """Two tenants share an engine that is too slow for them; each has a system prompt."""
     kept, prefixes = ring(), {tenant: chain([tenant], 24) for tenant in "ab"}
     arrivals = [
@@ -34,9 +36,8 @@ def recorded(num_requests: int = NUM_REQUESTS) -> Traffic:
         )
         for i in range(num_requests)
     ]
-    Simulation(setup(max_num_seqs=SLOTS, num_blocks=BLOCKS), COSTS, SimulatedResults(), listener=kept).run(
-        iter(arrivals)
-    )
+    world = setup(max_num_seqs=SLOTS, num_blocks=BLOCKS, **fields)
+    Simulation(world, COSTS, SimulatedResults(), listener=kept).run(iter(arrivals))
     return msgspec.msgpack.decode(kept.recording(), type=Traffic)
 
 
@@ -54,6 +55,14 @@ def test_a_replay_as_it_is_gives_what_was_measured_tenant_by_tenant():
     for one, other in ((measured, replayed), *((measured["tenants"][t], replayed["tenants"][t]) for t in "ab")):
         for measure in ("ttft_s", "tpot_s", "e2e_s", "queue_s"):
             assert other[measure]["mean"] == pytest.approx(one[measure]["mean"], rel=0.03), measure
+
+
+def test_drafts_are_accepted_as_often_as_they_were():
+    told = figures(WhatIf(), recorded(acceptance=0.7))
+    plain = figures(WhatIf(), recorded())
+    mean = told["measured"]["e2e_s"]["mean"]
+    assert mean < 0.9 * plain["measured"]["e2e_s"]["mean"]
+    assert told["as it is"]["e2e_s"]["mean"] == pytest.approx(mean, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from maitred.sim.results import Objectives, SimulatedResults
 from maitred.sim.workload import Arrival, TokenSpan
 
 MIN_STEPS = 100
+DEFAULT_DRAFTS = 5  # where other rules than a number say how many
 Replayed = tuple[SimulatedResults, dict[str, Any]]  # and its figures
 LINK = LINKS["shm"]  # all engines of one server are on one host
 
@@ -56,10 +57,11 @@ def what_if(asked: ReplayAsked) -> dict[str, Any]:
     objectives = Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, change.slo)})
     size = engines[0].header.block_size
     arrivals = [_arrival(number, each, size, began_at) for number, each in enumerate(served)]
+    setups = [_setup(engines[0], each, _acceptance(served)) for each in (WhatIf(), change)]
     runs = {
         "measured": _measured(served, objectives),
-        "as it is": _replayed(engines, WhatIf(), arrivals, fit.cost_model, objectives),
-        "what if": _replayed(engines, change, arrivals, fit.cost_model, objectives),
+        "as it is": _replayed(engines, WhatIf(), setups[0], arrivals, fit.cost_model, objectives),
+        "what if": _replayed(engines, change, setups[1], arrivals, fit.cost_model, objectives),
     }
     return {
         "columns": [column(name, figures, run.total) for name, (run, figures) in runs.items()],
@@ -88,6 +90,23 @@ def _arrival(number: int, served: ServedRequest, block_size: int, began_at: floa
     )
 
 
+def _acceptance(served: Sequence[ServedRequest]) -> float | None:
+    """Chance of a draft after accepted ones, by which as many were accepted; None where none were made.
+
+    Of k drafts each kept with chance a after those before it, a + a^2 + ... + a^k are kept.
+    """
+    drafted = sum(each.charges.num_draft_tokens for each in served)
+    accepted = sum(each.charges.num_accepted_tokens for each in served)
+    rows = sum(each.charges.num_generated_tokens for each in served) - accepted
+    if not drafted or rows <= 0:
+        return None
+    low, high, k = 0.0, 1.0, drafted / rows
+    for _ in range(30):
+        a = (low + high) / 2
+        low, high = (a, high) if a * (1 - a**k) / (1 - a) < accepted / rows else (low, a)
+    return low
+
+
 def _measured(served: Sequence[ServedRequest], objectives: Objectives) -> Replayed:
     """What the engines noted, but for each gap between tokens and the time in steps."""
     results = SimulatedResults(objectives)
@@ -110,9 +129,14 @@ def _measured(served: Sequence[ServedRequest], objectives: Objectives) -> Replay
 
 
 def _replayed(
-    engines: Sequence[Traffic], change: WhatIf, arrivals: Sequence[Arrival], costs: CostModel, objectives: Objectives
+    engines: Sequence[Traffic],
+    change: WhatIf,
+    setup: EngineSetup,
+    arrivals: Sequence[Arrival],
+    costs: CostModel,
+    objectives: Objectives,
 ) -> Replayed:
-    results, setup = SimulatedResults(objectives), _setup(engines[0], change)
+    results = SimulatedResults(objectives)
     num_replicas = change.replicas or len(engines)
     if num_replicas == 1 and not change.prefill_workers:
         Simulation(setup, costs, results, jitter=Jitter(costs, Random(0))).run(iter(arrivals))
@@ -136,7 +160,7 @@ def _replayed(
     return results, simulation.to_json()
 
 
-def _setup(engine: Traffic, change: WhatIf) -> EngineSetup:
+def _setup(engine: Traffic, change: WhatIf, acceptance: float | None) -> EngineSetup:
     header, scheduler = engine.header, engine.header.config
     if change.policy is not None and change.policy != scheduler.policy:
         scheduler = changed(scheduler, policy=change.policy, policy_args={})
@@ -153,6 +177,8 @@ def _setup(engine: Traffic, change: WhatIf) -> EngineSetup:
         enable_prefix_caching=header.enable_prefix_caching,
         predictor=scheduler.predictor,
         policies=policies,
+        acceptance=acceptance,
+        num_speculative_tokens=header.num_speculative_tokens or DEFAULT_DRAFTS,
         num_state_slots=max(header.num_state_slots, scheduler.max_num_seqs) if header.num_state_slots else 0,
         groups=None if whole else header.groups,
         num_pages=0 if whole else header.num_pages,
