@@ -1,18 +1,23 @@
 """What a balance is worth to a fleet, simulated: hits, waits and evenness on a conversation trace.
 
-    python benchmarks/bench_fleet.py [alike] [unlike] [--balances prefix,round_robin]
+    python benchmarks/bench_fleet.py [alike] [unlike] [--balances prefix,round_robin] [--trace FILE [--rate-scale 4]]
 
 `alike`: 8 H100 with llama-3.1-8b on a conversation trace; the hits that a balance finds stand beside those of one cache
 as large as all together (one engine eight times as fast). `unlike`: 4 H100 with 4 A100; `prefix` with and without the
 devices' speeds. Aims of `prefix`: 0.95 of the one cache's hits, twice those of round robin, 0.7 of its mean TTFT,
-load_max_over_mean 1.6; knowing speeds, 0.85 of the p99 TTFT of not knowing them, and no worse a mean.
+load_max_over_mean 1.6; knowing speeds, 0.85 of the p99 TTFT of not knowing them, and no worse a mean. `saturated`: a
+Mooncake trace so many times as fast as it was recorded, beside one LRU cache of the size of all; aim 0.8 of its hits.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
 from random import Random
 
 from maitred.config import SchedulerConfig
@@ -108,8 +113,13 @@ def in_sessions(workload: TraceWorkload) -> Iterator[Arrival]:
         yield replace(arrival, request_id=f"{session}#{arrival.request_id}")
 
 
-def told(name: str, simulation: FleetSimulation | Simulation, workload: TraceWorkload) -> None:
-    results = simulation.run(in_sessions(workload))
+def told(
+    name: str,
+    simulation: FleetSimulation | Simulation,
+    workload: TraceWorkload,
+    arrivals: Iterator[Arrival] | None = None,
+) -> None:
+    results = simulation.run(arrivals or in_sessions(workload))
     hits = results.num_cached_tokens / sum(line.input_length for line in workload.lines)
     extra = simulation.figures.to_json(results) if isinstance(simulation, FleetSimulation) else {}
     ttft_s, uneven = results.total.ttft_s.to_json(), extra.get("load_max_over_mean")
@@ -137,16 +147,48 @@ def unlike(options: argparse.Namespace) -> None:
         told(f"prefix, {'speeds' if tells else 'blind'}", fleet(replicas, "prefix"), workload)
 
 
-PARTS = {part.__name__: part for part in (alike, unlike)}
+def saturated(options: argparse.Namespace) -> None:
+    if options.trace is None:
+        raise SystemExit("saturated takes --trace FILE, as Mooncake's conversation_trace.jsonl")
+    lines = [
+        TraceLine(**{**line, "timestamp": line["timestamp"] / options.rate_scale, "hash_ids": tuple(line["hash_ids"])})
+        for line in map(json.loads, options.trace.read_text().splitlines())
+    ]
+    one = replica("h100")
+    print(
+        f"one LRU cache of the size of all: {hits_of_lru(lines, NUM_REPLICAS * one.engine.num_blocks * BLOCK_SIZE):.3f}"
+    )
+    print_heading()
+    for balance in options.balances.split(","):
+        told(balance, fleet([one] * NUM_REPLICAS, balance), TraceWorkload(lines), TraceWorkload(lines).arrivals())
+
+
+def hits_of_lru(lines: list[TraceLine], num_tokens: int) -> float:
+    """Share of prompt tokens found, the trace in its order; answers are kept too."""
+    kept, found = OrderedDict[object, None](), 0
+    for number, line in enumerate(lines):
+        prompt = line.hash_ids[: line.input_length // BLOCK_TOKENS]
+        found += BLOCK_TOKENS * sum(1 for _ in takewhile(kept.__contains__, prompt))
+        for name in (*((number, i) for i in range(-(-line.output_length // BLOCK_TOKENS))), *reversed(line.hash_ids)):
+            kept[name] = None
+            kept.move_to_end(name)
+        while len(kept) > num_tokens // BLOCK_TOKENS:
+            kept.popitem(last=False)
+    return found / sum(line.input_length for line in lines)
+
+
+PARTS = {part.__name__: part for part in (alike, unlike, saturated)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--balances", default=BALANCES)
+    parser.add_argument("--trace", type=Path, help="of `saturated`")
+    parser.add_argument("--rate-scale", type=float, default=4.0, help="of `saturated`")
     parser.add_argument("--duration-s", type=float, default=300.0, help="of the conversation trace")
     options = parser.parse_args()
-    for name in options.parts or PARTS:
+    for name in options.parts or ("alike", "unlike"):
         print(f"-- {name}")
         PARTS[name](options)
 

@@ -1,17 +1,21 @@
 """How fast the simulator is, how large a fleet it takes, and whether its memory stays flat.
 
-    python benchmarks/bench_simulator.py [speed] [fleet] [soak] [--requests N] [--policies fcfs,srpt]
+    python benchmarks/bench_simulator.py [speed] [fleet] [soak] [--requests N] [--policies fcfs,srpt] [--base FOLDER]
 
 `speed`: request-steps per second of CPU time at 64 running, for each policy; requests of 64 prompt and 128 output
 tokens, always more of them than slots; aim 100,000, which is 50,000 requests a minute. `fleet`: 1,000 replicas and
 100,000 requests of 128 tokens on one core; aim 5 minutes, and memory that does not grow once simulated caches are full.
 `soak`: a million requests of three tenants with shared prefixes and conversations of one to three turns; fails when
-requests are lost, or when resident memory grows by 5% after the first twentieth.
+requests are lost, or when resident memory grows by 5% after the first twentieth. With `--base`, an earlier tree, each
+part runs there, then here, and the ratio of processor times is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -108,9 +112,23 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--requests", type=int, help="of each part")
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--base", type=Path, help="an earlier tree, to run in turn")
     options = parser.parse_args()
     for name in options.parts or ("speed",):
-        PARTS[name](options)
+        if options.base is None:
+            PARTS[name](options)
+            continue
+        base_s, own_s = (seconds_of(tree, name, options) for tree in (options.base, Path(__file__).parents[1]))
+        print(f"{name}: {base_s:.1f} s of processor time before, {own_s:.1f} s now: {base_s / own_s:.2f}x")
+
+
+def seconds_of(tree: Path, part: str, options: argparse.Namespace) -> float:
+    """Processor time of a part, by this very script on the sources of another tree."""
+    asked = [part, "--policies", options.policies, *(["--requests", str(options.requests)] if options.requests else [])]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, __file__, *asked], check=True, env={**os.environ, "PYTHONPATH": f"{tree}/src"})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 if __name__ == "__main__":
