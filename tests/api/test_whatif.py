@@ -49,7 +49,7 @@ async def test_a_replay_that_takes_too_long_is_ended_and_says_so(monkeypatch):
 
 
 async def test_there_is_one_replay_at_a_time(monkeypatch):
-    client = replaying(monkeypatch, "import time; time.sleep(100)", REPLAY_S=1.5)
+    client = replaying(monkeypatch, "import time; time.sleep(100)", REPLAY_S=0.5)
     both = await asyncio.gather(asked(client), asked(client))
     assert sorted(status for status, _ in both) == [429, 504]
     assert "a replay is running" in str(both)
