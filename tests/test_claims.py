@@ -31,7 +31,7 @@ def test_the_pages_table_is_that_of_the_data(script):
 def test_every_row_runs_by_a_command_and_ends_with_a_verdict(script):
     known = {*script["RUNS"], *script["BENCHMARKS"], "results"}
     for name, row in ROWS.items():
-        assert name in known or row["command"].startswith("maitred simulate "), name
+        assert name in known or row["command"].startswith("maitred plan "), name
         assert row["verdict"].startswith(("holds", "does not hold", "speed holds")), name
         assert row["source"], name
 
