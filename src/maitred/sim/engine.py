@@ -82,7 +82,7 @@ class SimulatedEngine:
     ) -> None:
         self._setup = setup
         self.clock = ManualClock()
-        self._executor = _SimulatedExecutor(self.clock, cost_model, results, jitter, slowness, setup.acceptance or 0.0)
+        self._executor = _SimulatedExecutor(self.clock, cost_model, results, jitter, slowness, setup.acceptance)
         self.live = self._executor.live_requests  # by id; removed when it ends
         baseline = setup.baseline or Baseline()
         if baseline.kv_layout == "none":
@@ -154,7 +154,7 @@ class SimulatedEngine:
         """Find the next steps, if all running requests decode and nothing else happens in them: those that begin before
         `until`, up to the first that ends a request. Return whether there are any.
         """
-        requests = self.core.steady_requests if self._executor.can_foresee else []
+        requests = self.core.steady_requests if self._executor.beside is None else []
         if not requests:
             return False
         left = [self.live[one.request_id].arrival.output_tokens - len(one.output_token_ids) for one in requests]
@@ -223,7 +223,7 @@ class _SimulatedExecutor:
         results: SimulatedResults,
         jitter: Jitter | None,
         slowness: SlownessAt | None,
-        acceptance: float,
+        acceptance: float | None,
     ) -> None:
         self._acceptance = acceptance
         self.live_requests: dict[str, SimulatedRequest] = {}
@@ -243,7 +243,7 @@ class _SimulatedExecutor:
             return ModelOutput(())
         results, num_rows = self._results, len(plan.rows)
         step_s, gap_s = self._times(self.shape_of(plan.rows), self._clock.now())
-        if self._acceptance:
+        if self._acceptance is not None:
             step_s += draft_chain_s(self._cost_model, [row.num_drafts for row in plan.rows])
         if self.beside is not None:
             step_s = self.beside.step(self._clock.now(), step_s)
@@ -253,10 +253,6 @@ class _SimulatedExecutor:
         results.num_row_steps += num_rows
         results.busy_units += round(step_s * UNITS_PER_S)
         return ModelOutput(tuple(self._sample(plan, self._clock.now())))
-
-    @property
-    def can_foresee(self) -> bool:
-        return self.beside is None
 
     def foresee(self, requests: Sequence[RequestState], most: int, until: float) -> None:
         """Find the times of steps of these rows; see `SimulatedEngine.foresee`."""
@@ -277,21 +273,20 @@ class _SimulatedExecutor:
         """Do foreseen steps, but for what the scheduler knows of them."""
         steps, results, counts = [self.foreseen.popleft() for _ in range(num_steps)], self._results, Counter[int]()
         gaps, groups, slow_gap_s = Counter[tuple[int, float]](), dict[int, GroupResults](), self._slow_gap_s
-        for live in (lives := [self.live_requests[one.request_id] for one in requests]):
+        later = [step.ends_at - last.ends_at + self._edge_gap_s for last, step in pairwise(steps)]
+        num_slow = 0 if slow_gap_s is None else sum(gap_s > slow_gap_s for gap_s in later)
+        for live in [self.live_requests[one.request_id] for one in requests]:
+            first_gap_s = steps[0].ends_at - live.last_token_at + self._edge_gap_s
             groups[id(live.group)] = live.group
             counts[id(live.group)] += 1
-            gaps[id(live.group), steps[0].ends_at - live.last_token_at + self._edge_gap_s] += 1
-        later = [step.ends_at - last.ends_at + self._edge_gap_s for last, step in pairwise(steps)]
+            gaps[id(live.group), first_gap_s] += 1
+            live.num_slow_gaps += num_slow + (slow_gap_s is not None and first_gap_s > slow_gap_s)
+            live.last_token_at = steps[-1].ends_at
         for (group, gap_s), times in gaps.items():
             groups[group].itl_s.add(gap_s, times)
         for group, num_rows in counts.items():
             for gap_s in later:
                 groups[group].itl_s.add(gap_s, num_rows)
-        num_slow = 0 if slow_gap_s is None else sum(gap_s > slow_gap_s for gap_s in later)
-        for live in lives:
-            first_gap_s = steps[0].ends_at - live.last_token_at + self._edge_gap_s
-            live.num_slow_gaps += num_slow + (slow_gap_s is not None and first_gap_s > slow_gap_s)
-            live.last_token_at = steps[-1].ends_at
         results.num_steps += num_steps
         results.num_row_steps += num_steps * len(requests)
         results.busy_units += sum([round(step.step_s * UNITS_PER_S) for step in steps])
@@ -360,8 +355,8 @@ class _SimulatedExecutor:
     def _drafted(self, row: ScheduledRow) -> SampledRow:
         """Return the drafts; which are right is a function of request and position, the same in every run."""
         first = row.start + row.num_known
-        num_accepted = 0
-        while num_accepted < row.num_drafts and chance(row.request_id, first + num_accepted) < self._acceptance:
+        num_accepted, acceptance = 0, self._acceptance or 0.0
+        while num_accepted < row.num_drafts and chance(row.request_id, first + num_accepted) < acceptance:
             num_accepted += 1
         tokens = (0,) * (num_accepted + 1)
         return SampledRow(row.request_id, tokens, num_accepted=num_accepted, num_drafts=row.num_drafts)
