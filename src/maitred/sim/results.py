@@ -311,7 +311,7 @@ class SimulatedResults:
     @property
     def utilisation(self) -> float:
         """The share of the time in which the engine was in a step."""
-        return self.busy_s / self.duration_s if self.duration_s > 0 else 0.0
+        return min(1.0, self.busy_s / self.duration_s) if self.duration_s > 0 else 0.0  # sums round
 
     @property
     def duration_s(self) -> float:
