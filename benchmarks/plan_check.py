@@ -252,6 +252,7 @@ with contextlib.redirect_stdout(sys.stderr):
         told.append({mode: float(row["tokens/s/gpu_cluster"]) for mode, row in best.items()})
 print(json.dumps(told))
 """
+THEIR_MODES = {"aggregated": "agg", "disaggregated": "disagg"}
 # theirs, ours, system, prompt, answer, TTFT and TPOT (ms); 8 devices each
 CASES = (
     ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b", "h100", 2000, 200, 1000, 20),
@@ -281,8 +282,7 @@ def aiconfigurator(cells: bool) -> Iterator[Line]:
         words = f"--model {model} --device {system} --input {prompt} --output {output} --devices 8 --link nvlink"
         slo = f"--slo ttft:{ttft_ms}ms --slo tpot:{tpot_ms}ms --modes aggregated,disaggregated"
         plans, _, _ = planned(*f"{words} {slo}".split())
-        ours = {each["mode"][: len("disagg")].removesuffix("reg"): each["tokens_per_s_per_device"] for each in plans}
-        ours = {{"aggreg": "agg", "agg": "agg"}.get(mode, mode): value for mode, value in ours.items()}
+        ours = {THEIR_MODES[each["mode"]]: each["tokens_per_s_per_device"] for each in plans}
         best, their_best = max(ours, key=ours.__getitem__), max(their, key=their.__getitem__)
         ratio = ours[best] / their[their_best]
         num_modes += best == their_best
