@@ -104,12 +104,18 @@ class Bench:
             return spec_from_config(self.gguf.config)
         return spec_from_config(json.loads((self.work / self.model / "config.json").read_text()))
 
-    def weights(self, dtype: str) -> WeightFormat:
-        """`gguf` is the file's mix: bytes of a weight on average."""
+    def weights(self, dtype: str) -> tuple[WeightFormat, WeightFormat | None]:
+        """Of layers, and of the output matrix where that is another; `gguf` is the file's mix, bytes of a weight on
+        average: a step reads all of the output matrix, and of experts few."""
         if self.gguf is None:
-            return WeightFormat(dtype)
-        sizes = (math.prod(self.gguf.tensor(name).shape) for name in self.gguf.tensor_names())
-        return WeightFormat("q8_0", self.gguf.weight_bytes / sum(sizes))
+            return WeightFormat(dtype), None
+        names = self.gguf.tensor_names()
+        head = next(name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in names)
+        layers = [self.gguf.tensor(name) for name in names if name.startswith("model.layers.")]
+        mixes = ((sum(t.data.nbytes for t in mix), sum(math.prod(t.shape) for t in mix))
+                 for mix in (layers, [self.gguf.tensor(head)]))  # fmt: skip
+        of_layers, of_head = (WeightFormat("q8_0", num_bytes / size) for num_bytes, size in mixes)
+        return of_layers, of_head
 
 
 def measure(bench: Bench, entry: Entry, cell: str, seed: int) -> Figures:
@@ -220,7 +226,8 @@ KINDS: dict[str, Callable[[Bench, Entry, int, int], Figures]] = {
 def _footprint(bench: Bench, dtype: str, kv_dtype: str) -> tuple[float, float]:
     """Bytes of all matrices, and of one token's keys and values."""
     work = {True: 0.0, False: 0.0}
-    for op in step_work(bench.spec, [Row(0, 1)], bench.weights(dtype), KVFormat(kv_dtype)):
+    weights, head = bench.weights(dtype)
+    for op in step_work(bench.spec, [Row(0, 1)], weights, KVFormat(kv_dtype), head):
         work[op.name == "attention"] += op.num_bytes
     return work[False], work[True]
 
@@ -231,7 +238,8 @@ def _share(bench: Bench, entry: Entry, rate: float, tokens: int, rows: Sequence[
         return None
     (dtype, kv), around = entry.floor, bench.streams[-2:]
     machine = Machine(statistics.harmonic_mean(around), bench.peaks)
-    floor = floor_s(step_work(bench.spec, rows, bench.weights(dtype), KVFormat(kv)), machine)
+    weights, head = bench.weights(dtype)
+    floor = floor_s(step_work(bench.spec, rows, weights, KVFormat(kv), head), machine)
     return Share(rate * floor / tokens, max(around) <= (1 + MOVED) * min(around))
 
 

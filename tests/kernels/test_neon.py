@@ -24,3 +24,4 @@ def test_arm_kernels_agree_with_the_plain_ones() -> None:
     assert "linear: neon checked" in done.stdout
     assert "low rank: neon checked" in done.stdout
     assert "attention: neon checked" in done.stdout
+    assert "recurrent: neon checked" in done.stdout

@@ -219,8 +219,10 @@ void multiply_tile_f8(const PackedLinear& weights, const Plan& plan, int tile, c
     if (over >= 0 && after == nullptr) next = from;
     const float* scales = reinterpret_cast<const float*>(from);
     const uint8_t* codes = from + kTile * sizeof(float);
-    for (int line = 0; !few && line < kF8UnitBytes; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
-    if (!few) Vec16::widen_f8(codes, kF8Unit * kTile, values);
+    for (int line = 0; !few && line < kF8UnitBytes; line += 64) {  // one by one: many at once wait for each other
+      _mm_prefetch(next + line, _MM_HINT_T1);
+      if (line < kF8Unit * kTile) Vec16::widen_f8(codes + line, 64, values + line);
+    }
     Run run{few ? codes : reinterpret_cast<const uint8_t*>(values),
             kF8Unit / (2 * kDepth),
             nullptr,
@@ -263,6 +265,8 @@ template <DType kDType>
 void unpack(const uint8_t* from, int units, const uint8_t* next, Unpacked& out) {
   constexpr BlockForm kForm = block_form(kDType);
   constexpr int kHalves = 32 / kForm.block;
+  constexpr int kAhead = static_cast<int>(kForm.unit_bytes() / (8 * kForm.blocks()));  // with each step
+  if (next == nullptr) next = from;  // in the cache already
   uint8_t* to = out.weights;
   float *d = out.d, *m = out.m;
   for (int unit = 0; unit < units; ++unit) {
@@ -279,12 +283,12 @@ void unpack(const uint8_t* from, int units, const uint8_t* next, Unpacked& out) 
         block_step<kForm.bits>(w + (kForm.parts ? 64 : 0), step, low, high);
         _mm512_store_si512(to, low);
         _mm512_store_si512(to + 64, high);
+        for (int line = 0; line < kAhead; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);  // see multiply_tile_f8
+        next += kAhead;
       }
     }
     from += kForm.unit_bytes();
   }
-  if (next == nullptr) return;
-  for (int line = 0; line < units * kForm.unit_bytes(); line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
 }
 
 // What 16 rows x 16 channels of a run are made of.
