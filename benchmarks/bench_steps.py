@@ -64,7 +64,7 @@ class Bench:
             scheduler=SchedulerConfig(max_num_batched_tokens=512),
             num_threads=usable_cores(),
         )
-        self.blocks_each = -(-(max(options.context, *options.prefill) + ROOM) // BLOCK_SIZE)
+        self.blocks_each = -(-(max([options.context, *options.prefill]) + ROOM) // BLOCK_SIZE)
         self.executor = self.plan.build(
             num_blocks=self.blocks_each * max([1, *options.requests]), max_model_len=self.blocks_each * BLOCK_SIZE
         )

@@ -135,7 +135,7 @@ inline int depths_length(const Plan& plan, int step, bool jumps) {
 }
 
 bool is_few_bf16(const LinearShape& shape, int m) {  // f8 as well
-  return operand_dtype(shape.dtype) == DType::bf16 && m <= kFewRowsBf16;
+  return operand_dtype(shape.dtype) == DType::bf16 && m <= (shape.dtype == DType::f8 ? kFewRowsF8 : kFewRowsBf16);
 }
 
 // All of a linear's rows, and the part of them that one block has.
@@ -265,8 +265,6 @@ template <DType kDType>
 void unpack(const uint8_t* from, int units, const uint8_t* next, Unpacked& out) {
   constexpr BlockForm kForm = block_form(kDType);
   constexpr int kHalves = 32 / kForm.block;
-  constexpr int kAhead = static_cast<int>(kForm.unit_bytes() / (8 * kForm.blocks()));  // with each step
-  if (next == nullptr) next = from;  // in the cache already
   uint8_t* to = out.weights;
   float *d = out.d, *m = out.m;
   for (int unit = 0; unit < units; ++unit) {
@@ -283,12 +281,12 @@ void unpack(const uint8_t* from, int units, const uint8_t* next, Unpacked& out) 
         block_step<kForm.bits>(w + (kForm.parts ? 64 : 0), step, low, high);
         _mm512_store_si512(to, low);
         _mm512_store_si512(to + 64, high);
-        for (int line = 0; line < kAhead; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);  // see multiply_tile_f8
-        next += kAhead;
       }
     }
     from += kForm.unit_bytes();
   }
+  if (next == nullptr) return;
+  for (int line = 0; line < units * kForm.unit_bytes(); line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
 }
 
 // What 16 rows x 16 channels of a run are made of.
@@ -421,7 +419,7 @@ MultiplyTile multiply_tile_of(DType dtype) {
 bool takes_tiles(const LinearShape& shape, int m) {
   if (shape.dtype == DType::int8) return m > kFewRows;
   if (is_blocked(shape.dtype)) return m > kFewRowsBlocked;
-  return operand_dtype(shape.dtype) == DType::bf16 && m > kFewRowsBf16;
+  return operand_dtype(shape.dtype) == DType::bf16 && !is_few_bf16(shape, m);
 }
 
 void linear(const PackedLinear& weights, const Operand& operand, int m, const LinearOut& out, WorkCounter& counter,

@@ -16,6 +16,7 @@ constexpr int kHalf = 16;   // rows of a tile register
 constexpr int kDepth = 16;  // steps of K in one, 64 bytes of each row
 constexpr int kDepthBytes = kDepth * 128;
 constexpr int kFewRowsBf16 = 4;  // that vectors multiply
+constexpr int kFewRowsF8 = 2;
 
 // A run of one tile, and what to prefetch while rows pass it: `lines` with each depth.
 struct Run {
