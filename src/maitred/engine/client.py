@@ -61,7 +61,7 @@ class EngineClient(Replica, Owner):
         adapters: AdapterBook | None = None,  # that engines share; None is its own
         on_change: Callable[[], None] = lambda: (
             None
-        ),  # told, on the event loop, when an engine has come or gone or is silent
+        ),  # told on the event loop: an engine has come, gone or fallen silent
     ) -> None:
         self._memory: ServerMemory | None = None  # where there are tensor models
         if start.config.tensors.serves:
