@@ -49,7 +49,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Neither minds a machine that is slow to make examples.
 SLOW = (hypothesis.HealthCheck.too_slow,)
 hypothesis.settings.register_profile(
-    "ci", max_examples=40, derandomize=True, deadline=None, print_blob=True, suppress_health_check=SLOW
+    "ci", max_examples=25, derandomize=True, deadline=None, print_blob=True, suppress_health_check=SLOW
 )
 hypothesis.settings.register_profile("here", deadline=None, print_blob=True, suppress_health_check=SLOW)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")

@@ -17,19 +17,22 @@ HANGS_S = 600.0 if os.environ.get("MAITRED_ISA") == "plain" else 90.0
 
 def until(condition: Callable[[], object], limit_s: float = HANGS_S) -> None:
     """Return as soon as `condition` holds."""
-    ends_at, pause_s = time.monotonic() + limit_s, 0.002
+    asked_at, pause_s = time.monotonic(), 0.002
+    ends_at = asked_at + limit_s
     while not condition():
-        assert time.monotonic() < ends_at, f"it did not come in {limit_s:g} s"
-        time.sleep(pause_s)
-        pause_s = min(1.2 * pause_s, 0.02)  # many ask a server, which has other things to do
+        took_s = time.monotonic() - asked_at
+        assert asked_at < ends_at, f"it did not come in {limit_s:g} s"
+        time.sleep(max(pause_s, min(5 * took_s, 0.1)))  # many ask a server, which has other things to do
+        asked_at, pause_s = time.monotonic(), min(1.2 * pause_s, 0.02)
 
 
 async def until_async(condition: Callable[[], object], limit_s: float = HANGS_S) -> None:
     """As `until`, beside other tasks of the loop."""
-    ends_at = time.monotonic() + limit_s
+    ends_at, pause_s = time.monotonic() + limit_s, 0.002
     while not condition():
         assert time.monotonic() < ends_at, f"it did not come in {limit_s:g} s"
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.02)
 
 
 def joined(*threads: threading.Thread) -> None:

@@ -177,7 +177,7 @@ def hung_up_on(server: Attacked, bad: list[socket.socket]) -> None:
     waiting = set(bad)
     while waiting:
         assert server.is_well()
-        readable, _, _ = select.select(list(waiting), [], [], 0)  # they are answered and closed, or only closed
+        readable, _, _ = select.select(list(waiting), [], [], 0.05)  # they are answered and closed, or only closed
         waiting -= {connection for connection in readable if _is_over(connection)}
     until(lambda: server.in_flight() == 0)
 
@@ -217,6 +217,7 @@ def test_slow_readers_are_dropped_and_what_is_kept_for_them_is_bounded():
             while server.in_flight() > 0:
                 most = max(most, server.rss_bytes())
                 assert server.is_well()
+                time.sleep(0.02)
             # half a MiB each is usual; whole answers would be four
             assert most - before < 20 * MIB, f"{(most - before) / 20 / 1024:.0f} KiB for each reader"
 

@@ -68,6 +68,10 @@ class CheckingExecutor(FakeExecutor):
             begin = row.place * self._block_size
             self._slots[row.number] = list(history[begin : begin + self._block_size])
 
+    def bring(self, blocks: Sequence[int], request: RequestState, start: int) -> None:
+        """What another engine computed of its tokens from `start` on comes to these blocks."""
+        self.write([PoolRow(start // self._block_size + i, 0, block) for i, block in enumerate(blocks)], request)
+
     def spoil(self, rows: Sequence[PoolRow]) -> None:
         """What came to these rows is not what it should be."""
         for row in rows:

@@ -6,7 +6,6 @@ import pytest
 
 from maitred.core.cost_model import SwapCosts
 from maitred.core.request import Charges, FinishReason, RequestState, RequestStatus, ResumePoint, SamplingParams
-from maitred.kv.manager import PoolRow
 from maitred.policy.policies import POLICIES
 from maitred.scheduler.queue_view import queue_view
 from maitred.scheduler.reservations import GivenUp, ReservedBlocks
@@ -25,8 +24,7 @@ def arrive(run: Run, request: RequestState, reserved: ReservedBlocks, num_blocks
     """Writes the KV of so many of the reserved blocks, or of all."""
     block_ids = reserved.block_ids[:num_blocks]
     assert isinstance(run.executor, CheckingExecutor)
-    first = reserved.start // run.scheduler.kv_cache.block_size
-    run.executor.write([PoolRow(first + i, 0, block) for i, block in enumerate(block_ids)], request)
+    run.executor.bring(block_ids, request, reserved.start)
     num_tokens = reserved.start + len(block_ids) * run.scheduler.kv_cache.block_size
     came = run.scheduler.kv_arrived(request.request_id, num_tokens, run.now)
     run.scheduler.check_invariants()

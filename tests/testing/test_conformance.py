@@ -69,7 +69,7 @@ def for_every_policy(max_examples: int) -> Callable[[Any], Any]:
 @for_every_policy(8)
 def test_every_property_holds_in_every_step(name: str, scenario: Scenario):
     executor = CheckingExecutor(scenario.block_size)
-    check_steps(POLICIES[name], scenario, executor.execute, bring=executor.write)
+    check_steps(POLICIES[name], scenario, executor.execute, bring=executor.bring)
 
 
 @for_every_policy(4)
