@@ -43,15 +43,20 @@ KNOWN: frozenset[Circle] = frozenset()
 ON_A_CHATS_WAY = "files that one streamed chat request passes"
 # They go down with the figures; one that is raised says why, on its line.
 CEILINGS = {
-    "files": 402,  # 21 of them are the tools around the model and what they keep, 4 the planner
+    # 21 are the tools around the model and what they keep, 4 the planner, 4 the simulator's baselines, the replay of a
+    # server's own traffic with its recording, and the demonstration
+    "files": 406,
     # 6,200 are those tools, for which 3,500 were meant: documents in three forms with what is learnt of each, paired
     # intervals, states that outlive any end, and refusals with their numbers took as many lines as the methods.
-    # 4,300 are layers of unlike kinds, for which 2,200 were meant: rows for nine families, pages of windows (480 lines,
+    # 4,700 are layers of unlike kinds, for which 2,200 were meant: rows for nine families, pages of windows (480 lines,
     # a class beside the one of whole blocks, which stays as quick as it was) and a reader for each form of the hub's
     # quantised folders took those; latent attention (290), recurrent layers with their snapshots (850), Gemma 4 (330),
-    # MTP layers (115), transformers' own module (360) and GGUF's new families (150) came after. 1,400 are the planner.
-    "lines": 98_900,
-    ON_A_CHATS_WAY: 71,
+    # MTP layers (115), transformers' own module (360), GGUF's new families (270) and windows in tiers, hand-over and
+    # swap (230) came after. 2,600 are plans, for which 1,800 were meant: the search (1,400), fleets by slices (70),
+    # steps taken many at a time and held requests that go to their prefix (340), baselines and claims (275), the replay
+    # of own traffic (210), the demonstration (330).
+    "lines": 100_600,
+    ON_A_CHATS_WAY: 74,  # the recording that the page replays, and two modules that name what it keeps
     "modules under 100 lines with one importer": 2,
     "names of classes that stand twice": 20,
     "protocols with fewer than two implementations": 0,
