@@ -619,7 +619,7 @@ def check(response: httpx.Response) -> None:
 def test_no_value_of_any_field_makes_a_5xx(http, path):
     names, base = BASES[path]
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.dictionaries(st.sampled_from(names), anything, min_size=1, max_size=3))
     def run(fields: dict[str, Any]) -> None:
         check(http.post(path, json={**base, **fields}))
@@ -629,7 +629,7 @@ def test_no_value_of_any_field_makes_a_5xx(http, path):
 
 @pytest.mark.parametrize("path", BASES)
 def test_no_body_at_all_makes_a_5xx(http, path):
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.binary(max_size=200))
     def run(body: bytes) -> None:
         check(http.post(path, content=body, headers={"content-type": "application/json"}))

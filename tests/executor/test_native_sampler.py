@@ -72,7 +72,7 @@ def assert_all_agree(logits_RV: LogitsRow, samplers: list[RequestSampler]) -> No
         assert_same(NATIVE[isa].sample_rows(logits_RV.copy(), samplers), expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds(), st.none() | st.integers(0, 5))
 def test_every_parameter_gives_the_numpy_samplers_token(
     world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], logprobs: int | None
@@ -83,7 +83,7 @@ def test_every_parameter_gives_the_numpy_samplers_token(
     assert_all_agree(logits_V[None], [sampler])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds(), st.data())
 def test_every_mask_gives_the_numpy_samplers_token(
     world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], data: st.DataObject

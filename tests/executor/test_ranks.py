@@ -57,15 +57,15 @@ def running(folder: Path, num_ranks: int, *, num_blocks: int = 24, **model: Any)
         executor.close()
 
 
-NUM_BLOCKS, NUM_STATE_SLOTS = 21, 10
+NUM_BLOCKS, NUM_STATE_SLOTS = 20, 10
 
 
 def world(adapters: tuple[str, ...] = ("",)) -> World:
     """Chunks, shared beginnings, a prompt longer than attention sums at once; of more requests than fit at once."""
     beginning = tuple(range(5, 60))
     return World(
-        prompts=(beginning, (*beginning, 7, 8), (9,), tuple(i % 250 for i in range(300)), (*beginning[:40], 3)),
-        output_lengths=(6, 12, 40, 9, 5),
+        prompts=(beginning, (*beginning, 7, 8), (9,), tuple(i % 250 for i in range(270)), (*beginning[:40], 3)),
+        output_lengths=(6, 12, 16, 9, 5),
         arrivals=3,
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,

@@ -94,7 +94,7 @@ def make_sampler(p: SamplingParams, size: int, seed: int, **known: Any) -> Reque
     return RequestSampler(p, vocab_size=size, seed=seed, sample_index=0, **{"prompt_token_ids": [0], **known})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds())
 def test_sampling_equals_the_slow_obvious_way(world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int]):
     logits_V, params, prompt, output, seed = world
@@ -114,7 +114,7 @@ def mask_of(token_ids: Iterable[int], size: int) -> TokenMask:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(worlds(), st.data())
 def test_a_mask_gives_the_token_that_a_list_of_allowed_tokens_gives(
     world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], data: st.DataObject
@@ -130,7 +130,7 @@ def test_a_mask_gives_the_token_that_a_list_of_allowed_tokens_gives(
     assert sample_rows(logits_V[None].copy(), [by_mask]) == sample_rows(logits_V[None].copy(), [by_list])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([4096, 4097, 20_000]), st.sampled_from([0.1, 0.5, 0.9, 0.999, 1.0]))
 def test_top_p_of_a_large_vocabulary_equals_a_full_sort(seed: int, size: int, top_p: float):
     rng = np.random.default_rng(seed)
@@ -166,7 +166,7 @@ def test_top_p_of_a_flat_row_keeps_the_first_ids(value: float):
     assert 2300 < max(drawn) < 2500
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_logprobs_equal_a_full_sort(data: st.DataObject):
     values = st.integers(-5, 5).map(float) | st.floats(-50, 50, width=32)
@@ -296,7 +296,7 @@ def test_samples_of_one_prompt_are_unlike_and_repeatable():
     assert all(len(set(t)) > 10 for t in texts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(worlds(), st.integers(0, 10), st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), max_size=2))
 def test_a_sampler_ahead_is_the_one_that_was_told_the_tokens(
     world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], num_known: int, words: list[list[int]]

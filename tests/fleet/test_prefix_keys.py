@@ -200,7 +200,7 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestFleet.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=20), st.integers(0, 40))
@@ -433,7 +433,7 @@ class Replica(RuleBasedStateMachine):
 
 
 TestReplica = Replica.TestCase
-TestReplica.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestReplica.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 def test_a_key_is_told_when_its_block_is_there_and_with_those_behind_it():

@@ -87,7 +87,7 @@ IN_INT4 = [
 @lru_cache(maxsize=len(SHAPES))
 def requests_and_oracles(name: str, dtype: str) -> tuple[list[Floats], list[Doubles]]:
     """The same for every instruction set, one after the other."""
-    rows = random_rows(SHAPES[name], [1, 37, 290, 530])
+    rows = random_rows(SHAPES[name], [1, 37, 100, 530])
     return rows, [oracle(SHAPES[name], request, dtype) for request in rows]
 
 
@@ -100,7 +100,7 @@ def test_mixed_steps_agree_with_float64(dtype: str, isa: str, every: str) -> Non
     """Every shape on the best instruction set, and some of them, by turns, on the others."""
     shapes = IN_INT4 if dtype == "int4" else [name for name in SHAPES if dtype != "int8" or name not in LATENT]
     turn = [*cases()].index((dtype, isa)) + ISAS.index(isa)
-    steps = [[(2, 100), (0, 1), (3, 300)], [(3, 1), (2, 189), (1, 36)], [(3, 229), (2, 1), (1, 1)]]
+    steps = [[(2, 60), (0, 1), (3, 300)], [(3, 1), (2, 39), (1, 36)], [(3, 229), (2, 1), (1, 1)]]
     for name in shapes if every == "every" or isa == ISAS[-1] else shapes[turn % 6 :: 6]:
         rows, wanted = requests_and_oracles(name, dtype)
         for got, exact in zip(attend_in_steps(SHAPES[name], rows, steps, dtype=dtype, isa=isa), wanted, strict=True):
@@ -122,7 +122,8 @@ def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, is
     for number, shape in enumerate(SHAPES[name] for name in names):
         rows = random_rows(shape, [3, 70, 310, 530])  # attention sums 256 tokens at once
         alone = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa, num_threads=1)
-        for trial in (number % 4, (number + 2 + number // 4) % 4):
+        first = number + (ISAS.index(isa) if every == "some" else 0)
+        for trial in (first % 4, (number + 2 + number // 4) % 4)[: 1 if every == "some" else 2]:
             steps = random_steps(rng, [len(r) for r in rows])
             got = attend_in_steps(
                 shape,

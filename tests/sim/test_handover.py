@@ -98,7 +98,7 @@ def assert_nothing_is_left(simulated: FleetSimulation, num_requests: int) -> Non
         replica.engine.scheduler.check_invariants()
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     handover=st.sampled_from(["auto", "always"]),
     roles=st.sampled_from([("prefill", "decode"), ("mixed", "mixed"), ("prefill", "decode", "decode", "mixed")]),

@@ -184,7 +184,7 @@ DOCUMENTS = (
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(DOCUMENTS)
 def test_no_file_raises_anything_but_a_config_error(tmp_path, text):
     file = tmp_path / "t.yaml"

