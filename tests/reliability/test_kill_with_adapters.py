@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,11 @@ def served(folders: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def texts(served: ServerProcess) -> dict[str, list[str]]:
-    """What nobody disturbed."""
-    found = {model: [calm(served, body) for body in asked(model)] for model in (MODEL, "sql", "gone")}
+    """What nobody disturbed, all at once: beside others, tokens are those of a request alone."""
+    models = (MODEL, "sql", "gone")
+    with ThreadPoolExecutor() as pool:
+        asking = {model: [pool.submit(calm, served, body) for body in asked(model)] for model in models}
+        found = {model: [each.result() for each in texts] for model, texts in asking.items()}
     assert len({text for of_model in found.values() for text in of_model}) == 6, "adapters and seeds make a difference"
     assert metric(served, "draft_tokens_total") > 0
     return found
