@@ -51,11 +51,12 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
     """`open_page(url, **context)`; afterwards nothing may have gone wrong, and nobody else may have been asked.
 
     `expected` names parts of console errors that belong to the test, such as a status that the server is to answer.
+    Without a GPU, drawing sixty times a second is most of what the tests here would do: only those of it have motion.
     """
     opened: list[tuple[Watched, str, tuple[str, ...]]] = []
 
     def open_(url: str, *, expected: tuple[str, ...] = (), key: str | None = None, **context: Any) -> Any:
-        page = browser.new_context(**context).new_page()
+        page = browser.new_context(**{"reduced_motion": "reduce", **context}).new_page()
         page.set_default_timeout(WAIT_MS)
         watched = Watched(page)
         opened.append((watched, url, expected))

@@ -48,7 +48,7 @@ def drawing(page, name: str) -> str:
 
 
 def test_the_view_follows_the_load(server, open_page, expect):
-    page = open_page(server.url)
+    page = open_page(server.url, reduced_motion="no-preference")
     expect(page.locator("#stat-batch")).to_have_text("0")
     expect(page.locator("#queue")).to_contain_text("Nobody waits")
     idle = {name: drawing(page, name) for name in ("timeline", "blocks")}
@@ -131,7 +131,12 @@ def test_lines_of_the_grid_stay_thin_while_guests_wait(server, open_page, expect
 
 def test_drawings_fit_the_page_after_a_resize_though_no_frame_comes(open_page, expect):
     with serving("Hello.") as server:
-        page = open_page(server.url, expected=("503", "ERR_"), viewport={"width": 1300, "height": 900})
+        page = open_page(
+            server.url,
+            reduced_motion="no-preference",
+            expected=("503", "ERR_"),
+            viewport={"width": 1300, "height": 900},
+        )
         expect(page.locator("#stat-batch")).to_have_text("0")
         server.replica.stop()
         expect(page.locator("#state")).to_have_text("not live")
