@@ -131,12 +131,7 @@ def test_lines_of_the_grid_stay_thin_while_guests_wait(server, open_page, expect
 
 def test_drawings_fit_the_page_after_a_resize_though_no_frame_comes(open_page, expect):
     with serving("Hello.") as server:
-        page = open_page(
-            server.url,
-            reduced_motion="no-preference",
-            expected=("503", "ERR_"),
-            viewport={"width": 1300, "height": 900},
-        )
+        page = open_page(server.url, expected=("503", "ERR_"), viewport={"width": 1300, "height": 900})
         expect(page.locator("#stat-batch")).to_have_text("0")
         server.replica.stop()
         expect(page.locator("#state")).to_have_text("not live")
