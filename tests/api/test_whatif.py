@@ -62,6 +62,13 @@ async def test_what_the_replay_cannot_do_is_the_clients_to_hear(monkeypatch):
     assert await asked(broken) == (500, "the replay ended with exit code 3; the server's log has the cause")
 
 
+async def test_the_replay_imports_nothing_from_the_folder_the_server_was_started_in(monkeypatch, tmp_path):
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from here')")
+    monkeypatch.chdir(tmp_path)
+    status, told = await asked(client_of(Recorded()))
+    assert (status, told.partition(":")[0]) == (400, "no traffic yet")
+
+
 async def test_a_wrong_change_is_refused_by_name():
     client = client_of(Recorded())
     for change in ({"replicas": 0}, {"minutes": "long"}, {"polcy": "srpt"}):

@@ -177,6 +177,14 @@ async def test_one_that_does_not_hear_is_killed_in_the_end_also_without_a_loop()
         launcher.end()
 
 
+async def test_one_that_stands_still_hears_that_it_is_to_end():
+    async with faking("well") as (launcher, told):
+        launcher.start("a")
+        os.kill((await told.wait_for(Listens)).pid, signal.SIGSTOP)
+        launcher.stop("a")
+        assert "had not ended after" not in (await told.wait_for(Exited)).cause
+
+
 async def test_one_that_hangs_is_started_anew():
     async with faking("well") as (launcher, told):
         launcher.start("a")

@@ -37,7 +37,8 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table with its first column to the left and figures to the right."""
+    """A table with its first column to the left and figures to the right; no cell steers the terminal."""
+    rows = [[inert(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 

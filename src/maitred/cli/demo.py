@@ -203,23 +203,25 @@ class Demo:
     # -- what befalls workers
 
     async def _kill(self, router: Router, name: str) -> None:
-        os.kill(self._pid_of(router, name), signal.SIGKILL)
+        self._signal(router, name, signal.SIGKILL)
 
     async def _freeze(self, router: Router, name: str) -> None:
-        pid = self._pid_of(router, name)
-        os.kill(pid, signal.SIGSTOP)
-        self._frozen[name] = pid
+        self._frozen[name] = self._signal(router, name, signal.SIGSTOP)
 
     async def _thaw(self, router: Router, name: str) -> None:
-        os.kill(self._pid_of(router, name), signal.SIGCONT)
+        self._signal(router, name, signal.SIGCONT)
         self._frozen.pop(name, None)
 
-    def _pid_of(self, router: Router, name: str) -> int:
-        """Raises InvalidRequest."""
+    def _signal(self, router: Router, name: str, number: signal.Signals) -> int:
+        """The pid of the worker. Raises InvalidRequest."""
         replica = router.fleet.core.fleet.by_name.get(name)
         if replica is None or replica.facts.pid is None:
             there = ", ".join(sorted(router.fleet.core.fleet.by_name)) or "none yet"
             raise InvalidRequest(f"there is no worker {name!r}; there are: {there}")
+        try:
+            os.kill(replica.facts.pid, number)
+        except ProcessLookupError:
+            raise InvalidRequest(f"worker {name!r} has died, and another takes its place; try again soon") from None
         return replica.facts.pid
 
     # -- the whole fleet

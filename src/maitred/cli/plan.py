@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from maitred.cli.command import Command, deferred
 from maitred.cli.flags import UsageError, option
-from maitred.cli.simulate import DEVICES, check_report
+from maitred.cli.simulate import DEVICES, RATES, check_report, check_written
 from maitred.config import POLICY_NAMES
-from maitred.config.field_checks import require_at_least, require_between, require_over_0
+from maitred.config.field_checks import require_at_least, require_between
 
 MODES = ("aggregated", "disaggregated", "hybrid")
 MINIMISED = ("devices", "cost", "energy")
@@ -75,6 +75,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         check_report(self.report)
+        check_written("json", self.json)
         require_at_least("max_num_seqs", self.max_num_seqs, 1)
         require_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
 
@@ -83,8 +84,7 @@ def check(options: PlanOptions) -> None:
     """Raises UsageError, ConfigError."""
     require_between("attainment", options.attainment, 0.01, 1)
     for name in ("rate", "users", "requests_per_user_day", "peak"):
-        if getattr(options, name) is not None:
-            require_over_0(options, name)
+        require_between(name, getattr(options, name), *RATES)
     require_at_least("devices", options.devices, 1)
     if not options.slo:
         raise UsageError("a plan needs objectives; give --slo ttft:2s and --slo tpot:30ms, or others")

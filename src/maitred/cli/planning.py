@@ -14,9 +14,11 @@ from maitred.cli.console import aligned, note, seconds_text
 from maitred.cli.flags import UsageError
 from maitred.cli.main import EXIT_FAILURE, EXIT_INTERRUPTED
 from maitred.cli.plan import MINIMISED, PlanOptions, SearchOptions, check
+from maitred.cli.simulate import RATES
 from maitred.cli.simulate_inputs import find_target, read_workload
 from maitred.cli.simulation import write_report
 from maitred.config import SchedulerConfig
+from maitred.config.field_checks import require_between
 from maitred.core.errors import did_you_mean
 from maitred.core.objectives import parse_slo
 from maitred.engine.installed import installed_policies
@@ -86,6 +88,7 @@ def _wanted(options: PlanOptions, search: SearchOptions, demand: Demand) -> Plan
     rate = options.rate
     if options.users is not None:
         rate = options.users * options.requests_per_user_day * options.peak / DAY_S
+        require_between("rate", rate, *RATES)
     if rate is None and options.devices is None and not (rate := demand.rate):
         raise UsageError("the workload's requests all come at once; give --rate R or --devices N")
     return PlanGoal(
@@ -126,11 +129,13 @@ def _candidates(options: PlanOptions, search: SearchOptions) -> tuple[list[Plann
     """Every device alone and several of it as one worker, and how many of them cannot hold the model. Raises
     ConfigError for an unknown device or model."""
     names = list(dict.fromkeys(name.strip() for name in options.device.split(",") if name.strip()))
+    if not names:
+        raise UsageError(f"--device is {options.device!r} and names none; choose from {', '.join(DEVICES)}")
     prices = dict(_price(word, names) for word in search.price)
     if search.minimise == "cost" and (free := [name for name in names if name not in prices]):
         raise UsageError(f"--minimise cost needs a price of each device; add --price {free[0]}=PRICE")
-    degrees = [int(word) for word in search.parallel.split(",") if word.strip().isdecimal()]
-    if not degrees or not all(1 <= n <= 64 for n in degrees):
+    degrees = [int(word) if word.strip().isdecimal() else 0 for word in search.parallel.split(",")]
+    if not all(1 <= n <= 64 for n in degrees):
         raise UsageError(f"--parallel is {search.parallel!r}; give numbers of devices from 1 to 64, such as 1,2,4,8")
     mixture = options.model in MODELS and MODELS[options.model or ""].experts > 0
     candidates, misfits = [], 0

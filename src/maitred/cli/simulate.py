@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from maitred.cli.command import Command, deferred
 from maitred.cli.flags import option
@@ -14,9 +16,10 @@ from maitred.config import (
     CacheConfig,
     SchedulerConfig,
 )
-from maitred.config.field_checks import require_at_least, require_between, require_over_0
+from maitred.config.field_checks import require_at_least, require_between
 from maitred.core.errors import ConfigError
 
+RATES = 1e-6, 1e9  # so that times between requests are of a size that is computed with
 DEVICES = ("a100", "h100", "h200", "b200", "mi300x", "tpu-v5e", "cpu")
 
 
@@ -70,15 +73,26 @@ class SimulateOptions:
         if self.trace_unit not in (None, "ms", "s"):
             raise ConfigError(f"trace_unit is {self.trace_unit!r}; choose ms or s")
         require_at_least("trace_block_size", self.trace_block_size, 1)
-        require_over_0(self, "rate_scale")
+        require_between("rate_scale", self.rate_scale, *RATES)
         require_between("acceptance", self.acceptance, 0, 1)
         require_between("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         check_report(self.report)
+        check_written("json", self.json)
 
 
 def check_report(name: str | None) -> None:
     if name is not None and not name.endswith(".html"):
         raise ConfigError(f"report is {name!r}; its name must end in .html")
+    check_written("report", name)
+
+
+def check_written(flag: str, name: str | None) -> None:
+    """Refuse before the work what could not be written after it. Raises ConfigError."""
+    if name is None or name == "-":
+        return
+    path = Path(name)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} is {name!r}, where no file can be written; name a file in a folder that is there")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +164,9 @@ class SimulatedBaselineOptions:
     kv_layout: str = option("paged", metavar="NAME[,NAME...]")
     """Layouts of KV to compare: paged is what is served; contiguous reserves room for all that the client allows; none
     computes all tokens again for each one."""
+
+    def __post_init__(self) -> None:
+        require_at_least("batch_delay_s", self.batch_delay_s, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

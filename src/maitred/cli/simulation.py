@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from maitred.cli import simulate
 from maitred.cli.command import Options
-from maitred.cli.console import aligned, inert, note, seconds_text
+from maitred.cli.console import aligned, note, seconds_text
 from maitred.cli.flags import UsageError
 from maitred.cli.simulate_inputs import find_target, read_unpacked, read_workload
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
@@ -348,7 +348,7 @@ def tensor_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
             rates = ["-" if part[key] is None else f"{part[key]:,.2f}" for key in ("mean_batch", "throughput_rps")]
             failed = ", ".join(f"{count} {reason}" for reason, count in part["failed"].items()) or "0"
             rows.append([policy, name, f"{part['num_finished']:,}", *times, *rates, failed])
-    return inert(aligned(rows))
+    return aligned(rows)
 
 
 def note_tensor_speed(policy: str, models: Mapping[str, ModelFigures], wall_s: float) -> None:

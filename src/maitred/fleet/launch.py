@@ -224,7 +224,7 @@ class LocalLauncher:
         if replica.process is None:  # it had died, and waits to be started again
             self._forget(replica, "stopped before it was started again")
             return
-        replica.process.send_signal(signal.SIGTERM)
+        _tell_to_end(replica.process)
         words = f"it had not ended after {self._stop_s:g} s"
         replica.life.later(self._stop_s, lambda: self._kill(replica, words))
 
@@ -250,7 +250,7 @@ class LocalLauncher:
             replica.life.cancel()
         self._replicas.clear()
         for process in running:
-            process.terminate()
+            _tell_to_end(process)
         deadline = self._clock.now() + self._stop_s
         for process in running:
             try:
@@ -396,6 +396,12 @@ class LocalLauncher:
     def _told(self, event: LaunchEvent) -> None:
         self._gone.set()
         self._on_event(event)
+
+
+def _tell_to_end(process: subprocess.Popen[bytes]) -> None:
+    """A process that stands still hears it too."""
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
 
 
 def prefixed(name: str, line: str) -> str:

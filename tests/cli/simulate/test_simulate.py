@@ -166,6 +166,16 @@ def test_a_report_has_the_figures_of_json_and_nothing_from_elsewhere(trace: str,
     capsys.readouterr()
 
 
+def test_a_tenant_of_a_trace_steers_no_terminal(tmp_path: Path, capsys):
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": i, "input_length": 8, "output_length": 2, "tenant": t} for i, t in enumerate(["a\x1b[2J\nb", "c"])
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["simulate", "--workload", str(path), "--device", "cpu"]) == 0
+    assert "\n  a[2J b " in capsys.readouterr().out
+
+
 def test_text_of_a_workload_ends_no_script(tmp_path: Path):
     report = tmp_path / "report.html"
     name = "</script><script>alert(1)</script>"
@@ -255,6 +265,10 @@ def test_a_predictor_that_learns_can_be_tried(trace: str, capsys):
         (("--policy", "fcsf"), 2, "did you mean fcfs?"),
         (("--predictor", "orcale"), 2, "did you mean oracle?"),
         (("--rate-scale", "0"), 2, "--rate-scale is 0"),
+        (("--rate-scale", "1e-320"), 2, "it must be from 1e-06"),
+        (("--batching", "dynamic", "--batch-delay-s", "nan"), 2, "--batch-delay-s is nan; it must be at least 0"),
+        (("--report", "none/x.html"), 2, "where no file can be written"),
+        (("--json", "none/x.json"), 2, "where no file can be written"),
         (("--report", "x.pdf"), 2, "must end in .html"),
         (("--slo", "ttft:soon"), 1, "ttft:200ms"),
         (("--device", "h10"), 1, "did you mean h100?"),

@@ -290,7 +290,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         if self._draining is None:  # no signal: should_exit was set
-            await self._drain()
+            self._draining = asyncio.create_task(self._drain())  # which a signal cuts
+            await self._draining
         if self._starting is not None and self._opening is not None:
             await self._stop_opening(self._starting, self._opening)
         if self._certificate is not None:

@@ -236,7 +236,7 @@ def policy_view(config: SchedulerConfig, choices: tuple[str, ...]) -> PolicyView
     return PolicyView(config.policy, parameters, choices, dict(policy_of(config).arguments))
 
 
-REPLAY = (sys.executable, "-m", "maitred.sim.whatif")
+REPLAY = (sys.executable, "-P", "-m", "maitred.sim.whatif")
 REPLAY_S = 30.0  # most time of a replay
 NICE = 10  # so that serving goes before it
 

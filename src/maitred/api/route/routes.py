@@ -268,6 +268,9 @@ def make_server(
 
     def give_up(cause: str) -> None:
         server.failure, server.should_exit = ConfigError(cause), True
+        if not router.fleet.core.fleet.ready:
+            router.drain(0.0)  # what is held, or comes now, has none to wait for
+            router.cut_all()
 
     table = RouteTable((*ROUTES.routes, *more), OPENAI, fallback=FALLBACK)
     server = HttpServer(AsgiApp(router, table), router.config, is_ending=is_ending, on_open=opened)
