@@ -431,13 +431,3 @@ def test_the_end_of_a_stream_is_of_its_last_tokens():
     told = ToldTokens()
     assert (told.feed(sent[:-3]), told.num_tokens, told.feed(sent[-3:])) == (b"", 0, b"data: last\n\n" + end)
     assert msgspec.json.decode(sent[len(b": tokens ") : sent.index(b"\n")], type=ToldFrame).num_bytes == 12 + len(end)
-
-
-async def test_what_is_held_where_no_replica_can_be_started_is_sent_away_at_once():
-    with running_router("http://127.0.0.1:1", server={"drain_timeout_s": 3600.0}) as running:
-        async with httpx.AsyncClient(base_url=running.url, timeout=HANGS_S) as client:
-            answer = asyncio.create_task(client.post("/v1/chat/completions", json=chat()))
-            await until_async(lambda: running.router.fleet.requests or answer.done())
-            assert not answer.done()
-            asyncio.get_running_loop().call_soon(running.router.give_up, "no model is there")
-            assert (await answer).status_code == 503

@@ -237,6 +237,16 @@ async def test_with_nobody_there_requests_are_held_and_served_when_somebody_come
                 assert int((await told).headers["x-maitred-held-ms"]) > 0
 
 
+async def test_what_is_held_where_no_replica_can_be_started_is_sent_away_at_once():
+    with running_router("http://127.0.0.1:1", server={"drain_timeout_s": 3600.0}) as running:
+        async with client_of(running) as client:
+            told = asyncio.create_task(client.post(CHAT, json=chat()))
+            await until_async(lambda: running.router.fleet.core.num_held == 1)
+            (held,) = running.router.fleet.requests.values()
+            held._decision.get_loop().call_soon_threadsafe(running.router.give_up, "there is no such model")
+            assert (await told).status_code == 503
+
+
 async def test_who_is_held_too_long_hears_so():
     with running_router(f"http://127.0.0.1:{free_port()}", hold_timeout_s=0.1) as running:
         async with client_of(running) as client:

@@ -296,6 +296,8 @@ def test_sampling_and_every_end_token_come_from_the_file(tmp_path: Path) -> None
         ("llama", {"general__architecture": "dots1"}, r"'dots1' is not supported; supported are deepseek2,"),
         ("llama", {"general__type": "adapter"}, r"holds no model \(general.type is 'adapter'\)"),
         ("llama", {"llama__nextn_predict_layers": 6}, r"nextn_predict_layers is 6 of 6 layers"),
+        ("llama 3.1", {"llama__rope__dimension_count": 2**32 - 1}, r"is 4,294,967,295, and heads have 64 values"),
+        ("llama", {"llama__nextn_predict_layers": 1.5}, r"nextn_predict_layers is 1.5, and has to be a whole number"),
         ("granite", {"granite__rope__scaling__finetuned": False}, r"granite model without rope"),
         ("llama", {"tokenizer__ggml__tokens": ["t"] * 501}, r"tokenizer has 501 tokens, and the embedding 500 rows"),
         ("llama", {"llama__feed_forward_length": 96}, r"ffn_gate.weight has shape \[192, 64\], .* asks for \[96"),

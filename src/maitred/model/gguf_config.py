@@ -75,9 +75,9 @@ class _Keys:
         return _shortest(value) if isinstance(value, float) else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.number(key, default)
-        if not isinstance(value, int) or value < 1:
-            self.refuse(f"key {self.architecture}.{key} is {value!r}, and has to be a whole number from 1")
+        value, least = self.number(key, default), 0 if default == 0 else 1
+        if not isinstance(value, int) or value < least:
+            self.refuse(f"key {self.architecture}.{key} is {value!r}, and has to be a whole number from {least}")
         return int(value)
 
     def each(self, key: str, count: int) -> list[Any]:
@@ -132,7 +132,7 @@ def config_of(files: Sequence[GgufFile]) -> Config:
         if isinstance(token := keys.metadata.get(f"tokenizer.ggml.{name}_token_id"), int):
             config[f"{name}_token_id"] = token
     _check_types(keys)
-    config |= _experts(keys, config) if keys.number("expert_count", 0) else {}
+    config |= _experts(keys, config) if keys.count("expert_count", 0) else {}
     return config | row.more(keys, config)
 
 
@@ -272,7 +272,7 @@ def _num_layers(keys: _Keys) -> Config:
         keys.refuse(
             f"key {keys.architecture}.block_count is {claimed:,}, and there are tensors of {len(layers)} layers"
         )
-    if (drafting := keys.number("nextn_predict_layers", 0)) >= claimed:
+    if (drafting := keys.count("nextn_predict_layers", 0)) >= claimed:
         keys.refuse(f"key {keys.architecture}.nextn_predict_layers is {drafting:,} of {claimed:,} layers")
     return {"num_hidden_layers": claimed - drafting, "num_nextn_predict_layers": drafting}
 
@@ -280,7 +280,7 @@ def _num_layers(keys: _Keys) -> Config:
 def _experts(keys: _Keys, config: Config) -> Config:
     """Routed experts, under all names that families have for their number."""
     count, active = keys.count("expert_count"), keys.count("expert_used_count")
-    width = keys.number("expert_feed_forward_length", 0) or max(config["intermediate_size"] // active, 1)
+    width = keys.count("expert_feed_forward_length", 0) or max(config["intermediate_size"] // active, 1)
     numbers = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), count)
     return {**numbers, "num_experts_per_tok": active, "moe_intermediate_size": width}
 
@@ -295,7 +295,8 @@ def _check_types(keys: _Keys) -> None:
 
 
 def _rope(keys: _Keys, head_dim: int) -> Config:
-    dim = keys.count("rope.dimension_count", head_dim)
+    if (dim := keys.count("rope.dimension_count", head_dim)) > head_dim:
+        keys.refuse(f"key {keys.architecture}.rope.dimension_count is {dim:,}, and heads have {head_dim:,} values")
     share = dim / head_dim
     if int(head_dim * share) != dim:
         share = math.nextafter(share, math.inf)
@@ -364,7 +365,7 @@ def _llama3_divisors(rope: RopeSpec) -> list[float]:
 
 def _llama(keys: _Keys, config: Config) -> Config:
     """Mistral's files say llama, as Mixtral's do; those of its models with a window have it."""
-    window = keys.number("attention.sliding_window", 0)
+    window = keys.count("attention.sliding_window", 0)
     name = "mixtral" if "num_experts" in config else "mistral" if window else ""
     if not name:
         return {}
@@ -397,7 +398,7 @@ def _qwen_next(keys: _Keys, config: Config) -> Config:
     return {
         "norm_offset": 0.0,
         "norm_topk_prob": True,
-        "shared_expert_intermediate_size": keys.number("expert_shared_feed_forward_length", 0),
+        "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length", 0),
         "layer_types": ["linear_attention" if each else "full_attention" for each in is_recurrent],
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
@@ -418,13 +419,13 @@ def _glm4(keys: _Keys, config: Config) -> Config:
 
 
 def _glm4_moe(keys: _Keys, config: Config, scoring: int = 2) -> Config:
-    number = keys.number("expert_gating_func", 0) or scoring
+    number = keys.count("expert_gating_func", 0) or scoring
     return {
         "scoring_func": {1: "softmax", 2: "sigmoid"}.get(number, f"number {number}"),  # llama.cpp's numbers
-        "first_k_dense_replace": keys.number("leading_dense_block_count", 0),
-        "n_shared_experts": keys.number("expert_shared_count", 0),
-        "n_group": keys.number("expert_group_count", 0) or 1,
-        "topk_group": keys.number("expert_group_used_count", 0) or 1,
+        "first_k_dense_replace": keys.count("leading_dense_block_count", 0),
+        "n_shared_experts": keys.count("expert_shared_count", 0),
+        "n_group": keys.count("expert_group_count", 0) or 1,
+        "topk_group": keys.count("expert_group_used_count", 0) or 1,
         "norm_topk_prob": bool(keys.value("expert_weights_norm")),
         "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.names,
@@ -487,7 +488,7 @@ def _gemma2(keys: _Keys, config: Config) -> Config:
 
 
 def _gemma3(keys: _Keys, config: Config) -> Config:
-    window = keys.number("attention.sliding_window", 0)
+    window = keys.count("attention.sliding_window", 0)
     return _gemma(keys, config) | {
         "sliding_window": window or None,
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
@@ -500,7 +501,7 @@ def _gemma4(keys: _Keys, config: Config) -> Config:
     """Sizes that the file tells are those of full layers, and those of sliding ones have names of their own; rope's
     pairs that stand still have enormous divisors. What only tensors tell: that values are keys."""
     n = config["num_hidden_layers"]
-    shared, types = keys.number("attention.shared_kv_layers", 0), _layer_types(keys, config, 6)["layer_types"]
+    shared, types = keys.count("attention.shared_kv_layers", 0), _layer_types(keys, config, 6)["layer_types"]
     heads, widths = keys.each("attention.head_count_kv", n), keys.each("feed_forward_length", n)
     kinds = {kind: i for i, kind in reversed([*enumerate(types)])}  # the first of each
     full = kinds.get("full_attention", n - 1)
@@ -512,7 +513,7 @@ def _gemma4(keys: _Keys, config: Config) -> Config:
         "rope_theta": config["rope_parameters"]["rope_theta"],
         "partial_rotary_factor": (2 * moving + 0.5) / width,  # rounded down to that
     }
-    per_layer = keys.number("embedding_length_per_layer_input", 0)
+    per_layer = keys.count("embedding_length_per_layer_input", 0)
     return {
         "head_dim": keys.count("attention.key_length_swa", width),
         "global_head_dim": width,
@@ -553,7 +554,7 @@ def _types(slides: Sequence[Any]) -> list[str]:
 
 def _phi3(keys: _Keys, config: Config) -> Config:
     original = keys.count("rope.scaling.original_context_length", config["max_position_embeddings"])
-    window = keys.number("attention.sliding_window", 0) or None
+    window = keys.count("attention.sliding_window", 0) or None
     return {"sliding_window": window, "original_max_position_embeddings": original}
 
 
@@ -570,7 +571,7 @@ def _granite(keys: _Keys, config: Config) -> Config:
 
 def _olmo2(keys: _Keys, config: Config) -> Config:
     """OLMo 3's files say olmo2, and have a window."""
-    if not (window := keys.number("attention.sliding_window", 0)):
+    if not (window := keys.count("attention.sliding_window", 0)):
         return {}
     olmo3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": window}
     return olmo3 | _ropes(keys, config, config["rope_parameters"]["rope_theta"]) | _layer_types(keys, config, 4)
