@@ -129,6 +129,7 @@ def test_the_ring_is_bounded_and_has_no_token_text_or_key():
             prompt_token_ids=(77, 77, 77),
             block_hashes=hashes,
             cache_salt="salt",
+            parent_id="a client chose this",
             terms=terms,
         )
         state = RequestState(spec, output_token_ids=[78, 79])
@@ -144,3 +145,4 @@ def test_the_ring_is_bounded_and_has_no_token_text_or_key():
     assert (spec.prompt_token_ids, spec.cache_salt, spec.terms.key_id, spec.resumed) == ((), "", "", None)
     assert (spec.terms.tenant, charges.num_generated_tokens) == ("a", 2)
     assert b"secret" not in data
+    assert b"chose" not in data

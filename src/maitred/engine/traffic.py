@@ -99,7 +99,7 @@ class TrafficRing(StepListener):
             return
         spec = arrived_of(Arrival(0.0, request, len(request.block_hashes))).spec
         ended_at = request.finished_at or request.last_token_at or request.first_token_at
-        record = ServedRequest(replace(spec, request_id="", resumed=None), request.charges, ended_at)
+        record = ServedRequest(replace(spec, request_id="", parent_id=None, resumed=None), request.charges, ended_at)
         self._requests.append(self._encode(record))
         self._num_bytes += len(self._requests[-1]) + RECORD_BYTES
         while self._num_bytes > MAX_REQUEST_BYTES:
