@@ -205,8 +205,6 @@ COMMAND = Command(
         "prefill_workers",
         "decode_workers",
         "handover",
-        "batching",
-        "kv_layout",
         "json",
         "report",
     ),
