@@ -21,7 +21,7 @@ import maitred
 from maitred.cli import route
 from maitred.cli.command import Options
 from maitred.cli.console import note
-from maitred.cli.endpoint import HttpEndpoint, ServerRefused, error_text
+from maitred.cli.endpoint import HttpEndpoint
 from maitred.cli.load import LoadClient, PlannedRequest, RequestForm
 from maitred.core.errors import InvalidRequest, Unavailable, did_you_mean
 from maitred.policy.policies import POLICIES
@@ -71,7 +71,7 @@ class SentLoad:
     ttfts_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
     async def run(self, url: str) -> None:
-        """The first requests are held until a worker is ready."""
+        """Send requests; the first are held until a worker is ready."""
         rng, tenant = random.Random(self.tenant.name), self.tenant
         form = RequestForm(model=MODEL, as_tokens=False)
         async with HttpEndpoint(url, api_key=self.key) as endpoint, asyncio.TaskGroup() as tasks:
@@ -110,7 +110,7 @@ class LoadView(msgspec.Struct, frozen=True):
 
 
 class DemoView(msgspec.Struct, frozen=True):
-    """What the page's buttons may do, and what they did."""
+    """State of the demonstration, and what the page's buttons may do."""
 
     policy: str
     policies: tuple[str, ...]
@@ -137,7 +137,7 @@ class Demo:
     def __init__(self, keys: dict[str, str]) -> None:
         """`keys` open the router, by tenant."""
         self.loads = [SentLoad(tenant, keys[tenant.name], lambda: self._is_asleep) for tenant in TENANTS]
-        self._frozen: dict[str, int] = {}  # pids
+        self._frozen_pids: set[int] = set()
         self._is_asleep = False
         self._tasks: list[asyncio.Task[None]] = []
         self._acts = {
@@ -185,16 +185,11 @@ class Demo:
 
     def _view(self, router: Router) -> DemoView:
         fleet = router.fleet.core.fleet
-        self._frozen = {
-            name: pid
-            for name, pid in self._frozen.items()
-            if name in fleet.by_name and fleet.by_name[name].facts.pid == pid
-        }
         workers = [replica.facts for replica in fleet if replica.facts.worker is not None]
         return DemoView(
             policy=router.fleet.core.scheduler.policy,
             policies=tuple(POLICIES),
-            frozen=tuple(self._frozen),
+            frozen=self._frozen_at(router),
             roles={facts.name: facts.worker.role.value for facts in workers if facts.worker is not None},
             is_asleep=self._is_asleep,
             loads=tuple(map(_view_of, self.loads)),
@@ -206,14 +201,17 @@ class Demo:
         self._signal(router, name, signal.SIGKILL)
 
     async def _freeze(self, router: Router, name: str) -> None:
-        self._frozen[name] = self._signal(router, name, signal.SIGSTOP)
+        self._frozen_pids.add(self._signal(router, name, signal.SIGSTOP))
 
     async def _thaw(self, router: Router, name: str) -> None:
-        self._signal(router, name, signal.SIGCONT)
-        self._frozen.pop(name, None)
+        self._frozen_pids.discard(self._signal(router, name, signal.SIGCONT))
+
+    def _frozen_at(self, router: Router) -> tuple[str, ...]:
+        """Names of frozen workers; one that was killed since is another process."""
+        return tuple(one.facts.name for one in router.fleet.core.fleet if one.facts.pid in self._frozen_pids)
 
     def _signal(self, router: Router, name: str, number: signal.Signals) -> int:
-        """The pid of the worker. Raises InvalidRequest."""
+        """Signal a worker; its pid. Raises InvalidRequest."""
         replica = router.fleet.core.fleet.by_name.get(name)
         if replica is None or replica.facts.pid is None:
             there = ", ".join(sorted(router.fleet.core.fleet.by_name)) or "none yet"
@@ -227,7 +225,7 @@ class Demo:
     # -- the whole fleet
 
     async def _policy(self, router: Router, name: str) -> None:
-        """Of the router's queue and of the workers' queues."""
+        """Change the policy of the router's queue and of the workers' queues."""
         if name not in POLICIES:
             raise InvalidRequest(f"no policy {name!r}{did_you_mean(name, POLICIES)}; choose {', '.join(POLICIES)}")
         core = router.fleet.core
@@ -235,7 +233,7 @@ class Demo:
         await self._order(router, "/admin/policy", msgspec.json.encode({"policy": name}))
 
     async def _sleep(self, router: Router, name: str) -> None:
-        """No load from now on, and no engine's process once what is in flight has ended."""
+        """Stop the loads, and the engines' processes once what is in flight has ended."""
         self._is_asleep = True
         await router.fleet.emptied()
         if self._is_asleep:
@@ -245,12 +243,13 @@ class Demo:
         self._is_asleep = False
         await self._order(router, "/wake_up")
 
-    async def _order(self, router: Router, path: str, body: bytes = b"{}") -> None:
+    async def _order(self, router: Router, path: str, body: bytes = b"") -> None:
         """Tell every worker that can be told; one that is frozen or gone cannot. Raises Unavailable if none could."""
-        facts = [replica.facts for replica in router.fleet.core.fleet if replica.name not in self._frozen]
-        done = await asyncio.gather(*(_post(each.url, path, body) for each in facts), return_exceptions=True)
-        faults = [fault for fault in done if isinstance(fault, BaseException)]
-        if faults and len(faults) == len(done):
+        launching, frozen = router.fleet.launching, self._frozen_at(router)
+        assert launching is not None
+        there = [live for name, live in router.fleet.replicas.items() if name not in frozen]
+        faults = await asyncio.gather(*(launching.post(live, path, body) for live in there))
+        if faults and all(faults):
             raise Unavailable(f"no worker could be told: {faults[0]}")
 
     # -- loads
@@ -283,13 +282,6 @@ def _view_of(load: SentLoad) -> LoadView:
     )
 
 
-async def _post(url: str, path: str, body: bytes) -> None:
-    async with HttpEndpoint(url, timeout_s=60.0) as endpoint, endpoint.post(path, body) as reply:
-        text = await reply.read()
-    if reply.status >= 400:
-        raise ServerRefused(reply.status, error_text(reply.status, text))
-
-
 def _prepare(folder: Path) -> tuple[dict[str, str], list[str]]:
     """Keys by tenant, and the flags of `maitred route` that name what was written into `folder`."""
     from maitred.storage.key_files import add_key, make_key
@@ -302,21 +294,8 @@ def _prepare(folder: Path) -> tuple[dict[str, str], list[str]]:
         made = make_key(name, admin=name == ADMINISTRATOR)
         add_key(tenants, made.key)
         keys[name] = made.secret
-    workers = [
-        [
-            "--role",
-            role,
-            "--kv-listen",
-            "127.0.0.1:0",
-            "--max-num-seqs",
-            "8",
-            "--log-level",
-            "warning",
-            "--served-model-name",
-            MODEL,
-        ]
-        for role in ROLES
-    ]
+    words = f"--kv-listen 127.0.0.1:0 --max-num-seqs 8 --log-level warning --served-model-name {MODEL}".split()
+    workers = [["--role", role, *words] for role in ROLES]
     plan.write_bytes(msgspec.json.encode(route.PlanFile([route.PlannedLayout("always", workers)])))
     return keys, ["--plan", str(plan), "--tenants", str(tenants), "--log-level", "warning"]
 

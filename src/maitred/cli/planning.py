@@ -344,7 +344,7 @@ def text_of(planner: Planner, told: Mapping[str, Any]) -> str:
 
 
 def _slices_text(parts: list[dict[str, Any]]) -> str:
-    """What is simulated of a fleet, and what its size changes."""
+    """Figures of the simulated slice of a fleet and of its parts, in words."""
     rows = [["", "good", "ttft p90", "tpot p90"]]
     for part in parts:
         times = [seconds_text(part[name]["p90"]) for name in ("ttft_s", "tpot_s")]

@@ -145,7 +145,7 @@ def _positions(spec: DecoderSpec, max_model_len: int) -> str:
 
 
 def _kept(groups: KVGroups | None) -> str:
-    """What layers keep of their windows, where that is not all tokens: the other end reckons what it is sent by it."""
+    """Windows that layers keep, where that is not all tokens: the other end reckons by them what it is sent."""
     windows = [str(window or "all") for window in groups.layer_windows] if groups is not None else []
     return f"; KV of the last {' '.join(windows)} tokens" if windows else ""
 

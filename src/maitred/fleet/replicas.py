@@ -190,7 +190,7 @@ class Replicas:
         return sum([load * (there & bits).bit_count() for load, there in self.at_load.items()])
 
     def least_loaded(self, bits: int, most: int) -> Iterator[FleetReplica]:
-        """Of each speed, the replicas of a set that are first by load, then by name: so many, or some more."""
+        """Replicas of a set that are first of their speed, by load, then by name: so many, or some more."""
         if not self._by_speed:
             listed: dict[float, list[FleetReplica]] = {}
             for name in sorted(self.by_name):

@@ -179,7 +179,7 @@ class Fetches:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of a prompt of some thousand tokens."""
+        """Bytes of KV a token, of a prompt of some thousand."""
         num_tokens = 256 * self.block_size
         return self._core.scheduler.kv_cache.num_rows(0, num_tokens) * self.bytes_per_row / num_tokens
 

@@ -232,7 +232,7 @@ class KVTiers(StepListener):
         self.fetches.begin(fetch, self._threads.fetch, partial(self._fetch, fetch, tier.tier))
 
     def _fetch(self, fetch: Fetch, tier: KVTier) -> None:
-        """Copy rows into the pool, in the fetching thread. Of a part nothing counts where layers have windows. Raises
+        """Copy rows into the pool, in the fetching thread. No part of them counts where layers have windows. Raises
         Refusal when they were given up.
         """
         began_at, size = self._clock.now(), self._io.bytes_per_block

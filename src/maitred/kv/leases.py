@@ -129,7 +129,7 @@ class LeaseBook:
 class Front:
     """Progress of a pull, layer by layer; both ends keep one, so that each piece is sent once and expected.
 
-    Layers with a window begin at a later block; of a part of such a pull nothing counts.
+    Layers with a window begin at a later block; no part of such a pull counts.
     """
 
     def __init__(self, whole: Span, unit: int = 1, starts: Sequence[int] = ()) -> None:

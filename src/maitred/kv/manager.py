@@ -128,7 +128,7 @@ class Allocation(NamedTuple):
 
 
 class PoolRow(NamedTuple):
-    """What the pool counts and copies at once: a block, or a page of one of its groups (`kv.pages`)."""
+    """Unit that the pool counts and copies: a block, or a page of one of its groups (`kv.pages`)."""
 
     place: int  # of the block, in a table
     group: int
@@ -425,7 +425,7 @@ class KVCacheManager:
         self._release(blocks)
 
     def _release(self, blocks: Sequence[int]) -> None:
-        """The last first, so that a chain is evicted from its end."""
+        """Release blocks, the last first, so that a chain is evicted from its end."""
         for block in reversed(blocks):
             self._pool.release(block)
 

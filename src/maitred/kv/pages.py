@@ -38,7 +38,7 @@ class KVGroups(NamedTuple):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Of each layer."""
+        """Window of each layer; None sees all tokens."""
         of_group = [window for window, count in zip(self.windows, self.counts, strict=True) for _ in range(count)]
         return tuple(of_group[group] for group, _ in self.places)
 
@@ -413,7 +413,7 @@ class PagedKVCacheManager(KVCacheManager):
         super().free(request)
 
     def swap_out(self, request: RequestState, num_tokens: int, copied_from: Mapping[int, int]) -> tuple[BlockCopy, ...]:
-        """None where a copy of this plan was to fill a block: its source may have other pages by now."""
+        """No copies where one of this plan was to fill a block: its source may have other pages by now."""
         return () if copied_from else super().swap_out(request, num_tokens, copied_from)
 
     def reserve(

@@ -381,7 +381,7 @@ class DecoderSpec:
 
     @property
     def is_routed(self) -> bool:
-        """Some layers have experts."""
+        """Whether some layers have experts."""
         return any(layer.routed is not None for layer in self.layers)
 
     @property

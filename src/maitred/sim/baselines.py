@@ -28,7 +28,7 @@ KV_LAYOUTS = ("paged", "contiguous", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What stands in place of batches that change at every step, and of pages."""
+    """Batching and KV layout in place of batches that change at every step, and of pages."""
 
     batching: str = "continuous"
     batch_delay_s: float = 0.1

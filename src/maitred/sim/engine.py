@@ -61,7 +61,7 @@ class EngineSetup:
     """Of layers, where blocks consist of `num_pages` pages."""
     num_pages: int = 0
     baseline: Baseline | None = None
-    """What `Simulation` compares with; None is what is served."""
+    """Baseline that `Simulation` runs in place of what is served; None is what is served."""
 
 
 class SimulatedEngine:

@@ -108,7 +108,7 @@ def _acceptance(served: Sequence[ServedRequest]) -> float | None:
 
 
 def _measured(served: Sequence[ServedRequest], objectives: Objectives) -> Replayed:
-    """What the engines noted, but for each gap between tokens and the time in steps."""
+    """Figures that the engines noted, but for each gap between tokens and the time in steps."""
     results = SimulatedResults(objectives)
     moments = [(each.spec.arrived_at, 0, number) for number, each in enumerate(served)]
     for at, is_end, number in sorted([*moments, *((each.ended_at, 1, number) for number, each in enumerate(served))]):

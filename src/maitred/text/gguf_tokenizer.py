@@ -106,6 +106,7 @@ class _Vocabulary:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.metadata = metadata
+        self.is_gemma4 = metadata["tokenizer.ggml.model"] == "gemma4"
         tokens = self._list("tokens", str)
         if not tokens:
             raise CheckpointError(f"the file holds no tokenizer (key tokenizer.ggml.tokens is missing); {GGUF_AGAIN}")
@@ -218,20 +219,19 @@ def _splits(rule: Rule) -> pre_tokenizers.PreTokenizer:
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
     """Characters of the whole text are merged by score, of Gemma 4 those between line ends by a list of pairs; those
     that are no token become bytes."""
-    is_gemma4 = vocabulary.metadata["tokenizer.ggml.model"] == "gemma4"
     unknown = vocabulary.named.get("unk_token")
     text = None if unknown is None else vocabulary.tokens[unknown]
     inner = tokenizers.Tokenizer(models.BPE(unk_token=text, fuse_unk=False, byte_fallback=True))
     spaces = normalizers.Replace(" ", _SPACE)
     steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma4):
+    if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", not vocabulary.is_gemma4):
         inner.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
         inner.normalizer = spaces
     inner.decoder = decoders.Sequence(steps)
     _add_ends(inner, vocabulary, adds_bos=True)
-    if not is_gemma4:
+    if not vocabulary.is_gemma4:
         return inner, vocabulary.merges_by_score()
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), "isolated")
     return inner, vocabulary.merges()
@@ -242,7 +242,7 @@ def _add_ends(inner: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bo
     wanted = {"bos": adds_bos, "eos": False}
     for name, default in wanted.items():
         wanted[name] = bool(vocabulary.metadata.get(f"tokenizer.ggml.add_{name}_token", default))
-    wanted["bos"] |= vocabulary.metadata["tokenizer.ggml.model"] == "gemma4"  # whatever its first files say
+    wanted["bos"] |= vocabulary.is_gemma4  # whatever its first files say
     found = {name: vocabulary.named.get(f"{name}_token") for name, is_added in wanted.items() if is_added}
     if missing := [name for name, number in found.items() if number is None]:
         raise CheckpointError(

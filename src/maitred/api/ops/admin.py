@@ -271,7 +271,7 @@ _WHAT_IF = msgspec.json.Decoder(WhatIf)
 
 
 async def _replayed(change: WhatIf, recordings: list[bytes]) -> bytes:
-    """What the process says. Raises RequestTimeout."""
+    """Answer of the replay's process. Raises RequestTimeout, GenerationFailed."""
     engines: Any = [msgspec.Raw(each) for each in recordings if each]
     process = await asyncio.create_subprocess_exec(*REPLAY, stdin=PIPE, stdout=PIPE)
     try:

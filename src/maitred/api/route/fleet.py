@@ -476,14 +476,14 @@ class LaunchedReplicas:
 
     async def _put_to_sleep(self, live: LiveReplica) -> None:
         """Put a replica to sleep; one that does not fall asleep costs memory, no more."""
-        error = await self._post(live, "/sleep")
+        error = await self.post(live, "/sleep")
         if error is not None:
             fields = {"replica": live.facts.name, "error": error}
             log_fields(logger, logging.WARNING, "a replica does not fall asleep", fields)
 
     async def _wake(self, live: LiveReplica) -> None:
         """Wake a replica; one that does not wake up is started anew."""
-        error = await self._post(live, "/wake_up")
+        error = await self.post(live, "/wake_up")
         if error is None:
             self._fleet.tell(live, replace(live.facts, state=State.READY))
             return
@@ -491,19 +491,20 @@ class LaunchedReplicas:
         log_fields(logger, logging.WARNING, "a replica does not wake up", fields)
         self._launcher.restart(live.facts.name)
 
-    async def _post(self, live: LiveReplica, path: str) -> str | None:
-        """Post an order; returns what went wrong, if anything."""
+    async def post(self, live: LiveReplica, path: str, body: bytes = b"") -> str | None:
+        """Post an order, in JSON if it has a body; returns what went wrong, if anything."""
+        headers = [*self._headers, (b"content-type", b"application/json")] if body else self._headers
         try:
             async with asyncio.timeout(ORDER_S):
                 answer = await live.upstream.send(
-                    UpstreamAsk(request_head("POST", path, live.origin, self._headers, 0))
+                    UpstreamAsk(request_head("POST", path, live.origin, headers, len(body)), body)
                 )
-                body = await answer.whole(MAX_ORDER_BYTES)
+                told = await answer.whole(MAX_ORDER_BYTES)
         except UpstreamFailed as error:
             return str(error)
         except TimeoutError:
             return f"it gave no answer within {ORDER_S:g} s"
-        return None if answer.status == 200 else f"it answers {answer.status}: {body[:200].decode('utf-8', 'replace')}"
+        return None if answer.status == 200 else f"it answers {answer.status}: {told[:200].decode('utf-8', 'replace')}"
 
     # -- what becomes of them
 
