@@ -71,6 +71,9 @@ class ServerConfig:
     temperature 0 or a seed. 0 keeps none."""
     result_cache_ttl_s: float = 3600.0
     """An answer in the result cache is given again for this long (s)."""
+    state_dir: str | None = None
+    """Folder in which stored responses, files and batches outlive the server; None keeps them in memory, 256 MiB, the
+    oldest forgotten first. One server at a time uses it."""
     sse_keep_alive_s: float = 15.0
     """A comment is sent on a silent stream this often (s), so that proxies keep it open; 0 is never."""
     default_max_n: int = 16

@@ -217,6 +217,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttft_slo_s: float | None = None  # objective (s) from arrival to the first output; None has none
     start_by: float | None = None  # s, Clock.now(): given up if it is in no step by then; None waits for ever
     finish_by: float | None = None  # s, Clock.now(): given up if it is not done by then; None takes its time
+    background: bool = False  # served with what nobody else uses, whatever the policy
 
 
 NO_TERMS = Terms()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from maitred.api.http.auth import Authenticator
@@ -19,6 +20,7 @@ from maitred.storage.ledger import Ledger
 
 if TYPE_CHECKING:
     from maitred.storage.redis import RedisStore
+    from maitred.storage.state import StateStore
 
 
 class Ending(Protocol):
@@ -73,6 +75,15 @@ class Service:
         observer.metrics.results = self.results
         shared = b"".join(secret for _, secret in fleet_token.shown())
         self.salt_secret = salt_secret or shared or secrets.token_bytes(32)
+        if config.state_dir is not None:
+            _ = self.stored  # a folder that cannot be used is told before anybody asks
+
+    @cached_property
+    def stored(self) -> StateStore:
+        """What clients left here; opened at its first use, or at the start where there is a folder."""
+        from maitred.storage.state import StateStore  # noqa: PLC0415 - sqlite3, for those who use it
+
+        return StateStore(self.config.state_dir)
 
     def check_loaded(self) -> None:
         """Raises Unavailable before what routes need is there; a router holds requests instead."""
@@ -84,3 +95,5 @@ class Service:
     def close(self) -> None:
         """Give back what is held; nothing is answered any more."""
         self.observer.close()
+        if "stored" in self.__dict__:
+            self.stored.close()

@@ -1,0 +1,82 @@
+"""The store of what clients left: tenants apart, places kept, time and room limited, one server at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maitred.core.errors import ConfigError
+from maitred.storage.state import StateStore
+
+
+@pytest.fixture
+def store():
+    store = StateStore()
+    yield store
+    store.close()
+
+
+def test_an_entry_is_its_tenants_alone(store):
+    store.put("file", "f1", "ada", b"{}", b"lines", now=1.0)
+    found = store.get("file", "f1", "ada", 2.0)
+    assert found is not None
+    assert (found.about, found.created_at) == (b"{}", 1.0)
+    assert store.content("file", "f1", "ada") == b"lines"
+    assert store.get("file", "f1", "bob", 2.0) is None
+    assert store.content("file", "f1", "bob") == b""
+    assert store.get("batch", "f1", "ada", 2.0) is None
+    assert not store.drop("file", "f1", "bob")
+    assert store.drop("file", "f1", "ada")
+    assert store.get("file", "f1", "ada", 2.0) is None
+
+
+def test_a_change_keeps_place_time_and_content(store):
+    for number, name in enumerate("abc"):
+        store.put("batch", name, "", b"new", b"content", now=float(number))
+    store.put("batch", "a", "", b"done", now=9.0)
+    first = store.entries("batch", "", 9.0, newest=False)[0]
+    assert (first.id, first.about, first.created_at) == ("a", b"done", 0.0)
+    assert store.content("batch", "a", "") == b"content"
+
+
+def test_lists_go_on_where_a_page_ended(store):
+    for number in range(5):
+        store.put("response", f"r{number}", "ada", b"", now=0.0)
+        store.put("response", f"r{number}", "bob", b"", now=0.0)
+    assert [entry.id for entry in store.entries("response", "ada", 0.0, limit=2)] == ["r4", "r3"]
+    assert [entry.id for entry in store.entries("response", "ada", 0.0, after="r3", limit=2)] == ["r2", "r1"]
+    assert [entry.id for entry in store.entries("response", "ada", 0.0, after="r3", newest=False)] == ["r4"]
+    assert len(store.entries("response", None, 0.0)) == 10
+
+
+def test_what_is_over_is_not_there(store):
+    store.put("response", "old", "", b"", now=0.0, expires_at=10.0)
+    assert store.get("response", "old", "", 9.9) is not None
+    assert store.get("response", "old", "", 10.0) is None
+    assert store.entries("response", "", 10.0) == []
+    store.put("response", "new", "", b"", now=11.0)
+    assert not store.drop("response", "old", "")
+
+
+def test_memory_forgets_the_oldest_first():
+    store = StateStore(max_memory_bytes=100)
+    for number in range(5):
+        store.put("response", f"r{number}", "", b"x" * 10, b"y" * 30, now=0.0)
+    assert [entry.id for entry in store.entries("response", "", 0.0)] == ["r4", "r3"]
+    store.close()
+
+
+def test_a_folder_outlives_the_server_and_has_one_at_a_time(tmp_path: Path):
+    folder = str(tmp_path / "state")
+    store = StateStore(folder)
+    store.put("file", "f1", "ada", b"{}", b"lines", now=1.0)
+    with pytest.raises(ConfigError, match="--state-dir"):
+        StateStore(folder)
+    store.close()
+    again = StateStore(folder)
+    assert again.content("file", "f1", "ada") == b"lines"
+    again.close()
+    (tmp_path / "state" / "state.sqlite").write_bytes(b"no database at all" * 100)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        StateStore(folder)
