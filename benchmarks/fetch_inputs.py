@@ -16,7 +16,14 @@ import tarfile
 from pathlib import Path
 
 LLAMACPP = "llama-cpp-python==0.3.36"
-CLIENTS = ["openai-agents==0.24.0", "instructor==1.17.0", "langchain-openai==1.7.3", "pydantic-ai-slim[openai]==2.38.0"]
+CLIENTS = [
+    "openai-agents==0.24.0",
+    "instructor==1.17.0",
+    "langchain-anthropic==1.7.7",
+    "langchain-ollama==1.1.0",
+    "langchain-openai==1.7.3",
+    "pydantic-ai-slim[openai]==2.38.0",
+]
 PLANNERS = ["aiconfigurator==0.12.0", "simpy==4.1.1"]
 REPOSITORIES = {
     "LLMServe/DistServe": "82831f1604cc6b10bebd360f6c437a07790dde9f",
