@@ -69,7 +69,7 @@ def granted(asked: Terms, caller: Caller, priority: int, limits: TimeLimits, arr
         ttft_slo_s=_stricter(asked.ttft_slo_s, limits.ttft_slo_s),
         start_by=_stricter(asked.start_by, _after(arrived_at, limits.queue_timeout_s)),
         finish_by=_stricter(asked.finish_by, _after(arrived_at, limits.timeout_s)),
-        background=asked.background,
+        background=asked.background or caller.background,
     )
 
 

@@ -20,6 +20,7 @@ class Caller:
     quota: TenantQuota
     key_id: str = ""
     is_admin: bool = False
+    background: bool = False  # its requests are lines of batches, served with what nobody else uses
     is_anybody: bool = field(init=False)  # of a server that knows no tenants
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from maitred.api.http.errors import BrokenOff, ClientGone, HttpError, http_error
-from maitred.api.http.exchange import CONNECTION, REQUEST_ID, TOLD_OF_BODIES, Exchange, Header
+from maitred.api.http.exchange import CONNECTION, ON_BEHALF, REQUEST_ID, TOLD_OF_BODIES, Exchange, Header
 from maitred.api.http.fleet_headers import BELIEVED, TENANT, without_believed
 from maitred.api.http.fleet_headers import HEADER as FLEET_TOKEN
 from maitred.api.http.logs import ERRORS, log_fields
@@ -76,7 +76,11 @@ class AsgiApp:
         observed = observer.began(exchange, found.span)
         try:
             exchange.from_router = FLEET_TOKEN in headers and self.app.fleet_token.is_shown_by(headers)
-            exchange.caller = self._caller(found, headers, is_router=exchange.from_router)
+            behalf = scope.get(ON_BEHALF)
+            if behalf is None:
+                exchange.caller = self._caller(found, headers, is_router=exchange.from_router)
+            else:
+                exchange.caller = self.app.authenticator.in_background(behalf)
             if found.needs_engine:
                 self.app.check_loaded()
             route, exchange.parameter = found[:2] if found.route is not None else self.routes.find(method, path)

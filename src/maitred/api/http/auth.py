@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from maitred.api.http.fleet_headers import vouched_caller
 from maitred.core.errors import InvalidApiKey
@@ -13,6 +14,14 @@ from maitred.tenancy.quota import QuotaBook
 
 if TYPE_CHECKING:
     from maitred.storage.key_files import TenantFile
+
+
+class KeyHolder(NamedTuple):
+    """What is kept of a caller, to find it again after a restart."""
+
+    tenant: str
+    key_id: str
+    is_admin: bool
 
 
 class Authenticator:
@@ -59,6 +68,16 @@ class Authenticator:
     def vouched(self, headers: Mapping[bytes, bytes]) -> Caller:
         """The caller that a router with the fleet's token vouches for; the router has checked key and quota already."""
         return vouched_caller(headers, self._vouched, self._anybody)
+
+    def in_background(self, holder: KeyHolder) -> Caller:
+        """The caller of a line of a batch, under its tenant's terms of now. Raises InvalidApiKey if the key is gone."""
+        if self._tenants is None and not holder.tenant:
+            return replace(self._anybody, background=True)
+        table = self._tenants.table if self._tenants is not None else None
+        tenant = table.tenants.get(holder.tenant) if table is not None else None
+        if table is None or tenant is None or all(key.id != holder.key_id for key in table.keys.keys):
+            raise InvalidApiKey("the API key that left this batch here is not valid any more")
+        return Caller(tenant, self.quotas.of(tenant), holder.key_id, holder.is_admin, background=True)
 
     def _find(self, secret: bytes) -> Caller | None:
         if self._tenants is None:
