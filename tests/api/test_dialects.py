@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +49,8 @@ class Lines:
 
     stream = StreamFormat(b'{"over":true}\n', ((b"content-type", b"application/x-ndjson"),), b"")
     error_schema = Complaint
+    statuses: Mapping[str | None, int] = {}
+    id_headers = (b"x-request-id",)
 
     def error_body(self, error: HttpError) -> bytes:
         return msgspec.json.encode(Complaint(error.message, error.param))

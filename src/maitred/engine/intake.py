@@ -117,18 +117,20 @@ def make_requests(
     thinking: ThinkingLimit | None = None,
     adapter: AdapterFacts | None = None,
     prediction: str = "",
+    cuts_max_tokens: bool = False,
 ) -> list[RequestSpec]:
     """One RequestSpec for each of `sampling.n` samples, sample 0 first, checked and ready for the queue.
 
-    `grammar` and `thinking` bind them, `prediction` is what they may be like. Tokenises and hashes, so call it off the
-    event loop. Raises PromptTooLong with both numbers (before tokenising when the text's length alone proves it) and
-    InvalidRequest for tokens that the vocabulary does not have.
+    `grammar` and `thinking` bind them, `prediction` is what they may be like. With `cuts_max_tokens` more tokens may be
+    asked for than the context has room for. Tokenises and hashes, so call it off the event loop. Raises PromptTooLong
+    with both numbers (before tokenising when the text's length alone proves it) and InvalidRequest for tokens that the
+    vocabulary does not have.
     """
     if adapter is not None:  # so that no block is shared with what other bytes computed
         cache_salt = f"{cache_salt}\0lora:{adapter.digest}"
     check_sampling_tokens(sampling, model.vocab_size)
     token_ids = _prompt_tokens(model, prompt, add_special_tokens)
-    max_tokens = _resolve_max_tokens(model, len(token_ids), sampling)
+    max_tokens = _resolve_max_tokens(model, len(token_ids), sampling, is_cut=cuts_max_tokens)
     seed = new_seed() if sampling.seed is None else sampling.seed & MAX_SEED
     features = prompt_features(prompt)
     hashes = hash_blocks(token_ids, model.block_size, root_hash(model.revision, cache_salt))
@@ -226,7 +228,7 @@ def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
-def _resolve_max_tokens(model: ServedModel, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+def _resolve_max_tokens(model: ServedModel, num_prompt_tokens: int, sampling: SamplingParams, *, is_cut: bool) -> int:
     room = model.max_model_len - num_prompt_tokens
     if sampling.max_tokens is None:
         if sampling.min_tokens > room:
@@ -235,6 +237,8 @@ def _resolve_max_tokens(model: ServedModel, num_prompt_tokens: int, sampling: Sa
                 f"maximum context length of {model.max_model_len} tokens",
                 param="min_tokens",
             )
+        return room
+    if sampling.max_tokens > room and is_cut:
         return room
     if sampling.max_tokens > room:
         raise PromptTooLong(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,6 +36,7 @@ class RoutedBody(msgspec.Struct, kw_only=True):
     prompt: Raw | UnsetType = UNSET
     tools: Raw | UnsetType = UNSET
     chat_template_kwargs: Raw | UnsetType = UNSET
+    system: Raw | UnsetType = UNSET  # of Anthropic's, before the messages
     # how much is asked for, and in which form
     stream: bool | None = None
     stream_options: RoutedStreamOptions | None = None
@@ -50,6 +52,7 @@ class RoutedBody(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     # tenant and urgency
     user: str | None = None
+    metadata: Raw | UnsetType = UNSET
     session_id: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
@@ -84,8 +87,45 @@ def generate_asked(path: str) -> re.Match[str] | None:
     return GENERATE_PATH.fullmatch(path, len(KSERVE_MODELS)) if path.startswith(KSERVE_MODELS) else None
 
 
+MESSAGES = "/v1/messages"  # of Anthropic's
+# What a coding agent puts into its prompts for its own books, anew each turn (anthropics/claude-code#24168, #68900,
+# jundot/omlx#2881): a line with a checksum before the system prompt, and how many tokens are left.
+BILLING = r"x-anthropic-billing-header:[^\n\\\"]*"
+_REMAINS = r"(?:Token usage|USD budget): [^<\n\\\"]{1,80} remaining"
+BUDGET = (
+    r"<total_tokens>[\d,]+ tokens left</total_tokens>"
+    rf"|<(?P<tag>system-reminder|system_warning)>(?:\s|\\n)*{_REMAINS}(?:\s|\\n)*</(?P=tag)>"
+)
+_NOT_OF_KEYS = re.compile(  # the client's marks for a cache move too
+    rf'{BILLING}|{BUDGET}|,\s*"cache_control"\s*:\s*(?:\{{[^{{}}]*\}}|null)'.encode()
+)
+
+
+class _Metadata(msgspec.Struct):
+    user_id: str | None = None
+
+
+_decode_metadata = msgspec.json.Decoder(_Metadata).decode
+
+
+def _read_messages(body: bytes) -> RoutedBody:
+    """A body of Anthropic's: the system prompt is its first message, without what its replica leaves out too."""
+    read = read_body(body)
+    sent = b"" if isinstance(read.messages, UnsetType) else bytes(read.messages)
+    if not isinstance(read.system, UnsetType) and (rest := sent.lstrip()[:1] and sent.strip()[1:]):
+        first = b'[{"role":"system","content":%b}' % bytes(read.system)
+        sent = first + (b"," if rest != b"]" else b"") + rest
+    if sent:
+        read.messages = Raw(_NOT_OF_KEYS.sub(b"", sent))
+    with suppress(*_WRONG):
+        read.user = _decode_metadata(read.metadata or b"{}").user_id
+    return read
+
+
 def read_asked(path: str, body: bytes) -> RoutedBody:
-    """Read a body as `read_body`; Triton's generate with what the path says, its fields by the names of completions."""
+    """Read a body as `read_body`; one of Anthropic's and Triton's generate by the names of OpenAI's fields."""
+    if path == MESSAGES:
+        return _read_messages(body)
     found = generate_asked(path)
     if found is None:
         return read_body(body)

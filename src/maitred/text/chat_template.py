@@ -462,6 +462,15 @@ class ChatTemplate:
                 return self._render({**self._named_tokens, **unset, "messages": chat}, template)
         return ""
 
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """Return whether a system message behind a user's is written where it stands, not refused or put first."""
+        chat = [{"role": "user", "content": "probe_first"}, {"role": "system", "content": "probe_late"}]
+        with suppress(InvalidRequest, CheckpointError):
+            shown = self._render({**self._named_tokens, **_UNSET, "messages": chat, "add_generation_prompt": True})
+            return 0 <= shown.find("probe_first") < shown.find("probe_late")
+        return False
+
     @property
     def takes_objects(self) -> bool:
         """Return whether arguments of calls must be objects."""

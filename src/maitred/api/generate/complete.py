@@ -199,6 +199,7 @@ def _batches(
                 thinking=ask.shape_found.thinking,
                 prediction=prediction,
                 adapter=ask.adapter,
+                cuts_max_tokens=ask.cuts_max_tokens,
             )
         except RequestError as error:
             if error.param == "prompt" and len(prompts) > 1:

@@ -115,6 +115,7 @@ class GenerationAsk:
     may_take_long: bool = False  # however short: a template reads variables of the client's
     add_special_tokens: bool
     default_max_tokens: float | None = None  # where `sampling` has none, as far as the context has room
+    cuts_max_tokens: bool = False  # to what the context has room for, in place of an error
     score_only: bool = False  # the token that must be sampled is not shown
     adapter: AdapterFacts | None = None  # LoRA adapter that it names
     # how it is treated

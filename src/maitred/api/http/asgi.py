@@ -11,6 +11,7 @@ import msgspec
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from maitred.api.http.auth import authorization
 from maitred.api.http.errors import BrokenOff, ClientGone, HttpError, http_error
 from maitred.api.http.exchange import CONNECTION, ON_BEHALF, REQUEST_ID, TOLD_OF_BODIES, Exchange, Header
 from maitred.api.http.fleet_headers import BELIEVED, TENANT, without_believed
@@ -107,7 +108,7 @@ class AsgiApp:
         if not is_router and not BELIEVED.isdisjoint(headers):
             without_believed(headers)
         is_open = not found.needs_key or (is_router and found.is_for_routers)
-        return self.app.authenticator.check(headers.get(b"authorization"), is_open=is_open)
+        return self.app.authenticator.check(authorization(headers), is_open=is_open)
 
     def _standing(self, exchange: Exchange) -> list[Header]:
         """Headers of every answer, as of its beginning: the caller's limits, the load for balancers that ask, and that
@@ -176,7 +177,7 @@ def _figures(state: ReplicaState) -> Mapping[str, float]:
 
 
 async def _answer_error(exchange: Exchange, error: Exception, outage: Outage) -> None:
-    answer = http_error(error)
+    answer = http_error(error)._replace(request_id=exchange.request_id)
     if type(error) in (Unavailable, EngineDead) and not exchange.started:
         if (
             exchange.route is None or not exchange.route.is_polled

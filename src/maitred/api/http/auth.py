@@ -24,6 +24,12 @@ class KeyHolder(NamedTuple):
     is_admin: bool
 
 
+def authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The header Authorization, or what Anthropic's clients send in its place: the key as `x-api-key`."""
+    sent, key = headers.get(b"authorization"), headers.get(b"x-api-key")
+    return b"Bearer " + key if sent is None and key is not None else sent
+
+
 class Authenticator:
     """Finds the caller of a request. Without tenants and keys the server is open: every request may do everything."""
 

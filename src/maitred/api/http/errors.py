@@ -61,6 +61,7 @@ class HttpError(NamedTuple):
     param: str | None  # the field at fault
     code: str | None  # names the fault, for programs
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    request_id: str = ""
 
 
 # The first match counts, so subclasses stand before their bases.

@@ -74,10 +74,11 @@ class Exchange:
         return self.route.template if self.route is not None else "other"
 
     async def send(self, message: Message) -> None:
-        """Send an ASGI message; every answer carries its x-request-id."""
+        """Send an ASGI message; every answer carries its request's id."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = ((b"x-request-id", self.request_id.encode()), *self.told, *self.standing_headers())
+            request_id = self.request_id.encode()
+            own = (*((name, request_id) for name in self.format.id_headers), *self.told, *self.standing_headers())
             message["headers"] = [*message.get("headers", ()), *own]
         elif not message.get("more_body", False):
             self.complete = True
@@ -159,15 +160,18 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body})
 
     async def answer_error(self, error: HttpError) -> None:
-        await self.answer(self.format.error_body(error), error.status, (*JSON_HEADERS, *error.headers))
+        status = self.format.statuses.get(error.code, error.status)
+        await self.answer(self.format.error_body(error), status, (*JSON_HEADERS, *error.headers))
 
 
 IGNORED_FIELDS = b"x-maitred-ignored-fields"
 SCHEMA_IGNORED = b"x-maitred-schema-ignored"
 ARGUMENTS_EMPTIED = b"x-maitred-arguments-emptied"  # of earlier calls: they were no JSON object
+IGNORED_TOOLS = b"x-maitred-ignored-tools"  # types of tools that run elsewhere, or are unknown
+LEFT_OUT = b"x-maitred-left-out"  # of the prompt: what means nothing to the model, and changes from turn to turn
 VERSION = b"x-maitred-version"  # of the model that answers, on its shelf
 # headers that follow from a body and the model: routers and caches pass them on
-TOLD_OF_BODIES = frozenset((IGNORED_FIELDS, SCHEMA_IGNORED, ARGUMENTS_EMPTIED, VERSION))
+TOLD_OF_BODIES = frozenset((IGNORED_FIELDS, SCHEMA_IGNORED, ARGUMENTS_EMPTIED, IGNORED_TOOLS, LEFT_OUT, VERSION))
 MAX_TOLD = 10  # names in a header
 MAX_LOGGED = 256  # names in the log of one server: looking for a near miss takes 0.2 ms
 NEAR = 0.75  # difflib's ratio of a slip of the pen: temprature is one, top_n none

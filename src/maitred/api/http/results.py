@@ -20,7 +20,7 @@ HEADER = b"x-maitred-cache"
 CACHE_CONTROL = b"cache-control"
 KEPT_HEADERS = (b"content-type",)
 EVENTS = b"text/event-stream"
-ERROR_EVENT = b'data: {"error"'
+ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 
 
 @dataclass(slots=True)
@@ -142,7 +142,9 @@ class Recording:
         body = b"".join(self._pieces)
         if self._content_type.startswith(EVENTS):
             body = result_cache.without_comments(body)
-            if ERROR_EVENT in body or not body.endswith(self._end):  # it could not go on, or was cut
+            if any(error in body for error in ERROR_EVENTS) or not body.endswith(
+                self._end
+            ):  # it could not go on, or was cut
                 return None
         return result_cache.CachedAnswer(self._content_type, body, now, self._told)
 

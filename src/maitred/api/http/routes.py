@@ -24,6 +24,9 @@ class StreamFormat(NamedTuple):
     end: bytes = b""  # after the last event
     headers: tuple[tuple[bytes, bytes], ...] = SSE_HEADERS
     keep_alive: bytes = b": keep-alive\n\n"  # what readers skip, for silent times; empty where there is no such thing
+    before_error: bytes = b"data: "  # begins the event of an error
+    after_error: bytes = b"\n\n"
+    tells_end: bool = True  # a whole stream says that it is one, by `end` or its last event
 
 
 class DialectFormat(NamedTuple):
@@ -33,6 +36,10 @@ class DialectFormat(NamedTuple):
     error_schema: type[msgspec.Struct]
     """Schema of error bodies, for the OpenAPI document."""
     told: Callable[[HttpError], msgspec.Struct]
+    statuses: Mapping[str | None, int] = {}
+    """Statuses by an error's code, where the dialect has its own."""
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    """Headers of every answer with the request's id."""
 
     def error_body(self, error: HttpError) -> bytes:
         """JSON, with the error's status."""
@@ -40,14 +47,14 @@ class DialectFormat(NamedTuple):
 
     def error_event(self, error: HttpError) -> bytes:
         """The error as an event of a stream that has begun, before its end: the status can't change any more."""
-        return b"data: " + self.error_body(error) + b"\n\n"
+        return self.stream.before_error + self.error_body(error) + self.stream.after_error
 
 
 class ErrorText(msgspec.Struct, frozen=True):
     error: str
 
 
-TEXT_ERRORS = DialectFormat(StreamFormat(), ErrorText, lambda error: ErrorText(error.message))
+TEXT_ERRORS = DialectFormat(StreamFormat(tells_end=False), ErrorText, lambda error: ErrorText(error.message))
 """Errors as KServe v2 and TF Serving tell them: one text."""
 
 

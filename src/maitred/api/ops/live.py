@@ -8,6 +8,7 @@ from contextlib import aclosing, suppress
 import msgspec
 
 from maitred.api.http.app import App
+from maitred.api.http.auth import authorization
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import EventStream, Exchange
 from maitred.api.ops.live_feed import LiveFeed
@@ -103,5 +104,5 @@ async def loaded_models(app: App, exchange: Exchange) -> None:
 
 def _check_again(app: App, exchange: Exchange) -> None:
     """Raises InvalidApiKey or PermissionDenied when the key means less than it did."""
-    caller = app.authenticator.check(exchange.headers.get(b"authorization"))
+    caller = app.authenticator.check(authorization(exchange.headers))
     caller.require_admin(WATCHING)

@@ -16,7 +16,7 @@ from maitred.api.http.fleet_headers import vouching
 from maitred.api.http.results import WantedAnswer
 from maitred.api.ops.metrics_page import TenantCounts
 from maitred.api.route.fleet import RoutedRequest
-from maitred.api.route.messages import Outgoing, shows_logprobs, towards_replica, with_logprobs
+from maitred.api.route.messages import CREDENTIALS, Outgoing, shows_logprobs, towards_replica, with_logprobs
 from maitred.api.route.relay import Relay
 from maitred.api.route.router import Router
 from maitred.core.errors import InvalidRequest, RateLimited, RouteNotFound, Unavailable
@@ -377,8 +377,8 @@ def _outgoing(
         secret += _vouched(router, exchange, granted, read.model)
         if is_generation:
             secret += _to_go_on(read)
-    if router.authenticator.is_open and b"authorization" in exchange.headers:  # it is for the replicas
-        headers.append((b"authorization", exchange.headers[b"authorization"]))
+    if router.authenticator.is_open:  # they are for the replicas
+        headers += [(name, exchange.headers[name]) for name in CREDENTIALS if name in exchange.headers]
     query = scope["query_string"]
     target = scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
     cascades = is_generation and any(tier.escalate_below for tier in router.fleet.core.fleet.tiers)

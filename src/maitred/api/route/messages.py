@@ -37,12 +37,13 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
+CREDENTIALS = (b"authorization", b"x-api-key")  # the router's own clients'
 _NOT_FORWARDED = HOP_BY_HOP | {
     b"host",
     b"content-length",
     b"expect",  # the whole body is here already
     b"accept-encoding",  # usage is read from answers
-    b"authorization",  # see `credentials`
+    *CREDENTIALS,
     b"x-forwarded-for",
     b"x-request-id",
     b"cookie",  # of the router's origin
@@ -270,7 +271,8 @@ class Doubt:
         return msgspec.json.encode(told) if self._hides else body
 
 
-RETRIED = (500, 502, 503)  # others are the request's own doing: 501 never works, 504 was its time limit
+OVERLOADED = (503, 529)  # the second is Anthropic's
+RETRIED = (500, 502, *OVERLOADED)  # others are the request's own doing: 501 never works, 504 was its time limit
 MAX_RETRY_AFTER_S = 60.0
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 _DONE = b"[DONE]"
@@ -283,20 +285,22 @@ class _Foreign(msgspec.Struct):
     usage: Any = None
     choices: Any = None
     error: Any = None
+    type: Any = None  # of Anthropic's events
+    message: Any = None
 
 
 _decode = msgspec.json.Decoder(_Foreign).decode
 
 
 def failure_told(answer: UpstreamAnswer, *, is_ours: bool) -> Failure | None:
-    """Why another replica should be asked; None is an answer for the client. 503 with Retry-After is full; 429 of one
-    of ours is the tenant's own limit.
+    """Why another replica should be asked; None is an answer for the client. 503 or 529 with Retry-After is full; 429
+    of one of ours is the tenant's own limit.
     """
     if answer.status == 429 and not is_ours:
         return Failure(FailureKind.LIMITED, message="status 429")
     if answer.status not in RETRIED:
         return None
-    if answer.status == 503:
+    if answer.status in OVERLOADED:
         after = next((value for name, value in answer.headers if name == b"retry-after"), None)
         if after is not None:
             return Failure(FailureKind.FULL, retry_after_s=_seconds(after))
@@ -360,7 +364,12 @@ class ForeignStream:
             raise BrokenFrame(f"an event is no JSON: {error}") from None
         self.is_error |= told.error is not None
         self.has_answer |= told.error is None
-        self._usage = told.usage or self._usage
+        self.is_done |= told.type == "message_stop"
+        begun = (
+            told.message.get("usage") if told.type == "message_start" and isinstance(told.message, Mapping) else None
+        )
+        if isinstance(found := begun or told.usage, Mapping):  # Anthropic's come in parts, those of the prompt first
+            self._usage = {**(self._usage or {}), **{name: count for name, count in found.items() if count is not None}}
         for choice in told.choices if isinstance(told.choices, list) else ():
             self._num_finished += isinstance(choice, Mapping) and choice.get("finish_reason") is not None
 
@@ -396,11 +405,22 @@ def _told(usage: Any, num_tokens: int | None) -> AnswerUsage:
     """Fields that are no number of tokens count as not told; without output tokens there are `num_tokens`."""
     if not isinstance(usage, Mapping):
         return AnswerUsage(num_output_tokens=num_tokens)
+    if "input_tokens" in usage:
+        return _told_by_anthropic(usage, num_tokens)
     details = usage.get("prompt_tokens_details")
     prompt, output = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     cached = _count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
     if cached is not None:
         cached = min(cached, prompt or 0)
+    return AnswerUsage(prompt, num_tokens if output is None else output, cached)
+
+
+def _told_by_anthropic(usage: Mapping[str, Any], num_tokens: int | None) -> AnswerUsage:
+    """Usage whose `input_tokens` are those of the prompt that no cache had anything to do with."""
+    names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    fresh, cached, created = (_count(usage.get(name)) for name in names)
+    output = _count(usage.get("output_tokens"))
+    prompt = None if fresh is None else fresh + (cached or 0) + (created or 0)
     return AnswerUsage(prompt, num_tokens if output is None else output, cached)
 
 

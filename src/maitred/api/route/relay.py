@@ -305,7 +305,8 @@ class Relay:
         self._is_billed, self.usage = True, usage
         self._on_tokens(self.usage.num_output_tokens or 0, self._fleet.clock.now())
         if self._exchange.started:  # a comment was sent while it was held, so it goes on as a stream
-            await self._send_end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + self._exchange.format.stream.end)
+            stream, data = self._exchange.format.stream, body.replace(b"\n", b" ")
+            await self._send_end(stream.before_error + data + stream.after_error + stream.end)
             return
         has_body = self._outgoing.method != "HEAD" and answer.status not in (204, 304)
         await self._send_head(answer, live, length=len(body) if has_body else None)
@@ -359,8 +360,8 @@ class Relay:
                 return True
         if told is not None and not told.is_whole:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
-        end = self._exchange.format.stream.end if told is None and answer.status == 200 else b""
-        if end and not foreign.has_ended(self._num_each):
+        stream, is_foreign = self._exchange.format.stream, told is None and answer.status == 200
+        if is_foreign and stream.tells_end and not foreign.has_ended(self._num_each):
             raise UpstreamFailed(Broken.WRONG, "its stream ended without a finish reason or [DONE]")
         if doubt is not None:
             self._begin_stream(foreign)
@@ -374,7 +375,7 @@ class Relay:
         self.usage = self.usage or foreign.usage(self._num_tokens)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
-        await self._send_end(b"" if foreign.is_done else end)
+        await self._send_end(stream.end if is_foreign and not foreign.is_done else b"")
         return True
 
     def _begin_stream(self, foreign: messages.ForeignStream) -> None:

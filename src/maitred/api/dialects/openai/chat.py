@@ -217,10 +217,10 @@ def _read_deltas(reader: AnswerReader, delta: TextDelta) -> list[schemas.ChatDel
         told.append(schemas.ChatDelta(reasoning=read.reasoning, reasoning_content=read.reasoning))
     if read.content:
         told.append(schemas.ChatDelta(content=read.content))
-    return told + [schemas.ChatDelta(tool_calls=[_call_delta(event)]) for event in _joined(read.calls)]
+    return told + [schemas.ChatDelta(tool_calls=[_call_delta(event)]) for event in joined_calls(read.calls)]
 
 
-def _joined(events: Sequence[CallBegun | ArgumentsText]) -> list[CallBegun | ArgumentsText]:
+def joined_calls(events: Sequence[CallBegun | ArgumentsText]) -> list[CallBegun | ArgumentsText]:
     """Events with consecutive texts of one call's arguments joined."""
     joined: list[CallBegun | ArgumentsText] = []
     for event in events:
