@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from maitred.core.errors import ConfigError
-from maitred.storage.state import StateStore
+from maitred.core.errors import ConfigError, Unavailable
+from maitred.storage.state import PAGE_BYTES, ContentPiece, EntryKey, StateStore
 
 
 @pytest.fixture
@@ -80,3 +80,69 @@ def test_a_folder_outlives_the_server_and_has_one_at_a_time(tmp_path: Path):
     (tmp_path / "state" / "state.sqlite").write_bytes(b"no database at all" * 100)
     with pytest.raises(ConfigError, match="cannot be used"):
         StateStore(folder)
+
+
+def test_an_entry_has_pieces_in_parts_which_are_read_in_order(store):
+    batch, file = EntryKey("batch", "b", "ada"), EntryKey("file", "f", "ada")
+    store.put(*batch, b"{}", now=0.0)
+    store.add(batch, [ContentPiece(number, b"line %d" % number) for number in range(4)])
+    store.add(batch, [ContentPiece(2, b"answer")], part=1)
+    store.clear(batch, 0, [2])
+    assert [piece.number for piece in store.pieces(batch)] == [0, 1, 3]
+    assert store.pieces(batch, after=1) == [ContentPiece(3, b"line 3")]
+    assert store.pieces(batch._replace(tenant="bob")) == []
+    store.put(*file, b"{}", now=0.0)
+    store.move(batch, 1, file)
+    assert (store.pieces(file), store.size(file), store.size(batch)) == ([ContentPiece(2, b"answer")], 6, 18)
+    store.add(file, [ContentPiece(2, b"other answer")])
+    assert store.size(file) == 12
+    store.drop(*file)
+    assert (store.pieces(file), store.size(file)) == ([], 0)
+
+
+def test_pieces_are_read_a_page_at_a_time(store):
+    file = EntryKey("file", "f", "")
+    store.put(*file, b"{}", now=0.0)
+    store.add(file, [ContentPiece(number, b"x" * (PAGE_BYTES // 2)) for number in range(3)])
+    assert [piece.number for piece in store.pieces(file)] == [0, 1]
+    assert [piece.number for piece in store.pieces(file, after=1)] == [2]
+
+
+def test_changes_made_together_are_stored_all_or_none(store):
+    file = EntryKey("file", "f", "")
+
+    def interrupted():
+        with store.together():
+            store.put(*file, b"{}", now=0.0)
+            store.add(file, [ContentPiece(0, b"x")])
+            store.add(EntryKey("file", "no such", ""), [ContentPiece(0, b"x")])
+
+    with pytest.raises(Unavailable, match="could not be written"):
+        interrupted()
+    assert store.get(*file, 0.0) is None
+    store.put(*file, b"{}", now=0.0)
+    assert store.pieces(file) == []
+
+
+def test_memory_keeps_what_is_under_way_and_counts_pieces():
+    store = StateStore(max_memory_bytes=100)
+    running, file = EntryKey("batch", "b", ""), EntryKey("file", "f", "")
+    store.put(*running, b"", now=0.0, busy=True)
+    store.put(*file, b"", now=0.0)
+    store.add(file, [ContentPiece(0, b"x" * 50)])
+    store.add(running, [ContentPiece(0, b"y" * 60)])
+    assert store.get(*file, 0.0) is None
+    assert [entry.id for entry in store.busy("batch")] == ["b"]
+    with pytest.raises(Unavailable, match="--state-dir"):
+        store.add(running, [ContentPiece(1, b"y" * 60)])
+    assert len(store.pieces(running)) == 1
+    store.put(*running, b"", now=0.0)
+    store.put("response", "r", "", b"", b"z" * 60, now=0.0)
+    assert (store.pieces(running), store.busy("batch")) == ([], [])
+    store.close()
+
+
+def test_a_list_may_be_of_one_purpose(store):
+    for number, purpose in enumerate(("batch", "user_data", "batch")):
+        store.put("file", f"f{number}", "", b'{"purpose":"%s"}' % purpose.encode(), now=0.0)
+    assert [entry.id for entry in store.entries("file", "", 0.0, purpose="batch")] == ["f2", "f0"]

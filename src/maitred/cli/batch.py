@@ -7,7 +7,7 @@ import fcntl
 import os
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,17 @@ from typing import BinaryIO
 
 import msgspec
 
+from maitred.api.batch_lines import (
+    RETRIED,
+    BadLine,
+    BatchRequest,
+    answer_id,
+    answer_line,
+    error_line,
+    read_line,
+    told_body,
+    wait_s,
+)
 from maitred.cli.endpoint import Endpoint, TimedOut
 from maitred.core.errors import ConfigError
 
@@ -34,25 +45,6 @@ class InputLine:
     def key(self) -> str:
         """The line's key in the output. A line without custom_id goes by its number."""
         return answer_id(self.number) if self.custom_id is None else f"custom_id {self.custom_id}"
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    url: str
-    body: bytes
-
-
-class BadLine(Exception):
-    """A line that cannot be asked; becomes its own error line."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def answer_id(number: int) -> str:
-    """The `id` of an answer: the same in every run of the same file."""
-    return f"batch_req_line_{number}"
 
 
 def scan(path: Path) -> list[InputLine]:
@@ -102,38 +94,7 @@ def _custom_id(text: bytes) -> str | None:
 def read_request(file: BinaryIO, line: InputLine) -> BatchRequest:
     """Raises BadLine."""
     file.seek(line.offset)
-    try:
-        found = msgspec.json.decode(file.readline())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadLine("invalid_json_line", f"line {line.number} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise BadLine("invalid_json_line", f"line {line.number} is not a JSON object")
-    where = f"line {line.number}"
-    if line.custom_id is None:
-        raise BadLine("missing_custom_id", f"{where} has no custom_id that is a string")
-    if found.get("method", "POST") != "POST":
-        raise BadLine("invalid_method", f"{where}: method is {found['method']!r}; it must be POST")
-    if found.get("url") not in URLS:
-        raise BadLine("invalid_url", f"{where}: url is {found.get('url')!r}; it must be one of {', '.join(URLS)}")
-    if not isinstance(found.get("body"), dict):
-        raise BadLine("invalid_body", f"{where}: body is not a JSON object")
-    if found["body"].get("stream"):
-        raise BadLine("invalid_body", f"{where}: a batch cannot stream; leave `stream` out")
-    return BatchRequest(str(found["url"]), msgspec.json.encode(found["body"]))
-
-
-def answer_line(line: InputLine, status: int, headers: Mapping[str, str], body: object) -> bytes:
-    response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
-    return _line(line, response, None)
-
-
-def error_line(line: InputLine, error: BadLine) -> bytes:
-    return _line(line, None, {"code": error.code, "message": str(error)})
-
-
-def _line(line: InputLine, response: object, error: object) -> bytes:
-    answer = {"id": answer_id(line.number), "custom_id": line.custom_id, "response": response, "error": error}
-    return msgspec.json.encode(answer) + b"\n"
+    return read_line(file.readline(), line.number, URLS)
 
 
 class _Response(msgspec.Struct):
@@ -225,9 +186,7 @@ class OutputFile:
         os.close(self._fd)
 
 
-RETRIED = {429, 503, 529}  # "not now": asked again, so that a full queue costs no line its answer
 MAX_ATTEMPTS = 8
-MAX_WAIT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -275,14 +234,14 @@ class BatchLines:
             status, headers, body = await self._ask(request)
         except BadLine as error:
             self.tally.failed(error.code)
-            return error_line(line, error)
-        answer = _decoded(body)
+            return error_line(line.number, line.custom_id, error)
+        answer = told_body(body)
         if status == 200:
             self.tally.num_answered += 1
             self.tally.num_output_tokens += _output_tokens(answer)
         else:
             self.tally.failed(f"HTTP {status}")
-        return answer_line(line, status, headers, answer)
+        return answer_line(line.number, line.custom_id, status, headers.get("x-request-id", ""), answer)
 
     async def _ask(self, request: BatchRequest) -> tuple[int, dict[str, str], bytes]:
         attempt = 0
@@ -295,25 +254,7 @@ class BatchLines:
                 raise BadLine("timeout", str(error)) from None
             if reply.status not in RETRIED or attempt == MAX_ATTEMPTS:
                 return reply.status, dict(reply.headers), body
-            await asyncio.sleep(_wait_s(reply.headers.get("retry-after"), attempt))
-
-
-def _wait_s(retry_after: str | None, attempt: int) -> float:
-    """Seconds to wait: as the server asks, else half a second doubled each time."""
-    try:
-        asked = float(retry_after or "")
-    except ValueError:
-        asked = 0.25 * 2**attempt
-    return min(max(asked, 0.05), MAX_WAIT_S)
-
-
-def _decoded(body: bytes) -> object:
-    """JSON as JSON; what is none (a proxy's page) as text, so that the output stays readable."""
-    try:
-        found: object = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return body.decode("utf-8", "replace")
-    return found
+            await asyncio.sleep(wait_s(reply.headers.get("retry-after"), attempt))
 
 
 def _output_tokens(answer: object) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +26,27 @@ _SCHEMA = """CREATE TABLE IF NOT EXISTS entry (
     expires_at REAL,            -- NULL is never
     about BLOB NOT NULL,        -- JSON
     content BLOB NOT NULL,      -- what is long, and seldom read
+    busy INTEGER NOT NULL DEFAULT 0,   -- never forgotten to make room
+    size INTEGER NOT NULL DEFAULT 0,   -- bytes of its pieces, which the triggers count
     UNIQUE (kind, tenant, id)
 );
-CREATE INDEX IF NOT EXISTS entry_expires_at ON entry (expires_at) WHERE expires_at IS NOT NULL;"""
+CREATE INDEX IF NOT EXISTS entry_expires_at ON entry (expires_at) WHERE expires_at IS NOT NULL;
+CREATE TABLE IF NOT EXISTS piece (  -- content too long for one value, or that changes piece by piece
+    entry INTEGER NOT NULL REFERENCES entry (number) ON DELETE CASCADE,
+    part INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    content BLOB NOT NULL,
+    PRIMARY KEY (entry, part, number)
+);
+CREATE TRIGGER IF NOT EXISTS piece_came AFTER INSERT ON piece BEGIN
+    UPDATE entry SET size = size + length(new.content) WHERE number = new.entry; END;
+CREATE TRIGGER IF NOT EXISTS piece_changed AFTER UPDATE ON piece BEGIN
+    UPDATE entry SET size = size - length(old.content) WHERE number = old.entry;
+    UPDATE entry SET size = size + length(new.content) WHERE number = new.entry; END;
+CREATE TRIGGER IF NOT EXISTS piece_went AFTER DELETE ON piece BEGIN
+    UPDATE entry SET size = size - length(old.content) WHERE number = old.entry; END;"""
+PAGE_BYTES = 1024 * 1024  # of pieces read at once, and never less than one
+_NUMBER = "(SELECT number FROM entry WHERE kind = ? AND id = ? AND tenant = ?)"
 VERSION = 1
 
 
@@ -41,12 +59,27 @@ class StoredEntry(NamedTuple):
     about: bytes  # JSON
 
 
+class ContentPiece(NamedTuple):
+    """ContentPiece of an entry's content; `number` is its place, from 0."""
+
+    number: int
+    content: bytes
+
+
+class EntryKey(NamedTuple):
+    """Name of an entry."""
+
+    kind: str
+    id: str
+    tenant: str
+
+
 class StateStore:
     """Entries by kind, tenant and id; any number of threads may call."""
 
     def __init__(self, folder: str | None = None, *, max_memory_bytes: int = MAX_MEMORY_BYTES) -> None:
         """Raises ConfigError for a folder that cannot be used, or that another living process uses."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._max_bytes = None if folder is not None else max_memory_bytes
         self._db = _opened(private_folder(Path(folder), "--state-dir") / "state.sqlite" if folder is not None else None)
 
@@ -60,19 +93,19 @@ class StateStore:
         *,
         now: float,
         expires_at: float | None = None,
+        busy: bool = False,
     ) -> None:
         """Store an entry, or change one, which keeps its place and, with None, its content; times are unix seconds.
-        Raises Unavailable where the disk takes no more."""
-        with self._writing() as db:
+        A busy one is not forgotten to make room. Raises Unavailable where disk or memory take no more."""
+        with self.together() as db:
             db.execute("DELETE FROM entry WHERE expires_at <= ?", (now,))
             db.execute(
-                "INSERT INTO entry (kind, id, tenant, created_at, expires_at, about, content) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET expires_at = excluded.expires_at, "
-                "about = excluded.about, content = CASE WHEN ? THEN content ELSE excluded.content END",
-                (kind, id, tenant, now, expires_at, about, content or b"", content is None),
+                "INSERT INTO entry (kind, id, tenant, created_at, expires_at, about, content, busy) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET expires_at = excluded.expires_at, busy = "
+                "excluded.busy, about = excluded.about, content = CASE WHEN ? THEN content ELSE excluded.content END",
+                (kind, id, tenant, now, expires_at, about, content or b"", busy, content is None),
             )
-            if self._max_bytes is not None:
-                self._forget_oldest(db, self._max_bytes)
+            self._forget_oldest(db)
 
     def get(self, kind: str, id: str, tenant: str, now: float) -> StoredEntry | None:
         rows = self._read(
@@ -87,23 +120,78 @@ class StateStore:
         rows = self._read("SELECT content FROM entry WHERE kind = ? AND id = ? AND tenant = ?", (kind, id, tenant))
         return rows[0][0] if rows else b""
 
+    def add(self, key: EntryKey, pieces: Iterable[ContentPiece], part: int = 0) -> None:
+        """Store pieces of an entry, over those of the same numbers. Raises Unavailable, also for an entry that went."""
+        with self.together() as db:
+            rows = ((*key, part, piece.number, piece.content) for piece in pieces)
+            db.executemany(
+                f"INSERT INTO piece VALUES ({_NUMBER}, ?, ?, ?) ON CONFLICT DO UPDATE SET content = excluded.content",
+                rows,
+            )
+            self._forget_oldest(db)
+
+    def pieces(self, key: EntryKey, part: int = 0, *, after: int = -1) -> list[ContentPiece]:
+        """The next pieces of a part, in order, some PAGE_BYTES of them; none is the end, or an entry that went."""
+        found, num_bytes = [], 0
+        with self._lock:
+            wanted = f"SELECT number, content FROM piece WHERE entry = {_NUMBER} AND part = ? AND number > ? ORDER BY 1"
+            for row in self._db.execute(wanted, (*key, part, after)):
+                found.append(ContentPiece(*row))
+                num_bytes += len(row[1])
+                if num_bytes >= PAGE_BYTES:
+                    break
+        return found
+
+    def move(self, key: EntryKey, part: int, to: EntryKey) -> None:
+        """Give all pieces of a part to another entry, whose part 0 they become."""
+        with self.together() as db:
+            change = f"UPDATE piece SET entry = {_NUMBER}, part = 0 WHERE entry = {_NUMBER} AND part = ?"
+            db.execute(change, (*to, *key, part))
+
+    def clear(self, key: EntryKey, part: int, numbers: Iterable[int] | None = None) -> None:
+        """Remove pieces of a part: all, or these."""
+        with self.together() as db:
+            these = f"DELETE FROM piece WHERE entry = {_NUMBER} AND part = ?"
+            if numbers is None:
+                db.execute(these, (*key, part))
+            else:
+                db.executemany(f"{these} AND number = ?", ((*key, part, number) for number in numbers))
+
+    def size(self, key: EntryKey) -> int:
+        """Bytes of an entry's pieces; 0 where there is none."""
+        return int((self._read(f"SELECT size FROM entry WHERE number = {_NUMBER}", tuple(key)) or [(0,)])[0][0])
+
+    def busy(self, kind: str) -> list[StoredEntry]:
+        """Busy entries of all tenants, oldest first."""
+        rows = self._read("SELECT id, tenant, created_at, about FROM entry WHERE kind = ? AND busy ORDER BY 1", (kind,))
+        return [StoredEntry(*row) for row in rows]
+
     def drop(self, kind: str, id: str, tenant: str) -> bool:
         """Remove an entry; whether there was one."""
-        with self._writing() as db:
+        with self.together() as db:
             found = db.execute("DELETE FROM entry WHERE kind = ? AND id = ? AND tenant = ?", (kind, id, tenant))
             return found.rowcount > 0
 
     def entries(
-        self, kind: str, tenant: str | None, now: float, *, after: str = "", limit: int = 100, newest: bool = True
+        self,
+        kind: str,
+        tenant: str | None,
+        now: float,
+        *,
+        after: str = "",
+        limit: int = 100,
+        newest: bool = True,
+        purpose: str | None = None,
     ) -> list[StoredEntry]:
-        """Entries of a tenant, of all tenants with None, from the one that follows `after` on."""
+        """Entries of a tenant, of all tenants with None, from the one that follows `after` on; with `purpose`, those
+        that are about it."""
         order, sign = ("DESC", "<") if newest else ("ASC", ">")
         rows = self._read(
             f"SELECT id, tenant, created_at, about FROM entry WHERE kind = ?1 AND (?2 IS NULL OR tenant = ?2) "
             f"AND (expires_at IS NULL OR expires_at > ?3) AND (?4 = '' OR number {sign} "
             f"(SELECT number FROM entry WHERE kind = ?1 AND id = ?4 AND (?2 IS NULL OR tenant = ?2))) "
-            f"ORDER BY number {order} LIMIT ?5",
-            (kind, tenant, now, after, limit),
+            f"AND (?6 IS NULL OR json_extract(CAST(about AS TEXT), '$.purpose') = ?6) ORDER BY number {order} LIMIT ?5",
+            (kind, tenant, now, after, limit, purpose),
         )
         return [StoredEntry(*row) for row in rows]
 
@@ -116,9 +204,14 @@ class StateStore:
             return self._db.execute(query, values).fetchall()
 
     @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def together(self) -> Iterator[sqlite3.Connection]:
+        """Around changes that are stored all or none. Raises Unavailable, and then none is."""
         with self._lock:
+            if self._db.in_transaction:
+                yield self._db
+                return
             try:
+                self._db.execute("BEGIN IMMEDIATE")
                 with self._db:
                     yield self._db
             except sqlite3.Error as error:
@@ -128,20 +221,28 @@ class StateStore:
                     retry_after_s=10.0,
                 ) from None
 
-    @staticmethod
-    def _forget_oldest(db: sqlite3.Connection, most: int) -> None:
-        size = "length(about) + length(content)"
+    def _forget_oldest(self, db: sqlite3.Connection) -> None:
+        if self._max_bytes is None:
+            return
+        size = "length(about) + length(content) + size"
         (num_bytes,) = db.execute(f"SELECT SUM({size}) FROM entry").fetchone()
-        while num_bytes > most:
-            number, freed = db.execute(f"SELECT number, {size} FROM entry ORDER BY number LIMIT 1").fetchone()
-            db.execute("DELETE FROM entry WHERE number = ?", (number,))
-            num_bytes -= freed
+        while num_bytes > self._max_bytes:
+            oldest = db.execute(f"SELECT number, {size} FROM entry WHERE NOT busy ORDER BY number LIMIT 1").fetchone()
+            if oldest is None:
+                raise Unavailable(
+                    f"uploads and batches under way fill the {self._max_bytes} bytes of memory that are for what "
+                    "clients leave here; try again later, or serve with --state-dir",
+                    retry_after_s=10.0,
+                )
+            db.execute("DELETE FROM entry WHERE number = ?", (oldest[0],))
+            num_bytes -= oldest[1]
 
 
 def _opened(path: Path | None) -> sqlite3.Connection:
     try:
         with ExitStack() as stack:
             db = stack.enter_context(closing(sqlite3.connect(path or ":memory:", timeout=1.0, check_same_thread=False)))
+            db.execute("PRAGMA foreign_keys = ON")
             db.execute("PRAGMA locking_mode = EXCLUSIVE")  # a second server would go on with batches of the first
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")  # what was answered for survives a power cut

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from maitred.cli.batch import LINE_START, BadLine, OutputFile, _wait_s, answer_line, error_line, read_request, scan
+from maitred.api.batch_lines import BadLine, answer_line, error_line, wait_s
+from maitred.cli.batch import LINE_START, OutputFile, read_request, scan
 from maitred.core.errors import ConfigError
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import environment, maitred_process, maitred_thread
@@ -128,7 +129,7 @@ async def test_a_line_that_takes_too_long_fails_alone(tmp_path):
     ("header", "attempt", "seconds"), [("2", 1, 2), (None, 1, 0.5), ("soon", 3, 2), ("9999", 1, 30)]
 )
 def test_the_wait_is_what_the_server_asks_for_within_reason(header, attempt, seconds):
-    assert _wait_s(header, attempt) == seconds
+    assert wait_s(header, attempt) == seconds
 
 
 def wait_for_answers(out: Path, count: int) -> None:
@@ -280,10 +281,9 @@ def test_files_that_are_not_there_are_told(tmp_path):
         OutputFile(tmp_path / "none" / "out")
 
 
-def test_what_is_written_begins_as_the_output_file_expects(tmp_path):
-    found = scan(written(tmp_path, line("a"), "{oops"))
-    assert answer_line(found[0], 200, {}, {"x": 1}).startswith(LINE_START)
-    assert error_line(found[1], BadLine("code", "message")).startswith(LINE_START)
+def test_what_is_written_begins_as_the_output_file_expects():
+    assert answer_line(1, "a", 200, "", {"x": 1}).startswith(LINE_START)
+    assert error_line(2, None, BadLine("code", "message")).startswith(LINE_START)
 
 
 def answer(number: int, custom_id: str | None, status_code: int = 200) -> bytes:
