@@ -15,6 +15,7 @@ from maitred.api.http.server import BesideServer, HttpServer
 from maitred.api.ops.observer import Observer
 from maitred.api.routes import make_routes
 from maitred.config import ServerConfig
+from maitred.config.server import semantic_of
 from maitred.core.clock import Clock, WallClock
 from maitred.engine.intake import ServedModel
 from maitred.engine.limits import hand_over_quickly
@@ -117,7 +118,7 @@ def _loading_app(
     authenticator = Authenticator(config.api_keys, tenants, spent_tokens)
     failures = authenticator.num_file_failures
     observer = Observer(config, clock, start_phases=start_phases, num_tenants_file_failures=failures)
-    return App(
+    app = App(
         config,
         clock=clock,
         observer=observer,
@@ -128,3 +129,10 @@ def _loading_app(
         capture=capture,
         salt_secret=salt_secret,
     )
+    if config.result_cache_semantic is not None:
+        from maitred.api.generate.similar import SimilarPrompts  # noqa: PLC0415  the extra `tensor`
+
+        model, bound = semantic_of(config.result_cache_semantic)
+        app.similar = SimilarPrompts(model, bound, config.result_cache_check)
+        app.results.similar = app.similar.answers
+    return app

@@ -71,6 +71,13 @@ class ServerConfig:
     temperature 0 or a seed. 0 keeps none."""
     result_cache_ttl_s: float = 3600.0
     """An answer in the result cache is given again for this long (s)."""
+    result_cache_semantic: str | None = None
+    """MODEL:COSINE, such as minilm:0.97: an answer in the result cache is also given where the last text of the user is
+    so near to the one it was given to, by the vectors of this encoder of the model repository, and all else of the
+    request is the same. For tenants that say `semantic_cache: true`; without tenants for all."""
+    result_cache_check: float = 0.05
+    """This share of those answers is computed all the same; when over 1% of the computed ones are less near than COSINE
+    to what the cache had, similar prompts are answered from the cache no more, and the log says so."""
     state_dir: str | None = None
     """Folder in which stored responses, files and batches outlive the server; None keeps them in memory, 256 MiB, the
     oldest forgotten first. One server at a time uses it."""
@@ -141,6 +148,11 @@ class ServerConfig:
         for text in self.slo:
             parse_slo(text)
         require_at_least("start_budget_s", self.start_budget_s, 0)
+        require_between("result_cache_check", self.result_cache_check, 0.0, 1.0)
+        if self.result_cache_semantic is not None:
+            semantic_of(self.result_cache_semantic)
+            if not self.result_cache_bytes:
+                raise ConfigError("result_cache_semantic looks into the result cache; give it result_cache_bytes too")
         require_between("price_per_hour", self.price_per_hour or 0.0, 0.0, 1e9)
         require_at_least("announce_fd", self.announce_fd, 3)
         require_at_least("result_cache_bytes", self.result_cache_bytes, 0)
@@ -148,3 +160,17 @@ class ServerConfig:
         require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
         require_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)
+
+
+def semantic_of(text: str) -> tuple[str, float]:
+    """The encoder and the least cosine of `MODEL:COSINE`. Raises ConfigError."""
+    model, _, bound = text.rpartition(":")
+    try:
+        cosine = float(bound)
+    except ValueError:
+        cosine = 0.0
+    if not model or not 0.5 <= cosine <= 1.0:
+        raise ConfigError(
+            f"result_cache_semantic is {text!r}; write MODEL:COSINE with a cosine from 0.5 to 1, as minilm:0.97"
+        )
+    return model, cosine

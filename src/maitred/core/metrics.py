@@ -228,8 +228,19 @@ TENSOR_METRICS = _group()
 RESULT_CACHE_REQUESTS = _counter(
     "result_cache_requests",
     "requests",
-    "Requests that could be answered from the result cache, hit or miss.",
+    "Requests that could be answered from the result cache, hit, miss or similar.",
     ("result",),
+)
+RESULT_CACHE_CHECKS = _counter(
+    "result_cache_checks",
+    "requests",
+    "Answers to similar prompts that were computed all the same: alike, or not.",
+    ("result",),
+)
+RESULT_CACHE_SIMILAR = _gauge(
+    "result_cache_similar_on",
+    "bool",
+    "1 while similar prompts are answered from the cache, 0 once it turned itself off.",
 )
 RESULT_CACHE_BYTES = _gauge("result_cache_bytes", "bytes", "Memory that the result cache holds.")
 RESULT_CACHE_METRICS = _group()

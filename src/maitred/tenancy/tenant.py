@@ -69,6 +69,8 @@ class Tenant:
     """Names of the LoRA adapters that it may ask for, or *, which is all; none unless named."""
     capture: str = CAPTURES[0]
     """Whether a server with --capture keeps its answers' tokens: never, asked (store: true) or always."""
+    semantic_cache: bool = False
+    """Whether a server with --result-cache-semantic answers its similar prompts with one answer."""
     limits: Limits = Limits()
 
     def lets_capture(self, store: bool | None) -> bool:
@@ -225,6 +227,7 @@ _TERMS: dict[str, Reader] = {
     "shared_cache_group": _text,
     "adapters": _names,
     "capture": _one_of(*CAPTURES),
+    "semantic_cache": _switch,
 }
 _KEY_FIELDS: dict[str, Reader] = {"id": _text, "sha256": _text, "prefix": _text, "name": _text, "admin": _switch}
 

@@ -15,6 +15,7 @@ from maitred.storage import result_cache
 
 if TYPE_CHECKING:
     from maitred.storage.redis import RedisStore
+    from maitred.storage.similar import SimilarAnswers
 
 HEADER = b"x-maitred-cache"
 CACHE_CONTROL = b"cache-control"
@@ -29,6 +30,8 @@ class WantedAnswer:
 
     key: bytes
     control: result_cache.CacheControl
+    similar: Callable[[], Awaitable[tuple[result_cache.CachedAnswer, str] | None]] | None = None
+    """Looks for the answer to a similar request, and how similar it is."""
 
 
 class Results:
@@ -46,6 +49,8 @@ class Results:
         self.cache = result_cache.ResultCache(max_bytes, ttl_s)
         self.is_on = max_bytes > 0
         self.num_hits = self.num_misses = self.num_corrupt = 0
+        self.num_similar = 0  # of the hits
+        self.similar: SimilarAnswers | None = None  # where similar prompts may have one answer
         self._shared, self._clock, self._wall_time = shared, clock, wall_time
 
     def wanted(
@@ -62,19 +67,21 @@ class Results:
         """Answer from the cache, if it is there; else note what is answered, until `keep`. Tells the client which."""
         if wanted is None:
             return False
-        answer = await self._find(wanted)
+        answer, how = await self._find(wanted), b"hit"
+        if answer is None and wanted.similar is not None and wanted.control.max_age_s != 0:
+            answer, how = await self._find_similar(wanted.similar, wanted.control)
         if answer is None:
             self.num_misses += 1
             Recording(exchange, self.cache.max_answer_bytes)
             exchange.log["cache"] = "miss"
             return False
         self.num_hits += 1
-        exchange.log["cache"] = "hit"
+        exchange.log["cache"] = how.partition(b";")[0].decode()
         age = max(0, int(self._clock.now() - answer.stored_at))
         headers: tuple[Header, ...] = (
             (b"content-type", answer.content_type),
             (b"age", str(age).encode()),
-            (HEADER, b"hit"),
+            (HEADER, how),
             *(header for header in answer.told if header not in exchange.told),
         )
         if answer.content_type.startswith(EVENTS):
@@ -105,6 +112,17 @@ class Results:
         if answer is None and self._shared is not None:
             answer = await self._find_shared(self._shared, key)
         return answer if answer is not None and result_cache.is_fresh(answer, wanted.control, now) else None
+
+    async def _find_similar(
+        self,
+        find: Callable[[], Awaitable[tuple[result_cache.CachedAnswer, str] | None]],
+        control: result_cache.CacheControl,
+    ) -> tuple[result_cache.CachedAnswer | None, bytes]:
+        found = await find()
+        if found is None or not result_cache.is_fresh(found[0], control, self._clock.now()):
+            return None, b""
+        self.num_similar += 1
+        return found[0], b"similar; cosine=" + found[1].encode()
 
     async def _find_shared(self, shared: RedisStore, key: bytes) -> result_cache.CachedAnswer | None:
         value = await shared.get(key)

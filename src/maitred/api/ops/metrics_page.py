@@ -508,7 +508,19 @@ def result_cache_samples(results: Results | None) -> dict[Metric, dict[tuple[str
     if results is None or not results.cache.max_bytes:
         return {metric: {} for metric in m.RESULT_CACHE_METRICS}
     counts: dict[tuple[str, ...], float] = {("hit",): float(results.num_hits), ("miss",): float(results.num_misses)}
-    return {m.RESULT_CACHE_REQUESTS: counts, m.RESULT_CACHE_BYTES: {(): float(results.cache.num_bytes)}}
+    checks: dict[tuple[str, ...], float] = {}
+    is_on: dict[tuple[str, ...], float] = {}
+    similar = results.similar
+    if similar is not None:
+        counts |= {("hit",): float(results.num_hits - results.num_similar), ("similar",): float(results.num_similar)}
+        checks = {("alike",): float(similar.num_checked - similar.num_wrong), ("not_alike",): float(similar.num_wrong)}
+        is_on = {(): float(similar.is_on)}
+    return {
+        m.RESULT_CACHE_REQUESTS: counts,
+        m.RESULT_CACHE_CHECKS: checks,
+        m.RESULT_CACHE_SIMILAR: is_on,
+        m.RESULT_CACHE_BYTES: {(): float(results.cache.num_bytes)},
+    }
 
 
 def family_of(metric: Metric, samples: Mapping[tuple[str, ...], float]) -> Family:
