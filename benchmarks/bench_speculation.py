@@ -35,10 +35,10 @@ from textwrap import dedent
 from typing import Any, NamedTuple
 
 from harness import make_checkpoint
+from live_engine import CpuClock
 from quality import PROMPTS, prompt_ids
 
 from maitred import LLM, SamplingParams
-from maitred.cli.profiling import CpuClock
 from maitred.engine.intake import make_requests
 from maitred.engine.step_meter import StepMeter
 from maitred.executor.state import DraftAsk

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from fidelity import SLOTS, capacity_of, engine_config, fitted, never_idle
 from harness import write_section
+from live_engine import CpuClock, record
 
 from maitred.cli.console import seconds_text
-from maitred.cli.profiling import CpuClock, record
 from maitred.cli.simulate_inputs import find_target
 from maitred.config import SchedulerConfig
 from maitred.core.cost_model import CostModel

@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 
 from bench_speculation import counting
 from harness import Figures, in_turn, joules, write_section
+from live_engine import CpuClock
 from msgspec.structs import replace
 from quality import PROMPTS, prompt_ids, windows
 
 from maitred import LLM, SamplingParams
-from maitred.cli.profiling import CpuClock
 from maitred.model import fusions
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.program import Linear, Op

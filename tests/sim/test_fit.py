@@ -53,13 +53,6 @@ def test_a_fit_finds_the_coefficients_that_the_steps_were_made_of():
     assert sum(term.share for term in fit.terms.values()) == pytest.approx(1.0)
 
 
-def test_the_time_between_steps_is_that_behind_a_server_where_it_was_measured():
-    served = [step._replace(gap_s=4e-4 + 2e-5 * step.shape.rows) for step in steps(5)]
-    fit = fit_steps(steps(1), steps(2), served)
-    assert fit.cost_model.gap_s(8) == pytest.approx(4e-4 + 8 * 2e-5, rel=0.02)
-    assert fit.mape < 0.005
-
-
 def test_a_machine_that_stops_now_and_then_does_not_bend_the_fit():
     rng = Random(3)
     noisy = [step._replace(step_s=step.step_s * 6) if rng.random() < 0.05 else step for step in steps(1, noise=0.1)]

@@ -23,9 +23,7 @@ class ProfileOptions:
     output: str | None = option(None, metavar="FILE", short="-o")
     """Where the profile goes; None is where simulate looks for this model's ($XDG_CACHE_HOME/maitred/profiles)."""
     seconds: float = option(30.0, metavar="SECONDS")
-    """How long to keep the engine busy, and at least for 200 steps; longer is surer."""
-    clock: str = option("wall", choices=("wall", "cpu"))
-    """wall time, or cpu: the engine thread's CPU time, for a machine that others use too (needs --num-threads 1)."""
+    """How long to keep a server busy; longer is surer."""
 
     model_repository: str | None = option(None, metavar="DIR")
     """Measure the batches of this repository's tensor models instead, of all or of --model's; for simulate and tune."""
@@ -36,8 +34,6 @@ class ProfileOptions:
     def __post_init__(self) -> None:
         if not self.seconds >= 1:
             raise ConfigError(f"seconds is {self.seconds}; it must be at least 1")
-        if self.clock not in ("wall", "cpu"):
-            raise ConfigError(f"clock is {self.clock!r}; choose one of wall, cpu")
 
 
 def _run(options: Options) -> int:
@@ -47,7 +43,7 @@ def _run(options: Options) -> int:
         return _profile_tensors(asked, asked.model_repository, name)
     from maitred.cli.profiling import run_profile
 
-    return run_profile(engine_config(options), asked.seconds, asked.clock, asked.output)
+    return run_profile(engine_config(options), asked.seconds, asked.output)
 
 
 def _profile_tensors(asked: ProfileOptions, repository: str, name: str | None) -> int:
@@ -88,7 +84,7 @@ COMMAND = Command(
     run=_run,
     parts=(ProfileOptions, *ENGINE_PARTS),
     positional="model",
-    first=("model", "output", "seconds", "clock", "dtype", "kv_dtype", "max_model_len", "max_num_seqs", "num_threads"),
+    first=("model", "output", "seconds", "dtype", "kv_dtype", "max_model_len", "max_num_seqs", "num_threads"),
     examples=(
         "maitred profile",
         "maitred profile ./Llama-3.2-1B -o llama.json",

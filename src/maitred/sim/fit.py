@@ -177,21 +177,15 @@ class Fit:
     bias: float
 
 
-def fit_steps(
-    steps: Sequence[MeasuredStep], held_out: Sequence[MeasuredStep], served: Sequence[MeasuredStep] | None = None
-) -> Fit:
-    """Coefficients from `steps`, errors from `held_out`; neither may be empty.
-
-    The time between steps comes from `served` where it is given: behind a server more is done there.
-    """
-    with_gaps = steps if served is None else served
+def fit_steps(steps: Sequence[MeasuredStep], held_out: Sequence[MeasuredStep]) -> Fit:
+    """Coefficients from `steps`, errors from `held_out`; neither may be empty."""
     columns = [[term(step.shape) for term in TERMS.values()] for step in steps]
     times = [step.step_s for step in steps]
     coefficients, errors = _robust_fit(columns, times)
-    between_s, between_row_s = _fit_gaps(with_gaps)
+    between_s, between_row_s = _fit_gaps(steps)
     named: dict[str, Any] = dict(zip(TERMS, coefficients, strict=True))
     plain = CostModel(between_s=between_s, between_row_s=between_row_s, **named)
-    model = with_jitter(plain, steps, with_gaps)
+    model = with_jitter(plain, steps)
     ratios = [plain.step_s(step.shape) / step.step_s for step in held_out]
     relative = sorted(abs(ratio - 1) for ratio in ratios)
     modelled = math.fsum(plain.step_s(step.shape) for step in held_out)
@@ -241,7 +235,7 @@ def _medians(samples: Sequence[EdgeSample]) -> list[tuple[int, float]]:
     ]
 
 
-def with_jitter(model: CostModel, steps: Sequence[MeasuredStep], with_gaps: Sequence[MeasuredStep]) -> CostModel:
+def with_jitter(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
     """`model` with the spread of measured over modelled times, in bands of step length, and that of the gaps."""
     pairs = [(model.step_s(step.shape), step.step_s) for step in steps]
     bands, low = [], 0.0
@@ -254,7 +248,7 @@ def with_jitter(model: CostModel, steps: Sequence[MeasuredStep], with_gaps: Sequ
         bands[-1] = Band(LONGEST_MS / 1e3, bands[-1].quantiles)
     gaps = sorted(
         step.gap_s / modelled
-        for step in with_gaps
+        for step in steps
         if step.gap_s is not None and (modelled := model.gap_s(step.shape.rows)) > 0
     )
     gap_quantiles = quantiles_of(gaps) if len(gaps) >= MIN_IN_BAND else ()

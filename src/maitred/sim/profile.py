@@ -36,10 +36,10 @@ class EdgeModel:
 
 
 class EdgeSample(NamedTuple):
-    """One request that had the engine for itself."""
+    """One request, as its client saw it beside the engine."""
 
     prompt_tokens: int
-    first_token_s: float  # sent to first token at the client, less the steps until then
+    first_token_s: float  # sent to first token at the client, less its waiting and its steps in the engine
     num_gaps: int  # tokens after the first
     gaps_s: float  # first token to last at the client, less the same in the engine
 
