@@ -111,6 +111,38 @@ def test_a_stream_of_tritons_generate_goes_on_from_wherever_it_broke_off(replica
         assert texts_of(relayed + rest) == undisturbed
 
 
+OLLAMA: dict[str, tuple[str, dict[str, Any]]] = {
+    "thoughts": ("chat", {"messages": SAYS, "think": True}),
+    "a prompt and its context": ("generate", {"prompt": "The sea?", "logprobs": True, "options": {"seed": 3}}),
+}
+
+
+@pytest.mark.parametrize("name", OLLAMA)
+def test_a_stream_of_ollamas_goes_on_from_wherever_it_broke_off(replica, name):
+    path, body = f"/api/{OLLAMA[name][0]}", json.dumps(OLLAMA[name][1]).encode()
+    told_stream(replica, path, body)
+    pieces = writes(told_stream(replica, path, body))
+    undisturbed = without_durations(ToldTokens().feed(b"".join(pieces)))
+    for num_told in range(1, len(pieces), 3):
+        told = ToldTokens()
+        relayed = told.feed(b"".join(pieces[:num_told]))
+        rest = ToldTokens().feed(resumed(replica, path, body, told))
+        assert without_durations(relayed + rest) == undisturbed
+
+
+def without_durations(lines: bytes) -> dict[str, Any]:
+    told = [json.loads(line) for line in lines.splitlines()]
+    assert [line["done"] for line in told] == [False] * (len(told) - 1) + [True]
+    says = [line.get("message", line) for line in told]
+    return {
+        "text": "".join(part.get("content", "") + part.get("response", "") for part in says),
+        "thinking": "".join(part.get("thinking", "") for part in says),
+        "tokens": [each["token"] for line in told for each in line.get("logprobs", ())],
+        "times": {line["created_at"] for line in told},
+        "end": {name: value for name, value in told[-1].items() if not name.endswith("_duration")},
+    }
+
+
 def texts_of(events: bytes) -> list[str]:
     """Of each sample all of its text."""
     told = [json.loads(line[6:])["text_output"] for line in events.split(b"\n") if line.startswith(b"data: ")]

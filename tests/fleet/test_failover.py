@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import ollama
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +85,12 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, {"messages": SAYS, "seed": 8, "n": 2, "structured_outputs": {"regex": "([a-z]{2,9}, ){400}"}}),
     (CHAT, {"messages": SAYS, "seed": 9, "tools": [TOOL], "tool_choice": "required"}),
 )
+OLLAMA_ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("chat", {"messages": SAYS, "format": PARAMETERS, "options": {"temperature": 0}}),
+    ("chat", {"messages": SAYS, "format": PARAMETERS, "think": True, "options": {"seed": 4}}),
+    ("generate", {"prompt": "The old man", "raw": True, "format": PARAMETERS, "options": {"seed": 6}}),
+    ("generate", {"prompt": "The sea?", "format": PARAMETERS, "logprobs": True, "options": {"seed": 7}}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +110,35 @@ def without_what_differs(had: dict[str, Any]) -> dict[str, Any]:
 
 
 def streams_while(fleet: RealFleet, happens: Callable[[], object]) -> list[dict[str, Any]]:
-    """All of ASKED at once; once each has something of its answer, it `happens`."""
-    have_begun = threading.Barrier(len(ASKED) + 1)
+    """All of ASKED and OLLAMA_ASKED at once; once each has something of its answer, it `happens`."""
+    num_streams = len(ASKED) + len(OLLAMA_ASKED)
+    have_begun = threading.Barrier(num_streams + 1)
+
+    def stream_of_ollama(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        client, options = ollama.Client(fleet.router.url, timeout=HANGS_S), {"num_predict": 400, **fields["options"]}
+        parts = getattr(client, name)("maitred-mini:latest", stream=True, **fields | {"options": options})
+        had = [next(parts)]
+        have_begun.wait(HANGS_S)
+        had += parts
+        message = [part.message if name == "chat" else part for part in had]
+        assert [part.done for part in had] == [False] * (len(had) - 1) + [True]
+        assert had[-1].total_duration >= had[-1].prompt_eval_duration + had[-1].eval_duration > 0
+        return {
+            "text": "".join(part.content if name == "chat" else part.response for part in message),
+            "thinking": "".join(part.thinking or "" for part in message),
+            "logprobs": [each.token for part in had for each in part.logprobs or ()],
+            "created": {part.created_at for part in had} - {had[0].created_at},
+            "end": (
+                had[-1].done_reason,
+                had[-1].eval_count,
+                had[-1].prompt_eval_count,
+                getattr(had[-1], "context", None),
+            ),
+        }
 
     def stream(number: int) -> dict[str, Any]:
+        if number >= len(ASKED):
+            return stream_of_ollama(*OLLAMA_ASKED[number - len(ASKED)])
         path, fields = ASKED[number]
         with fleet.client.stream("POST", path, json=LONG | fields) as answer:
             assert answer.status_code == 200
@@ -115,8 +147,8 @@ def streams_while(fleet: RealFleet, happens: Callable[[], object]) -> list[dict[
             have_begun.wait(HANGS_S)
             return without_what_differs(client_has(first + b"".join(pieces)))
 
-    with ThreadPoolExecutor(len(ASKED)) as pool:
-        told = [pool.submit(stream, number) for number in range(len(ASKED))]
+    with ThreadPoolExecutor(num_streams) as pool:
+        told = [pool.submit(stream, number) for number in range(num_streams)]
         have_begun.wait(HANGS_S)
         happens()
         return [answer.result() for answer in told]
@@ -144,7 +176,7 @@ def test_streams_of_a_replica_that_hangs_or_dies_go_on_as_undisturbed(fleet):
 
         had = streams_while(fleet, strike)
         for number, (told, wanted) in enumerate(zip(had, expected, strict=True)):
-            assert told == wanted, ASKED[number]
+            assert told == wanted, (*ASKED, *OLLAMA_ASKED)[number]
         assert num_resumed(fleet) > before
         if sent is signal.SIGSTOP:
             os.kill(hit[0], signal.SIGCONT)

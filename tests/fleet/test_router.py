@@ -172,6 +172,36 @@ async def test_a_foreign_stream_that_ended_ends_once(end):
 LIMITED = says(whole(b'{"error":{"message":"slow"}}', "429 Too Many Requests", "retry-after: 7\r\nset-cookie: a=b\r\n"))
 
 
+async def test_streams_of_an_ollama_server_come_line_by_line_and_what_is_cut_is_told():
+    def line(text: str, **fields: Any) -> bytes:
+        return chunk(json.dumps({"message": {"content": text}, "done": False, **fields}).encode() + b"\n")
+
+    head = STREAM_HEAD.replace(b"text/event-stream", b"application/x-ndjson")
+    last = line("", done=True, done_reason="stop", prompt_eval_count=9, eval_count=4)
+    good = head + line("one") + line("two") + last + LAST_CHUNK
+    answers = [good, head + line("one"), head + chunk(b'{"error":"no memory"}\n') + LAST_CHUNK]
+    paths: list[str] = []
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        paths.append(seen.path)
+        writer.write(answers.pop(0) if answers[1:] else answers[0])
+        writer.close()
+
+    async with routed(script) as (running, _), client_of(running) as client:
+        ask = {**chat(), "model": f"{MODEL}:latest"}
+        told = await client.post("/api/chat", json=ask)
+        assert [part["message"]["content"] for part in map(json.loads, told.text.splitlines())] == ["one", "two", ""]
+        assert told.headers["content-type"] == "application/x-ndjson"
+        cut = [json.loads(each) for each in (await client.post("/api/chat", json=ask)).text.splitlines()]
+        assert (cut[0]["message"]["content"], [*cut[1]]) == ("one", ["error"])
+        assert (await client.post("/api/chat", json=ask)).status_code >= 500
+        listed = (await client.get("/api/tags")).json()["models"]
+        assert [model["name"] for model in listed] == [MODEL]
+        missing = await client.post("/api/show", json={"model": "nope"})
+        assert (missing.status_code, [*missing.json()]) == (404, ["error"])
+    assert {*paths} == {"/api/chat"}
+
+
 async def test_a_429_of_a_foreign_server_is_tried_elsewhere_and_passed_on_where_all_say_so():
     async with routed(LIMITED, WELL, balance="round_robin") as (running, fakes), client_of(running) as client:
         answers = [await client.post(CHAT, json=chat()) for _ in range(4)]

@@ -7,6 +7,7 @@ from functools import partial
 
 from maitred.api.common_routes import METRICS, PAGE, USAGE, probe_routes, role_route
 from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, Generated, GenerateRequest
+from maitred.api.dialects.ollama import routes as ollama
 from maitred.api.dialects.openai import models
 from maitred.api.dialects.openai import schemas as s
 from maitred.api.dialects.openai.answers import OPENAI
@@ -35,12 +36,19 @@ def make_routes(more: Sequence[Route] = ()) -> RouteTable:
     what else it serves, and stand in for ours with the same method and path.
     """
 
+    async def list_models(app: App, exchange: Exchange) -> None:
+        await table.find("GET", "/v1/models")[0].handler(app, exchange)
+
+    async def embeddings(app: App, exchange: Exchange) -> None:
+        await table.find("POST", "/v1/embeddings")[0].handler(app, exchange)
+
     async def document(app: App, exchange: Exchange) -> None:
         await exchange.answer_json(openapi_document(table))
 
     routes = (
         *_generation(),
         *_models(),
+        *ollama.server_routes(list_models, embeddings),
         *probe_routes(health=health.health, ready=health.ready),
         Route(
             path="/health/decode",
@@ -57,7 +65,9 @@ def make_routes(more: Sequence[Route] = ()) -> RouteTable:
         *_workers(),
         *_kv(),
         *_live(),
-        *fleet_routes({**DIALECTS, KSERVE_MODELS: GENERATION}, stream=s.Completion, errors=_GENERATION_ERRORS),
+        *fleet_routes(
+            {**DIALECTS, **ollama.DIALECTS, KSERVE_MODELS: GENERATION}, stream=s.Completion, errors=_GENERATION_ERRORS
+        ),
         *PAGE,
         Route(
             path="/openapi.json",

@@ -66,8 +66,9 @@ class RoutedBody(msgspec.Struct, kw_only=True):
 
 _TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(RoutedBody)}
 _OF_GENERATE = ("text_input", "parameters", "sampling_parameters")  # of Triton's
+_OF_OLLAMA = ("options", "num_predict", "think", "raw", "context")
 _UNREAD = msgspec.defstruct(
-    "_Unread", [(name, Raw | UnsetType, UNSET) for name in (*_TYPES, *_OF_GENERATE)], kw_only=True
+    "_Unread", [(name, Raw | UnsetType, UNSET) for name in (*_TYPES, *_OF_GENERATE, *_OF_OLLAMA)], kw_only=True
 )
 _decode = msgspec.json.Decoder(RoutedBody).decode
 _decode_unread = msgspec.json.Decoder(_UNREAD).decode
@@ -122,10 +123,40 @@ def _read_messages(body: bytes) -> RoutedBody:
     return read
 
 
+OLLAMA = "/api/"
+_LATEST = ":latest"
+
+
+def without_latest(name: str | None) -> str | None:
+    """A model's name without the tag that Ollama's clients write behind names that have none."""
+    return name.removesuffix(_LATEST) if name else None
+
+
+def _read_ollama(path: str, body: bytes) -> RoutedBody:
+    """A body of Ollama's: it streams by default, and a prompt is one message of a chat unless it is `raw`."""
+    sent = _unread(body)
+    options = _unread(sent.options)
+    read = _filled([sent, options])
+    read.stream = read.stream is not False
+    with suppress(*_WRONG):
+        read.max_tokens = max(0, msgspec.json.decode(options.num_predict or b"0", type=int)) or None
+    if read.seed is not None and read.seed < 0:
+        read.seed = None
+    if path == f"{OLLAMA}generate" and sent.raw != b"true" and not isinstance(read.prompt, UnsetType):
+        said = (("context", sent.context), ("system", read.system), ("user", read.prompt))
+        messages = [b'{"role":"%b","content":%b}' % (role.encode(), bytes(text)) for role, text in said if text]
+        read.messages, read.prompt = Raw(b"[%b]" % b",".join(messages)), UNSET
+    if sent.think:
+        read.chat_template_kwargs = Raw(b'{"think":%b}' % bytes(sent.think))
+    return read
+
+
 def read_asked(path: str, body: bytes) -> RoutedBody:
-    """Read a body as `read_body`; one of Anthropic's and Triton's generate by the names of OpenAI's fields."""
+    """Read a body as `read_body`; one of Anthropic's, Ollama's or Triton's generate by OpenAI's names of fields."""
     if path == MESSAGES:
         return _read_messages(body)
+    if path.startswith(OLLAMA):
+        return _read_ollama(path, body)
     found = generate_asked(path)
     if found is None:
         return read_body(body)

@@ -262,12 +262,14 @@ def _line_end(data: bytes, start: int) -> int | None:
 
 
 def _event(data: bytes, start: int, out: list[bytes]) -> int | None:
-    """An event or comment that is the client's."""
-    end = data.find(b"\n\n", start)
+    """An event or comment that is the client's, or a line where those are JSON objects."""
+    mark = b"\n" if data.startswith(b"{", start) else b"\n\n"
+    end = data.find(mark, start)
     if end < 0:
         return None
-    out.append(data[start : end + 2])
-    return end + 2
+    end += len(mark)
+    out.append(data[start:end])
+    return end
 
 
 BEAT_S = 0.25  # between two of `Load`

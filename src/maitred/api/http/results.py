@@ -21,7 +21,7 @@ HEADER = b"x-maitred-cache"
 CACHE_CONTROL = b"cache-control"
 KEPT_HEADERS = (b"content-type",)
 EVENTS = b"text/event-stream"
-ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
+ERROR_EVENTS = (b'data: {"error"', b"event: error\n", b'\n{"error"')
 
 
 @dataclass(slots=True)
@@ -158,12 +158,11 @@ class Recording:
         if self._status != 200 or not self._complete or self._room < 0:
             return None
         body = b"".join(self._pieces)
-        if self._content_type.startswith(EVENTS):
+        if is_events := self._content_type.startswith(EVENTS):
             body = result_cache.without_comments(body)
-            if any(error in body for error in ERROR_EVENTS) or not body.endswith(
-                self._end
-            ):  # it could not go on, or was cut
-                return None
+        was_cut = is_events and not body.endswith(self._end)
+        if was_cut or any(error in body for error in ERROR_EVENTS):  # or it could not go on
+            return None
         return result_cache.CachedAnswer(self._content_type, body, now, self._told)
 
     async def _sent(self, message: Message) -> None:

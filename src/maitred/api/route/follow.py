@@ -17,6 +17,7 @@ from maitred.api.http.logs import log_fields
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.messages import message_of, reached_by
 from maitred.core.errors import ModelNotFound
+from maitred.fleet.prefix_keys import without_latest
 from maitred.fleet.replicas import Kind, ReplicaFacts, Report, State
 from maitred.fleet.told import Began, Computed, Count, Ended, Fingerprint, FleetEvent, KeysChanged, Load
 from maitred.fleet.upstream import Broken, UpstreamAsk, UpstreamFailed, request_head
@@ -287,6 +288,14 @@ class ModelNames:
         """Cards of what any replica serves, but for adapters that are not the caller's."""
         cards = union_of_cards(list(self._fleet.replicas.values()))
         return [card for card in cards if not card.get("parent") or caller.tenant.may_use(card["id"])]
+
+    def untagged(self, name: str | None) -> str | None:
+        """`name` as it is served: clients of Ollama write `:latest` behind names without a tag, or leave it out."""
+        models = self._fleet.core.models
+        if name is None or name in models:
+            return name
+        bare = without_latest(name)
+        return next((each for each in (bare, f"{name}:latest") if each in models), bare)
 
     async def check(self, name: str | None, caller: Caller) -> None:
         """Raises ModelNotFound, for others' adapters as for what is not there. Before any replica has told its models,

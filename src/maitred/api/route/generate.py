@@ -24,7 +24,15 @@ from maitred.core.objectives import new_pace
 from maitred.core.request import FinishReason, Terms
 from maitred.fleet.balance import hash_of
 from maitred.fleet.fleet_request import AnswerUsage, FleetRequest
-from maitred.fleet.prefix_keys import NO_KEYS, RoutedBody, generate_asked, prefix_keys, read_asked, read_body
+from maitred.fleet.prefix_keys import (
+    NO_KEYS,
+    OLLAMA,
+    RoutedBody,
+    generate_asked,
+    prefix_keys,
+    read_asked,
+    read_body,
+)
 from maitred.fleet.told import SEED, TELL, Count
 from maitred.fleet.upstream import UpstreamFailed
 from maitred.gate.gate import NO_LIMITS, Ask, Lease, TimeLimits
@@ -215,6 +223,8 @@ async def _route(
         exchange.paces = (new_pace(keeps_gaps=router.observer.promises.keeps_gaps),)
     if router.draining:
         raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
+    if exchange.scope["path"].startswith(OLLAMA):
+        read.model = router.models.untagged(read.model)
     await router.models.check(read.model, exchange.caller)
     is_local = _is_local(exchange)
     # an answer that is pinned to a tier is never in a cache beyond that tier

@@ -272,11 +272,13 @@ class Doubt:
 
 
 OVERLOADED = (503, 529)  # the second is Anthropic's
+STREAMS = (b"text/event-stream", b"application/x-ndjson")
 RETRIED = (500, 502, *OVERLOADED)  # others are the request's own doing: 501 never works, 504 was its time limit
 MAX_RETRY_AFTER_S = 60.0
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 _DONE = b"[DONE]"
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
+_LINE_END = re.compile(rb"\n")  # of a JSON object
 
 
 class _Foreign(msgspec.Struct):
@@ -287,6 +289,9 @@ class _Foreign(msgspec.Struct):
     error: Any = None
     type: Any = None  # of Anthropic's events
     message: Any = None
+    done: Any = None  # of Ollama's lines
+    prompt_eval_count: Any = None
+    eval_count: Any = None
 
 
 _decode = msgspec.json.Decoder(_Foreign).decode
@@ -314,15 +319,17 @@ def _seconds(value: bytes) -> float:
 
 
 def is_stream(answer: UpstreamAnswer) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
+    return any(name == b"content-type" and value.startswith(STREAMS) for name, value in answer.headers)
 
 
 class ForeignStream:
     """Cuts a stream of a server that tells no tokens into whole events, and reads its end and its usage in them."""
 
-    __slots__ = ("_num_finished", "_rest", "_usage", "has_answer", "is_done", "is_error")
+    __slots__ = ("_end", "_num_finished", "_rest", "_usage", "has_answer", "is_done", "is_error")
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_lines: bool = False) -> None:
+        """With `has_lines` an event is a line of JSON."""
+        self._end = _LINE_END if has_lines else _EVENT_END
         self.has_answer = self.is_done = self.is_error = False  # by its events so far
         self._rest = b""  # begins an event
         self._num_finished = 0  # choices
@@ -331,7 +338,7 @@ class ForeignStream:
     def feed(self, piece: bytes) -> bytes:
         """The events that are whole now. Raises BrokenFrame when the first is no JSON, or too long to wait for."""
         data, start = self._rest + piece, 0
-        for end in _EVENT_END.finditer(data):
+        for end in self._end.finditer(data):
             try:
                 self._read(data[start : end.start()])
             except BrokenFrame:
@@ -354,7 +361,9 @@ class ForeignStream:
         return _told(self._usage, num_tokens)
 
     def _read(self, event: bytes) -> None:
-        data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:")).strip()
+        data = event
+        if self._end is _EVENT_END:
+            data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:")).strip()
         if not data or data == _DONE:  # or a comment
             self.is_done |= bool(data)
             return
@@ -364,11 +373,11 @@ class ForeignStream:
             raise BrokenFrame(f"an event is no JSON: {error}") from None
         self.is_error |= told.error is not None
         self.has_answer |= told.error is None
-        self.is_done |= told.type == "message_stop"
+        self.is_done |= told.type == "message_stop" or told.done is True
         begun = (
             told.message.get("usage") if told.type == "message_start" and isinstance(told.message, Mapping) else None
         )
-        if isinstance(found := begun or told.usage, Mapping):  # Anthropic's come in parts, those of the prompt first
+        if isinstance(found := begun or _usage(told), Mapping):  # Anthropic's come in parts, those of the prompt first
             self._usage = {**(self._usage or {}), **{name: count for name, count in found.items() if count is not None}}
         for choice in told.choices if isinstance(told.choices, list) else ():
             self._num_finished += isinstance(choice, Mapping) and choice.get("finish_reason") is not None
@@ -398,7 +407,14 @@ def read_whole(answer: UpstreamAnswer, body: bytes) -> AnswerUsage:
         raise BrokenFrame(f"no JSON: {error}") from None
     if told.error is not None and told.choices is None:
         raise BrokenFrame(f"an error with status 200: {message_of(body)}")
-    return _told(told.usage, None)
+    return _told(_usage(told), None)
+
+
+def _usage(told: _Foreign) -> Any:
+    """Usage as OpenAI's and Anthropic's servers tell it; Ollama's tell it beside the rest, by other names."""
+    if told.eval_count is None:
+        return told.usage
+    return {"prompt_tokens": told.prompt_eval_count, "completion_tokens": told.eval_count}
 
 
 def _told(usage: Any, num_tokens: int | None) -> AnswerUsage:

@@ -52,6 +52,7 @@ class Relay:
         self._num_each = routed.request.num_samples
         self._exchange: Exchange = routed.exchange
         self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
+        self._event = b"data:" if self._exchange.format.stream.before_error else b"\n"  # is in each event, once
         self._keep_alive_s, self._on_tokens = keep_alive_s, on_tokens
         self._pace = self._exchange.paces[0] if self._exchange.paces else None
         self._told = ToldTokens() if outgoing.tells else None
@@ -337,7 +338,7 @@ class Relay:
         """
         live, doubt = stop.live, self._doubt
         told = self._told if live.is_ours else None
-        foreign = messages.ForeignStream()  # where nothing is told
+        foreign = messages.ForeignStream(has_lines=self._event == b"\n")  # where nothing is told
         feed = foreign.feed if told is None else told.feed
         await self._send_events(answer, live, self._unsent)
         while piece := await answer.piece():
@@ -349,7 +350,7 @@ class Relay:
                 if self._keep_alive_s and self._events is not None:
                     await self._events.keep_alive()
                 continue
-            if not self._routed.began and ((told is not None and told.head is not None) or b"data:" in events):
+            if not self._routed.began and ((told is not None and told.head is not None) or self._event in events):
                 self._begin_stream(foreign)
             if events:
                 self._count(events)
@@ -396,7 +397,7 @@ class Relay:
         self._unsent = b""
 
     def _count(self, events: bytes) -> None:
-        num_events = events.count(b"data: ")
+        num_events = events.count(self._event)
         if self._pace is not None and num_events:
             self._pace.came(time.monotonic(), num_events)
         self._num_tokens += num_events

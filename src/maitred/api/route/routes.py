@@ -10,6 +10,7 @@ import msgspec
 
 import maitred
 from maitred.api.common_routes import METRICS, PAGE, USAGE, probe_routes, role_route
+from maitred.api.dialects.ollama.routes import router_routes
 from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.exchange import Exchange
@@ -206,6 +207,7 @@ ROUTES = RouteTable(
             span_ends=GENERATE_ENDS,
             errors=_ERRORS,
         ),
+        *router_routes(_models, generate=generate, embed=embed, passed_on=pass_through),
         *probe_routes(health=_health, ready=_ready),
         Route(path="/version", handler=_version, summary="The version of the router."),
         METRICS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from maitred.api.dialects.openai import schemas
 from maitred.api.dialects.openai.reading import render_chat
@@ -14,6 +14,7 @@ from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.core.errors import InvalidRequest, PromptTooLong
+from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import AdapterFacts
 
 _TOKENIZE = BodyDecoder(schemas.TokenizeRequest, TOKENIZE_REFUSED)
@@ -45,14 +46,29 @@ async def get_model(app: App, exchange: Exchange) -> None:
 def _adapter_card(app: App, adapter: AdapterFacts) -> schemas.ModelCard:
     """An adapter's card like vLLM's: `root` is its path, `parent` its base model."""
     card = _card(app, adapter.name)
+    if card.meta is not UNSET:
+        card.meta = msgspec.structs.replace(card.meta, size=adapter.num_bytes, kv_size=0, digest=adapter.digest)
     return msgspec.structs.replace(card, root=adapter.path, parent=app.model.names[0])
 
 
 def _card(app: App, name: str) -> schemas.ModelCard:
     canonical = app.model.names[0]
     return schemas.ModelCard(
-        id=name, created=app.model.created, root=app.model.root or canonical, max_model_len=app.model.max_model_len
+        id=name,
+        created=app.model.created,
+        root=app.model.root or canonical,
+        max_model_len=app.model.max_model_len,
+        meta=_meta(app.model),
     )
+
+
+def _meta(model: ServedModel) -> schemas.ModelMeta | UnsetType:
+    held = model.footprint
+    if held is None:
+        return UNSET
+    family = held.architecture.removesuffix("ForCausalLM").lower()
+    sizes = held.num_parameters, held.weights_bytes, held.kv_bytes
+    return schemas.ModelMeta(*sizes, family, held.dtype, held.device, model.revision)
 
 
 async def tokenize(app: App, exchange: Exchange) -> None:

@@ -377,6 +377,18 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class ModelMeta(msgspec.Struct, frozen=True):
+    """What a model is and takes, beside its card; the first two as llama.cpp's server names them."""
+
+    n_params: int
+    size: int  # bytes of the weights
+    kv_size: int  # bytes of the KV cache
+    family: str
+    dtype: str
+    device: str
+    digest: str
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
@@ -385,6 +397,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    meta: ModelMeta | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct):

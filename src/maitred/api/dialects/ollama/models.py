@@ -1,0 +1,230 @@
+"""What Ollama's clients ask about models: which there are, what each can do, and vectors of texts.
+
+Names are those of /v1/models, vectors those of /v1/embeddings.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+from starlette.types import Message
+
+from maitred.api.dialects.kserve.generate import body_of
+from maitred.api.dialects.ollama.chat import OnlyLoaded, rfc3339, served_name
+from maitred.api.generate.complete import complete
+from maitred.api.generate.dialect import Dialect
+from maitred.api.http.app import App
+from maitred.api.http.bodies import BodyDecoder, decode_small
+from maitred.api.http.exchange import JSON_HEADERS, Exchange
+from maitred.api.http.routes import Handler
+from maitred.api.http.service import Service
+from maitred.core.errors import InvalidRequest, ModelNotFound
+from maitred.fleet.prefix_keys import without_latest
+from maitred.fleet.told import USAGE
+
+VERSION = "0.33.0"  # of Ollama, whose API this is; clients ask for a least one
+NO_FILES = (
+    "files of models are not managed through this API: start the server with the model's path or hub id (maitred serve "
+    "MODEL; a hub id is downloaded then), and delete, copy or convert files yourself (maitred models, maitred optimize)"
+)
+FOREVER_S = 2**63 // 10**9  # Ollama's keep_alive without an end
+MAX_LICENSE_CHARS = 64 * 1024
+
+
+class NamedModel(msgspec.Struct):
+    model: str | None = None
+    name: str | None = None  # the older field
+    stream: bool | None = None
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    """Fields of either route; `prompt` is the older one's text."""
+
+    model: str | None = None
+    input: Raw | UnsetType = UNSET
+    prompt: str | None = None
+    dimensions: int | None = None
+    keep_alive: Raw | UnsetType = UNSET
+    options: Raw | UnsetType = UNSET
+
+
+_EMBED, _NAMED = BodyDecoder(EmbedRequest), msgspec.json.Decoder(NamedModel)
+
+
+async def version(service: Service, exchange: Exchange) -> None:
+    await exchange.answer_json({"version": VERSION})
+
+
+async def no_files(service: Service, exchange: Exchange) -> None:
+    raise InvalidRequest(NO_FILES)
+
+
+async def converse(dialect: Dialect, app: App, exchange: Exchange) -> None:
+    """Generate, or only see that the model is there."""
+    try:
+        await complete(dialect, app, exchange)
+    except OnlyLoaded as loaded:
+        await exchange.answer_json(loaded.reply)
+
+
+async def pull(app: App, exchange: Exchange) -> None:
+    """POST /api/pull of a model that is here. Raises ModelNotFound, which says how others come."""
+    body = decode_small(await body_of(exchange), _NAMED)
+    try:
+        served_name(app, body.model or body.name, exchange.caller)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error}; {NO_FILES}", param="model") from None
+    headers = JSON_HEADERS if body.stream is False else exchange.format.stream.headers
+    await exchange.answer(b'{"status":"success"}\n', 200, headers)
+
+
+async def _told_by(handler: Handler, service: Service, exchange: Exchange, body: Any = None) -> tuple[Any, Any]:
+    """Another route's answer to the same caller: its JSON, and headers for a router. Raises what the route raises."""
+    inner, pieces, headers = copy.copy(exchange), list[bytes](), list[Any]()
+
+    async def receive() -> Message:
+        inner.receive = exchange.receive  # which tells from now on whether the client is there
+        return {"type": "http.request", "body": msgspec.json.encode(body)}
+
+    async def send(message: Message) -> None:
+        headers.extend(message.get("headers", ()))
+        pieces.append(message.get("body", b""))
+
+    inner.receive, inner.raw_send, inner.num_body_bytes = receive, send, 0
+    inner.headers = {name: value for name, value in exchange.headers.items() if name != b"content-length"}
+    inner.headers[b"content-type"] = b"application/json"
+    try:
+        await handler(service, inner)
+    finally:
+        inner.large_bodies.release(inner)
+    exchange.told = inner.told
+    return msgspec.json.decode(b"".join(pieces)), tuple(header for header in headers if header[0] == USAGE)
+
+
+async def embed(embeddings: Handler, app: App, exchange: Exchange) -> None:
+    """POST /api/embed and, with one text and one vector, /api/embeddings; by the handler of /v1/embeddings."""
+    began = time.monotonic()
+    sent = _EMBED.decode(await body_of(exchange))
+    body = sent.body
+    is_older, given = body.prompt is not None, body.input if body.prompt is None else body.prompt
+    if given is UNSET:
+        raise InvalidRequest("input is missing; send a text or a list of texts", param="input")
+    app.ignored_fields.heed(exchange, sent.unknown, _EMBED.known)
+    asked = {"model": without_latest(body.model), "input": given, "dimensions": body.dimensions}
+    told, usage = await _told_by(embeddings, app, exchange, asked)
+    vectors = [each["embedding"] for each in told["data"]]
+    answer = {"embedding": vectors[0]} if is_older else {"model": body.model or told["model"], "embeddings": vectors}
+    if not is_older:
+        answer["prompt_eval_count"] = told["usage"]["prompt_tokens"]
+        answer["total_duration"] = int((time.monotonic() - began) * 1e9)
+    await exchange.answer_json(answer, headers=usage)
+
+
+async def list_models(cards_of: Handler, service: Service, exchange: Exchange) -> None:
+    """GET /api/tags, and /api/ps: models in memory, each once; they stay. `cards_of` is the handler of /v1/models."""
+    cards = (await _told_by(cards_of, service, exchange))[0]["data"]
+    if exchange.scope["path"] == "/api/tags":
+        await exchange.answer_json({"models": [_listed(card) for card in cards]})
+        return
+    loaded = {_digest(card): _running(card) for card in reversed(cards) if card.get("state") in (None, "loaded")}
+    await exchange.answer_json({"models": [*loaded.values()][::-1]})
+
+
+def _meta(card: dict[str, Any]) -> dict[str, Any]:
+    return card.get("meta") or {}
+
+
+def _listed(card: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": card["id"],
+        "model": card["id"],
+        "modified_at": rfc3339(card.get("created") or 0),
+        "size": _meta(card).get("size", 0),
+        "digest": _digest(card),
+        "details": _details(card),
+    }
+
+
+def _running(card: dict[str, Any]) -> dict[str, Any]:
+    size = _meta(card).get("size", 0) + _meta(card).get("kv_size", 0)
+    return _listed(card) | {
+        "size": size,
+        "size_vram": size if _meta(card).get("device", "cpu") != "cpu" else 0,
+        "context_length": card.get("max_model_len") or 0,
+        "expires_at": rfc3339((card.get("created") or 0) + FOREVER_S),
+    }
+
+
+def _digest(card: dict[str, Any]) -> str:
+    """64 hex digits, which names of one model share."""
+    known = _meta(card).get("digest") or f"{card.get('root')} {card.get('parent')}"
+    return hashlib.sha256(known.encode()).hexdigest()
+
+
+def _details(card: dict[str, Any]) -> dict[str, Any]:
+    meta, family = _meta(card), _meta(card).get("family", "")
+    return {
+        "parent_model": card.get("parent") or "",
+        "format": "gguf" if str(card.get("root")).endswith(".gguf") else "safetensors",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _human(meta["n_params"]) if meta else "",
+        "quantization_level": str(meta.get("dtype", "")).upper(),
+    }
+
+
+def _human(number: int) -> str:
+    """As Ollama writes it: 7B, 1.5B, 134.52M, 630K."""
+    for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
+        if number >= unit:
+            return f"{number / unit:.{digits if number % unit else 0}f}{letter}"
+    return str(number)
+
+
+async def show(cards_of: Handler, app: App, exchange: Exchange) -> None:
+    """POST /api/show: what a model can do, which clients read before they offer it. Raises ModelNotFound."""
+    body = decode_small(await body_of(exchange), _NAMED)
+    if not (asked := body.model or body.name):
+        raise InvalidRequest("model is required", param="model")
+    cards = {card["id"]: card for card in (await _told_by(cards_of, app, exchange))[0]["data"]}
+    name = next((each for each in (asked, without_latest(asked) or "") if each in cards), None)
+    card, model = cards[name or served_name(app, asked, exchange.caller)], app.model
+    capabilities, template, license = ["embedding"], "", ""
+    if app.is_model(card["id"]) or card.get("parent"):
+        capabilities, template, license = await app.text.run(0, lambda: _read(app), may_take_long=True)
+    details = _details(card)
+    family = details["family"] or "unknown"
+    parameters = [f"{field} {value}\n" for field, value in model.generation_defaults.items()]
+    told = {
+        "modelfile": "".join((f"FROM {card.get('root')}\n", *(f"PARAMETER {each}" for each in parameters))),
+        "parameters": "".join(parameters),
+        "template": template,
+        "details": details,
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": card["id"],
+            "general.parameter_count": _meta(card).get("n_params"),
+            f"{family}.context_length": card.get("max_model_len"),
+        },
+        "capabilities": capabilities,
+        "modified_at": rfc3339(card.get("created") or 0),
+    }
+    await exchange.answer_json(told | ({"license": license} if license else {}))
+
+
+def _read(app: App) -> tuple[list[str], str, str]:
+    """The language model's capabilities, template, and the licence beside its weights; read from files."""
+    model, folder = app.model, Path(app.model.root)
+    format, template = model.answer_format, model.chat_template
+    knows_tools = template is not None and format.calls is not None and format.tools_system_text is None
+    can = {"tools": knows_tools, "thinking": format.reasoning is not None}
+    found = sorted(folder.glob("LICENSE*")) if folder.is_dir() else []
+    license = found[0].read_text(errors="replace")[:MAX_LICENSE_CHARS] if found else ""
+    source = template.source if template is not None else ""
+    return ["completion", *(name for name, true in can.items() if true)], source, license
