@@ -94,6 +94,7 @@ def test_an_entry_has_pieces_in_parts_which_are_read_in_order(store):
     store.put(*file, b"{}", now=0.0)
     store.move(batch, 1, file)
     assert (store.pieces(file), store.size(file), store.size(batch)) == ([ContentPiece(2, b"answer")], 6, 18)
+    assert store.size(batch, 1) == 0
     store.add(file, [ContentPiece(2, b"other answer")])
     assert store.size(file) == 12
     store.drop(*file)

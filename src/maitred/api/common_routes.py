@@ -1,9 +1,12 @@
-"""Routes that a server of one engine and a router have alike, one record each: probes, usage, metrics and the page."""
+"""Routes that a server of one engine and a router have alike, one record each: probes, usage, metrics,
+the page, files and batches."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+from maitred.api.dialects.openai import batch_schemas as b
 from maitred.api.dialects.openai import usage
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Handler, Route
@@ -75,4 +78,40 @@ PAGE = (
         text="*/*",
         errors=(401, 404),
     ),
+)
+
+
+async def _batches(app: Service, exchange: Exchange) -> None:
+    from maitred.api.dialects.openai import batches  # noqa: PLC0415 - SQLite, for those who leave something here
+
+    await batches.answer(app, exchange)
+
+
+def resume_batches(app: Service) -> None:
+    """Go on, in the event loop, with batches that an earlier process did not finish."""
+    if app.config.state_dir is not None:
+        from maitred.api.batches import batches_of  # noqa: PLC0415 - likewise
+
+        batches_of(app).resume()
+
+
+_PAGE: dict[str, dict[str, Any]] = {"after": {"type": "string"}, "limit": {"type": "integer", "minimum": 1}}
+_LISTED = {**_PAGE, "order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
+_file = partial(Route, handler=_batches, answer=b.FileObject, errors=(400, 401, 404, 408, 413, 415, 503))
+_batch = partial(Route, handler=_batches, answer=b.BatchObject, errors=(400, 401, 404, 413, 415, 503))
+BATCH_ROUTES = (
+    _file(method="POST", path="/v1/files", summary="Leave a file, as multipart/form-data."),
+    _file(path="/v1/files", summary="List files.", answer=b.StoredList, query=_LISTED),
+    _file(path="/v1/files/{id:path}", summary="A file; with /content after its id, what is in it."),
+    _file(method="DELETE", path="/v1/files/{id:path}", summary="Delete a file.", answer=b.Deleted),
+    _batch(
+        method="POST",
+        path="/v1/batches",
+        summary="Answer a file of requests with what no other request uses.",
+        body=b.BatchCreate,
+        tells_ignored=True,
+    ),
+    _batch(path="/v1/batches", summary="List batches.", answer=b.StoredList, query=_PAGE),
+    _batch(path="/v1/batches/{id:path}", summary="One batch."),
+    _batch(method="POST", path="/v1/batches/{id:path}", summary="Cancel a batch, with /cancel after its id."),
 )

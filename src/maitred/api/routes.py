@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from maitred.api.common_routes import METRICS, PAGE, USAGE, probe_routes, role_route
+from maitred.api.common_routes import BATCH_ROUTES, METRICS, PAGE, USAGE, probe_routes, role_route
 from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, Generated, GenerateRequest
 from maitred.api.dialects.ollama import routes as ollama
 from maitred.api.dialects.openai import models
@@ -113,6 +113,7 @@ def _generation() -> tuple[Route, ...]:
             errors=_GENERATION_ERRORS,
         ),
         EMBEDDINGS,
+        *BATCH_ROUTES,
         Route(
             method="POST",
             path="/v2/models/{model:path}",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from socket import socket
 from typing import TYPE_CHECKING
 
+from maitred.api.common_routes import resume_batches
 from maitred.api.http.app import App
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.auth import Authenticator
@@ -93,6 +94,7 @@ def serve(
     def opened(host: str, port: int) -> None:
         if on_open is not None and server.engine is not None:
             on_open(server.engine, host, port)
+        resume_batches(app)
 
     asgi = front(app, make_routes(more))
     other = beside(app) if beside is not None else None

@@ -81,6 +81,8 @@ class ServerConfig:
     state_dir: str | None = None
     """Folder in which stored responses, files and batches outlive the server; None keeps them in memory, 256 MiB, the
     oldest forgotten first. One server at a time uses it."""
+    max_file_bytes: int = 200 * 1024 * 1024
+    """Largest file that a client may leave here (POST /v1/files), in bytes."""
     sse_keep_alive_s: float = 15.0
     """A comment is sent on a silent stream this often (s), so that proxies keep it open; 0 is never."""
     default_max_n: int = 16
@@ -137,6 +139,7 @@ class ServerConfig:
         require_between("port", self.port, 0, 65535)
         require_between("default_max_n", self.default_max_n, 1, 128)
         require_at_least("max_body_bytes", self.max_body_bytes, 1)
+        require_at_least("max_file_bytes", self.max_file_bytes, 1)
         require_at_least("max_concurrent_requests", self.max_concurrent_requests, 1)
         require_at_least("max_connections", self.max_connections, 1)
         for name in ("header_timeout_s", "body_timeout_s", "send_timeout_s"):

@@ -164,6 +164,8 @@ REQUESTS_CANCELLED = _counter("requests_cancelled", "requests", "HTTP requests w
 LOG_LINES_DROPPED = _counter(
     "log_lines_dropped", "lines", "Lines of the log that were not read in time, or that could not be written."
 )
+BATCHES = _gauge("batches", "batches", "Batches of /v1/batches that are not finished.")
+BATCH_LINES = _counter("batch_lines", "lines", "Lines of batches, answered or failed, once stored.", ("outcome",))
 TTFT = _histogram("request_ttft_seconds", "seconds", "Arrival to first token, per sample.", LATENCY_BUCKETS_S)
 INTER_TOKEN_LATENCY = _histogram(
     "request_inter_token_latency_seconds",

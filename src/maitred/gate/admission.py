@@ -123,6 +123,10 @@ class AdmissionController:
         """Take in the number of slots now: of one engine, or of all of a fleet."""
         self._max_num_seqs = max_num_seqs
 
+    @property
+    def num_slots(self) -> int:
+        return self._max_num_seqs
+
     # -- before the queue
 
     def check_early(self, priority: int, ttft_slo_s: float | None, now: float) -> None:

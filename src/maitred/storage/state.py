@@ -157,9 +157,10 @@ class StateStore:
             else:
                 db.executemany(f"{these} AND number = ?", ((*key, part, number) for number in numbers))
 
-    def size(self, key: EntryKey) -> int:
-        """Bytes of an entry's pieces; 0 where there is none."""
-        return int((self._read(f"SELECT size FROM entry WHERE number = {_NUMBER}", tuple(key)) or [(0,)])[0][0])
+    def size(self, key: EntryKey, part: int = 0) -> int:
+        """Bytes of a part."""
+        wanted = f"SELECT SUM(length(content)) FROM piece WHERE entry = {_NUMBER} AND part = ?"
+        return self._read(wanted, (*key, part))[0][0] or 0
 
     def busy(self, kind: str) -> list[StoredEntry]:
         """Busy entries of all tenants, oldest first."""

@@ -41,6 +41,7 @@ class AsgiApp:
     def __init__(self, app: Service, routes: RouteTable, told: tuple[Header, ...] = ()) -> None:
         """`told` are headers of every answer."""
         self.app, self.routes, self._told = app, routes, told
+        app.asgi = self
         self._outage = Outage(app.clock)
         self._random = random.Random()  # ids are no secrets, and the system's own source costs a system call each
         self._asgi: ASGIApp = self._answer
@@ -48,7 +49,7 @@ class AsgiApp:
             self._asgi = CORSMiddleware(
                 self._answer,
                 allow_origins=app.config.cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=EXPOSED_HEADERS,
             )

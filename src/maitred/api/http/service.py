@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from maitred.api.http.auth import Authenticator
@@ -53,6 +52,7 @@ class Service:
     observer: HttpObserver[Any]
     replica: HasState
     in_flight: Ending
+    asgi: Any  # the application in front, an AsgiApp, which sets it
 
     def __init__(
         self,
@@ -75,15 +75,19 @@ class Service:
         observer.metrics.results = self.results
         shared = b"".join(secret for _, secret in fleet_token.shown())
         self.salt_secret = salt_secret or shared or secrets.token_bytes(32)
+        self.lasting: dict[str, Any] = {}  # made when it is first asked for, and one for all views of this service
         if config.state_dir is not None:
             _ = self.stored  # a folder that cannot be used is told before anybody asks
 
-    @cached_property
+    @property
     def stored(self) -> StateStore:
         """What clients left here; opened at its first use, or at the start where there is a folder."""
-        from maitred.storage.state import StateStore  # noqa: PLC0415 - sqlite3, for those who use it
+        if "stored" not in self.lasting:
+            from maitred.storage.state import StateStore  # noqa: PLC0415 - sqlite3, for those who use it
 
-        return StateStore(self.config.state_dir)
+            self.lasting["stored"] = StateStore(self.config.state_dir)
+        found: StateStore = self.lasting["stored"]
+        return found
 
     def check_loaded(self) -> None:
         """Raises Unavailable before what routes need is there; a router holds requests instead."""
@@ -95,5 +99,5 @@ class Service:
     def close(self) -> None:
         """Give back what is held; nothing is answered any more."""
         self.observer.close()
-        if "stored" in self.__dict__:
-            self.stored.close()
+        for made in reversed(self.lasting.values()):
+            made.close()

@@ -338,6 +338,7 @@ class HttpMetrics(Collector):
         self.num_in_flight = self.num_cancelled = 0
         self.num_log_lines_dropped: Callable[[], int] = lambda: 0
         self.results: Results | None = None
+        self.num_batches, self.batch_lines = 0, {"answered": 0, "failed": 0}
         self.tenants = TenantCounts(num_tenants_file_failures)
         self._answered: Counter[tuple[str, ...]] = Counter()
         self._registry = CollectorRegistry(auto_describe=False)
@@ -359,6 +360,8 @@ class HttpMetrics(Collector):
             m.REQUESTS_IN_OBJECTIVE: self.promises.samples(),
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
             m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
+            m.BATCHES: {(): float(self.num_batches)},
+            m.BATCH_LINES: {(outcome,): float(count) for outcome, count in self.batch_lines.items()},
             **result_cache_samples(self.results),
         }
 

@@ -9,7 +9,7 @@ from socket import socket
 import msgspec
 
 import maitred
-from maitred.api.common_routes import METRICS, PAGE, USAGE, probe_routes, role_route
+from maitred.api.common_routes import BATCH_ROUTES, METRICS, PAGE, USAGE, probe_routes, resume_batches, role_route
 from maitred.api.dialects.ollama.routes import router_routes
 from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.http.asgi import AsgiApp
@@ -210,6 +210,7 @@ ROUTES = RouteTable(
         *router_routes(_models, generate=generate, embed=embed, passed_on=pass_through),
         *probe_routes(health=_health, ready=_ready),
         Route(path="/version", handler=_version, summary="The version of the router."),
+        *BATCH_ROUTES,
         METRICS,
         USAGE,
         *PAGE,
@@ -267,6 +268,7 @@ def make_server(
     def opened(host: str, port: int) -> None:
         router.start()
         on_open(host, port)
+        resume_batches(router)
 
     def give_up(cause: str) -> None:
         server.failure, server.should_exit = ConfigError(cause), True
