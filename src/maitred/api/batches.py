@@ -51,7 +51,7 @@ class BatchRecord(msgspec.Struct):
         return EntryKey("batch", self.batch.id, self.holder.tenant)
 
 
-class Batches:
+class BatchRunner:
     """The batches of one service that are not finished, on its event loop."""
 
     def __init__(self, app: Service) -> None:
@@ -104,11 +104,11 @@ class Batches:
             run.task.cancel()
 
 
-def batches_of(app: Service) -> Batches:
+def batches_of(app: Service) -> BatchRunner:
     """The service's own, made when they are first asked for."""
     if "batches" not in app.lasting:
-        app.lasting["batches"] = Batches(app)
-    found: Batches = app.lasting["batches"]
+        app.lasting["batches"] = BatchRunner(app)
+    found: BatchRunner = app.lasting["batches"]
     return found
 
 
@@ -126,7 +126,7 @@ class RunningBatch:
 
     task: asyncio.Task[None]
 
-    def __init__(self, batches: Batches, record: BatchRecord) -> None:
+    def __init__(self, batches: BatchRunner, record: BatchRecord) -> None:
         self._batches, self._app, self._store = batches, batches.app, batches.store
         self.record, self._key = record, record.key
         self.trouble: str | None = None  # why nothing can be stored at the moment
