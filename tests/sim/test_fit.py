@@ -157,6 +157,15 @@ def test_a_fit_finds_the_edge_though_some_requests_met_a_machine_that_was_busy()
     assert error < 0.1
 
 
+def test_requests_draw_the_edges_spread_by_their_names():
+    edge, _ = fit_edge(samples(EDGE, slow_share=0.25))
+    assert edge.jitter[-1] == pytest.approx(8.0, rel=0.1)
+    drawn = [edge.first_token_s(100, f"r{i}") / edge.first_token_s(100) for i in range(1000)]
+    assert sum(times > 2 for times in drawn) == pytest.approx(250, abs=50)
+    assert edge.first_token_s(100, "r7") == edge.first_token_s(100, "r7")
+    assert edge.whole_s(100, 1, "r7") == edge.first_token_s(100, "r7")
+
+
 def test_requests_that_are_not_alike_leave_an_error():
     """What grows with the square of a prompt is in no term."""
     bent = [sample._replace(first_token_s=1e-4 + 1e-7 * sample.prompt_tokens**2) for sample in samples(EDGE)]

@@ -81,13 +81,13 @@ def _description(data: bytes, path: str) -> Mapping[str, Any]:
 def find_target(device: str | None, model: str | None, environ: Mapping[str, str] = os.environ) -> SimulatedTarget:
     """Raises ConfigError."""
     if device is not None and (device.endswith(".json") or Path(device).is_file()):
-        return _of_profile(read_profile(Path(device)), model)
+        return target_of(read_profile(Path(device)), model)
     shape = _model_shape(model)
     if device is not None:
         return _of_datasheet(devices.device_named(device), shape)
     own = profile_path(shape.name, environ)
     if own.is_file():
-        return _of_profile(read_profile(own), shape.name)
+        return target_of(read_profile(own), shape.name)
     return _of_datasheet(devices.device_named(BUILTIN_DEVICE if model is None else OTHER_DEVICE), shape)
 
 
@@ -104,7 +104,8 @@ def read_profile(path: Path) -> Profile:
         raise ConfigError(f"--device {path}: {error.strerror}; make one with maitred profile -o FILE") from None
 
 
-def _of_profile(profile: Profile, model: str | None) -> SimulatedTarget:
+def target_of(profile: Profile, model: str | None = None) -> SimulatedTarget:
+    """Raises ConfigError for a profile of another model."""
     if model is not None and model != profile.model:
         raise ConfigError(
             f"--model is {model!r}, the profile is of {profile.model}; drop --model, or run maitred profile {model}"

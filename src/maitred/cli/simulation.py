@@ -402,6 +402,10 @@ class Inputs(NamedTuple):
     def terms(self) -> Mapping[str, Tenant]:
         return self.workload.tenants if self.tenants is None else self.tenants
 
+    def results(self, target: SimulatedTarget) -> SimulatedResults:
+        edge = target.edge if self.seed is not None else replace(target.edge, jitter=())
+        return SimulatedResults(self.objectives, edge)
+
     def controller(self, scheduler: SchedulerConfig) -> AdmissionController | None:
         return None if self.admission is None else admission_of(self.admission, scheduler)
 
@@ -531,7 +535,7 @@ def _simulate_fleet(
     )
     simulation = FleetSimulation(
         setup if workers is None else workers.setup(setup, targets),
-        SimulatedResults(inputs.objectives, targets[0].edge),
+        inputs.results(targets[0]),
         seed=inputs.seed,
         tenants=inputs.terms,
         admission=inputs.controller(queue),
@@ -588,7 +592,7 @@ def _simulation(setup: EngineSetup, target: SimulatedTarget, inputs: Inputs) -> 
     return Simulation(
         setup,
         target.cost_model,
-        SimulatedResults(inputs.objectives, target.edge),
+        inputs.results(target),
         jitter=None if inputs.seed is None else Jitter(target.cost_model, Random(inputs.seed)),
         tenants=inputs.terms,
         admission=inputs.controller(setup.scheduler),

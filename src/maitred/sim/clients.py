@@ -134,8 +134,9 @@ class Clients:
             self.results.finished(
                 live.group, live.state, num_slow_gaps=live.num_slow_gaps, slots=live.slots, moves=live.moves
             )
-            after_s = self.results.edge.whole_s(live.arrival.prompt_tokens, live.arrival.output_tokens)
-            follower = next_turn(live.arrival, now + after_s)
+            asked = live.arrival
+            after_s = self.results.edge.whole_s(asked.prompt_tokens, asked.output_tokens, asked.request_id)
+            follower = next_turn(asked, now + after_s)
             if follower is not None:
                 self._expect(follower)
         else:

@@ -217,6 +217,8 @@ def fit_edge(samples: Sequence[EdgeSample]) -> EdgeFit:
     gaps = [sample.gaps_s / sample.num_gaps for sample in samples if sample.num_gaps]
     output_token_s = max(0.0, statistics.median(gaps)) if gaps else 0.0
     edge = EdgeModel(fixed_s=fixed_s, prompt_token_s=prompt_token_s, output_token_s=output_token_s)
+    ratios = sorted(max(0.0, each.first_token_s / edge.first_token_s(each.prompt_tokens)) for each in samples)
+    edge = replace(edge, jitter=quantiles_of(ratios) if len(ratios) >= MIN_IN_BAND else ())
     off = [abs(edge.first_token_s(prompt_tokens) / first_token_s - 1) for prompt_tokens, first_token_s in held_out]
     return EdgeFit(edge, statistics.fmean(off))
 

@@ -202,8 +202,8 @@ def times_of(request: RequestState, edge: EdgeModel) -> tuple[float, float]:
     assert request.first_token_at is not None
     assert request.finished_at is not None
     ttft_s, e2e_s = request.first_token_at - request.arrived_at, request.finished_at - request.arrived_at
-    prompt, output = request.num_prompt_tokens, request.num_output_tokens
-    return ttft_s + edge.first_token_s(prompt), e2e_s + edge.whole_s(prompt, output)
+    prompt, output, name = request.num_prompt_tokens, request.num_output_tokens, request.request_id
+    return ttft_s + edge.first_token_s(prompt, name), e2e_s + edge.whole_s(prompt, output, name)
 
 
 def jain_index(values: Iterable[float]) -> float:
