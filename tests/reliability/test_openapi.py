@@ -30,14 +30,14 @@ def test_the_server_does_what_its_openapi_document_says(tmp_path: Path, flags: t
     with documented_server(tmp_path) as server:
         ran = run_schemathesis(server.url, tmp_path, *flags)
         assert ran.returncode == 0, ran.stdout
-        assert f"Tested: {NUM_OPERATIONS}" in ran.stdout
+        assert int(ran.stdout.split("Tested: ")[1].split()[0]) >= NUM_OPERATIONS
         assert num_restarts(server.url) == 0
 
 
 SCHEMATHESIS = (sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()")
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 HOOKS = "tests.reliability.openapi_hooks"
-NUM_OPERATIONS = 31  # at least; all but the endless streams
+NUM_OPERATIONS = 53  # at least; all but the endless streams
 
 
 @contextmanager

@@ -100,7 +100,13 @@ _LISTED = {**_PAGE, "order": {"enum": ["asc", "desc"]}, "purpose": {"type": "str
 _file = partial(Route, handler=_batches, answer=b.FileObject, errors=(400, 401, 404, 408, 413, 415, 503))
 _batch = partial(Route, handler=_batches, answer=b.BatchObject, errors=(400, 401, 404, 413, 415, 503))
 BATCH_ROUTES = (
-    _file(method="POST", path="/v1/files", summary="Leave a file, as multipart/form-data."),
+    _file(
+        method="POST",
+        path="/v1/files",
+        summary="Leave a file.",
+        body=b.FileForm,
+        body_type="multipart/form-data",
+    ),
     _file(path="/v1/files", summary="List files.", answer=b.StoredList, query=_LISTED),
     _file(path="/v1/files/{id:path}", summary="A file; with /content after its id, what is in it."),
     _file(method="DELETE", path="/v1/files/{id:path}", summary="Delete a file.", answer=b.Deleted),

@@ -83,6 +83,7 @@ class Route:
     span_ends: tuple[str, ...] = ()  # of a path with a parameter: the ends of those paths that are traced
     # its shape, for the document
     body: type[msgspec.Struct] | None = None
+    body_type: str = "application/json"
     answer: type[msgspec.Struct] | None = None
     event: Any = None  # of the streamed form: a struct, or a union of them
     text: str | None = None  # content type of an answer that is not JSON

@@ -52,7 +52,7 @@ def _operation(route: Route, answers: DialectFormat) -> dict[str, Any]:
         },
     }
     if route.body is not None:
-        described["requestBody"] = {"required": True, "content": {"application/json": _schema(route.body)}}
+        described["requestBody"] = {"required": True, "content": {route.body_type: _schema(route.body)}}
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "query", "required": name == "start_time", "schema": schema}
         for name, schema in route.query.items()

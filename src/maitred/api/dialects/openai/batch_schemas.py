@@ -37,9 +37,21 @@ class Deleted(msgspec.Struct, kw_only=True):
     deleted: bool = True
 
 
+Seconds = Annotated[int, Meta(ge=3600, le=2_592_000)]
+
+
 class ExpiresAfter(msgspec.Struct, kw_only=True):
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
+    seconds: Seconds
+
+
+class FileForm(msgspec.Struct, kw_only=True):
+    """POST /v1/files, as multipart/form-data."""
+
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+    purpose: Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
+    anchor: Literal["created_at"] | None = msgspec.field(name="expires_after[anchor]", default=None)
+    seconds: Seconds | None = msgspec.field(name="expires_after[seconds]", default=None)
 
 
 class BatchCreate(msgspec.Struct, kw_only=True):

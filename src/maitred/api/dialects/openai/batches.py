@@ -15,21 +15,20 @@ import msgspec
 from maitred.api.batches import LIFE_S, BatchRecord, batches_of, new_id
 from maitred.api.dialects.openai import batch_schemas as s
 from maitred.api.http.auth import KeyHolder
-from maitred.api.http.bodies import BodyDecoder
+from maitred.api.http.bodies import BodyDecoder, decode_json
 from maitred.api.http.errors import ClientGone, RequestTooSlow, UnsupportedMediaType, shortened
 from maitred.api.http.exchange import CONNECTION, IGNORED_FIELDS, TOO_SLOW, Exchange, names_told
 from maitred.api.http.service import Service
 from maitred.core.errors import InvalidRequest, RequestTooLarge, RouteNotFound
 from maitred.storage.state import PAGE_BYTES, ContentPiece, EntryKey, StoredEntry
 
-PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 UPLOAD_S = 24 * 3600.0  # and what is left of one that a kill ended is gone
 MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES = 1024, 16, 8192  # of a form, beside its file
 MOST = {"file": 10_000, "batch": 100}  # entries of a list
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BOUNDARY = re.compile(r'boundary="?([^";,\s][^";,]{0,69})"?', re.IGNORECASE)
-_CREATE = BodyDecoder(s.BatchCreate)
+_CREATE, _FORM = BodyDecoder(s.BatchCreate), msgspec.json.Decoder(s.FileForm, strict=False)
 
 
 async def answer(app: Service, exchange: Exchange) -> None:
@@ -44,7 +43,7 @@ async def answer(app: Service, exchange: Exchange) -> None:
 
 async def _create_file(app: Service, exchange: Exchange, _: str) -> None:
     tenant, now, fields = exchange.caller.tenant.name, time.time(), dict[str, str]()
-    upload, file_id = EntryKey("upload", new_id("upload-"), tenant), new_id("file-")
+    upload = EntryKey("upload", new_id("upload-"), tenant)
     store, form, num_bytes, filename = app.stored, _FormReader(_boundary(exchange)), 0, None
     await asyncio.to_thread(store.put, *upload, b"", now=now, expires_at=now + UPLOAD_S, busy=True)
     try:
@@ -71,7 +70,16 @@ async def _create_file(app: Service, exchange: Exchange, _: str) -> None:
                 number, pending = number + 1, bytearray()
         if not form.is_complete or filename is None:
             raise InvalidRequest("the form ends before its end, or has no file; send the field `file`", param="file")
-        file = _file_of(fields, file_id, filename, num_bytes)
+        asked = decode_json(msgspec.json.encode({**fields, "file": filename}), _FORM)
+        life_s = asked.seconds or (LIFE_S if asked.purpose == "batch" else None)
+        file = s.FileObject(
+            id=new_id("file-"),
+            bytes=num_bytes,
+            created_at=int(now),
+            expires_at=None if life_s is None else int(now) + life_s,
+            filename=filename,
+            purpose=asked.purpose,
+        )
         await asyncio.to_thread(_publish, app, upload, file)
     except BaseException:
         await asyncio.shield(asyncio.to_thread(store.drop, *upload))
@@ -85,24 +93,6 @@ def _publish(app: Service, upload: EntryKey, file: s.FileObject) -> None:
         app.stored.put(*key, msgspec.json.encode(file), now=time.time(), expires_at=file.expires_at)
         app.stored.move(upload, 0, key)
         app.stored.drop(*upload)
-
-
-def _file_of(fields: dict[str, str], id: str, filename: str, num_bytes: int) -> s.FileObject:
-    """Raises InvalidRequest."""
-    purpose, now = fields.get("purpose"), int(time.time())
-    if purpose not in PURPOSES:
-        raise InvalidRequest(f"purpose is {purpose!r}; it must be one of {', '.join(PURPOSES)}", param="purpose")
-    sent = {"anchor": fields.get("expires_after[anchor]"), "seconds": fields.get("expires_after[seconds]")}
-    life_s = LIFE_S if purpose == "batch" else None
-    if any(value is not None for value in sent.values()):
-        try:
-            life_s = msgspec.convert(sent, s.ExpiresAfter, strict=False).seconds
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"expires_after: {error}", param="expires_after") from None
-    expires_at = None if life_s is None else now + life_s
-    return s.FileObject(
-        id=id, bytes=num_bytes, created_at=now, expires_at=expires_at, filename=filename, purpose=purpose
-    )
 
 
 async def _received(exchange: Exchange) -> tuple[bytes, bool]:
