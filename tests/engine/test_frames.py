@@ -16,6 +16,7 @@ from maitred.core.replica import DraftCounts
 from maitred.core.request import (
     Charges,
     FinishReason,
+    Pooling,
     RequestSpec,
     ResumePoint,
     SamplingParams,
@@ -124,6 +125,10 @@ spec_fields: dict[str, st.SearchStrategy] = {
     "kv_only": st.booleans(),
     "adapter": st.text(max_size=5),
     "resumed": st.none() | resume_points,
+    "pooling": st.none()
+    | st.builds(
+        Pooling, task=st.text(max_size=9), all_tokens=st.booleans(), whole=st.booleans(), second_from=st.integers(0, 99)
+    ),
 }
 specs = st.builds(RequestSpec, **spec_fields)
 

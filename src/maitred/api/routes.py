@@ -13,7 +13,7 @@ from maitred.api.dialects.openai import schemas as s
 from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.dialects.openai.chat import CHAT
 from maitred.api.dialects.openai.completions import COMPLETIONS
-from maitred.api.dialects.openai.embedding_schemas import EMBEDDINGS
+from maitred.api.dialects.openai.vectors import VECTOR_ROUTES
 from maitred.api.generate.complete import complete
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
@@ -112,7 +112,7 @@ def _generation() -> tuple[Route, ...]:
             event=s.Completion,
             errors=_GENERATION_ERRORS,
         ),
-        EMBEDDINGS,
+        *VECTOR_ROUTES,
         *BATCH_ROUTES,
         Route(
             method="POST",

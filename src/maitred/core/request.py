@@ -254,6 +254,40 @@ class UnderTerms:
         return self.terms.finish_by
 
 
+class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer of a request that generates nothing: numbers, made of its prompt's last states."""
+
+    task: str  # "embed": a vector; "classify": a logit of each label; "logits": of the tokens `allowed_token_ids`
+    all_tokens: bool = False  # each token's state counts, so none is taken from the prefix cache
+    whole: bool = False  # tokens see those behind them: the prompt is computed in one step
+    second_from: int = 0  # first token of the second of two texts, which an encoder tells apart; 0: there is one
+
+
+class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model makes numbers of a prompt (`model.pooling`)."""
+
+    kind: str  # mean, cls, last: how the states of a prompt become one
+    width: int  # of a vector; of a cross-encoder, its labels
+    task: str = "embed"  # or "classify": logits of labels, of one for a cross-encoder
+    normalize: bool = True  # a vector has length 1
+    is_encoder: bool = False  # it generates nothing
+    is_declared: bool = False  # the model was made for vectors, or for labels
+    max_tokens: int = 0  # of a prompt, where its files say fewer than it could
+    prompts: dict[str, str] = {}  # what stands before a text, by name
+    default_prompt: str = ""  # a name
+    activation: str = "sigmoid"  # of a label's logit: or identity
+    score_tokens: tuple[int, int] | None = None  # whose logits are a causal reranker's: no, yes
+
+    @property
+    def whole(self) -> bool:
+        """A prompt is one step's."""
+        return self.is_encoder
+
+    @property
+    def all_tokens(self) -> bool:
+        return self.is_encoder or self.kind == "mean"
+
+
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Specification of one sample of one prompt. It never changes; `msgspec.structs.replace` makes another.
 
@@ -286,6 +320,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     kv_from: tuple[str, ...] = ()  # addresses of an engine that has its KV
     kv_only: bool = False  # computes nothing: its prompt's KV is pulled from there, as it is computed, and it ends
     resumed: ResumePoint | None = None  # where another engine left off
+    pooling: Pooling | None = None  # its prompt is all that is computed, and `max_tokens` is 0
 
 
 class Charges(NamedTuple):

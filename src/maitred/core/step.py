@@ -140,6 +140,7 @@ class SampledRow(NamedTuple):
     complete: bool = False  # a grammar lets nothing follow: the request has ended, with `stop`
     postponed: bool = False  # no token yet, for want of a mask: the last position is computed again, in the next step
     num_drafts: int = 0  # tokens that were made up for the row: at most as many as were planned
+    vector: bytes = b""  # of a row that pools, float32; it is `complete`
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +206,4 @@ class RequestProgress(NamedTuple):
     timing: RequestTiming | None = None
     num_forced: int = 0  # of new_token_ids, the last so many: a grammar left no choice for them
     is_requests_fault: bool = False  # the error is what was asked for, and not what became of it
+    vector: bytes = b""  # float32 in the machine's order: the answer of a request that pools, with its finish_reason

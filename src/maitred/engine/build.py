@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from maitred.config import EngineConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.cost_model import CostModel
-from maitred.core.request import RequestSpec, SamplingParams
+from maitred.core.request import PoolingFacts, RequestSpec, SamplingParams
 from maitred.core.step import Executor
 from maitred.decisions.codec import Header
 from maitred.decisions.files import DecisionLogFile
@@ -35,6 +35,7 @@ from maitred.executor.grammar import Grammars
 from maitred.kv.pages import kv_cache_manager
 from maitred.kv.prefix_cache import TokenHasher
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
+from maitred.model.pooling import pooled_layers
 from maitred.model.spec import DecoderSpec
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
@@ -43,6 +44,7 @@ from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 
 if TYPE_CHECKING:
+    from maitred.executor.pooling import Pooler
     from maitred.kv.keeping import KVTiers
     from maitred.kv.peers import KVPeers
     from maitred.kv.tiers import KVTier
@@ -108,22 +110,25 @@ def build_parts(
         plan = plan_engine(config, checkpoint, tell, files)
         config = plan.config
         proposer = plan.drafts.name if plan.drafts is not None else ""
-        facts = facts_of(config, checkpoint, plan.spec, plan.executor, plan.memory, served_model_names, proposer)
+        facts = facts_of(
+            config, checkpoint, plan.spec, plan.executor, plan.memory, served_model_names, proposer, plan.pooling
+        )
         timeline.end("plan")
-        if facts.chat_template is None:
-            tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
-        elif isinstance(facts.chat_template, dict) and "default" not in facts.chat_template:
-            tell(f"chat    no chat template is `default`, only {', '.join(facts.chat_template)}; --chat-template FILE")
+        _tell_use(facts, tell)
         with ExitStack() as undo:  # gives back what another process may want, when we cannot have the rest
             tiers = _tiers(config, checkpoint, plan, tell)
             for tier in tiers:
                 undo.callback(tier.close)
             executor = _build_executor(plan, timeline, tell, told_now_and_then(tell, clock), on_lost)
+            if plan.pooling is not None:
+                executor.pooler = _pooler(executor, checkpoint, plan.pooling)
             undo.pop_all()
     grammars = executor.grammars = Grammars(
         facts.tokenizer_folder, facts.vocab_size, facts.eos_token_ids, forces=config.model.forced_tokens
     )
-    adapters = adapter_cache(getattr(executor, "adapters", None), plan.spec, config.lora)
+    adapters = None
+    if plan.spec.encoder is None:
+        adapters = adapter_cache(getattr(executor, "adapters", None), plan.spec, config.lora)
     if adapters is not None and config.lora.lora:
         facts = replace(facts, adapters=tuple(introduced(adapters, config.lora.lora)))
         tell(f"lora    {len(facts.adapters)} adapters, of rank {max(one.rank for one in facts.adapters)} at most")
@@ -211,6 +216,16 @@ def told_now_and_then(tell: OnEvent, clock: Clock, every_s: float = 2.0) -> Call
     return on_packed
 
 
+def _tell_use(facts: ModelFacts, tell: OnEvent) -> None:
+    """Tell what the model is not served for."""
+    if facts.pooling is not None and facts.pooling.is_encoder:
+        tell("encoder texts become vectors or scores: /v1/embeddings, /v1/rerank, /v1/score; it generates nothing")
+    elif facts.chat_template is None:
+        tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
+    elif isinstance(facts.chat_template, dict) and "default" not in facts.chat_template:
+        tell(f"chat    no chat template is `default`, only {', '.join(facts.chat_template)}; --chat-template FILE")
+
+
 def _build_executor(
     plan: EnginePlan, timeline: Timeline, tell: OnEvent, on_packed: Callable[[int, int], None], on_lost: OnLost | None
 ) -> BuiltExecutor:
@@ -241,6 +256,16 @@ def _build_executor(
         )
         on_phase("drafts", story)
     return executor
+
+
+def _pooler(executor: Any, checkpoint: Checkpoint, facts: PoolingFacts) -> Pooler:
+    """What makes vectors of the native executor's states, with layers of the checkpoint behind pooling."""
+    from maitred.executor.pooling import Pooler
+
+    runner, layers = executor.runner, pooled_layers(checkpoint, facts)
+    is_decoder = runner.program.spec.encoder is None
+    norm = runner.weights["norm"].vector if is_decoder else None
+    return Pooler(runner, facts.kind, norm=norm, eps=runner.program.spec.norm_eps, layers=layers)
 
 
 def _scheduler(

@@ -33,6 +33,7 @@ class BuiltExecutor(Protocol):
 
     grammars: Grammars | None
     proposer: Proposer | None
+    pooler: Any  # an `executor.pooling.Pooler`, where it makes vectors
     threads: Any  # a `_native.ThreadPool`, where it has one
     on_logits: Any  # told the logits of every position of every step, where it is set
 
@@ -137,10 +138,13 @@ def plan_executor(
     spec: DecoderSpec,
     tell: Callable[[str], None],
     taps: tuple[int, ...] = (),
+    *,
+    needs_all: bool = False,
 ) -> ExecutorPlan:
     """auto: PyTorch where it sees a GPU; else native, and PyTorch again, with the reason told, for what that lacks.
 
-    `taps` are numbers of layers after which a head reads along, which the native executor alone lets it.
+    `taps` are numbers of layers after which a head reads along, which the native executor alone lets it; `needs_all`
+    that vectors are made of the last states of all tokens, likewise.
     Raises ConfigError when the executor that was asked for cannot serve this model, or none can.
     """
     check_threads(config.model.num_threads)
@@ -152,7 +156,13 @@ def plan_executor(
             f"{spec.architecture} has no native row; transformers' module runs on the torch executor, in one process "
             f"and for {spec.max_position_embeddings} tokens: leave out --executor, --tensor-parallel or --max-model-len"
         )
-    if wanted == "torch" or spec.module is not None or (wanted == "auto" and _wants_gpu(config.model.device)):
+    if spec.encoder is not None and (wanted == "torch" or has_ranks or config.model.device == "cuda"):
+        raise ConfigError(
+            f"{spec.architecture} is an encoder, which runs on the native executor, on a CPU and in one process: leave "
+            "out --executor, --device or --tensor-parallel"
+        )
+    takes_torch = spec.encoder is None and wanted == "auto" and _wants_gpu(config.model.device)
+    if wanted == "torch" or spec.module is not None or takes_torch:
         if has_ranks:
             raise ConfigError("tensor_parallel is the native executor's; leave it out, or choose --executor native")
         if config.share.num_engines > 1 and _wants_gpu(config.model.device):
@@ -162,16 +172,21 @@ def plan_executor(
             )
         return _plan_torch(config, checkpoint, spec)
     try:
-        return _plan_native(config, checkpoint, spec, tell, taps)
+        return _plan_native(config, checkpoint, spec, tell, taps, needs_all)
     except KernelError as error:
-        if wanted == "native" or not _has_torch() or _integers(config) or has_ranks:
+        if wanted == "native" or spec.encoder is not None or not _has_torch() or _integers(config) or has_ranks:
             raise ConfigError(str(error)) from error
         tell(f"torch   takes over: {error}")
         return _plan_torch(config, checkpoint, spec)
 
 
 def _plan_native(
-    config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, tell: Callable[[str], None], taps: tuple[int, ...]
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    tell: Callable[[str], None],
+    taps: tuple[int, ...],
+    needs_all: bool,
 ) -> ExecutorPlan:
     if importlib.util.find_spec("maitred.kernels._native") is None:
         raise KernelError("the native library was not built; install maitred from a wheel, or with a C++17 compiler")
@@ -191,6 +206,7 @@ def _plan_native(
         num_threads=num_threads,
         num_drafts=config.speculative.num_drafts,
         taps=taps,
+        needs_all=needs_all,
     )
 
 
@@ -244,4 +260,5 @@ def useful_threads(spec: DecoderSpec) -> int:
     At 4 M parameters a native step takes 0.3 ms on one thread. On two it takes as much at best, and on a machine with
     other work, where one of the two often has no core, 40 ms (PyTorch: 2.4 and 155 ms).
     """
-    return 1 if spec.num_parameters() < SMALL_MODEL_PARAMETERS else usable_cores()
+    is_small = spec.num_parameters() < SMALL_MODEL_PARAMETERS and spec.encoder is None  # whose steps are whole texts
+    return 1 if is_small else usable_cores()

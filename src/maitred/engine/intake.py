@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maitred.config import NO_MODEL
-from maitred.core.errors import InvalidRequest, ModelNotFound, PromptTooLong, TooManyTokens
+from maitred.core.errors import InvalidRequest, ModelNotFound, PromptTooLong, TooManyTokens, UnsupportedParameter
 from maitred.core.request import (
+    DEFAULT_SAMPLING,
     MAX_SEED,
     NO_TERMS,
+    Pooling,
+    PoolingFacts,
     RequestSpec,
     SamplingParams,
     Terms,
@@ -47,6 +50,7 @@ class ServedModel:
     block_size: int = 16  # tokens
     max_num_seqs: int = 0  # requests in one step; 0 where it is not known
     footprint: Footprint | None = None  # None where it is not known
+    pooling: PoolingFacts | None = None  # None where its executor makes no vectors
     version: int = 1  # on its shelf, where it comes from one
 
     @classmethod
@@ -67,6 +71,24 @@ class ServedModel:
     def name(self) -> str:
         """The canonical one."""
         return self.names[0] if self.names else NO_MODEL
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """What the model was made for, in Ollama's words: completion, embedding, both."""
+        facts = self.pooling
+        if facts is None or not (facts.is_declared or facts.is_encoder):
+            return ("completion",)
+        vectors = ("embedding",) if facts.task == "embed" and facts.score_tokens is None else ()
+        return vectors if facts.is_encoder else ("completion", *vectors)
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequest for an encoder."""
+        if self.pooling is not None and self.pooling.is_encoder:
+            raise InvalidRequest(
+                f"{self.name} is an encoder, which generates nothing; POST texts to /v1/embeddings, /v1/rerank or "
+                "/v1/score, or serve a causal model",
+                param="model",
+            )
 
     def check_version(self, asked: int) -> None:
         """Raises ModelNotFound for another version than this one; 0 is any."""
@@ -128,6 +150,7 @@ def make_requests(
     """
     if adapter is not None:  # so that no block is shared with what other bytes computed
         cache_salt = f"{cache_salt}\0lora:{adapter.digest}"
+    model.check_generates()
     check_sampling_tokens(sampling, model.vocab_size)
     token_ids = _prompt_tokens(model, prompt, add_special_tokens)
     max_tokens = _resolve_max_tokens(model, len(token_ids), sampling, is_cut=cuts_max_tokens)
@@ -164,6 +187,64 @@ def make_requests(
         )
         for index in range(sampling.n)
     ]
+
+
+def make_pooled(
+    model: ServedModel,
+    prompt: str | Sequence[int],
+    task: str,
+    *,
+    request_id: str,
+    now: float,
+    second: str | None = None,
+    cut_to: int | None = None,
+    terms: Terms = NO_TERMS,
+    cache_salt: str = "",
+    add_special_tokens: bool = True,
+    score_tokens: Sequence[int] | None = None,
+) -> RequestSpec:
+    """Request whose answer is a vector of its prompt, or numbers that `task` names (`Pooling`); `second` is the other
+    text of a pair, `score_tokens` those whose logits are asked for. `cut_to` cuts a longer text at its
+    end, to so many tokens; -1 is as many as the model takes.
+
+    Raises PromptTooLong with both numbers, InvalidRequest, and UnsupportedParameter where nothing makes vectors.
+    """
+    facts, most, cuts = model.pooling, model.max_model_len, cut_to is not None
+    if facts is None:
+        raise UnsupportedParameter("this executor makes no vectors; serve with --executor native")
+    if cut_to is not None and cut_to != -1:
+        most = min(most, cut_to)
+    second_from = 0
+    if isinstance(prompt, str):
+        try:
+            token_ids: Sequence[int]
+            token_ids, second_from = model.tokenizer.encode_whole(
+                prompt, second, most=most, cuts=cuts, add_special_tokens=add_special_tokens
+            )
+        except TooManyTokens as error:
+            told = f"the text has {error.num_tokens} tokens, and this model takes {most}"
+            raise PromptTooLong(f"{told}; send a shorter one, or truncate_prompt_tokens: -1", param="prompt") from None
+    else:
+        _check_token_ids(prompt, model.vocab_size)
+        token_ids = prompt[:most] if cuts else prompt
+        if len(token_ids) > most:
+            raise PromptTooLong(f"the text has {len(token_ids)} tokens, and this model takes {most}", param="prompt")
+    if not token_ids:
+        raise InvalidRequest("the text has no tokens; send at least one", param="prompt")
+    pooling = Pooling(task=task, all_tokens=facts.all_tokens, whole=facts.whole, second_from=second_from)
+    return RequestSpec(
+        request_id=request_id,
+        prompt_token_ids=tuple(token_ids),
+        num_prompt_tokens=len(token_ids),
+        sampling=DEFAULT_SAMPLING if score_tokens is None else SamplingParams(allowed_token_ids=tuple(score_tokens)),
+        arrived_at=now,
+        max_tokens=0,
+        terms=terms,
+        predicted_output_tokens=0.0,
+        cache_salt=cache_salt,
+        block_hashes=list(hash_blocks(token_ids, model.block_size, root_hash(model.revision, cache_salt))),
+        pooling=pooling,
+    )
 
 
 def _prompt_tokens(model: ServedModel, prompt: str | Sequence[int], add_special_tokens: bool) -> tuple[int, ...]:

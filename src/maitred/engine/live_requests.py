@@ -411,7 +411,7 @@ class ProgressStream:
 
 def num_bytes(progress: RequestProgress) -> int:
     """Roughly what it takes in memory."""
-    size = PROGRESS_BYTES + TOKEN_BYTES * len(progress.new_token_ids)
+    size = PROGRESS_BYTES + TOKEN_BYTES * len(progress.new_token_ids) + len(progress.vector)
     return size + logprob_bytes(progress.logprobs or ()) + logprob_bytes(progress.prompt_logprobs or ())
 
 

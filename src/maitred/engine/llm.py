@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar, cast, get_args, get_type_
 
 from maitred.config import PARTS, CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, SpeculativeConfig, TiersConfig
 from maitred.core.clock import WallClock
-from maitred.core.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest, did_you_mean
-from maitred.core.request import FinishReason, SamplingParams, Terms
+from maitred.core.errors import CheckpointError, ConfigError, EngineDead, GenerationFailed, InvalidRequest, did_you_mean
+from maitred.core.request import FinishReason, RequestSpec, SamplingParams, Terms
+from maitred.core.step import RequestProgress
 from maitred.core.structured_outputs import StructuredOutputsParams
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.grammar_check import GrammarChecker
-from maitred.engine.intake import ServedModel, make_requests
+from maitred.engine.intake import ServedModel, make_pooled, make_requests
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import OutputBuilder, RequestOutput
@@ -31,7 +32,9 @@ from maitred.text.shape import compose
 from maitred.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
     from _typeshed import DataclassInstance
+    from numpy.typing import NDArray
 
 
 Prompt = str | Sequence[int]
@@ -162,7 +165,7 @@ class LLM:
                 parts.model,
                 prompt,
                 params,
-                request_id=f"llm-{next(self._ids)}",
+                request_id=self._new_id(),
                 now=now,
                 terms=Terms(priority=urgency),
                 add_special_tokens=add_special_tokens,
@@ -226,6 +229,73 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, add_special_tokens=False, use_tqdm=use_tqdm, lora=lora)
+
+    def embed(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """Return the vectors of texts, float32 [texts, width], each of length 1 where the model wants that.
+
+        `prompt_name` is one of the model's own, put before each text; `dimensions` keeps the first so many values;
+        `truncate` cuts texts that are too long. Raises RequestError before anything runs.
+        """
+        import numpy as np  # noqa: PLC0415  of no use to what generates
+
+        from maitred.engine import vectors  # noqa: PLC0415
+
+        facts = vectors.embedding_facts(self.model)
+        vectors.check_dimensions(facts, dimensions)
+        texts = (vectors.prompted(facts, text, prompt_name) for text in as_prompts(prompts))
+        asked = [self._to_pool(text, "embed", cut_to=-1 if truncate else None) for text in texts]
+        found = [vectors.vector_of(facts, answer, dimensions) for answer in self._pooled(asked)]
+        return np.stack(found) if found else np.empty((0, dimensions or facts.width), np.float32)
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate: bool = False,
+    ) -> list[float]:
+        """Return how well each document answers its query; one query is that of all documents.
+
+        A cross-encoder or a causal reranker gives the share of yes, another model the cosine of vectors.
+        """
+        from maitred.engine.vectors import scoring  # noqa: PLC0415  numpy
+
+        documents = [documents] if isinstance(documents, str) else list(documents)
+        asked = [queries] * len(documents) if isinstance(queries, str) else list(queries)
+        if len(asked) != len(documents):
+            raise InvalidRequest(f"{len(asked)} queries for {len(documents)} documents", param="queries")
+        pairs = list(zip(asked, documents, strict=True))
+        wanted = scoring(self.model, pairs, self._to_pool, instruction=instruction, cut_to=-1 if truncate else None)
+        return wanted.scores(self._pooled(wanted.requests))
+
+    def _to_pool(self, prompt: Prompt, task: str, **options: Any) -> RequestSpec:
+        return make_pooled(self.model, prompt, task, request_id=self._new_id(), now=self._clock.now(), **options)
+
+    def _new_id(self) -> str:
+        return f"llm-{next(self._ids)}"
+
+    def _pooled(self, requests: Sequence[RequestSpec]) -> list[bytes]:
+        """Answers of requests that pool. Raises GenerationFailed."""
+        parts, answers = self._open(), dict[str, RequestProgress]()
+        try:
+            for request in requests:
+                parts.core.add(request)
+            while parts.core.has_work:
+                answers |= {each.request_id: each for each in self._step(parts)}
+        finally:
+            for request in requests:  # nothing stays behind when interrupted
+                parts.core.finish(request.request_id, FinishReason.ABORT)
+        if failed := [each.error for each in answers.values() if each.error]:
+            raise GenerationFailed(failed[0])
+        return [answers[request.request_id].vector for request in requests]
 
     def _adapter(self, parts: EngineParts, name: str | None) -> AdapterFacts | None:
         """Raises InvalidRequest for one that is not there."""
@@ -293,11 +363,7 @@ class LLM:
 
     def _run(self, parts: EngineParts, builders: Mapping[str, OutputBuilder], count: _Count | None) -> None:
         while parts.core.has_work:
-            if not parts.core.can_step:
-                self._woken.wait()  # no request has a deadline here
-                self._woken.clear()
-            parts.core.run_called()
-            for progress in parts.core.step():
+            for progress in self._step(parts):
                 builder = builders[progress.request_id]
                 if builder.push(progress):
                     ended = parts.core.finish(progress.request_id, FinishReason.STOP)
@@ -305,6 +371,13 @@ class LLM:
                         builder.complete(ended)
                 if count is not None and all(sample.finish_reason for sample in builder.output.outputs):
                     count.add(builder.output)
+
+    def _step(self, parts: EngineParts) -> list[RequestProgress]:
+        if not parts.core.can_step:
+            self._woken.wait()  # no request has a deadline here
+            self._woken.clear()
+        parts.core.run_called()
+        return parts.core.step()
 
 
 class _Count:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from maitred.config import EngineConfig, SchedulerConfig, TiersConfig
+from maitred.config import CacheConfig, EngineConfig, SchedulerConfig, TiersConfig
 from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest
-from maitred.core.request import SamplingParams
+from maitred.core.request import PoolingFacts, SamplingParams
 from maitred.engine.drafting import DraftPlan, plan_drafts
 from maitred.engine.executors import ExecutorPlan, own_threads, plan_executor
 from maitred.engine.memory import (
@@ -29,10 +29,12 @@ from maitred.kv.pages import KVGroups, groups_of
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.families import UnknownArchitecture, spec_from_config
 from maitred.model.packaged import remark
+from maitred.model.pooling import pooling_of
 from maitred.model.spec import DecoderSpec
 from maitred.text.folder import added_token_id, read_chat_template, read_named_tokens
 
 OnEvent = Callable[[str], None]
+ENCODER_BUDGET = 512  # tokens of a step, at least
 
 
 class EnginePlan(NamedTuple):
@@ -44,6 +46,7 @@ class EnginePlan(NamedTuple):
     memory: MemoryPlan
     num_host_blocks: int
     drafts: DraftPlan | None
+    pooling: PoolingFacts | None  # None where the executor makes no vectors
     scheduler: SchedulerConfig  # with the executor's token budget where none was given
 
 
@@ -55,11 +58,17 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
         tell(f"        {words}")
     if spec.has_state or spec.is_uneven:
         config = _without_moved_kv(config, tell, has_state=spec.has_state)
+    pooling = pooling_of(checkpoint, spec)
+    if spec.encoder is not None:
+        config = _as_encoder(config, spec, pooling)
+    elif pooling.max_tokens and config.model.max_model_len is None:
+        config = replace(config, model=replace(config.model, max_model_len=_own_context(spec, pooling)))
+    needs_all = pooling.kind == "mean"
     executor, drafts = plan_drafts(
         config,
         checkpoint,
-        plan_executor(config, checkpoint, spec, tell),
-        with_taps=lambda taps: plan_executor(config, checkpoint, spec, lambda line: None, taps),
+        plan_executor(config, checkpoint, spec, tell, needs_all=needs_all),
+        with_taps=lambda taps: plan_executor(config, checkpoint, spec, lambda _: None, taps, needs_all=needs_all),
         num_threads=lambda draft: own_threads(config, spec_from_config(draft.config)),
         files=files,
         tell=tell,
@@ -74,7 +83,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
         bytes_per_block=executor.bytes_per_block,
         model_context=spec.max_position_embeddings,
         pinned_context=config.model.max_model_len,
-        cache=config.cache,
+        cache=config.cache if spec.encoder is None else _encoders_cache(config.cache, scheduler, executor),
         scheduler=scheduler,
         draft=drafts.memory if drafts is not None else None,
         kv_share=1.0 if executor.on_gpu else HOST_KV_SHARE,
@@ -89,7 +98,48 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     tell(f"steps   of at most {scheduler.token_budget} tokens, {scheduler.max_num_seqs} requests")
     if drafts is not None:
         tell(drafts.describe(config.speculative.num_speculative_tokens))
-    return EnginePlan(config, spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
+    num_host_blocks, pools = _num_host_blocks(config, executor, memory), pooling if executor.name == "native" else None
+    return EnginePlan(config, spec, executor, memory, num_host_blocks, drafts, pools, scheduler)
+
+
+def _own_context(spec: DecoderSpec, pooling: PoolingFacts) -> int:
+    return min(spec.max_position_embeddings, pooling.max_tokens or spec.max_position_embeddings)
+
+
+def _as_encoder(config: EngineConfig, spec: DecoderSpec, pooling: PoolingFacts) -> EngineConfig:
+    """Settle what an encoder's steps need: room for whole prompts, and nothing that keeps or moves what they wrote.
+    Raises ConfigError for a context that it has no positions for, and for steps that are shorter."""
+    context, scheduler = config.model.max_model_len or _own_context(spec, pooling), config.scheduler
+    if context > spec.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {context}, and {spec.architecture} has {spec.max_position_embeddings} positions; "
+            f"serve with --max-model-len {spec.max_position_embeddings} or less"
+        )
+    if (budget := scheduler.max_num_batched_tokens) is not None and budget < context:
+        raise ConfigError(
+            f"max_num_batched_tokens is {budget}, and an encoder computes a text of up to {context} tokens in one "
+            f"step; raise it, or serve with --max-model-len {budget}"
+        )
+    if config.lora.lora:
+        raise ConfigError(f"adapters are not for an encoder ({spec.architecture}); leave out --lora")
+    budget = budget or max(ENCODER_BUDGET, context, scheduler.max_num_seqs)
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=context),
+        scheduler=replace(scheduler, max_num_batched_tokens=budget),
+        cache=replace(config.cache, enable_prefix_caching=False, swap_memory_bytes=0),
+        tiers=TiersConfig(),
+        share=replace(config.share, exchanges_kv=False),
+        speculative=replace(config.speculative, speculative="off", speculative_model=None),
+    )
+
+
+def _encoders_cache(cache: CacheConfig, scheduler: SchedulerConfig, executor: ExecutorPlan) -> CacheConfig:
+    """Blocks of one step: none outlives it."""
+    if cache.kv_cache_memory_bytes is not None:
+        return cache
+    num_blocks = -(-scheduler.token_budget // cache.block_size) + scheduler.max_num_seqs
+    return replace(cache, kv_cache_memory_bytes=num_blocks * executor.bytes_per_block)
 
 
 def _without_moved_kv(config: EngineConfig, tell: OnEvent, *, has_state: bool) -> EngineConfig:
@@ -210,6 +260,7 @@ def facts_of(
     plan: MemoryPlan,
     names: Sequence[str],
     proposer: str = "",
+    pooling: PoolingFacts | None = None,
 ) -> ModelFacts:
     """Raises CheckpointError when the model has no tokenizer, ConfigError for a template that cannot be read."""
     generation = {**checkpoint.generation_config, **config.model.generation_config}
@@ -232,6 +283,7 @@ def facts_of(
         footprint=_footprint(spec, executor_plan, plan, proposer),
         allow_special_tokens_in_content=config.model.allow_special_tokens_in_content,
         tool_format=config.model.tool_format,
+        pooling=pooling,
     )
 
 

@@ -18,6 +18,7 @@ from maitred.core.step import BlockCopy, ModelOutput, SampledRow, SchedulerOutpu
 from maitred.executor.grammar import Grammars
 from maitred.executor.native_lora import NativeAdapters, refuse
 from maitred.executor.native_program import NativeProgram, RaggedStep, running_sums
+from maitred.executor.pooling import Pooler, PoolingRow
 from maitred.executor.ranks import Ranks
 from maitred.executor.rows import (
     PROMPT_LOGPROBS_CHUNK,
@@ -316,6 +317,7 @@ class NativeExecutor:
         self.adapters = adapters
         self.grammars: Grammars | None = None  # for requests with one; set by the engine's builder
         self.proposer: Proposer | None = None  # of drafts; set by the engine's builder
+        self.pooler: Pooler | None = None  # for requests that pool; likewise
         self.on_taps: Callable[[ComputedRows], None] | None = None  # told of what steps computed; likewise
         self._block_size = block_size
         self._states: dict[str, HeldRequest] = {}
@@ -386,7 +388,7 @@ class NativeExecutor:
         if self._ranks is not None:
             self._ranks.close()
         self.runner.close()
-        self.adapters = self.on_taps = None
+        self.adapters = self.on_taps = self.pooler = None
         del self.runner, self.pool, self._sample_rows, self.threads
 
     def _choose_threads(self, choice: ThreadChoice, num_tokens: int, num_rows: int, began_at: float) -> None:
@@ -423,16 +425,25 @@ class NativeExecutor:
             step.adapters = self.adapters.slots(names)
         if self._slots is not None:
             self._add_states(self._slots, slices, step)
-        sampling = [piece for piece in slices if piece.samples]
+        sampling = [piece for piece in slices if piece.samples and piece.work.state.pooling is None]
         firsts = step.first_tokens.tolist()
+        pooling = [
+            PoolingRow(piece.row, piece.work.state, piece.start, first, piece.num_tokens, piece.samples)
+            for piece, first in zip(slices, firsts, strict=False)
+            if piece.work.state.pooling is not None
+        ]
+        if pooling and self.pooler is not None:
+            self.pooler.tell_types(pooling, step)
         wanted = [
             token
             for piece, end in zip(slices, firsts[1:], strict=True)
-            if piece.samples
+            if piece.samples and piece.work.state.pooling is None
             for token in range(end - piece.num_sampled, end)
         ]
         logits_RV = self.runner.run(step, wanted[: self.runner.max_logits])
         self._sample(sampling, wanted, logits_RV, tokens)
+        if pooling and self.pooler is not None:  # else the scheduler hears that there is no answer
+            self.pooler.pool(pooling, tokens)
         for piece, first in zip(slices, firsts, strict=False):
             if piece.work.state.prompt_logprobs is not None:
                 self._add_prompt_logprobs(piece, first, prompts)

@@ -236,7 +236,8 @@ class NativePlan:
         }
         if (experts := expert_buffer_values(spec, self.max_tokens)) is not None:
             sizes["rows of experts"] = 4 * experts
-        sizes[f"logits [{self.max_logits} x {spec.vocab_size}]"] = 4 * self.max_logits * spec.vocab_size
+        if spec.encoder is None:
+            sizes[f"logits [{self.max_logits} x {spec.vocab_size}]"] = 4 * self.max_logits * spec.vocab_size
         return list(sizes.items())
 
     @property
@@ -427,9 +428,10 @@ def plan_native_executor(
     num_threads: int,
     num_drafts: int = 0,
     taps: tuple[int, ...] = (),
+    needs_all: bool = False,
 ) -> NativePlan:
     """Settle number formats and compile; `num_drafts` are a request's in a step, at most, each with logits. `taps` are
-    numbers of layers after which a head reads along (`head.HeadSpec`).
+    numbers of layers after which a head reads along (`head.HeadSpec`), `needs_all` is `compile_program`'s.
 
     Raises KernelError for a model that this executor cannot express, ConfigError for settings that cannot be.
     """
@@ -442,7 +444,10 @@ def plan_native_executor(
     isa, threads, num_ranks = default_isa(), config.num_threads or num_threads, config.tensor_parallel
     budget = native_token_budget(threads * num_ranks, tiles=isa == "amx")
     program = compile_program(
-        spec, resolve_formats(config, checkpoint.dtype, isa, stored_formats(checkpoint, spec)), taps
+        spec,
+        resolve_formats(config, checkpoint.dtype, isa, stored_formats(checkpoint, spec)),
+        taps,
+        needs_all=needs_all,
     )
     plan_weights(program)  # raises for a matrix that no kernel takes
     return NativePlan(
@@ -453,7 +458,9 @@ def plan_native_executor(
         num_threads=threads,
         isa=isa,
         max_tokens=scheduler.settled(budget).token_budget,
-        max_logits=most_logits(spec.vocab_size, scheduler.max_num_seqs * (1 + num_drafts)),
+        max_logits=most_logits(
+            spec.vocab_size if spec.encoder is None else 1, scheduler.max_num_seqs * (1 + num_drafts)
+        ),
         bind_threads=config.bind_threads == "on",
         choose_threads=config.num_threads is None and num_ranks == 1,
         num_ranks=num_ranks,

@@ -19,15 +19,18 @@ from maitred.model.program import (
     QKV,
     TAKEN,
     TAPS,
+    Activated,
     AddTo,
     Attention,
     ChooseExperts,
     Columns,
     Embed,
+    EmbedMore,
     Experts,
     Gate,
     Gated,
     HeadLinear,
+    LayerNorm,
     Linear,
     NormAdd,
     Op,
@@ -138,6 +141,8 @@ class NativeProgram:
         self.max_logits = max_logits
         self.vocab_size = spec.vocab_size
         num_embeddings = program.head.num_embeddings if program.head is not None else spec.vocab_size
+        if spec.encoder is not None:  # ids tell types too, see `EmbedMore`
+            num_embeddings *= spec.encoder.num_types
         self.weights = weights
         self._keep = (pool, threads, place)
         self._native = _native.Program(
@@ -150,6 +155,8 @@ class NativeProgram:
             max_positions=max_model_len,
             team=place.team,
         )
+        if spec.encoder is not None:
+            self._native.encode()
         if layers:
             self._native.place_layers(list(layers))
         if not num_state_slots and any(isinstance(op, Recurrent) for op in program.ops):
@@ -158,8 +165,12 @@ class NativeProgram:
         builder = _Builder(program, weights, self._native, max_model_len, place)
         builder.build()
         self._frequencies = builder.frequencies
-        self._logits_rows = builder.rows[LOGITS]
-        self._logits: Any = self._logits_rows.view(max_logits)
+        self._logits_rows = builder.rows.get(LOGITS)
+        self._logits: Any = self._logits_rows.view(max_logits) if self._logits_rows is not None else np.empty((1, 0))
+        self.all_states: NDArray[np.float32] = builder.rows[HIDDEN].view(max_tokens)
+        """Rows [max_tokens, hidden size]: `last_states` of all tokens of the last step, where the program was compiled
+        with `needs_all`."""
+        self._taken: NDArray[np.float32] = builder.rows[TAKEN].view(max_logits)
         taps = builder.rows.get(TAPS)
         self.taps: NDArray[np.float32] | None = taps.view(max_tokens) if taps is not None else None
         """Rows [max_tokens, all taps of a token]: what a head reads of the last step, or of its next one if this is the
@@ -231,6 +242,12 @@ class NativeProgram:
         logits: NDArray[np.float32] = self._logits[: len(logits_tokens)]
         return logits
 
+    def last_states(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Residual stream behind the last layer, [len(tokens), hidden size], of tokens of the step that ran last, as
+        `more_logits` has them; an encoder's is normed. A view, good until the next call."""
+        self._native.run_logits(np.array(tokens, dtype=np.int32), True)
+        return self._taken[: len(tokens)]
+
     def serve(self) -> None:
         """Serve on a rank above 0: compute what rank 0 runs, until that ends."""
         self._native.serve()
@@ -276,7 +293,17 @@ class NativeProgram:
 
     def close(self) -> None:
         """Give back buffers, weights and threads."""
-        del self._logits, self._logits_rows, self._feedback, self.taps, self._native, self._keep, self.weights
+        del (
+            self._logits,
+            self._logits_rows,
+            self._feedback,
+            self.taps,
+            self.all_states,
+            self._taken,
+            self._native,
+            self._keep,
+            self.weights,
+        )
 
 
 class _Builder:
@@ -313,12 +340,16 @@ class _Builder:
                 self._add_rope_tables()  # of positions, which move on with the state
             if index == logits_begin:
                 self._native.begin_logits()
+            if index + 1 < len(ops) and getattr(ops[index + 1], "target", "") == LOGITS:
+                self._native.begin_output()
             self._add(index, op)
 
     def _add(self, index: int, op: Op) -> None:
         match op:
             case Embed():
                 self._add_embed(op)
+            case EmbedMore() | LayerNorm() | NormAdd():
+                self._add_part(op, index >= self._head)
             case Prepare():
                 reader = self._reader(index)
                 norm, few = self._vector(op.norm), index >= self._head
@@ -357,10 +388,6 @@ class _Builder:
                 self._native.gate(gate, up, target, op.activation.value, few, op.first)
             case ChooseExperts() | Experts() | SigmoidScale() | ScaleBy():
                 self._add_routed(op, index >= self._head)
-            case NormAdd():
-                weight, few = self._vector(op.weight), index >= self._head
-                part, target = self.rows[op.source], self.rows[op.target]
-                self._native.norm_add(part, target, weight, self._eps, op.scale, few, op.num_heads)
             case _:
                 raise AssertionError(op)
 
@@ -372,7 +399,19 @@ class _Builder:
         if share.weight is None:
             self._native.idle("embed")
         else:
-            self._native.embed(shape_of(share.weight), self._data(op.weight), share.first, scale, target)
+            most = op.weight.rows if self._program.spec.encoder is not None else 0
+            self._native.embed(shape_of(share.weight), self._data(op.weight), share.first, scale, target, most)
+
+    def _add_part(self, op: EmbedMore | LayerNorm | NormAdd, few: bool) -> None:
+        if isinstance(op, LayerNorm):
+            weight, bias = self._vector(op.weight), self._vector(op.bias)
+            self._native.layer_norm(self.rows[op.value], weight, bias, self._eps, few)
+        elif isinstance(op, NormAdd):
+            part, target, weight = self.rows[op.source], self.rows[op.target], self._vector(op.weight)
+            self._native.norm_add(part, target, weight, self._eps, op.scale, few, op.num_heads)
+        else:
+            most = 0 if op.by_position else self._program.spec.vocab_size
+            self._native.embed_more(shape_of(op.weight), self._data(op.weight), op.offset, most, self.rows[op.target])
 
     def _add_columns(self, index: int, op: Columns) -> None:
         source, target = self.rows[op.source], self._rows(op.target, self._width(op.target))
@@ -462,6 +501,8 @@ class _Builder:
                 ending, alpha = "add", op.ending.scale
             case Gated():
                 ending, act = "gate", op.ending.activation.value
+            case Activated():
+                ending, act = "act", op.ending.activation.value
         width = shape_of(op.weight).out_width
         if op.target in ("qkv", "inputs", "latent"):  # whose columns may be written by several
             width = self._width(op.target, op.weight)

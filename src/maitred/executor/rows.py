@@ -187,4 +187,5 @@ def report(
         complete=token.complete,
         postponed=token.is_missing and not token.complete,
         num_drafts=work.row.num_drafts,
+        vector=token.vector,
     )

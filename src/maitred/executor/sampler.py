@@ -50,6 +50,7 @@ class SampledToken(NamedTuple):
     complete: bool = False  # its grammar lets nothing follow these
     is_missing: bool = False  # there is none: its grammar is complete already, or the mask is not there
     before: tuple[SampledToken, ...] = ()  # in the same step: accepted drafts
+    vector: bytes = b""  # of a request that pools, in place of a token
 
 
 def sample_rows(logits_RV: NDArray[np.float32], samplers: Sequence[RequestSampler]) -> list[SampledToken]:

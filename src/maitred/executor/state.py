@@ -17,6 +17,7 @@ from maitred.kv.pages import KVGroups
 Ints = NDArray[np.int64]
 CopyBlocks = Callable[[Sequence[tuple[int, int]]], object]
 TapRows = NDArray[np.float32]
+_NO_SUM = np.zeros(0, np.float32)
 
 
 class GrowingInts:
@@ -102,7 +103,10 @@ class HeldRequest:
         "adapter",
         "blocks",
         "grammar",
+        "num_pooled",
         "num_prompt_tokens",
+        "pooled_sum",
+        "pooling",
         "prediction",
         "prompt_logprobs",
         "request_id",
@@ -117,6 +121,8 @@ class HeldRequest:
         self.state_slot = -1 if new.state_slot is None else new.state_slot
         self.num_prompt_tokens = new.spec.num_prompt_tokens
         self.prompt_logprobs = new.spec.sampling.prompt_logprobs
+        self.pooling, self.num_pooled = new.spec.pooling, 0
+        self.pooled_sum: TapRows = _NO_SUM  # of the states of the first `num_pooled` tokens, where a mean is asked for
         self.prediction = new.spec.prediction_token_ids
         self.tokens = GrowingInts((*new.spec.prompt_token_ids, *new.output_token_ids))
         assert self.tokens.size == new.spec.num_prompt_tokens + new.num_output_tokens, new

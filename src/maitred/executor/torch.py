@@ -90,6 +90,7 @@ class TorchExecutor:
         self._recurrent = torch_kv.TorchStates(spec, num_state_slots, device=device) if spec.has_state else None
         self._pages = PageTables(groups) if groups is not None else None
         self._host = torch_kv.TorchHostPool(self.pool, num_host_blocks) if num_host_blocks else None
+        self.pooler = None
         self.proposer: Proposer | None = None  # never one: drafts are refused before anything is loaded
         self.threads: object = None
         self._attention: GatherAttention | FlashAttention

@@ -214,7 +214,7 @@ class AdmissionController:
             return
         self._stop_waiting(request_id)
         del self._admitted[request_id]
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if entry.num_output and reason in (FinishReason.STOP, FinishReason.LENGTH):  # a vector has none
             self._mean_output.saw(entry.num_output)
 
     # -- to look at

@@ -256,7 +256,7 @@ class KVCacheManager:
 
     def check_fits(self, request: RequestState) -> None:
         """Raises PromptTooLong when the request would not fit even alone."""
-        num_tokens = request.num_prompt_tokens + request.max_tokens - 1  # the last is never computed
+        num_tokens = request.num_prompt_tokens + max(request.max_tokens - 1, 0)  # the last is never computed
         needed = self.num_pages_for(num_tokens)
         if needed > self.num_pages or self.num_blocks_for(num_tokens) > self.num_blocks:
             raise PromptTooLong(
@@ -269,6 +269,8 @@ class KVCacheManager:
         """The longest cached prefix of the request's known tokens; takes about 0.1 us a block and holds nothing."""
         if not self.enable_prefix_caching or request.spec.sampling.prompt_logprobs is not None:
             return NO_HIT  # prompt_logprobs needs the logits of every prompt token
+        if request.spec.pooling is not None and request.spec.pooling.all_tokens:
+            return NO_HIT
         # Match at most num_tokens - 1: the last token is always computed, because sampling needs its logits.
         usable = (request.num_tokens - 1) // self.block_size
         blocks = self._cache.find(request.block_hashes[:usable])

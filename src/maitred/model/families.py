@@ -17,6 +17,7 @@ from maitred.model.rope_config import Config, rope_from_config, ropes_by_type
 from maitred.model.spec import (
     Activation,
     DecoderSpec,
+    EncoderSpec,
     LatentSpec,
     LayerSpec,
     NormPlacement,
@@ -292,6 +293,8 @@ def spec_from_config(config: Config) -> DecoderSpec:
 def _describe(architecture: str, family: Family, config: Config) -> DecoderSpec:
     c = _with_defaults(config, family)
     head_dim = _head_dim(c)
+    if family.is_encoder:
+        return _describe_encoder(architecture, family, c, head_dim)
     layers = tuple(replace(layer, mlp=family.experts(c, i)) for i, layer in enumerate(family.layers(c, head_dim)))
     if not family.partial_rotary and any(layer.rope and layer.rope.dim != head_dim for layer in layers):
         raise CheckpointError(f"{architecture} rotates whole heads; partial_rotary_factor must be absent or 1")
@@ -321,6 +324,34 @@ def _describe(architecture: str, family: Family, config: Config) -> DecoderSpec:
         fused_weights=family.fused_weights,
         fused_gate_up=family.fused_gate_up,
         **{"attention_scale": head_dim**-0.5, **family.scales(c)},
+    )
+
+
+def _describe_encoder(architecture: str, family: Family, c: Config, head_dim: int) -> DecoderSpec:
+    if c["position_embedding_type"] != "absolute" or c.get("is_decoder"):
+        raise CheckpointError(
+            f"{architecture} with position_embedding_type {c['position_embedding_type']!r} and is_decoder "
+            f"{c.get('is_decoder', False)}; encoders have absolute positions, and see all of a text"
+        )
+    first, num_positions = c["pad_token_id"] + 1 if family.skips_padding else 0, int(c["max_position_embeddings"])
+    return DecoderSpec(
+        architecture=architecture,
+        vocab_size=c["vocab_size"],
+        hidden_size=c["hidden_size"],
+        intermediate_size=c["intermediate_size"],
+        num_heads=c["num_attention_heads"],
+        num_kv_heads=c["num_attention_heads"],
+        head_dim=head_dim,
+        layers=(LayerSpec(),) * int(c["num_hidden_layers"]),
+        max_position_embeddings=num_positions - first,
+        norm_eps=float(c["layer_norm_eps"]),
+        activation=_activation(c["hidden_act"]),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        tied_embeddings=True,
+        attention_scale=head_dim**-0.5,
+        encoder=EncoderSpec(num_positions=num_positions, first_position=first, num_types=int(c["type_vocab_size"])),
     )
 
 
@@ -393,6 +424,10 @@ class Family:
     fused_weights: bool = False
     fused_gate_up: bool = False
     partial_rotary: bool = False
+    is_encoder: bool = False
+    """BERT's kind (`EncoderSpec`)."""
+    skips_padding: bool = False
+    """Positions of an encoder begin behind the padding's row (RoBERTa)."""
 
 
 _LLAMA_DEFAULTS: dict[str, Any] = {
@@ -421,9 +456,17 @@ _GEMMA4_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+_BERT_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
+    "pad_token_id": 0, "position_embedding_type": "absolute",
+}  # fmt: skip
+
 # First of a family's model types -> what it has beside `_LLAMA_DEFAULTS`. Of DeepSeek, all else stands in a hub's
 # config.json.
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "bert": _BERT_DEFAULTS,
+    "roberta": _BERT_DEFAULTS | {"pad_token_id": 1},
+    "xlm-roberta": _BERT_DEFAULTS | {"pad_token_id": 1},
     "deepseek_v2": {
         "rope_interleave": True, "scoring_func": "softmax", "topk_method": "greedy", "first_k_dense_replace": 0,
     },
@@ -537,7 +580,17 @@ _GEMMA4 = Family(
     partial_rotary=True,
 )
 
+_BERT = Family(model_types=("bert",), is_encoder=True)
+_ROBERTA = Family(model_types=("roberta",), is_encoder=True, skips_padding=True)
+_XLM_ROBERTA = replace(_ROBERTA, model_types=("xlm-roberta",))
+_ENCODER_USES = ("Model", "ForSequenceClassification", "ForMaskedLM")  # what is trained for filling gaps, too
+
 FAMILIES: dict[str, Family] = {
+    **{
+        f"{name}{use}": family
+        for name, family in {"Bert": _BERT, "Roberta": _ROBERTA, "XLMRoberta": _XLM_ROBERTA}.items()
+        for use in _ENCODER_USES
+    },
     "DeepseekV2ForCausalLM": replace(_DEEPSEEK, model_types=("deepseek_v2",)),
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Gemma2ForCausalLM": _GEMMA2,

@@ -20,12 +20,14 @@ from maitred.model.program import (
     TAKEN,
     TAPS,
     VECTOR,
+    Activated,
     Add,
     AddTo,
     Attention,
     ChooseExperts,
     Columns,
     Embed,
+    EmbedMore,
     Experts,
     Format,
     Formats,
@@ -34,6 +36,7 @@ from maitred.model.program import (
     Gated,
     HeadLinear,
     HeadNorm,
+    LayerNorm,
     Linear,
     Norm,
     NormAdd,
@@ -53,7 +56,7 @@ from maitred.model.program import (
     Weight,
     WriteKV,
 )
-from maitred.model.spec import DecoderSpec, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
+from maitred.model.spec import DecoderSpec, EncoderSpec, NormPlacement, QKNorm, RecurrentSpec, RoutedSpec
 
 BY_LAYER = "by layer"  # inputs of all layers
 
@@ -66,6 +69,9 @@ def lower(spec: DecoderSpec, formats: Formats, taps: Sequence[int] = ()) -> list
 def _lowered(spec: DecoderSpec, formats: Formats, taps: Sequence[int]) -> Iterator[Op]:
     embedding = matrix("embedding", spec.vocab_size, spec.hidden_size, formats.of("embedding.weight", 0))
     yield Embed(HIDDEN, embedding, spec.embedding_scale)
+    if spec.encoder is not None:
+        yield from _encoder(spec, spec.encoder, formats)
+        return
     if size := spec.per_layer_width:
         width = spec.num_layers * size
         format = formats.of("by_layer.embedding.weight", 0)
@@ -80,6 +86,36 @@ def _lowered(spec: DecoderSpec, formats: Formats, taps: Sequence[int]) -> Iterat
     yield Take(HIDDEN, TAKEN)
     yield Norm(TAKEN, "normed", vector("norm", spec.hidden_size))
     yield from logits(spec, formats, "normed")
+
+
+def _encoder(spec: DecoderSpec, encoder: EncoderSpec, formats: Formats) -> Iterator[Op]:
+    """Write an encoder from its tokens' embeddings on; its states are what is taken."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    for name, count in (("types", encoder.num_types), ("positions", encoder.num_positions)):
+        weight = matrix(f"{name}.embedding", count, hidden, formats.of(f"{name}.embedding.weight", 0))
+        by_position = name == "positions"
+        yield EmbedMore(HIDDEN, weight, by_position, encoder.first_position if by_position else 0)
+    yield _layer_norm(spec, "embedding_norm")
+    for i in range(spec.num_layers):
+        layer = f"layers.{i}."
+        yield from attention(spec, formats, i, source=HIDDEN)
+        yield Add("part", HIDDEN, 1.0)
+        yield _layer_norm(spec, f"{layer}attention_post_norm")
+        for op in linears(HIDDEN, [("inner", 0, inner)], f"{layer}up", hidden, formats, True):
+            yield replace(op, ending=Activated(spec.activation)) if isinstance(op, Linear) else op
+        yield from linears("inner", [("part", 0, hidden)], f"{layer}down", inner, formats, True)
+        yield Add("part", HIDDEN, 1.0)
+        yield _layer_norm(spec, f"{layer}mlp_post_norm")
+    yield Take(HIDDEN, TAKEN)
+
+
+def _layer_norm(spec: DecoderSpec, name: str) -> LayerNorm:
+    bias = Part(parameter=f"{name}.bias", first=0, rows=spec.hidden_size)
+    return LayerNorm(
+        HIDDEN,
+        vector(name, spec.hidden_size),
+        Weight(name=f"{name}.bias", parts=(bias,), width=1, format=VECTOR),
+    )
 
 
 def decoder_layer(spec: DecoderSpec, formats: Formats, index: int) -> Iterator[Op]:
@@ -347,7 +383,7 @@ def vector(name: str, rows: int) -> Weight:
 
 NATIVE_OPS = (
     Embed, Take, Columns, Prepare, Linear, ScaleBy, QKV, Attention, NormAdd, Gate, ChooseExperts, Experts, SigmoidScale,
-    Recurrent, HeadLinear,
+    Recurrent, HeadLinear, EmbedMore, LayerNorm,
 )  # fmt: skip
 
 
@@ -363,16 +399,18 @@ class Pass:
     """The new list, and how often something was found."""
 
 
-def compile_program(spec: DecoderSpec, formats: Formats, taps: Sequence[int] = ()) -> Program:
-    """Lower and fuse; `taps` as `lower` has them. Raises KernelError, naming the operation, for what the native library
-    cannot express."""
-    return fused(spec, formats, lower(spec, formats, taps))
+def compile_program(
+    spec: DecoderSpec, formats: Formats, taps: Sequence[int] = (), *, needs_all: bool = False
+) -> Program:
+    """Lower and fuse; `taps` as `lower` has them. `needs_all`: the last states of all tokens are wanted. Raises
+    KernelError, naming the operation, for what the native library cannot express."""
+    return fused(spec, formats, lower(spec, formats, taps), PASSES[1:] if needs_all else PASSES)
 
 
-def fused(spec: DecoderSpec, formats: Formats, lowered: Sequence[Op]) -> Program:
+def fused(spec: DecoderSpec, formats: Formats, lowered: Sequence[Op], passes: Sequence[Pass] | None = None) -> Program:
     """Raises KernelError as `compile_program` does."""
     ops, fusions = list(lowered), []
-    for each in PASSES:
+    for each in PASSES if passes is None else passes:
         before = len(ops)
         ops, num_times = each.run(ops)
         if num_times:
@@ -558,7 +596,7 @@ def _take_early(ops: list[Op]) -> tuple[list[Op], int]:
                 rest.append(replace(op, takes=True))
             case Norm() | Prepare() | Linear() | Add():
                 rest.append(replace(op, source=_renamed(op.source, take), target=_renamed(op.target, take)))
-            case ScaleBy():
+            case ScaleBy() | LayerNorm():
                 rest.append(replace(op, value=_renamed(op.value, take)))
             case _:
                 rest.append(op)

@@ -140,6 +140,23 @@ class Embed(Struct, frozen=True):
     scale: float
 
 
+class EmbedMore(Struct, frozen=True):
+    """target += weight[a token's type], or weight[its position + offset]"""
+
+    target: str
+    weight: Weight
+    by_position: bool
+    offset: int = 0
+
+
+class LayerNorm(Struct, frozen=True):
+    """value = (value - mean) / sqrt(variance + eps) * weight + bias, in place"""
+
+    value: str
+    weight: Weight
+    bias: Weight
+
+
 class Take(Struct, frozen=True):
     """target = the rows of source whose logits are wanted"""
 
@@ -200,13 +217,19 @@ class Gated(Struct, frozen=True):
     limit: float = 0.0  # of a clamped activation
 
 
+class Activated(Struct, frozen=True):
+    """target = activation(acc)"""
+
+    activation: Activation
+
+
 class Linear(Struct, frozen=True):
     """acc = source @ weight.T + bias, and what becomes of it"""
 
     source: str
     target: str
     weight: Weight
-    ending: Store | AddTo | Gated = Store()
+    ending: Store | AddTo | Gated | Activated = Store()
     first: int = 0  # column of the target where the outputs begin
 
 
@@ -366,6 +389,7 @@ class Softcap(Struct, frozen=True):
 Op = (
     Embed | Take | Norm | Columns | Prepare | Linear | HeadNorm | Rope | WriteKV | QKV | Attention | Gate | Add
     | NormAdd | Scale | ScaleBy | Softcap | ValueNorm | ChooseExperts | Experts | SigmoidScale | Recurrent | HeadLinear
+    | EmbedMore | LayerNorm
 )  # fmt: skip
 
 # ---- the program
@@ -405,6 +429,10 @@ def weights_of(op: Op) -> tuple[Weight, ...]:
     match op:
         case Embed() | Norm() | HeadNorm() | NormAdd() | Linear() | HeadLinear() | ScaleBy():
             return (op.weight,)
+        case EmbedMore():
+            return (op.weight,)
+        case LayerNorm():
+            return (op.weight, op.bias)
         case Experts():
             return (op.gate_up, op.down)
         case Prepare():

@@ -238,6 +238,19 @@ class LayerSpec:
         return self.mlp if isinstance(self.mlp, RoutedSpec) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec:
+    """What BERT's kind has beside a decoder (arXiv:1810.04805): tokens see all of their request, those behind them too;
+    vectors of a token's position and type are added to its embedding; layer norms stand behind each addition to the
+    residual stream; the MLP has no gate, and there is no output matrix. All matrices have biases."""
+
+    num_positions: int
+    """Rows of the embedding of positions."""
+    first_position: int = 0
+    """Row of a prompt's first token."""
+    num_types: int = 1
+
+
 class AttentionCall(NamedTuple):
     """One call of attention in a module of transformers."""
 
@@ -313,6 +326,8 @@ class DecoderSpec:
     """Multiplies what each part adds to the residual stream (Granite)."""
     logit_scale: float = 1.0
     """Multiplies the final logits, before the softcap."""
+    encoder: EncoderSpec | None = None
+    """The model is an encoder."""
     module: ModuleSpec | None = None
     """Another module computes the model: `layers` are those that keep keys and values, and attention alone is told."""
 
@@ -447,6 +462,8 @@ def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     after it. A routed layer's experts stand one below the other in `experts.gate_up` and `experts.down`.
     """
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, spec.hidden_size)}
+    if spec.encoder is not None:
+        return shapes | _encoder_shapes(spec, spec.encoder)
     if width := spec.num_layers * spec.per_layer_width:
         shapes["by_layer.embedding.weight"] = (spec.vocab_size, width)
         shapes["by_layer.projection.weight"] = (width, spec.hidden_size)
@@ -456,6 +473,21 @@ def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     shapes["norm.weight"] = (spec.hidden_size,)
     if not spec.tied_embeddings:
         shapes["output.weight"] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def _encoder_shapes(spec: DecoderSpec, encoder: EncoderSpec) -> dict[str, tuple[int, ...]]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "types.embedding.weight": (encoder.num_types, hidden),
+        "positions.embedding.weight": (encoder.num_positions, hidden),
+        **dict.fromkeys(("embedding_norm.weight", "embedding_norm.bias"), (hidden,)),
+    }
+    linears = {"qkv": (3 * hidden, hidden), "attention_output": (hidden, hidden), "attention_post_norm": (hidden,)}
+    linears |= {"up": (inner, hidden), "down": (hidden, inner), "mlp_post_norm": (hidden,)}
+    for i in range(spec.num_layers):
+        for name, shape in linears.items():
+            shapes |= {f"layers.{i}.{name}.weight": shape, f"layers.{i}.{name}.bias": shape[:1]}
     return shapes
 
 

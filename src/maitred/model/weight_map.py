@@ -12,6 +12,7 @@ from maitred.core.errors import CheckpointError
 from maitred.model.spec import (
     BESIDE,
     DecoderSpec,
+    EncoderSpec,
     HeadSpec,
     LatentSpec,
     NormPlacement,
@@ -29,6 +30,9 @@ OTHER_SENSES = re.compile(
     r"(^|\.)(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_(vision|audio))\."
 )
 HARMLESS = re.compile(rf"(^|\.)rotary_emb\.inv_freq$|^mtp\.|{OTHER_SENSES.pattern}")  # mtp: Qwen's layers for drafting
+
+# And beside an encoder: what is built on its states, and numbers of positions of old releases.
+HARMLESS_BESIDE_ENCODER = re.compile(r"(^|\.)(pooler|classifier|cls|lm_head|predictions)\.|embeddings\.position_ids$")
 
 # And in a head's folder: its vocabulary (`head_folder` reads it), and what its training copied from the model.
 HARMLESS_IN_HEAD = re.compile(r"^(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$")
@@ -116,6 +120,8 @@ def weight_map(spec: DecoderSpec | HeadSpec, tensor_names: Collection[str]) -> t
 
 def decoder_sources(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
     """Every tensor that a checkpoint of `spec` holds, under the prefix of `tensor_names`; none is looked for."""
+    if spec.encoder is not None:
+        return tuple(_encoder_sources(spec, spec.encoder, encoder_prefix(tensor_names)))
     return tuple(_sources(spec, _prefix(tensor_names), tensor_names))
 
 
@@ -180,6 +186,8 @@ def linear_sources(spec: DecoderSpec) -> dict[str, WeightSource]:
 
 
 def _is_harmless(name: str, spec: DecoderSpec) -> bool:
+    if spec.encoder is not None:
+        return bool(HARMLESS_BESIDE_ENCODER.search(name))
     layer = re.search(r"\blayers\.(\d+)\.", name)
     behind = layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.num_mtp_layers
     unread = layer is not None and int(layer[1]) < spec.num_layers and spec.layers[int(layer[1])].kv_of is not None
@@ -234,6 +242,38 @@ def _after_layers(spec: DecoderSpec, prefix: str) -> Iterator[WeightSource]:
     if not spec.tied_embeddings:
         head = prefix.removesuffix("model.") if prefix == "language_model.model." else ""
         yield WeightSource(f"{head}lm_head.weight", (spec.vocab_size, spec.hidden_size), "output.weight")
+
+
+def encoder_prefix(tensor_names: Collection[str]) -> str:
+    """What stands before an encoder's tensors: nothing, where it was saved without what is built on it."""
+    word = "embeddings.word_embeddings.weight"
+    return next((p for p in ("", "bert.", "roberta.") if p + word in tensor_names), "")
+
+
+def _encoder_sources(spec: DecoderSpec, encoder: EncoderSpec, prefix: str) -> Iterator[WeightSource]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    rows = {"word": spec.vocab_size, "token_type": encoder.num_types, "position": encoder.num_positions}
+    names = ("embedding", "types.embedding", "positions.embedding")
+    for (kind, count), name in zip(rows.items(), names, strict=True):
+        yield WeightSource(f"{prefix}embeddings.{kind}_embeddings.weight", (count, hidden), f"{name}.weight")
+    yield from _layer_norm(f"{prefix}embeddings.LayerNorm", "embedding_norm", hidden)
+    for i in range(spec.num_layers):
+        source, target = f"{prefix}encoder.layer.{i}.", f"layers.{i}."
+        parts = tuple((each, hidden) for each in ("query", "key", "value"))
+        yield from _stacked(f"{source}attention.self.", parts, hidden, f"{target}qkv", True)
+        for dense, name, width, count in (
+            ("attention.output", "attention_output", hidden, hidden),
+            ("intermediate", "up", hidden, inner),
+            ("output", "down", inner, hidden),
+        ):
+            yield from _stacked(f"{source}{dense}.", (("dense", count),), width, target + name, True)
+        yield from _layer_norm(f"{source}attention.output.LayerNorm", f"{target}attention_post_norm", hidden)
+        yield from _layer_norm(f"{source}output.LayerNorm", f"{target}mlp_post_norm", hidden)
+
+
+def _layer_norm(source: str, target: str, width: int) -> Iterator[WeightSource]:
+    for kind in ("weight", "bias"):
+        yield WeightSource(f"{source}.{kind}", (width,), f"{target}.{kind}")
 
 
 _MTP_LAYOUTS = (  # prefixes, and tensors: of GLM-4.5 and DeepSeek, and of Qwen

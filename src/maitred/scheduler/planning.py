@@ -244,7 +244,9 @@ def _plan_chunk(
     state: SchedulerState, request: RequestState, builder: PlanBuilder, block_ids: tuple[int, ...] = ()
 ) -> None:
     start = request.num_computed_tokens
-    num_tokens = min(builder.budget, request.num_tokens - start)
+    num_tokens = request.num_tokens - start
+    if not _is_whole(request):
+        num_tokens = min(builder.budget, num_tokens)
     if state.kv.opens_windows:
         num_tokens = _open_windows(state, request, builder, num_tokens)
         if not num_tokens:
@@ -254,6 +256,11 @@ def _plan_chunk(
     builder.requests.append(request)
     builder.budget -= num_tokens
     request.num_computed_tokens = start + num_tokens
+
+
+def _is_whole(request: RequestState) -> bool:
+    """Whether all of the prompt is one step's."""
+    return request.spec.pooling is not None and request.spec.pooling.whole
 
 
 def _open_windows(state: SchedulerState, request: RequestState, builder: PlanBuilder, num_tokens: int) -> int:
@@ -287,6 +294,8 @@ def _plan_admissions(
             return
         if state.num_running >= state.config.max_num_seqs and not preempt_for(state, head, builder):
             return
+        if builder.rows and _is_whole(head) and head.num_tokens > builder.budget:
+            return  # a step of its own takes it, whatever the budget is
         hit = state.reusable(head)
         builder.num_blocks_short = kv.num_blocks_short(head, hit)
         if builder.num_blocks_short:
@@ -392,7 +401,8 @@ def _swap_out(
     lacking = cause is PreemptionCause.BLOCKS or (cause is PreemptionCause.OUTRANKED and builder.num_blocks_short)
     if not lacking and kv.finds_again(request):
         return  # while no blocks lack, the prefix cache keeps what was computed
-    if costs is None or not kv.can_swap_out(num_tokens):
+    sums_up = request.spec.pooling is not None and request.spec.pooling.all_tokens  # what the executor forgets
+    if costs is None or sums_up or not kv.can_swap_out(num_tokens):
         return
     if worth_swapping(costs, kv.num_rows(0, num_tokens), num_tokens):
         copies = kv.swap_out(request, num_tokens, removed.copied_from)

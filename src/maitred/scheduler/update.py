@@ -90,7 +90,7 @@ def end(state: SchedulerState, request: RequestState, reason: FinishReason, now:
     request.status, request.finish_reason, request.finished_at = RequestStatus.FINISHED, reason, now
     del state.requests[request_id]
     state.order.ended(request)
-    if reason in ENDED_BY_ITSELF:
+    if reason in ENDED_BY_ITSELF and request.spec.pooling is None:
         state.predictor.observe(request)
     if request.host_block_table:
         state.kv.drop_swapped(request)
@@ -144,7 +144,9 @@ def _apply_row(
     if request.compute_us >= request.tell_at_us and (token_ids or prompt_logprobs or reason is not None):
         request.tell_at_us, charges = request.compute_us + TELL_US, request.charges
     num_forced = max(0, len(token_ids) - 1 - result.num_accepted)
-    told = RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, charges=charges, num_forced=num_forced)
+    told = RequestProgress(
+        request_id, token_ids, logprobs, prompt_logprobs, charges=charges, num_forced=num_forced, vector=result.vector
+    )
     return told, reason
 
 

@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from maitred.core.errors import CheckpointError
+from maitred.model.pooling import (
+    MODULES,
+    PROMPTS,
+    Module,
+    modules_of,
+    pooling_kind,
+    refuse_module,
+    refuse_setting,
+)
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, DeclaredTensor, inputs_of, outputs_of, parameters_of
 from maitred.text.folder import read_json
 
@@ -115,21 +122,9 @@ def with_length_buckets(config: ANY_MESSAGE) -> ANY_MESSAGE:
 # ---- a folder as sentence-transformers write it
 
 
-MODULES = "modules.json"
 TOKENIZER = "tokenizer.json"
 ONNX = "onnx"  # the folder of model.onnx
 MOST_LENGTH = 1 << 20  # tokenizer_config.json says 1e30 for unknown
-_POOLING_FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
-_POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-
-
-class _Module(msgspec.Struct):
-    type: str
-    path: str = ""
-
-    @property
-    def kind(self) -> str:
-        return self.type.rpartition(".")[2]
 
 
 def is_sentence_folder(folder: Path) -> bool:
@@ -152,7 +147,7 @@ def with_encoder(config: ANY_MESSAGE, folder: Path, version: Path) -> ANY_MESSAG
     """
     if not is_encoder(config) and not is_sentence_folder(folder):
         return config
-    modules = _modules(folder)
+    modules = modules_of(folder)
     place = next((each for each in _places(folder, version, modules) if (each / TOKENIZER).is_file()), None)
     if place is None:
         raise CheckpointError(f"task is {TASK!r}, and {folder} has no {TOKENIZER}, nor has {version}")
@@ -164,56 +159,27 @@ def with_encoder(config: ANY_MESSAGE, folder: Path, version: Path) -> ANY_MESSAG
     return config
 
 
-def _places(folder: Path, version: Path, modules: Sequence[_Module]) -> Iterator[Path]:
+def _places(folder: Path, version: Path, modules: Sequence[Module]) -> Iterator[Path]:
     yield from (folder / module.path for module in modules if module.kind == "Transformer")
     yield version
     yield folder
 
 
-def _modules(folder: Path) -> list[_Module]:
-    """Return the modules in order; none for a folder not of sentence-transformers."""
-    path = folder / MODULES
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=list[_Module])
-    except FileNotFoundError:
-        return []
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-
-
-def _of_modules(folder: Path, modules: Sequence[_Module]) -> dict[str, str]:
+def _of_modules(folder: Path, modules: Sequence[Module]) -> dict[str, str]:
     """Raises CheckpointError for what would change vectors, and is not built."""
     if not modules:
         return {}
     for module in modules:
         if module.kind not in ("Transformer", "Pooling", "Normalize"):
-            raise CheckpointError(f"{folder / MODULES} has a module {module.type!r}, which is not supported")
-        if ".." in Path(module.path).parts or Path(module.path).is_absolute():
-            raise CheckpointError(f"{folder / MODULES}: {module.path!r} leads out of the model's folder")
-    _refuse(folder / "config_sentence_transformers.json", "default_prompt_name")
+            refuse_module(folder, module)
+    refuse_setting(folder / PROMPTS, "default_prompt_name")
     kinds = {module.kind: folder / module.path for module in modules}
     told = {"normalize": str("Normalize" in kinds).lower()}
     if "Transformer" in kinds:
-        _refuse(kinds["Transformer"] / "sentence_bert_config.json", "do_lower_case")
+        refuse_setting(kinds["Transformer"] / "sentence_bert_config.json", "do_lower_case")
     if "Pooling" in kinds:
-        told["pooling"] = _pooling(kinds["Pooling"] / "config.json")
+        told["pooling"] = pooling_kind(kinds["Pooling"] / "config.json")
     return told
-
-
-def _refuse(path: Path, field: str) -> None:
-    if value := read_json(path).get(field):
-        raise CheckpointError(f"{path}: {field} is {value!r}, which is not supported")
-
-
-def _pooling(path: Path) -> str:
-    """Raises CheckpointError."""
-    config = read_json(path)
-    flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    known = _POOLING_FLAGS if flags else _POOLING_NAMES
-    modes = flags or [str(config.get("pooling_mode"))]
-    if len(modes) != 1 or modes[0] not in known:
-        raise CheckpointError(f"{path}: pooling by {' and '.join(modes)} is not supported; mean, cls and last are")
-    return known[modes[0]]
 
 
 def _of_texts(place: Path) -> dict[str, str]:

@@ -202,6 +202,28 @@ class Tokenizer:
             raise TooManyTokens(len(encoding), most)
         return self._with_rows(encoding.ids)
 
+    def encode_whole(
+        self, text: str, second: str | None = None, *, most: int, cuts: bool = False, add_special_tokens: bool = True
+    ) -> tuple[list[int], int]:
+        """Tokens of one text, or of two as the tokenizer joins them, and where those begin that are of the second type
+        (0: none are). `cuts`: the last text is cut until all are `most`; special tokens stay.
+
+        Raises TooManyTokens, also where the first of two leaves no room, and InvalidRequest as `encode`.
+        """
+        texts = [text] if second is None else [text, second]
+        for each in texts:
+            _check_unicode(each)
+        parts = self._inner.encode_batch([str(each) for each in texts], add_special_tokens=False)
+        num_added = self._inner.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+        total, last = num_added + sum(map(len, parts)), parts[-1]
+        if total > most:
+            if not cuts or total - len(last) >= most:
+                raise TooManyTokens(total, most)
+            last.truncate(len(last) - (total - most))
+        pair = parts[1] if second is not None else None
+        whole = self._inner.post_process(parts[0], pair, add_special_tokens=add_special_tokens)
+        return self._with_rows(whole.ids), next((at for at, kind in enumerate(whole.type_ids) if kind), 0)
+
     def _with_rows(self, ids: list[int]) -> list[int]:
         """Raises InvalidRequest."""
         if self.without_row and max(ids, default=0) >= self.vocab_size:

@@ -156,6 +156,7 @@ def _make_batches(
     app: App, ask: GenerationAsk, cache_salt: str, limits: TimeLimits, new_seed: Callable[[], int], ways: Sequence[Way]
 ) -> Batches:
     """The samples of each prompt. Ids are unique even when clients repeat theirs. Raises RequestError."""
+    app.model.check_generates()
     try:
         prompts = ask.prompts()
         ask.shape_found = ask.shape()

@@ -12,6 +12,7 @@ from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App, Keep
 from maitred.core import errors
 from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
 from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
 
 _GOOD_ENDS = (None, FinishReason.STOP, FinishReason.LENGTH)
@@ -57,25 +58,8 @@ class Generation:
         sample = self.outcome.samples[prompt_index * self.outcome.num_samples_per_prompt + delta.index]
         self._count(prompt_index, sample, delta)
         if delta.finish_reason not in _GOOD_ENDS:
-            raise self._failure(delta)
+            raise failure_of(self._app, delta)
         return sample, self._without_output(delta) if self._score_only else delta
-
-    def _failure(self, delta: TextDelta) -> errors.MaitredError:
-        waited_s = delta.timing.total_s if delta.timing is not None else 0.0
-        if delta.finish_reason is FinishReason.QUEUE_TIMEOUT:
-            message = f"the request was in no step after {waited_s:.3g} s, all the time it had to wait"
-            return errors.QueueTimeout(message, retry_after_s=self._app.gate.retry_after_s(self._app.clock.now()))
-        if delta.finish_reason is FinishReason.SHED:
-            message = f"after {waited_s:.3g} s in the queue the request made room for a more urgent one"
-            return errors.Overloaded(message, retry_after_s=self._app.gate.retry_after_s(self._app.clock.now()))
-        if delta.finish_reason is FinishReason.TIMEOUT:
-            return errors.RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
-        if delta.finish_reason is FinishReason.ABORT:  # by an administrator, for the client is still there
-            return errors.Unavailable(
-                "the server was told to end its requests before it sleeps; send the request again"
-            )
-        error = delta.error or "the server ended this request"
-        return errors.InvalidRequest(error) if delta.is_requests_fault else errors.GenerationFailed(error)
 
     async def gather(self, keep: Keep | None) -> None:
         """Run to the end; the samples then hold everything. `keep` is told what log-probabilities cost, and may end it;
@@ -147,3 +131,20 @@ class Generation:
             await queue.put(None)
         except Exception as error:  # raised again where the queue is read
             await queue.put(error)
+
+
+def failure_of(app: App, delta: TextDelta | RequestProgress) -> errors.MaitredError:
+    """Error of a request that ended otherwise than by itself."""
+    waited_s = delta.timing.total_s if delta.timing is not None else 0.0
+    if delta.finish_reason is FinishReason.QUEUE_TIMEOUT:
+        message = f"the request was in no step after {waited_s:.3g} s, all the time it had to wait"
+        return errors.QueueTimeout(message, retry_after_s=app.gate.retry_after_s(app.clock.now()))
+    if delta.finish_reason is FinishReason.SHED:
+        message = f"after {waited_s:.3g} s in the queue the request made room for a more urgent one"
+        return errors.Overloaded(message, retry_after_s=app.gate.retry_after_s(app.clock.now()))
+    if delta.finish_reason is FinishReason.TIMEOUT:
+        return errors.RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
+    if delta.finish_reason is FinishReason.ABORT:  # by an administrator, for the client is still there
+        return errors.Unavailable("the server was told to end its requests before it sleeps; send the request again")
+    error = delta.error or "the server ended this request"
+    return errors.InvalidRequest(error) if delta.is_requests_fault else errors.GenerationFailed(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import msgspec
 
@@ -12,7 +13,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.core.clock import Clock
 from maitred.core.errors import EngineDead, GenerationFailed, Unavailable
 from maitred.core.request import FinishReason, SamplingParams, Terms
-from maitred.engine.intake import ServedModel, make_requests
+from maitred.engine.intake import ServedModel, make_pooled, make_requests
 from maitred.engine.replica import Replica
 from maitred.gate.gate import Ask, Gate
 from maitred.tenancy.caller import anybody
@@ -93,22 +94,23 @@ class DecodeProbe:
         return await asyncio.shield(self._under_way)
 
     async def _decode(self) -> float:
-        began_at = self._clock.now()
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        (request,) = make_requests(
-            self._model,
-            [0],
-            sampling,
-            request_id=f"health-decode-{next(self._numbers)}",
-            now=began_at,
-            terms=Terms(priority=LEAST_URGENT),
-        )
+        began_at, pooling = self._clock.now(), self._model.pooling
+        of_request: dict[str, Any] = {
+            "request_id": f"health-decode-{next(self._numbers)}",
+            "now": began_at,
+            "terms": Terms(priority=LEAST_URGENT),
+        }
+        if pooling is not None and pooling.is_encoder:
+            request = make_pooled(self._model, [0], pooling.task, **of_request)
+        else:
+            sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+            (request,) = make_requests(self._model, [0], sampling, **of_request)
         lease = self._gate.enter(anybody(), Ask(num_samples=0, priority=LEAST_URGENT), began_at)
         self._gate.admit(lease, [request], began_at)  # its terms are not used: the request has a limit of its own
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for progress in self._replica.submit(request):
-                    if progress.finish_reason is FinishReason.LENGTH:
+                    if progress.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
                         return self._clock.now() - began_at
                     if progress.finish_reason is FinishReason.ABORT:
                         raise Unavailable("the engine was told to end its requests before it sleeps")

@@ -191,6 +191,8 @@ ROUTES = RouteTable(
         _generation(path="/v1/chat/completions", summary="Answer a conversation.", span="chat"),
         _generation(path="/v1/completions", summary="Continue one or more texts.", span="text_completion"),
         Route(method="POST", path="/v1/embeddings", handler=embed, summary="Vectors of texts.", errors=_ERRORS),
+        Route(method="POST", path="/v1/rerank", handler=embed, summary="Documents by a query.", errors=_ERRORS),
+        Route(method="POST", path="/v1/score", handler=embed, summary="Scores of pairs.", errors=_ERRORS),
         Route(path="/v1/models", handler=_models, summary="The models of all replicas."),
         Route(path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
         _passed_on(method="POST", path="/v1/models/{model:path}", summary="TF Serving's predict, classify, regress."),

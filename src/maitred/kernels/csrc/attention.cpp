@@ -77,7 +77,8 @@ Span span_of(const Job& job, const AttentionItem& item, int segment) {
   const int position = first_position(job, item), window = job.plan.window();
   const int seen = window == 0 ? 0 : std::max(0, position - window + 1);
   const int base = segment * kSegmentSlots;
-  return {std::max(seen - base, 0), std::min(position + item.num_queries - base, kSegmentSlots)};
+  const int end = job.plan.end_seen(job.step, item.row, position + item.num_queries - 1);
+  return {std::max(seen - base, 0), std::min(end - base, kSegmentSlots)};
 }
 
 // Copy one tile's visible slots out of blocks that are not whole tiles, into the form that the kernels take.
@@ -170,9 +171,10 @@ void find_ranges(const Job& job, const AttentionItem& item, int segment, int32_t
   for (int query = 0; query < item.num_queries; ++query) {
     const int position = first_position(job, item) + query;
     const int seen = window == 0 ? 0 : std::max(0, position - window + 1);
+    const int end_seen = job.plan.end_seen(job.step, item.row, position);
     for (int head = 0; head < item.num_heads; ++head, ++row) {
       first[row] = std::min(std::max(seen - base, 0), kSegmentSlots);
-      end[row] = std::max(std::min(position + 1 - base, kSegmentSlots), 0);
+      end[row] = std::max(std::min(end_seen - base, kSegmentSlots), 0);
     }
   }
 }

@@ -69,8 +69,9 @@ struct AttentionUnit {
 // How a step's attention is divided, for all layers of one window. Built once a step by one thread; reusable.
 class AttentionPlan {
  public:
-  // window 0: none. Throws std::invalid_argument when num_kv_heads does not divide num_heads.
-  AttentionPlan(const KVLayout& layout, int num_heads, int window, int num_threads);
+  // window 0: none. sees_all: a query sees all tokens of its request up to the step's last one, those behind it too.
+  // Throws std::invalid_argument when num_kv_heads does not divide num_heads.
+  AttentionPlan(const KVLayout& layout, int num_heads, int window, bool sees_all, int num_threads);
   // From now on what threads leave for each other lies in `memory`, with room for steps of so many tokens.
   void share(SharedMemory& memory, int max_tokens, int max_positions);
   void build(const StepRows& step);
@@ -78,6 +79,10 @@ class AttentionPlan {
   const std::vector<AttentionItem>& items() const { return items_; }
   const std::vector<AttentionUnit>& units() const { return units_; }
   int window() const { return window_; }
+  // Position behind the last one that the row's query at `position` sees.
+  int end_seen(const StepRows& step, int row, int position) const {
+    return (sees_all_ ? step.positions[step.first_tokens[row + 1] - 1] : position) + 1;
+  }
   int64_t num_partial_floats() const { return num_partial_floats_; }
   float* partials() { return partials_; }
   std::atomic<int>& segments_done(int item) { return segments_done_[item]; }
@@ -95,6 +100,7 @@ class AttentionPlan {
   int parts_ = 1;  // into which the K/V heads of a single query are divided
   int padded_head_;
   int window_;
+  bool sees_all_;
   int num_threads_;
   std::vector<AttentionItem> items_;
   std::vector<int64_t> slots_;  // of each item: K/V slots it reads

@@ -19,13 +19,14 @@ constexpr int kSegmentsPerThread = 4;
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const KVLayout& layout, int num_heads, int window, int num_threads)
+AttentionPlan::AttentionPlan(const KVLayout& layout, int num_heads, int window, bool sees_all, int num_threads)
     : num_heads_(num_heads),
       num_kv_heads_(layout.num_kv_heads),
       group_(num_heads / layout.num_kv_heads),
       sweeps_(layout.tiled && !layout.latent && num_heads / layout.num_kv_heads <= kSweepGroup),
       padded_head_(layout.padded_head),
       window_(window),
+      sees_all_(sees_all),
       num_threads_(num_threads) {
   if (num_heads < 1 || num_heads % layout.num_kv_heads != 0)
     throw std::invalid_argument(std::to_string(num_heads) + " attention heads cannot share " +
@@ -102,7 +103,7 @@ void AttentionPlan::add_row(const StepRows& step, int row) {
   const int queries = (num_blocks + num_cuts - 1) / num_cuts * queries_of_block;
   for (int offset = 0; offset < num_tokens; offset += queries) {
     const int count = std::min(queries, num_tokens - offset);
-    const int position = step.positions[first + offset], last = position + count - 1;
+    const int position = step.positions[first + offset], last = end_seen(step, row, position + count - 1) - 1;
     const int seen = window_ == 0 ? 0 : std::max(0, position - window_ + 1);
     for (int head = 0; head < num_heads_; head += group_) {
       for (int part = 0; part < num_parts; ++part) {

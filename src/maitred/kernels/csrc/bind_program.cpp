@@ -79,7 +79,7 @@ struct BoundProgram {
   AttentionPlan& plan(const KVLayout& layout, int num_heads, int window) {
     std::unique_ptr<AttentionPlan>& plan = plans[{num_heads, window, layout.num_kv_heads, layout.head_dim}];
     if (plan == nullptr) {
-      plan = std::make_unique<AttentionPlan>(layout, num_heads, window, program.num_threads());
+      plan = std::make_unique<AttentionPlan>(layout, num_heads, window, encodes, program.num_threads());
       if (program.team() != nullptr)
         plan->share(program.team()->memory(), program.limits().max_tokens, program.limits().max_positions);
       program.add_planner([&made = *plan](const StepRows& step) { made.build(step); });
@@ -102,6 +102,7 @@ struct BoundProgram {
   std::map<std::pair<int, int>, std::unique_ptr<AttentionScratch>> scratches;
   ThreadPool* threads;
   StateSlots slots;
+  bool encodes = false;  // each token sees all of its request
   uint8_t* queries = nullptr;
   int64_t query_bytes = 0;
   const float* rotated = nullptr;  // rows that the last attention left rotated
@@ -133,7 +134,8 @@ Ending ending_named(const std::string& name) {
   if (name == "store") return Ending::store;
   if (name == "add") return Ending::add;
   if (name == "gate") return Ending::gate;
-  throw std::invalid_argument("no ending '" + name + "'; choose one of store, add, gate");
+  if (name == "act") return Ending::act;
+  throw std::invalid_argument("no ending '" + name + "'; choose one of store, add, gate, act");
 }
 
 GateAct act_named(const std::string& name) {
@@ -383,8 +385,9 @@ void run(BoundProgram& self, const Ints& token_ids, const Ints& positions, const
   self.program.run(step);
 }
 
-void run_logits(BoundProgram& self, const Ints& logits_tokens) {
+void run_logits(BoundProgram& self, const Ints& logits_tokens, bool pools) {
   StepRows step{};
+  step.pools = pools;
   step.num_logits = static_cast<int>(logits_tokens.size());
   step.logits_tokens = logits_tokens.data();
   nb::gil_scoped_release release;
@@ -460,14 +463,33 @@ void bind_program(nb::module_& m) {
       .def(
           "embed",
           [](BoundProgram& self, const LinearShape& shape, const Bytes& data, int first, float scale,
+             const Rows& target, int most) {
+            check_width(target, shape.k);
+            if (self.program.team() == nullptr && shape.n < (most > 0 ? most : self.program.limits().vocab_size))
+              throw std::invalid_argument("fewer embeddings than tokens");
+            add_embed(self.program, packed(shape, data), first, most, scale, target);
+          },
+          nb::arg("shape"), nb::arg("data"), nb::arg("first"), nb::arg("scale"), nb::arg("target"), nb::arg("most") = 0,
+          "first: the token of the first embedding, of which a rank has some; most: ids are token + type * most.")
+      .def(
+          "embed_more",
+          [](BoundProgram& self, const LinearShape& shape, const Bytes& data, int offset, int most,
              const Rows& target) {
             check_width(target, shape.k);
-            if (self.program.team() == nullptr && shape.n < self.program.limits().vocab_size)
-              throw std::invalid_argument("fewer embeddings than tokens");
-            add_embed(self.program, packed(shape, data), first, scale, target);
+            const Program::Limits& limits = self.program.limits();
+            if (shape.n < (most > 0 ? limits.vocab_size / most : limits.max_positions + offset) || offset < 0)
+              throw std::invalid_argument(std::to_string(shape.n) + " embeddings, fewer than types or positions");
+            add_embed_more(self.program, packed(shape, data), offset, most, target);
           },
-          nb::arg("shape"), nb::arg("data"), nb::arg("first"), nb::arg("scale"), nb::arg("target"),
-          "first: the token of the first embedding, of which a rank has some.")
+          nb::arg("shape"), nb::arg("data"), nb::arg("offset"), nb::arg("most"), nb::arg("target"),
+          "Adds what belongs to a token's type, or, where most is 0, to its position + offset.")
+      .def(
+          "layer_norm",
+          [](BoundProgram& self, const Rows& rows, const Vector& weight, const Vector& bias, float eps, bool few) {
+            add_layer_norm(self.program, rows, vector_of(nb::cast(weight), rows.width),
+                           vector_of(nb::cast(bias), rows.width), eps, few);
+          },
+          nb::arg("rows"), nb::arg("weight"), nb::arg("bias"), nb::arg("eps"), nb::arg("few"))
       .def(
           "idle",
           [](BoundProgram& self, const std::string& name, int adapted) {
@@ -609,6 +631,8 @@ void bind_program(nb::module_& m) {
           nb::arg("places"), "Group of each layer, and its place among the group's; before the operations.")
       .def("begin_state", [](BoundProgram& self) { self.program.begin_state(); })
       .def("begin_logits", [](BoundProgram& self) { self.program.begin_logits(); })
+      .def("begin_output", [](BoundProgram& self) { self.program.begin_output(); })
+      .def("encode", [](BoundProgram& self) { self.encodes = true; }, "Each token sees all of its request; before all.")
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("first_tokens"), nb::arg("block_tables"),
            nb::arg("first_blocks"), nb::arg("logits_tokens"), nb::arg("adapters") = nb::none(),
            nb::arg("states") = nb::none(), nb::arg("saves") = nb::none(),
@@ -638,7 +662,8 @@ void bind_program(nb::module_& m) {
            nb::arg("settings"), nb::arg("sequences"), nb::arg("tokens").noconvert(), nb::arg("num_sampled").noconvert(),
            nb::arg("faults").noconvert(), nb::arg("state") = nb::none(), nb::arg("hidden") = nb::none(),
            nb::arg("vocabulary") = nb::none(), "A step, then steps of what was sampled; see csrc/chain.h.")
-      .def("run_logits", &run_logits, nb::arg("logits_tokens"))
+      .def("run_logits", &run_logits, nb::arg("logits_tokens"), nb::arg("pools") = false,
+           "Of other tokens of the last step; pools: not the logits, but the rows that they are made of.")
       .def(
           "serve", [](BoundProgram& self) { self.program.serve(); }, nb::call_guard<nb::gil_scoped_release>(),
           "Runs what rank 0 of the team runs, until that says to stop.")

@@ -11,19 +11,22 @@ namespace {
 
 constexpr int kLanes = 16;
 
-float sum_of_squares(const float* row, int64_t width) {
+// Of part(value) for each of a row's values.
+template <typename Part>
+float sum_of(const float* row, int64_t width, const Part& part) {
   float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += row[i + lane] * row[i + lane];
-  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += row[i] * row[i];
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += part(row[i + lane]);
+  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += part(row[i]);
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   return lanes[0];
 }
 
 float inverse_rms(const float* row, int64_t width, float eps) {
-  return 1.0f / std::sqrt(sum_of_squares(row, width) / static_cast<float>(width) + eps);
+  const float squares = sum_of(row, width, [](float x) { return x * x; });
+  return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
 }
 
 // Calls body(t) for each row that this thread takes.
@@ -59,6 +62,17 @@ void norm_rows(const float* source, int64_t source_stride, float* target, int64_
     }
     const float inverse = inverse_rms(x, width, eps);
     for (int64_t i = 0; i < width; ++i) y[i] = x[i] * inverse * weight[i];
+  });
+}
+
+void layer_norm_rows(float* rows, int64_t stride, const float* weight, const float* bias, int64_t width, int num_rows,
+                     float eps, WorkCounter& counter) {
+  each_row(num_rows, counter, [=](int t) {
+    float* x = rows + t * stride;
+    const float mean = sum_of(x, width, [](float v) { return v; }) / static_cast<float>(width);
+    const float squares = sum_of(x, width, [=](float v) { return (v - mean) * (v - mean); });
+    const float inverse = 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
+    for (int64_t i = 0; i < width; ++i) x[i] = (x[i] - mean) * inverse * weight[i] + bias[i];
   });
 }
 

@@ -107,6 +107,7 @@ enum class Ending : uint8_t {
   store,  // out  = cap(alpha * (acc + bias))
   add,    // out += alpha * (acc + bias)
   gate,   // out  = act(gate + bias) * (up + bias); only and always for gated weights
+  act,    // out  = act(acc + bias)
 };
 // clamped_swiglu: (up' + 1) * gate' * sigmoid(alpha * gate'), with gate' = min(gate, softcap) and up' within +-softcap.
 enum class GateAct : uint8_t { silu, gelu, gelu_tanh, clamped_swiglu };

@@ -195,9 +195,23 @@ inline void end_plain(const Tile<K>& tile, const void* acc, int num_rows, const 
 }
 
 template <class K, bool kInt32>
+inline void end_act(const Tile<K>& tile, const void* acc, int num_rows, const LinearOut& out, float* to) {
+  using V = typename K::V;
+  for (int row = 0; row < num_rows; ++row, to += out.row_stride) {
+    const float* delta = tile.delta_of(row);
+    for (int i = 0; i < Tile<K>::vectors && i * V::width < tile.width; ++i) {
+      const V y = value_at<K, kInt32>(tile, acc, row, delta, i);
+      const V act = out.act == GateAct::silu ? silu(y) : out.act == GateAct::gelu ? gelu(y) : gelu_tanh(y);
+      put(to + i * V::width, act, tile.width - i * V::width);
+    }
+  }
+}
+
+template <class K, bool kInt32>
 inline void end_rows(const Tile<K>& tile, const void* acc, int num_rows, const LinearOut& out, float* to) {
   if (out.ending == Ending::store) return end_plain<K, kInt32, Ending::store>(tile, acc, num_rows, out, to);
   if (out.ending == Ending::add) return end_plain<K, kInt32, Ending::add>(tile, acc, num_rows, out, to);
+  if (out.ending == Ending::act) return end_act<K, kInt32>(tile, acc, num_rows, out, to);
   if (out.act == GateAct::silu) return end_gate<K, kInt32, GateAct::silu>(tile, acc, num_rows, out, to);
   if (out.act == GateAct::gelu) return end_gate<K, kInt32, GateAct::gelu>(tile, acc, num_rows, out, to);
   if (out.act == GateAct::gelu_tanh) return end_gate<K, kInt32, GateAct::gelu_tanh>(tile, acc, num_rows, out, to);

@@ -87,7 +87,7 @@ void Program::run_logits(const StepRows& rows) {
   check_logits(rows, last_num_tokens_);
   for (const Planner& plan : logits_planners_) plan(rows);
   begin(rows, true);
-  run_ops(rows, first_logits_op_, ops_.size());
+  run_ops(rows, first_logits_op_, end_of(rows));
   if (team_ != nullptr) team_->check();
 }
 
@@ -106,7 +106,13 @@ void Program::serve() {
 
 void Program::run_all(const StepRows& rows, bool goes_on) {
   for (const Planner& plan : planners_) plan(rows);
-  run_ops(rows, goes_on ? first_state_op_ : 0, rows.num_logits > 0 ? ops_.size() : first_logits_op_);
+  run_ops(rows, goes_on ? first_state_op_ : 0, end_of(rows));
+}
+
+// The other ranks are not told that a step pools: they all make logits.
+size_t Program::end_of(const StepRows& rows) const {
+  if (rows.num_logits == 0) return first_logits_op_;
+  return rows.pools && team_ == nullptr && first_output_op_ > 0 ? first_output_op_ : ops_.size();
 }
 
 void Program::make_counters() {

@@ -91,6 +91,8 @@ class Program {
   void add_logits_planner(Planner planner) { logits_planners_.push_back(std::move(planner)); }
   // Operations added from here on make logits; the rows before them stay, so they may run again for other tokens.
   void begin_logits() { first_logits_op_ = ops_.size(); }
+  // Operations added from here on make logits of those rows; a step that pools leaves them out.
+  void begin_output() { first_output_op_ = ops_.size(); }
 
   // Operations before this one are left out of steps that go on from what the last one left in the buffers.
   void begin_state() { first_state_op_ = ops_.size(); }
@@ -116,6 +118,7 @@ class Program {
   void run_all(const StepRows& rows, bool goes_on = false);
   void begin(const StepRows& rows, bool only_logits);
   void run_ops(const StepRows& rows, size_t first, size_t end);
+  size_t end_of(const StepRows& rows) const;
 
   ThreadPool& threads_;
   KVPool& pool_;
@@ -133,6 +136,7 @@ class Program {
   int num_counters_made_ = 0;
   size_t first_state_op_ = 0;
   size_t first_logits_op_ = 0;
+  size_t first_output_op_ = 0;
   int last_num_tokens_ = 0;
   int num_kv_writes_ = 0;
   bool profiling_ = false;

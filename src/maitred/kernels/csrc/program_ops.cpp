@@ -69,10 +69,10 @@ void add_idle(Program& program, const AdaptedLinear& adapted, const std::string&
   });
 }
 
-void add_embed(Program& program, const PackedLinear& weights, int first, float scale, const Rows& target) {
+void add_embed(Program& program, const PackedLinear& weights, int first, int most, float scale, const Rows& target) {
   const auto embed = [=](const StepRows& step, WorkCounter* counters, const Worker&) {
     for (int t = counters->take(); t < step.num_tokens; t = counters->take()) {
-      const int index = step.token_ids[t] - first;
+      const int index = (most > 0 ? step.token_ids[t] % most : step.token_ids[t]) - first;
       if (index < 0 || index >= weights.shape.n) continue;
       float* row = target.values + t * target.stride;
       unpack_row(weights, index, row);
@@ -81,6 +81,28 @@ void add_embed(Program& program, const PackedLinear& weights, int first, float s
     return true;
   };
   program.add("embed", kWeightCounters, embed, Program::Shares::own);
+}
+
+void add_embed_more(Program& program, const PackedLinear& weights, int offset, int most, const Rows& target) {
+  const auto embed = [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    std::vector<float> row(static_cast<size_t>(target.width));
+    for (int t = counters->take(); t < step.num_tokens; t = counters->take()) {
+      const int index = most > 0 ? step.token_ids[t] / most : step.positions[t] + offset;
+      unpack_row(weights, index, row.data());
+      float* const to = target.values + t * target.stride;
+      for (int64_t i = 0; i < target.width; ++i) to[i] += row[static_cast<size_t>(i)];
+    }
+    return true;
+  };
+  program.add("embed more", kWeightCounters, embed, Program::Shares::own);
+}
+
+void add_layer_norm(Program& program, const Rows& rows, const float* weight, const float* bias, float eps, bool few) {
+  program.add("layer norm", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    layer_norm_rows(rows.values, rows.stride, weight, bias, rows.width, rows_of(step, few), eps,
+                    counters[0]);
+    return true;
+  });
 }
 
 void add_take(Program& program, const Rows& source, const Rows& target) {

@@ -62,8 +62,15 @@ void add_first_touch(Program& program, FirstTouch& first_touch);
 // What only other ranks compute: this one meets them after it.
 void add_idle(Program& program, const AdaptedLinear& adapted, const std::string& name);
 
-// weights: embeddings of the tokens from `first` on; those of others are written by the ranks that have them.
-void add_embed(Program& program, const PackedLinear& weights, int first, float scale, const Rows& target);
+// weights: embeddings of the tokens from `first` on; those of others are written by the ranks that have them. most: ids
+// are token + type * most, where tokens have types; 0: they have none.
+void add_embed(Program& program, const PackedLinear& weights, int first, int most, float scale, const Rows& target);
+
+// target += the row of weights for each token: that of its type, or, where `most` is 0, of its position + offset.
+void add_embed_more(Program& program, const PackedLinear& weights, int offset, int most, const Rows& target);
+
+// Layer norm of each row, in place.
+void add_layer_norm(Program& program, const Rows& rows, const float* weight, const float* bias, float eps, bool few);
 
 // The rows of source whose logits are wanted, one below the other.
 void add_take(Program& program, const Rows& source, const Rows& target);

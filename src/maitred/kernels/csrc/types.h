@@ -63,6 +63,7 @@ struct StepRows {
   const StateSave* saves = nullptr;  // [num_saves], those of a row in the order of their tokens
   int num_saves = 0;
   int num_groups = 1;  // of layers, each with block tables of its own
+  bool pools = false;  // run_logits: the rows that logits are made of are wanted, and not those
 
   const int32_t* table(int group, int row) const {
     return block_tables + int64_t{group} * first_blocks[num_rows] + first_blocks[row];

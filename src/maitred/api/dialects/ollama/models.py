@@ -227,4 +227,4 @@ def _read(app: App) -> tuple[list[str], str, str]:
     found = sorted(folder.glob("LICENSE*")) if folder.is_dir() else []
     license = found[0].read_text(errors="replace")[:MAX_LICENSE_CHARS] if found else ""
     source = template.source if template is not None else ""
-    return ["completion", *(name for name, true in can.items() if true)], source, license
+    return [*model.uses, *(name for name, true in can.items() if true)], source, license

@@ -1,37 +1,42 @@
-"""POST /v1/embeddings: its bodies, and the route as it is where no encoder is served (`embeddings` has the other)."""
+"""POST /v1/embeddings, /v1/rerank and /v1/score: their bodies and answers. Reranking is as Jina and vLLM have it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from maitred.api.dialects.openai.schemas import PROMPT_SCHEMA, Milliseconds, Positive
-from maitred.api.http.app import App
-from maitred.api.http.exchange import Exchange
-from maitred.api.http.routes import Route
-from maitred.core.errors import ModelNotFound
 
-NO_ENCODER = (
-    'no encoder of texts is served here; serve a --model-repository that has one: a model with parameters "task" = '
-    '"embedding" in its config.pbtxt and a tokenizer.json, or a folder of sentence-transformers with onnx/model.onnx'
-)
+Priority = Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1000})]
+Cut = Annotated[int | None, Meta(description="Cuts longer texts to so many tokens; -1: as many as the model takes.")]
+_TEXTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+Texts = Annotated[Raw, Meta(extra_json_schema=_TEXTS_SCHEMA)]
+"""One text or a list; an item may be an object with a `text`."""
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/embeddings; `add_special_tokens` is of texts, and lists of token ids are taken as they are."""
+class PoolingBody(msgspec.Struct, kw_only=True):
+    """What all three have."""
 
-    input: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
     model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Positive = None
-    add_special_tokens: bool | None = None
-    priority: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1000})] = None
+    truncate_prompt_tokens: Cut = None
+    priority: Priority = None
     ttft_slo_ms: Milliseconds = None
     queue_timeout_ms: Milliseconds = None
     timeout_ms: Milliseconds = None
     user: str | None = None
+
+
+class EmbeddingRequest(PoolingBody, kw_only=True):
+    """POST /v1/embeddings; `add_special_tokens` is of texts, and lists of token ids are taken as they are.
+    `prompt_name` is one of the model's own prompts, which is put before each text."""
+
+    input: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive = None
+    add_special_tokens: bool | None = None
+    prompt_name: str | None = None
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -52,17 +57,53 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
 
 
-async def no_encoder(app: App, exchange: Exchange) -> None:
-    raise ModelNotFound(NO_ENCODER, param="model")
+class RerankRequest(PoolingBody, kw_only=True):
+    """POST /v1/rerank. `instruction` is for a causal reranker: what makes a document a good one."""
+
+    query: str
+    documents: Texts
+    top_n: int | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
 
 
-EMBEDDINGS = Route(
-    method="POST",
-    path="/v1/embeddings",
-    handler=no_encoder,
-    summary="Vectors of texts, by an encoder of the model repository.",
-    body=EmbeddingRequest,
-    tells_ignored=True,
-    answer=EmbeddingList,
-    errors=(400, 401, 403, 404, 413, 415, 429, 500, 503, 504),
-)
+class RankedText(msgspec.Struct):
+    text: str
+
+
+class Ranked(msgspec.Struct, kw_only=True, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class RerankAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    results: list[Ranked]  # the best first
+    usage: EmbeddingUsage
+
+
+class ScoreRequest(PoolingBody, kw_only=True):
+    """POST /v1/score: text_1 with text_2, or queries with documents; one of the first is that of all of the second."""
+
+    text_1: Texts | UnsetType = UNSET
+    text_2: Texts | UnsetType = UNSET
+    queries: Texts | UnsetType = UNSET
+    documents: Texts | UnsetType = UNSET
+    instruction: str | None = None
+
+
+class Score(msgspec.Struct, kw_only=True):
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class ScoreList(msgspec.Struct, kw_only=True):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 from msgspec import Raw
 
-from maitred.api.dialects.openai import embedding_schemas
-from maitred.api.dialects.openai.answers import encode
 from maitred.api.dialects.openai.models import model_cards
-from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, MAX_LISTED, heed_others, prompts_of
+from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, MAX_LISTED, heed_others, prompts_of, unsupported
 from maitred.api.dialects.openai.sampling import check_priority
 from maitred.api.dialects.openai.schemas import ModelCard, ModelList
+from maitred.api.dialects.openai.vectors import (
+    EMBEDDINGS,
+    EMBEDDINGS_ROUTE,
+    MAX_TEXTS,
+    embed_texts,
+    written,
+)
 from maitred.api.generate.dialect import time_limits
 from maitred.api.http.app import App
-from maitred.api.http.bodies import BodyDecoder
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.routes import Route
 from maitred.api.tensor.lease import leased, tensors_of
 from maitred.api.tensor.texts import Tokenizers, encoder_named, encoders_of, tokens_of, vectors_of
-from maitred.core.errors import ModelNotFound
 from maitred.fleet.told import ToldUsage, usage_header
 from maitred.tensor.encoder import check_dimensions
 from maitred.tensor.encoder_config import encoder_of
-
-MAX_TEXTS = 2048  # as OpenAI takes
-_DECODER = BodyDecoder(embedding_schemas.EmbeddingRequest, EMBEDDING_REFUSED)
 
 
 class Embeddings:
@@ -39,13 +37,18 @@ class Embeddings:
         self._tokenizers = Tokenizers()
 
     async def __call__(self, app: App, exchange: Exchange) -> None:
-        sent = await exchange.sent(_DECODER)
+        sent = await exchange.sent(EMBEDDINGS)
         body, tensors = sent.body, tensors_of(app)
-        heed_others(app, exchange, sent, _DECODER, EMBEDDING_REFUSED)
-        check_priority(body.priority, app.policy_without_priorities)
-        model = encoder_named(tensors, body.model)
+        is_served = body.model is not None and bool(app.model.names) and app.is_model(body.model)
+        model = None if is_served else encoder_named(tensors, body.model)
         if model is None:
-            raise ModelNotFound(embedding_schemas.NO_ENCODER, param="model")
+            await embed_texts(app, exchange, sent)
+            return
+        heed_others(app, exchange, sent, EMBEDDINGS, EMBEDDING_REFUSED)
+        for name in ("prompt_name", "truncate_prompt_tokens"):
+            if getattr(body, name) is not None:
+                raise unsupported(name, "this model's texts are taken as they are")
+        check_priority(body.priority, app.policy_without_priorities)
         config = tensors.config(model)
         encoder = encoder_of(config)
         check_dimensions(body.dimensions, encoder.width)
@@ -64,22 +67,11 @@ class Embeddings:
                 lease.reserve(sum(map(len, tokens)))
                 vectors = await vectors_of(lease, model, encoder, tokens, body.dimensions)
         exchange.log["prompt_tokens"] = lease.num_tokens
-        write = partial(_written, model, vectors, lease.num_tokens, as_base64=body.encoding_format == "base64")
+        write = partial(written, model, vectors, lease.num_tokens, as_base64=body.encoding_format == "base64")
         whole = await app.text.run(sum(vector.nbytes for vector in vectors), write)
         told = ToldUsage(lease.num_tokens, 0, 0, lease.compute_us)
         usage = (usage_header(told),) if exchange.from_router else ()
         await exchange.answer(whole, 200, (*JSON_HEADERS, *usage))
-
-
-def _written(model: str, vectors: Sequence[np.ndarray], num_tokens: int, *, as_base64: bool) -> bytes:
-    told = (_as_base64(vector) if as_base64 else vector.tolist() for vector in vectors)
-    data = [embedding_schemas.Embedding(index=index, embedding=embedding) for index, embedding in enumerate(told)]
-    usage = embedding_schemas.EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return encode(embedding_schemas.EmbeddingList(data=data, model=model, usage=usage))
-
-
-def _as_base64(vector: np.ndarray) -> str:
-    return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
 
 
 async def list_models(app: App, exchange: Exchange) -> None:
@@ -98,4 +90,4 @@ def embedding_routes() -> tuple[Route, ...]:
         summary="List the names of the model, and encoders of texts.",
         answer=ModelList,
     )
-    return replace(embedding_schemas.EMBEDDINGS, handler=Embeddings()), models
+    return replace(EMBEDDINGS_ROUTE, handler=Embeddings()), models

@@ -309,9 +309,16 @@ COMPLETION_REFUSED: Refused = {
     "prediction": (),
 }
 TOKENIZE_REFUSED: Refused = {"tools": ([],), "chat_template": (), "mm_processor_kwargs": ({},)}
-_INSTRUCTIONS = ("input_type", "task_type", "prompt_name", "instruction")
+_INSTRUCTIONS = ("input_type", "task_type", "instruction")
+SCORE_REFUSED: Refused = {
+    "max_tokens_per_doc": (),
+    "max_chunks_per_doc": (),
+    "use_activation": (True,),
+    "activation": (True,),
+    "rank_fields": (["text"], []),
+}
 EMBEDDING_REFUSED: Refused = {
-    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side", "truncate", "truncation"), (False,)),
+    **dict.fromkeys(("truncation_side", "truncate", "truncation"), (False,)),
     **dict.fromkeys(_INSTRUCTIONS, ("",)),
     **dict.fromkeys(("output_dimension", "output_dimensionality"), ()),
     "messages": ([],),

@@ -1,0 +1,106 @@
+"""The way of requests whose answers are numbers: a lease of the gate, the engine's queue, and a vector of each text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Generic, NamedTuple, TypeVar
+
+from maitred.api.generate.generation import failure_of
+from maitred.api.generate.lease import cache_salt, counting_refusals, enter
+from maitred.api.http.app import App
+from maitred.api.http.exchange import Exchange, Header
+from maitred.core.errors import RequestError
+from maitred.core.request import Charges, FinishReason, RequestSpec
+from maitred.core.step import RequestProgress
+from maitred.engine.intake import make_pooled
+from maitred.fleet.told import ToldUsage, usage_header
+from maitred.gate.gate import Ask, Lease, TimeLimits
+
+T = TypeVar("T")
+MakeRequest = Callable[..., RequestSpec]
+
+
+class Pooled(NamedTuple, Generic[T]):
+    """Answers in the order of the requests, and what was made with these."""
+
+    made: T
+    answers: list[bytes]
+    num_tokens: int
+    headers: tuple[Header, ...]  # what a router wants to hear
+
+
+async def pooled(
+    app: App,
+    exchange: Exchange,
+    ask: Callable[[MakeRequest], tuple[T, Sequence[RequestSpec]]],
+    *,
+    num_texts: int,
+    priority: int | None,
+    limits: TimeLimits,
+    name: str,
+) -> Pooled[T]:
+    """Have `ask` make requests, in a thread, and answer them: those of one call share steps with all others.
+
+    Raises RequestError, as `Gate.enter` and `Gate.admit`, and as a generation that fails. `name` is what `ask` calls a
+    text that it cannot take.
+    """
+    salt = cache_salt(app, exchange.caller, "")
+
+    def make(*of_request: object, **options: object) -> RequestSpec:
+        return make_pooled(
+            app.model,
+            *of_request,  # type: ignore[arg-type]
+            request_id=f"{next(app.request_numbers):x}.pool",
+            now=app.clock.now(),
+            terms=limits.asked(app.clock.now()),
+            cache_salt=salt,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def asked() -> tuple[T, Sequence[RequestSpec]]:
+        try:
+            return ask(make)
+        except RequestError as error:
+            error.param = name if error.param == "prompt" else error.param
+            raise
+
+    with app.in_flight.answering():
+        lease = enter(app, exchange.caller, Ask(num_samples=num_texts, priority=priority, limits=limits))
+        charges: list[Charges] = []
+        try:
+            async with app.in_flight.watch(exchange):
+                made, requests = await app.text.run(exchange.num_body_bytes, asked)
+                answers = await _answered(app, lease, requests, charges)
+        finally:
+            num_used = sum(each.num_prompt_tokens for each in charges)
+            lease.end(num_used)
+            if not exchange.caller.is_anybody:
+                app.observer.metrics.tenants.left(exchange.caller.quota, num_used, 0)
+    num_tokens = sum(request.num_prompt_tokens for request in requests)
+    exchange.log |= {"model": app.model.name, "prompts": len(requests), "prompt_tokens": num_tokens}
+    compute_us, num_cached = (sum(each.compute_us for each in charges), sum(each.num_cached_tokens for each in charges))
+    told = usage_header(ToldUsage(num_tokens, num_cached, 0, compute_us))
+    return Pooled(made, answers, num_tokens, (told,) if exchange.from_router else ())
+
+
+async def _answered(app: App, lease: Lease, requests: Sequence[RequestSpec], charges: list[Charges]) -> list[bytes]:
+    """Submit all, then wait for one after the other; the first failure gives the others up."""
+    with counting_refusals(app, lease.caller):
+        admitted = app.gate.admit(lease, requests, app.clock.now())
+    for request_id in admitted.shed:
+        app.replica.abort(request_id, FinishReason.SHED)
+    answers = []
+    async with AsyncExitStack() as running:
+        streams = [app.replica.submit(spec) for spec in admitted.specs]
+        for stream in streams:
+            running.push_async_callback(stream.aclose)  # type: ignore[attr-defined]
+        for stream in streams:
+            last = RequestProgress("")
+            async for last in stream:
+                if last.charges is not None and last.finish_reason is not None:
+                    charges.append(last.charges)
+            if last.finish_reason is not FinishReason.STOP:
+                raise failure_of(app, last)
+            answers.append(last.vector)
+    return answers

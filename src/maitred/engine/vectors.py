@@ -1,0 +1,178 @@
+"""Texts to vectors and scores: what is asked of an engine for them, and what becomes of the numbers that it gives.
+
+A pair of a query and a document is scored as the model was made for: a cross-encoder reads both; a model of vectors
+gives the cosine of the two; any other causal model is asked, as Qwen3-Reranker is, whether the document answers the
+query, and the share of `yes` beside `no` is the score (arXiv:2506.05176, and the form on the model's card).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.core.errors import InvalidRequest, TooManyTokens, UnsupportedParameter, did_you_mean
+from maitred.core.request import PoolingFacts, RequestSpec
+from maitred.engine.intake import ServedModel
+
+Text = str | Sequence[int]
+Pairs = Sequence[tuple[str, str]]
+"""(query, document) each."""
+Vector = NDArray[np.float32]
+MakeRequest = Callable[..., RequestSpec]
+"""`make_pooled` of one model, with what is the same for all requests of a caller."""
+
+LEAST_NORM = 1e-12  # as torch.nn.functional.normalize: a vector of zeros stays one
+TASK = "Given a web search query, retrieve relevant passages that answer the query"
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_QUERY_PROMPTS, _DOCUMENT_PROMPTS = ("query",), ("document", "passage", "corpus")
+
+
+def facts_of(model: ServedModel) -> PoolingFacts:
+    """Raises UnsupportedParameter where nothing makes vectors."""
+    if model.pooling is None:
+        raise UnsupportedParameter("this executor makes no vectors; serve with --executor native")
+    return model.pooling
+
+
+def embedding_facts(model: ServedModel) -> PoolingFacts:
+    """Raises InvalidRequest for a cross-encoder."""
+    facts = facts_of(model)
+    if facts.task != "embed" or facts.score_tokens is not None:
+        told = f"{model.name} scores pairs of texts, and has no vectors; send them to /v1/rerank or /v1/score"
+        raise InvalidRequest(told, param="model")
+    return facts
+
+
+def prompted(facts: PoolingFacts, text: Text, name: str | None) -> Text:
+    """The text behind the model's prompt of that name, or its default one. Token ids stay. Raises InvalidRequest."""
+    name = facts.default_prompt if name is None else name
+    if not name or not isinstance(text, str):
+        return text
+    if name not in facts.prompts:
+        known = f"it has {', '.join(facts.prompts)}" if facts.prompts else "it has none"
+        hint = did_you_mean(name, facts.prompts)
+        raise InvalidRequest(f"the model has no prompt {name!r}{hint}; {known}", param="prompt_name")
+    return facts.prompts[name] + text
+
+
+def check_dimensions(facts: PoolingFacts, asked: int | None) -> None:
+    """Raises InvalidRequest."""
+    if asked is not None and not 1 <= asked <= facts.width:
+        told = f"dimensions is {asked}; it must be at least 1 and at most {facts.width}, as many as vectors have"
+        raise InvalidRequest(told, param="dimensions")
+
+
+def vector_of(facts: PoolingFacts, numbers: bytes, dimensions: int | None = None) -> Vector:
+    """A text's vector, float32 [width], or its first `dimensions` (arXiv:2205.13147), then of length 1 anew."""
+    vector = np.frombuffer(numbers, np.float32)[:dimensions]
+    return vector / max(float(np.linalg.norm(vector)), LEAST_NORM) if facts.normalize else vector
+
+
+@dataclass(frozen=True, slots=True)
+class PairScores:
+    """Requests for the scores of pairs, and how their answers, in the same order, become these."""
+
+    requests: list[RequestSpec]
+    scores: Callable[[Sequence[bytes]], list[float]]
+
+
+def scoring(
+    model: ServedModel,
+    pairs: Pairs,
+    make: MakeRequest,
+    *,
+    instruction: str | None = None,
+    cut_to: int | None = None,
+) -> PairScores:
+    """Scores of (query, document) pairs. `instruction` is a causal reranker's; `cut_to` is `make_pooled`'s.
+
+    Raises RequestError for what the model cannot score.
+    """
+    facts = facts_of(model)
+    if facts.task == "classify":
+        if facts.width != 1:
+            told = f"{model.name} has {facts.width} labels; a score needs a model with one"
+            raise InvalidRequest(told, param="model")
+        requests = [make(query, "classify", second=document, cut_to=cut_to) for query, document in pairs]
+        return PairScores(requests, lambda answers: [_label_score(facts, each) for each in answers])
+    if instruction is not None and facts.is_declared and facts.score_tokens is None:
+        raise InvalidRequest("this model takes no instruction; leave it out", param="instruction")
+    if facts.is_declared and facts.score_tokens is None:
+        return _cosines(facts, pairs, make, cut_to=cut_to)
+    return _answers(model, facts, pairs, make, instruction=instruction or TASK, cut_to=cut_to)
+
+
+def _label_score(facts: PoolingFacts, numbers: bytes) -> float:
+    logit = float(np.frombuffer(numbers, np.float32)[0])
+    return logit if facts.activation == "identity" else _sigmoid(logit)
+
+
+def _cosines(
+    facts: PoolingFacts, pairs: Sequence[tuple[str, str]], make: MakeRequest, *, cut_to: int | None
+) -> PairScores:
+    """Each text once, however many pairs it is in."""
+    roles = [
+        (role, text) for pair in pairs for role, text in zip((_QUERY_PROMPTS, _DOCUMENT_PROMPTS), pair, strict=True)
+    ]
+    places = {each: place for place, each in enumerate(dict.fromkeys(roles))}
+    requests = []
+    for names, text in places:
+        name = next((each for each in names if each in facts.prompts), None)
+        requests.append(make(prompted(facts, text, name), "embed", cut_to=cut_to))
+
+    def scores(answers: Sequence[bytes]) -> list[float]:
+        vectors = [np.frombuffer(each, np.float32) for each in answers]
+        units = [vector / max(float(np.linalg.norm(vector)), LEAST_NORM) for vector in vectors]
+        ends = [units[places[each]] for each in roles]
+        return [float(query @ document) for query, document in zip(ends[::2], ends[1::2], strict=True)]
+
+    return PairScores(requests, scores)
+
+
+def _answers(
+    model: ServedModel,
+    facts: PoolingFacts,
+    pairs: Pairs,
+    make: MakeRequest,
+    *,
+    instruction: str,
+    cut_to: int | None,
+) -> PairScores:
+    """The model's own logits of no and yes."""
+    tokenizer = model.tokenizer
+    words = facts.score_tokens or (tokenizer.token_id("no"), tokenizer.token_id("yes"))
+    if None in words or tokenizer.token_id("<|im_start|>") is None:
+        told = "has no tokens yes, no and <|im_start|>, which a causal reranker is asked by"
+        raise InvalidRequest(f"{model.name} {told}; serve a reranker or a model of vectors", param="model")
+    before = tokenizer.encode(_BEFORE, add_special_tokens=False)
+    after = tokenizer.encode(_AFTER, add_special_tokens=False)
+    most = min(model.max_model_len, cut_to) if cut_to is not None and cut_to > 0 else model.max_model_len
+    room, requests = most - len(before) - len(after), list[RequestSpec]()
+    for query, document in pairs:
+        text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+        try:
+            body, _ = tokenizer.encode_whole(text, most=room, cuts=cut_to is not None, add_special_tokens=False)
+        except TooManyTokens as error:
+            told = f"query and document have {error.num_tokens} tokens, and this model takes {room} of them"
+            raise InvalidRequest(
+                f"{told}; send shorter ones, or truncate_prompt_tokens: -1", param="documents"
+            ) from None
+        requests.append(make([*before, *body, *after], "logits", score_tokens=words))
+
+    def scores(answers: Sequence[bytes]) -> list[float]:
+        logits = [np.frombuffer(each, np.float32).tolist() for each in answers]
+        return [_sigmoid(yes - no) for no, yes in logits]
+
+    return PairScores(requests, scores)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

@@ -1,0 +1,158 @@
+"""LLM.embed and LLM.score: transformers says what vectors and scores are, and no load changes a bit of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from maitred import LLM, SamplingParams
+from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest, PromptTooLong
+from maitred.decisions.files import log_parts, read_frames
+from maitred.decisions.replay import first_difference
+from tests.model.checkpoints import load_reference, make_checkpoint
+from tests.model.encoders import make_encoder, states_of, unit, write_modules
+
+TEXTS = ["w1 w2 bread", "sky", " ".join(f"w{at}" for at in range(60)), "w7 w8 w9 w10 w11s", "w3 " * 33]
+
+
+def random_prompts(count: int, most: int, vocab_size: int) -> list[list[int]]:
+    random = np.random.default_rng(count)
+    return [random.integers(0, vocab_size, random.integers(1, most)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling", "overrides"),
+    [
+        ("Bert", "mean_tokens", {}),
+        ("Bert", "cls_token", {"hidden_act": "gelu_new", "type_vocab_size": 1, "num_attention_heads": 3}),
+        ("Roberta", "mean_tokens", {"type_vocab_size": 1}),
+        ("XLMRoberta", "cls_token", {"type_vocab_size": 1, "num_attention_heads": 2}),
+    ],
+)
+def test_an_encoder_gives_the_vectors_of_transformers_alone_and_in_any_batch(
+    tmp_path: Path, kind: str, pooling: str, overrides: dict
+):
+    model = make_encoder(kind, tmp_path, **overrides)
+    write_modules(tmp_path, pooling)
+    with LLM(str(tmp_path), max_num_seqs=4) as llm:
+        tokenizer = llm.get_tokenizer()
+        states = [states_of(model, tokenizer.encode(text)) for text in TEXTS]
+        expected = [unit(each.mean(0) if pooling == "mean_tokens" else each[0]) for each in states]
+        vectors = llm.embed(TEXTS)
+        np.testing.assert_allclose(vectors, expected, atol=2e-6)
+        assert all(np.array_equal(llm.embed(text)[0], vector) for text, vector in zip(TEXTS, vectors, strict=True))
+
+
+def test_dense_layers_prompts_and_fewer_dimensions(tmp_path: Path):
+    model, random = make_encoder("Bert", tmp_path), np.random.default_rng(1)
+    weight, bias = (random.normal(size=shape).astype(np.float32) for shape in ((20, 60), 20))
+    prompts = {"query": "w1 w2 ", "document": ""}
+    write_modules(tmp_path, "mean_tokens", dense=(weight, bias), prompts=prompts, default_prompt_name="query")
+    with LLM(str(tmp_path)) as llm:
+        ids = llm.get_tokenizer().encode("w1 w2 bread")
+        projected = np.tanh(weight @ states_of(model, ids).mean(0) + bias)
+        np.testing.assert_allclose(llm.embed("bread")[0], unit(projected), atol=2e-6)
+        np.testing.assert_allclose(
+            llm.embed([ids], prompt_name="query", dimensions=8)[0], unit(projected[:8]), atol=2e-6
+        )
+        with pytest.raises(InvalidRequest, match=r"no prompt 'other'.*query"):
+            llm.embed("bread", prompt_name="other")
+        with pytest.raises(InvalidRequest, match=r"dimensions is 21.*at most 20"):
+            llm.embed("bread", dimensions=21)
+
+
+def test_what_would_change_vectors_is_refused(tmp_path: Path):
+    make_encoder("Bert", tmp_path)
+    write_modules(tmp_path, "max_tokens")
+    with pytest.raises(CheckpointError, match="pooling_mode_max_tokens"):
+        LLM(str(tmp_path))
+    write_modules(tmp_path, "cls_token")
+    for settings, told in (
+        ({"max_model_len": 76}, "75 positions"),
+        ({"max_num_batched_tokens": 40, "max_num_seqs": 4}, "up to 75 tokens in one step"),
+        ({"executor": "torch"}, "encoder, which runs on the native executor"),
+        ({"lora": {"a": str(tmp_path)}}, "adapters are not for an encoder"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            LLM(str(tmp_path), **settings)
+    with LLM(str(tmp_path)) as llm:
+        with pytest.raises(PromptTooLong, match=r"76 tokens.*takes 75"):
+            llm.embed("w1 " * 74)
+        np.testing.assert_array_equal(llm.embed("w1 " * 74, truncate=True), llm.embed("w1 " * 73))
+        with pytest.raises(InvalidRequest, match=r"generates nothing.*/v1/embeddings"):
+            llm.generate("w1")
+        assert llm.parts.core.scheduler.kv_cache.num_pages_used == 0
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_a_cross_encoder_scores_pairs(tmp_path: Path, kind: str):
+    model = make_encoder(kind, tmp_path, "ForSequenceClassification", num_labels=1)
+    pairs = [("w1 bread", "sky"), ("w1 bread", "w4 w5 w6 bread"), ("w2", "w1")]
+    with LLM(str(tmp_path)) as llm:
+        tokenizer, expected = llm.get_tokenizer(), []
+        for pair in pairs:
+            ids, second = tokenizer.encode_whole(*pair, most=75)
+            types = torch.tensor([[int(at >= second) for at in range(len(ids))]])
+            with torch.no_grad():
+                expected.append(torch.sigmoid(model(torch.tensor([ids]), token_type_ids=types).logits)[0, 0].item())
+        np.testing.assert_allclose(llm.score(*zip(*pairs, strict=True)), expected, atol=2e-6)
+        assert len(set(expected)) == 3
+        with pytest.raises(InvalidRequest, match=r"no vectors.*/v1/rerank"):
+            llm.embed("w1")
+
+
+def test_a_causal_model_embeds_beside_chats_in_any_chunks_and_replays(tmp_path: Path):
+    folder = make_checkpoint("qwen3", tmp_path / "model")
+    model, prompts, answers = load_reference(folder), random_prompts(8, 60, 250), []
+    prompts.append(prompts[0])  # which finds a prefix
+    expected = [unit(states_of(model, ids)[-1]) for ids in prompts]
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for budget in (24, 128):
+        log = tmp_path / f"log-{budget}"
+        settings = {"executor": "native", "max_num_batched_tokens": budget, "max_num_seqs": 6, "block_size": 8}
+        with LLM(str(folder), decision_log=str(log), **settings) as llm:
+            alone = llm.generate(prompts[:3], greedy)
+            vectors, texts = embed_beside(llm, prompts, greedy)
+            np.testing.assert_allclose(vectors, expected, atol=2e-6)
+            assert texts == [each.outputs[0].token_ids for each in alone]
+            answers.append(vectors)
+        assert first_difference(read_frames(log_parts(log))) is None
+    np.testing.assert_array_equal(*answers)
+
+
+def embed_beside(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> tuple[np.ndarray, list[list[int]]]:
+    """Vectors of all prompts, and what the first three generate in the same steps."""
+    core, made = llm.parts.core, llm._to_pool
+    from maitred.engine.intake import make_requests
+    from maitred.engine.vectors import vector_of
+
+    asked = [made(ids, "embed") for ids in prompts]
+    others = [
+        make_requests(llm.model, ids, sampling, request_id=f"chat-{at}", now=0.0)[0]
+        for at, ids in enumerate(prompts[:3])
+    ]
+    for request in (*others[:1], *asked, *others[1:]):
+        core.add(request)
+    vectors: dict[str, np.ndarray] = {}
+    texts: dict[str, list[int]] = {}
+    while core.has_work:
+        for progress in core.step():
+            texts.setdefault(progress.request_id, []).extend(progress.new_token_ids)
+            if progress.vector:
+                vectors[progress.request_id] = vector_of(llm.model.pooling, progress.vector)
+    return np.stack([vectors[each.request_id] for each in asked]), [texts[each.request_id] for each in others]
+
+
+def test_a_mean_over_a_causal_model_is_the_same_in_any_chunks(tmp_path: Path):
+    folder = make_checkpoint("qwen3", tmp_path / "model")
+    write_modules(folder, "mean_tokens", normalize=False)
+    model, prompts, found = load_reference(folder), random_prompts(6, 60, 250), []
+    for budget in (16, 200):
+        with LLM(str(folder), executor="native", max_num_batched_tokens=budget, max_num_seqs=6) as llm:
+            found.append(llm.embed([*prompts, prompts[0]]))
+    np.testing.assert_array_equal(*found)
+    np.testing.assert_allclose(found[0][:-1], [states_of(model, ids).mean(0) for ids in prompts], atol=1e-5)
+    np.testing.assert_array_equal(found[0][0], found[0][-1])
