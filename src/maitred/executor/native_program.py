@@ -340,7 +340,8 @@ class _Builder:
                 self._add_rope_tables()  # of positions, which move on with the state
             if index == logits_begin:
                 self._native.begin_logits()
-            if index + 1 < len(ops) and getattr(ops[index + 1], "target", "") == LOGITS:
+            makes_logits = index + 1 < len(ops) and getattr(ops[index + 1], "target", "") == LOGITS
+            if makes_logits and hasattr(self._native, "begin_output"):  # a library of before generates, and embeds not
                 self._native.begin_output()
             self._add(index, op)
 
@@ -399,8 +400,8 @@ class _Builder:
         if share.weight is None:
             self._native.idle("embed")
         else:
-            most = op.weight.rows if self._program.spec.encoder is not None else 0
-            self._native.embed(shape_of(share.weight), self._data(op.weight), share.first, scale, target, most)
+            most = () if self._program.spec.encoder is None else (op.weight.rows,)
+            self._native.embed(shape_of(share.weight), self._data(op.weight), share.first, scale, target, *most)
 
     def _add_part(self, op: EmbedMore | LayerNorm | NormAdd, few: bool) -> None:
         if isinstance(op, LayerNorm):
