@@ -105,15 +105,17 @@ async def _streamed_output(agent: Any) -> Any:
 
 
 def use_agents(url: str) -> None:
-    asyncio.run(_use_agents(url))
-
-
-async def _use_agents(url: str) -> None:
     import agents
 
     agents.set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-    model = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+    for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        asyncio.run(_use_agents(kind, openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)))
+
+
+async def _use_agents(kind: Any, client: openai.AsyncOpenAI) -> None:
+    import agents
+
+    model = kind(model=MODEL, openai_client=client)
     kitchen = Kitchen()
     settings = agents.ModelSettings(tool_choice="required")
     plain = agents.Agent(name="waiter", model=model, output_type=Dish)

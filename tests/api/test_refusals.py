@@ -119,7 +119,8 @@ def test_what_is_refused_is_no_field_of_the_route_and_stands_on_the_page():
     assert not set(CHAT_REFUSED) & set(ChatCompletionRequest.__struct_fields__)
     assert not set(COMPLETION_REFUSED) & set(CompletionRequest.__struct_fields__)
     assert not set(TOKENIZE_REFUSED) & set(TokenizeRequest.__struct_fields__)
-    table = [row.split("|")[1:3] for row in (ROOT / "docs/api.md").read_text().splitlines() if row.startswith("| `")]
+    section = (ROOT / "docs/api.md").read_text().partition("## Refused")[2].partition("\n## ")[0]
+    table = [row.split("|")[1:3] for row in section.splitlines() if row.startswith("| `")]
     names = [set(re.findall(r"`([a-z_]+)", column)) for column in map(" ".join, zip(*table, strict=True))]
     assert names[0] - {"guided_"} <= set(CHAT_REFUSED)
     assert names[1] - {"system"} <= {*ChatCompletionRequest.__struct_fields__, *CHAT_REFUSED}
@@ -325,7 +326,7 @@ def test_prompt_and_max_tokens_over_the_context_are_refused(http, path):
 HEADER = "x-maitred-ignored-fields"
 BASES = {
     "/v1/chat/completions": {"messages": MESSAGES}, "/v1/completions": {"prompt": "ab"},
-    "/tokenize": {"prompt": "ab"}, "/detokenize": {"tokens": [97]},
+    "/tokenize": {"prompt": "ab"}, "/detokenize": {"tokens": [97]}, "/v1/responses": {"input": "ab"},
 }  # fmt: skip
 
 

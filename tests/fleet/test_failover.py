@@ -10,11 +10,13 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ollama
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,7 +98,7 @@ OLLAMA_ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     flags = ("--drain-timeout", "1")
-    with real_fleet(tmp_path_factory.mktemp("fleet"), [flags] * 3, "--balance", "round_robin") as running:
+    with real_fleet(tmp_path_factory.mktemp("fleet"), [flags] * 4, "--balance", "round_robin") as running:
         yield running
 
 
@@ -180,7 +182,42 @@ def test_streams_of_a_replica_that_hangs_or_dies_go_on_as_undisturbed(fleet):
         assert num_resumed(fleet) > before
         if sent is signal.SIGSTOP:
             os.kill(hit[0], signal.SIGCONT)
-            until(lambda: fleet.states == ["ready"] * 3)
+            until(lambda: fleet.states == ["ready"] * 4)
+
+
+def test_responses_of_a_replica_that_dies_go_on_are_counted_and_stored(fleet):
+    asked = {"input": "Tell me of the sea.", "seed": 4, "max_output_tokens": 300, "ignore_eos": True}
+    shaped = {
+        **asked,
+        "tools": [{"type": "function", "name": "say", "parameters": PARAMETERS}],
+        "tool_choice": "required",
+    }
+
+    def told(response: Any) -> list[dict[str, Any]]:
+        items = [item.model_dump() for item in response.output]
+        return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+    with openai.OpenAI(base_url=f"{fleet.router.url}/v1", api_key="none", max_retries=0) as client:
+        create = partial(client.responses.create, model="maitred-mini")
+        wanted = [told(create(extra_body=body)) for body in (asked, shaped, asked)]
+        alone = create(input="", background=True, extra_body=asked)
+        streams = [create(input="", stream=True, extra_body=body) for body in (asked, shaped)]
+        begun = [[next(stream) for _ in range(8)] for stream in streams]
+        before = num_resumed(fleet)
+        os.kill(busiest(fleet).process.pid, signal.SIGKILL)
+        had = [first + list(stream) for first, stream in zip(begun, streams, strict=True)]
+        for events in had:
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            deltas = [event for event in events if event.type.endswith(".delta")]
+            assert len({event.item_id for event in deltas}) == 1
+        had.append(list(client.responses.retrieve(alone.id, stream=True)))
+        assert [told(events[-1].response) for events in had] == wanted
+        assert num_resumed(fleet) > before
+        for events in had:
+            assert client.responses.retrieve(events[-1].response.id) == events[-1].response
+        following = create(input="Go on.", previous_response_id=alone.id, max_output_tokens=4)
+        assert following.usage.input_tokens > 200
+        assert len(client.responses.input_items.list(following.id).data) == 3
 
 
 TOKEN = FleetToken(b"0123456789abcdef")

@@ -14,7 +14,9 @@ from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.dialects.openai.chat import CHAT
 from maitred.api.dialects.openai.completions import COMPLETIONS
 from maitred.api.dialects.openai.vectors import VECTOR_ROUTES
-from maitred.api.generate.complete import complete
+from maitred.api.dialects.responses.answers import DIALECT as RESPONSES
+from maitred.api.dialects.responses.stored import response_routes
+from maitred.api.generate.complete import complete, complete_body
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
@@ -26,7 +28,7 @@ from maitred.engine.traffic import WhatIf
 from maitred.fleet.prefix_keys import KSERVE_MODELS
 from maitred.scheduler.queue_view import QueueView
 
-DIALECTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
+DIALECTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
 _GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
 _TEXT_ERRORS = (400, 401, 404, 413, 415)
 
@@ -112,6 +114,7 @@ def _generation() -> tuple[Route, ...]:
             event=s.Completion,
             errors=_GENERATION_ERRORS,
         ),
+        *response_routes(partial(complete_body, RESPONSES)),
         *VECTOR_ROUTES,
         *BATCH_ROUTES,
         Route(

@@ -34,6 +34,8 @@ class RoutedBody(msgspec.Struct, kw_only=True):
     # the prompt, as its bytes stand in the body
     messages: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
+    input: Raw | UnsetType = UNSET
+    instructions: Raw | UnsetType = UNSET
     tools: Raw | UnsetType = UNSET
     chat_template_kwargs: Raw | UnsetType = UNSET
     system: Raw | UnsetType = UNSET  # of Anthropic's, before the messages
@@ -42,6 +44,7 @@ class RoutedBody(msgspec.Struct, kw_only=True):
     stream_options: RoutedStreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -75,6 +78,7 @@ _decode_unread = msgspec.json.Decoder(_UNREAD).decode
 _WHOLE = re.compile(rb"(-?\d{1,15})\.0+")
 _WRONG = (msgspec.DecodeError, ValueError, RecursionError)
 
+RESPONSES = "/v1/responses"
 KSERVE_MODELS = "/v2/models/"
 GENERATE, GENERATE_STREAM = "generate", "generate_stream"
 GENERATE_ENDS = (f"/{GENERATE}", f"/{GENERATE_STREAM}")
@@ -152,9 +156,13 @@ def _read_ollama(path: str, body: bytes) -> RoutedBody:
 
 
 def read_asked(path: str, body: bytes) -> RoutedBody:
-    """Read a body as `read_body`; one of Anthropic's, Ollama's or Triton's generate by OpenAI's names of fields."""
+    """Read a body as `read_body`; one of Anthropic's, Ollama's, of responses, or Triton's generate by OpenAI's names of
+    the fields of chats and completions.
+    """
     if path == MESSAGES:
         return _read_messages(body)
+    if path == RESPONSES:
+        return _read_response(body)
     if path.startswith(OLLAMA):
         return _read_ollama(path, body)
     found = generate_asked(path)
@@ -162,6 +170,16 @@ def read_asked(path: str, body: bytes) -> RoutedBody:
         return read_body(body)
     read = _read_generate(body)
     read.model, read.stream = found["model"], found["action"] == GENERATE_STREAM
+    return read
+
+
+def _read_response(body: bytes) -> RoutedBody:
+    """A body of responses: instructions and input are its messages, a text one, and so each item."""
+    read = read_body(body)
+    texts = [bytes(text) for text in (read.instructions, read.input) if not isinstance(text, UnsetType)]
+    inner = [text.strip()[1:-1] if text.lstrip()[:1] == b"[" else text for text in texts]
+    read.messages = Raw(b"[%b]" % b",".join(text for text in inner if text.strip()))
+    read.max_tokens = read.max_output_tokens
     return read
 
 

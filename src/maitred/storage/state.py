@@ -79,6 +79,7 @@ class StateStore:
 
     def __init__(self, folder: str | None = None, *, max_memory_bytes: int = MAX_MEMORY_BYTES) -> None:
         """Raises ConfigError for a folder that cannot be used, or that another living process uses."""
+        self.live: dict[tuple[str, str, str], Any] = {}  # work of this process, as EntryKey
         self._lock = threading.RLock()
         self._max_bytes = None if folder is not None else max_memory_bytes
         self._db = _opened(private_folder(Path(folder), "--state-dir") / "state.sqlite" if folder is not None else None)

@@ -25,12 +25,16 @@ MANY_LOGPROBS = 4096  # 3 ms to write, 0.8 us each: beside the event loop
 
 async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
     """Decode, tokenise, generate; answer whole or as a stream."""
-    await generate(app, exchange, *await _decoded(dialect, app, exchange))
+    await generate(app, exchange, *await _decoded(dialect, app, exchange, await dialect.read(exchange)))
 
 
-async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> tuple[GenerationAsk, Sequence[Way]]:
+async def complete_body(dialect: Dialect, app: App, exchange: Exchange, body: bytes) -> None:
+    """The same of a body that was read."""
+    await generate(app, exchange, *await _decoded(dialect, app, exchange, body))
+
+
+async def _decoded(dialect: Dialect, app: App, exchange: Exchange, body: bytes) -> tuple[GenerationAsk, Sequence[Way]]:
     """What is asked. The body's bytes are not kept, but by ways that need them."""
-    body = await dialect.read(exchange)
     async with exchange.turn():
         ask = dialect.decode(app, exchange, body)
         return ask, ways_of(app, exchange, ask, body)

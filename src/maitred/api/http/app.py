@@ -187,6 +187,7 @@ class App(Service):
         """The view of another version, under the same gate, for requests from now on; those that have this view keep
         it.
         """
+        _ = self.stored  # both have the same
         view = copy.copy(self)
         if self.gate.admission is not None:
             self.gate.admission.foretell = replica.foretold_ttft_s

@@ -174,7 +174,11 @@ SESSION, PRIVACY = b"x-session-id", b"x-maitred-privacy"
 
 async def generate(router: Router, exchange: Exchange) -> None:
     """A chat or text completion, or Triton's generate."""
-    body = await exchange.body()
+    await generate_body(router, exchange, await exchange.body())
+
+
+async def generate_body(router: Router, exchange: Exchange, body: bytes) -> None:
+    """The same of a body that was read."""
     async with exchange.turn():
         read = read_asked(exchange.scope["path"], body)
         keys = prefix_keys(read, router.salt_of(exchange.caller)).keys

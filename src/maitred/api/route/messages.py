@@ -277,6 +277,7 @@ RETRIED = (500, 502, *OVERLOADED)  # others are the request's own doing: 501 nev
 MAX_RETRY_AFTER_S = 60.0
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 _DONE = b"[DONE]"
+_LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _LINE_END = re.compile(rb"\n")  # of a JSON object
 
@@ -292,6 +293,7 @@ class _Foreign(msgspec.Struct):
     done: Any = None  # of Ollama's lines
     prompt_eval_count: Any = None
     eval_count: Any = None
+    response: Any = None  # of events of responses
 
 
 _decode = msgspec.json.Decoder(_Foreign).decode
@@ -373,7 +375,9 @@ class ForeignStream:
             raise BrokenFrame(f"an event is no JSON: {error}") from None
         self.is_error |= told.error is not None
         self.has_answer |= told.error is None
-        self.is_done |= told.type == "message_stop" or told.done is True
+        self.is_done |= told.type in _LAST_EVENTS or told.done is True
+        if isinstance(told.response, Mapping):
+            told.usage = told.response.get("usage")
         begun = (
             told.message.get("usage") if told.type == "message_start" and isinstance(told.message, Mapping) else None
         )
@@ -421,6 +425,8 @@ def _told(usage: Any, num_tokens: int | None) -> AnswerUsage:
     """Fields that are no number of tokens count as not told; without output tokens there are `num_tokens`."""
     if not isinstance(usage, Mapping):
         return AnswerUsage(num_output_tokens=num_tokens)
+    if "input_tokens_details" in usage:  # of responses
+        usage = {name.replace("input", "prompt").replace("output", "completion"): of for name, of in usage.items()}
     if "input_tokens" in usage:
         return _told_by_anthropic(usage, num_tokens)
     details = usage.get("prompt_tokens_details")

@@ -12,12 +12,13 @@ import maitred
 from maitred.api.common_routes import BATCH_ROUTES, METRICS, PAGE, USAGE, probe_routes, resume_batches, role_route
 from maitred.api.dialects.ollama.routes import router_routes
 from maitred.api.dialects.openai.answers import OPENAI
+from maitred.api.dialects.responses.stored import response_routes
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.logs import configure_logging
 from maitred.api.http.routes import TEXT_ERRORS, Route, RouteTable
 from maitred.api.http.server import HttpServer
-from maitred.api.route.generate import embed, generate, pass_through, post_kserve
+from maitred.api.route.generate import embed, generate, generate_body, pass_through, post_kserve
 from maitred.api.route.router import Router
 from maitred.core.errors import (
     ConfigError,
@@ -190,6 +191,7 @@ ROUTES = RouteTable(
     (
         _generation(path="/v1/chat/completions", summary="Answer a conversation.", span="chat"),
         _generation(path="/v1/completions", summary="Continue one or more texts.", span="text_completion"),
+        *response_routes(generate_body),
         Route(method="POST", path="/v1/embeddings", handler=embed, summary="Vectors of texts.", errors=_ERRORS),
         Route(method="POST", path="/v1/rerank", handler=embed, summary="Documents by a query.", errors=_ERRORS),
         Route(method="POST", path="/v1/score", handler=embed, summary="Scores of pairs.", errors=_ERRORS),

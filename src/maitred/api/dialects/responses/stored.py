@@ -1,0 +1,582 @@
+"""Responses at the server that clients talk to, which expands, counts, keeps and runs them; `answer` makes the tokens.
+
+A response is stored under its tenant: what it is as JSON, and all items that it was asked with. A next turn is asked
+with these and its output before its own, so no replica keeps anything. Events are counted here: whatever replicas a
+stream had, its sequence numbers are dense.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+from msgspec import Raw
+from starlette.types import Message, Send
+
+from maitred.api.dialects.responses import schemas as s
+from maitred.api.dialects.responses.answers import DECODER, RESPONSES, check_fields
+from maitred.api.http.errors import http_error, shortened
+from maitred.api.http.exchange import CONNECTION, JSON_HEADERS, EventStream, Exchange, Header
+from maitred.api.http.in_flight import WatchedWork
+from maitred.api.http.logs import ERRORS
+from maitred.api.http.routes import Route
+from maitred.api.http.service import Service
+from maitred.core.errors import InvalidRequest, RouteNotFound, Unavailable
+
+T = TypeVar("T")
+Answer = Callable[[Any, Exchange, bytes], Awaitable[None]]
+RESPONSE, EVENTS = "response", "response.events"  # kinds of entries
+KEPT_S = 30 * 24 * 3600.0
+_SHORT = 64 * 1024  # bytes that memory takes at once
+_OPEN = ("queued", "in_progress")
+_FINAL = frozenset(f"response.{status}" for status in ("completed", "incomplete", "failed"))
+_BROKE_OFF: Mapping[str, Any] = {"message": "the answer broke off", "type": "server_error"}
+_CODES = {"server_error": "server_error", "rate_limit_error": "rate_limit_exceeded"}  # by the type of an error
+_NUMBER = re.compile(rb'"sequence_number": ?\d+')  # within a text its quotes would be escaped
+_SPECIAL = re.compile(rb'"response": ?\{|^data: ?\{ ?"error"', re.MULTILINE)
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_LIST = msgspec.json.Decoder(list[Raw])
+_encode = msgspec.json.encode
+
+
+class _Asked(msgspec.Struct):
+    """Fields that are done with here, whatever they hold: `answer` tells of wrong ones."""
+
+    input: Raw = Raw(b"[]")
+    previous_response_id: Any = None
+    background: Any = None
+    store: Any = None
+    stream: Any = None
+
+
+class _Item(msgspec.Struct):
+    type: str = ""
+    id: str = ""
+
+
+class _Event(msgspec.Struct):
+    type: str = ""
+    response: dict[str, Raw] | None = None
+    error: dict[str, Any] | None = None
+
+
+class _Stored(msgspec.Struct):
+    """Fields of a stored response that are looked at."""
+
+    id: str
+    status: str = ""
+    background: bool = False
+    output: list[Raw] = []
+
+
+_decode_asked = msgspec.json.Decoder(_Asked).decode
+_decode_event = msgspec.json.Decoder(_Event).decode
+_decode_stored = msgspec.json.Decoder(_Stored).decode
+_WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+async def create(answer: Answer, service: Service, exchange: Exchange) -> None:
+    """POST /v1/responses. A replica leaves all this to its router, which shows the fleet's token."""
+    body, asked = await exchange.json_body(), None
+    if not exchange.from_router:
+        async with exchange.turn():
+            with suppress(*_WRONG):
+                asked = _decode_asked(body)
+    if asked is None:
+        await answer(service, exchange, body)  # which says what is wrong with a body that cannot be read
+        return
+    shelf, items, patch = TenantResponses(service, exchange), asked.input, dict[str, Any]()
+    if isinstance(asked.previous_response_id, str) or b'"item_reference"' in bytes(items):
+        items = await _expanded(shelf, bytes(items), asked.previous_response_id)
+        patch["previous_response_id"] = asked.previous_response_id
+        body = _rewritten(body, input=items)
+    if asked.background is True:
+        await _in_background(answer, shelf, exchange, body, asked, items, patch)
+        return
+    kept = KeptResponse(shelf, items if asked.store is not False else None, patch, exchange.raw_send)
+    exchange.raw_send = kept.send
+    try:
+        await answer(service, exchange, body)
+    finally:
+        kept.leave()
+
+
+def _rewritten(body: bytes, **fields: Any) -> bytes:
+    dropped = ("previous_response_id", "background")
+    return _encode({name: of for name, of in _FIELDS.decode(body).items() if name not in dropped} | fields)
+
+
+async def _expanded(shelf: TenantResponses, sent: bytes, previous: str | None) -> Raw:
+    """All items of the conversation as a JSON list. Raises RouteNotFound, or InvalidRequest for what is not over."""
+    own, before = _as_items(sent), list[Raw]()
+    if previous is not None:
+        told = _decode_stored(await shelf.find(previous, "previous_response_id"))
+        if told.status in _OPEN:
+            text = f"the response {previous!r} is {told.status}; wait for its end before the next turn"
+            raise InvalidRequest(text, param="previous_response_id")
+        before = [*await shelf.items(previous), *told.output]
+    if b'"item_reference"' in sent:
+        own = [await _referred(shelf, item) for item in own]
+    return Raw(b"[%b]" % b",".join(map(bytes, (*before, *own))))
+
+
+def _as_items(sent: bytes) -> list[Raw]:
+    """Items of an input. Raises InvalidRequest for what is none."""
+    if sent.lstrip()[:1] == b'"':
+        return [Raw(b'{"type":"message","role":"user","content":%b}' % sent)]
+    try:
+        return _LIST.decode(sent)
+    except _WRONG:
+        raise InvalidRequest("input must be a text or a list of items", param="input") from None
+
+
+async def _referred(shelf: TenantResponses, item: Raw) -> Raw:
+    """The item itself, or that of a stored response which it refers to by id."""
+    told = msgspec.json.decode(item, type=_Item)
+    if told.type != "item_reference":
+        return item
+    id = f"resp_{told.id.partition('_')[2].rpartition('_')[0]}"  # ids of items are made of their response's
+    stored = await shelf.find(id, "input", f"item {shortened(repr(told.id))}")
+    listed = [Raw(_encode(_listed(*item, id))) for item in enumerate(await shelf.items(id))]
+    known = {msgspec.json.decode(raw, type=_Item).id: raw for raw in (*listed, *_decode_stored(stored).output)}
+    if told.id not in known:
+        raise RouteNotFound(f"there is no item {shortened(repr(told.id))}", param="input")
+    return known[told.id]
+
+
+class TenantResponses:
+    """Responses of one tenant, stored or under way."""
+
+    def __init__(self, service: Service, exchange: Exchange) -> None:
+        self.service, self._tenant = service, exchange.caller.tenant.name
+
+    def key(self, id: str, kind: str = RESPONSE) -> tuple[str, str, str]:
+        return kind, id, self._tenant
+
+    def live(self, id: str) -> KeptResponse | None:
+        """The response under way; None where it was deleted too."""
+        live: KeptResponse | None = self.service.stored.live.get(self.key(id))
+        return None if live is None or live.is_deleted else live
+
+    async def find(self, id: str, param: str | None = None, what: str = "") -> bytes:
+        """The response as JSON, as far as it is; one that a server which was killed left open has failed.
+
+        Raises RouteNotFound, for other tenants' too.
+        """
+        live = self.live(id)
+        if live is not None:
+            return live.response
+        entry = await self._call(self.service.stored.get, *self.key(id), time.time())
+        if entry is None:
+            code = "previous_response_not_found" if param == "previous_response_id" else None
+            raise RouteNotFound(f"there is no {what or f'response {shortened(repr(id))}'}", param=param, code=code)
+        if _decode_stored(entry.about).status not in _OPEN:
+            return entry.about
+        error = {"code": "server_error", "message": "the server ended while it made this response; ask again"}
+        failed = _encode(_FIELDS.decode(entry.about) | {"status": "failed", "error": error})
+        await self.put(id, failed)
+        return failed
+
+    async def items(self, id: str) -> list[Raw]:
+        """Items that a response was asked with."""
+        return _as_items(await self.content(id) or b"[]")
+
+    async def content(self, id: str, kind: str = RESPONSE) -> bytes:
+        return await self._call(self.service.stored.content, *self.key(id, kind))
+
+    async def put(self, id: str, about: bytes, content: bytes | None = None, kind: str = RESPONSE) -> None:
+        """Raises Unavailable."""
+        now, num_bytes = time.time(), len(about) + len(content or b"")
+        put = partial(self.service.stored.put, now=now, expires_at=now + KEPT_S)
+        await self._call(put, *self.key(id, kind), about, content, num_bytes=num_bytes)
+
+    async def drop(self, id: str) -> None:
+        for kind in (RESPONSE, EVENTS):
+            await self._call(self.service.stored.drop, *self.key(id, kind))
+
+    async def _call(self, function: Callable[..., T], *args: Any, num_bytes: int = 0) -> T:
+        """Call the store, in a thread where that may take long."""
+        if self.service.config.state_dir is None and num_bytes < _SHORT:
+            return function(*args)
+        return await asyncio.to_thread(function, *args)
+
+
+# -- a response on its way to the client
+
+
+class KeptResponse:
+    """One response as it is answered: its messages go through `send`, and what it becomes is stored at its end."""
+
+    def __init__(
+        self,
+        shelf: TenantResponses,
+        items: Raw | None,
+        patch: dict[str, Any],
+        send: Send | None = None,
+        *,
+        id: str = "",
+    ) -> None:
+        """`items` are those that it is asked with; None stores nothing. `patch` are fields of the response that a
+        replica does not know. Without `send` it runs in the background.
+        """
+        self._shelf, self._items, self._patch = shelf, items, patch
+        self._send, self._is_stored = send or self._logged, items is not None
+        self.id = id
+        self.response = b""  # as far as it is
+        self.events: list[bytes] = []  # of one that runs in the background
+        self.is_over = self.is_deleted = False
+        self.grew = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._num_events = 0
+        self._is_stream = False
+        self._head: Message | None = None  # held until the body is known
+        self._body = b""
+
+    def enter(self) -> None:
+        """Be found under its id from now on."""
+        self._shelf.service.stored.live[self._shelf.key(self.id)] = self
+
+    def leave(self) -> None:
+        if (self._is_stored and self._shelf.live(self.id) is self) or self.is_deleted:
+            del self._shelf.service.stored.live[self._shelf.key(self.id)]
+        self.is_over = True
+        self.grew.set()
+
+    async def send(self, message: Message) -> None:
+        """Pass on an ASGI message of the answer, after what must be stored before it."""
+        if message["type"] == "http.response.start":
+            kinds = [value for name, value in message["headers"] if name == b"content-type"]
+            self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+            if message["status"] == 200 and not self._is_stream:
+                self._head = message
+                return
+            if self._is_stream:  # its length is not known before the events are counted
+                message = {**message, "headers": _without_length(message)}
+        elif self._head is not None:
+            self._body += message.get("body", b"")
+            if message.get("more_body", False):
+                return
+            body = await self._whole(self._body)
+            headers = [*_without_length(self._head), (b"content-length", b"%d" % len(body))]
+            await self._send({**self._head, "headers": headers})
+            message = {**message, "body": body}
+        elif self._is_stream:
+            is_last = not message.get("more_body", False)
+            message = {**message, "body": await self._counted(message.get("body", b""), is_last=is_last)}
+        await self._send(message)
+
+    async def _whole(self, body: bytes) -> bytes:
+        fields = _FIELDS.decode(body) if self._is_stored or self._patch else {}
+        return await self._final(fields) if "output" in fields else body
+
+    async def _counted(self, piece: bytes, *, is_last: bool) -> bytes:
+        """Whole events with their sequence numbers."""
+        if not is_last and _SPECIAL.search(piece) is None:
+            return _NUMBER.sub(self._number, piece)
+        told = [await self._event(text) for text in piece.split(b"\n\n") if text]
+        if is_last and not self.is_over:
+            told.append(await self.failed(_BROKE_OFF))
+        return b"".join(told)
+
+    def _number(self, _: object = None) -> bytes:
+        self._num_events += 1
+        return b'"sequence_number":%d' % (self._num_events - 1)
+
+    async def _event(self, text: bytes) -> bytes:
+        data = next((line[5:] for line in text.split(b"\n") if line.startswith(b"data:")), b"")
+        try:
+            told = _decode_event(data)
+        except _WRONG:
+            return text + b"\n\n"  # a comment
+        if told.error is not None and told.response is None:
+            return await self.failed(told.error)
+        if told.response is None:
+            return _NUMBER.sub(self._number, text) + b"\n\n"
+        if told.type in _FINAL:
+            return self._response_event(told.type, await self._final(told.response))
+        is_repeated = told.type == "response.created" and bool(self.response)  # it was told as it was queued
+        self.response = _encode(told.response | self._patch)
+        if told.type == "response.created" and not is_repeated and self._is_stored:
+            self.id = _decode_stored(self.response).id
+            self.enter()
+        return b"" if is_repeated else self._response_event(told.type, self.response)
+
+    def _response_event(self, type: str, response: bytes) -> bytes:
+        named = type.encode()
+        return b'event: %b\ndata: {"type":"%b","response":%b,%b}\n\n' % (named, named, response, self._number())
+
+    async def _final(self, fields: dict[str, Any]) -> bytes:
+        """The response at its end, stored. Where that fails, it says of itself that it is not."""
+        response = _encode(fields | self._patch)
+        self.is_over, self.id = True, self.id or _decode_stored(response).id
+        if self._is_stored and not self.is_deleted:
+            try:
+                items = None if self._items is None else bytes(self._items)
+                await self._shelf.put(self.id, response, items)
+            except Unavailable:
+                ERRORS.warning("a response could not be stored", exc_info=True)
+                response = _encode(fields | self._patch | {"store": False})
+        self.response = response
+        return response
+
+    async def failed(self, error: Mapping[str, Any], status: str = "failed") -> bytes:
+        """End the response by an `error` as OpenAI's bodies have it; gives the event that tells of it."""
+        code, message = _CODES.get(str(error.get("type")), "invalid_prompt"), str(error.get("message"))
+        if not self.response:
+            told = {"type": "error", "code": error.get("code") or code, "message": message, "param": error.get("param")}
+            return b"event: error\ndata: %b,%b}\n\n" % (_encode(told)[:-1], self._number())
+        fields: dict[str, Any] = {**_FIELDS.decode(self.response), "status": status}
+        if status == "failed":
+            fields["error"] = {"code": code, "message": message}
+        return self._response_event("response.failed", await self._final(fields))
+
+    # -- in the background
+
+    async def begin(self, response: s.ResponseObject) -> None:
+        """Store the response as queued, with its items."""
+        self.response = _encode(response)
+        await self._shelf.put(self.id, self.response, bytes(self._items or b"[]"))
+        self._items = None
+        self.enter()
+        self._log(b"".join(self._response_event(f"response.{kind}", self.response) for kind in ("created", "queued")))
+
+    async def _logged(self, message: Message) -> None:
+        """Keep the events of an ASGI message, or the error that is in place of them."""
+        body = message.get("body", b"")
+        if self._is_stream:
+            self._log(body)
+        elif message["type"] == "http.response.body":
+            self._body += body
+
+    def _log(self, told: bytes) -> None:
+        self.events += [text + b"\n\n" for text in told.split(b"\n\n") if text and not text.startswith(b":")]
+        self.grew.set()
+        self.grew = asyncio.Event()
+
+    def restore(self, response: bytes, events: bytes) -> None:
+        """Be a response that is over."""
+        self.response, self.is_over = response, True
+        self._log(events or self._response_event("response.failed", response))
+
+    async def run(self, answer: Answer, exchange: Exchange, body: bytes) -> None:
+        """Answer to its end, which is stored whatever that is."""
+        status, error = "failed", _BROKE_OFF
+        try:
+            await answer(self._shelf.service, exchange, body)
+            if not self.is_over:
+                error = _decode_event(self._body).error or error
+        except asyncio.CancelledError:
+            status = "cancelled"
+        except Exception as caught:
+            told = http_error(caught)
+            error = msgspec.to_builtins(RESPONSES.told(told))["error"]
+            if told.status == 500:
+                ERRORS.error("request failed", exc_info=caught)
+        try:
+            if not self.is_over:
+                self._log(await self.failed(error, status))
+            if not self.is_deleted:
+                packed = await asyncio.to_thread(zlib.compress, b"".join(self.events), 1)
+                await self._shelf.put(self.id, b"{}", packed, EVENTS)
+        except Unavailable:
+            ERRORS.warning("the events of a response could not be stored", exc_info=True)
+        finally:
+            self.leave()
+
+    async def follow(self, exchange: Exchange, after: int) -> None:
+        """Send the events behind the one with the number `after`, and those that come, to the end."""
+        silence_s = self._shelf.service.config.sse_keep_alive_s
+        stream, at = EventStream(exchange, silence_s=silence_s), after + 1
+        async with WatchedWork(exchange, silence_s=silence_s, on_silence=stream.keep_alive):
+            while True:
+                grew = self.grew
+                if at < len(self.events):
+                    told, at = b"".join(self.events[at:]), len(self.events)
+                    await stream.write(told)
+                elif self.is_over:
+                    break
+                else:
+                    await grew.wait()
+            await stream.done()
+
+
+async def _in_background(
+    answer: Answer,
+    shelf: TenantResponses,
+    exchange: Exchange,
+    body: bytes,
+    asked: _Asked,
+    items: Raw,
+    patch: dict[str, Any],
+) -> None:
+    """Answer at once that the response is queued, or follow it; it runs whether a client is there or not."""
+    sent = DECODER.decode(_rewritten(body))
+    check_fields(sent.body, sent.refused)
+    if asked.store is False:
+        raise InvalidRequest("background needs the response to be stored; leave store out", param="background")
+    if shelf.service.in_flight.draining:
+        raise Unavailable("the server is shutting down; try again", retry_after_s=1.0)
+    id = f"resp_{secrets.token_hex(24)}"
+    patch |= {"background": True}
+    queued = s.response_of(sent.body, id, sent.body.model or "", status="queued", **patch)
+    kept = KeptResponse(shelf, items, patch | {"id": id}, id=id)
+    await kept.begin(queued)
+    scope = {name: value for name, value in exchange.scope.items() if name != CONNECTION}
+    apart = replace(exchange, scope=scope, receive=_never, raw_send=kept.send, log={})
+    apart.caller = exchange.caller
+    kept.task = asyncio.create_task(kept.run(answer, apart, _rewritten(body, stream=True, request_id=id)))
+    if asked.stream is True:
+        await kept.follow(exchange, -1)
+    else:
+        await exchange.answer(kept.response, 200, JSON_HEADERS)
+
+
+def _without_length(message: Message) -> list[Header]:
+    return [header for header in message["headers"] if header[0] != b"content-length"]
+
+
+async def _never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
+# -- stored ones
+
+
+async def show(service: Service, exchange: Exchange) -> None:
+    """GET a response, its events, or the items that it was asked with."""
+    id, _, more = exchange.parameter.partition("/")
+    asked, shelf = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"))), TenantResponses(service, exchange)
+    told, after = await shelf.find(id), _number(asked, "starting_after", -1, 2**53, -1)
+    if more == "input_items":
+        await exchange.answer_json(_page([_listed(*item, id) for item in enumerate(await shelf.items(id))], asked))
+    elif more:
+        raise RouteNotFound(f"a response has no {shortened(repr(more))}; it has input_items")
+    elif asked.get("stream") != "true":
+        await exchange.answer(told, 200, JSON_HEADERS)
+    elif not _decode_stored(told).background:
+        text = "only a response that was made with background: true can be streamed again"
+        raise InvalidRequest(text, param="stream")
+    elif (live := shelf.live(id)) is not None:
+        await live.follow(exchange, after)
+    else:
+        packed, live = await shelf.content(id, EVENTS), KeptResponse(shelf, None, {}, id=id)
+        live.restore(told, await asyncio.to_thread(zlib.decompress, packed) if packed else b"")
+        await live.follow(exchange, after if packed else -1)  # of a server that was killed there is the end alone
+
+
+async def change(service: Service, exchange: Exchange) -> None:
+    """POST to a response: cancel it."""
+    id, _, more = exchange.parameter.partition("/")
+    if more != "cancel":
+        raise RouteNotFound(f"{shortened(repr(exchange.parameter))} takes no POST; a response has /cancel")
+    shelf = TenantResponses(service, exchange)
+    told = await shelf.find(id)
+    if not _decode_stored(told).background:
+        raise InvalidRequest("only a response made with background: true can be cancelled; close its connection")
+    live = shelf.live(id)
+    if live is not None and live.task is not None:
+        live.task.cancel()
+        await asyncio.wait([live.task])
+        told = live.response
+    await exchange.answer(told, 200, JSON_HEADERS)
+
+
+async def delete(service: Service, exchange: Exchange) -> None:
+    """DELETE a response; one that runs in the background ends, one that a client reads goes on and is not stored."""
+    id, shelf = exchange.parameter, TenantResponses(service, exchange)
+    await shelf.find(id)
+    live = shelf.live(id)
+    if live is not None:
+        live.is_deleted = True
+        if live.task is not None:
+            live.task.cancel()
+    await shelf.drop(id)
+    await exchange.answer_json({"id": id, "object": "response", "deleted": True})
+
+
+def _listed(number: int, raw: Raw, id: str) -> dict[str, Any]:
+    """An item of an input as it is listed, with an id."""
+    item: dict[str, Any] = {"type": "message", "status": "completed"} | msgspec.json.decode(raw)
+    item.setdefault("id", f"{'msg' if item['type'] == 'message' else 'item'}_{id.removeprefix('resp_')}_i{number}")
+    if item["type"] == "message" and isinstance(item.get("content"), str):
+        is_said = item.get("role") == "assistant"
+        part = {"type": "output_text", "annotations": []} if is_said else {"type": "input_text"}
+        item["content"] = [{**part, "text": item["content"]}]
+    return item
+
+
+def _page(items: list[dict[str, Any]], asked: dict[str, str]) -> dict[str, Any]:
+    order, limit = asked.get("order", "desc"), _number(asked, "limit", 1, 100, 20)
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {shortened(repr(order))}; it must be asc or desc", param="order")
+    listed = items if order == "asc" else items[::-1]
+    ids = [item["id"] for item in listed]
+    if "after" in asked and asked["after"] not in ids:
+        raise InvalidRequest(f"after is {shortened(repr(asked['after']))}, which is no item here", param="after")
+    start = ids.index(asked["after"]) + 1 if "after" in asked else 0
+    ends = ids[start : start + limit] or [None]
+    page = {"object": "list", "data": listed[start : start + limit], "first_id": ends[0], "last_id": ends[-1]}
+    return {**page, "has_more": len(ids) > start + limit}
+
+
+def _number(asked: dict[str, str], name: str, least: int, most: int, default: int) -> int:
+    sent = asked.get(name, str(default))
+    value = int(sent) if re.fullmatch(r"-?\d{1,17}", sent) else least - 1
+    if not least <= value <= most:
+        raise InvalidRequest(f"{name} is {shortened(repr(sent))}; it must be from {least} to {most}", param=name)
+    return value
+
+
+_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
+_PAGE: dict[str, dict[str, Any]] = {
+    "stream": {"type": "boolean"},
+    "starting_after": {"type": "integer", "minimum": 0},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+    "order": {"enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
+
+
+def response_routes(answer: Answer) -> tuple[Route, ...]:
+    """Routes of responses; `answer` makes one of a body that needs nothing stored."""
+    of_one = partial(Route, path="/v1/responses/{id:path}", format=RESPONSES, errors=(400, 401, 404, 503))
+    return (
+        Route(
+            method="POST",
+            path="/v1/responses",
+            handler=partial(create, answer),
+            format=RESPONSES,
+            summary="Answer items with items, and keep both.",
+            span="chat",
+            body=s.ResponsesRequest,
+            tells_ignored=True,
+            answer=s.ResponseObject,
+            event=s.ResponseEvent,
+            errors=_ERRORS,
+        ),
+        of_one(
+            handler=show,
+            summary="A response, its events, or, with /input_items behind its id, the items that it was asked with.",
+            answer=s.ResponseObject,
+            event=s.ResponseEvent,
+            query=_PAGE,
+        ),
+        of_one(
+            method="POST",
+            handler=change,
+            summary="Cancel a response, with /cancel behind its id.",
+            answer=s.ResponseObject,
+        ),
+        of_one(method="DELETE", handler=delete, summary="Forget a response.", text="application/json"),
+    )
