@@ -138,9 +138,12 @@ class Client(asyncio.Protocol):
         assert not self._transport.get_extra_info("socket") or exc is None, exc
 
 
-def request_of(port: int, fields: Mapping[str, Any]) -> bytes:
+CHAT = "/v1/chat/completions"
+
+
+def request_of(port: int, fields: Mapping[str, Any], path: str = CHAT) -> bytes:
     body = json.dumps(fields).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nuser-agent: bench\r\naccept: */*\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nuser-agent: bench\r\naccept: */*\r\n"
     return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -154,7 +157,13 @@ def stream_of(number: int) -> dict[str, Any]:
 
 
 async def load(
-    port: int, num_clients: int, num_answers: int, asks: Callable[[int], Mapping[str, Any]], rate: float | None = None
+    port: int,
+    num_clients: int,
+    num_answers: int,
+    asks: Callable[[int], Mapping[str, Any]],
+    rate: float | None = None,
+    *,
+    path: str = CHAT,
 ) -> list[float]:
     """Seconds to the first byte of each; `asks` has the fields by the client's number, a `rate` is an open loop's."""
     loop = asyncio.get_running_loop()
@@ -176,7 +185,7 @@ async def load(
 
     clients = []
     for number in range(num_clients):
-        request = request_of(port, asks(number))
+        request = request_of(port, asks(number), path=path)
         _, client = await loop.create_connection(lambda r=request: Client(r, done), "127.0.0.1", port)
         clients.append(client)
     if rate is None:

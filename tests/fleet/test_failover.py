@@ -220,6 +220,45 @@ def test_responses_of_a_replica_that_dies_go_on_are_counted_and_stored(fleet):
         assert len(client.responses.input_items.list(following.id).data) == 3
 
 
+Begun = Callable[[], object]  # to be called once, when there is something of an answer
+
+
+def told_to_anthropic(url: str, begun: Begun, **fields: Any) -> Any:
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "maitred-mini", "max_tokens": 300, "messages": SAYS, "temperature": 0}
+    with client.messages.stream(**asked, **fields) as stream:
+        kinds = []
+        for event in stream:
+            kinds.append(event.type)
+            if event.type == "content_block_delta" and kinds.count(event.type) == 1:
+                begun()
+        message = stream.get_final_message()
+    assert (kinds.count("message_start"), kinds[-1]) == (1, "message_stop")
+    content = [block.to_dict() | {"id": None} for block in message.content]
+    return content, message.stop_reason, message.usage.output_tokens
+
+
+OTHERS: tuple[Callable[[str, Begun], Any], ...] = (
+    partial(told_to_anthropic, output_config={"format": {"type": "json_schema", "schema": PARAMETERS}}),
+    partial(told_to_anthropic, tools=[{"name": "say", "input_schema": PARAMETERS}], tool_choice={"type": "any"}),
+)
+
+
+def test_clients_of_other_dialects_notice_as_little(fleet):
+    def had_by_all(happens: Callable[[], object]) -> list[Any]:
+        have_begun = threading.Barrier(len(OTHERS) + 1)
+        with ThreadPoolExecutor(len(OTHERS)) as pool:
+            told = [pool.submit(ask, fleet.router.url, partial(have_begun.wait, HANGS_S)) for ask in OTHERS]
+            have_begun.wait(HANGS_S)
+            happens()
+            return [answer.result() for answer in told]
+
+    expected, before = had_by_all(lambda: None), num_resumed(fleet)
+    assert all(stop_reason == "max_tokens" and num == 300 for _, stop_reason, num in expected)
+    assert had_by_all(lambda: os.kill(busiest(fleet).process.pid, signal.SIGKILL)) == expected
+    assert num_resumed(fleet) > before
+
+
 TOKEN = FleetToken(b"0123456789abcdef")
 CHAT_GOING_ON, RESUME = "/v1/chat/completions", "/fleet/resume"
 NUMERICS = {"revision": "r", "executor": "native", "dtype": "f32", "kv_dtype": "f32", "isa": "avx2"}

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from maitred.api.common_routes import BATCH_ROUTES, METRICS, PAGE, USAGE, probe_routes, role_route
+from maitred.api.dialects.anthropic import models as anthropic_models
+from maitred.api.dialects.anthropic import schemas as a
+from maitred.api.dialects.anthropic.messages import MESSAGES, count_tokens
 from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, Generated, GenerateRequest
 from maitred.api.dialects.ollama import routes as ollama
 from maitred.api.dialects.openai import models
@@ -28,7 +31,12 @@ from maitred.engine.traffic import WhatIf
 from maitred.fleet.prefix_keys import KSERVE_MODELS
 from maitred.scheduler.queue_view import QueueView
 
-DIALECTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
+DIALECTS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}
 _GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
 _TEXT_ERRORS = (400, 401, 404, 413, 415)
 
@@ -115,6 +123,30 @@ def _generation() -> tuple[Route, ...]:
             errors=_GENERATION_ERRORS,
         ),
         *response_routes(partial(complete_body, RESPONSES)),
+        Route(
+            method="POST",
+            path="/v1/messages",
+            handler=partial(complete, MESSAGES),
+            format=MESSAGES.format,
+            summary="Answer a conversation of Anthropic's clients.",
+            span="chat",
+            body=a.MessagesRequest,
+            tells_ignored=True,
+            answer=a.AnthropicMessage,
+            event=a.AnthropicEvent,
+            errors=(*_GENERATION_ERRORS, 529),
+        ),
+        Route(
+            method="POST",
+            path="/v1/messages/count_tokens",
+            handler=count_tokens,
+            format=MESSAGES.format,
+            summary="Tokens of the prompt that /v1/messages makes of a body.",
+            body=a.MessagesRequest,
+            tells_ignored=True,
+            answer=a.InputTokens,
+            errors=_TEXT_ERRORS,
+        ),
         *VECTOR_ROUTES,
         *BATCH_ROUTES,
         Route(
@@ -136,12 +168,16 @@ def _models() -> tuple[Route, ...]:
     """Routes of model names, and of text to tokens and back."""
     return (
         Route(
-            path="/v1/models", handler=models.list_models, summary="List the names of the model.", answer=s.ModelList
+            path="/v1/models",
+            handler=anthropic_models.list_models,
+            summary="List the names of the model; in Anthropic's form where `anthropic-version` is sent.",
+            answer=s.ModelList,
+            query=anthropic_models.MODELS_QUERY,
         ),
         Route(
             path="/v1/models/{model:path}",
-            handler=models.get_model,
-            summary="One model.",
+            handler=anthropic_models.get_model,
+            summary="One model, in the same forms.",
             answer=s.ModelCard,
             errors=(401, 404),
         ),

@@ -102,7 +102,7 @@ BUDGET = (
     rf"|<(?P<tag>system-reminder|system_warning)>(?:\s|\\n)*{_REMAINS}(?:\s|\\n)*</(?P=tag)>"
 )
 _NOT_OF_KEYS = re.compile(  # the client's marks for a cache move too
-    rf'{BILLING}|{BUDGET}|,\s*"cache_control"\s*:\s*(?:\{{[^{{}}]*\}}|null)'.encode()
+    rf'{BILLING}|(?:\\n){{0,4}}(?:{BUDGET})|,\s*"cache_control"\s*:\s*(?:\{{[^{{}}]*\}}|null)'.encode()
 )
 
 

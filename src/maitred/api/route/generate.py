@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import UNSET
 
 from maitred.api.generate.dialect import HEADERS
 from maitred.api.http.exchange import Exchange, Header
@@ -25,6 +26,7 @@ from maitred.core.request import FinishReason, Terms
 from maitred.fleet.balance import hash_of
 from maitred.fleet.fleet_request import AnswerUsage, FleetRequest
 from maitred.fleet.prefix_keys import (
+    MESSAGES,
     NO_KEYS,
     OLLAMA,
     RoutedBody,
@@ -240,7 +242,7 @@ async def _route(
             return
         request = _request(router, exchange, body, read, keys, granted)
         if has_usage:
-            await _count(router, exchange, read, request, granted)
+            await _count(router, exchange, body, read, request, granted)
             router.shed(granted.take(request, is_silent=_names_no_limit(read)))
         routed = RoutedRequest(request, exchange)
         outgoing = _outgoing(router, exchange, body, read, granted, is_generation=is_generation, has_usage=has_usage)
@@ -311,11 +313,12 @@ def _is_local(exchange: Exchange) -> bool:
 
 
 class _Counted(msgspec.Struct):
-    count: Count
+    count: Count | None = None
+    input_tokens: Count | None = None  # as Anthropic's clients are told
 
 
 async def _count(
-    router: Router, exchange: Exchange, read: RoutedBody, request: FleetRequest, granted: RouteLease
+    router: Router, exchange: Exchange, body: bytes, read: RoutedBody, request: FleetRequest, granted: RouteLease
 ) -> None:
     """Ask a replica, of its tier where the request is pinned, for the prompt's tokens where their estimate would refuse
     the request.
@@ -324,10 +327,14 @@ async def _count(
     live = router.fleet.replicas.get(name or "")
     if live is None:
         return
-    fields = {name: getattr(read, name) for name in ("model", "messages", "prompt", "chat_template_kwargs")}
-    body = msgspec.json.encode({name: value for name, value in fields.items() if value not in (None, msgspec.UNSET)})
+    target = "/tokenize"
+    if exchange.scope["path"] == MESSAGES:
+        target = f"{MESSAGES}/count_tokens"
+    else:
+        fields = {name: getattr(read, name) for name in ("model", "messages", "prompt", "chat_template_kwargs")}
+        body = msgspec.json.encode({name: value for name, value in fields.items() if value not in (None, UNSET)})
     outgoing = _outgoing(router, exchange, body, read, granted, is_generation=False, has_usage=False)
-    outgoing.method, outgoing.target = "POST", "/tokenize"
+    outgoing.method, outgoing.target = "POST", target
     with suppress(UpstreamFailed, TimeoutError, msgspec.DecodeError):
         async with asyncio.timeout(COUNT_S):
             answer = await live.upstream.send(outgoing.ask(live, 0.0))
@@ -336,7 +343,9 @@ async def _count(
             finally:
                 answer.abort()
         if answer.status == 200:
-            request.num_inputs = request.num_counted = msgspec.json.decode(told, type=_Counted).count
+            counted = msgspec.json.decode(told, type=_Counted)
+            if (num_tokens := counted.count if counted.input_tokens is None else counted.input_tokens) is not None:
+                request.num_inputs = request.num_counted = num_tokens
 
 
 def _num_prompt_bytes(body: bytes, read: RoutedBody) -> int:

@@ -10,6 +10,8 @@ import msgspec
 
 import maitred
 from maitred.api.common_routes import BATCH_ROUTES, METRICS, PAGE, USAGE, probe_routes, resume_batches, role_route
+from maitred.api.dialects.anthropic.models import MODELS_QUERY, answer_cards, is_anthropics, model_of
+from maitred.api.dialects.anthropic.schemas import ANTHROPIC
 from maitred.api.dialects.ollama.routes import router_routes
 from maitred.api.dialects.openai.answers import OPENAI
 from maitred.api.dialects.responses.stored import response_routes
@@ -147,15 +149,20 @@ _ERRORS = (400, 401, 403, 404, 413, 429, 500, 502, 503, 504)
 
 async def _models(router: Router, exchange: Exchange) -> None:
     """The union: what any replica serves, but for others' adapters."""
-    await exchange.answer_json({"object": "list", "data": router.models.cards(exchange.caller)})
+    cards = router.models.cards(exchange.caller)
+    await (
+        answer_cards(exchange, cards)
+        if is_anthropics(exchange)
+        else exchange.answer_json({"object": "list", "data": cards})
+    )
 
 
 async def _model(router: Router, exchange: Exchange) -> None:
-    name = exchange.parameter
+    name, form = exchange.parameter, model_of if is_anthropics(exchange) else dict
     served = await router.models.named_in(exchange.scope["path"])
     card = next((card for card in router.models.cards(exchange.caller) if card["id"] == name), None)
     if card is not None:
-        await exchange.answer_json(card)
+        await exchange.answer_json(form(card))
     elif served is None:
         raise router.models.not_found(name, exchange.caller)
     else:  # one of tensors, or what TF Serving tells of it
@@ -195,7 +202,13 @@ ROUTES = RouteTable(
         Route(method="POST", path="/v1/embeddings", handler=embed, summary="Vectors of texts.", errors=_ERRORS),
         Route(method="POST", path="/v1/rerank", handler=embed, summary="Documents by a query.", errors=_ERRORS),
         Route(method="POST", path="/v1/score", handler=embed, summary="Scores of pairs.", errors=_ERRORS),
-        Route(path="/v1/models", handler=_models, summary="The models of all replicas."),
+        _generation(
+            path="/v1/messages", summary="Answer a conversation of Anthropic's clients.", span="chat", format=ANTHROPIC
+        ),
+        _passed_on(
+            method="POST", path="/v1/messages/count_tokens", summary="Tokens of a prompt of theirs.", format=ANTHROPIC
+        ),
+        Route(path="/v1/models", handler=_models, summary="The models of all replicas.", query=MODELS_QUERY),
         Route(path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
         _passed_on(method="POST", path="/v1/models/{model:path}", summary="TF Serving's predict, classify, regress."),
         _passed_on(

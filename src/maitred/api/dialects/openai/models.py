@@ -38,9 +38,14 @@ def model_cards(app: App, exchange: Exchange) -> list[schemas.ModelCard]:
 
 async def get_model(app: App, exchange: Exchange) -> None:
     """One of them; raises ModelNotFound."""
+    await exchange.answer_json(asked_card(app, exchange))
+
+
+def asked_card(app: App, exchange: Exchange) -> schemas.ModelCard:
+    """The card of the model that the path names; raises ModelNotFound."""
     name = app.check_model(exchange.parameter, exchange.caller)
     adapter = app.adapter(name, exchange.caller)
-    await exchange.answer_json(_card(app, name) if adapter is None else _adapter_card(app, adapter))
+    return _card(app, name) if adapter is None else _adapter_card(app, adapter)
 
 
 def _adapter_card(app: App, adapter: AdapterFacts) -> schemas.ModelCard:
