@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import msgspec
 import ollama
 import openai
@@ -225,7 +226,12 @@ Begun = Callable[[], object]  # to be called once, when there is something of an
 
 def told_to_anthropic(url: str, begun: Begun, **fields: Any) -> Any:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    asked: dict[str, Any] = {"model": "maitred-mini", "max_tokens": 300, "messages": SAYS, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": "maitred-mini",
+        "max_tokens": 300,
+        "messages": SAYS,
+        "extra_body": {"temperature": 0},
+    }
     with client.messages.stream(**asked, **fields) as stream:
         kinds = []
         for event in stream:
@@ -234,7 +240,7 @@ def told_to_anthropic(url: str, begun: Begun, **fields: Any) -> Any:
                 begun()
         message = stream.get_final_message()
     assert (kinds.count("message_start"), kinds[-1]) == (1, "message_stop")
-    content = [block.to_dict() | {"id": None} for block in message.content]
+    content = [block.to_dict() | {"id": None, "signature": None} for block in message.content]
     return content, message.stop_reason, message.usage.output_tokens
 
 
