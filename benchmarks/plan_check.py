@@ -1,18 +1,21 @@
 """Holds the planner and its simulator against others' simulators and measurements, and against its own time.
 
     python benchmarks/fetch_inputs.py planners runs/plan_check      # once: sources and an environment of theirs
-    python benchmarks/plan_check.py [distserve splitwise aiconfigurator time] [--fetch] [--cells]
+    python benchmarks/plan_check.py [distserve splitwise aiconfigurator time live] [--fetch] [--cells]
 
 `distserve`: DistServe's simulator (Zhong et al., OSDI 2024) and this one run the same requests with its coefficients of
 an A100 as cost models. `splitwise`: steps measured by Splitwise (Patel et al., ISCA 2024), a cost model fitted to one
 half of the cells and held against the other, and the reverse. `aiconfigurator`: NVIDIA's planner and `maitred plan` are
 asked the same; it knows no queue, and operations as measured in place of a datasheet. `time`: processor time and memory
-of `maitred plan`. Nothing is fetched but by --fetch. --cells prints every cell.
+of `maitred plan`. `live`: goodput of three layouts under three objectives as `maitred route --plan` serves them here,
+and as simulated of this machine's profiles; it needs a quiet machine with two cores for three minutes. Nothing is
+fetched but by --fetch. --cells prints every cell.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import csv
 import json
 import os
@@ -25,18 +28,28 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from harness import QWEN3_06B, begin_load, make_checkpoint, served
+
 from maitred.cli.console import aligned
-from maitred.config import CacheConfig, SchedulerConfig
+from maitred.cli.endpoint import HttpEndpoint, first_model
+from maitred.cli.load import LoadClient, LoadRun, PlannedRequest, Record, RequestForm
+from maitred.cli.profiling import describe, measured_profile
+from maitred.cli.simulate_inputs import target_of
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from maitred.core.cost_model import CostModel, Knot, StepShape
 from maitred.fleet.disagg import Role
 from maitred.sim.devices import SimulatedTarget
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fit import MeasuredStep, fit_steps
 from maitred.sim.layouts import FREE_LINK, Group, PlannedDevice, PlanTerms, WorkerLayout, simulate_layout
+from maitred.sim.links import link_named
+from maitred.sim.profile import Profile
 from maitred.sim.results import Objectives
+from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 from maitred.sim.workload import Arrival, Demand
 
 HOME = Path("runs/plan_check")
@@ -322,8 +335,188 @@ def time(cells: bool) -> Iterator[Line]:
         yield Line(f"maitred plan, {name}: processor time", found, asked, used_s <= most_s and gb <= 1)
 
 
+# ---- layouts of this machine, live and planned
+
+SHAPE = QWEN3_06B | {
+    **{"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048},
+}
+SLOTS, BUDGET, WORDS = 16, 128, ("--num-threads", "1")
+LENGTHS = ClassSpec(input="lognormal:120,0.4", output="lognormal:24,0.4")
+PROFILE_S, RATE_S, NUM_RATES, WARM_UP = 12.0, 5.0, 5, 8  # s of a profile, and of load at each rate
+LIVE_LAYOUTS = {"one": (Role.MIXED,), "two": (Role.MIXED, Role.MIXED), "apart": (Role.PREFILL, Role.DECODE)}
+GOOD = 0.9
+
+
+def live(cells: bool) -> Iterator[Line]:
+    """Two profiles: of a worker alone, and of one beside another that is busy, which a layout of two workers is."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(make_checkpoint(Path(tempfile.mkdtemp()) / "live", SHAPE)), num_threads=1),
+        scheduler=SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=BUDGET),
+    )
+    model = str(config.model.model)
+    alone = measured_profile(config, PROFILE_S, lambda line: None)
+    with served(model, "--max-num-seqs", str(SLOTS), *WORDS) as other:
+        load = begin_load("serve", other.url, "--concurrency", 2, "--duration", 600, "--input-len", 120)
+        try:
+            beside = measured_profile(config, PROFILE_S, lambda line: None)
+        finally:
+            load.terminate()
+    demand = Demand(SyntheticWorkload(WorkloadSpec(rate=1.0, num_requests=4000, seed=3, classes={"all": LENGTHS})))
+    goals = goals_of(alone, demand)
+    if cells:
+        for name, profile in (("alone", alone), ("beside", beside)):
+            print(f"  a profile {name}: {describe(profile)}", sep="\n")
+        print(*(f"  {goal}" for goal in goals), sep="\n", flush=True)
+    found: dict[str, list[tuple[float, float, float]]] = {}  # by layout and objective: live, planned, of a worker alone
+    for name, roles in LIVE_LAYOUTS.items():
+        profiles = (beside if len(roles) > 1 else alone), alone
+        rates = rates_of(profiles[0], roles, demand, goals)
+        planned_shares = [[shares(profile, roles, demand, rate, goals) for rate in rates] for profile in profiles]
+        live_shares = asyncio.run(served_shares(model, roles, demand, rates, goals))
+        if cells:
+            for rate, ours, theirs in zip(rates, live_shares, planned_shares[0], strict=True):
+                words = (f"{a:.0%} ({b:.0%})" for a, b in zip(ours, theirs, strict=True))
+                print(f"  {name} at {rate:.1f}/s, live (planned): {', '.join(words)}", flush=True)
+        found[name] = [
+            tuple(crossing(rates, [each[i] for each in one]) for one in (live_shares, *planned_shares))
+            for i in range(len(goals))
+        ]
+    yield from live_lines(found, cells)
+
+
+def live_lines(found: dict[str, list[tuple[float, float, float]]], cells: bool) -> Iterator[Line]:
+    num_far, num_right, off, off_alone = 0, 0, list[float](), list[float]()
+    for i in range(3):
+        for one, other in combinations(found, 2):
+            (a, plan_a, _), (b, plan_b, _) = found[one][i], found[other][i]
+            if max(a, b) > 1.1 * min(a, b):
+                num_far += 1
+                num_right += (a > b) == (plan_a > plan_b)
+    for name, each in found.items():
+        off += [planned / live - 1 for live, planned, _ in each]
+        off_alone += [planned / live - 1 for live, _, planned in each]
+        if cells:
+            words = (f"{live:.1f}/s ({planned:.1f}, {alone:.1f} of a profile alone)" for live, planned, alone in each)
+            print(f"  {name}: live (planned): {', '.join(words)}")
+    middle, of_alone = (statistics.median(map(abs, each)) for each in (off, off_alone))
+    asked = f"{max(0, num_far - 1)} of {num_far}"
+    yield Line("live: order of pairs over 10% apart", f"{num_right} of {num_far}", asked, num_right >= num_far - 1)
+    found_text = f"{middle:.0%} in the median, {max(map(abs, off)):.0%} at most; {of_alone:.0%} of a profile alone"
+    yield Line("live: goodput, error", found_text, "15%", max(map(abs, off)) <= 0.15)
+
+
+def goals_of(profile: Profile, demand: Demand) -> list[Objectives]:
+    """A first token, a pace and an end some times as late as those of a request that is alone."""
+    costs, prompt, output = profile.cost_model, round(demand.mean_prompt), demand.mean_output
+    first_s = profile.edge.first_token_s(prompt) + costs.expected_s(
+        StepShape(1, prompt, 0, prompt, prompt * (prompt + 1) // 2, 1, 1)
+    )
+    step_s = costs.expected_s(StepShape(1, 0, 1, prompt + int(output / 2), 0, 1, 1)) + costs.gap_s(1)
+    return [
+        Objectives(ttft_s=4 * first_s),
+        Objectives(tpot_s=2.5 * step_s),
+        Objectives(e2e_s=4 * (first_s + output * step_s)),
+    ]
+
+
+def layout_of(profile: Profile, roles: tuple[Role, ...]) -> WorkerLayout:
+    device = PlannedDevice("this machine", target_of(profile))
+    alike = {role: roles.count(role) for role in roles}
+    groups = tuple(Group(role, device, SLOTS, BUDGET, count) for role, count in alike.items())
+    return WorkerLayout("aggregated" if Role.MIXED in roles else "disaggregated", groups)
+
+
+def num_sent(rate: float) -> int:
+    return max(40, int(rate * RATE_S))
+
+
+def shares(
+    profile: Profile, roles: tuple[Role, ...], demand: Demand, rate: float, goals: list[Objectives]
+) -> list[float]:
+    """Share of good requests under each objective, simulated."""
+    found = []
+    for goal in goals:
+        terms = PlanTerms(
+            demand=demand,
+            objectives=goal,
+            attainment=0.0,
+            link=link_named("tcp"),
+            engine=EngineSetup(scheduler=SchedulerConfig(policy="fcfs"), num_blocks=1),
+        )
+        found.append(
+            simulate_layout(terms, layout_of(profile, roles), rate, WARM_UP, num_sent(rate) - WARM_UP).attainment
+        )
+    return found
+
+
+def rates_of(profile: Profile, roles: tuple[Role, ...], demand: Demand, goals: list[Objectives]) -> list[float]:
+    """Rates from well below the lowest planned goodput to well above the highest."""
+    tried = [1.5**i for i in range(-3, 14)]
+    good = [shares(profile, roles, demand, rate, goals) for rate in tried]
+    goodputs = [crossing(tried, [each[i] for each in good]) for i in range(len(goals))]
+    low, high = 0.6 * min(goodputs), 1.3 * max(goodputs)
+    return [low * (high / low) ** (i / (NUM_RATES - 1)) for i in range(NUM_RATES)]
+
+
+def crossing(rates: list[float], good: list[float]) -> float:
+    """Goodput: the rate up to which GOOD of the requests are, between rates linearly."""
+    if good[0] < GOOD:
+        return rates[0] * good[0] / GOOD
+    for i in range(1, len(rates)):
+        if good[i] < GOOD:
+            part = (good[i - 1] - GOOD) / (good[i - 1] - good[i])
+            return rates[i - 1] + part * (rates[i] - rates[i - 1])
+    return rates[-1]
+
+
+async def served_shares(
+    model: str, roles: tuple[Role, ...], demand: Demand, rates: list[float], goals: list[Objectives]
+) -> list[list[float]]:
+    """The same of `maitred route --plan`, at one rate after another."""
+    limits = ["--max-num-seqs", str(SLOTS), "--max-num-batched-tokens", str(BUDGET), *WORDS]
+    apart = Role.MIXED not in roles
+    each = [[*limits, "--role", role.value, "--kv-listen", "127.0.0.1:0"] if apart else limits for role in roles]
+    found = []
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"model": model, "plans": [{"handover": "always" if apart else "never", "replicas": each}]}, file)
+        file.flush()
+        with served("--plan", file.name, command="route") as router:
+            async with HttpEndpoint(router.url, timeout_s=600) as endpoint:
+                await all_ready(endpoint, len(roles))
+                form = RequestForm(model=await first_model(endpoint))
+                await LoadRun(LoadClient(endpoint, form), sent(demand, 100.0, 8)).closed_loop(4)
+                for rate in rates:
+                    run = LoadRun(LoadClient(endpoint, form), sent(demand, rate, num_sent(rate)))
+                    await run.open_loop()
+                    judged = [record for record in run.progress.records if record.index >= WARM_UP]
+                    found.append([statistics.fmean(is_good(record, goal) for record in judged) for goal in goals])
+    return found
+
+
+async def all_ready(endpoint: HttpEndpoint, num_replicas: int) -> None:
+    while True:
+        async with endpoint.get("/admin/fleet") as reply:
+            told = json.loads(await reply.read())
+        if sum(each["state"] == "ready" for each in told["replicas"]) == num_replicas:
+            return
+        await asyncio.sleep(0.2)
+
+
+def sent(demand: Demand, rate: float, num_requests: int) -> Iterator[PlannedRequest]:
+    rng = random.Random(rate)
+    for index, arrival in enumerate(demand.at(rate, num_requests)):
+        tokens = rng.choices(range(100, 1400), k=arrival.prompt_tokens)
+        yield PlannedRequest(index, arrival.at, tokens, arrival.output_tokens)
+
+
+def is_good(record: Record, goal: Objectives) -> bool:
+    bounds = ((record.ttft_s, goal.ttft_s), (record.tpot_s, goal.tpot_s), (record.e2e_s, goal.e2e_s))
+    return record.ok and all(bound is None or value is None or value <= bound for value, bound in bounds)
+
+
 ROWS: dict[str, Callable[[bool], Iterator[Line]]] = {
-    each.__name__: each for each in (distserve, splitwise, aiconfigurator, time)
+    each.__name__: each for each in (distserve, splitwise, aiconfigurator, time, live)
 }
 
 

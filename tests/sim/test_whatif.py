@@ -10,6 +10,7 @@ from maitred.core.errors import ConfigError
 from maitred.core.request import NO_TERMS, RequestSpec, RequestState
 from maitred.decisions.codec import Header
 from maitred.engine.traffic import ReplayAsked, Traffic, TrafficRing, WhatIf
+from maitred.kv.pages import groups_of
 from maitred.scheduler.engine_core import EngineCore
 from maitred.sim.engine import Simulation
 from maitred.sim.results import SimulatedResults
@@ -73,6 +74,28 @@ def test_more_room_shortens_the_queue(asked: WhatIf):
     assert told["what if"]["num_finished"] == NUM_REQUESTS
     assert told["what if"]["queue_s"]["mean"] < 0.9 * told["as it is"]["queue_s"]["mean"]
     assert 0 < told["what if"]["utilisation"] <= 1
+
+
+def test_layers_with_a_window_are_replayed_with_their_pages():
+    """Three of four layers look back on 8 tokens: 128 pages hold 4 requests of 48 tokens, and as whole blocks 2."""
+    groups, pages = groups_of([8, 8, 8, None], 64), 128
+    assert groups is not None
+    paged = {"num_blocks": pages, "groups": groups, "num_pages": pages}
+    world = setup(max_num_seqs=SLOTS, **paged)
+    header = Header(world.scheduler, block_size=BLOCK_SIZE, enable_prefix_caching=True, **paged)
+    kept = TrafficRing(header, kv_bytes_per_token=64.0, num_layers=4)
+    arrivals = [arrival(f"r{i}", at=0.002 * i, prompt=40, output=8) for i in range(NUM_REQUESTS)]
+    Simulation(world, COSTS, SimulatedResults(), listener=kept).run(iter(arrivals))
+    engine = msgspec.msgpack.decode(kept.recording(), type=Traffic)
+    told = figures(WhatIf(), engine)
+    blocks = msgspec.structs.replace(header, num_blocks=pages // 4, groups=None, num_pages=0)
+    whole = figures(WhatIf(), msgspec.structs.replace(engine, header=blocks))
+    measured, replayed = told["measured"], told["as it is"]
+    assert measured["num_finished"] == replayed["num_finished"] == NUM_REQUESTS
+    assert replayed["e2e_s"]["mean"] == pytest.approx(measured["e2e_s"]["mean"], rel=0.03)
+    assert whole["as it is"]["queue_s"]["mean"] > 1.2 * replayed["queue_s"]["mean"]
+    apart = figures(WhatIf(prefill_workers=1), engine)["what if"]  # which exchange whole blocks
+    assert apart["num_finished"] == NUM_REQUESTS
 
 
 def test_another_policy_orders_anew_and_objectives_count():

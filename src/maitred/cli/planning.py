@@ -15,14 +15,14 @@ from maitred.cli.flags import UsageError
 from maitred.cli.main import EXIT_FAILURE, EXIT_INTERRUPTED
 from maitred.cli.plan import MINIMISED, PlanOptions, SearchOptions, check
 from maitred.cli.simulate import RATES
-from maitred.cli.simulate_inputs import find_target, read_workload
+from maitred.cli.simulate_inputs import find_target, model_shape, read_workload
 from maitred.cli.simulation import write_report
 from maitred.config import SchedulerConfig
 from maitred.config.field_checks import require_between
 from maitred.core.errors import did_you_mean
 from maitred.core.objectives import parse_slo
 from maitred.engine.installed import installed_policies
-from maitred.sim.devices import DEVICES, MODELS, DoesNotFit
+from maitred.sim.devices import DEVICES, DoesNotFit
 from maitred.sim.engine import EngineSetup
 from maitred.sim.layouts import Group, LayoutFigures, PlannedDevice, PlanTerms
 from maitred.sim.links import link_named
@@ -137,7 +137,7 @@ def _candidates(options: PlanOptions, search: SearchOptions) -> tuple[list[Plann
     degrees = [int(word) if word.strip().isdecimal() else 0 for word in search.parallel.split(",")]
     if not all(1 <= n <= 64 for n in degrees):
         raise UsageError(f"--parallel is {search.parallel!r}; give numbers of devices from 1 to 64, such as 1,2,4,8")
-    mixture = options.model in MODELS and MODELS[options.model or ""].experts > 0
+    mixture = any(name in DEVICES for name in names) and model_shape(options.model).experts > 0
     candidates, misfits = [], 0
     for name in names:
         each = [name]

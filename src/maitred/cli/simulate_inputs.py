@@ -82,7 +82,7 @@ def find_target(device: str | None, model: str | None, environ: Mapping[str, str
     """Raises ConfigError."""
     if device is not None and (device.endswith(".json") or Path(device).is_file()):
         return target_of(read_profile(Path(device)), model)
-    shape = _model_shape(model)
+    shape = model_shape(model)
     if device is not None:
         return _of_datasheet(devices.device_named(device), shape)
     own = profile_path(shape.name, environ)
@@ -170,7 +170,7 @@ def _num_layers(model: str) -> int:
     """Layers of a profile's model; 1 for one unknown here, so that no part of a chunk's KV leaves before all of it."""
     from maitred.model.checkpoint import BUILTIN_NAME
 
-    return _model_shape(model).num_layers if model in devices.MODELS or model == BUILTIN_NAME else 1
+    return model_shape(model).num_layers if model in devices.MODELS or model == BUILTIN_NAME else 1
 
 
 def _enough_blocks(
@@ -183,7 +183,8 @@ def _enough_blocks(
     return max(1, min(int(free_bytes / per_block), max_num_seqs * -(-context // cache.block_size)))
 
 
-def _model_shape(model: str | None) -> devices.ModelShape:
+def model_shape(model: str | None) -> devices.ModelShape:
+    """Shape of a known name's model, a folder's, a GGUF file's, or without any the built-in one. Raises ConfigError."""
     if model in devices.MODELS:
         return devices.MODELS[model]
     from maitred.model.checkpoint import BUILTIN_FOLDER, BUILTIN_NAME, open_checkpoint

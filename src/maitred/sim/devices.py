@@ -88,10 +88,11 @@ def shape_of_decoder(name: str, spec: DecoderSpec, bytes_per_value: float = 2.0)
     looked_up = spec.vocab_size * (
         spec.num_layers * spec.per_layer_width + (not spec.tied_embeddings) * spec.hidden_size
     )
+    routed = [layer.routed for layer in spec.layers if layer.routed is not None]
     return ModelShape(
         name=name,
         num_parameters=parameters,
-        num_active_parameters=parameters - looked_up,
+        num_active_parameters=spec.num_active_parameters() - looked_up,
         num_layers=len(spec.kv_layers),
         q_width=(spec.q_width + spec.attended_width) // 2,
         kv_width=spec.kv_values_per_token() // (2 * len(spec.kv_layers)),
@@ -100,6 +101,10 @@ def shape_of_decoder(name: str, spec: DecoderSpec, bytes_per_value: float = 2.0)
         kv_heads=spec.num_kv_heads,
         bytes_per_weight=bytes_per_value,
         bytes_per_kv=bytes_per_value,
+        expert_parameters=3.0 * spec.hidden_size * sum(each.num_experts * each.width for each in routed),
+        experts=max((each.num_experts for each in routed), default=0),
+        experts_per_token=max((each.num_active for each in routed), default=0),
+        routed_layers=len(routed),
         windowed_layers=len(windows),
         window=max(windows, default=0),
         state_bytes=spec.state_bytes_per_slot,

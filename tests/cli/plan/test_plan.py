@@ -8,8 +8,10 @@ import pytest
 
 from maitred.cli.main import main
 from maitred.cli.route import read_plan
+from maitred.cli.simulate_inputs import model_shape
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError
+from maitred.sim.devices import MODELS
 from maitred.sim.profile import Profile, encode_profile
 from tests.cli.simulate.test_simulate import contents
 
@@ -56,6 +58,29 @@ def test_a_plan_is_written_as_json_that_the_router_starts_and_as_a_report(profil
     assert sorted(each["layout"] for each in drawn["tried"] if each["front"]) == sorted(
         each["layout"] for each in told["front"]
     )
+
+
+MIXTURE = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936},
+    **{"hidden_size": 2048, "num_hidden_layers": 48, "intermediate_size": 6144, "max_position_embeddings": 40960},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    **{"hidden_act": "silu", "rope_theta": 1e6, "attention_bias": False, "tie_word_embeddings": False},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": [], "eos_token_id": 0, "torch_dtype": "bfloat16"},
+}
+
+
+def test_experts_of_a_folders_model_are_parted_and_cost_what_a_known_names_do(tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    known, own = MODELS["qwen3-30b-a3b"], model_shape(str(tmp_path))
+    for figure in ("num_parameters", "num_active_parameters"):
+        assert getattr(own, figure) == pytest.approx(getattr(known, figure), rel=0.12), figure
+    for figure in ("expert_parameters", "experts", "experts_per_token", "routed_layers", "kv_width", "num_layers"):
+        assert getattr(own, figure) == getattr(known, figure), figure
+    words = ["plan", "--model", str(tmp_path), "--device", "b200", "--parallel", "2", "--modes", "aggregated"]
+    assert main([*words, "--input", "100", "--output", "3", "--slo", "ttft:1us", "--rate", "4", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["rejected"] == {"a first token takes longer than promised, alone": 2}, "b200x2 and b200x2ep"
 
 
 def test_without_a_plan_the_objective_and_the_best_value_are_told(profile: str, capsys):
