@@ -62,10 +62,32 @@ def anthropic(asked: Asked) -> dict[str, Any]:
     return fields | ({"tools": [tool], "tool_choice": {"type": "auto"}} if asked.num_calls else {})
 
 
+def responses(asked: Asked) -> dict[str, Any]:
+    items: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
+    for number in range(asked.num_calls):
+        call = {"type": "function_call", "call_id": f"c{number}", "name": "read"}
+        items += [
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {**call, "arguments": json.dumps({"path": f"file{number}"})},
+            {"type": "function_call_output", "call_id": f"c{number}", "output": f"a line of file {number}"},
+            {"role": "user", "content": "And the next?"},
+        ]
+    fields = {"input": items, "max_output_tokens": asked.max_tokens, "stream": asked.stream}
+    tool = {"type": "function", "name": "read", "description": "Read a file.", "parameters": SCHEMA}
+    return fields | ({"tools": [tool], "tool_choice": "auto"} if asked.num_calls else {})
+
+
+def unstored(asked: Asked) -> dict[str, Any]:
+    """A response as Codex asks for it."""
+    return {**responses(asked), "store": False}
+
+
 Tell = Callable[[Asked], dict[str, Any]]
 DIALECTS: dict[str, tuple[str, Tell]] = {
     "chat": ("/v1/chat/completions", chat),
     "anthropic": ("/v1/messages", anthropic),
+    "responses": ("/v1/responses", responses),
+    "unstored": ("/v1/responses", unstored),
 }
 ROWS = {
     "whole, 16 tokens": Asked(0, 16, False),

@@ -20,6 +20,7 @@ from maitred.api.dialects.responses.reading import regex_of_lark
 from maitred.core.request import RequestSpec
 from tests.api.conftest import strict_client
 from tests.api.test_tools import TEMPLATE, prompt_of
+from tests.conftest import start_server
 from tests.fakes_api import FakeReplica, FakeTenants, make_model, running_server, says, table_of
 from tests.waiting import HANGS_S, until
 
@@ -407,3 +408,59 @@ def test_a_full_disk_costs_no_answer_which_says_that_it_is_not_stored(tmp_path: 
             answer = client.responses.create(model="tiny", input="hi" * 200, instructions="x" * 5_000)
             assert (answer.output_text, answer.store) == ("Hello, world!", False)
             assert httpx.get(f"{server.url}/v1/responses/{answer.id}", timeout=HANGS_S).status_code == 404
+
+
+LOOP_PATCH = """start: "*** Begin Patch" LF "*** Update File: app.py" LF "@@" LF line~1..3 "*** End Patch" LF?
+line: ("+" | "-" | " ") /[^\\n]{1,20}/ LF
+%import common.LF
+"""
+LOOP_TOOLS: list[Any] = [
+    {
+        "type": "function", "name": "shell", "description": "Runs a command.", "strict": False,
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "array", "items": {"enum": ["cat", "python", "app.py"]}, "maxItems": 2}},
+            "required": ["command"],
+        },
+    },
+    {**APPLY, "format": {"type": "grammar", "syntax": "lark", "definition": LOOP_PATCH}},
+    {"type": "web_search", "external_web_access": False},
+    {"type": "namespace", "name": "agents", "description": "Others.", "tools": []},
+]  # fmt: skip
+
+
+@pytest.mark.soak
+def test_a_coding_agents_loop_of_read_edit_and_run_ends_on_a_small_model():
+    """What Codex sends: the whole conversation each time, nothing stored, thoughts sealed, tools that are not here."""
+    items: Any = [
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "Write to the workspace."}],
+        },
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix app.py, then run it."}]},
+    ]
+    choices: Any = ({"type": "function", "name": "shell"}, {"type": "custom", "name": "apply_patch"})
+    results = ("print(helo)", "Success. Updated the following files:\nM app.py\n", "hello\n", "")
+    asked: dict[str, Any] = {
+        "model": "smollm2", "instructions": "You are a coding agent. " * 60, "tools": LOOP_TOOLS, "store": False,
+        "parallel_tool_calls": False, "reasoning": {"effort": "medium", "summary": "auto"}, "temperature": 0,
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "thread-1", "max_output_tokens": 300,
+    }  # fmt: skip
+    server = start_server("smollm2")
+    try:
+        client, shares = strict_client(server.url), []
+        for choice, result in zip((*choices, choices[0], "none"), results, strict=True):
+            raw = client.responses.with_raw_response.create(input=items, tool_choice=choice, stream=True, **asked)
+            assert raw.headers["x-maitred-ignored-tools"] == "web_search, namespace"
+            response: Any = list(raw.parse())[-1].response
+            shares.append(response.usage.input_tokens_details.cached_tokens / response.usage.input_tokens)
+            items += [item.model_dump(exclude_none=True) for item in response.output]
+            calls = [item for item in response.output if item.type.endswith("_call")]
+            items += [{"type": f"{call.type}_output", "call_id": call.call_id, "output": result} for call in calls]
+            assert (response.status, len(calls)) == ("completed", choice != "none")
+        [patch] = [item["input"] for item in items if item["type"] == "custom_tool_call"]
+        assert patch.startswith("*** Begin Patch\n*** Update File: app.py\n@@\n")
+        assert min(shares[1:]) > 0.8
+    finally:
+        server.stop()

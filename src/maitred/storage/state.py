@@ -45,6 +45,7 @@ CREATE TRIGGER IF NOT EXISTS piece_changed AFTER UPDATE ON piece BEGIN
     UPDATE entry SET size = size + length(new.content) WHERE number = new.entry; END;
 CREATE TRIGGER IF NOT EXISTS piece_went AFTER DELETE ON piece BEGIN
     UPDATE entry SET size = size - length(old.content) WHERE number = old.entry; END;"""
+SQLITE_PAGE_BYTES = 4096  # https://www.sqlite.org/pragma.html#pragma_page_size
 PAGE_BYTES = 1024 * 1024  # of pieces read at once, and never less than one
 _NUMBER = "(SELECT number FROM entry WHERE kind = ? AND id = ? AND tenant = ?)"
 VERSION = 1
@@ -226,9 +227,14 @@ class StateStore:
     def _forget_oldest(self, db: sqlite3.Connection) -> None:
         if self._max_bytes is None:
             return
+        most_pages = self._max_bytes // SQLITE_PAGE_BYTES  # more than entries have, and known without a look at them
+        num_pages = self._num_pages(db, "page_count")
+        if num_pages <= most_pages or num_pages - self._num_pages(db, "freelist_count") <= most_pages:
+            return
         size = "length(about) + length(content) + size"
         (num_bytes,) = db.execute(f"SELECT SUM({size}) FROM entry").fetchone()
-        while num_bytes > self._max_bytes:
+        most = self._max_bytes if num_bytes <= self._max_bytes else self._max_bytes * 15 // 16  # room for the next ones
+        while num_bytes > most:
             oldest = db.execute(f"SELECT number, {size} FROM entry WHERE NOT busy ORDER BY number LIMIT 1").fetchone()
             if oldest is None:
                 raise Unavailable(
@@ -238,6 +244,10 @@ class StateStore:
                 )
             db.execute("DELETE FROM entry WHERE number = ?", (oldest[0],))
             num_bytes -= oldest[1]
+
+    @staticmethod
+    def _num_pages(db: sqlite3.Connection, name: str) -> int:
+        return int(db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 def _opened(path: Path | None) -> sqlite3.Connection:

@@ -198,9 +198,12 @@ class ResponseAnswer:
         return ResponseStream(self, outcome)
 
 
+UNCOUNTED = b'"sequence_number":0}\n\n'
+
+
 def event(type: str, **fields: Any) -> bytes:
     """One event, whose sequence number is not known yet."""
-    return b"event: %b\ndata: %b\n\n" % (type.encode(), encode({"type": type, **fields, "sequence_number": 0}))
+    return b"event: %b\ndata: %b,%b" % (type.encode(), encode({"type": type, **fields})[:-1], UNCOUNTED)
 
 
 class _Text(NamedTuple):
@@ -241,6 +244,7 @@ class ResponseStream:
         self._events: list[bytes] = []  # not written yet
         self._open = ""  # kind of the last item, while it is open
         self._pieces: list[str] = []  # of its text
+        self._delta = b""  # the event of more text, up to the text
         self._logprobs: list[Any] = []  # of the answer, not told yet
         self._told_logprobs: list[Any] = []
         self._input = CustomInput()
@@ -282,9 +286,17 @@ class ResponseStream:
         if logprobs:
             self._logprobs += self._answer.logprobs(logprobs)
         finish = delta.finish_reason
-        read = AnswerDelta(content=delta.text)
         if self._reader is not None:
-            read = self._reader.push(delta.pieces, is_last=finish is not None)
+            self._parsed(self._reader.push(delta.pieces, is_last=finish is not None))
+        elif delta.text:
+            self._text("message", delta.text)
+        if finish is not None:
+            self._is_cut = finish is FinishReason.LENGTH
+            if not self._items:
+                self._begin_text("message")  # an answer without anything is an empty one
+            self._close("incomplete" if self._is_cut else "completed")
+
+    def _parsed(self, read: AnswerDelta) -> None:
         if read.reasoning:
             self._text(self._thoughts, read.reasoning)
         if read.content:
@@ -294,11 +306,6 @@ class ResponseStream:
                 self._begin_call(told)
             else:
                 self._call_text(told.text)
-        if finish is not None:
-            self._is_cut = finish is FinishReason.LENGTH
-            if not self._items:
-                self._begin_text("message")  # an answer without anything is an empty one
-            self._close("incomplete" if self._is_cut else "completed")
 
     def _tell(self, type: str, **fields: Any) -> None:
         """Tell of the last item."""
@@ -323,17 +330,18 @@ class ResponseStream:
     def _text(self, kind: str, more: str) -> None:
         if self._open != kind:
             self._begin_text(kind)
+            text = _TEXTS[kind]
+            told = {"output_index": len(self._items) - 1, **self._place(text), "delta": ""}
+            self._delta = event(f"response.{text.text_event}.delta", **told).partition(b'"",')[0]
         self._pieces.append(more)
-        text = _TEXTS[kind]
-        self._tell(f"{text.text_event}.delta", **self._place(text), delta=more, **self._new_logprobs(kind))
+        logprobs = b',"logprobs":%b' % encode(self._new_logprobs()) if kind == "message" else b""
+        self._events.append(b"%b%b%b,%b" % (self._delta, encode(more), logprobs, UNCOUNTED))
 
-    def _new_logprobs(self, kind: str) -> dict[str, Any]:
+    def _new_logprobs(self) -> list[Any]:
         """Those that go with more text of a message."""
-        if kind != "message":
-            return {}
         told, self._logprobs = self._logprobs, []
         self._told_logprobs += told
-        return {"logprobs": told}
+        return told
 
     def _begin_call(self, call: CallBegun) -> None:
         self._input = CustomInput()
@@ -353,8 +361,9 @@ class ResponseStream:
         kind, item, whole = self._open, self._items[-1], "".join(self._pieces)
         self._open, item["status"] = "", status
         if kind in _TEXTS:
-            text, more = _TEXTS[kind], self._new_logprobs(kind)
-            if more:
+            text, more = _TEXTS[kind], dict[str, Any]()
+            if kind == "message":
+                self._new_logprobs()
                 more["logprobs"] = self._told_logprobs if self._knows_logprobs else []
                 self._told_logprobs = []
             part = _part(text.part, whole, more.get("logprobs", []))

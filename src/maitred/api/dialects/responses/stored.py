@@ -24,7 +24,7 @@ from msgspec import Raw
 from starlette.types import Message, Send
 
 from maitred.api.dialects.responses import schemas as s
-from maitred.api.dialects.responses.answers import DECODER, RESPONSES, check_fields
+from maitred.api.dialects.responses.answers import DECODER, RESPONSES, UNCOUNTED, check_fields
 from maitred.api.http.errors import http_error, shortened
 from maitred.api.http.exchange import CONNECTION, JSON_HEADERS, EventStream, Exchange, Header
 from maitred.api.http.in_flight import WatchedWork
@@ -281,6 +281,8 @@ class KeptResponse:
 
     async def _counted(self, piece: bytes, *, is_last: bool) -> bytes:
         """Whole events with their sequence numbers."""
+        if piece.endswith(UNCOUNTED) and piece.count(b"\n\n") == 1 and piece.find(b".delta\n", 0, 64) > 0:
+            return b"%b%b}\n\n" % (piece[: -len(UNCOUNTED)], self._number())
         if not is_last and _SPECIAL.search(piece) is None:
             return _NUMBER.sub(self._number, piece)
         told = [await self._event(text) for text in piece.split(b"\n\n") if text]
