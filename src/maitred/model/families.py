@@ -693,7 +693,7 @@ FAMILIES: dict[str, Family] = {
 def _architecture(config: Config) -> str:
     """The supported name among `architectures`, or the family of `model_type` when the config names none."""
     names = list(config.get("architectures") or [])
-    for name in names:
+    for name in (*names, *(f"{each.removesuffix('Model')}ForCausalLM" for each in names if each.endswith("Model"))):
         if name in FAMILIES:
             if config.get("auto_map"):
                 _log.debug("config.json brings its own Python code (auto_map); it is not run, %s is built in", name)
@@ -717,6 +717,8 @@ def _with_defaults(config: Config, family: Family) -> dict[str, Any]:
     c = {**_LLAMA_DEFAULTS, **defaults, **config, **text}
     if text and "tie_word_embeddings" not in text:
         c["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
+    if any(name.endswith("Model") for name in config.get("architectures") or ()):
+        c["tie_word_embeddings"] = True  # saved without an output matrix
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if not isinstance(c.get(name), int):
             raise CheckpointError(f"config.json has no number {name!r} (it has {c.get(name)!r})")

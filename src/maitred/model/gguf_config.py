@@ -109,8 +109,8 @@ def config_of(files: Sequence[GgufFile]) -> Config:
     value_dim = keys.count("attention.value_length", head_dim)
     if value_dim != head_dim and row.more is not _deepseek2:
         keys.refuse(f"heads of {head_dim} values for keys and {value_dim} for values are not supported", _OTHER)
-    if keys.value("attention.causal") is False:
-        keys.refuse("the model is an encoder (attention.causal is false)", "only causal decoders are served")
+    if keys.value("attention.causal") is False and not row.is_encoder:
+        keys.refuse("the model is an encoder (attention.causal is false)", "of encoders BERT's kind is served")
     config = {
         "architectures": [row.name],
         "model_type": row.model_type,
@@ -122,7 +122,7 @@ def config_of(files: Sequence[GgufFile]) -> Config:
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.number(f"attention.layer_norm_{'' if row.is_encoder else 'rms_'}epsilon"),
         "tie_word_embeddings": "output.weight" not in keys.names,
         "attention_bias": any(name.endswith(".attn_q.bias") for name in keys.names),
         "mlp_bias": "blk.0.ffn_gate.bias" in keys.names,
@@ -154,15 +154,15 @@ def generation_config_of(file: GgufFile) -> Config:
 def hugging_face_names(architecture: str, names: Iterable[str]) -> dict[str, str]:
     """Hugging Face name -> the file's, of every tensor but those that `config_of` reads. What has none keeps its own,
     and is refused by it."""
-    parts = {**_PARTS, **ARCHITECTURES[architecture].parts}
-    found: dict[str, str] = {}
+    row, found = ARCHITECTURES[architecture], dict[str, str]()
+    parts = {**_PARTS, **row.parts}
     for name in names:
         layer = _LAYER.fullmatch(name)
         if layer is not None and layer[2] in parts:
             kind = "" if layer[3] is None or layer[2] in _BARE else f".{layer[3]}"
-            found[f"model.layers.{layer[1]}.{parts[layer[2]]}{kind}"] = name
+            found[f"{row.layers}{layer[1]}.{parts[layer[2]]}{kind}"] = name
         elif name not in _ROPE_TENSORS:
-            found[_OUTSIDE.get(name, name)] = name
+            found[row.outside.get(name, name)] = name
     return found
 
 
@@ -170,7 +170,7 @@ def metadata_of(spec: DecoderSpec, generation_config: Mapping[str, Any]) -> tupl
     """Keys for a file of this model, and what `rope_freqs.weight` has to hold. What is not like the other models of its
     architecture has no key: read the file back. Raises CheckpointError where there is no architecture."""
     names = {row.name: name for name, row in ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
-    if (architecture := names.get(spec.architecture)) is None:
+    if (architecture := names.get(spec.architecture)) is None or spec.encoder is not None:
         raise CheckpointError(f"{spec.architecture} has no GGUF file here; {', '.join(names)} have")
     rope = next((layer.rope for layer in spec.layers if layer.rope is not None), None)
     keys: dict[str, Any] = {
@@ -200,7 +200,7 @@ def own_names(architecture: str, num_layers: int) -> dict[str, str]:
     """Hugging Face name -> the file's, of every tensor that a model of this architecture may have."""
     parts = {**_PARTS, **ARCHITECTURES[architecture].parts}
     layers = (f"blk.{i}.{part}.{kind}" for i in range(num_layers) for part in parts for kind in ("weight", "bias"))
-    return hugging_face_names(architecture, (*_OUTSIDE, *layers))
+    return hugging_face_names(architecture, (*ARCHITECTURES[architecture].outside, *layers))
 
 
 def permuted_heads(config: Config, architecture: str, name: str) -> int:
@@ -577,18 +577,14 @@ def _olmo2(keys: _Keys, config: Config) -> Config:
     return olmo3 | _ropes(keys, config, config["rope_parameters"]["rope_theta"]) | _layer_types(keys, config, 4)
 
 
+def _bert(keys: _Keys, config: Config) -> Config:
+    """RoBERTa's and XLM-R's files say bert too, and their positions begin at the first token."""
+    types = keys.names["token_types.weight"].tensor("token_types.weight").shape[0]
+    return {"layer_norm_eps": config["rms_norm_eps"], "type_vocab_size": types, "hidden_act": "gelu"}
+
+
 def _nothing_more(keys: _Keys, config: Config) -> Config:
     return {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    name: str
-    model_type: str
-    more: Callable[[_Keys, Config], Config] = _nothing_more
-    by_layer: bool = False  # numbers may differ by layer
-    is_permuted: bool = False  # rows of q and k, whose rotated pairs llama.cpp has side by side
-    parts: Mapping[str, str] = field(default_factory=dict)  # of its own, before those that all have
 
 
 _OTHER = "choose another model"
@@ -601,6 +597,21 @@ _OUTSIDE = {
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    name: str
+    model_type: str
+    more: Callable[[_Keys, Config], Config] = _nothing_more
+    by_layer: bool = False  # numbers may differ by layer
+    is_permuted: bool = False  # rows of q and k, whose rotated pairs llama.cpp has side by side
+    parts: Mapping[str, str] = field(default_factory=dict)  # of its own, before those that all have
+    layers: str = "model.layers."  # before the number of a layer
+    outside: Mapping[str, str] = field(default_factory=lambda: _OUTSIDE)
+    is_encoder: bool = False
+
+
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _PARTS = {
     "attn_norm": "input_layernorm",
@@ -682,7 +693,27 @@ _GLM4_PARTS = {
     "ffn_up": "mlp.gate_up_proj",
 }
 
+_BERT_PARTS = {
+    **{f"attn_{part[0]}": f"attention.self.{part}" for part in ("query", "key", "value")},
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+_BERT_OUTSIDE = {
+    "token_embd.weight": "embeddings.word_embeddings.weight",
+    "token_types.weight": "embeddings.token_type_embeddings.weight",
+    "position_embd.weight": "embeddings.position_embeddings.weight",
+    **{f"token_embd_norm.{kind}": f"embeddings.LayerNorm.{kind}" for kind in ("weight", "bias")},
+    **{f"cls.{kind}": f"pooler.dense.{kind}" for kind in ("weight", "bias")},
+    **{f"cls.output.{kind}": f"classifier.{kind}" for kind in ("weight", "bias")},
+}
+
 ARCHITECTURES = {
+    "bert": _Architecture(
+        "BertModel", "bert", _bert, parts=_BERT_PARTS, layers="encoder.layer.", outside=_BERT_OUTSIDE, is_encoder=True
+    ),
     "deepseek2": _Architecture("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek2, parts=_LATENT_PARTS),
     "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, parts=_GEMMA_PARTS),
     "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3, parts=_GEMMA_PARTS),

@@ -154,7 +154,10 @@ def _of_gguf(checkpoint: Checkpoint, spec: DecoderSpec, plain: PoolingFacts) -> 
     number = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
     kind = _GGUF_TYPES.get(number, "")
     if kind == "rank":
-        return _of_labels(checkpoint, plain)
+        kind, width = "cls" if plain.is_encoder else "last", 1
+        return msgspec.structs.replace(
+            plain, kind=kind, width=width, task="classify", normalize=False, is_declared=True
+        )
     return msgspec.structs.replace(plain, kind=kind or plain.kind, is_declared=bool(kind) or plain.is_encoder)
 
 
@@ -204,6 +207,11 @@ def _dense_config(place: Path) -> dict[str, Any]:
 def _label_layers(checkpoint: Checkpoint) -> list[PooledLayer]:
     """A cross-encoder's: BERT's pooler and classifier, RoBERTa's two in one, a decoder's `score`."""
     names = checkpoint.tensor_names()
+    if "cls.output.weight" in names and checkpoint.gguf is not None:  # a causal reranker's rows of yes and no
+        metadata = checkpoint.gguf.metadata
+        labels = metadata.get(f"{metadata['general.architecture']}.classifier.output_labels") or ["yes", "no"]
+        rows = _values(checkpoint.tensor("cls.output.weight"), "cls.output.weight")
+        return [PooledLayer(rows[labels.index("yes")][None] - rows[labels.index("no")][None], None, "identity")]
     ways = (
         ((f"{encoder_prefix(names)}pooler.dense", "tanh"), ("classifier", "identity")),
         (("classifier.dense", "tanh"), ("classifier.out_proj", "identity")),

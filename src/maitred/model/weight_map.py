@@ -29,7 +29,8 @@ PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 OTHER_SENSES = re.compile(
     r"(^|\.)(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_(vision|audio))\."
 )
-HARMLESS = re.compile(rf"(^|\.)rotary_emb\.inv_freq$|^mtp\.|{OTHER_SENSES.pattern}")  # mtp: Qwen's layers for drafting
+# mtp: Qwen's layers for drafting; cls: a reranker's labels in a GGUF file, which `pooling` reads
+HARMLESS = re.compile(rf"(^|\.)rotary_emb\.inv_freq$|^(mtp|cls\.output)\.|{OTHER_SENSES.pattern}")
 
 # And beside an encoder: what is built on its states, and numbers of positions of old releases.
 HARMLESS_BESIDE_ENCODER = re.compile(r"(^|\.)(pooler|classifier|cls|lm_head|predictions)\.|embeddings\.position_ids$")
@@ -126,7 +127,8 @@ def decoder_sources(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[W
 
 
 def _prefix(tensor_names: Collection[str]) -> str:
-    return next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
+    """None where a model was saved without what is built on it, as sentence-transformers do."""
+    return next((p for p in (*PREFIXES, "") if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
 
 
 def head_map(spec: HeadSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:

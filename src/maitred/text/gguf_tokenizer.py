@@ -175,9 +175,11 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dic
     Raises CheckpointError, with the remedy, for a kind that is not known and for what does not fit together.
     """
     kind = metadata.get("tokenizer.ggml.model")
+    if kind in ("bert", "t5"):
+        return _of_encoder(_Vocabulary(metadata), kind)
     if kind not in ("gpt2", "llama", "gemma4"):
         raise CheckpointError(
-            f"tokenizers of kind {kind!r} are not supported, gpt2, llama and gemma4 are; choose another model"
+            f"tokenizers of kind {kind!r} are not supported, gpt2, llama, gemma4, bert and t5 are; choose another model"
         )
     vocabulary = _Vocabulary(metadata)
     inner, merges = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
@@ -194,6 +196,42 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dic
         {"id": number, "content": token.content, "lstrip": False, "rstrip": token.rstrip} for number, token in added
     ]
     return inner, gguf_named_tokens(metadata, vocabulary.tokens), description
+
+
+def _of_encoder(vocabulary: _Vocabulary, kind: str) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, Any]]:
+    """WordPiece, whose tokens a file writes with a mark before those that begin words, and Unigram as XLM-R's. Texts
+    stand between two special tokens, pairs with one more (BERT) or two (XLM-R) between them."""
+    metadata, named = vocabulary.metadata, vocabulary.named
+    tokens, ends = list(vocabulary.tokens), [named.get("cls_token", named.get("bos_token"))]
+    ends.append(named.get("sep_token", named.get("eos_token")))
+    if None in ends:
+        raise CheckpointError(f"keys of the tokens before and after a text are missing (cls, sep); {GGUF_AGAIN}")
+    if kind == "bert":
+        for number, token in enumerate(tokens):
+            if vocabulary.types[number] != _CONTROL and not (token.startswith("[") and token.endswith("]")):
+                tokens[number] = token[1:] if token.startswith(_SPACE) else f"##{token}"
+        unknown = tokens[named.get("unk_token", 100)]
+        ids = {token: number for number, token in enumerate(tokens)}
+        inner = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=unknown, max_input_chars_per_word=100))
+        inner.normalizer, inner.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        inner.decoder = decoders.WordPiece()
+    else:
+        scores = vocabulary._list("scores", (float, int), len(tokens))
+        inner = tokenizers.Tokenizer(models.Unigram(list(zip(tokens, scores, strict=True)), named.get("unk_token", 3)))
+        charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
+        if charsmap:
+            inner.normalizer = normalizers.Precompiled(bytes(charsmap))
+        inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+        inner.decoder = decoders.Metaspace()
+    inner.add_tokens([AddedToken(tokens[n], normalized=False, special=True) for n in dict.fromkeys(named.values())])
+    first, last = (tokens[number] for number in ends if number is not None)
+    between, second = ([last], ":1") if kind == "bert" else ([last, last], "")
+    inner.post_processor = processors.TemplateProcessing(
+        single=[first, "$A", last],
+        pair=[first, "$A", *between, f"$B{second}", f"{last}{second}"],
+        special_tokens=[(first, ends[0]), (last, ends[1])],
+    )
+    return inner, {name: tokens[number] for name, number in named.items()}, msgspec.json.decode(inner.to_str())
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
