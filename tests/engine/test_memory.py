@@ -154,6 +154,23 @@ def test_a_control_groups_limit_counts_when_it_is_the_smaller(tmp_path: Path):
     assert available_memory_bytes(proc, cgroup) == 8000 * 1024
 
 
+def test_the_limit_of_a_systemd_unit_or_of_a_slice_around_it_counts(tmp_path: Path):
+    proc = write_files(
+        tmp_path / "proc", {"meminfo": "MemAvailable: 8000 kB\n", "self/cgroup": "0::/my.slice/it.service\n"}
+    )
+    unit, slice = "my.slice/it.service/memory", "my.slice/memory"
+    files = {
+        f"{unit}.max": "max\n",
+        f"{slice}.max": "4096000\n",
+        f"{slice}.current": "96000\n",
+        f"{slice}.stat": "anon 1\n",
+    }
+    cgroup = write_files(tmp_path / "cgroup", files)
+    assert available_memory_bytes(proc, cgroup) == 4000000
+    write_files(cgroup, {f"{unit}.max": "2000\n", f"{unit}.current": "500\n", f"{unit}.stat": "inactive_file 100\n"})
+    assert available_memory_bytes(proc, cgroup) == 1600
+
+
 def test_processors_of_one_core_count_once(tmp_path: Path):
     siblings = {0: "0,2\n", 1: "1,3\n", 2: "0,2\n", 3: "1,3\n"}
     write_files(tmp_path, {f"cpu{cpu}/topology/thread_siblings_list": text for cpu, text in siblings.items()})

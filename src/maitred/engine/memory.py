@@ -6,7 +6,7 @@ import ctypes
 import gc
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,7 +290,7 @@ def _context_too_long(context: int, needed: int, fitting: int, longest: int, byt
 def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes this process may still take: the machine's available memory, or what its cgroup leaves if that is less."""
     available = _meminfo_available(proc / "meminfo")
-    limit = _cgroup_free(cgroup)
+    limit = min(_cgroups_free(proc, cgroup), default=None)
     return available if limit is None else min(available, limit)
 
 
@@ -304,23 +304,30 @@ def _meminfo_available(meminfo: Path) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # macOS: all of it
 
 
-def _cgroup_free(cgroup: Path) -> int | None:
-    """Limit less use of the control group, version 2 or 1; page cache that can be dropped counts as free."""
-    for limit_file, usage_file, cache_key in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            limit_text = (cgroup / limit_file).read_text().strip()
-            if limit_text == "max" or int(limit_text) >= 2**60:
+def _cgroups_free(proc: Path, cgroup: Path) -> Iterator[int]:
+    """Limit less use of each control group of this process that has a limit, version 2 or 1: its own, as a systemd unit
+    has one, and those that this is in. Page cache that can be dropped counts as free.
+    """
+    v2 = ("", "memory.max", "memory.current", "inactive_file")
+    v1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    try:
+        own = dict(line.split(":", 2)[1:] for line in (proc / "self/cgroup").read_text().splitlines())
+    except (OSError, ValueError):
+        own = {}
+    for controller, limit_file, usage_file, cache_key in (v2, v1):
+        group = Path(own.get(controller, "/"))
+        for each in (group, *group.parents):
+            at = cgroup / controller / each.relative_to("/")
+            try:
+                limit_text = (at / limit_file).read_text().strip()
+                if limit_text == "max" or int(limit_text) >= 2**60:
+                    continue
+                used = int((at / usage_file).read_text())
+                stat = (at / "memory.stat").read_text()
+            except (OSError, ValueError):  # as seen from within a container
                 continue
-            used = int((cgroup / usage_file).read_text())
-            stat = ((cgroup / usage_file).parent / "memory.stat").read_text()
-        except (OSError, ValueError):
-            continue
-        droppable = next((int(row.split()[1]) for row in stat.splitlines() if row.split()[0] == cache_key), 0)
-        return max(0, int(limit_text) - used + droppable)
-    return None
+            droppable = next((int(row.split()[1]) for row in stat.splitlines() if row.split()[0] == cache_key), 0)
+            yield max(0, int(limit_text) - used + droppable)
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
