@@ -133,8 +133,51 @@ async def _use_agents(kind: Any, client: openai.AsyncOpenAI) -> None:
     assert len(kitchen.cooked) > num_cooked > 0
 
 
+def use_langchain_ollama(url: str) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+    from langchain_ollama import ChatOllama, OllamaEmbeddings
+
+    host = url.removesuffix("/v1")
+    model: Any = ChatOllama(model=MODEL, base_url=host, validate_model_on_init=True, num_predict=60, temperature=0)
+    whole = model.invoke(QUESTION)
+    first, *chunks = model.stream(QUESTION)
+    for chunk in chunks:
+        first += chunk
+    assert (first.content, first.response_metadata["done_reason"]) == (whole.content, "stop")
+    assert whole.usage_metadata["output_tokens"] > 0
+    assert isinstance(model.with_structured_output(Dish, method="json_schema").invoke(QUESTION), Dish)
+    thinking: Any = ChatOllama(model=MODEL, base_url=host, reasoning=True, num_predict=60)
+    assert thinking.invoke("Hi").additional_kwargs["reasoning_content"]
+    call = {"name": "Dish", "args": {"name": "soup", "euros": 4}, "id": "one"}  # which nothing makes this model write
+    said = [HumanMessage(QUESTION), AIMessage("", tool_calls=[call]), ToolMessage("done", tool_call_id="one")]
+    assert model.bind_tools([Dish]).invoke(said).content
+    vectors = OllamaEmbeddings(model=MODEL, base_url=host).embed_documents(["soup", "bread"])
+    assert len(vectors) == 2
+    assert len(vectors[0]) == len(vectors[1]) > 0
+
+
+def use_langchain_anthropic(url: str) -> None:
+    from langchain_anthropic import ChatAnthropic
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    host = url.removesuffix("/v1")
+    model: Any = ChatAnthropic(model=MODEL, base_url=host, api_key="none", max_tokens=60, max_retries=0)
+    whole = model.invoke(QUESTION)
+    assert whole.text
+    assert whole.usage_metadata["output_tokens"] > 0
+    assert any(part.text for part in model.stream(QUESTION))
+    calling = model.bind_tools([Dish], tool_choice="any")
+    called = calling.invoke(QUESTION)
+    assert called.tool_calls
+    for call in called.tool_calls:
+        Dish.model_validate(call["args"])
+    results = [ToolMessage("done", tool_call_id=call["id"]) for call in called.tool_calls]
+    assert model.invoke([HumanMessage(QUESTION), called, *results]).text
+
+
 CLIENTS: dict[str, Callable[[str], None]] = {
     "openai-agents": use_agents, "instructor": use_instructor, "langchain-openai": use_langchain,
+    "langchain-ollama": use_langchain_ollama, "langchain-anthropic": use_langchain_anthropic,
     "pydantic-ai": use_pydantic_ai,
 }  # fmt: skip
 

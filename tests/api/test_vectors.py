@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import ollama
 import openai
 import pytest
 
@@ -50,6 +51,18 @@ def test_embeddings_by_openais_client_are_those_of_transformers(served):
         with pytest.raises(openai.BadRequestError, match="encoder, which generates nothing"):
             client.chat.completions.create(model="texts", messages=[{"role": "user", "content": "Hi"}])
         assert httpx.get(f"{server.url}/health/decode").json()["status"] == "ok"
+
+
+def test_ollamas_client_has_the_same_vectors(served):
+    server, _, _ = served
+    openai_vectors = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS}).json()
+    client = ollama.Client(server.url)
+    told = client.embed("texts:latest", TEXTS)
+    assert told.embeddings == [each["embedding"] for each in openai_vectors["data"]]
+    assert (told.prompt_eval_count, told.model) == (openai_vectors["usage"]["prompt_tokens"], "texts:latest")
+    assert client.embeddings("texts", TEXTS[1]).embedding == told.embeddings[1]
+    assert len(client.embed("texts", TEXTS[0], dimensions=7).embeddings[0]) == 7
+    assert client.show("texts").capabilities == ["embedding"]
 
 
 async def test_texts_of_many_clients_share_steps_and_give_the_same_bits(served):
