@@ -44,11 +44,12 @@ class BatchRecord(msgspec.Struct):
 
     batch: s.BatchObject
     holder: KeyHolder
-    output_life_s: int
+    life_s: int  # of its files, or of itself where lines came without one
+    num_left_out: int = 0  # lines that were not asked
 
     @property
     def key(self) -> EntryKey:
-        return EntryKey("batch", self.batch.id, self.holder.tenant)
+        return EntryKey("batch" if self.batch.input_file_id else "message_batch", self.batch.id, self.holder.tenant)
 
 
 class BatchRunner:
@@ -96,7 +97,7 @@ class BatchRunner:
 
     def resume(self) -> None:
         """Go on with what an earlier process did not finish."""
-        for entry in self.store.busy("batch"):
+        for entry in (*self.store.busy("batch"), *self.store.busy("message_batch")):
             self.start(msgspec.json.decode(entry.about, type=BatchRecord))
 
     def close(self) -> None:
@@ -118,7 +119,7 @@ class Answered(NamedTuple):
     number: int
     part: int
     text: bytes
-    used: _Used | None = None
+    used: list[int] | None = None  # tokens, as `_read_usage` tells
 
 
 class RunningBatch:
@@ -303,14 +304,13 @@ class RunningBatch:
         counts.failed += len(answers) - num_good
         self._batches.metrics.batch_lines["answered"] += num_good
         self._batches.metrics.batch_lines["failed"] += len(answers) - num_good
-        for used in (answer.used for answer in answers if answer.used is not None):
-            usage.input_tokens += used.prompt_tokens or used.input_tokens
-            usage.output_tokens += used.completion_tokens or used.output_tokens
-            told = (used.prompt_tokens_details or used.input_tokens_details or {}).get("cached_tokens")
-            usage.input_tokens_details["cached_tokens"] += told or 0
-            told = (used.completion_tokens_details or used.output_tokens_details or {}).get("reasoning_tokens")
-            usage.output_tokens_details["reasoning_tokens"] += told or 0
-        usage.total_tokens = usage.input_tokens + usage.output_tokens
+        for answer in answers:
+            prompt, cached, output, reasoning = answer.used or (0, 0, 0, 0)
+            usage.input_tokens += prompt
+            usage.input_tokens_details["cached_tokens"] += cached
+            usage.output_tokens += output
+            usage.output_tokens_details["reasoning_tokens"] += reasoning
+            usage.total_tokens += prompt + output
         return msgspec.json.encode(self.record)
 
     def _put_answers(self, answers: Sequence[Answered], about: bytes) -> None:
@@ -321,8 +321,8 @@ class RunningBatch:
                 self._store.add(self._key, of_part, part)
             self._put(about)
 
-    def _put(self, about: bytes, *, busy: bool = True) -> None:
-        self._store.put(*self._key, about, now=time.time(), busy=busy)
+    def _put(self, about: bytes, *, expires_at: float | None = None, busy: bool = True) -> None:
+        self._store.put(*self._key, about, now=time.time(), expires_at=expires_at, busy=busy)
 
     # -- its end
 
@@ -333,25 +333,23 @@ class RunningBatch:
             why = BadLine("batch_cancelled", "This request was not executed before the batch was cancelled.")
         else:
             why = BadLine("batch_expired", "This request could not be executed before the completion window expired.")
-        num_left = await self._stored(self._write_off, why)
+        await self._stored(self._write_off, why)
         if batch.status == "cancelling":
             batch.status, batch.cancelled_at = "cancelled", _now()
-        elif num_left:
+        elif self.record.num_left_out:
             batch.status, batch.expired_at = "expired", _now()
         else:
             batch.status, batch.finalizing_at, batch.completed_at = "completed", _now(), _now()
         await self._stored(self._put_end)
 
-    def _write_off(self, why: BadLine) -> int:
-        """Give an error line to every line that waits; their number."""
-        num_left = 0
+    def _write_off(self, why: BadLine) -> None:
+        """Give an error line to every line that waits."""
         while page := self._store.pieces(self._key, WAITING):
             asked = [read_line(line.content, line.number, (self.record.batch.endpoint,)) for line in page]
             lines = zip(page, asked, strict=True)
             left = [Answered(at.number, FAILED, error_line(at.number, of.custom_id, why)) for at, of in lines]
+            self.record.num_left_out += len(left)
             self._put_answers(left, self._counted(left))
-            num_left += len(left)
-        return num_left
 
     async def _fail(self, faults: list[s.BatchFault]) -> None:
         batch = self.record.batch
@@ -363,10 +361,11 @@ class RunningBatch:
         batch = self.record.batch
         with self._store.together():
             self._store.clear(self._key, WAITING)
+            expires_at = None if batch.input_file_id else float(batch.created_at + self.record.life_s)
             if batch.input_file_id:
                 batch.output_file_id = self._make_file("output", ANSWERED)
                 batch.error_file_id = self._make_file("error", FAILED)
-            self._put(msgspec.json.encode(self.record), busy=False)
+            self._put(msgspec.json.encode(self.record), expires_at=expires_at, busy=False)
 
     def _make_file(self, name: str, part: int) -> str | None:
         num_bytes, now = self._store.size(self._key, part), _now()
@@ -376,7 +375,7 @@ class RunningBatch:
             id=new_id("file-"),
             bytes=num_bytes,
             created_at=now,
-            expires_at=now + self.record.output_life_s,
+            expires_at=now + self.record.life_s,
             filename=f"{self.record.batch.id}_{name}.jsonl",
             purpose="batch_output",
         )
@@ -428,32 +427,28 @@ def input_lines(store: StateStore, record: BatchRecord, max_bytes: int) -> Itera
         raise gone
 
 
-class _Used(msgspec.Struct):
-    """Tokens of an answer, in the words of chats or of responses."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    prompt_tokens_details: dict[str, Any] | None = None
-    completion_tokens_details: dict[str, Any] | None = None
-    input_tokens_details: dict[str, Any] | None = None
-    output_tokens_details: dict[str, Any] | None = None
-
-
 class _WithUsage(msgspec.Struct):
-    usage: _Used | None = None
+    usage: dict[str, Any] | None = None
 
 
 _USAGE = msgspec.json.Decoder(_WithUsage)
+_COUNTS = (  # as chats and as responses call them
+    ("prompt_tokens", "input_tokens"),
+    ("cached_tokens",),
+    ("completion_tokens", "output_tokens"),
+    ("reasoning_tokens",),
+)
 
 
-def _read_usage(body: bytes) -> _Used | None:
-    """What an answer used, nothing where it does not say; None for what is no JSON object."""
+def _read_usage(body: bytes) -> list[int] | None:
+    """Tokens of an answer, in the order of _COUNTS, 0 where it does not say; None for what is no JSON object."""
     try:
-        return _USAGE.decode(body).usage or _Used()
+        told = _USAGE.decode(body).usage or {}
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+    for details in [value for value in told.values() if isinstance(value, dict)]:
+        told |= details
+    return [next((told[name] for name in names if isinstance(told.get(name), int)), 0) for names in _COUNTS]
 
 
 def new_id(prefix: str) -> str:

@@ -25,7 +25,6 @@ from maitred.storage.state import PAGE_BYTES, ContentPiece, EntryKey, StoredEntr
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 UPLOAD_S = 24 * 3600.0  # and what is left of one that a kill ended is gone
 MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES = 1024, 16, 8192  # of a form, beside its file
-MOST = {"file": 10_000, "batch": 100}  # entries of a list
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BOUNDARY = re.compile(r'boundary="?([^";,\s][^";,]{0,69})"?', re.IGNORECASE)
 _CREATE, _FORM = BodyDecoder(s.BatchCreate), msgspec.json.Decoder(s.FileForm, strict=False)
@@ -164,27 +163,33 @@ class _FormReader:
 async def _list(app: Service, exchange: Exchange, _: str) -> None:
     assert exchange.route is not None
     kind = "batch" if "batches" in exchange.route.path else "file"
-    asked, most = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"))), MOST[kind]
-    limit = asked.get("limit", "20" if kind == "batch" else str(most))
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
-        raise InvalidRequest(f"limit is {shortened(repr(limit), 40)}; it must be 1 to {most}", param="limit")
+    asked = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1")))
     if asked.get("order", "desc") not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
-    found = await asyncio.to_thread(
-        app.stored.entries,
+    entries, has_more = await listed(
+        app,
+        exchange,
         kind,
-        exchange.caller.tenant.name,
-        time.time(),
+        most=10_000 if kind == "file" else 100,
+        limit=asked.get("limit", "10000" if kind == "file" else "20"),
         after=asked.get("after", ""),
-        limit=int(limit) + 1,
         newest=asked.get("order") != "asc",
         purpose=asked.get("purpose") if kind == "file" else None,
     )
-    shown = found[: int(limit)]
-    ids: list[str | None] = [entry.id for entry in shown] or [None]
-    data = [_public(entry, kind) for entry in shown]
-    told = {"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": len(found) > len(shown)}
-    await exchange.answer_json(told)
+    data: list[Any] = [_public(entry, kind) for entry in entries]
+    ids = [entry.id for entry in entries] or [None]
+    await exchange.answer_json(s.StoredList(data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more))
+
+
+async def listed(
+    app: Service, exchange: Exchange, kind: str, *, limit: str, most: int, **page: Any
+) -> tuple[list[StoredEntry], bool]:
+    """Up to `limit` of the caller's entries; whether there are more. Raises InvalidRequest."""
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
+        raise InvalidRequest(f"limit is {shortened(repr(limit), 40)}; it must be 1 to {most}", param="limit")
+    tenant, num = exchange.caller.tenant.name, int(limit)
+    found = await asyncio.to_thread(app.stored.entries, kind, tenant, time.time(), limit=num + 1, **page)
+    return found[:num], len(found) > num
 
 
 def _public(entry: StoredEntry, kind: str) -> Any:
@@ -192,7 +197,7 @@ def _public(entry: StoredEntry, kind: str) -> Any:
     return about["batch"] if kind == "batch" else about
 
 
-async def _found(app: Service, exchange: Exchange, kind: str, id: str) -> StoredEntry:
+async def found(app: Service, exchange: Exchange, kind: str, id: str) -> StoredEntry:
     """Raises RouteNotFound, for another tenant's as for what is not there."""
     entry = await asyncio.to_thread(app.stored.get, kind, id, exchange.caller.tenant.name, time.time())
     if entry is None:
@@ -201,18 +206,18 @@ async def _found(app: Service, exchange: Exchange, kind: str, id: str) -> Stored
 
 
 async def _show_file(app: Service, exchange: Exchange, id: str) -> None:
-    await exchange.answer_json(_public(await _found(app, exchange, "file", id), "file"))
+    await exchange.answer_json(_public(await found(app, exchange, "file", id), "file"))
 
 
 async def _delete_file(app: Service, exchange: Exchange, id: str) -> None:
     """Delete a file; a batch that has read it goes on."""
-    await _found(app, exchange, "file", id)
+    await found(app, exchange, "file", id)
     await asyncio.to_thread(app.stored.drop, "file", id, exchange.caller.tenant.name)
     await exchange.answer_json(s.Deleted(id=id, object="file"))
 
 
 async def _show_content(app: Service, exchange: Exchange, id: str) -> None:
-    entry = await _found(app, exchange, "file", id)
+    entry = await found(app, exchange, "file", id)
     length = b"%d" % _public(entry, "file")["bytes"]
     headers = [(b"content-type", b"application/octet-stream"), (b"content-length", length)]
     await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -236,7 +241,7 @@ async def _create_batch(app: Service, exchange: Exchange, _: str) -> None:
         raise InvalidRequest(
             f"endpoint is {shortened(repr(asked.endpoint))}; it must be one of {', '.join(choices)}", param="endpoint"
         )
-    file = _public(await _found(app, exchange, "file", asked.input_file_id), "file")
+    file = _public(await found(app, exchange, "file", asked.input_file_id), "file")
     if file["purpose"] != "batch":
         text = f"the file's purpose is {file['purpose']!r}; it must be 'batch'"
         raise InvalidRequest(text, param="input_file_id")
@@ -256,7 +261,7 @@ async def _create_batch(app: Service, exchange: Exchange, _: str) -> None:
 
 
 async def _show_batch(app: Service, exchange: Exchange, id: str) -> None:
-    batch = _public(await _found(app, exchange, "batch", id), "batch")
+    batch = _public(await found(app, exchange, "batch", id), "batch")
     run = batches_of(app).runs.get(id)
     if run is not None and run.trouble is not None:
         fault = s.BatchFault(code="state_unavailable", message=run.trouble)
@@ -265,10 +270,10 @@ async def _show_batch(app: Service, exchange: Exchange, id: str) -> None:
 
 
 async def _cancel_batch(app: Service, exchange: Exchange, id: str) -> None:
-    await _found(app, exchange, "batch", id)
+    await found(app, exchange, "batch", id)
     run = batches_of(app).runs.get(id)
     if run is None:
-        status = _public(await _found(app, exchange, "batch", id), "batch")["status"]
+        status = _public(await found(app, exchange, "batch", id), "batch")["status"]
         raise InvalidRequest(f"the batch is {status}, and cannot be cancelled any more")
     await run.cancel()
     await exchange.answer_json(run.record.batch)
