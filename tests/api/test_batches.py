@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -45,7 +46,7 @@ def ada(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 def line(custom_id: object, url: str = CHAT, **body: object) -> bytes:
     asked = {"model": "tiny", "max_tokens": 20} | body
-    asked |= {"prompt": "hi"} if url == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    asked["messages"] = [{"role": "user", "content": "hi"}]
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": asked}).encode() + b"\n"
 
 
@@ -151,6 +152,16 @@ def test_a_batchs_lines_are_answered_by_custom_id_as_the_route_answers(ada, serv
     assert server.replica.submitted[-1].terms.finish_by is not None
 
 
+@pytest.mark.parametrize("url", ["/v1/completions", "/v1/responses"])
+def test_lines_go_to_whatever_route_the_batch_names(ada, url):
+    asked = {"model": "tiny", "max_tokens": 20, "prompt": "hi"} if "completions" in url else {"input": "hi"}
+    content = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": asked}).encode()
+    done = ended(ada, batch_of(ada, content, endpoint=url))
+    body = lines_of(ada, done.output_file_id)["a"]["response"]["body"]
+    assert "Hello, world!" in json.dumps(body)
+    assert done.usage.output_tokens == 14
+
+
 def test_faults_of_an_input_are_told_by_line(ada):
     content = line("a") + b"{oops\n" + line("a") + line("c", url="/v1/completions") + line("d", stream=True)
     done = ended(ada, batch_of(ada, content))
@@ -227,6 +238,41 @@ def test_a_spent_budget_fails_lines_with_the_tenants_own_error(server):
         assert done.request_counts.failed >= 2
         refused = list(lines_of(poor, done.error_file_id).values())[-1]["response"]
     assert (refused["status_code"], refused["body"]["error"]["code"]) == (429, "insufficient_quota")
+
+
+def test_anthropics_batches_are_the_same_underneath(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="ada", max_retries=0) as client:
+        params = {"model": "tiny", "max_tokens": 20, "messages": [{"role": "user", "content": "hi"}]}
+        asked = [
+            {"custom_id": "a", "params": params},
+            {"custom_id": "wrong", "params": params | {"temperature": "hot"}},
+        ]
+        batches = client.messages.batches
+        batch = batches.create(requests=asked)
+        assert (batch.processing_status, batch.request_counts.processing) == ("in_progress", 2)
+        assert (batch.expires_at - batch.created_at).total_seconds() == 24 * 3600
+        until(lambda: batches.retrieve(batch.id).processing_status == "ended")
+        done = batches.retrieve(batch.id)
+        assert (done.request_counts.succeeded, done.request_counts.errored) == (1, 1)
+        found = {line.custom_id: line.result for line in batches.results(batch.id)}
+        assert found["a"].message.content[0].text == "Hello, world!"
+        assert "temperature" in found["wrong"].error.error.message
+        server.replica.held = True
+        other = batches.create(requests=asked[:1])
+        with pytest.raises(anthropic.BadRequestError, match="not ended"):
+            batches.delete(other.id)
+        assert [one.id for one in batches.list(limit=1)] == [other.id, batch.id]  # in two pages
+        assert [one.id for one in batches.list(before_id=batch.id).data] == [other.id]
+        assert batches.cancel(other.id).processing_status == "canceling"
+        until(lambda: batches.retrieve(other.id).processing_status == "ended")
+        server.replica.held = False
+        assert batches.retrieve(other.id).request_counts.canceled == 1
+        assert [line.result.type for line in batches.results(other.id)] == ["canceled"]
+        assert batches.delete(batch.id).type == "message_batch_deleted"
+        with pytest.raises(anthropic.NotFoundError):
+            batches.results(batch.id)
+        with pytest.raises(anthropic.BadRequestError, match="stands twice"):
+            batches.create(requests=asked[:1] * 2)
 
 
 async def test_a_router_runs_batches_too_and_any_replicas_answer_is_one_line():

@@ -48,8 +48,9 @@ def read_line(text: bytes, number: int, urls: Collection[str]) -> BatchRequest:
         raise BadLine("invalid_url", f"{where}: url is {url!r}; it must be one of {', '.join(urls)}")
     if fields is None:
         raise BadLine("invalid_body", f"{where}: body is not a JSON object")
-    if bytes(fields.get("stream", b"")) not in (b"", b"false", b"null"):
-        raise BadLine("invalid_body", f"{where}: a batch cannot stream; leave `stream` out")
+    for name in ("stream", "background"):
+        if bytes(fields.get(name, b"")) not in (b"", b"false", b"null"):
+            raise BadLine("invalid_body", f"{where}: a batch cannot {name}; leave `{name}` out")
     return BatchRequest(custom_id, url, body)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from maitred.api.dialects.anthropic.schemas import ANTHROPIC, BatchParams
 from maitred.api.dialects.openai import batch_schemas as b
 from maitred.api.dialects.openai import usage
 from maitred.api.http.exchange import Exchange
@@ -87,6 +88,12 @@ async def _batches(app: Service, exchange: Exchange) -> None:
     await batches.answer(app, exchange)
 
 
+async def _message_batches(app: Service, exchange: Exchange) -> None:
+    from maitred.api.dialects.anthropic import batches  # noqa: PLC0415 - likewise
+
+    await batches.answer(app, exchange)
+
+
 def resume_batches(app: Service) -> None:
     """Go on, in the event loop, with batches that an earlier process did not finish."""
     if app.config.state_dir is not None:
@@ -99,6 +106,7 @@ _PAGE: dict[str, dict[str, Any]] = {"after": {"type": "string"}, "limit": {"type
 _LISTED = {**_PAGE, "order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
 _file = partial(Route, handler=_batches, answer=b.FileObject, errors=(400, 401, 404, 408, 413, 415, 503))
 _batch = partial(Route, handler=_batches, answer=b.BatchObject, errors=(400, 401, 404, 413, 415, 503))
+_messages = partial(_batch, handler=_message_batches, answer=None, text="application/json", format=ANTHROPIC)
 BATCH_ROUTES = (
     _file(
         method="POST",
@@ -120,4 +128,14 @@ BATCH_ROUTES = (
     _batch(path="/v1/batches", summary="List batches.", answer=b.StoredList, query=_PAGE),
     _batch(path="/v1/batches/{id:path}", summary="One batch."),
     _batch(method="POST", path="/v1/batches/{id:path}", summary="Cancel a batch, with /cancel after its id."),
+    _messages(
+        method="POST",
+        path="/v1/messages/batches",
+        summary="Answer many messages with what no other request uses.",
+        body=BatchParams,
+    ),
+    _messages(path="/v1/messages/batches", summary="List Anthropic's batches.", query=_PAGE),
+    _messages(path="/v1/messages/batches/{id:path}", summary="One of them; with /results, what became of its lines."),
+    _messages(method="POST", path="/v1/messages/batches/{id:path}", summary="Cancel it, with /cancel after its id."),
+    _messages(method="DELETE", path="/v1/messages/batches/{id:path}", summary="Delete it, once it has ended."),
 )

@@ -100,6 +100,17 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     inference_geo: str | None = None
 
 
+class BatchedRequest(msgspec.Struct, kw_only=True):
+    custom_id: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    params: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]  # a MessagesRequest, checked when it is asked
+
+
+class BatchParams(msgspec.Struct, kw_only=True):
+    """POST /v1/messages/batches."""
+
+    requests: list[BatchedRequest]
+
+
 class ThinkingTokens(msgspec.Struct):
     thinking_tokens: int
 

@@ -177,7 +177,7 @@ async def _list(app: Service, exchange: Exchange, _: str) -> None:
         purpose=asked.get("purpose") if kind == "file" else None,
     )
     data: list[Any] = [_public(entry, kind) for entry in entries]
-    ids = [entry.id for entry in entries] or [None]
+    ids: list[str | None] = [*(entry.id for entry in entries)] or [None]
     await exchange.answer_json(s.StoredList(data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more))
 
 
