@@ -256,6 +256,10 @@ def test_tools_that_are_not_here_are_named_and_refused_only_where_one_is_demande
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\].content\[0\]"),
         ({"input": [{"type": "function_call", "name": "f"}]}, r"input\[0\].call_id"),
         ({"input": [{"type": "item_reference", "id": "msg_x_0"}]}, "there is no item 'msg_x_0'"),
+        ({"input": [1], "previous_response_id": None}, "input"),
+        ({"input": [{"type": "item_reference", "id": 5}, 1]}, "list of items"),
+        ({"input": [1], "background": True}, "list of items"),
+        ({"input": "x", "request_id": "a b"}, "request_id"),
         ({"input": "x", "conversation": "conv_1"}, "conversation is not supported: send previous_response_id"),
         ({"input": "x", "max_tokens": 4}, "send max_output_tokens"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens is 0"),
@@ -399,6 +403,14 @@ def test_a_killed_servers_responses_are_there_and_the_unfinished_have_failed(tmp
         assert (failed.status, failed.error.code) == ("failed", "server_error")
         assert [event.type for event in client.responses.retrieve(alone.id, stream=True)] == ["response.failed"]
         assert client.responses.create(model="tiny", input="x", previous_response_id=done.id).output_text
+
+
+def test_an_answer_of_the_result_cache_is_counted_and_stored_as_any():
+    replica = FakeReplica()
+    with running_server(replica, make_model(), result_cache_bytes=2**20) as server, strict_client(server.url) as client:
+        first, again = (streamed(client, input="hi", temperature=0) for _ in range(2))
+        assert (len(replica.submitted), again) == (1, first)
+        assert client.responses.retrieve(again[1].id) == first[1]
 
 
 def test_a_full_disk_costs_no_answer_which_says_that_it_is_not_stored(tmp_path: Path):

@@ -17,7 +17,7 @@ from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import replace
 
 from maitred.api.dialects.openai import refusals
-from maitred.api.dialects.openai.answers import OPENAI, TokenNames, chat_logprobs, encode
+from maitred.api.dialects.openai.answers import OPENAI, TokenNames, chat_logprobs, completion_id, encode
 from maitred.api.dialects.openai.chat import joined_calls
 from maitred.api.dialects.openai.reading import ChatReading, is_shaped
 from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask, wanted_usage
@@ -129,6 +129,7 @@ def check_fields(body: s.ResponsesRequest, refused: Mapping[str, Raw]) -> None:
         if getattr(body, name) not in (None, UNSET, False) and not (name == "n" and body.n == 1):
             raise refusals.unsupported(name, why)
     wanted_usage(body)
+    completion_id("resp", body, "")  # one that is sent must be an id
 
 
 def _format_of(body: s.ResponsesRequest) -> Raw | UnsetType:

@@ -60,8 +60,8 @@ class _Asked(msgspec.Struct):
 
 
 class _Item(msgspec.Struct):
-    type: str = ""
-    id: str = ""
+    type: Any = None
+    id: Any = None
 
 
 class _Event(msgspec.Struct):
@@ -75,8 +75,8 @@ class _Stored(msgspec.Struct):
 
     id: str
     status: str = ""
-    background: bool = False
-    output: list[Raw] = []
+    background: bool | None = None
+    output: list[Raw] | None = None
 
 
 _decode_asked = msgspec.json.Decoder(_Asked).decode
@@ -124,7 +124,7 @@ async def _expanded(shelf: TenantResponses, sent: bytes, previous: str | None) -
         if told.status in _OPEN:
             text = f"the response {previous!r} is {told.status}; wait for its end before the next turn"
             raise InvalidRequest(text, param="previous_response_id")
-        before = [*await shelf.items(previous), *told.output]
+        before = [*await shelf.items(previous), *(told.output or ())]
     if b'"item_reference"' in sent:
         own = [await _referred(shelf, item) for item in own]
     return Raw(b"[%b]" % b",".join(map(bytes, (*before, *own))))
@@ -134,10 +134,11 @@ def _as_items(sent: bytes) -> list[Raw]:
     """Items of an input. Raises InvalidRequest for what is none."""
     if sent.lstrip()[:1] == b'"':
         return [Raw(b'{"type":"message","role":"user","content":%b}' % sent)]
-    try:
-        return _LIST.decode(sent)
-    except _WRONG:
-        raise InvalidRequest("input must be a text or a list of items", param="input") from None
+    with suppress(*_WRONG):
+        items = _LIST.decode(sent)
+        if all(bytes(item).startswith(b"{") for item in items):
+            return items
+    raise InvalidRequest("input must be a text or a list of items", param="input")
 
 
 async def _referred(shelf: TenantResponses, item: Raw) -> Raw:
@@ -145,10 +146,12 @@ async def _referred(shelf: TenantResponses, item: Raw) -> Raw:
     told = msgspec.json.decode(item, type=_Item)
     if told.type != "item_reference":
         return item
-    id = f"resp_{told.id.partition('_')[2].rpartition('_')[0]}"  # ids of items are made of their response's
+    id = f"resp_{str(told.id).partition('_')[2].rpartition('_')[0]}"  # ids of items are made of their response's
     stored = await shelf.find(id, "input", f"item {shortened(repr(told.id))}")
     listed = [Raw(_encode(_listed(*item, id))) for item in enumerate(await shelf.items(id))]
-    known = {msgspec.json.decode(raw, type=_Item).id: raw for raw in (*listed, *_decode_stored(stored).output)}
+    known: dict[Any, Raw] = {
+        msgspec.json.decode(raw, type=_Item).id: raw for raw in (*listed, *(_decode_stored(stored).output or ()))
+    }
     if told.id not in known:
         raise RouteNotFound(f"there is no item {shortened(repr(told.id))}", param="input")
     return known[told.id]
@@ -194,10 +197,12 @@ class TenantResponses:
     async def content(self, id: str, kind: str = RESPONSE) -> bytes:
         return await self._call(self.service.stored.content, *self.key(id, kind))
 
-    async def put(self, id: str, about: bytes, content: bytes | None = None, kind: str = RESPONSE) -> None:
+    async def put(
+        self, id: str, about: bytes, content: bytes | None = None, kind: str = RESPONSE, *, busy: bool = False
+    ) -> None:
         """Raises Unavailable."""
         now, num_bytes = time.time(), len(about) + len(content or b"")
-        put = partial(self.service.stored.put, now=now, expires_at=now + KEPT_S)
+        put = partial(self.service.stored.put, now=now, expires_at=now + KEPT_S, busy=busy)
         await self._call(put, *self.key(id, kind), about, content, num_bytes=num_bytes)
 
     async def drop(self, id: str) -> None:
@@ -234,7 +239,7 @@ class KeptResponse:
         self.id = id
         self.response = b""  # as far as it is
         self.events: list[bytes] = []  # of one that runs in the background
-        self.is_over = self.is_deleted = False
+        self.is_over = self.is_deleted = self.has_left = False
         self.grew = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self._num_events = 0
@@ -247,9 +252,10 @@ class KeptResponse:
         self._shelf.service.stored.live[self._shelf.key(self.id)] = self
 
     def leave(self) -> None:
-        if (self._is_stored and self._shelf.live(self.id) is self) or self.is_deleted:
-            del self._shelf.service.stored.live[self._shelf.key(self.id)]
-        self.is_over = True
+        """Be stored from now on, or nowhere."""
+        if self._is_stored and (self.is_deleted or self._shelf.live(self.id) is self):
+            self._shelf.service.stored.live.pop(self._shelf.key(self.id), None)
+        self.has_left = True
         self.grew.set()
 
     async def send(self, message: Message) -> None:
@@ -320,7 +326,7 @@ class KeptResponse:
     async def _final(self, fields: dict[str, Any]) -> bytes:
         """The response at its end, stored. Where that fails, it says of itself that it is not."""
         response = _encode(fields | self._patch)
-        self.is_over, self.id = True, self.id or _decode_stored(response).id
+        self.id = self.id or _decode_stored(response).id
         if self._is_stored and not self.is_deleted:
             try:
                 items = None if self._items is None else bytes(self._items)
@@ -328,7 +334,9 @@ class KeptResponse:
             except Unavailable:
                 ERRORS.warning("a response could not be stored", exc_info=True)
                 response = _encode(fields | self._patch | {"store": False})
-        self.response = response
+        if self._is_stored and self.is_deleted:  # maybe while it was stored
+            await self._shelf.drop(self.id)
+        self.response, self.is_over = response, True
         return response
 
     async def failed(self, error: Mapping[str, Any], status: str = "failed") -> bytes:
@@ -347,7 +355,7 @@ class KeptResponse:
     async def begin(self, response: s.ResponseObject) -> None:
         """Store the response as queued, with its items."""
         self.response = _encode(response)
-        await self._shelf.put(self.id, self.response, bytes(self._items or b"[]"))
+        await self._shelf.put(self.id, self.response, bytes(self._items or b"[]"), busy=True)
         self._items = None
         self.enter()
         self._log(b"".join(self._response_event(f"response.{kind}", self.response) for kind in ("created", "queued")))
@@ -367,7 +375,7 @@ class KeptResponse:
 
     def restore(self, response: bytes, events: bytes) -> None:
         """Be a response that is over."""
-        self.response, self.is_over = response, True
+        self.response, self.has_left = response, True
         self._log(events or self._response_event("response.failed", response))
 
     async def run(self, answer: Answer, exchange: Exchange, body: bytes) -> None:
@@ -405,7 +413,7 @@ class KeptResponse:
                 if at < len(self.events):
                     told, at = b"".join(self.events[at:]), len(self.events)
                     await stream.write(told)
-                elif self.is_over:
+                elif self.has_left:
                     break
                 else:
                     await grew.wait()
@@ -424,6 +432,7 @@ async def _in_background(
     """Answer at once that the response is queued, or follow it; it runs whether a client is there or not."""
     sent = DECODER.decode(_rewritten(body))
     check_fields(sent.body, sent.refused)
+    _as_items(bytes(items))
     if asked.store is False:
         raise InvalidRequest("background needs the response to be stored; leave store out", param="background")
     if shelf.service.in_flight.draining:
