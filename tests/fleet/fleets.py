@@ -37,6 +37,7 @@ def make_core(*replicas: str | ReplicaFacts, policy: str = "fcfs", **settings: A
 INPUTS = (
     *("arrived", "progressed", "handed_over", "ended", "aborted", "failed", "bound_elsewhere", "joined", "left"),
     *("drained", "leaving", "reported", "probed", "scaled", "restarted", "configured", "tick"),
+    *("load_asked", "unload_asked", "load_failed"),
 )
 
 
@@ -44,7 +45,7 @@ class Recording:
     """All that goes into a core from now on: the method, arguments as they were, and what came out."""
 
     def __init__(self, core: ClusterCore) -> None:
-        self._again = ClusterCore(core.config, core.scheduler, handover=core.handover)
+        self._again = ClusterCore(core.config, core.scheduler, handover=core.handover, several=core.several)
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = []
         for name in INPUTS:
             setattr(core, name, partial(self._called, name, getattr(core, name)))

@@ -19,6 +19,7 @@ from maitred.api.route.router import Router
 from maitred.api.route.routes import make_server
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.fleet.config import FleetConfig, SharedConfig, parse_target
+from maitred.fleet.swapping import ModelSet
 from maitred.storage.key_files import TenantFile
 from tests.waiting import HANGS_S, joined, until_async
 
@@ -47,6 +48,7 @@ def running_router(
     redis: str | None = None,
     admission: AdmissionConfig | None = None,
     server: dict[str, Any] | None = None,
+    several: ModelSet | None = None,
     **fleet: Any,
 ) -> Iterator[RunningRouter]:
     """On a free loopback port; the block ends with a graceful stop. `fleet` and `server` are fields of configs."""
@@ -54,7 +56,7 @@ def running_router(
     router = Router(
         config, FleetConfig(**fleet), SchedulerConfig(policy=policy), tuple(parse_target(url) for url in urls),
         admission=admission, token=token, authenticator=Authenticator(config.api_keys, tenants),
-        shared=SharedConfig(redis=redis),
+        shared=SharedConfig(redis=redis), several=several,
     )  # fmt: skip
     listening = threading.Event()
     where: list[int] = []

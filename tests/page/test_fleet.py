@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+from maitred.fleet.swapping import FleetModel, ModelSet
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeReplica, running_server
 from tests.fleet.routers import running_router
@@ -56,6 +57,22 @@ def test_before_any_replica_told_a_model_the_page_shows_the_fleet_and_learns_it_
         expect(page.locator("#model")).to_contain_text("nothing yet")
         expect(page.locator("#stat-ready")).to_have_text("0")
         expect(page.locator("#replicas tbody tr")).to_contain_text("starting")
+
+
+def test_several_models_are_listed_with_their_states_and_loaded_by_a_button(open_page, expect):
+    models = (
+        FleetModel(name="chat", aliases=("gpt-x",), names=("gpt-x",), memory_bytes=3 * 2**30),
+        FleetModel(name="coder"),
+    )
+    with running_router(several=ModelSet(models, 4 * 2**30)) as router:  # which starts none: it has no launcher
+        page = open_page(router.url, expected=GONE)
+        expect(page.locator("#model option")).to_have_text(["chat", "coder"])
+        row = page.locator("#swap-rows tbody tr").filter(has_text="chat, gpt-x")
+        expect(row).to_contain_text("unloaded")
+        expect(row).to_contain_text("3.0 GiB")
+        row.get_by_role("button", name="Load").click()
+        expect(row).to_contain_text("loading")
+        expect(page.locator("#swaps-note")).to_have_text("1 of 2 in memory, 3.0 GiB")
 
 
 def test_a_tenant_has_the_chat_and_an_administrator_the_fleet_too(open_page, expect):

@@ -242,7 +242,7 @@ def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
         try:
             value = yaml.constructor.SafeConstructor().construct_document(value_node)  # no objects, no code
             if value is not None:  # null leaves the default
-                values[flag.field] = _typed(flag, value)
+                values[flag.field] = typed(flag, value)
         except (ValueError, UsageError, yaml.YAMLError) as error:
             is_worded = flag.env is not None and isinstance(error, UsageError)  # of a key
             told = str(error) if is_worded else f"{flag.key} is {value!r}; it must be {flag.kind.form}"
@@ -250,7 +250,7 @@ def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
     return values
 
 
-def _typed(flag: Flag, value: Any) -> object:
+def typed(flag: Flag, value: Any) -> Any:
     """The flag's value from what YAML read. Raises ValueError and UsageError."""
     if flag.kind in (FlagKind.SWITCH, FlagKind.MAPPING):
         return _require(value, bool if flag.kind is FlagKind.SWITCH else dict)

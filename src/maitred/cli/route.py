@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from maitred.cli.command import Command, Options, deferred
-from maitred.cli.flags import UsageError, option
+from maitred.cli.flags import UsageError, flags_of, option
 from maitred.cli.main import noted
-from maitred.cli.serve import TenancyConfig, bind, listen, open_tenancy, spare_the_collector, teller, url_of
+from maitred.cli.serve import (
+    SeveralOptions,
+    TenancyConfig,
+    bind,
+    listen,
+    open_tenancy,
+    spare_the_collector,
+    teller,
+    url_of,
+)
 from maitred.config import HANDOVERS, AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.config.bounds import Bounds
 from maitred.core.errors import ConfigError
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
     from maitred.api.http.routes import Route
     from maitred.api.route.fleet import MakeLauncher
     from maitred.api.route.router import Router
+    from maitred.cli.several import Several
     from maitred.storage.key_files import TenantFile
     from maitred.storage.ledger import Ledger
 
@@ -73,10 +83,12 @@ def read_plan(path: str) -> PlanFile:
     return plan
 
 
-def _local(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
+def _local(words: tuple[str, ...], token: str, given: RouteOptions, several: Several | None) -> MakeLauncher:
     """Replicas on this machine, as processes."""
     from maitred.fleet.launch import LocalLauncher
 
+    if several is not None:
+        return lambda on_event: LocalLauncher((), token=token, on_event=on_event, named=several.words)
     if given.plan is None:
         return lambda on_event: LocalLauncher(words, token=token, on_event=on_event)
     plan = read_plan(given.plan)
@@ -84,8 +96,10 @@ def _local(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLaunc
     return lambda on_event: LocalLauncher(words, token=token, on_event=on_event, kinds=plan.plans[0].replicas)
 
 
-def _ray(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
+def _ray(words: tuple[str, ...], token: str, given: RouteOptions, several: Several | None) -> MakeLauncher:
     """Replicas on the nodes of a Ray cluster, as actors. Raises ConfigError without the extra `ray`."""
+    if several is not None:
+        raise ConfigError("several models share the memory of this machine; leave --launch ray out, or --models")
     from maitred.fleet.ray_backend import RayLauncher
 
     num_shared = max(1, Bounds.parse(given.replicas or "1").low)  # those that are always there are placed together
@@ -94,7 +108,8 @@ def _ray(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLaunche
     )
 
 
-LAUNCHERS: dict[str, Callable[[tuple[str, ...], str, RouteOptions], MakeLauncher]] = {"local": _local, "ray": _ray}
+MakeMakeLauncher = Callable[[tuple[str, ...], str, "RouteOptions", "Several | None"], "MakeLauncher"]
+LAUNCHERS: dict[str, MakeMakeLauncher] = {"local": _local, "ray": _ray}
 """Given the words of `maitred serve` and the fleet's secret."""
 
 
@@ -154,11 +169,13 @@ def run_router(
         options = _planned(options, given.plan)
         given = options[RouteOptions]
     _check(options)
-    targets = targets_of(given.urls) if given.replicas is None else ()
+    several = _several(options)
+    launches = given.replicas is not None or several is not None
+    targets = () if launches else targets_of(given.urls)
     token = read_fleet_token(server.fleet_token_file)
-    if given.replicas is not None and not token.is_set:
+    if launches and not token.is_set:
         token = FleetToken(secrets.token_hex(32).encode())
-    launch = _launcher(options, token)
+    launch = _launcher(options, token, several) if launches else None
     claim_descriptors()
     listener = bind(server.host, server.port, reuse_port=given.reuse_port)
     tell = teller(server)
@@ -168,12 +185,12 @@ def run_router(
             return 0
         from maitred.api.route.routes import route
 
-        router = _router(options, targets, token, launch, tenants, ledger)
+        router = _router(options, targets, token, launch, several, tenants, ledger)
 
         def on_open(host: str, port: int) -> None:
             spare_the_collector()
             url = url_of(server, host, port)
-            tell(f"maitred routes to {_listed(given)} on {url}")
+            tell(f"maitred routes to {_listed(given, several)} on {url}")
             opened(router, url)
 
         listen(listener, server.host, server.port)
@@ -191,13 +208,43 @@ def _planned(options: Options, path: str) -> Options:
     return options.with_part(replace(given, replicas=str(len(best.replicas)), handover=handover))
 
 
-def _launcher(options: Options, token: FleetToken) -> MakeLauncher | None:
-    """Launcher of the router's own replicas, None without any. Raises ConfigError where there can be none."""
-    given = options[RouteOptions]
-    if given.replicas is None:
+def route_several(options: Options) -> int:
+    """`maitred serve --models`: as `maitred route`, which takes its own flags; the others are for each model."""
+    from maitred.cli import serve
+    from maitred.cli.several import given_words
+
+    if options.was_given("model"):
+        raise UsageError("--models names the models; drop MODEL, or write it into the file")
+    known, words, after = {flag.field for flag in COMMAND.flags()}, list[str](), list[str]()
+    for part in serve.COMMAND.parts:
+        for flag in filter(lambda flag: options.was_given(flag.field), flags_of(part)):
+            given = given_words(flag, getattr(options[part], flag.field))
+            is_replicas = flag.field not in known or flag.field in _OF_REPLICAS
+            words += [] if is_replicas else given
+            after += given if is_replicas or part is SchedulerConfig else []
+    return run_router(COMMAND.parse([*words, "--", *after]))
+
+
+def _several(options: Options) -> Several | None:
+    """Several models, where a file or a folder names them. Raises UsageError, ConfigError."""
+    asked, given = options[SeveralOptions], options[RouteOptions]
+    if not asked.are_given:
         return None
+    if given.urls or given.replicas is not None or given.reuse_port:
+        raise UsageError(
+            "--models starts a replica for each model that is loaded; drop URLs, --replicas and --reuse-port"
+        )
+    from maitred.cli.several import read_several
+
+    tell = teller(options[ServerConfig])
+    return read_several(asked.models, asked.models_dir, asked.models_memory_bytes, options.after_dashes, tell)
+
+
+def _launcher(options: Options, token: FleetToken, several: Several | None) -> MakeLauncher:
+    """Launcher of the router's own replicas. Raises ConfigError where there can be none."""
+    given = options[RouteOptions]
     ((_, secret),) = token.shown()
-    return LAUNCHERS[given.launch](options.after_dashes, secret.decode(), given)
+    return LAUNCHERS[given.launch](options.after_dashes, secret.decode(), given, several)
 
 
 def _router(
@@ -205,6 +252,7 @@ def _router(
     targets: tuple[RouteTarget, ...],
     token: FleetToken,
     launch: MakeLauncher | None,
+    several: Several | None,
     tenants: TenantFile | None,
     ledger: Ledger | None,
 ) -> Router:
@@ -228,12 +276,13 @@ def _router(
         handover=HandoverConfig(handover=given.handover, **promised(server.slo)),
         bounds=Bounds.parse(given.replicas) if given.replicas is not None else None,
         ledger=ledger,
+        several=several.models if several is not None else None,
     )
 
 
 def _check(options: Options) -> None:
     """Raises UsageError for flags that mean nothing here."""
-    launches = options[RouteOptions].replicas is not None
+    launches = options[RouteOptions].replicas is not None or options[SeveralOptions].are_given
     for field in _OF_REPLICAS:
         if options.was_given(field):
             where = "put it behind --" if launches else "give it to `maitred serve`"
@@ -241,7 +290,7 @@ def _check(options: Options) -> None:
     given = ["what follows --"] if options.after_dashes else []
     given += [f"--{field.replace('_', '-')}" for field in _OF_LAUNCHED if options.was_given(field)]
     if given and not launches:
-        raise UsageError(f"{given[0]} is for replicas that the router launches; add --replicas N")
+        raise UsageError(f"{given[0]} is for replicas that the router launches; add --replicas N, or --models FILE")
 
 
 def targets_of(urls: tuple[str, ...]) -> tuple[RouteTarget, ...]:
@@ -255,7 +304,9 @@ def targets_of(urls: tuple[str, ...]) -> tuple[RouteTarget, ...]:
     return targets
 
 
-def _listed(given: RouteOptions) -> str:
+def _listed(given: RouteOptions, several: Several | None) -> str:
+    if several is not None:
+        return f"{len(several.words)} models ({', '.join(several.words)})"
     if given.replicas is not None:
         return f"{given.replicas} replica{'' if given.replicas == '1' else 's'} of its own"
     return given.urls[0] if len(given.urls) == 1 else f"{len(given.urls)} addresses"
@@ -265,7 +316,16 @@ COMMAND = Command(
     path="route",
     summary="One address for many servers: holds requests until one has room, and sends each where its prefix is.",
     run=_run,
-    parts=(RouteOptions, FleetConfig, ServerConfig, SchedulerConfig, AdmissionConfig, TenancyConfig, SharedConfig),
+    parts=(
+        RouteOptions,
+        SeveralOptions,
+        FleetConfig,
+        ServerConfig,
+        SchedulerConfig,
+        AdmissionConfig,
+        TenancyConfig,
+        SharedConfig,
+    ),
     positional="urls",
     after_dashes="WORD OF maitred serve ...",
     first=(
@@ -284,6 +344,7 @@ COMMAND = Command(
         "maitred route http://10.0.0.1:8000 http://10.0.0.2:8000",
         "maitred route http://fast:8000=2 http://slow:8000 --balance least_load",
         "maitred route --replicas 0:4 -- ./Llama-3.2-1B --max-num-seqs 32",
+        "maitred route --models models.yaml --models-memory-bytes 12GiB -- --max-num-seqs 8",
         "maitred route dns://replicas.default.svc:8000 --tenants tenants.yaml --fleet-token-file token",
     ),
 )

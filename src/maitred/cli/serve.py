@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maitred.cli.command import Command, Options
+from maitred.cli.command import Command, Options, deferred
 from maitred.cli.console import inert, note
 from maitred.cli.flags import UsageError
 from maitred.cli.local import ENGINE_PARTS, engine_config
@@ -78,6 +78,23 @@ class CaptureConfig:
         require_at_least("capture_max_bytes", self.capture_max_bytes, 2**20)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeveralOptions:
+    """Several models behind one address, loaded for requests and put out when others need the memory"""
+
+    models: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """YAML file `models: {NAME: {model, aliases, pinned, keep_alive_s, dtype, ...}}`, each with any key of a config
+    file of `maitred serve`; the policy orders the swaps."""
+    models_dir: str | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder in which each GGUF file, and each folder with a model, is a model by its name; besides those of FILE."""
+    models_memory_bytes: int | None = None
+    """Memory for weights and KV of all models that are loaded at a time; None is 80% of what is available."""
+
+    @property
+    def are_given(self) -> bool:
+        return self.models is not None or self.models_dir is not None
+
+
 @contextmanager
 def _open_capture(config: CaptureConfig, tenancy: TenancyConfig, server: ServerConfig) -> Iterator[Capture | None]:
     if config.capture is None:
@@ -140,6 +157,12 @@ MOST_NAMED = 6  # tensor models in the line that says what is served
 
 
 def _run(options: Options) -> int:
+    if not options[SeveralOptions].are_given:
+        return _serve(options)
+    return deferred("maitred.cli.route:route_several")(options)
+
+
+def _serve(options: Options) -> int:
     import logging
 
     from maitred.api.http.fleet_headers import read_fleet_token
@@ -163,7 +186,7 @@ def _run(options: Options) -> int:
     ):
         token = read_fleet_token(server.fleet_token_file)
         share = kv_share(options[ProcessConfig].kv_listen, options[CacheConfig], token)
-        server, config = _share_results(server, replace(_engine_config(options), share=share))
+        server, config = _share_results(server, replace(served_config(options), share=share))
         ending = noted()
         if ending.came:
             return 0
@@ -186,7 +209,8 @@ def _run(options: Options) -> int:
                 served = served_words(engine.model.names, tensors.index() if tensors is not None else ())
                 tell(_welcome(served, url_of(server, host, port), has_keys=has_keys, talks=bool(engine.model.names)))
                 spare_the_collector()
-                launcher.loaded(timeline.phases)
+                held = engine.model.footprint
+                launcher.loaded(timeline.phases, 0 if held is None else held.weights_bytes + held.kv_bytes)
                 if releases is not None:
                     releases.follow()
 
@@ -329,7 +353,7 @@ def _replica_of(options: Options) -> Callable[..., Replica]:
     return partial(Workers, slo=options[ServerConfig].slo)
 
 
-def _engine_config(options: Options) -> EngineConfig:
+def served_config(options: Options) -> EngineConfig:
     """Tenants have tiers, so where there are tenants the policy heeds them, unless the user chose one."""
     config = replace(engine_config(options), admission=options[AdmissionConfig], tensors=_tensors(options))
     if _is_onnx(config.model.model):
@@ -493,11 +517,11 @@ class Announcer:
 
             announce(self._fd, Listening(url, os.getpid()))
 
-    def loaded(self, start_phases: Mapping[str, float]) -> None:
+    def loaded(self, start_phases: Mapping[str, float], memory_bytes: int) -> None:
         if self._fd is not None:
             from maitred.fleet.launch import Loaded, announce
 
-            announce(self._fd, Loaded(start_phases))
+            announce(self._fd, Loaded(start_phases, memory_bytes))
 
 
 COMMAND = Command(
@@ -512,6 +536,7 @@ COMMAND = Command(
         ShelfConfig,
         ProcessConfig,
         TensorConfig,
+        SeveralOptions,
         *ENGINE_PARTS,
     ),
     positional="model",
@@ -523,6 +548,7 @@ COMMAND = Command(
         "maitred serve --config serve.yaml --api-key SECRET",
         "maitred serve --tenants tenants.yaml --ledger ledger.sqlite",
         "maitred serve none --model-repository ./models",
+        "maitred serve --models models.yaml --models-memory-bytes 12GiB",
         "maitred serve ./shelf --trust-key release.pub.pem",
     ),
 )

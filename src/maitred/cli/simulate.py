@@ -126,6 +126,10 @@ class SimulatedFleetOptions:
     """A replica that is asleep takes so long (s) to wake up."""
     asleep: int = 0
     """So many of the replicas that stop sleep instead."""
+    models_memory_bytes: int | None = None
+    """Memory for the workload's `models`, as of `maitred route`; None holds all of them."""
+    swap_wait_s: float = 10.0
+    """As of `maitred route`: so long (s) a request of a loaded model may pass one that waits for another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from maitred.engine.installed import installed_policies
 from maitred.fleet.config import BALANCES, FleetConfig
 from maitred.fleet.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.fleet.sizing import AutoscaleConfig, Autoscaler
+from maitred.fleet.swapping import FleetModel, ModelSet
 from maitred.gate.admission import AdmissionController, admission_of
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
@@ -39,6 +40,7 @@ from maitred.sim.links import SimulatedDisk, SimulatedLink, link_named
 from maitred.sim.profile import Jitter
 from maitred.sim.report import column
 from maitred.sim.results import Objectives, SimulatedResults
+from maitred.sim.synthetic import ModelSpec, SyntheticWorkload
 from maitred.sim.tensor_profile import HostTimes, TensorProfile, decode_tensor_profile
 from maitred.sim.tensors import ModelFigures, SimulatedEnsemble, SimulatedModel, SimulatedStep, TensorSimulation
 from maitred.sim.traces import BLOCK_TOKENS, MixedTrace, TraceWorkload, parse_mixed_trace, tensor_arrivals
@@ -358,6 +360,7 @@ def note_tensor_speed(policy: str, models: Mapping[str, ModelFigures], wall_s: f
 
 SetupOf = Callable[[SimulatedTarget], EngineSetup]
 MAX_REPLICAS = 10_000
+OF_MODELS = ("--models-memory-bytes", "--swap-wait-s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,6 +452,8 @@ def run_simulations(given: Options) -> int:
         admission=applied,
         tensors=tensors,
     )
+    if (bounds_of_models := _bounds_of_models(inputs, bounds)) is not None:
+        bounds, targets = bounds_of_models, targets * bounds_of_models.high
     label = _label(targets, bounds, workers)
     note(f"{label}; {asked.source}, policies {', '.join(policies)}")
     for doubt in dict.fromkeys(target.doubt for target in targets if target.doubt is not None):
@@ -533,6 +538,8 @@ def _simulate_fleet(
         setup_of=setup_of,
         ttft_objective_s=inputs.objectives.ttft_s,
     )
+    if models := _models(inputs.workload):
+        setup = _with_models(setup, asked.fleet, models)
     simulation = FleetSimulation(
         setup if workers is None else workers.setup(setup, targets),
         inputs.results(targets[0]),
@@ -542,6 +549,30 @@ def _simulate_fleet(
     )
     results = simulation.run(inputs.arrivals())
     return results, simulation.to_json()
+
+
+def _models(workload: Workload) -> Mapping[str, ModelSpec]:
+    return workload.spec.models if isinstance(workload, SyntheticWorkload) else {}
+
+
+def _bounds_of_models(inputs: Inputs, bounds: Bounds | None) -> Bounds | None:
+    """Replicas of a workload with several models, None of another one. Raises UsageError."""
+    num_models = len(_models(inputs.workload))
+    if num_models and (bounds is not None or inputs.tensors is not None):
+        raise UsageError("the workload has several models, each a replica of its own; drop --fleet and the like")
+    return Bounds(num_models, num_models) if num_models else None
+
+
+def _with_models(
+    setup: FleetSetup, options: simulate.SimulatedFleetOptions, models: Mapping[str, ModelSpec]
+) -> FleetSetup:
+    """The setup with several models in place of alike replicas."""
+    found = tuple(FleetModel(name=name, memory_bytes=model.memory_bytes) for name, model in models.items())
+    memory_bytes = options.models_memory_bytes
+    several = ModelSet(found, sum(m.memory_bytes for m in found) if memory_bytes is None else memory_bytes)
+    config = replace(setup.config, swap_wait_s=options.swap_wait_s)
+    load_s = {name: model.load_s for name, model in models.items()}
+    return replace(setup, config=config, several=several, load_s=load_s)
 
 
 def engine_setup(asked: Simulated, target: SimulatedTarget, policy: str, *, whole: bool = False) -> EngineSetup:
@@ -710,7 +741,7 @@ def write_report(path: str, kind: str, source: str, contents: Mapping[str, Any])
 def bounds_of(options: simulate.SimulatedFleetOptions, has_workers: bool) -> Bounds | None:
     """None without --fleet. Raises UsageError for flags that need it, and for numbers that cannot be."""
     if options.fleet is None:
-        for flag in () if has_workers else _changed(options):
+        for flag in () if has_workers else [flag for flag in _changed(options) if flag not in OF_MODELS]:
             raise UsageError(f"{flag} is for --fleet, which was not given; add --fleet N|MIN:MAX")
         return None
     try:

@@ -347,9 +347,9 @@ def model_row(model: LoadedModel, now: float) -> tuple[str, ...]:
         inert(dtype),
         "-" if model.weights_bytes is None else format_bytes(model.weights_bytes),
         "-" if model.kv_bytes is None else format_bytes(model.kv_bytes),
-        f"{model.max_model_len:,}",
+        f"{model.max_model_len:,}" if model.max_model_len else "-",
         " ".join(known(part) for part in (model.executor, model.device) if part is not None) or "-",
-        ago(now - model.since),
+        ago(now - model.since) if model.state == "ready" else model.state,
     )
 
 

@@ -7,7 +7,7 @@ place is next. A queue whose replicas are full holds up no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from maitred.fleet.actions import Action, Bind
@@ -178,6 +178,8 @@ class Binder:
         self._preempts: dict[str, str] = {}  # the other way round
         self._in_vain: dict[Use, tuple[str, int]] = {}  # (first of a queue, binds so far) that may preempt no request
         self.num_binds = 0
+        self.closed: Mapping[str | None, tuple[Any, ...] | None] = {}
+        """Models that make room for another: only requests before this place are bound there; None is none."""
 
     def hold(self, request: FleetRequest, now: float) -> None:
         request.place, request.held_at = Place.HELD, now
@@ -188,7 +190,7 @@ class Binder:
         use = use_of(request)
         usable = self._fleet.usable(use)
         room = usable & self._fleet.room
-        if self.waiting.num_held or not room or self._foretells(usable):
+        if self.waiting.num_held or not room or request.model in self.closed or self._foretells(usable):
             return None
         request.held_at = now
         self.waiting.admit(request, use)
@@ -249,17 +251,22 @@ class Binder:
                 continue
             request = order.head()
             assert request is not None, "queues() names those that hold somebody"
+            if use.model in self.closed and not self._is_before(request, self.closed[use.model]):
+                continue
             room = room or self._outranked(request, use, order, usable)
             place = order.place(request) if room and len(queues) > 1 else ()
             if room and (first is None or place < first):
                 found, first = (request, room, usable), place
         return found
 
+    def _is_before(self, request: FleetRequest, place: tuple[Any, ...] | None) -> bool:
+        return place is not None and self.waiting.place(request) < place
+
     def _nearest(self, first: FleetRequest, room: int, usable: int) -> FleetRequest:
         """The first in the order, or one of those behind it that has more of its prompt cached where there is room, for
         a prefix may be evicted before its turn. No more requests than that pass any.
         """
-        if self.waiting.num_held == 1 or not self._balance.looks_at_prefixes:
+        if self.waiting.num_held == 1 or not self._balance.looks_at_prefixes or first.model in self.closed:
             return first
         if self.policy.outranks is not None or self.policy.groups is not None:
             return first  # the order is a promise

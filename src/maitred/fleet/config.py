@@ -60,6 +60,9 @@ class FleetConfig:
     second."""
     max_failures: int = 3
     """Failures in a row after which a replica is taken out."""
+    swap_wait_s: float = 10.0
+    """Of several models (--models): requests of loaded ones pass one that waits for another for so long (s) at most, as
+    long as each load too; then the policy's order is kept until that model is there. 0 never lets one pass."""
     replica_drain_s: float = 30.0
     """A drained replica may finish what it has for this long (s); then the rest goes on elsewhere."""
     warm: int = 0
@@ -96,6 +99,7 @@ _RANGES = (
     ("max_deaths", 1, 100),
     ("silence_s", 0.1, 1e6),
     ("max_failures", 1, 1000),
+    ("swap_wait_s", 0.0, 1e6),
     ("replica_drain_s", 0.0, 1e6),
     ("warm", 0, 1000),
     ("asleep", 0, 1000),

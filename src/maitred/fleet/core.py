@@ -6,12 +6,12 @@ What happens goes in by the methods of `ClusterCore`, what must be done comes ou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.core.errors import InvalidRequest
-from maitred.fleet.actions import Action, Probe
+from maitred.fleet.actions import Action, Probe, Start
 from maitred.fleet.binding import Binder, Waiting
 from maitred.fleet.config import FleetConfig
 from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
@@ -20,6 +20,7 @@ from maitred.fleet.prefix_index import Lessons, PrefixIndex
 from maitred.fleet.replicas import Due, FleetReplica, Health, ReplicaDue, ReplicaFacts, Replicas, Report, State, Use
 from maitred.fleet.requests import Requests, Timers
 from maitred.fleet.sizing import EVERY_S, Autoscale, FleetFigures, Sizing, as_asked
+from maitred.fleet.swapping import ModelSet, ModelView, Swapping
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, predictor_named
@@ -50,6 +51,7 @@ class FleetView:
     held: int
     oldest_held_s: float
     replicas: tuple[ReplicaView, ...]
+    models: tuple[ModelView, ...] = ()  # where there are several
 
 
 def view_of(fleet: Replicas, index: PrefixIndex, waiting: Waiting, target: int, now: float) -> FleetView:
@@ -95,8 +97,12 @@ class ClusterCore:
         predictor: Predictor | None = None,  # None makes the one that `scheduler` names
         autoscale: Autoscale = as_asked,
         handover: HandoverConfig = DEFAULT_HANDOVER,
+        several: ModelSet | None = None,
     ) -> None:
-        self.config, self.scheduler, self.handover = config, scheduler, handover
+        """`several` models share the replicas' memory, a replica of its name for each; raises ConfigError where one
+        could never be loaded.
+        """
+        self.config, self.scheduler, self.handover, self.several = config, scheduler, handover, several
         self.fleet, self.index = Replicas(config), PrefixIndex()
         self.policy, self._policies = policy_for(scheduler, policies), policies
         self._predictor = predictor or predictor_named(scheduler.predictor)
@@ -105,7 +111,8 @@ class ClusterCore:
         self._binder = binder
         self._health = Health(config, self.fleet)
         self._sizing = Sizing(config, self.fleet, autoscale)
-        self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
+        self.swapping = None if several is None else Swapping(several, config.swap_wait_s, self.fleet, binder.waiting)
+        self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing, self.swapping)
         self._draining = Draining(self.fleet, self._sizing, self._requests, self._health)
         self._watch = Watch(config, self.fleet, self._health, self._requests)
         self._facts_version = -1
@@ -122,7 +129,7 @@ class ClusterCore:
         """A new one. Raises InvalidRequest when its id is in use."""
         if self._requests.get(request.request_id) is not None:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        actions = self._requests.arrive(request, now)
+        actions = self._requests.arrive(request, now) + self._swap(now)
         return actions if self._sizing.is_anybody_coming else actions + self._resize(now)
 
     def progressed(self, request_id: str, num_tokens: int, now: float) -> None:
@@ -141,7 +148,7 @@ class ClusterCore:
         if is_computed:
             self.fleet.work.progressed(request_id, 0, now)
         replica = self.fleet.by_name.get(self.fleet.work.prefilled(request_id) or "")
-        return ([] if replica is None else self._sizing.emptied(replica)) + self._requests.dispatch(now)
+        return ([] if replica is None else self._sizing.emptied(replica)) + self._dispatch(now)
 
     def ended(self, request_id: str, usage: AnswerUsage | None, now: float) -> list[Action]:
         """The request's answer came to its end, whatever it said; `usage` is None where it is not known."""
@@ -150,7 +157,7 @@ class ClusterCore:
             return []
         replica = self.fleet.at(request.replica)
         replica.num_failures, replica.heard_at = 0, now
-        return self._requests.finish(request, usage, now) + self._requests.dispatch(now)
+        return self._requests.finish(request, usage, now) + self._dispatch(now)
 
     def sure_from(self, request_id: str) -> float:
         """Least probability of a token with which the answer of its replica is sent; 0 is any, where the tier says
@@ -183,7 +190,7 @@ class ClusterCore:
     def aborted(self, request_id: str, now: float) -> list[Action]:
         """The request's client is gone, or it was refused elsewhere; unknown ids are ignored."""
         request = self._requests.get(request_id)
-        return [] if request is None else self._requests.end(request) + self._requests.dispatch(now)
+        return [] if request is None else self._requests.end(request) + self._dispatch(now)
 
     def failed(self, request_id: str, failure: Failure, now: float, at: str | None = None) -> list[Action]:
         """The attempt that is under way failed: where it is bound, or `at` the replica that computed its prompt."""
@@ -195,12 +202,12 @@ class ClusterCore:
             return self._requests.put_back(request, now)
         if failure.kind is FailureKind.FULL:
             self._watch.said_full(replica, now + failure.retry_after_s, now)
-            return self._requests.put_back(request, now)
+            return self._requests.put_back(request, now) + self._swap(now)
         if failure.kind is FailureKind.LIMITED:
-            return self._requests.pass_by(request, replica, failure, now)
+            return self._requests.pass_by(request, replica, failure, now) + self._swap(now)
         if self._health.failed(replica, failure, now):
             self._watch.expect_probe(replica, now)
-        return self._requests.fail([request], replica, failure, now)
+        return self._requests.fail([request], replica, failure, now) + self._swap(now)
 
     def bound_elsewhere(self, url: str, hash_key: int | None, keys: tuple[int, ...], now: float) -> None:
         """Another router sent a request to the replica at `url`, which may be unknown here; `keys` where that tells
@@ -215,6 +222,8 @@ class ClusterCore:
     def joined(self, facts: ReplicaFacts, now: float) -> list[Action]:
         """A replica is there, or tells other facts than before; its state is starting, ready or asleep."""
         is_new = facts.name not in self.fleet.by_name
+        if facts.models is None and self.swapping is not None and self.swapping.knows(facts.name):
+            facts = replace(facts, models=self.swapping.names_of(facts.name))  # until it tells them itself
         replica = self.fleet.put(facts, now)
         replica.error = facts.error
         self._health.budget.cover(replica.limit)
@@ -238,6 +247,34 @@ class ClusterCore:
             self.fleet.remove(replica, now)
             self._requests.unbar(replica.bit)
         return actions + self._fleet_changed(now)
+
+    def load_asked(self, name: str, keep_alive_s: float | None, now: float) -> list[Action]:
+        """Load one of several models, and keep it for so long (s) without a request, below 0 for ever; None is its own.
+        Raises InvalidRequest for an unknown one.
+        """
+        if self.swapping is not None:
+            self.swapping.asked(name, keep_alive_s, now)
+        return self._swap(now)
+
+    def unload_asked(self, name: str, now: float) -> list[Action]:
+        """Put one of several models out as soon as it is idle. Raises InvalidRequest for an unknown one."""
+        if self.swapping is not None:
+            self.swapping.dismissed(name)
+        return self._swap(now)
+
+    def load_failed(self, name: str, cause: str, now: float) -> list[Action]:
+        """One of several models could not be loaded: requests that wait for it fail with the cause, no others do."""
+        replica = self.fleet.by_name.get(name)
+        if self.swapping is None or replica is None:
+            return []
+        actions, error = self._requests.abandon(replica, GONE, now), self.swapping.failed(name, cause, now)
+        for request in self.swapping.waits_for(name):
+            actions += self._requests.refuse(request, error)
+        return actions + self.left(name, now)
+
+    def models_view(self, now: float) -> tuple[ModelView, ...]:
+        """Several models, whether each is in memory and until when; none where replicas are alike."""
+        return () if self.swapping is None else self.swapping.views(now)
 
     def drained(self, name: str, now: float) -> list[Action]:
         """Send the replica no new requests. Requests without a first token move at once when another replica is
@@ -266,7 +303,7 @@ class ClusterCore:
             self._lessons.forgot(replica)
         if report.is_broken:
             self.fleet.note_others(replica, replica.num_own)
-            return self._requests.dispatch(now)
+            return self._dispatch(now)
         self.index.removed(replica.bit, report.removed)
         self.index.stored(replica.bit, report.stored)
         self._requests.waiting.block_cached(report.stored)
@@ -275,7 +312,7 @@ class ClusterCore:
             self.fleet.note_others(replica, report.num_in_flight)
         if replica.state is State.EJECTED and replica.ejected_for is FailureKind.SILENT:
             return self._is_well(replica, now)
-        return self._requests.dispatch(now)
+        return self._dispatch(now)
 
     def probed(self, name: str, is_well: bool, now: float) -> list[Action]:
         """The result of a Probe."""
@@ -306,7 +343,7 @@ class ClusterCore:
         self.policy, self.scheduler = policy_for(scheduler, self._policies), scheduler
         self._lessons.predictor = self._predictor if self.policy.reads_predictions else None
         self._binder.reorder(self.policy, self._requests.all_bound())
-        return self._requests.dispatch(now)
+        return self._dispatch(now)
 
     # -- time
 
@@ -318,12 +355,13 @@ class ClusterCore:
             actions += self._requests.fell_due(request_due, now)
         if self._scale_at is not None and self._scale_at <= now:
             actions += self._resize(now)
-        return actions + self._requests.dispatch(now)
+        return actions + self._dispatch(now)
 
     def next_tick(self) -> float | None:
         """(s) when something falls due, if nothing else happens; None is never."""
         timers = (self._watch.timers, self._draining.timers, self._requests.timers)
-        times = (self._scale_at, *(each.next_at() for each in timers))
+        swap_at = None if self.swapping is None else self.swapping.next_at
+        times = (self._scale_at, swap_at, *(each.next_at() for each in timers))
         return min((at for at in times if at is not None), default=None)
 
     # -- to look at
@@ -381,7 +419,8 @@ class ClusterCore:
 
     def view(self, now: float) -> FleetView:
         """GET /admin/fleet."""
-        return view_of(self.fleet, self.index, self._requests.waiting, self._sizing.target, now)
+        view = view_of(self.fleet, self.index, self._requests.waiting, self._sizing.target, now)
+        return view if self.swapping is None else replace(view, models=self.swapping.views(now))
 
     def figures(self, now: float) -> FleetFigures:
         """Figures for the autoscaler."""
@@ -430,7 +469,24 @@ class ClusterCore:
         if self._facts_version != self.fleet.facts_version:
             self._facts_version = self.fleet.facts_version
             refused = self._requests.look_again()
-        return refused + self._requests.dispatch(now) + self._resize(now)
+        return refused + self._dispatch(now) + self._resize(now)
+
+    def _dispatch(self, now: float) -> list[Action]:
+        return self._requests.dispatch(now) + self._swap(now)
+
+    def _swap(self, now: float) -> list[Action]:
+        """Load and put out models, where there are several."""
+        if self.swapping is None:
+            return []
+        swaps, actions = self.swapping.decide(now), list[Action]()
+        self._binder.closed = self.swapping.closed
+        for name in swaps.unloads:
+            actions += self._drain(self.fleet.by_name[name], now)
+        for name in swaps.loads:
+            names = self.swapping.names_of(name)
+            self.fleet.put(ReplicaFacts(name=name, state=State.STARTING, is_launched=True, models=names), now)
+            actions.append(Start(name, "cold"))
+        return actions + self._requests.dispatch(now)  # what was closed may not be any more
 
     def _resize(self, now: float) -> list[Action]:
         if not self._sizing.is_on:

@@ -35,6 +35,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Requests are welcome; what the start took, in seconds by phase."""
 
     start_phases: Mapping[str, float]
+    memory_bytes: int = 0  # weights and KV; 0 is not known
 
 
 Announcement = Listening | Loaded
@@ -122,6 +123,7 @@ class IsReady:
     name: str
     start_s: float
     start_phases: Mapping[str, float]
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ class _Replica:
 
     name: str
     life: Supervised
+    words: Sequence[str] = ()  # its own, after the launcher's
     kind: int = 0  # of the launcher's words
     process: subprocess.Popen[bytes] | None = None
     news: socket.socket | None = None  # our end; when it closes, the server ends
@@ -194,12 +197,14 @@ class LocalLauncher:
         clock: Clock | None = None,
         stop_s: float = STOP_S,
         kinds: Sequence[Sequence[str]] = ((),),
+        named: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """`words` are for `maitred serve`: model and flags, but for address and port. `token` is the fleet's secret.
-        `write_line` gets what replicas write, from threads. `kinds` are more words, each for one replica.
+        `write_line` gets what replicas write, from threads. `kinds` are more words, each for one replica,
+        and `named` those of each name; where there are such, one that ends before it is ready is not started again.
         """
         self._command = [*command, *words, "--host", host, "--port", "0"]
-        self._kinds = kinds
+        self._kinds, self._named = kinds, named
         self._token, self._on_event, self._stop_s = token, on_event, stop_s
         self._write_line = write_line or write_to_stderr
         self._clock = clock or WallClock()
@@ -213,7 +218,8 @@ class LocalLauncher:
             raise ValueError(f"replica {name!r} is there already")
         running = [replica.kind for replica in self._replicas.values()]
         kind = min(range(len(self._kinds)), key=running.count)  # beside an old one that drains, the first again
-        self._replicas[name] = replica = _Replica(name, Supervised(self._clock), kind)
+        words = self._kinds[kind] if self._named is None else self._named[name]
+        self._replicas[name] = replica = _Replica(name, Supervised(self._clock), words, kind)
         self._begin(replica)
 
     def stop(self, name: str) -> None:
@@ -275,7 +281,7 @@ class LocalLauncher:
         try:
             with theirs:
                 process = subprocess.Popen(
-                    [*self._command, *self._kinds[replica.kind], "--announce-fd", str(theirs.fileno())],
+                    [*self._command, *replica.words, "--announce-fd", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -329,10 +335,10 @@ class LocalLauncher:
                 if not replica.life.is_stopping:
                     replica.life.cancel()
                 self._on_event(Listens(replica.name, url, pid))
-            case Loaded(phases):
+            case Loaded(phases, memory_bytes):
                 self._any_was_ready = True
                 replica.life.ready_at = now = self._clock.now()
-                self._on_event(IsReady(replica.name, now - replica.began_at, phases))
+                self._on_event(IsReady(replica.name, now - replica.began_at, phases, memory_bytes))
 
     def _follow(self, replica: _Replica, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """Pass on what the process writes, and wait for its end; runs in a thread."""
@@ -371,6 +377,7 @@ class LocalLauncher:
         never_ready = replica.life.ready_at is None and not self._any_was_ready
         is_second = replica.life.backoff.num_restarts > 0  # the first may have been unlucky: a port, a file
         is_hopeless = code == USAGE or (code == FAILURE and never_ready and is_second)
+        is_hopeless |= self._named is not None and replica.life.ready_at is None
         self._lost(replica, cause, own_fault=own_fault, is_hopeless=is_hopeless)
 
     def _hear_the_rest(self, replica: _Replica, news: socket.socket) -> None:

@@ -53,6 +53,7 @@ class ReplicaFacts:
     error: str | None = None
     worker: WorkerFacts | None = None  # that it may hand KV over, and what foretelling its times takes
     is_silent: bool = False  # it is there and not heard of, so nothing says when it will be
+    memory_bytes: int | None = None  # weights and KV, as a launched one told when it had loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

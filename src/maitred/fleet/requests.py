@@ -15,6 +15,7 @@ from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, Fleet
 from maitred.fleet.prefix_index import Lessons
 from maitred.fleet.replicas import FleetReplica, Health, Replicas
 from maitred.fleet.sizing import Counts, Sizing
+from maitred.fleet.swapping import Swapping
 
 T = TypeVar("T")
 MIN_DEAD_ENTRIES = 64  # below this a heap with dead entries in it is not worth compacting
@@ -83,14 +84,21 @@ class Requests:
     """All requests. Methods that return actions have updated the state; the core's driver carries the actions out."""
 
     def __init__(
-        self, config: FleetConfig, fleet: Replicas, binder: Binder, lessons: Lessons, health: Health, sizing: Sizing
+        self,
+        config: FleetConfig,
+        fleet: Replicas,
+        binder: Binder,
+        lessons: Lessons,
+        health: Health,
+        sizing: Sizing,
+        swapping: Swapping | None = None,
     ) -> None:
         self._config, self._fleet, self._binder = config, fleet, binder
-        self._lessons, self._health, self._sizing = lessons, health, sizing
+        self._lessons, self._health, self._sizing, self._swapping = lessons, health, sizing, swapping
         self._living: dict[str, FleetRequest] = {}
         self.waiting = binder.waiting
         self.timers: Timers[RequestDue] = Timers(lambda due: due.request.place is not Place.GONE)
-        self.models: tuple[str, ...] = ()  # that are served, or were by the last that served any
+        self.models = self._all_models()  # that are served, or were by the last that served any, or may be
         self.num_arrived = self.num_ended = 0
         self.served_s = 0.0  # of those that ended, from their slot to their end
 
@@ -123,6 +131,9 @@ class Requests:
         self._lessons.estimate(request)
         fit = fitting_tiers(request, self._fleet)
         error = why_never(request, self._fleet, self.models, fit)
+        if error is None and self._swapping is not None:
+            self._swapping.came(request, now)
+            error = self._swapping.why_not(request.model, now)
         if error is not None:
             return [Refuse(request.request_id, error)]
         self._living[request.request_id] = request
@@ -284,7 +295,7 @@ class Requests:
 
     def _why_no_end(self, request: FleetRequest) -> errors.MaitredError | None:
         """Why a part of an answer stays one; None while a replica that could go on with it is there, or will be."""
-        if not request.has_begun or self._sizing.is_on or self._fleet.known(use_of(request)):
+        if not request.has_begun or self._sizing.is_on or self._fleet.known(use_of(request)) or self._loads(request):
             return None
         return errors.EngineDead(f"request {request.request_id}: no replica that is left computes the same numbers")
 
@@ -292,7 +303,7 @@ class Requests:
 
     def look_again(self) -> list[Action]:
         """Check held requests again: other models are served, or in other tiers."""
-        self.models = tuple(sorted(self._fleet.models)) or self.models
+        self.models = self._all_models() or self.models
         actions: list[Action] = []
         for request in list(self.waiting):
             fit = fitting_tiers(request, self._fleet)
@@ -303,6 +314,13 @@ class Requests:
                 allow_tiers(request, self._fleet, fit)
                 self.waiting.move(request, use_of(request))
         return actions
+
+    def _all_models(self) -> tuple[str, ...]:
+        return tuple(sorted({*self._fleet.models, *(self._swapping.names if self._swapping is not None else ())}))
+
+    def _loads(self, request: FleetRequest) -> bool:
+        """Whether the request's model is one of several, and so will be loaded for it."""
+        return self._swapping is not None and self._swapping.knows(request.model)
 
     def unbar(self, bit: int) -> None:
         """Lift the bars on a bit that will be another replica's."""
@@ -335,7 +353,11 @@ class Requests:
         return []
 
     def _held_long(self, request: FleetRequest, now: float) -> list[Action]:
-        """Refuse a request for which no replica that may take it was there for the hold timeout."""
+        """Refuse a request for which no replica that may take it was there for the hold timeout; one of several models
+        has a bound of its own.
+        """
+        if self._loads(request):
+            return []
         since = self._alone_since(request, now)
         due_at = since + self._config.hold_timeout_s
         if due_at > now:

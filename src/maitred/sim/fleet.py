@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from heapq import heappop, heappush
 from math import floor
@@ -29,6 +29,7 @@ from maitred.fleet.driver import Driver
 from maitred.fleet.fleet_request import AnswerUsage, FleetRequest, request_of
 from maitred.fleet.replicas import ReplicaFacts, Report, State
 from maitred.fleet.sizing import Autoscale, as_asked
+from maitred.fleet.swapping import ModelSet
 from maitred.gate.admission import AdmissionController
 from maitred.kv.pages import part_of
 from maitred.policy.predictor import Foretold, predictor_named
@@ -95,6 +96,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
             predictor=predictor,
             autoscale=setup.autoscale,
             handover=replace(setup.handover, ttft_s=asked.ttft_s, tpot_s=asked.tpot_s or asked.itl_s),
+            several=setup.several,
         )
         super().__init__(core, self)
         rules = self.core.policy.groups, self.core.policy.outranks
@@ -186,7 +188,9 @@ class FleetSimulation(Driver[SimulatedRequest]):
         conversation, _, _ = arrival.request_id.rpartition("#")
         session = conversation or (arrival.request_id if arrival.turns else "")
         keys = tuple([key_of(name) for name in spec.block_hashes[self._key_blocks - 1 :: self._key_blocks]])
-        return request_of(spec, keys, key_of(session.encode()) if session else None)
+        request = request_of(spec, keys, key_of(session.encode()) if session else None)
+        request.model = arrival.model or None
+        return request
 
     def _shed(self, request_id: str, now: float) -> None:
         """Shed the request where it has not begun."""
@@ -365,6 +369,9 @@ class FleetSimulation(Driver[SimulatedRequest]):
     def _open(self) -> None:
         """Open the first replicas, begun so long before that their starts teach what a start takes."""
         low, high, began_at = self._setup.low, len(self._setup.replicas), -self._setup.cold_start_s
+        if self._setup.several is not None:
+            self.hear(self.core.tick)
+            return
         names = [f"replica-{number + 1}" for number in range(high)]
         if low is not None:
             names = [start.name for start in self.core.scaled(low, high, began_at) if isinstance(start, Start)]
@@ -377,6 +384,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
 
     def start(self, name: str, origin: str) -> None:
         takes_s = self._setup.cold_start_s if origin == "cold" else self._setup.wake_s
+        takes_s = self._setup.load_s.get(name, takes_s)
         replica = self._replicas.get(name) or self._make(name, State.READY)
         replica.facts = replace(replica.facts, state=State.READY)
         self.figures.starts.append((self._now, name))
@@ -410,7 +418,7 @@ class FleetSimulation(Driver[SimulatedRequest]):
             state=state,
             slots=setup.engine.scheduler.max_num_seqs,
             tokens_per_s=setup.tokens_per_s if setup.tells_speed else None,
-            is_launched=self._setup.low is not None,
+            is_launched=self._setup.low is not None or self._setup.several is not None,
             worker=setup.worker,
         )
         self._replicas[name] = made = SimulatedReplica(name, number, facts, self._make_engine)
@@ -498,6 +506,10 @@ class FleetSetup:
     """Hand-over, with the objectives by which results are judged."""
     link: SimulatedLink | None = None
     """Link between workers."""
+    several: ModelSet | None = None
+    """Several models in place of alike replicas; `replicas` are their setups, in the same order."""
+    load_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that a load of each takes."""
     disk: SimulatedDisk | None = None
     """Disk on which all workers store KV; only where all tell their facts as workers."""
 
@@ -508,6 +520,10 @@ class FleetSetup:
             yield from (f"{role.value}-{i + 1}" for i in range(count))
 
     def number_for(self, name: str, unused: Sequence[int]) -> int:
-        """Return the number of the first unused replica, of the role that `name` begins with if it names one."""
+        """Return the number of the first unused replica, of the role that `name` begins with if it names one; a
+        model's own.
+        """
+        if self.several is not None:
+            return [model.name for model in self.several.models].index(name)
         of_role = [n for n in unused if (told := self.replicas[n].worker) and name.startswith(told.role)]
         return (of_role or unused)[0]

@@ -175,6 +175,22 @@ class TenantSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One of several models behind one address; all take the times of the simulated one."""
+
+    share: float = 1.0
+    """Part of the arrivals, relative to the other models'."""
+    memory_bytes: int = 1
+    """Weights and KV."""
+    load_s: float = 10.0
+    """Seconds that a load takes."""
+
+    def __post_init__(self) -> None:
+        for name in ("share", "memory_bytes", "load_s"):
+            require_at_least(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
     """A synthetic workload, as a YAML or JSON file describes it."""
 
@@ -196,6 +212,8 @@ class WorkloadSpec:
     """Name -> class."""
     tenants: Mapping[str, TenantSpec] = field(default_factory=dict)
     """Name -> tenant; none is one without a name."""
+    models: Mapping[str, ModelSpec] = field(default_factory=dict)
+    """Name -> one of several models, of which as many are loaded at a time as `--models-memory-bytes` holds."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -216,7 +234,7 @@ class WorkloadSpec:
 def parse_spec(described: Mapping[str, Any], name: str) -> WorkloadSpec:
     """Raises ConfigError that names the field at fault and the nearest known one."""
     values = dict(described)
-    for part, kind in (("classes", ClassSpec), ("tenants", TenantSpec)):
+    for part, kind in (("classes", ClassSpec), ("tenants", TenantSpec), ("models", ModelSpec)):
         if part in values:
             named = _mapping(values[part], f"{name}: {part}")
             values[part] = {
@@ -315,7 +333,7 @@ class _Drawing:
 
     def __init__(self, spec: WorkloadSpec) -> None:
         self._spec = spec
-        streams = ("classes", "tenants", "lengths", "prefixes", "thoughts")
+        streams = ("classes", "tenants", "lengths", "prefixes", "thoughts", "models")
         self._rngs = {name: random.Random(f"{spec.seed}/{name}") for name in streams}
         self._classes = list(spec.classes.items())
         self._class_shares = list(itertools.accumulate(c.share for _, c in self._classes))
@@ -342,6 +360,7 @@ class _Drawing:
             output_tokens=output,
             max_tokens=max(output, kind.max_tokens),
             tenant=tenant,
+            model=self._model(),
             priority=kind.priority if terms.priority is None else terms.priority,
             weight=terms.weight,
             ttft_slo_s=kind.ttft_slo_s,
@@ -359,6 +378,12 @@ class _Drawing:
             return "", TenantSpec()
         ((name, terms),) = self._rngs["tenants"].choices(self._tenants, cum_weights=self._tenant_shares)
         return name, terms
+
+    def _model(self) -> str:
+        if not (models := self._spec.models):
+            return ""
+        shares = [model.share for model in models.values()]
+        return self._rngs["models"].choices(list(models), weights=shares)[0]
 
     def _turn(self, kind: ClassSpec, draw_input: Draw, draw_output: Draw) -> Turn:
         lengths, thoughts = self._rngs["lengths"], self._rngs["thoughts"]

@@ -48,6 +48,7 @@ class Arrival:
     output_tokens: int  # how many it will generate; only the stop rule and the oracle know
     max_tokens: int  # what the client allows
     tenant: str = ""
+    model: str = ""  # one of several
     priority: int | None = None  # None says nothing: the tenant's, else 0
     weight: float = 1.0
     ttft_slo_s: float | None = None
@@ -160,6 +161,7 @@ def next_turn(arrival: Arrival, ended_at: float) -> Arrival | None:
         output_tokens=turn.output_tokens,
         max_tokens=turn.max_tokens,
         tenant=arrival.tenant,
+        model=arrival.model,
         priority=arrival.priority,
         weight=arrival.weight,
         ttft_slo_s=arrival.ttft_slo_s,

@@ -14,36 +14,49 @@ from math import isfinite
 
 from maitred.core.request import RequestSpec, RequestState, Terms
 from maitred.core.step import SchedulerOutput
-from maitred.fleet.actions import Action, Bind, Move, Refuse
+from maitred.fleet.actions import Action, Bind, Move, Refuse, Start, Stop
 from maitred.fleet.binding import use_of
 from maitred.fleet.config import BALANCES, FleetConfig
 from maitred.fleet.core import ClusterCore
-from maitred.fleet.fleet_request import AnswerUsage, request_of
-from maitred.fleet.replicas import ReplicaFacts
+from maitred.fleet.fleet_request import AnswerUsage, FleetRequest, request_of
+from maitred.fleet.replicas import ReplicaFacts, State
+from maitred.fleet.swapping import FleetModel, ModelSet
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
 from maitred.testing.conformance import RIVALS, PolicyFault, rival, roomy_scenario, tenant_shape, waiting_tenants
 from maitred.testing.conformance_world import CHECKED, Scenario, ServiceMeter, World, answer, scenario_of
+
+SWAP_WAIT_S, LOAD_S = 12.0, 4.0  # of several models; a step takes 1 s
 
 
 class FleetWorld:
     """The load of a scenario on several replicas, each with as many slots and blocks as the scenario has."""
 
     def __init__(
-        self, make: PolicyFactory, scenario: Scenario, balance: str | None = None, num_replicas: int = 3
+        self,
+        make: PolicyFactory,
+        scenario: Scenario,
+        balance: str | None = None,
+        num_replicas: int = 3,
+        several: ModelSet | None = None,
     ) -> None:
-        """Make a fleet; without a balance the seed chooses one."""
+        """Make a fleet; without a balance the seed chooses one. `several` models share its memory, none loaded."""
         balance = balance if balance is not None else BALANCES[scenario.seed % len(BALANCES)]
         self.make, self.scenario = make, scenario
         self.source = World(make, scenario)  # draws requests, and runs none
         self.engines: dict[str, World] = {}
-        config = FleetConfig(slots=scenario.max_num_seqs, balance=balance, retry_ratio=1.0, max_deaths=100)
-        self.core = ClusterCore(config, scenario.config, policies={CHECKED: make})
+        config = FleetConfig(
+            slots=scenario.max_num_seqs, balance=balance, retry_ratio=1.0, max_deaths=100, swap_wait_s=SWAP_WAIT_S
+        )
+        self.core = ClusterCore(config, scenario.config, policies={CHECKED: make}, several=several)
+        self.several, self.loading, self.ready_at = several, dict[str, float](), dict[str, float]()
+        self.wanted_at: dict[str, float] = {}  # models not loaded, since when requests wait for them
+        self.models: dict[str, str] = {}  # asked for, by request
         self.specs: dict[str, RequestSpec] = {}
         self.where: dict[str, str] = {}  # of those in flight
         self.bindings: list[tuple[str, str]] = []
         self.plans: list[SchedulerOutput] = []  # of the last step
-        self.num_ended = self.num_steps = 0
+        self.num_ended = self.num_steps = self.num_loads = 0
         self.now = 0.0
         for number in range(num_replicas):
             self.join(f"replica-{number}")
@@ -57,7 +70,8 @@ class FleetWorld:
 
     def join(self, name: str) -> None:
         self.engines[name] = World(self.make, self.scenario)
-        self.carry_out(self.core.joined(ReplicaFacts(name=name, models=("m",)), self.now))
+        facts = ReplicaFacts(name=name, models=("m",) if self.several is None else (name,), is_launched=True)
+        self.carry_out(self.core.joined(facts, self.now))
 
     def die(self, name: str) -> None:
         """Kill a replica; all that it had is moved as the core says."""
@@ -82,7 +96,9 @@ class FleetWorld:
         self.source.requests[spec.request_id] = request
         self.specs[spec.request_id] = spec
         keys = tuple(int.from_bytes(digest[:8], "big") for digest in spec.block_hashes)
-        self.carry_out(self.core.arrived(request_of(spec, keys), self.now))
+        asked = request_of(spec, keys)
+        asked.model = self.models.get(spec.request_id)
+        self.carry_out(self.core.arrived(asked, self.now))
 
     def carry_out(self, actions: list[Action]) -> None:
         """Carry out the core's actions, then look at the bound and held requests."""
@@ -99,13 +115,35 @@ class FleetWorld:
             elif isinstance(action, Refuse):
                 self.where.pop(action.request_id, None)
                 self.num_ended += 1
+            elif isinstance(action, Start):
+                self.loading[action.name] = self.now + LOAD_S
+                self.num_loads += 1
+                self._check_memory()
+            elif isinstance(action, Stop):
+                self._put_out(action.name)
         self._look(started)
+
+    def _put_out(self, name: str) -> None:
+        del self.engines[name], self.ready_at[name]
+        self.carry_out(self.core.left(name, self.now))
+
+    def _check_memory(self) -> None:
+        assert self.several is not None
+        used = sum(m.memory_bytes for m in self.several.models if m.name in {*self.engines, *self.loading})
+        if used > self.several.memory_bytes:
+            raise self.fault("memory", f"models loaded at {self.now:g} s take {used} of {self.several.memory_bytes}")
 
     def step(self) -> None:
         """Let every replica do a step; a step takes a second."""
         self.plans = []
         self.now += 1.0
         self.num_steps += 1
+        for name in [name for name, at in self.loading.items() if at <= self.now]:
+            del self.loading[name]
+            self.ready_at[name] = self.now
+            self.join(name)
+        while (due := self.core.next_tick()) is not None and due <= self.now and self.several is not None:
+            self.carry_out(self.core.tick(self.now))
         for world in list(self.engines.values()):
             plan = world.scheduler.schedule(self.now)
             self.plans.append(plan)
@@ -125,6 +163,9 @@ class FleetWorld:
 
     def _look(self, started: list[str]) -> None:
         held = self.core.held()
+        if self.several is not None:
+            self._look_at_models(started, held)
+            return
         if held and any(self.core.fleet.usable(use_of(request)) & self.core.fleet.room for request in held):
             raise self.fault("work conservation", f"{held[0].request_id} is held while a replica has room")
         policy, groups = self.core.policy, self.core.policy.groups
@@ -140,6 +181,32 @@ class FleetWorld:
                     raise self.fault("starvation bound", f"{request_id} is bound before {waiting.request_id}")
                 if self.place(waiting.request_id) < self.place(request_id):
                     raise self.fault("no inversion", f"{request_id} is bound before {waiting.request_id}")
+
+    def _look_at_models(self, started: list[str], held: list[FleetRequest]) -> None:
+        """No request is bound to a loaded model before one that waits for another and is before it in the order, once
+        that one has waited for the bound, and the loaded one has had it too.
+        """
+        for name in {*self.where.values()}:
+            if self.core.fleet.by_name[name].state is not State.READY:
+                raise self.fault("no busy model is put out", f"{name} has requests in flight")
+        waited_for = {request.model or "" for request in held} - self.ready_at.keys()
+        self.wanted_at = {name: self.wanted_at.get(name, self.now) for name in waited_for}
+        for request_id in started:
+            ahead = self.core.request(request_id)
+            if ahead is None or not self.is_alone:
+                continue
+            for waiting in held:
+                since = max(self.ready_at[self.where[request_id]], self.wanted_at.get(waiting.model or "", self.now))
+                groups = self.core.policy.groups
+                if groups is not None and groups.group_of(ahead) != groups.group_of(waiting):
+                    continue
+                if self.now > since + SWAP_WAIT_S and self.place(waiting.request_id) < self.place(request_id):
+                    raise self.fault("bounded passing", f"{request_id} is bound before {waiting.request_id}")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether memory holds one model, so that each that is loaded is in the way of each that waits."""
+        return self.several is not None and self.several.memory_bytes == 1
 
     def check_places(self) -> None:
         """Check that every request is in one place."""
@@ -233,10 +300,32 @@ def check_fleet_fair_share(make: PolicyFactory, scenario: Scenario, balance: str
     return meter.widest / bound
 
 
+def check_fleet_models(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> int:
+    """Check several models in memory for one, or for two or three of unlike sizes: all requests are answered, no busy
+    model is put out, memory suffices, and requests of a loaded model pass others for a bounded time. Returns the loads.
+    """
+    scenario = replace(scenario, num_requests=2 * scenario.num_requests)
+    is_small = scenario.seed % 2 == 0
+    models = [FleetModel(name=f"m{n}", memory_bytes=1 if is_small else 1 + n % 3) for n in range(4)]
+    several = ModelSet(tuple(models), 1 if is_small else 4)
+    world, dice = FleetWorld(make, scenario, balance, 0, several), World(make, scenario).dice
+    while world.has_work or len(world.specs) < scenario.num_requests:
+        while len(world.specs) < scenario.num_requests and dice.chance(scenario.arrivals_percent):
+            request = world.source.draw_request()
+            world.models[request.request_id] = models[min(dice.between(0, 3), dice.between(0, 3))].name
+            world.add(request)
+        world.step()
+        world.check_places()
+        if world.num_steps > 100 * world.source.max_steps:
+            raise world.fault("conservation", f"no end in sight for {world.core.num_requests}")
+    return world.num_loads
+
+
 FLEET_CHECKS: dict[str, Callable[..., object]] = {  # (factory, scenario), and a balance if not the seed's
     "fleet: steps and determinism": check_fleet_determinism,
     "fleet: endless load": check_fleet_endless_load,
     "fleet: fair share": check_fleet_fair_share,
+    "fleet: several models": check_fleet_models,
 }
 
 

@@ -37,6 +37,14 @@ class LoadedModel(msgspec.Struct, frozen=True):
     proposer: str | None = None  # drafts tokens for the model to verify; empty where there is none
     tool_format: str | None = None  # how it writes calls of tools, by name; none where that is not known
     reasoning_format: str | None = None  # and thoughts
+    # of one of several models
+    state: str = "ready"  # unloaded, loading, ready or unloading
+    memory_bytes: int | None = None  # weights, KV and buffers, loaded or not
+    pinned: bool = False
+    in_flight: int = 0
+    waiting: int = 0
+    expires_at: float | None = None  # unix s, when it is put out for want of requests; null is not for that
+    error: str | None = None  # why it could not be loaded the last time
 
 
 class TensorModelState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -51,6 +59,7 @@ class TensorModelState(msgspec.Struct, frozen=True, omit_defaults=True):
 class LoadedModels(msgspec.Struct, frozen=True):
     models: tuple[LoadedModel, ...]
     tensor_models: tuple[TensorModelState, ...] = ()
+    memory_bytes: int | None = None  # that several models share
 
 
 class WatchLive:

@@ -292,12 +292,16 @@ class Fleet(Driver[RoutedRequest]):
         """Remove a replica for good, unless it `returns`: then it is being started again under its name."""
         if returns:
             self._metrics.started("cold")
+        self.forget(name)
+        self.hear(self.core.left, name, returns=returns)
+
+    def forget(self, name: str) -> None:
+        """End what follows a replica, and its connections; the core is to be told why."""
         live = self.replicas.pop(name, None)
         if live is not None:
             if live.follower is not None:
                 live.follower.cancel()
             live.upstream.close()
-        self.hear(self.core.left, name, returns=returns)
 
     @property
     def is_ready(self) -> bool:
@@ -514,9 +518,9 @@ class LaunchedReplicas:
                 facts = ReplicaFacts(name=name, url=url, state=State.STARTING, is_launched=True, pid=pid)
                 self._loading[name] = facts
                 self._fleet.hear(self._fleet.core.joined, facts)  # it is on its way, and not to be asked yet
-            case IsReady(name, start_s):
+            case IsReady(name, start_s, _, memory_bytes):
                 log_fields(logger, logging.INFO, "a replica is ready", {"replica": name, "start_s": round(start_s, 2)})
-                facts = self._loading.pop(name)
+                facts = replace(self._loading.pop(name), memory_bytes=memory_bytes or None)
                 self._fleet.add(facts, parse_target(facts.url).origin)
             case Exited(name, cause, as_told, again_in_s):
                 self._ended(name, cause, as_told=as_told, again_in_s=again_in_s)
@@ -526,6 +530,10 @@ class LaunchedReplicas:
         fields = {"replica": name, "cause": cause, "again_in_s": again_in_s}
         log_fields(logger, logging.INFO if as_told else logging.WARNING, "a replica ended", fields)
         if not as_told and again_in_s is None:
+            if self._fleet.core.swapping is not None:
+                self._fleet.forget(name)
+                self._fleet.hear(self._fleet.core.load_failed, name, cause)
+                return
             self._give_up(f"{name} cannot be started: {cause}")
             return
         self._fleet.remove(name, returns=again_in_s is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from math import log
@@ -281,12 +282,14 @@ class ModelNames:
 
     def __init__(self, fleet: Fleet, learn: Learn) -> None:
         self._fleet, self._learn = fleet, learn
-        self._looked_at = -PAUSE_S
+        self._created, self._looked_at = int(time.time()), -PAUSE_S
         self._next: asyncio.Task[None] | None = None  # a look that has not begun
 
     def cards(self, caller: Caller) -> list[dict[str, Any]]:
         """Cards of what any replica serves, but for adapters that are not the caller's."""
         cards = union_of_cards(list(self._fleet.replicas.values()))
+        if self._fleet.core.swapping is not None:
+            cards = self._of_several(cards)
         return [card for card in cards if not card.get("parent") or caller.tenant.may_use(card["id"])]
 
     def untagged(self, name: str | None) -> str | None:
@@ -296,6 +299,19 @@ class ModelNames:
             return name
         bare = without_latest(name)
         return next((each for each in (bare, f"{name}:latest") if each in models), bare)
+
+    def _of_several(self, cards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Cards of all models and their aliases, loaded or not, with their states; then those of adapters."""
+        known, now = {card["id"]: card for card in cards}, self._fleet.clock.now()
+        found = []
+        for view in self._fleet.core.models_view(now):
+            expires_at = None if view.expires_in_s is None else round(time.time() + view.expires_in_s, 1)
+            told = {"state": view.state, "memory_bytes": view.memory_bytes, "expires_at": expires_at}
+            for name in (view.name, *view.aliases):
+                plain = {"id": name, "object": "model", "created": self._created, "owned_by": NAME, "root": view.name}
+                which = {"aliases": view.aliases} if name == view.name else {"alias_of": view.name}
+                found.append(known.pop(name, plain) | told | which)
+        return [*found, *known.values()]
 
     async def check(self, name: str | None, caller: Caller) -> None:
         """Raises ModelNotFound, for others' adapters as for what is not there. Before any replica has told its models,

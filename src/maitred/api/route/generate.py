@@ -229,8 +229,7 @@ async def _route(
         exchange.paces = (new_pace(keeps_gaps=router.observer.promises.keeps_gaps),)
     if router.draining:
         raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
-    if exchange.scope["path"].startswith(OLLAMA):
-        read.model = router.models.untagged(read.model)
+    read.model = _model_asked(router, exchange, read.model, has_usage=has_usage)
     await router.models.check(read.model, exchange.caller)
     is_local = _is_local(exchange)
     # an answer that is pinned to a tier is never in a cache beyond that tier
@@ -265,6 +264,20 @@ async def _route(
             router.metrics.num_fell_back += request.fell_back
         if wanted is not None and not request.fell_back:
             router.results.keep(exchange, wanted)
+
+
+def _model_asked(router: Router, exchange: Exchange, named: str | None, *, has_usage: bool) -> str | None:
+    """The model by the name that is served. Of several models a generation that names none gets the first; other paths
+    are answered by any that is loaded. Raises Unavailable where none is.
+    """
+    core = router.fleet.core
+    if exchange.scope["path"].startswith(OLLAMA):
+        named = router.models.untagged(named)
+    if named is not None or core.several is None:
+        return named
+    if not has_usage and not core.fleet.ready:
+        raise Unavailable("the request names no model, and none is loaded; name one", retry_after_s=1.0)
+    return core.several.models[0].name if has_usage else None
 
 
 def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -> WantedAnswer | None:

@@ -26,6 +26,7 @@ from maitred.fleet.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.replicas import Kind, ReplicaFacts, State
 from maitred.fleet.sizing import Autoscale, as_asked
+from maitred.fleet.swapping import ModelSet
 from maitred.gate.admission import UNKNOWN_SHARE, admission_of
 from maitred.gate.gate import Gate
 from maitred.storage.ledger import Ledger
@@ -60,8 +61,9 @@ class Router(Service):
         launch: MakeLauncher | None = None,  # replicas of its own, as many as `bounds` says
         bounds: Bounds | None = None,
         handover: HandoverConfig = DEFAULT_HANDOVER,
+        several: ModelSet | None = None,  # models, each launched when a request needs it
     ) -> None:
-        """Raises ConfigError for a Redis that cannot be one."""
+        """Raises ConfigError for a Redis that cannot be one, and for models that memory cannot hold."""
         clock, authenticator = clock or WallClock(), authenticator or Authenticator(config.api_keys)
         self.admission = admission_of(admission or AdmissionConfig(), scheduler)
         redis = shared.redis if shared is not None else None
@@ -83,7 +85,7 @@ class Router(Service):
         self.replica = self.in_flight = self
         self.draining = False
         follower = Follower(self.fleet_token)
-        core = ClusterCore(fleet_config, scheduler, autoscale=autoscale, handover=handover)
+        core = ClusterCore(fleet_config, scheduler, autoscale=autoscale, handover=handover, several=several)
         self.fleet = Fleet(
             core,
             clock,
@@ -170,11 +172,13 @@ class Router(Service):
         self.fleet.start_turns()
         if self.shared is not None:
             self.shared.start()
-        if self._launch is not None and self._bounds is not None:
+        if self._launch is not None:
             self.fleet.launching = LaunchedReplicas(
                 self.fleet, self._launch, headers=self.fleet_token.shown(), give_up=self.give_up
             )
-            self.fleet.hear(self.fleet.core.scaled, *self._bounds)
+            if self._bounds is not None:
+                self.fleet.hear(self.fleet.core.scaled, *self._bounds)
+            self.fleet.hear(self.fleet.core.tick)  # pinned models
         for target in self._targets:
             if target.follows_name:
                 self._resolving.append(asyncio.create_task(self._follow_name(target)))

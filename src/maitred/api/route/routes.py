@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from socket import socket
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.http.logs import configure_logging
 from maitred.api.http.routes import TEXT_ERRORS, Route, RouteTable
 from maitred.api.http.server import HttpServer
+from maitred.api.ops.live import LoadedModel, LoadedModels
 from maitred.api.route.generate import embed, generate, generate_body, pass_through, post_kserve
 from maitred.api.route.router import Router
 from maitred.core.errors import (
@@ -33,6 +35,7 @@ from maitred.core.errors import (
 from maitred.fleet.actions import MAX_REQUESTS
 from maitred.fleet.disagg import Role
 from maitred.fleet.prefix_keys import GENERATE_ENDS
+from maitred.fleet.swapping import ModelSet, ModelView
 
 
 class Named(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +55,19 @@ class ReplicaBounds(msgspec.Struct, forbid_unknown_fields=True):
 
     min: int
     max: int
+
+
+class LoadAsked(msgspec.Struct, forbid_unknown_fields=True):
+    """One of several models, by its name or an alias."""
+
+    model: str
+    keep_alive_s: float | None = None  # without a request it is kept so long, below 0 for ever; null is its own
+
+
+class UnloadAsked(msgspec.Struct, forbid_unknown_fields=True):
+    """One of several models, put out as soon as it is idle."""
+
+    model: str
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -79,6 +95,8 @@ class FleetRoles(msgspec.Struct, frozen=True):
 _decode_named = msgspec.json.Decoder(Named)
 _decode_maybe_named = msgspec.json.Decoder(MaybeNamed)
 _decode_bounds = msgspec.json.Decoder(ReplicaBounds)
+_decode_load = msgspec.json.Decoder(LoadAsked)
+_decode_unload = msgspec.json.Decoder(UnloadAsked)
 
 
 async def show_fleet(router: Router, exchange: Exchange) -> None:
@@ -128,7 +146,54 @@ async def scale(router: Router, exchange: Exchange) -> None:
     await exchange.answer_json(Accepted(), 202)
 
 
+async def show_models(router: Router, exchange: Exchange) -> None:
+    """Several models: which are in memory, how much they take, and which requests wait."""
+    several = _several(router)
+    cards = {card["id"]: card for card in router.models.cards(exchange.caller)}
+    found = [_loaded(view, cards[view.name]) for view in router.fleet.core.models_view(router.clock.now())]
+    await exchange.answer_json(LoadedModels(tuple(found), memory_bytes=several.memory_bytes))
+
+
+def _loaded(view: ModelView, card: dict[str, Any]) -> LoadedModel:
+    return LoadedModel(
+        id=view.name,
+        aliases=view.aliases,
+        root=str(card.get("root") or view.name),
+        since=card["created"],
+        max_model_len=card.get("max_model_len") or 0,
+        state=view.state,
+        memory_bytes=view.memory_bytes,
+        pinned=view.pinned,
+        in_flight=view.in_flight,
+        waiting=view.waiting,
+        expires_at=card["expires_at"],
+        error=view.error,
+    )
+
+
+async def load_model(router: Router, exchange: Exchange) -> None:
+    body = await exchange.json(_decode_load)
+    _several(router)
+    router.fleet.hear(router.fleet.core.load_asked, body.model, body.keep_alive_s)
+    await exchange.answer_json(Accepted(), 202)
+
+
+async def unload_model(router: Router, exchange: Exchange) -> None:
+    body = await exchange.json(_decode_unload)
+    _several(router)
+    router.fleet.hear(router.fleet.core.unload_asked, body.model)
+    await exchange.answer_json(Accepted(), 202)
+
+
+def _several(router: Router) -> ModelSet:
+    if router.fleet.core.several is None:
+        raise UnsupportedParameter("this router loads and unloads no models; start it with --models FILE")
+    return router.fleet.core.several
+
+
 def _require_launched(router: Router) -> None:
+    if router.fleet.core.several is not None:
+        raise UnsupportedParameter("several models have a replica each; use POST /admin/models/load and unload")
     if router.fleet.launching is None:
         text = "the replicas of this router run elsewhere; it starts and stops only those of --replicas"
         raise UnsupportedParameter(text)
@@ -246,6 +311,28 @@ ROUTES = RouteTable(
             errors=(401, 403, 404),
         ),
         role_route(show_roles, answer=FleetRoles),
+        Route(
+            path="/admin/models",
+            handler=show_models,
+            summary="Several models: what is in memory, and what waits for it.",
+            admin="see what is loaded",
+            answer=LoadedModels,
+            errors=(400, 401, 403),
+        ),
+        _order(
+            path="/admin/models/load",
+            handler=load_model,
+            summary="Load one of several models, as soon as there is memory for it.",
+            admin="load models",
+            body=LoadAsked,
+        ),
+        _order(
+            path="/admin/models/unload",
+            handler=unload_model,
+            summary="Put one of several models out, as soon as it is idle.",
+            admin="unload models",
+            body=UnloadAsked,
+        ),
         _order(
             path="/admin/fleet/drain",
             handler=drain,

@@ -127,12 +127,12 @@ async def embed(embeddings: Handler, app: App, exchange: Exchange) -> None:
 
 
 async def list_models(cards_of: Handler, service: Service, exchange: Exchange) -> None:
-    """GET /api/tags, and /api/ps: models in memory, each once; they stay. `cards_of` is the handler of /v1/models."""
+    """GET /api/tags, and /api/ps: models in memory, each once. `cards_of` is the handler of /v1/models."""
     cards = (await _told_by(cards_of, service, exchange))[0]["data"]
     if exchange.scope["path"] == "/api/tags":
         await exchange.answer_json({"models": [_listed(card) for card in cards]})
         return
-    loaded = {_digest(card): _running(card) for card in reversed(cards) if card.get("state") in (None, "loaded")}
+    loaded = {_digest(card): _running(card) for card in reversed(cards) if card.get("state") in (None, "ready")}
     await exchange.answer_json({"models": [*loaded.values()][::-1]})
 
 
@@ -157,7 +157,7 @@ def _running(card: dict[str, Any]) -> dict[str, Any]:
         "size": size,
         "size_vram": size if _meta(card).get("device", "cpu") != "cpu" else 0,
         "context_length": card.get("max_model_len") or 0,
-        "expires_at": rfc3339((card.get("created") or 0) + FOREVER_S),
+        "expires_at": rfc3339(card.get("expires_at") or (card.get("created") or 0) + FOREVER_S),
     }
 
 

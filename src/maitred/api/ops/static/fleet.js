@@ -3,12 +3,15 @@
 import { $, h, say } from "./dom.js";
 import { inertLine } from "./inert.js";
 import { Tiles } from "./stats.js";
-import { count, percent, plural, seconds } from "./words.js";
+import { bytes, count, percent, plural, seconds } from "./words.js";
 
 const HEAD = ["replica", "state", "in flight", "prefix keys", "tier", "models", "pid"];
 
+const MODELS_HEAD = ["model", "state", "memory", "in flight", "waiting", "put out", ""];
+
 export class Fleet {
-  constructor() {
+  constructor(client) {
+    this.client = client;
     this.tiles = new Tiles($("fleet-stats"), {
       ready: "ready", busy: "in flight", held: "held", oldest: "the oldest for", keys: "prefix keys", even: "load ratio",
     });
@@ -34,6 +37,47 @@ export class Fleet {
     say($("replicas-note"), all.length ? plural(all.length, "replica", "replicas") : "none yet: requests are held");
     const head = h("tr", {}, ...HEAD.map((title) => h("th", {}, title)));
     $("replicas").replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, all.map(row))));
+    this.takeModels(view.models ?? []);
+  }
+
+  /** Several models of which some are in memory; a button loads one or puts it out. */
+  takeModels(models) {
+    const told = JSON.stringify(models);
+    if (told === this.toldModels) return; // a button that is being pressed stays
+    this.toldModels = told;
+    $("swaps").hidden = !models.length;
+    const there = models.filter((model) => model.state !== "unloaded");
+    say($("swaps-note"), `${there.length} of ${models.length} in memory, ${bytes(sum(there, "memory_bytes"))}`);
+    const head = h("tr", {}, ...MODELS_HEAD.map((title) => h("th", {}, title)));
+    const rows = models.map((model) => this.modelRow(model));
+    $("swap-rows").replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
+  }
+
+  modelRow(model) {
+    const isOut = model.state === "unloaded";
+    const button = h("button", { type: "button", class: "quiet" }, isOut ? "Load" : "Unload");
+    button.addEventListener("click", () => this.order(isOut ? "load" : "unload", model.name));
+    const why = model.error ? h("p", { class: "why" }, inertLine(model.error, 200)) : "";
+    const names = [model.name, ...model.aliases].join(", ");
+    const cells = [
+      [h("b", {}, inertLine(names, 60)), model.pinned ? " (pinned)" : ""],
+      [h("span", { class: `standing ${model.state}` }, model.state), why],
+      [bytes(model.memory_bytes)],
+      [count(model.in_flight)],
+      [count(model.waiting)],
+      [model.expires_in_s === null ? "–" : `in ${seconds(model.expires_in_s)}`],
+      [button],
+    ];
+    return h("tr", {}, cells.map((cell) => h("td", {}, cell)));
+  }
+
+  async order(what, model) {
+    try {
+      await this.client.json(`admin/models/${what}`, { body: { model } });
+      say($("swaps-said"), "");
+    } catch (error) {
+      say($("swaps-said"), error.message);
+    }
   }
 }
 

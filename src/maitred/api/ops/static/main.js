@@ -18,7 +18,7 @@ const RETRY_MS = 3000;
 
 const client = new Client();
 const engine = new Engine();
-const fleet = new Fleet();
+const fleet = new Fleet(client);
 const demo = new Demo(client);
 let [isRouter, isDemo] = [false, false];
 const chat = new Chat(client, {
@@ -103,7 +103,8 @@ async function connect() {
 
 /** A router may not know of any yet: what is sent without a model's name starts a replica. */
 async function learnModel() {
-  const { data } = await client.json("v1/models");
+  const { data: cards } = await client.json("v1/models");
+  const data = cards.filter((card) => !card.alias_of);
   const isAlone = !data.length && !isRouter; // tensor models are all there is
   models.take(data, isAlone ? "tensor models" : "nothing yet");
   document.body.classList.toggle("tensors-only", isAlone);

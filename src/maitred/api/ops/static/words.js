@@ -22,6 +22,12 @@ export function percent(part, whole) {
   return whole > 0 ? (100 * part) / whole : 0;
 }
 
+/** 1536 is "1.5 KiB". */
+export function bytes(value) {
+  const power = Math.min(4, Math.max(0, Math.floor(Math.log2(value || 1) / 10)));
+  return `${(value / 1024 ** power).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
 export function plural(number, one, many) {
   return `${count(number)} ${number === 1 ? one : many}`;
 }

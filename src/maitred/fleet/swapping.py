@@ -1,0 +1,400 @@
+"""Which of several models are loaded: the policy's order says which is next, last use which is put out. Pure.
+
+A model is one launched replica of its name. A request for a model that is not loaded waits in the policy's queue like
+any other. Requests of loaded models pass it for a bounded time, so that A A B A C is served as A A A B C and each load
+serves as many as wait for it; then the order is kept strictly until its model is there (docs/fleet.md, Several models).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import inf
+from typing import Any, NamedTuple
+
+from maitred.core.errors import ConfigError, InvalidRequest, MaitredError, Unavailable, did_you_mean
+from maitred.engine.memory import format_bytes
+from maitred.fleet.binding import Waiting
+from maitred.fleet.fleet_request import FleetRequest
+from maitred.fleet.replicas import Replicas, State
+
+FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # until a model that could not be loaded is tried for another request
+
+GAP_SHARE = 0.2  # of the newest gap between two requests of a model, in their mean
+
+Place = tuple[Any, ...]  # of a request in the policy's order; smaller is served first
+
+
+class Residence(str, Enum):
+    """Whether a model is in memory."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    READY = "ready"
+    UNLOADING = "unloading"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetModel:
+    """One of several models behind one address."""
+
+    name: str
+    names: tuple[str, ...] = ()  # what requests may call it besides: aliases, adapters, models of its repository
+    aliases: tuple[str, ...] = ()  # those of `names` that stand for the whole model
+    memory_bytes: int = 0  # weights and KV, as planned before it was ever loaded
+    pinned: bool = False  # loaded at the start, and never put out
+    keep_alive_s: float | None = None  # without a request for so long (s) it is put out; None is when memory is needed
+
+
+class ModelSet(NamedTuple):
+    """Models, and the memory that those loaded share."""
+
+    models: tuple[FleetModel, ...]
+    memory_bytes: int
+
+    def check(self) -> None:
+        """Raises ConfigError for a name that stands twice, and for a model that could never be loaded."""
+        owners: dict[str, str] = {}
+        for model in self.models:
+            for name in dict.fromkeys((model.name, *model.names)):
+                if owners.setdefault(name, model.name) != model.name:
+                    raise ConfigError(f"models: {model.name} and {owners[name]} both answer to {name!r}; drop one")
+        pinned = sum(model.memory_bytes for model in self.models if model.pinned)
+        for model in self.models:
+            others = pinned - model.memory_bytes * model.pinned
+            if model.memory_bytes + others > self.memory_bytes:
+                beside = f", and pinned models {format_bytes(others)} beside it" if others else ""
+                raise ConfigError(
+                    f"model {model.name} needs {format_bytes(model.memory_bytes)} for weights and KV{beside}; models "
+                    f"may take {format_bytes(self.memory_bytes)}: raise --models-memory-bytes, or lower its "
+                    "kv_cache_memory_bytes or max_model_len"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One model at one moment; names of fields are those of the JSON."""
+
+    name: str
+    aliases: tuple[str, ...]
+    state: str
+    memory_bytes: int  # as the loaded process told, else as planned
+    pinned: bool
+    in_flight: int
+    waiting: int
+    expires_in_s: float | None  # until it is put out for want of requests; None is not for that
+    error: str | None  # why it could not be loaded the last time
+
+
+@dataclass(slots=True, eq=False)
+class _Book:
+    """What is known of one model; written by `Swapping`."""
+
+    model: FleetModel
+    memory_bytes: int
+    keep_alive_s: float | None
+    is_asked: bool = False  # to be loaded, whether a request waits or not
+    is_dismissed: bool = False  # to be put out as soon as it is idle
+    is_going: bool = False  # its process was told to end
+    wanted_at: float | None = None  # since when requests wait for it to be loaded
+    ready_at: float = 0.0
+    used_at: float = 0.0  # when a request last waited or ran
+    begun_at: float = 0.0  # when its load began
+    load_s: float = 0.0  # what the last one took
+    came_at: float | None = None  # when its last request came
+    gap_s: float = inf  # mean, from one of its requests to the next
+    was_busy: bool = False
+    was_ready: bool = False
+    failure: str | None = None
+    num_failures: int = 0  # in a row
+    retry_at: float = 0.0
+
+
+class Swaps(NamedTuple):
+    """Models to load now, and to put out."""
+
+    loads: tuple[str, ...]
+    unloads: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A decision while it is made."""
+
+    firsts: Mapping[str, FleetRequest]  # the first of those that wait for each model
+    free: int  # bytes
+    budget: int  # free bytes and those becoming free, beyond what models before in the order need
+    loads: list[str] = field(default_factory=list)
+    unloads: list[str] = field(default_factory=list)
+    planned: set[str] = field(default_factory=set)  # to make room, now or when they are idle
+    closed: dict[str, Place | None] = field(default_factory=dict)
+
+
+class Swapping:
+    """Several models, their replicas and their waiting requests. `decide` after whatever happens, and at `next_at`."""
+
+    def __init__(self, several: ModelSet, swap_wait_s: float, fleet: Replicas, waiting: Waiting) -> None:
+        """Raises ConfigError as `ModelSet.check`."""
+        several.check()
+        self._several, self._swap_wait_s, self._fleet, self._waiting = several, swap_wait_s, fleet, waiting
+        self._books = {m.name: _Book(m, m.memory_bytes, m.keep_alive_s, is_asked=m.pinned) for m in several.models}
+        self._owner = {name: m.name for m in several.models for name in (m.name, *m.names)}
+        self._closing: Mapping[str, Place | None] = {}
+        self.closed: dict[str | None, Place | None] = {}
+        """By what requests call a model: only requests before this place are bound there; None is none."""
+        self.next_at: float | None = None
+
+    @property
+    def names(self) -> Iterable[str]:
+        """All that requests may ask for."""
+        return self._owner.keys()
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """What a model's replica answers to."""
+        model = self._books[name].model
+        return tuple(dict.fromkeys((model.name, *model.names)))
+
+    def knows(self, name: str | None) -> bool:
+        return name in self._owner
+
+    def waits_for(self, name: str) -> list[FleetRequest]:
+        """Requests that wait for a model, or for a place in it."""
+        return [request for request in self._waiting if self._owner.get(request.model or "") == name]
+
+    def state(self, name: str) -> Residence:
+        replica = self._fleet.by_name.get(name)
+        if replica is None or self._books[name].is_going:
+            return Residence.UNLOADED if replica is None else Residence.UNLOADING
+        named = {State.STARTING: Residence.LOADING, State.DRAINING: Residence.UNLOADING}
+        return named.get(replica.state, Residence.READY)
+
+    def views(self, now: float) -> tuple[ModelView, ...]:
+        waiting = [self._owner.get(request.model or "") for request in self._waiting]
+        return tuple(self._view(book, waiting.count(name), now) for name, book in self._books.items())
+
+    def _view(self, book: _Book, num_waiting: int, now: float) -> ModelView:
+        model, replica = book.model, self._fleet.by_name.get(book.model.name)
+        expires_at = self._expires_at(book)
+        return ModelView(
+            name=model.name,
+            aliases=model.aliases,
+            state=self.state(model.name).value,
+            memory_bytes=book.memory_bytes,
+            pinned=model.pinned,
+            in_flight=0 if replica is None else len(replica.in_flight),
+            waiting=num_waiting,
+            expires_in_s=None if expires_at is None else max(0.0, expires_at - now),
+            error=book.failure,
+        )
+
+    # -- what is asked, and what becomes of it
+
+    def came(self, request: FleetRequest, now: float) -> None:
+        """A new request, of whatever model."""
+        book = self._books.get(self._owner.get(request.model or "", ""))
+        if book is not None:
+            last_s = inf if book.came_at is None else now - book.came_at
+            book.gap_s = last_s if book.gap_s == inf else book.gap_s + GAP_SHARE * (last_s - book.gap_s)
+            book.came_at = now
+
+    def why_not(self, model: str | None, now: float) -> MaitredError | None:
+        """Why a request for the model is refused now: it could not be loaded a moment ago."""
+        book = self._books.get(self._owner.get(model or "", ""))
+        return None if book is None or now >= book.retry_at else self._cannot_load(book, now)
+
+    def asked(self, name: str, keep_alive_s: float | None, now: float) -> None:
+        """Load a model though no request waits for it; `keep_alive_s` in place of its own, where given, below 0 for
+        ever. Raises InvalidRequest for an unknown one.
+        """
+        book = self._book(name)
+        book.is_asked, book.is_dismissed, book.retry_at, book.used_at = True, False, 0.0, now
+        if keep_alive_s is not None:
+            book.keep_alive_s = None if keep_alive_s < 0 else keep_alive_s
+
+    def dismissed(self, name: str) -> None:
+        """Put a model out as soon as it is idle. Raises InvalidRequest for an unknown one."""
+        book = self._book(name)
+        book.is_asked, book.is_dismissed = False, self.state(book.model.name) is not Residence.UNLOADED
+
+    def failed(self, name: str, cause: str, now: float) -> MaitredError:
+        """A model could not be loaded: the error for requests that waited for it."""
+        book = self._books[name]
+        book.failure, book.num_failures = cause, book.num_failures + 1
+        book.retry_at = now + min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(book.num_failures - 1, 10))
+        book.is_asked &= book.model.pinned
+        return self._cannot_load(book, now)
+
+    def _cannot_load(self, book: _Book, now: float) -> MaitredError:
+        text = f"the model {book.model.name!r} cannot be loaded: {book.failure}"
+        return Unavailable(text, retry_after_s=max(FIRST_RETRY_S, book.retry_at - now))
+
+    def _book(self, name: str) -> _Book:
+        if name not in self._owner:
+            there = ", ".join(sorted(self._books))
+            raise InvalidRequest(
+                f"there is no model {name!r}{did_you_mean(name, self._owner)}; there are: {there}", param="model"
+            )
+        return self._books[self._owner[name]]
+
+    # -- the decision
+
+    def decide(self, now: float) -> Swaps:
+        """Models to load and to put out now; writes `closed` and `next_at`."""
+        firsts = self._firsts()
+        for name, book in self._books.items():
+            self._look(book, self.state(name), name in firsts, now)
+        plan = self._plan(firsts)
+        for name in self._wanted(firsts, now):
+            self._make_room(plan, name, now)
+        plan.unloads += [n for n in self._books if n not in plan.planned and self._is_over(n, firsts, now)]
+        for name in plan.unloads:
+            self._books[name].is_going = True
+        self._closing = plan.closed
+        self.closed = {each: place for name, place in plan.closed.items() for each in self.names_of(name)}
+        times = [at for at in self._times(firsts) if at > now]
+        self.next_at = min(times, default=None)
+        return Swaps(tuple(plan.loads), tuple(dict.fromkeys(plan.unloads)))
+
+    def _firsts(self) -> dict[str, FleetRequest]:
+        found: dict[str, FleetRequest] = {}
+        for use, order in self._waiting.queues():
+            name, request = self._owner.get(use.model or ""), order.head()
+            if name is None or request is None:
+                continue
+            if name not in found or self._waiting.place(request) < self._waiting.place(found[name]):
+                found[name] = request
+        return found
+
+    def _look(self, book: _Book, state: Residence, waits: bool, now: float) -> None:
+        """Take in what has changed for one model."""
+        is_ready = state is Residence.READY
+        if is_ready and not book.was_ready:
+            book.ready_at = book.used_at = now
+            book.load_s = now - book.begun_at
+            book.failure, book.num_failures = None, 0
+            book.is_asked &= book.model.pinned
+        if is_ready:
+            told = self._fleet.by_name[book.model.name].facts.memory_bytes
+            book.memory_bytes = max(told or 0, book.memory_bytes)
+        busy = waits or self._is_busy(book.model.name)
+        if busy or book.was_busy:
+            book.used_at = now
+        book.was_ready, book.was_busy = is_ready, busy
+        is_wanted = (waits or book.is_asked) and not is_ready
+        book.wanted_at = None if not is_wanted else now if book.wanted_at is None else book.wanted_at
+        book.is_dismissed &= state is not Residence.UNLOADED
+        book.is_going &= state is not Residence.UNLOADED
+
+    def _is_busy(self, name: str) -> bool:
+        replica = self._fleet.by_name.get(name)
+        return replica is not None and bool(replica.in_flight)
+
+    def _plan(self, firsts: Mapping[str, FleetRequest]) -> _Plan:
+        present = [(name, self.state(name)) for name in self._books]
+        used = sum(self._books[name].memory_bytes for name, state in present if state is not Residence.UNLOADED)
+        coming = sum(self._books[name].memory_bytes for name, state in present if state is Residence.UNLOADING)
+        free = self._several.memory_bytes - used
+        return _Plan(firsts, free, free + coming)
+
+    def _wanted(self, firsts: Mapping[str, FleetRequest], now: float) -> list[str]:
+        """Models that are not loaded and should be: by the policy's order of their first requests, then those asked."""
+        out = [n for n, book in self._books.items() if self.state(n) is Residence.UNLOADED and book.retry_at <= now]
+        waited_for = sorted((n for n in out if n in firsts), key=lambda n: self._waiting.place(firsts[n]))
+        return waited_for + [name for name in out if name not in firsts and self._books[name].is_asked]
+
+    def _make_room(self, plan: _Plan, name: str, now: float) -> None:
+        """Load a model where it fits, and no model before it in the order needs that memory. Else plan which others
+        make room: those that are idle at once, others once requests behind its first have passed that long enough.
+        """
+        needed = self._needed(name)
+        if needed <= min(plan.free, plan.budget):
+            plan.loads.append(name)
+            self._books[name].begun_at = now
+            plan.free -= needed
+            plan.budget -= needed
+            return
+        chosen: list[str] = []
+        for other in self._put_out_order(plan, now):
+            if plan.budget >= needed:
+                break
+            chosen.append(other)
+            plan.budget += self._books[other].memory_bytes
+        plan.planned.update(chosen)
+        plan.budget -= needed
+        place = self._waiting.place(plan.firsts[name]) if name in plan.firsts else None
+        goes = all(self._may_go(other, name, place, plan, now) for other in chosen)
+        plan.unloads += chosen if goes else ()
+        plan.closed |= {other: place for other in chosen if goes or self._turn_ends_at(other, name) <= now}
+
+    def _needed(self, name: str) -> int:
+        """Bytes to be free for a model; one that told more than could ever be free is loaded alone."""
+        pinned = [b.memory_bytes for n, b in self._books.items() if b.model.pinned and n != name]
+        return min(self._books[name].memory_bytes, max(0, self._several.memory_bytes - sum(pinned)))
+
+    def _put_out_order(self, plan: _Plan, now: float) -> Iterator[str]:
+        """Models that may make room, the first to go first: those that have begun to, then by last use those that no
+        request waits for, idle ones before busy ones, then those whose next request is last in the policy's order.
+        """
+        present = [
+            name
+            for name, book in self._books.items()
+            if self.state(name) in (Residence.READY, Residence.LOADING)
+            and not book.model.pinned
+            and name not in plan.planned
+        ]
+        unawaited = [name for name in present if name not in plan.firsts]
+        awaited = [name for name in present if name in plan.firsts]
+        unawaited.sort(key=lambda n: (self._is_busy(n) or self._lingers_until(n) > now, self._books[n].used_at, n))
+        awaited.sort(key=lambda name: self._waiting.place(plan.firsts[name]), reverse=True)
+        yield from sorted([*unawaited, *awaited], key=lambda name: name not in self._closing)
+
+    def _may_go(self, other: str, name: str, place: Place | None, plan: _Plan, now: float) -> bool:
+        """Whether a loaded model is idle: nothing is in flight there, and what waits for it is behind in the order and
+        has had its turn.
+        """
+        if self.state(other) is not Residence.READY or self._is_busy(other):
+            return False
+        if self._turn_ends_at(other, name) > now:
+            return other not in plan.firsts and self._lingers_until(other) <= now
+        return other not in plan.firsts or place is None or self._waiting.place(plan.firsts[other]) > place
+
+    def _lingers_until(self, name: str) -> float:
+        """Until when an idle model is kept for requests that are expected sooner than it could be loaded again: as long
+        as a load takes, like skis are rented until they could have been bought (Karlin et al. 1988).
+        """
+        book = self._books[name]
+        return book.used_at + (book.load_s if book.gap_s < book.load_s else 0.0)
+
+    def _turn_ends_at(self, other: str, name: str) -> float:
+        """Until when requests of a loaded model may pass those that wait for another which needs its memory."""
+        wanted_at = self._books[name].wanted_at
+        return max(self._books[other].ready_at, 0.0 if wanted_at is None else wanted_at) + self._swap_wait_s
+
+    # -- for want of requests
+
+    def _expires_at(self, book: _Book) -> float | None:
+        if book.model.pinned or book.keep_alive_s is None or self.state(book.model.name) is not Residence.READY:
+            return None
+        return None if book.was_busy else book.used_at + book.keep_alive_s
+
+    def _is_over(self, name: str, firsts: Mapping[str, FleetRequest], now: float) -> bool:
+        """Whether an idle model is to be put out though its memory is not needed."""
+        book = self._books[name]
+        if self.state(name) is not Residence.READY or self._is_busy(name) or name in firsts:
+            return False
+        expires_at = self._expires_at(book)
+        return book.is_dismissed or (expires_at is not None and expires_at <= now)
+
+    def _times(self, firsts: Mapping[str, FleetRequest]) -> Iterator[float]:
+        """When something may fall due."""
+        for name, book in self._books.items():
+            expires_at = self._expires_at(book)
+            if expires_at is not None:
+                yield expires_at
+            if book.is_asked:
+                yield book.retry_at
+            if book.wanted_at is not None and self.state(name) is Residence.UNLOADED:
+                for other in self._books:
+                    yield self._turn_ends_at(other, name)
+                    yield self._lingers_until(other)
