@@ -358,7 +358,15 @@ def test_streams_errors_and_options_name_unknown_fields_but_no_null_and_none_ref
     assert HEADER not in http.post(CHAT, json=BASES[CHAT] | {"typical_p": 1.0, "tools": []}).headers
     paths = http.get("/openapi.json").json()["paths"]
     told = {path for path, methods in paths.items() for operation in methods.values() if _tells(operation)}
-    assert told == {*BASES, "/v1/batches", "/v1/embeddings", "/v1/rerank", "/v1/score"}
+    assert told == {
+        *BASES,
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/batches",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+    }
 
 
 @pytest.mark.parametrize("more", [{}, {"user": "x" * SMALL_BYTES}], ids=["small", "large"])

@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, Raw, UnsetType
@@ -58,7 +59,7 @@ REFUSED: refusals.Refused = {
     for name, neutral in refusals.CHAT_REFUSED.items()
     if name not in (*s.ResponsesRequest.__struct_fields__, *_WHY)
 } | dict.fromkeys(_WHY, ([],))
-DECODER = BodyDecoder(s.ResponsesRequest, REFUSED)
+decoder = cache(lambda: BodyDecoder(s.ResponsesRequest, REFUSED))  # made for its first user: it takes 15 ms
 _SHARED = tuple(
     name for name in GenerationFields.__struct_fields__ if name not in ("stream_options", "response_format")
 )
@@ -76,12 +77,12 @@ _FIELD_NAMES = {
 
 def decode_response(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     """The body's `previous_response_id` and `background` are done with, or were never there."""
-    as_sent = DECODER.decode(sent)
+    as_sent = decoder().decode(sent)
     body = as_sent.body
     model = app.check_model(body.model, exchange.caller)
     check_fields(body, as_sent.refused)
     if as_sent.refused or as_sent.unknown:
-        refusals.heed_others(app, exchange, as_sent, DECODER, REFUSED)
+        refusals.heed_others(app, exchange, as_sent, decoder(), REFUSED)
     chat = _chat_of(body)
     check_common(chat, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     sampling = chat_sampling(chat, app.model, 1)

@@ -24,7 +24,7 @@ from msgspec import Raw
 from starlette.types import Message, Send
 
 from maitred.api.dialects.responses import schemas as s
-from maitred.api.dialects.responses.answers import DECODER, RESPONSES, UNCOUNTED, check_fields
+from maitred.api.dialects.responses.answers import RESPONSES, UNCOUNTED, check_fields, decoder
 from maitred.api.http.errors import http_error, shortened
 from maitred.api.http.exchange import CONNECTION, JSON_HEADERS, EventStream, Exchange, Header
 from maitred.api.http.in_flight import WatchedWork
@@ -95,15 +95,15 @@ async def create(answer: Answer, service: Service, exchange: Exchange) -> None:
     if asked is None:
         await answer(service, exchange, body)  # which says what is wrong with a body that cannot be read
         return
-    shelf, items, patch = TenantResponses(service, exchange), asked.input, dict[str, Any]()
-    if isinstance(asked.previous_response_id, str) or b'"item_reference"' in bytes(items):
-        items = await _expanded(shelf, bytes(items), asked.previous_response_id)
+    shelf, patch = TenantResponses(service, exchange), dict[str, Any]()
+    if isinstance(asked.previous_response_id, str) or b'"item_reference"' in bytes(asked.input):
+        asked.input = await _expanded(shelf, bytes(asked.input), asked.previous_response_id)
         patch["previous_response_id"] = asked.previous_response_id
-        body = _rewritten(body, input=items)
+        body = _rewritten(body, input=asked.input)
     if asked.background is True:
-        await _in_background(answer, shelf, exchange, body, asked, items, patch)
+        await _in_background(answer, shelf, exchange, body, asked, patch)
         return
-    kept = KeptResponse(shelf, items if asked.store is not False else None, patch, exchange.raw_send)
+    kept = KeptResponse(shelf, asked.input if asked.store is not False else None, patch, exchange.raw_send)
     exchange.raw_send = kept.send
     try:
         await answer(service, exchange, body)
@@ -421,18 +421,12 @@ class KeptResponse:
 
 
 async def _in_background(
-    answer: Answer,
-    shelf: TenantResponses,
-    exchange: Exchange,
-    body: bytes,
-    asked: _Asked,
-    items: Raw,
-    patch: dict[str, Any],
+    answer: Answer, shelf: TenantResponses, exchange: Exchange, body: bytes, asked: _Asked, patch: dict[str, Any]
 ) -> None:
     """Answer at once that the response is queued, or follow it; it runs whether a client is there or not."""
-    sent = DECODER.decode(_rewritten(body))
+    sent = decoder().decode(_rewritten(body))
     check_fields(sent.body, sent.refused)
-    _as_items(bytes(items))
+    _as_items(bytes(asked.input))
     if asked.store is False:
         raise InvalidRequest("background needs the response to be stored; leave store out", param="background")
     if shelf.service.in_flight.draining:
@@ -440,7 +434,7 @@ async def _in_background(
     id = f"resp_{secrets.token_hex(24)}"
     patch |= {"background": True}
     queued = s.response_of(sent.body, id, sent.body.model or "", status="queued", **patch)
-    kept = KeptResponse(shelf, items, patch | {"id": id}, id=id)
+    kept = KeptResponse(shelf, asked.input, patch | {"id": id}, id=id)
     await kept.begin(queued)
     scope = {name: value for name, value in exchange.scope.items() if name != CONNECTION}
     apart = replace(exchange, scope=scope, receive=_never, raw_send=kept.send, log={})
