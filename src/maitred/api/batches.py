@@ -164,7 +164,8 @@ class RunningBatch:
             if self.trouble is not None:
                 raise Unavailable(self.trouble)
             async with self._storing:
-                await asyncio.to_thread(self._put, msgspec.json.encode(self.record))
+                if batch.status == "cancelling":  # and not at its end meanwhile
+                    await asyncio.to_thread(self._put, msgspec.json.encode(self.record))
 
     # -- its input
 
@@ -277,15 +278,14 @@ class RunningBatch:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        scope: dict[str, Any] = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-        }
-        scope |= {"raw_path": path.encode(), "query_string": b"", "headers": headers, ON_BEHALF: self.record.holder}
-        await self._app.asgi(scope, receive, send)
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path}
+        of_batch = {"raw_path": path.encode(), "query_string": b"", "headers": headers, ON_BEHALF: self.record.holder}
+        try:
+            await self._app.asgi(scope | of_batch, receive, send)
+        except Exception:  # the answer broke off where a client would have lost its connection
+            logger.warning("an answer to batch %s broke off", self.record.batch.id, exc_info=True)
+        if len(sent) < 2 or sent[-1].get("more_body"):
+            return 503, {}, b""
         told = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in sent[0]["headers"]}
         return sent[0]["status"], told, b"".join(message.get("body", b"") for message in sent[1:])
 
@@ -334,13 +334,14 @@ class RunningBatch:
         else:
             why = BadLine("batch_expired", "This request could not be executed before the completion window expired.")
         await self._stored(self._write_off, why)
-        if batch.status == "cancelling":
-            batch.status, batch.cancelled_at = "cancelled", _now()
-        elif self.record.num_left_out:
-            batch.status, batch.expired_at = "expired", _now()
-        else:
-            batch.status, batch.finalizing_at, batch.completed_at = "completed", _now(), _now()
-        await self._stored(self._put_end)
+        async with self._storing:
+            if batch.status == "cancelling":
+                batch.status, batch.cancelled_at = "cancelled", _now()
+            elif self.record.num_left_out:
+                batch.status, batch.expired_at = "expired", _now()
+            else:
+                batch.status, batch.finalizing_at, batch.completed_at = "completed", _now(), _now()
+            await self._stored(self._put_end)
 
     def _write_off(self, why: BadLine) -> None:
         """Give an error line to every line that waits."""
@@ -353,8 +354,9 @@ class RunningBatch:
 
     async def _fail(self, faults: list[s.BatchFault]) -> None:
         batch = self.record.batch
-        batch.status, batch.failed_at, batch.errors = "failed", _now(), s.BatchFaults(data=faults)
-        await self._stored(self._put_end)
+        async with self._storing:
+            batch.status, batch.failed_at, batch.errors = "failed", _now(), s.BatchFaults(data=faults)
+            await self._stored(self._put_end)
 
     def _put_end(self) -> None:
         """Store the end of a batch, and of its answers the files, all or nothing."""

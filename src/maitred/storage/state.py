@@ -166,7 +166,9 @@ class StateStore:
 
     def busy(self, kind: str) -> list[StoredEntry]:
         """Busy entries of all tenants, oldest first."""
-        rows = self._read("SELECT id, tenant, created_at, about FROM entry WHERE kind = ? AND busy ORDER BY 1", (kind,))
+        rows = self._read(
+            "SELECT id, tenant, created_at, about FROM entry WHERE kind = ? AND busy ORDER BY number", (kind,)
+        )
         return [StoredEntry(*row) for row in rows]
 
     def drop(self, kind: str, id: str, tenant: str) -> bool:
@@ -236,6 +238,8 @@ class StateStore:
         most = self._max_bytes if num_bytes <= self._max_bytes else self._max_bytes * 15 // 16  # room for the next ones
         while num_bytes > most:
             oldest = db.execute(f"SELECT number, {size} FROM entry WHERE NOT busy ORDER BY number LIMIT 1").fetchone()
+            if oldest is None and num_bytes <= self._max_bytes:
+                return
             if oldest is None:
                 raise Unavailable(
                     f"uploads and batches under way fill the {self._max_bytes} bytes of memory that are for what "
