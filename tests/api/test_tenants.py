@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -20,9 +21,9 @@ from maitred.engine.live_requests import LiveRequest
 from maitred.gate.gate import TimeLimits
 from maitred.storage.key_files import read_tenant_file
 from maitred.storage.ledger import Ledger
-from maitred.tenancy.caller import Caller
+from maitred.tenancy.caller import ANYBODY, Caller
 from maitred.tenancy.quota import TenantQuota
-from maitred.tenancy.tenant import Tenant, TenantTable
+from maitred.tenancy.tenant import Limits, Tenant, TenantTable
 from tests import ROOT
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server, says, table_of
@@ -441,6 +442,22 @@ def asked(replica: RunningServer, headers: dict[str, str], **fields: object) -> 
     answer = httpx.post(replica.url + CHAT, json={"messages": MESSAGES, **fields}, headers=headers, timeout=HANGS_S)
     reached = replica.replica.submitted[before:]
     return answer.status_code, reached[0] if reached else None
+
+
+def test_background_work_is_believed_of_a_router_and_of_nobody_else(replica):
+    lines = replace(Caller(ANYBODY, TenantQuota("", Limits())), background=True)
+    plain = {name.decode(): value.decode() for name, value in vouching(lines, salt="", priority=0)}
+    assert plain["x-maitred-class"] == "background"
+    status, spec = asked(replica, plain | ROUTER)
+    assert spec is not None
+    assert (status, spec.terms.background) == (200, True)
+    status, spec = asked(replica, plain | told("small"))
+    assert spec is not None
+    assert (status, spec.terms.background, spec.terms.tenant) == (200, True, "small")
+    status, spec = asked(replica, told("small"))
+    assert (status, spec.terms.background) == (200, False)
+    status, spec = asked(replica, {"authorization": "Bearer boss", "x-maitred-class": "background"})
+    assert (status, spec.terms.background) == (200, False)
 
 
 def test_a_routers_tenant_reaches_policy_and_metrics_and_is_asked_for_no_key(replica):

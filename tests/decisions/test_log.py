@@ -80,7 +80,7 @@ class TimedExecutor(FakeExecutor):
         return super().execute(plan)
 
 
-def random_workload(chooser: Random) -> list[RequestState]:
+def random_workload(chooser: Random, background: bool = False) -> list[RequestState]:
     """Arrivals over a second or two; many prompts begin alike, some are sampled twice."""
     requests: list[RequestState] = []
     arrived_at = 0.0
@@ -97,6 +97,7 @@ def random_workload(chooser: Random) -> list[RequestState]:
             "priority": chooser.randint(0, 2),
             "tenant": f"t{number % 3}",
             "weight": 1.0 + number % 2,
+            "background": background and number % 2 == 0,
             "ttft_slo_s": (None, 0.05, 1.0)[number % 3],
             "start_by": arrived_at + 0.1 if chooser.random() < 0.1 else None,
             "finish_by": arrived_at + 0.3 if chooser.random() < 0.1 else None,
@@ -117,6 +118,7 @@ def record_run(
     num_speculative_tokens: int = 0,
     kv_from_elsewhere: bool = False,
     num_state_slots: int = 0,
+    background: bool = False,
     **settings: object,
 ) -> Run:
     """A live loop under random load; `meddle` aborts, finishes, fails and swaps the policy on the way."""
@@ -150,7 +152,7 @@ def record_run(
     records: list[StepRecord] = []
     elsewhere = Elsewhere(chooser)
     core = EngineCore(scheduler, executor, clock, Recorder(records.append), elsewhere)
-    arrivals = random_workload(chooser)
+    arrivals = random_workload(chooser, background)
     while arrivals or core.has_work:
         if not core.has_work:
             clock.advance(max(0.0, arrivals[0].arrived_at - clock.now()))
@@ -160,7 +162,7 @@ def record_run(
             meddle_with(core, executor, chooser, policies)
         if kv_from_elsewhere:
             elsewhere.act()
-        if most and chooser.random() < 0.1:
+        if (most or background) and chooser.random() < 0.1:
             core.set_step_costs(CostModel(weights_s=0.01, decode_token_s=chooser.choice([0.0001, 0.002])))
         core.step()
     encoder = LogEncoder(header)  # after the run: encoding may lag behind
@@ -263,6 +265,18 @@ def test_how_many_tokens_to_draft_is_decided_again_by_what_was_told_and_what_cam
     assert reencoded(frames[0], steps) == frames[1:]
     told_less = [*frames[:1], *reencoded(frames[0], [untold(step) for step in steps])]
     assert "num_tokens was" in str(first_difference(told_less))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_background_work_joins_and_gives_way_again_by_what_steps_were_told_to_cost(seed: int):
+    most = 4 * (seed % 2)
+    frames, scheduler = record_run(seed, policies=["vtc", *POLICIES], num_speculative_tokens=most, background=True)
+    steps = [step.step for step in replay(frames)]
+    assert first_difference(frames) is None
+    assert 0 < scheduler.stats.num_background_tokens < scheduler.stats.num_scheduled_tokens
+    assert reencoded(frames[0], steps) == frames[1:]
+    told_less = [*frames[:1], *reencoded(frames[0], [untold(step) for step in steps])]
+    assert first_difference(told_less) is not None
 
 
 def untold(step: Step) -> Step:

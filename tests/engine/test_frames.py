@@ -92,6 +92,7 @@ terms_fields: dict[str, st.SearchStrategy] = {
     "ttft_slo_s": st.none() | times,
     "start_by": st.none() | times,
     "finish_by": st.none() | times,
+    "background": st.booleans(),
     "key_id": st.text(max_size=5),
 }
 spec_fields: dict[str, st.SearchStrategy] = {

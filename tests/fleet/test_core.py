@@ -82,6 +82,37 @@ def test_those_held_are_bound_in_the_order_of_the_policy_also_of_another_one():
     fleet.core.check_invariants()
 
 
+def test_background_work_gets_slots_that_are_idle_and_keeps_none_from_another_request():
+    fleet = Driver(make_core("a", "b", slots=2, reserve=0.5))
+    assert [fleet.arrive(f"line{i}", background=True) for i in range(5)] == ["a", "b", "a", "b", None]
+    assert [fleet.arrive(f"chat{i}") for i in range(7)] == ["a", "b", "a", "b", "a", "b", None]
+    assert (fleet.core.num_held, fleet.core.num_queued) == (2, 1)
+    assert [r.request_id for r in fleet.core.held()] == ["chat6", "line4"]
+    fleet.core.check_invariants()
+    fleet.end("line0")
+    assert fleet.core.num_held == 2, "it took no slot of others"
+    for name in ("chat0", "chat2", "chat4", "chat6"):
+        fleet.end(name)
+    assert fleet.bound["line4"] == "a"
+    fleet.do(fleet.core.left("a", fleet.now))
+    assert "line2" in fleet.held, "its replica is gone, and the other has no idle slot"
+    fleet.core.check_invariants()
+
+
+def test_background_service_counts_for_no_other_request_of_its_tenant():
+    fleet = Driver(make_core("a", slots=1, policy="vtc"))
+    fleet.arrive("line", tenant="greedy", background=True, **LONG)
+    fleet.arrive("running", tenant="third")
+    fleet.arrive("own", tenant="greedy")
+    fleet.arrive("other", tenant="modest")
+    assert [r.request_id for r in fleet.core.held()] == ["own", "other"]
+    fleet.do(fleet.core.configured(SchedulerConfig(policy="priority"), fleet.now))
+    for name in ("line", "running", "other", "own"):
+        fleet.end(name)
+    fleet.core.check_invariants()
+    assert not fleet.core.held()
+
+
 def test_a_models_backlog_holds_up_no_other_and_who_may_preempt_is_bound_at_once():
     fleet = Driver(make_core(facts("a", models=("m",)), facts("b", models=("n",)), slots=1))
     assert [fleet.arrive(f"m{i}", model="m") for i in range(3)] == ["a", None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,24 @@ def test_a_request_of_which_only_the_length_is_known_is_admitted_as_any_other():
         gate.admit(gate.enter(who, Ask(), 0.0), [make_spec("s", prompt=8, max_tokens=8)], 0.0)
     with pytest.raises(Overloaded, match="the prompts that wait have 60 tokens"):
         gate.admit(gate.enter(anybody(), Ask(priority=1), 0.0), [make_spec("t", prompt=50)], 0.0)
+
+
+def test_background_work_takes_no_place_that_another_request_could_have_and_only_the_limits_that_it_asks_for():
+    gate = make_gate(max_concurrent_requests=1, max_queued_requests=1, queue_timeout_s=3.0, request_timeout_s=9.0)
+    lines = replace(caller(Limits(concurrency=2), timeout_s=5.0), background=True)
+    leases = [gate.enter(lines, Ask(), 0.0) for _ in range(2)]
+    with pytest.raises(RateLimited, match="its concurrency is 2"):
+        gate.enter(lines, Ask(), 0.0)  # the tenant's own limits hold for lines too
+    admitted = [gate.admit(lease, [make_spec(f"l{i}", finish_by=86400.0)], 0.0) for i, lease in enumerate(leases)]
+    assert held(gate) == (0, 0, 2)
+    (spec,) = admitted[0].specs
+    assert spec.terms.background
+    assert (spec.terms.start_by, spec.terms.finish_by, spec.terms.ttft_slo_s) == (None, 86400.0, None)
+    gate.admit(gate.enter(anybody(), Ask(), 0.0), [make_spec("chat")], 0.0)
+    assert held(gate) == (1, 1, 3)
+    for lease in leases:
+        lease.end(12)
+    assert (lines.quota.num_in_flight, held(gate)) == (0, (1, 1, 1))
 
 
 # ---- refusals, in the order in which they are looked for

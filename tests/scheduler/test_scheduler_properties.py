@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maitred.core.cost_model import SwapCosts
+from maitred.core.cost_model import CostModel, Knot, SwapCosts
 from maitred.core.request import FinishReason, RequestState, SamplingParams
 from maitred.core.step import RequestProgress, ScheduledRow, SchedulerOutput
 from maitred.kv.manager import PoolRow
@@ -56,6 +56,7 @@ class World:
     now: float = 0.0
     draining: bool = False
     with_kv_from_elsewhere: bool = False
+    background_share: float = 0.0
 
     def __post_init__(self) -> None:
         self.requests: list[RequestState] = []
@@ -80,6 +81,7 @@ class World:
             "arrived_at": self.now,
             "block_size": self.block_size,
             "priority": self.chooser.randint(0, 2),
+            "background": self.background_share > 0.0 and self.chooser.random() < self.background_share,
             "eos_token_ids": (EOS,),
             "sampling": SamplingParams(
                 max_tokens=max_tokens,
@@ -223,6 +225,8 @@ class World:
             self.reconfigure()
         elif chance < 0.41:
             self.scheduler.set_swap_costs(costs_at_random(self.chooser))
+            if self.background_share:
+                self.scheduler.set_step_costs(step_costs_at_random(self.chooser))
         elif chance < 0.60 and self.with_kv_from_elsewhere:
             self.chooser.choice([self.reserve, self.reserve, self.arrive, self.hold, self.release])()
         else:
@@ -276,6 +280,12 @@ def costs_at_random(chooser: Random) -> SwapCosts | None:
     return chooser.choice([None, SwapCosts(16, bandwidth, bandwidth, 0.25), SwapCosts(16, bandwidth, bandwidth, 0.25)])
 
 
+def step_costs_at_random(chooser: Random) -> CostModel:
+    """A step of some tokens takes as long as one, or each takes its time; or little is known."""
+    slow = CostModel(fixed_s=0.02, decode_token_s=chooser.choice([1e-4, 0.01]), prefill_token_s=0.002)
+    return chooser.choice([slow, CostModel(weights_s=0.5), CostModel(steps=(Knot(2, 0.1), Knot(9, 0.2)))])
+
+
 def some_drafts(request: RequestState, num_rows: int) -> int:
     return (3 * request.num_tokens + num_rows) % 5
 
@@ -300,7 +310,11 @@ def postponing_some() -> Callable[[str, int], bool]:
 
 
 def make_world(
-    chooser: Random, with_kv_from_elsewhere: bool = False, with_windows: bool = False, with_states: bool = False
+    chooser: Random,
+    with_kv_from_elsewhere: bool = False,
+    with_windows: bool = False,
+    with_states: bool = False,
+    with_background: bool = False,
 ) -> World:
     block_size = chooser.choice([1, 2, 3, 4])
     num_blocks = chooser.randint(4, 20)
@@ -335,15 +349,22 @@ def make_world(
     executor = CheckingExecutor(block_size, token_or_end, draft_at, groups)
     executor.forced_after = chooser.choice([some_forced, lambda request_id, position: 0])
     executor.postponed = chooser.choice([postponing_some(), lambda request_id, position: False])
-    return World(chooser, scheduler, executor, block_size, largest, with_kv_from_elsewhere=with_kv_from_elsewhere)
+    world = World(chooser, scheduler, executor, block_size, largest, with_kv_from_elsewhere=with_kv_from_elsewhere)
+    world.background_share = chooser.choice([0.3, 0.6, 1.0]) if with_background else 0.0
+    return world
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), num_acts=st.integers(1, 80), with_kv_from_elsewhere=st.booleans())
+@given(
+    seed=st.integers(0, 2**32),
+    num_acts=st.integers(1, 80),
+    with_kv_from_elsewhere=st.booleans(),
+    with_background=st.booleans(),
+)
 def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(
-    seed: int, num_acts: int, with_kv_from_elsewhere: bool
+    seed: int, num_acts: int, with_kv_from_elsewhere: bool, with_background: bool
 ) -> None:
-    world = make_world(Random(seed), with_kv_from_elsewhere)
+    world = make_world(Random(seed), with_kv_from_elsewhere, with_background=with_background)
     for _ in range(num_acts):
         world.act()
     world.drain()
@@ -355,7 +376,7 @@ def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(
 def test_layers_of_windows_have_the_pages_that_they_see(
     chooser: Random, num_acts: int, with_kv_from_elsewhere: bool
 ) -> None:
-    world = make_world(chooser, with_kv_from_elsewhere, with_windows=True)
+    world = make_world(chooser, with_kv_from_elsewhere, with_windows=True, with_background=num_acts % 2 == 0)
     for _ in range(num_acts):
         world.act()
     world.drain()
@@ -364,7 +385,7 @@ def test_layers_of_windows_have_the_pages_that_they_see(
 
 def run_with_states(seed: int, num_acts: int) -> Counter[str]:
     """A world of a model with recurrent layers, whose states the executor checks; what was seen in it."""
-    world = make_world(Random(seed), with_states=True)
+    world = make_world(Random(seed), with_states=True, with_background=seed % 3 == 2)
     for _ in range(num_acts):
         world.act()
     world.drain()

@@ -356,3 +356,19 @@ def test_an_objective_refuses_who_would_be_late():
     assert total.failures["objective"] > 30
     assert total.num_finished > 5
     assert total.ttft_s.largest < 2.0
+
+
+def test_a_batch_beside_a_load_is_told_apart_costs_the_load_little_and_has_the_rest() -> None:
+    chat = {"input": "8", "output": "20", "max_tokens": 64}
+    load = {"rate": 20.0, "num_requests": 60, "classes": {"chat": chat}}
+    night = {"background": 40, "input": "24", "output": "30", "max_tokens": 64}
+    alone = simulation(max_num_seqs=8, num_blocks=200).run(workload(**load).arrivals())
+    both = workload(**load | {"classes": {"chat": chat, "night": night}})
+    beside = simulation(max_num_seqs=8, num_blocks=200).run(both.arrivals())
+    assert beside.tenants.keys() == {"default", "default (background)"}
+    assert beside.tenants["default (background)"].num_finished == 40
+    assert beside.total.num_finished == 60, "totals are of the others"
+    without, with_batch = alone.total, beside.total
+    assert (with_batch.itl_s.quantile(0.99) or 1.0) <= 1.051 * (without.itl_s.quantile(0.99) or 0.0)
+    assert (with_batch.ttft_s.quantile(0.99) or 1.0) <= 1.1 * (without.ttft_s.quantile(0.99) or 0.0) + 0.03
+    assert beside.tenants["default (background)"].e2e_s.largest < 3.0

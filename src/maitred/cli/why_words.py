@@ -57,6 +57,7 @@ def _waiting(history: RequestHistory, wait: Wait, *, is_first: bool) -> Iterator
     lacking = {
         Lack.SLOTS: f"all {history.max_num_seqs} slots were taken",
         Lack.BLOCKS: f"KV blocks were lacking for the first in line (at most {wait.most_blocks_short})",
+        Lack.SLACK: "steps had requests that are no background work, and no room beside them by --batch-slack",
         Lack.LEADER: "the first in line waited for another sample to compute its prompt",
         Lack.BUDGET: "the tokens of each step went to others",
         Lack.RUNNING_LACK_BLOCKS: "running requests lacked KV blocks, so nobody was admitted",

@@ -193,6 +193,7 @@ SCHEDULER_RANGES: dict[str, tuple[float, float]] = {
     "default_ttft_slo_s": (0.0, 1e9),
     "prefill_tokens_per_s": (0.001, 1e12),
     "tensor_share": (0.01, 1.0),
+    "batch_slack": (0.0, 10.0),
 }
 """Lowest and highest: what a policy computes with must be finite."""
 
@@ -261,6 +262,9 @@ class SchedulerConfig:
     tensor_share: float = 0.5
     """Share of the machine that batches of tensor models may take while the language model has requests; without any
     they take all of it."""
+    batch_slack: float = 0.05
+    """Share by which background requests (lines of batches) may lengthen a step that others are in, by measured step
+    costs; they have steps without others to themselves."""
 
     def __post_init__(self) -> None:
         require_choices(self)

@@ -135,6 +135,8 @@ class ReplicaState:
     # gauges
     num_running: int = 0
     num_waiting: int = 0
+    num_background_running: int = 0  # of both, those of the class background
+    num_background_waiting: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0  # held by requests; cached but free blocks do not count
     num_blocks_cached: int = 0  # findable by prefix, in use or free
@@ -147,6 +149,7 @@ class ReplicaState:
     num_prompt_tokens: int = 0  # prompts admitted to a first step
     num_generated_tokens: int = 0
     num_scheduled_tokens: int = 0
+    num_background_tokens: int = 0  # of them, those of the class background
     adapter_bytes: int = 0  # of LoRA adapters in memory
     adapter_loads: int = 0
     adapter_evictions: int = 0

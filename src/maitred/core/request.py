@@ -253,6 +253,10 @@ class UnderTerms:
     def finish_by(self) -> float | None:
         return self.terms.finish_by
 
+    @property
+    def background(self) -> bool:
+        return self.terms.background
+
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Answer of a request that generates nothing: numbers, made of its prompt's last states."""

@@ -294,7 +294,9 @@ def _meters(
     clock: Clock,
     tell: OnEvent,
 ) -> tuple[list[StepListener], CostModel | None]:
-    """Meters of what swaps and steps cost, and the costs where choices among workers rest on them: measured first."""
+    """Meters of what swaps and steps cost, and the costs where choices among workers rest on them: measured first.
+    Without drafts, steps are measured from the first background request on.
+    """
     meters: list[StepListener] = []
     bandwidth = executor.measure_swap()
     if bandwidth is not None:
@@ -305,9 +307,8 @@ def _meters(
             f"{plan.num_host_blocks:,} {what}; {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} GB/s in"
         )
         meters.append(SwapMeter(bytes_per_block=bytes_per_row, out_bytes_per_s=out, in_bytes_per_s=back))
-    if plan.drafts is None and not config.share.exchanges_kv:
-        return meters, None
-    meter, costs = StepMeter(), None
+    needs_costs = plan.drafts is not None or config.share.exchanges_kv
+    meter, costs = StepMeter(follows_steps=needs_costs), None
     if config.share.exchanges_kv:
         longest = min(plan.memory.max_model_len, plan.memory.num_blocks * config.cache.block_size // 8)
         costs = measure_first_steps(meter, make_scheduler(), executor, clock, longest)

@@ -636,6 +636,8 @@ class Counters:
             asleep=not supervisor.ready and supervisor.sleep.asleep,
             num_running=figures.num_running,
             num_waiting=figures.num_waiting if supervisor.ready else num_live,
+            num_background_running=figures.num_background_running,
+            num_background_waiting=figures.num_background_waiting,
             num_blocks=figures.num_blocks,
             num_blocks_used=figures.num_blocks_used,
             num_blocks_cached=figures.num_blocks_cached,

@@ -131,11 +131,15 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     execute_s: float = 0.0
     host_s: float = 0.0
     kv_tiers: KVFigures = KVFigures()
+    num_background_running: int = 0
+    num_background_waiting: int = 0
+    num_background_tokens: int = 0
 
 
 _SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
 _OF_BLOCKS = ("num_blocks", "num_blocks_used", "num_blocks_cached", "num_state_snapshots", "expert_load_ratio")
-_GAUGES = frozenset({"adapter_bytes", "step_costs", "num_running", "num_waiting", *_OF_BLOCKS, *_SPEEDS})
+_OF_REQUESTS = ("num_running", "num_waiting", "num_background_running", "num_background_waiting")
+_GAUGES = frozenset({"adapter_bytes", "step_costs", *_OF_REQUESTS, *_OF_BLOCKS, *_SPEEDS})
 _COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in {*_GAUGES, "kv_tiers"})
 
 

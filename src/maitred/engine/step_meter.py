@@ -70,7 +70,10 @@ class ExpertLoad(StepListener):
 class StepMeter(StepListener):
     """Learns from each step of one engine what steps and drafts cost."""
 
-    def __init__(self) -> None:
+    follows_background = True
+
+    def __init__(self, *, follows_steps: bool = True) -> None:
+        self.follows_steps = follows_steps
         self._steps, self._drafts, self._host = Curve(), Curve(), Curve()
         self._context = Slope()
         self._catch_up: deque[float] = deque(maxlen=RECENT)  # s for each token

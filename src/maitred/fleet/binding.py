@@ -21,17 +21,20 @@ from maitred.policy.order import ServiceOrder
 from maitred.policy.policy import KVNeed, Policy
 
 Order = ServiceOrder[FleetRequest]
+Policies = tuple[Policy, Policy]
+"""One policy twice: for all requests but those of the class background, and for those, whose service counts apart."""
 
 
 class Waiting:
     """All requests, held and bound, in order."""
 
-    def __init__(self, policy: Policy, find_kv: Callable[[FleetRequest], KVNeed]) -> None:
-        self.policy = policy
+    def __init__(self, policies: Policies, find_kv: Callable[[FleetRequest], KVNeed]) -> None:
+        self._policies = policies
         self._find_kv = find_kv
         self._orders: dict[Use, Order] = {}
         self._use_of: dict[str, Use] = {}
         self.num_held = 0
+        self.num_background = 0  # of them, those of the class background
 
     def __iter__(self) -> Iterator[FleetRequest]:
         """Held requests, in no order."""
@@ -39,14 +42,15 @@ class Waiting:
             yield from order.queue
 
     def queues(self) -> list[tuple[Use, Order]]:
-        """Queues that hold a request."""
-        return [(use, order) for use, order in self._orders.items() if order.queue]
+        """Queues that hold a request, those of the class background last."""
+        held = [(use, order) for use, order in self._orders.items() if order.queue]
+        return sorted(held, key=lambda each: each[0].background) if self.num_background else held
 
     def hold(self, request: FleetRequest, use: Use) -> None:
         """A new one, or one that was bound; it keeps the place that it had."""
         order = self._order_of(request, use)
         order.enqueue(request)
-        self.num_held += 1
+        self._count_held(request, 1)
         self._note_rank(request)
 
     def move(self, request: FleetRequest, use: Use) -> None:
@@ -57,19 +61,24 @@ class Waiting:
     def admit(self, request: FleetRequest, use: Use) -> None:
         """A new one that will not wait: `bound` follows."""
         self._order_of(request, use).admit(request)
-        self.num_held += 1
+        self._count_held(request, 1)
 
     def bound(self, request: FleetRequest) -> None:
         self._orders[self._use_of[request.request_id]].started(request)
-        self.num_held -= 1
+        self._count_held(request, -1)
+
+    def _count_held(self, request: FleetRequest, num: int) -> None:
+        self.num_held += num
+        self.num_background += num if request.background else 0
 
     def progressed(self, request: FleetRequest, num_tokens: int) -> None:
         """Count so many more output tokens, not in the request yet; the policy's groups are told of each."""
-        if self.policy.groups is None:
+        groups = self._policies[request.background].groups
+        if groups is None:
             request.num_outputs += num_tokens
             request.num_computed += num_tokens
             return
-        on_scheduled = self.policy.groups.on_scheduled
+        on_scheduled = groups.on_scheduled
         for _ in range(num_tokens):
             on_scheduled(request, 1)
             request.num_outputs += 1
@@ -79,19 +88,20 @@ class Waiting:
         use = self._use_of.pop(request.request_id)
         order = self._orders[use]
         if request.request_id in order.queue:
-            self.num_held -= 1
+            self._count_held(request, -1)
         order.ended(request)
         if not order.keys:
             del self._orders[use]
         self._note_rank(request)
 
-    def reorder(self, policy: Policy, bound: Iterable[FleetRequest]) -> None:
+    def reorder(self, policies: Policies, bound: Iterable[FleetRequest]) -> None:
         """Order by another policy from now on, bound requests too; all keep the time they have waited."""
-        self.policy = policy
+        self._policies = policies
         of_use: dict[Use, list[FleetRequest]] = {}
         for request in bound:
             of_use.setdefault(self._use_of[request.request_id], []).append(request)
-        self._orders = {use: order.successor(policy, of_use.get(use, ())) for use, order in self._orders.items()}
+        orders = self._orders.items()
+        self._orders = {use: order.successor(policies[use.background], of_use.get(use, ())) for use, order in orders}
 
     def first_beside(self, request: FleetRequest, count: int) -> list[FleetRequest]:
         """The next ones of the queue that the request is in."""
@@ -103,7 +113,7 @@ class Waiting:
 
     def place(self, request: FleetRequest) -> tuple[Any, ...]:
         """Smaller is served first."""
-        return self._orders[self._use_of[request.request_id]].place(request)
+        return (request.background, *self._orders[self._use_of[request.request_id]].place(request))
 
     def victim_key(self, request: FleetRequest) -> tuple[Any, ...]:
         """The largest is preempted first."""
@@ -115,7 +125,7 @@ class Waiting:
 
     def block_cached(self, keys: Iterable[int]) -> None:
         """A replica has these prefixes now."""
-        if self.policy.kv_needs is not None:
+        if self._policies[0].kv_needs is not None:
             for order in self._orders.values():
                 for key in keys:
                     order.block_cached(key)
@@ -126,15 +136,17 @@ class Waiting:
         assert self._use_of.keys() == living
         for use, order in self._orders.items():
             assert order.keys.keys() == {request_id for request_id, its in self._use_of.items() if its == use}
-        assert self.policy.quanta.keys() <= living
-        assert self.policy.kv_needs is None or self.policy.kv_needs.keys() <= living
+        for policy in self._policies:
+            assert policy.quanta.keys() <= living
+            assert policy.kv_needs is None or policy.kv_needs.keys() <= living
         assert self.num_held == sum(1 for _ in self)
+        assert self.num_background == sum(request.background for request in self)
 
     def _order_of(self, request: FleetRequest, use: Use) -> Order:
         """Move a request into the order of `use`, with the key that it has, if any."""
         order = self._orders.get(use)
         if order is None:
-            order = self._orders[use] = ServiceOrder(self.policy, self._find_kv)
+            order = self._orders[use] = ServiceOrder(self._policies[use.background], self._find_kv)
         last = self._use_of.get(request.request_id)
         self._use_of[request.request_id] = use
         if last is not None and last != use:
@@ -147,7 +159,7 @@ class Waiting:
 
     def _note_rank(self, request: FleetRequest) -> None:
         """Tell all queues that its group's rank may have fallen; only one has heard."""
-        rule = self.policy.groups
+        rule = self._policies[request.background].groups
         if rule is not None:
             for order in self._orders.values():
                 order.queue.note_rank(rule.group_of(request))
@@ -163,7 +175,7 @@ class Binder:
     def __init__(
         self,
         config: FleetConfig,
-        policy: Policy,
+        policies: Policies,
         fleet: Replicas,
         index: PrefixIndex,
         lessons: Lessons,
@@ -171,8 +183,8 @@ class Binder:
     ) -> None:
         self._config, self._fleet, self._index, self._lessons = config, fleet, index, lessons
         self._handover = handover
-        self.policy = policy
-        self.waiting = Waiting(policy, self._find_kv)
+        self.policy = policies[0]
+        self.waiting = Waiting(policies, self._find_kv)
         self._balance = BALANCES[config.balance](fleet)
         self._victims: dict[str, str] = {}  # a bound request -> the one that was bound to preempt it
         self._preempts: dict[str, str] = {}  # the other way round
@@ -190,7 +202,8 @@ class Binder:
         use = use_of(request)
         usable = self._fleet.usable(use)
         room = usable & self._fleet.room
-        if self.waiting.num_held or not room or request.model in self.closed or self._foretells(usable):
+        is_closed = request.background or request.model in self.closed
+        if self.waiting.num_held or not room or is_closed or self._foretells(usable):
             return None
         request.held_at = now
         self.waiting.admit(request, use)
@@ -207,10 +220,10 @@ class Binder:
             bound.append(bind)
         return bound
 
-    def reorder(self, policy: Policy, bound: Iterable[FleetRequest]) -> None:
+    def reorder(self, policies: Policies, bound: Iterable[FleetRequest]) -> None:
         """Everything is ordered by another policy from now on."""
-        self.policy = policy
-        self.waiting.reorder(policy, bound)
+        self.policy = policies[0]
+        self.waiting.reorder(policies, bound)
         self._in_vain.clear()
 
     def bound_elsewhere(self, replica: FleetReplica, hash_key: int | None, keys: Sequence[int]) -> None:
@@ -245,9 +258,11 @@ class Binder:
         found, first = None, None
         queues = self.waiting.queues()
         for use, order in queues:
+            if found is not None and use.background:
+                break
             usable = self._fleet.usable(use)
-            room = usable & self._fleet.room
-            if not room and (not usable or self.policy.outranks is None):
+            room = usable & (self._fleet.idle if use.background else self._fleet.room)
+            if not room and (use.background or not usable or self.policy.outranks is None):
                 continue
             request = order.head()
             assert request is not None, "queues() names those that hold somebody"
@@ -302,7 +317,8 @@ class Binder:
         """The one there that it would preempt first."""
         rule, victims = self.policy.outranks, self._victims
         assert rule is not None
-        found = [r for r in replica.in_flight.values() if r.request_id not in victims and rule(request, r)]
+        there = [r for r in replica.in_flight.values() if r.request_id not in victims and not r.background]
+        found = [r for r in there if rule(request, r)]
         return max(found, key=self.waiting.victim_key) if found else None
 
     # -- where to
@@ -310,7 +326,12 @@ class Binder:
     def _bind(self, request: FleetRequest, room: int, usable: int, now: float) -> Bind | None:
         """None where `_foretells` and no worker has room for its KV."""
         takes_slot = not room & self._fleet.room
-        if self._foretells(usable):
+        if request.background:
+            replica = min(
+                self._fleet.of(room), key=lambda each: ((each.num_others + each.num_own) / each.speed, each.name)
+            )
+            choice = Choice(replica.name)
+        elif self._foretells(usable):
             found = self._foretold(request, room, usable, now)
             if found is None:
                 return None
@@ -374,7 +395,7 @@ class Binder:
         while a request is held, or nothing is foretold.
         """
         usable, asked = self._fleet.ready, self._handover
-        if self.waiting.num_held or not usable or not self._foretells(usable):
+        if self.waiting.num_held > self.waiting.num_background or not usable or not self._foretells(usable):
             return None
         ask = WorkAsked(max(1, num_tokens), self._fleet.work.mean_outputs, asked.ttft_s, asked.tpot_s)
         ways = options(ask, self._loads(usable & self._fleet.room, usable, {}, now), asked.handover)
@@ -410,4 +431,4 @@ class Binder:
 
 
 def use_of(request: FleetRequest) -> Use:
-    return Use(request.model, request.tiers, request.barred, request.fingerprint)
+    return Use(request.model, request.tiers, request.barred, request.fingerprint, request.background)

@@ -104,10 +104,11 @@ class ClusterCore:
         """
         self.config, self.scheduler, self.handover, self.several = config, scheduler, handover, several
         self.fleet, self.index = Replicas(config), PrefixIndex()
-        self.policy, self._policies = policy_for(scheduler, policies), policies
+        both = policy_for(scheduler, policies), policy_for(scheduler, policies)
+        self.policy, self._policies = both[0], policies
         self._predictor = predictor or predictor_named(scheduler.predictor)
         self._lessons = Lessons(self._predictor if self.policy.reads_predictions else None, self.index)
-        binder = Binder(config, self.policy, self.fleet, self.index, self._lessons, handover)
+        binder = Binder(config, both, self.fleet, self.index, self._lessons, handover)
         self._binder = binder
         self._health = Health(config, self.fleet)
         self._sizing = Sizing(config, self.fleet, autoscale)
@@ -340,9 +341,10 @@ class ClusterCore:
 
     def configured(self, scheduler: SchedulerConfig, now: float) -> list[Action]:
         """Order all held requests by this policy from now on. Raises ConfigError, and changes nothing."""
-        self.policy, self.scheduler = policy_for(scheduler, self._policies), scheduler
+        both = policy_for(scheduler, self._policies), policy_for(scheduler, self._policies)
+        self.policy, self.scheduler = both[0], scheduler
         self._lessons.predictor = self._predictor if self.policy.reads_predictions else None
-        self._binder.reorder(self.policy, self._requests.all_bound())
+        self._binder.reorder(both, self._requests.all_bound())
         return self._dispatch(now)
 
     # -- time
@@ -374,6 +376,11 @@ class ClusterCore:
     @property
     def num_held(self) -> int:
         return self._requests.waiting.num_held
+
+    @property
+    def num_queued(self) -> int:
+        """Held requests without those of the class background."""
+        return self._requests.waiting.num_held - self._requests.waiting.num_background
 
     @property
     def num_requests(self) -> int:

@@ -74,6 +74,7 @@ class Use(NamedTuple):
     tiers: int  # bits
     barred: int  # bits of replicas where it failed
     fingerprint: str | None
+    background: bool = False  # its class: it takes no slot that another request could have
 
 
 @dataclass(slots=True, eq=False)
@@ -89,8 +90,9 @@ class FleetReplica:
     speed: float = 1.0  # beside the others'; their mean is about 1
     in_flight: dict[str, FleetRequest] = field(default_factory=dict)
     num_own: int = 0  # samples that we have in flight there; each takes a slot
+    num_background: int = 0  # of them, those of the class background, which the engine puts out for others
     num_others: int = 0  # in flight there for other clients, as it told
-    load: int = 0  # both together
+    load: int = 0  # others and our own, without the class background
     is_full: bool = False  # it said so, and its Retry-After is not over
     turn: float = 0.0  # of round_robin
     # of its health
@@ -112,7 +114,12 @@ class FleetReplica:
     @property
     def room(self) -> int:
         """How many more samples it may get: one at a time at least, whatever load of others it reports."""
-        return max(1, self.limit - self.num_others) - self.num_own
+        return max(1, self.limit - self.num_others) - self.num_own + self.num_background
+
+    @property
+    def num_idle_slots(self) -> int:
+        """Slots for the class background; it takes none of the reserve."""
+        return self.slots - self.num_others - self.num_own
 
 
 class Due(Enum):
@@ -141,6 +148,7 @@ class Replicas:
         self._by_bit: list[FleetReplica | None] = []
         self.ready = 0
         self.room = 0  # of those ready
+        self.idle = 0  # of those with room, those with a slot for the class background
         self.at_load: dict[int, int] = {}  # load -> who has it
         self.last_left_at = 0.0
         self.work = WorkBook()
@@ -240,6 +248,7 @@ class Replicas:
         self._by_bit[replica.bit] = None
         self.ready &= ~(1 << replica.bit)
         self.room &= ~(1 << replica.bit)
+        self.idle &= ~(1 << replica.bit)
         self._leave_load(replica)
         self._list_anew()
 
@@ -257,21 +266,24 @@ class Replicas:
 
     def bind(self, replica: FleetReplica, request: FleetRequest) -> None:
         replica.in_flight[request.request_id] = request
-        replica.num_own += request.num_samples
-        self._move_load(replica, replica.load + request.num_samples)
-        if replica.room <= 0:
-            self.room &= ~(1 << replica.bit)
+        self._count(replica, request, request.num_samples)
 
     def free(self, replica: FleetReplica, request: FleetRequest) -> None:
         del replica.in_flight[request.request_id]
-        replica.num_own -= request.num_samples
-        self._move_load(replica, replica.load - request.num_samples)
-        self.note_room(replica)
+        self._count(replica, request, -request.num_samples)
+
+    def _count(self, replica: FleetReplica, request: FleetRequest, num_samples: int) -> None:
+        replica.num_own += num_samples
+        replica.num_background += num_samples if request.background else 0
+        self._note_load(replica)
 
     def note_others(self, replica: FleetReplica, num_in_flight: int) -> None:
         """So many are in flight there, as it says."""
         replica.num_others = max(0, num_in_flight - replica.num_own)
-        self._move_load(replica, replica.num_own + replica.num_others)
+        self._note_load(replica)
+
+    def _note_load(self, replica: FleetReplica) -> None:
+        self._move_load(replica, replica.num_own - replica.num_background + replica.num_others)
         self.note_room(replica)
 
     def note_room(self, replica: FleetReplica) -> None:
@@ -279,6 +291,7 @@ class Replicas:
         flag = 1 << replica.bit
         has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
         self.room = self.room | flag if has_room else self.room & ~flag
+        self.idle = self.idle | flag if has_room and replica.num_idle_slots > 0 else self.idle & ~flag
 
     def _move_load(self, replica: FleetReplica, load: int) -> None:
         self._leave_load(replica)
@@ -363,11 +376,12 @@ class Replicas:
         """Asserts that the sets agree with the replicas; slow."""
         for replica in self:
             assert self.at(replica.bit) is replica
-            assert replica.load == replica.num_own + replica.num_others
+            assert replica.load == replica.num_own - replica.num_background + replica.num_others
             assert self.at_load[replica.load] >> replica.bit & 1
             assert bool(self.ready >> replica.bit & 1) == (replica.state is State.READY)
             has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
             assert bool(self.room >> replica.bit & 1) == has_room
+            assert bool(self.idle >> replica.bit & 1) == (has_room and replica.num_idle_slots > 0)
         assert (self.ready | self.room) >> len(self._by_bit) == 0
         assert sum(there.bit_count() for there in self.at_load.values()) == len(self)
 

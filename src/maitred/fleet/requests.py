@@ -103,8 +103,11 @@ class Requests:
         self.served_s = 0.0  # of those that ended, from their slot to their end
 
     def counts(self) -> Counts:
-        num_held = self.waiting.num_held
-        return Counts(num_held, len(self) - num_held, self.num_arrived, self.num_ended, self.served_s)
+        num_held, num_background = self.waiting.num_held, self.waiting.num_background
+        num_bound = len(self) - num_held
+        if num_background:  # held for what others leave: it asks for a replica only where none serves
+            num_held += int(not num_bound) - num_background
+        return Counts(num_held, num_bound, self.num_arrived, self.num_ended, self.served_s)
 
     def __len__(self) -> int:
         return len(self._living)

@@ -355,7 +355,8 @@ class Swapping:
         """
         if self.state(other) is not Residence.READY or self._is_busy(other):
             return False
-        if self._turn_ends_at(other, name) > now:
+        for_background = place is not None and place[0]  # which ends no turn
+        if for_background or self._turn_ends_at(other, name) > now:
             return other not in plan.firsts and self._lingers_until(other) <= now
         return other not in plan.firsts or place is None or self._waiting.place(plan.firsts[other]) > place
 

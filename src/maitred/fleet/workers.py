@@ -156,6 +156,7 @@ def waiting_request(
         num_preemptions=live.charges.num_preemptions,
         reason=reason,
         terms=dict(terms),
+        background=spec.terms.background,
     )
 
 
@@ -344,7 +345,7 @@ class WorkerRequests(Driver[Prompt]):
                 del self.prompts[item.request_id], prompt.samples[item.request_id]
                 if not prompt.samples:
                     done.append((prompt, item.finish_reason))
-        self.on_progress(progress, self.core.num_held + sum(worker.num_queued for worker in self._workers), now)
+        self.on_progress(progress, self.core.num_queued + sum(worker.num_queued for worker in self._workers), now)
         for prompt, reason in done:
             self._let_go(prompt, reason, now)
 

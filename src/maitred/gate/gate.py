@@ -186,6 +186,8 @@ class Gate:
         quota = None if caller.is_anybody else caller.quota.enter(ask.num_samples, now)
         tenant = caller.tenant
         limits = self._limits.and_also(TimeLimits(tenant.ttft_slo_s, tenant.queue_timeout_s, tenant.timeout_s))
+        if caller.background:  # waits for as long as it asks to, in no place that another request could have
+            return Lease(self, caller, 0, priority, NO_LIMITS, quota)
         try:
             self._check_room(ask.num_samples, now)
             if self.admission is not None:
@@ -211,7 +213,8 @@ class Gate:
         try:
             if lease.quota is not None:
                 lease.quota.reserve(num_tokens, now)
-            shed = self.admission.admit_all(requests, now) if self.admission is not None else ()
+            admission = None if lease.caller.background else self.admission
+            shed = admission.admit_all(requests, now) if admission is not None else ()
         except MaitredError:
             lease.end(0)
             raise

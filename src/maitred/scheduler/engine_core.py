@@ -51,6 +51,8 @@ class StepListener:
     """False leaves out `scheduled`, `stepped`, `told` and `ended`; `EngineCore.follow` changes it."""
     has_figures = True
     """False leaves out `figures`; looked at when `follows_steps` changes."""
+    follows_background = False
+    """True follows steps from the first request of the class background on."""
     follows_decoding = True
     """False where steps that decode alone tell it nothing, unless they end a request."""
 
@@ -347,6 +349,9 @@ class EngineCore:
         """Add a request; returns its state, to be read only. Raises RequestError when it can never be served."""
         now, request = self.clock.now(), RequestState(spec)
         self._scheduler.add(request, now)
+        if request.background:
+            for listener in self._moments.listeners:
+                self.follow(listener, listener.follows_steps or listener.follows_background)
         for tell in self._moments.added:
             tell(request, now)
         return request

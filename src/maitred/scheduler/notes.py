@@ -17,6 +17,7 @@ class Lack(Enum):
     LEADER = "leader"  # it waits for another sample that computes the prompt of both
     BUDGET = "budget"  # max_num_batched_tokens went to those before it
     RUNNING_LACK_BLOCKS = "running_lack_blocks"  # a running request was preempted for its blocks: admit none
+    SLACK = "slack"  # it is of the class background, and would lengthen a step too much
 
 
 class Blocked(NamedTuple):

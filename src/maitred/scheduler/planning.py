@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from maitred.core.cost_model import SwapCosts
 from maitred.core.request import RequestState, RequestStatus
 from maitred.core.step import BlockCopy, NewRequest, PoolChanges, ScheduledRow, SchedulerOutput
-from maitred.kv.manager import NO_POOL_CHANGES, Allocation
+from maitred.kv.manager import NO_POOL_CHANGES, Allocation, PrefixHit
 from maitred.kv.tiers import worth_fetching
 from maitred.scheduler.notes import Blocked, Lack, Preemption, PreemptionCause
 from maitred.scheduler.reserving import give_up_one, num_kept_before
@@ -87,6 +87,7 @@ def describe(request: RequestState, state_slot: int | None = None) -> NewRequest
 
 
 RUNNING = RequestStatus.RUNNING
+NO_LIMIT = 1 << 62  # tokens
 
 
 def build_plan(state: SchedulerState, now: float) -> PlanBuilder:
@@ -96,15 +97,14 @@ def build_plan(state: SchedulerState, now: float) -> PlanBuilder:
     state.kv.begin_step()
     _give_up_slots(state, builder, now)
     _plan_decodes(state, builder)
-    _plan_forced(state, builder)
-    _plan_prefills(state, builder, now)
-    _plan_admissions(state, builder, now)
+    plan_forced(state, builder)
+    _plan_prefills(state, builder)
+    _plan_admissions(state, builder)
     return builder
 
 
-def why_blocked(state: SchedulerState, builder: PlanBuilder) -> Blocked | None:
-    """Return what the first in the queue lacks, now that admission has stopped."""
-    head = state.order.queue.peek()
+def why_blocked(state: SchedulerState, builder: PlanBuilder, head: RequestState | None) -> Blocked | None:
+    """Return what the first in a queue lacks, now that admission has stopped."""
     if head is None:
         return None
     if builder.out_of_blocks:
@@ -115,13 +115,15 @@ def why_blocked(state: SchedulerState, builder: PlanBuilder) -> Blocked | None:
         return Blocked(Lack.SLOTS, head.request_id)
     if builder.budget <= 0:
         return Blocked(Lack.BUDGET, head.request_id)
+    if head.background and not builder.num_blocks_short:
+        return Blocked(Lack.SLACK, head.request_id)
     return Blocked(Lack.BLOCKS, head.request_id, builder.num_blocks_short)
 
 
-def service_of(state: SchedulerState, builder: PlanBuilder) -> Iterator[int]:
+def service_of(rows: Iterable[ScheduledRow], prefilling: Container[str]) -> Iterator[int]:
     """Return each row's tokens for the policy's groups; forced ones were counted when they became known."""
-    for row in builder.rows:
-        yield row.num_tokens if row.request_id in state.prefilling else int(row.samples)
+    for row in rows:
+        yield row.num_tokens if row.request_id in prefilling else int(row.samples)
 
 
 def steady_requests(state: SchedulerState) -> list[RequestState]:
@@ -130,6 +132,8 @@ def steady_requests(state: SchedulerState) -> list[RequestState]:
     """
     policy, kv = state.order.policy, state.kv
     if state.prefilling or state.num_running > state.config.max_num_seqs or state.sample_groups.groups:
+        return []
+    if not state.background.is_empty:
         return []
     if policy.groups is not None or kv.has_pool_changes or kv.evicted is not None or state.reservations:
         return []
@@ -177,7 +181,7 @@ def _num_replaceable(state: SchedulerState) -> int:
     """
     head = state.order.head()
     groups = state.sample_groups
-    if head is None or (groups.groups and groups.awaits_leader(head)):
+    if head is None or state.background.num_running or (groups.groups and groups.awaits_leader(head)):
         return 0
     hit = state.reusable(head)
     if state.num_running < state.config.max_num_seqs and not state.kv.num_blocks_short(head, hit):
@@ -210,7 +214,7 @@ def _plan_decodes(state: SchedulerState, builder: PlanBuilder) -> None:
     builder.budget = state.config.token_budget - len(rows)
 
 
-def _plan_forced(state: SchedulerState, builder: PlanBuilder) -> None:
+def plan_forced(state: SchedulerState, builder: PlanBuilder) -> None:
     """Add tokens to decoding rows with forced tokens to catch up with, out of the tokens and free blocks that the first
     token of each row leaves: a row that does not come to its last known token samples in a later step.
     """
@@ -230,27 +234,31 @@ def _plan_forced(state: SchedulerState, builder: PlanBuilder) -> None:
         builder.budget -= count
 
 
-def _plan_prefills(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
+def _plan_prefills(state: SchedulerState, builder: PlanBuilder) -> None:
     """Further chunks of prompts already begun; their blocks were allocated when they were admitted, not their windows'
     pages.
     """
     for request in sorted(state.prefilling.values(), key=state.order.place):
-        _plan_admissions(state, builder, now, ahead_of=request)
+        _plan_admissions(state, builder, ahead_of=request)
         if builder.budget > 0 and request.status is RUNNING and request.request_id not in builder.settled:
-            _plan_chunk(state, request, builder)
+            plan_chunk(state, request, builder)
 
 
-def _plan_chunk(
-    state: SchedulerState, request: RequestState, builder: PlanBuilder, block_ids: tuple[int, ...] = ()
+def plan_chunk(
+    state: SchedulerState,
+    request: RequestState,
+    builder: PlanBuilder,
+    block_ids: tuple[int, ...] = (),
+    most: int = NO_LIMIT,
 ) -> None:
     start = request.num_computed_tokens
     num_tokens = request.num_tokens - start
-    if not _is_whole(request):
-        num_tokens = min(builder.budget, num_tokens)
-    if state.kv.opens_windows:
+    if not is_whole(request):
+        num_tokens = min(builder.budget, num_tokens, most)
+    if num_tokens and state.kv.opens_windows:
         num_tokens = _open_windows(state, request, builder, num_tokens)
-        if not num_tokens:
-            return
+    if not num_tokens:
+        return
     samples = start + num_tokens == request.num_tokens
     builder.rows.append(ScheduledRow(request.request_id, start, num_tokens, samples, block_ids))
     builder.requests.append(request)
@@ -258,7 +266,7 @@ def _plan_chunk(
     request.num_computed_tokens = start + num_tokens
 
 
-def _is_whole(request: RequestState) -> bool:
+def is_whole(request: RequestState) -> bool:
     """Whether all of the prompt is one step's."""
     return request.spec.pooling is not None and request.spec.pooling.whole
 
@@ -277,9 +285,7 @@ def _open_windows(state: SchedulerState, request: RequestState, builder: PlanBui
 # ---- those that wait
 
 
-def _plan_admissions(
-    state: SchedulerState, builder: PlanBuilder, now: float, ahead_of: RequestState | None = None
-) -> None:
+def _plan_admissions(state: SchedulerState, builder: PlanBuilder, ahead_of: RequestState | None = None) -> None:
     """Admit strictly in order: if the first has no room, no later request is admitted, so large ones do not starve. Nor
     while another sample computes its prompt: that takes up the budget except for the rest of the last step.
 
@@ -294,7 +300,7 @@ def _plan_admissions(
             return
         if state.num_running >= state.config.max_num_seqs and not preempt_for(state, head, builder):
             return
-        if builder.rows and _is_whole(head) and head.num_tokens > builder.budget:
+        if builder.rows and is_whole(head) and head.num_tokens > builder.budget:
             return  # a step of its own takes it, whatever the budget is
         hit = state.reusable(head)
         builder.num_blocks_short = kv.num_blocks_short(head, hit)
@@ -302,21 +308,28 @@ def _plan_admissions(
             if not preempt_for(state, head, builder):  # which frees what is set aside, too
                 return
             hit = state.reusable(head)
-        allocation = kv.admit(head, hit)
-        assert allocation is not None, "admitted without checking for blocks"
-        state.start(head)
-        resumed(head, now)
-        if head.first_scheduled_at is None:
-            head.first_scheduled_at = now
-            head.num_cached_tokens = min(hit.num_tokens, head.num_prompt_tokens)
-            if not hit.forked:  # else the prompt was counted with the sample it is shared with
-                state.counters.count_prompt(head)
-        builder.settled.add(head.request_id)
-        builder.new_requests.append(describe(head, allocation.state_slot))
-        builder.copies += allocation.copies
-        builder.swap_ins += allocation.swap_ins
-        state.counters.num_swapped_in_blocks += len(allocation.swap_ins)
-        _plan_chunk(state, head, builder, allocation.new_block_ids)
+        admit(state, head, hit, builder)
+
+
+def admit(
+    state: SchedulerState, head: RequestState, hit: PrefixHit, builder: PlanBuilder, most: int = NO_LIMIT
+) -> None:
+    """Move the first in the queue, for which there is room, to a slot; plan so many tokens of it at most."""
+    allocation = state.kv.admit(head, hit)
+    assert allocation is not None, "admitted without checking for blocks"
+    state.start(head)
+    resumed(head, builder.now)
+    if head.first_scheduled_at is None:
+        head.first_scheduled_at = builder.now
+        head.num_cached_tokens = min(hit.num_tokens, head.num_prompt_tokens)
+        if not hit.forked:  # else the prompt was counted with the sample it is shared with
+            state.counters.count_prompt(head)
+    builder.settled.add(head.request_id)
+    builder.new_requests.append(describe(head, allocation.state_slot))
+    builder.copies += allocation.copies
+    builder.swap_ins += allocation.swap_ins
+    state.counters.num_swapped_in_blocks += len(allocation.swap_ins)
+    plan_chunk(state, head, builder, allocation.new_block_ids, most)
 
 
 def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> Allocation | None:
@@ -330,13 +343,15 @@ def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> 
 
 
 def _make_room(state: SchedulerState, request: RequestState, builder: PlanBuilder, spared: Container[str] = ()) -> bool:
-    """Give up what is set aside, or preempt the worst running request; False if that is `request`, or to be spared."""
-    if give_up_one(state):
-        return True
+    """Give up what is set aside, or preempt the worst running request; False if that is `request`, or to be spared. One
+    of the class background is preempted before anything else is given up.
+    """
     victim = state.worst_running()
+    if (victim is request or not victim.background) and give_up_one(state):
+        return True
     if victim.request_id in spared:
         return False
-    builder.out_of_blocks = True
+    builder.out_of_blocks |= not victim.background
     preempt(state, victim, builder, PreemptionCause.BLOCKS, by=request)
     return victim is not request
 
@@ -346,7 +361,10 @@ def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder)
     kv, victims = state.kv, _victims_for(state, head, builder)
     if not victims and state.num_running:
         return False
-    while state.reservations and kv.num_blocks_short(head, state.reusable(head)) and give_up_one(state, behind=head):
+    spares = bool(victims) and victims[-1].background  # all are of that class, and go first
+    while state.reservations and kv.num_blocks_short(head, state.reusable(head)) and not spares:
+        if not give_up_one(state, behind=head):
+            break
         victims = _victims_for(state, head, builder)
     for victim in victims:
         preempt(state, victim, builder, PreemptionCause.OUTRANKED, by=head)
@@ -356,7 +374,7 @@ def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder)
 def _victims_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> list[RequestState]:
     """Return the requests that would make enough room for `head`; none if all would not, or when it has room."""
     kv = state.kv
-    outranked = [r for r in state.order.outranked(head, state.running()) if r.request_id not in builder.settled]
+    outranked = [r for r in state.outranked(head) if r.request_id not in builder.settled]
     hit = state.reusable(head)
     short = kv.num_blocks_short(head, hit)
     if not short and state.num_running < state.config.max_num_seqs:

@@ -31,6 +31,7 @@ class WaitingRequest(msgspec.Struct, frozen=True):
     num_preemptions: int
     reason: str  # why it waits, in words
     terms: dict[str, float]  # of its place in the policy's order
+    background: bool = False  # behind all others, whatever the policy
 
 
 class LaneView(msgspec.Struct, frozen=True):
@@ -152,6 +153,7 @@ def _waiting(scheduler: Scheduler, request: RequestState, position: int, now: fl
         num_preemptions=request.num_preemptions,
         reason=reason_of(scheduler, request, position),
         terms=scheduler.terms(request.request_id),
+        background=request.background,
     )
 
 
@@ -162,7 +164,9 @@ def reason_of(scheduler: Scheduler, request: RequestState, position: int) -> str
     if scheduler.awaits_leader(request):
         return "another sample of the same prompt computes the prompt first"
     if position > 0:
-        return f"behind {position} {'other' if position == 1 else 'others'} by policy {scheduler.config.policy}"
+        class_of = "as background work, and " if request.background else ""
+        others = "other" if position == 1 else "others"
+        return f"behind {position} {others} {class_of}by policy {scheduler.config.policy}"
     if scheduler.blocked is None:
         return "first in line: it arrived after the last step"
     return f"first in line: {lack_in_words(scheduler.blocked, scheduler.config)}"
@@ -176,6 +180,8 @@ def lack_in_words(blocked: Blocked, config: SchedulerConfig) -> str:
             return f"it lacks {blocked.num_blocks_short} free KV blocks"
         case Lack.BUDGET:
             return f"the step's {config.token_budget} tokens went to others"
+        case Lack.SLACK:
+            return f"others are in the step, which it would lengthen by more than {config.batch_slack:.0%}"
         case Lack.LEADER:
             return "another sample of the same prompt computes the prompt first"
         case Lack.RUNNING_LACK_BLOCKS:

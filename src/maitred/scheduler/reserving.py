@@ -98,8 +98,8 @@ def _brings_the_same(state: SchedulerState, request: RequestState, num_cached: i
 
 def _num_needed_ahead(state: SchedulerState, request: RequestState) -> int:
     """Blocks that the first in the queue is to find free, so that a large request does not starve."""
-    head = state.order.queue.peek()
-    if head is None or head is request or state.order.place(request) < state.order.place(head):
+    head = state.peek()
+    if head is None or head is request or state.place(request) < state.place(head):
         return 0
     return state.kv.num_blocks_needed(head, state.reusable(head))
 
@@ -107,13 +107,13 @@ def _num_needed_ahead(state: SchedulerState, request: RequestState) -> int:
 def _leave_queue(state: SchedulerState, request: RequestState) -> None:
     request.status = RequestStatus.WAITING_FOR_KV
     state.reservations.waiting[request.request_id] = request
-    state.order.withdraw(request)
+    state.books_of(request).order.withdraw(request)
 
 
 def _enter_queue(state: SchedulerState, request: RequestState) -> None:
     request.status = RequestStatus.WAITING
     del state.reservations.waiting[request.request_id]
-    state.order.put_back(request)
+    state.books_of(request).order.put_back(request)
 
 
 def _end_reservation(state: SchedulerState, request: RequestState) -> None:
@@ -158,7 +158,7 @@ def give_up_one(state: SchedulerState, behind: RequestState | None = None) -> bo
     """Frees the blocks of the newest lease, else of the last reservation in the policy's order, which must come behind
     that request if one is named; False when there is none.
     """
-    reservations, order = state.reservations, state.order
+    reservations = state.reservations
     if reservations.leases:
         lease, blocks = reservations.leases.popitem()
         state.kv.release(blocks)
@@ -166,8 +166,8 @@ def give_up_one(state: SchedulerState, behind: RequestState | None = None) -> bo
         return True
     if not reservations.reserved:
         return False
-    last = max((reservations.waiting[request_id] for request_id in reservations.reserved), key=order.place)
-    if behind is not None and order.place(last) < order.place(behind):
+    last = max((reservations.waiting[request_id] for request_id in reservations.reserved), key=state.place)
+    if behind is not None and state.place(last) < state.place(behind):
         return False
     reservations.given_up_requests.append(last.request_id)
     _end_reservation(state, last)
@@ -177,8 +177,8 @@ def give_up_one(state: SchedulerState, behind: RequestState | None = None) -> bo
 
 def num_kept_before(state: SchedulerState, head: RequestState) -> int:
     """Blocks of reservations that are not given up for `head`, which comes behind them."""
-    place, waiting = state.order.place(head), state.reservations.waiting
-    before = (waiting[each] for each in state.reservations.reserved if state.order.place(waiting[each]) < place)
+    place, waiting = state.place(head), state.reservations.waiting
+    before = (waiting[each] for each in state.reservations.reserved if state.place(waiting[each]) < place)
     return sum(state.kv.num_rows(0, len(request.block_table) * state.kv.block_size) for request in before)
 
 
@@ -186,10 +186,10 @@ def can_step(state: SchedulerState) -> bool:
     """Return whether a plan would compute something, or give something up: not while the blocks that the first in the
     queue lacks are reserved for requests before it, and none runs.
     """
-    head, reservations = state.order.queue.peek(), state.reservations
+    head, reservations = state.peek(), state.reservations
     if state.num_running or head is None:
         return state.num_running > 0
     if not reservations or reservations.leases or not state.kv.num_blocks_short(head, state.reusable(head)):
         return True
-    place = state.order.place(head)
-    return any(state.order.place(reservations.waiting[request_id]) > place for request_id in reservations.reserved)
+    place = state.place(head)
+    return any(state.place(reservations.waiting[request_id]) > place for request_id in reservations.reserved)

@@ -28,8 +28,11 @@ class SampleGroups:
 
     @property
     def num_awaiting(self) -> int:
-        """Number of samples that wait for their leader: before its prompt is computed no other member runs."""
-        return sum(len(group.members) - 1 for group in self._led.values())
+        """Number of samples that wait for their leader: before its prompt is computed no other member runs. Without
+        those of the class background.
+        """
+        led = (group for group in self._led.values() if group.leader is not None and not group.leader.background)
+        return sum(len(group.members) - 1 for group in led)
 
     def awaits_leader(self, request: RequestState) -> bool:
         """Return whether another sample is computing the prompt of this one, which waits."""

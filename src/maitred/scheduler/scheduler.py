@@ -26,14 +26,15 @@ from maitred.policy.order import ServiceOrder
 from maitred.policy.policies import POLICIES, expected_outputs, policy_for
 from maitred.policy.policy import KVNeed, PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
+from maitred.scheduler.background import join
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.notes import Blocked, Preemption
-from maitred.scheduler.planning import build_plan, service_of, steady_requests, why_blocked
+from maitred.scheduler.planning import PlanBuilder, build_plan, service_of, steady_requests, why_blocked
 from maitred.scheduler.reservations import NOTHING_GIVEN_UP, GivenUp, ReservedBlocks
 from maitred.scheduler.reserving import arrived, can_step, hold, join_fellow, release, reserve
 from maitred.scheduler.speculation import NumDrafts, Speculation, plan_drafts, speculate
-from maitred.scheduler.state import SchedulerState, SchedulerStats, StopRule, check_state, stop_at_token
+from maitred.scheduler.state import Background, SchedulerState, SchedulerStats, StopRule, check_state, stop_at_token
 from maitred.scheduler.timing import split_us
 from maitred.scheduler.update import apply_output, decode_on, end, last_progress
 
@@ -58,10 +59,12 @@ class Scheduler:
     ) -> None:
         self._policies = policies
         self._kv = kv_cache
+        order, background = (ServiceOrder(policy_for(config, policies), self._find_kv) for _ in range(2))
         self._state = SchedulerState(
             config=config,
             kv=kv_cache,
-            order=ServiceOrder(policy_for(config, policies), self._find_kv),
+            order=order,
+            background=Background(background),
             predictor=predictor if predictor is not None else predictor_named(config.predictor),
             stop_rule=stop_rule,
         )
@@ -69,7 +72,9 @@ class Scheduler:
         self._drafting = False  # whether `speculation` gave the last plan drafts
         self._watch_cache()
         self._deadlines = Deadlines(self.awaits_leader)
-        self.lanes = Lanes(self._state.order, lambda: self.can_step, config.tensor_share)  # models are loaded here
+        self.lanes = Lanes(
+            self._state.order, lambda: self._shares_machine, config.tensor_share
+        )  # models are loaded here
         self._step = 0
         self._in_flight: list[RequestState] = []  # of the last plan, row by row
         self._charged_us = 0  # of the executor's time
@@ -97,7 +102,7 @@ class Scheduler:
         """Return whether a plan would hold anything: not while every request waits for KV from elsewhere."""
         state = self._state
         if state.num_running or not state.reservations.reserved:
-            return state.num_running > 0 or state.order.queue.peek() is not None
+            return state.num_running > 0 or state.peek() is not None
         return can_step(state)
 
     @property
@@ -111,7 +116,9 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that could run with room: not running, nor waiting for KV or a sample's prompt."""
+        """Number of requests that could run with room: not running, nor waiting for KV or a sample's prompt; without
+        those of the class background.
+        """
         groups = self._state.sample_groups
         return len(self._state.order.queue) - (groups.num_awaiting if groups.groups else 0)
 
@@ -126,12 +133,12 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[RequestState, ...]:
-        return tuple(self._state.running())
+        return (*self._state.running(), *self._state.background.running())
 
     @property
     def waiting(self) -> tuple[RequestState, ...]:
         """Waiting requests in order; for people to look at."""
-        return tuple(self._state.order.queue.in_order())
+        return (*self._state.order.queue.in_order(), *self._state.background.order.queue.in_order())
 
     @property
     def waiting_for_kv(self) -> tuple[RequestState, ...]:
@@ -144,7 +151,8 @@ class Scheduler:
 
     def next_in_line(self, count: int) -> list[RequestState]:
         """The first `count` of `waiting`, without sorting all of it."""
-        return self._state.order.queue.first(count)
+        first = self._state.order.queue.first(count)
+        return first + self._state.background.order.queue.first(count - len(first))
 
     @property
     def kv_cache(self) -> KVCacheManager:
@@ -153,7 +161,7 @@ class Scheduler:
 
     @property
     def order(self) -> ServiceOrder[RequestState]:
-        """The policy at work, the queue, and every request's key; to look at."""
+        """The policy at work, the queue, and every request's key, without the class background; to look at."""
         return self._state.order
 
     def request(self, request_id: str) -> RequestState | None:
@@ -165,13 +173,17 @@ class Scheduler:
         request = self._state.requests.get(request_id)
         if request is None:
             return {}
-        return dict(self._state.order.policy.terms(request))
+        return dict(self._state.books_of(request).order.policy.terms(request))
 
     @property
     def stats(self) -> SchedulerStats:
+        background, away = self._state.background, self._state.reservations.waiting
+        num_waiting = len(background.order.queue)
         return SchedulerStats(
             num_running=self.num_running,
-            num_waiting=len(self._state.order.queue) + len(self._state.reservations.waiting),
+            num_waiting=len(self._state.order.queue) + num_waiting + len(away),
+            num_background_running=background.num_running,
+            num_background_waiting=num_waiting + sum([request.background for request in away.values()]),
             num_blocks=self._kv.num_pages,
             num_blocks_used=self._kv.num_pages_used,
             num_blocks_cached=self._kv.num_cached,
@@ -210,7 +222,7 @@ class Scheduler:
     def place_of_newcomer(self, request: RequestState) -> tuple[Any, ...]:
         """Return the place in the policy's order of a request that was not added; smaller is served first."""
         self._predict(request)
-        return self._state.order.place_of_newcomer(request)
+        return (request.background, *self._state.books_of(request).order.place_of_newcomer(request))
 
     def _predict(self, request: RequestState) -> None:
         if request.predicted_output_tokens is None:  # else it was recorded, or a simulator knows better
@@ -256,16 +268,22 @@ class Scheduler:
         self._state.swap_costs = costs
 
     def set_step_costs(self, costs: CostModel) -> None:
-        """Set the times of steps on this machine: they decide how many tokens are drafted, if any are."""
+        """Set the times of steps on this machine: they decide how many tokens are drafted, if any are, and how many of
+        background requests go beside others.
+        """
+        self._state.step_costs = costs
         if self._speculation is not None:
             self._speculation.costs = costs
 
     def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits between steps; no request is lost. Raises ConfigError and changes nothing."""
         state = self._state
-        order = state.order
+        order, background = state.order, state.background
         if _rules_of(config) != _rules_of(state.config):  # else keep it, and what it knows of service given
-            order = order.successor(policy_for(config, self._policies), state.running(), self.waiting_for_kv)
+            policy, other, away = *(policy_for(config, self._policies) for _ in range(2)), self.waiting_for_kv
+            order = order.successor(policy, state.running(), [r for r in away if not r.background])
+            after = [r for r in away if r.background]
+            background.order = background.order.successor(other, background.running(), after)
         if config.predictor != state.config.predictor:
             state.predictor = predictor_named(config.predictor)
         state.order, state.config = order, config
@@ -304,13 +322,18 @@ class Scheduler:
         """The next plan. What is planned counts as computed from here on, so `update` must follow."""
         state = self._state
         builder = build_plan(state, now)
-        self.blocked, self.preemptions = why_blocked(state, builder), tuple(builder.preemptions)
+        self.blocked = why_blocked(state, builder, state.order.queue.peek())
+        state.order.issued(builder.requests, service_of(builder.rows, state.prefilling))
+        is_alone = not builder.rows
+        if not is_alone:
+            self._plan_drafts(builder)  # of the others alone, and before it is seen what room they leave
+        if not state.background.is_empty:
+            join(state, builder)
+            self.blocked = self.blocked or why_blocked(state, builder, state.background.order.queue.peek())
+        if is_alone:
+            self._plan_drafts(builder)
+        self.preemptions = tuple(builder.preemptions)
         self._note_given_up()
-        state.order.issued(builder.requests, service_of(state, builder))
-        if self.num_drafts is not None:
-            plan_drafts(state, builder, [self.num_drafts(one, len(builder.rows)) for one in builder.requests])
-        elif self._speculation is not None:
-            self._drafting = speculate(state, self._speculation, builder)
         plan = builder.plan(self._step, state.forgotten, self._kv.take_pool_changes(builder.rows, builder.requests))
         self._step += 1
         self._in_flight = builder.requests
@@ -318,6 +341,12 @@ class Scheduler:
         state.counters.num_steps += bool(builder.rows)
         state.counters.num_scheduled_tokens += state.config.token_budget - builder.budget
         return plan
+
+    def _plan_drafts(self, builder: PlanBuilder) -> None:
+        if self.num_drafts is not None:
+            plan_drafts(self._state, builder, [self.num_drafts(one, len(builder.rows)) for one in builder.requests])
+        elif self._speculation is not None:
+            self._drafting = speculate(self._state, self._speculation, builder)
 
     def charge(self, plan: SchedulerOutput, execute_s: float) -> None:
         """Splits the executor's time over the last plan's rows by their tokens; `execute_s` is its total so far. Before
@@ -398,14 +427,24 @@ class Scheduler:
 
     # -- small things
 
+    @property
+    def _shares_machine(self) -> bool:
+        """Whether there would be a step without the class background."""
+        return self.can_step and (self.num_running > self._state.background.num_running or self.num_queued > 0)
+
     def _note_given_up(self) -> None:
         reservations = self._state.reservations
         has_news = reservations.given_up_requests or reservations.given_up_leases
         self.given_up = reservations.take_given_up() if has_news else NOTHING_GIVEN_UP
 
     def _watch_cache(self) -> None:
-        order = self._state.order
-        self._kv.on_cached = order.block_cached if order.policy.kv_needs is not None else None
+        order, background = self._state.order, self._state.background.order
+
+        def tell(digest: bytes) -> None:
+            order.block_cached(digest)
+            background.block_cached(digest)
+
+        self._kv.on_cached = tell if order.policy.kv_needs is not None else None
 
     def _find_kv(self, request: RequestState) -> KVNeed:
         kv, hit, num_inputs = self._kv, self._kv.find_prefix(request), request.num_prompt_tokens
@@ -430,7 +469,9 @@ def _has_deadline(request: RequestState) -> bool:
 
 def _rules_of(config: SchedulerConfig) -> SchedulerConfig:
     """Return the parts that make a policy: all but the limits and the predictor."""
-    return replace(config, max_num_seqs=1, max_num_batched_tokens=1, predictor="max_tokens", tensor_share=1.0)
+    return replace(
+        config, max_num_seqs=1, max_num_batched_tokens=1, predictor="max_tokens", tensor_share=1.0, batch_slack=0
+    )
 
 
 def lone_scheduler(config: SchedulerConfig) -> Scheduler:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from maitred.config import SchedulerConfig
-from maitred.core.cost_model import SwapCosts
+from maitred.core.cost_model import CostModel, SwapCosts
 from maitred.core.replica import DraftCounts
 from maitred.core.request import FinishReason, RequestState, RequestStatus
 from maitred.kv.manager import NO_HIT, KVCacheManager, PrefixHit
@@ -25,6 +26,7 @@ class SchedulerCounters:
     num_prompt_tokens: int = 0  # prompts admitted to a first step; that of n samples counts once
     num_generated_tokens: int = 0
     num_scheduled_tokens: int = 0
+    num_background_tokens: int = 0  # of them, those of the class background
     drafts: DraftCounts = field(default_factory=DraftCounts)  # of the executor's proposer
     predicted_drafts: DraftCounts = field(default_factory=DraftCounts)  # of texts that requests predicted
     num_preemptions: int = 0
@@ -55,6 +57,8 @@ class SchedulerStats:
 
     num_running: int
     num_waiting: int
+    num_background_running: int  # of those before
+    num_background_waiting: int
     num_blocks: int
     num_blocks_used: int
     num_blocks_cached: int
@@ -64,6 +68,7 @@ class SchedulerStats:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_scheduled_tokens: int
+    num_background_tokens: int
     drafts: DraftCounts
     predicted_drafts: DraftCounts
     num_preemptions: int
@@ -92,15 +97,40 @@ def stop_at_token(request: RequestState) -> FinishReason | None:
 
 
 @dataclass(slots=True, eq=False)
+class Background:
+    """Requests of the class background. Their order is another one of the same policy, with a state of its own, so that
+    their service counts for no other request.
+    """
+
+    order: ServiceOrder[RequestState]
+    prefilling: dict[str, RequestState] = field(default_factory=dict)
+    decoding: dict[str, RequestState] = field(default_factory=dict)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def running(self) -> Iterator[RequestState]:
+        return chain(self.prefilling.values(), self.decoding.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none runs or waits in the queue."""
+        return not (self.prefilling or self.decoding or self.order.queue)
+
+
+@dataclass(slots=True, eq=False)
 class SchedulerState:
     """One scheduler's requests from `add` to their end; `config` and `order` change when it is configured."""
 
     config: SchedulerConfig
     kv: KVCacheManager
-    order: ServiceOrder[RequestState]  # holds the queue
+    order: ServiceOrder[RequestState]  # holds the queue, as all here without those of the class background
+    background: Background
     predictor: Predictor
     stop_rule: StopRule
     swap_costs: SwapCosts | None = None
+    step_costs: CostModel | None = None  # None until they were measured
     requests: dict[str, RequestState] = field(default_factory=dict)  # all that have not finished
     prefilling: dict[str, RequestState] = field(default_factory=dict)  # running, more than one token behind
     decoding: dict[str, RequestState] = field(default_factory=dict)  # running, one token behind
@@ -112,13 +142,37 @@ class SchedulerState:
 
     @property
     def num_running(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
+        """Of all classes."""
+        return len(self.prefilling) + len(self.decoding) + self.background.num_running
 
     def running(self) -> Iterator[RequestState]:
+        """Running requests, without those of the class background."""
         return chain(self.prefilling.values(), self.decoding.values())
 
     def worst_running(self) -> RequestState:
-        return max(self.running(), key=self.order.victim_key)
+        """Return the first to be preempted: one of the class background while any runs."""
+        books = self.background if self.background.num_running else self
+        return max(books.running(), key=books.order.victim_key)
+
+    def outranked(self, head: RequestState) -> list[RequestState]:
+        """Return the running requests that a waiting one may displace, the first to be preempted first."""
+        background = self.background
+        if head.background:
+            return []  # none of its class gives way to another, and no other to it
+        first = sorted(background.running(), key=background.order.victim_key, reverse=True)
+        return first + self.order.outranked(head, self.running())
+
+    def books_of(self, request: RequestState) -> SchedulerState | Background:
+        """Return the order and running requests of the request's class."""
+        return self.background if request.background else self
+
+    def place(self, request: RequestState) -> tuple[Any, ...]:
+        """Smaller is served first, of all classes."""
+        return (request.background, *self.books_of(request).order.place(request))
+
+    def peek(self) -> RequestState | None:
+        """Return the first in the queue, of all classes."""
+        return self.order.queue.peek() or self.background.order.queue.peek()
 
     def reusable(self, request: RequestState) -> PrefixHit:
         """Return the KV that a waiting request finds: in the prefix cache, with another sample, or on the host."""
@@ -133,20 +187,22 @@ class SchedulerState:
 
     def enqueue(self, request: RequestState) -> None:
         request.status = RequestStatus.WAITING
-        self.order.enqueue(request)
+        self.books_of(request).order.enqueue(request)
 
     def start(self, request: RequestState) -> None:
         """Move the request out of the queue into a slot; its blocks are allocated."""
         request.status = RequestStatus.RUNNING
-        self.prefilling[request.request_id] = request
-        self.order.started(request)
+        books = self.books_of(request)
+        books.prefilling[request.request_id] = request
+        books.order.started(request)
         if self.sample_groups.groups:
             self.sample_groups.started(request)
 
     def leave_running(self, request: RequestState) -> None:
         """Take the request out of its slot; its blocks are free."""
-        if self.decoding.pop(request.request_id, None) is None:
-            del self.prefilling[request.request_id]
+        books = self.books_of(request)
+        if books.decoding.pop(request.request_id, None) is None:
+            del books.prefilling[request.request_id]
         self.kv.free(request)
         self.forgotten.append(request.request_id)
 
@@ -155,19 +211,23 @@ def check_state(state: SchedulerState, *, step_under_way: bool) -> None:
     """Asserts; slow."""
     queued, running = list(state.order.queue), list(state.running())
     kv, reservations, groups = state.kv, state.reservations, state.sample_groups
+    assert groups.num_awaiting == sum(groups.awaits_leader(r) for r in queued)
     away = list(reservations.waiting.values())
+    state.order.check_invariants([*(r for r in away if state.books_of(r) is state), *running])
+    of_class = [*(r for r in away if r.background), *state.background.running()]
+    state.background.order.check_invariants(of_class)
+    assert all(r.background for r in (*of_class, *state.background.order.queue))
+    queued, running = [*queued, *state.background.order.queue], [*running, *state.background.running()]
     everyone = sorted(r.request_id for r in [*queued, *away, *running])
     assert everyone == sorted(state.requests)
-    state.order.check_invariants([*away, *running])
     assert all(r.status is RequestStatus.WAITING for r in queued)
     assert all(r.status is RequestStatus.WAITING_FOR_KV and not r.num_computed_tokens for r in away)
     assert {r.request_id for r in away if r.block_table} == set(reservations.reserved)
     assert all(reservations.waiting[name].block_table for name in reservations.reserved)
     assert all(r.status is RequestStatus.RUNNING for r in running)
     assert not any(r.block_table or r.num_computed_tokens for r in queued)
-    assert groups.num_awaiting == sum(groups.awaits_leader(r) for r in queued)
     if not step_under_way:  # drafts have left no trace
-        decoding = state.decoding.values()
+        decoding = [*state.decoding.values(), *state.background.decoding.values()]
         assert all(r.num_computed_tokens < r.num_tokens for r in decoding)
         for r in decoding:  # a postponed row may have begun a block
             fewest, most = map(kv.num_blocks_for, (r.num_computed_tokens, r.num_tokens))

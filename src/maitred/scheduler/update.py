@@ -89,7 +89,7 @@ def end(state: SchedulerState, request: RequestState, reason: FinishReason, now:
         forget(state, request)
     request.status, request.finish_reason, request.finished_at = RequestStatus.FINISHED, reason, now
     del state.requests[request_id]
-    state.order.ended(request)
+    state.books_of(request).order.ended(request)
     if reason in ENDED_BY_ITSELF and request.spec.pooling is None:
         state.predictor.observe(request)
     if request.host_block_table:
@@ -174,7 +174,7 @@ def _take(
     num_taken, reason = 1, _append(state, request, token_ids[0], now)
     while num_taken < len(token_ids) and reason is None:
         request.num_computed_tokens += 1
-        state.order.accepted(request)
+        state.books_of(request).order.accepted(request)
         reason = _append(state, request, token_ids[num_taken], now)
         num_taken += 1
     request.num_computed_tokens -= max(0, num_taken - 1 - num_accepted)
@@ -187,8 +187,9 @@ def _take(
 
 def _append(state: SchedulerState, request: RequestState, token: int, now: float) -> FinishReason | None:
     """Append one known token; return why it ended the request, if it did."""
-    if request.request_id in state.prefilling:
-        state.decoding[request.request_id] = state.prefilling.pop(request.request_id)
+    books = state if request.request_id in state.prefilling else state.background
+    if request.request_id in books.prefilling:
+        books.decoding[request.request_id] = books.prefilling.pop(request.request_id)
         if state.sample_groups.groups:
             state.sample_groups.prompt_computed(request)
     if request.first_token_at is None:

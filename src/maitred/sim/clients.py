@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 import msgspec
@@ -85,8 +85,10 @@ class Clients:
         if order % 2:
             self._expect_next_of_source()
         caller = self._callers.get(arrival.tenant, self._anybody)
+        if arrival.background:
+            caller = replace(caller, background=True)
         weight = arrival.weight if caller.is_anybody else caller.tenant.weight
-        group = self.results.tenant(arrival.tenant, weight)
+        group = self.results.tenant(arrival.tenant, weight, background=arrival.background)
         self.results.arrived(group, at)
         spec = request_of(arrival, self._block_size)
         return SimulatedRequest(arrival, caller, spec, group, SampledRow(arrival.request_id, (0,)))

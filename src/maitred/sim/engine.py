@@ -110,8 +110,7 @@ class SimulatedEngine:
             speculation=Speculation(setup.num_speculative_tokens) if drafts else None,
         )
         self.core = EngineCore(self.scheduler, self._executor, self.clock, *listeners)
-        if drafts:
-            self.core.set_step_costs(cost_model)
+        self.core.set_step_costs(cost_model)
 
     @property
     def has_work(self) -> bool:

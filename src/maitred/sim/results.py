@@ -113,6 +113,7 @@ class GroupResults:
     num_cached_tokens: int = 0  # of their prompts
     num_preemptions: int = 0  # of them
     weight: float = 1.0
+    background: bool = False  # of requests of that class
     # the requests' rates of service (tokens per second of stay), for Jain's index
     rates: float = 0.0
     squared_rates: float = 0.0
@@ -230,13 +231,21 @@ class SimulatedResults:
         self.tickets = Tickets()
         self.queue_length = Series()
 
-    def tenant(self, name: str, weight: float = 1.0) -> GroupResults:
-        """Made when first asked for; the tenant of requests without one is `default`."""
-        name = name or "default"
+    def tenant(self, name: str, weight: float = 1.0, *, background: bool = False) -> GroupResults:
+        """Made when first asked for; the tenant of requests without one is `default`. Those of the class background are
+        a group of their own.
+        """
+        name = (name or "default") + (" (background)" if background else "")
         group = self.tenants.get(name)
         if group is None:
-            group = self.tenants[name] = GroupResults(weight=weight)
+            group = self.tenants[name] = GroupResults(weight=weight, background=background)
         return group
+
+    @property
+    def _others(self) -> list[GroupResults]:
+        """Groups without the class background, if there are any."""
+        groups = list(self.tenants.values())
+        return [group for group in groups if not group.background] or groups
 
     def arrived(self, group: GroupResults, now: float) -> None:
         if self.began_at is None:
@@ -290,8 +299,9 @@ class SimulatedResults:
 
     @property
     def total(self) -> GroupResults:
+        """Results of all, without the class background."""
         whole = GroupResults()
-        for group in self.tenants.values():
+        for group in self._others:
             whole.merge(group)
         return whole
 
@@ -321,9 +331,8 @@ class SimulatedResults:
     @property
     def jain(self) -> float:
         """Return Jain's index over the tenants' rates of service by weight; with one tenant, over its requests."""
-        if len(self.tenants) == 1:
-            return self.total.jain
-        return jain_index(group.service_rate for group in self.tenants.values())
+        groups = self._others
+        return self.total.jain if len(groups) == 1 else jain_index(group.service_rate for group in groups)
 
     def to_json(self) -> dict[str, Any]:
         """The figures of `maitred simulate --json` for one policy."""

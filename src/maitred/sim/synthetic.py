@@ -139,6 +139,8 @@ class ClassSpec:
     """Given up if it is not done by then."""
     tenant: str | None = None
     """Tenant of its requests; None draws from the workload's tenants."""
+    background: int = 0
+    """So many of its requests wait from the start, as background work beside the arrivals; 0 is an ordinary class."""
 
     def __post_init__(self) -> None:
         require_at_least("share", self.share, 0)
@@ -147,6 +149,7 @@ class ClassSpec:
         require_at_least("num_prefixes", self.num_prefixes, 1)
         require_at_least("think_s", self.think_s, 0)
         require_at_least("priority", self.priority or 0, 0)
+        require_at_least("background", self.background, 0)
         for name in ("input", "output", "turns"):
             parse_length(getattr(self, name), name)
 
@@ -222,8 +225,8 @@ class WorkloadSpec:
             require_at_least(name, getattr(self, name), 1e-9)
         require_at_least("num_requests", self.num_requests, 1)
         require_between("amplitude", self.amplitude, 0, 1)
-        if not self.classes or not any(c.share > 0 for c in self.classes.values()):
-            raise ConfigError("classes is empty, or has no share over 0; give at least one class")
+        if not any(c.share > 0 and not c.background for c in self.classes.values()):
+            raise ConfigError("classes is empty, or has none that arrives with a share over 0; give at least one class")
         if self.tenants and not any(t.share > 0 for t in self.tenants.values()):
             raise ConfigError("tenants have no share over 0; give at least one")
 
@@ -302,7 +305,12 @@ class SyntheticWorkload:
 
     def arrivals(self) -> Iterator[Arrival]:
         spec = self.spec
-        drawing = _Drawing(spec)
+        for name, kind in spec.classes.items():
+            drawing = _Drawing(spec, {name: kind}, f"{spec.seed}/{name}")
+            for number in range(kind.background):
+                yield replace(drawing.arrival(number, 0.0, 1), background=True)
+        arriving = {name: kind for name, kind in spec.classes.items() if not kind.background}
+        drawing = _Drawing(spec, arriving, str(spec.seed))
         num_left = spec.num_requests
         for number, at in enumerate(self._times(random.Random(f"{spec.seed}/arrivals"))):
             arrival = drawing.arrival(number, at, num_left)
@@ -331,11 +339,11 @@ class SyntheticWorkload:
 class _Drawing:
     """The generators of one pass over a workload."""
 
-    def __init__(self, spec: WorkloadSpec) -> None:
+    def __init__(self, spec: WorkloadSpec, classes: Mapping[str, ClassSpec], seed: str) -> None:
         self._spec = spec
         streams = ("classes", "tenants", "lengths", "prefixes", "thoughts", "models")
-        self._rngs = {name: random.Random(f"{spec.seed}/{name}") for name in streams}
-        self._classes = list(spec.classes.items())
+        self._rngs = {name: random.Random(f"{seed}/{name}") for name in streams}
+        self._classes = list(classes.items())
         self._class_shares = list(itertools.accumulate(c.share for _, c in self._classes))
         self._tenants = list(spec.tenants.items())
         self._tenant_shares = list(itertools.accumulate(t.share for _, t in self._tenants))
@@ -367,7 +375,7 @@ class _Drawing:
             start_within_s=kind.start_within_s,
             deadline_s=kind.deadline_s,
             spans=self._prefix(name, kind, tenant),
-            own=b"s" + number.to_bytes(8, "little"),
+            own=(name.encode() if kind.background else b"s") + number.to_bytes(8, "little"),
             turns=turns,
         )
 

@@ -85,6 +85,7 @@ def _arrival(number: int, served: ServedRequest, block_size: int, began_at: floa
         priority=spec.terms.priority,
         weight=spec.terms.weight,
         ttft_slo_s=spec.terms.ttft_slo_s,
+        background=spec.terms.background,
         spans=tuple(TokenSpan(name, (at + 1) * block_size) for at, name in enumerate(spec.block_hashes)),
         own=b"own %d " % number,
     )
@@ -113,7 +114,8 @@ def _measured(served: Sequence[ServedRequest], objectives: Objectives) -> Replay
     moments = [(each.spec.arrived_at, 0, number) for number, each in enumerate(served)]
     for at, is_end, number in sorted([*moments, *((each.ended_at, 1, number) for number, each in enumerate(served))]):
         one = served[number]
-        group = results.tenant(one.spec.terms.tenant, one.spec.terms.weight)
+        terms = one.spec.terms
+        group = results.tenant(terms.tenant, terms.weight, background=terms.background)
         if not is_end:
             results.arrived(group, at)
             continue

@@ -54,6 +54,7 @@ class Arrival:
     ttft_slo_s: float | None = None
     start_within_s: float | None = None  # given up if it is in no step by then, after arrival
     deadline_s: float | None = None  # given up if it is not done by then, after arrival
+    background: bool = False
     spans: tuple[TokenSpan, ...] = ()  # shared parts, the first one first; what is after them is the conversation's own
     own: bytes = b""  # name of what is after them
     turns: tuple[Turn, ...] = ()  # still to come
@@ -68,6 +69,7 @@ class Arrival:
             ttft_slo_s=self.ttft_slo_s,
             start_by=None if self.start_within_s is None else self.at + self.start_within_s,
             finish_by=None if self.deadline_s is None else self.at + self.deadline_s,
+            background=self.background,
         )
 
 
@@ -167,6 +169,7 @@ def next_turn(arrival: Arrival, ended_at: float) -> Arrival | None:
         ttft_slo_s=arrival.ttft_slo_s,
         start_within_s=arrival.start_within_s,
         deadline_s=arrival.deadline_s,
+        background=arrival.background,
         spans=arrival.spans,
         own=arrival.own,
         turns=tuple(rest),

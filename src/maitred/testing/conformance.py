@@ -18,12 +18,15 @@ from math import isfinite
 
 from msgspec import structs
 
+from maitred.core.cost_model import CostModel, shape_of
 from maitred.core.request import RequestState, Terms
+from maitred.core.step import SchedulerOutput
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory, Queued
+from maitred.scheduler.notes import Lack
 from maitred.testing.conformance_lanes import TensorWorld, lane_fair_share_fault, lane_starvation_fault
 from maitred.testing.conformance_steps import STEP_PROPERTIES, PolicyFault, conservation
-from maitred.testing.conformance_world import Bring, Execute, Scenario, ServiceMeter, World, answer, scenario_of
+from maitred.testing.conformance_world import Bring, Execute, Moment, Scenario, ServiceMeter, World, answer, scenario_of
 
 __all__ = ("STEP_PROPERTIES", "PolicyFault")  # those that are defined elsewhere
 
@@ -257,6 +260,50 @@ def _fault_of_lane_swap(world: World, tensors: TensorWorld) -> str | None:
     return None if before == after else f"those that wait were in order {before}, after a swap and back {after}"
 
 
+# -- beside background work
+
+
+def check_background(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
+    """Background work beside the others: it lengthens no step of theirs by more than the slack, by the cost model; it
+    starts before none that waits, and keeps no slot that one lacks; alone it is never left standing, and it ends.
+    """
+    world = World(make, scenario, execute)
+    world.scheduler.set_step_costs(STEP_COSTS)
+    while world.scheduler.has_work or len(world.requests) < scenario.num_requests:
+        while len(world.requests) < scenario.num_requests and world.dice.chance(scenario.arrivals_percent):
+            spec = world.draw_request().spec
+            terms = structs.replace(spec.terms, background=world.dice.chance(50))
+            world.add(RequestState(structs.replace(spec, terms=terms)))
+        plan = world.scheduler.schedule(world.now)
+        fault = _fault_beside(world, plan)
+        if fault is not None:
+            raise PolicyFault("background", scenario, plan.step, fault)
+        world.plans.append(plan)
+        world.carry_out(Moment(world, plan, {}, {}))
+        if len(world.plans) > 4 * world.max_steps:
+            raise PolicyFault("background", scenario, plan.step, "no end in sight")
+    _check_ended(world)
+
+
+STEP_COSTS = CostModel(fixed_s=0.02, prefill_token_s=0.0004, decode_token_s=0.0004)
+
+
+def _fault_beside(world: World, plan: SchedulerOutput) -> str | None:
+    scheduler, config = world.scheduler, world.scheduler.config
+    others = [row for row in plan.rows if not world.requests[row.request_id].background]
+    limit_s = (1 + config.batch_slack) * STEP_COSTS.step_s(shape_of(others))
+    if others and (step_s := STEP_COSTS.step_s(shape_of(plan.rows))) > limit_s:
+        return f"the step takes {step_s:.4f} s, over {limit_s:.4f} s"
+    waiting = [r for r in scheduler.waiting if not r.background]
+    ahead = [new.request_id for new in plan.new_requests if world.requests[new.request_id].background]
+    if waiting and ahead:
+        return f"{ahead[0]} starts while {waiting[0].request_id} waits"
+    holders = [r for r in scheduler.running if r.background]
+    if waiting and holders and scheduler.blocked is not None and scheduler.blocked.lack is Lack.SLOTS:
+        return f"{holders[0].request_id} keeps its slot while {waiting[0].request_id} waits for one"
+    return None if plan.rows or not scheduler.has_work else "nothing goes, and background work waits"
+
+
 def check_busy_lane(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
     """Check that no request starves in a lane that is never empty, and no tenant gets more than the policy says."""
     fault = lane_starvation_fault(make, scenario, RIVALS)
@@ -294,6 +341,7 @@ CHECKS: dict[str, Callable[..., object]] = {  # (factory, scenario), and an exec
     "fair share": check_fair_share,
     "lanes": check_lanes,
     "busy lane": check_busy_lane,
+    "background": check_background,
 }
 
 

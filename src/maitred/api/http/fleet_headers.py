@@ -73,12 +73,13 @@ SALT = b"x-maitred-salt"  # of the tenant's cache group
 KEY_ID, ADMIN = b"x-maitred-key-id", b"x-maitred-admin"
 MAX_TOKENS = b"x-maitred-default-max-tokens"  # of a request that names none
 TIME_LEFT = (b"x-maitred-ttft-left-ms", b"x-maitred-queue-left-ms", b"x-maitred-time-left-ms")  # as TimeLimits
+CLASS, BACKGROUND = b"x-maitred-class", b"background"  # served with what nobody else uses; never without the caller
 KV_FROM = b"x-maitred-kv-from"  # where the prompt's KV may be pulled: addresses with commas between
 PROMPT_ONLY = b"x-maitred-prompt-only"  # another replica answers: the prompt is to be computed, and one token
 KV_EXPECTED = b"x-maitred-kv-expected"  # it is being computed there: its KV is to be pulled meanwhile, and no more
 NUM_CACHED = b"x-maitred-num-cached"  # prompt tokens found cached where the prompt was computed, and counted
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 300
-_OF_CALLER = (TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, CAPTURE, KEY_ID, ADMIN, MAX_TOKENS)
+_OF_CALLER = (TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, CAPTURE, KEY_ID, ADMIN, MAX_TOKENS, CLASS)
 BELIEVED = frozenset((*_OF_CALLER, *TIME_LEFT, SEED, TELL, KV_FROM, PROMPT_ONLY, KV_EXPECTED, NUM_CACHED))
 LEAST_LEFT_S = 0.001
 
@@ -88,6 +89,7 @@ def vouching(
 ) -> list[Header]:
     """A router's headers for a `caller` of `model`, whose key it has checked; the gate granted the priority."""
     told: list[Header] = [(ADMIN, b"1")] if caller.is_admin else []
+    told += [(CLASS, BACKGROUND)] if caller.background else []
     if caller.is_anybody:
         return [(TENANT, b""), *told]
     tenant = caller.tenant
@@ -156,10 +158,10 @@ def vouched_caller(headers: Mapping[bytes, bytes], quotas: QuotaBook, anybody: C
 
     `quotas` counts its use, and the server's own caller is `anybody`. Raises InvalidRequest for an invalid value.
     """
-    is_admin = anybody.is_admin and ADMIN in headers
+    is_admin, background = anybody.is_admin and ADMIN in headers, headers.get(CLASS) == BACKGROUND
     name = headers[TENANT].decode("latin-1")
     if not name:
-        return Caller(ANYBODY, anybody.quota, is_admin=is_admin)
+        return Caller(ANYBODY, anybody.quota, is_admin=is_admin, background=background)
     priority = int(_number(headers, PRIORITY))
     tenant = Tenant(
         name=name,
@@ -171,7 +173,7 @@ def vouched_caller(headers: Mapping[bytes, bytes], quotas: QuotaBook, anybody: C
         capture=headers.get(CAPTURE, b"").decode("latin-1"),
         shared_cache_group=headers.get(SALT, b"").decode("latin-1"),
     )
-    return Caller(tenant, quotas.of(tenant), unquote(headers.get(KEY_ID, b"").decode("latin-1")), is_admin)
+    return Caller(tenant, quotas.of(tenant), unquote(headers.get(KEY_ID, b"").decode("latin-1")), is_admin, background)
 
 
 def _number(headers: Mapping[bytes, bytes], name: bytes) -> float:

@@ -152,7 +152,7 @@ class Router(Service):
         """Admission goes by all slots there are; while there are none, all are held up to the queue's own limit."""
         core = self.fleet.core
         self.admission.resize(core.num_slots or UNKNOWN_SHARE * self.admission.config.max_queued_requests)
-        self.admission.look(core.num_held, now)
+        self.admission.look(core.num_queued, now)
 
     def _bound(self, routed: RoutedRequest, bind: Bind) -> None:
         """A request goes to a replica, for the first time or again."""

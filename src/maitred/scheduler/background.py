@@ -1,0 +1,154 @@
+"""Background requests in a plan: as many tokens as lengthen the step by `batch_slack` at most, by measured step costs.
+
+They come after all others, whatever the policy, and in the policy's order among themselves. A step without others is
+theirs, up to a length that a newcomer can wait for; beside others nothing joins before steps of that size are measured.
+Rows are taken in order while the modelled time allows, decoding ones before chunks of prompts; each chunk has as many
+tokens as still fit. None is preempted for another of the class, but for blocks in a step of their own. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from typing import NamedTuple
+
+from maitred.core.cost_model import CostModel, StepShape, shape_of
+from maitred.core.request import RequestState
+from maitred.core.step import ScheduledRow
+from maitred.scheduler.planning import (
+    RUNNING,
+    PlanBuilder,
+    admit,
+    grow,
+    is_whole,
+    plan_chunk,
+    plan_forced,
+    preempt_for,
+    service_of,
+)
+from maitred.scheduler.state import Background, SchedulerState
+
+ALONE_S = 0.03
+"""Modelled length of a step without others: what comes meanwhile waits for its end."""
+SHORTEST = 2.0
+"""The same in steps of one token, on a machine where those take longer: one more row costs little there."""
+FEW_TOKENS = 4
+"""The least measured step that tells what one token takes; larger ones say nothing of it."""
+LEAST_CHUNK = 16  # tokens of a prompt in a step of its own, whatever they take
+ONE_TOKEN = StepShape(rows=1, decode_tokens=1, context_tokens=1, samples=1, groups=1)
+
+
+class Allowance(NamedTuple):
+    """The longest that a step may get (s), by this model; none is needed where there is no limit."""
+
+    limit_s: float
+    costs: CostModel | None
+
+    def fits(self, rows: Iterable[ScheduledRow]) -> bool:
+        return self.limit_s == inf or (self.costs is not None and self.costs.step_s(shape_of(rows)) <= self.limit_s)
+
+    def num_rows(self, there: Sequence[ScheduledRow], rows: Sequence[ScheduledRow]) -> int:
+        """Return how many of `rows`, in order, fit beside those that are there."""
+        return largest(len(rows), lambda count: self.fits([*there, *rows[:count]]))
+
+    def num_tokens(self, there: Sequence[ScheduledRow], request_id: str, start: int, wanted: int) -> int:
+        """Return how many tokens of a row from `start` on fit beside those that are there."""
+        return largest(wanted, lambda count: self.fits([*there, ScheduledRow(request_id, start, count, False)]))
+
+
+def largest(wanted: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest count up to `wanted` that fits; of one that does, all smaller ones do."""
+    if wanted <= 0 or fits(wanted):
+        return max(0, wanted)
+    return bisect_left(range(1, wanted), True, key=lambda count: not fits(count))
+
+
+def allowance(costs: CostModel | None, slack: float, others: Sequence[ScheduledRow]) -> Allowance:
+    """Return how long a step with these rows of other requests may get; nothing joins them where no step so small was
+    measured, and any number of rows goes alone before steps were.
+    """
+    if not others:
+        if costs is None:
+            return Allowance(inf, None)
+        knows = not costs.steps or costs.steps[0].size <= FEW_TOKENS
+        return Allowance(max(ALONE_S, SHORTEST * costs.step_s(ONE_TOKEN) if knows else 0.0), costs)
+    shape = shape_of(others)
+    if costs is None or (costs.steps and (len(costs.steps) < 2 or costs.steps[0].size > shape.tokens)):
+        return Allowance(0.0, None)
+    return Allowance((1.0 + slack) * costs.step_s(shape), costs)
+
+
+def join(state: SchedulerState, builder: PlanBuilder) -> None:
+    """Add rows of background requests to a finished plan of the others."""
+    background = state.background
+    background.order.begin_step()
+    num_others, budget, builder.num_blocks_short = len(builder.rows), builder.budget, 0
+    allowed = allowance(state.step_costs, state.config.batch_slack, builder.rows)
+    has_room = allowed.limit_s > 0.0 and _plan_decodes(background, state, builder, allowed)
+    for request in sorted(background.prefilling.values(), key=background.order.place):
+        if has_room and request.status is RUNNING:
+            num_left = request.num_tokens - request.num_computed_tokens
+            most = _chunk(request, request.num_computed_tokens, builder, allowed)
+            plan_chunk(state, request, builder, most=most)
+            has_room = most == num_left
+    if has_room and not builder.preemptions and not state.order.queue:
+        _plan_admissions(background, state, builder, allowed)
+    rows, requests = builder.rows[num_others:], builder.requests[num_others:]
+    background.order.issued(requests, service_of(rows, background.prefilling))
+    state.counters.num_background_tokens += budget - builder.budget
+
+
+def _plan_decodes(background: Background, state: SchedulerState, builder: PlanBuilder, allowed: Allowance) -> bool:
+    """Return whether all decode."""
+    requests, is_alone = sorted(background.decoding.values(), key=background.order.place), not builder.rows
+    starts = [(request, request.num_computed_tokens) for request in requests]
+    rows = [ScheduledRow(each.request_id, start, 1, start + 1 == each.num_tokens) for each, start in starts]
+    most = min(builder.budget, max(int(is_alone), allowed.num_rows(builder.rows, rows)))  # one may always go alone
+    for request, row in zip(requests[:most], rows, strict=False):
+        if request.status is not RUNNING:
+            continue  # preempted for the sake of a row before it
+        block, table, planned = row.start // state.kv.block_size, request.block_table, row
+        if block >= len(table) or state.kv.ref_counts[table[block]] != 1:
+            grown = grow(state, request, builder) if is_alone else state.kv.allocate(request, 1)
+            if grown is None:
+                continue
+            builder.copies += grown.copies
+            planned = row._replace(new_block_ids=grown.new_block_ids, replaced_blocks=grown.replaced_blocks)
+        builder.rows.append(planned)
+        builder.requests.append(request)
+        request.num_computed_tokens += 1
+        builder.budget -= 1
+    if is_alone:
+        plan_forced(state, builder)
+    return most >= len(requests)
+
+
+def _plan_admissions(background: Background, state: SchedulerState, builder: PlanBuilder, allowed: Allowance) -> None:
+    order, groups = background.order, state.sample_groups
+    while builder.budget > 0 and state.num_running < state.config.max_num_seqs:
+        head = order.head()
+        if head is None or (groups.groups and groups.awaits_leader(head)):
+            return
+        hit = state.reusable(head)
+        builder.num_blocks_short = state.kv.num_blocks_short(head, hit)
+        if builder.num_blocks_short:
+            if state.num_running or not preempt_for(state, head, builder):
+                return
+            hit = state.reusable(head)
+        most = _chunk(head, hit.num_tokens, builder, allowed)
+        if most:
+            admit(state, head, hit, builder, most)
+        if most < head.num_tokens - hit.num_tokens:
+            return
+
+
+def _chunk(request: RequestState, start: int, builder: PlanBuilder, allowed: Allowance) -> int:
+    """Return how many of the request's tokens from `start` on go into the step."""
+    num_left = request.num_tokens - start
+    wanted = min(builder.budget, num_left)
+    if is_whole(request):
+        row = ScheduledRow(request.request_id, start, num_left, False)
+        return num_left if not builder.rows or (wanted == num_left and allowed.fits([*builder.rows, row])) else 0
+    most = allowed.num_tokens(builder.rows, request.request_id, start, wanted)
+    return most if builder.rows else max(most, min(wanted, LEAST_CHUNK))
