@@ -22,6 +22,9 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 WEATHER = {"name": "weather", "description": "How it is there.", "input_schema": CITY}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 THOUGHT = f"<think>\nhm\n</think>\n\nI look.\n{CALL}"
+NESTED: Any = [{"type": "text", "text": "a"}]
+for _ in range(100):
+    NESTED = [{"type": "document", "source": {"type": "content", "content": NESTED}}]
 MARKER = "<total_tokens>{} tokens left</total_tokens>"
 
 
@@ -230,6 +233,7 @@ def test_choices_of_tools_and_schemas_bind_the_answer(client, replica):
          "messages[0].content[0] is not supported: it is a block of type image"),
         ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, 400, "invalid_request_error",
          "there are no tools"),
+        ({"messages": [{"role": "user", "content": NESTED}]}, 400, "invalid_request_error", "nested too deeply"),
         ({"thinking": {"type": "hard"}}, 400, "invalid_request_error", "thinking.type is 'hard'"),
         ({"tools": [{"name": "a"}]}, 400, "invalid_request_error", "tools[0].input_schema is missing"),
     ],

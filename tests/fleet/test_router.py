@@ -202,6 +202,43 @@ async def test_streams_of_an_ollama_server_come_line_by_line_and_what_is_cut_is_
     assert {*paths} == {"/api/chat"}
 
 
+async def test_streams_of_anthropic_s_form_end_by_their_last_event_and_their_usage_is_read(tmp_path: Path):
+    def told(kind: str, **fields: Any) -> bytes:
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), json.dumps({"type": kind, **fields}).encode())
+
+    begun = told("message_start", message={"usage": {"input_tokens": 5, "cache_read_input_tokens": 20}})
+    said = told("content_block_delta", index=0, delta={"type": "text_delta", "text": "one"})
+    ended = told("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 7}) + told("message_stop")
+    full = whole(b"{}", "529 Overloaded", "retry-after: 1\r\n")
+    answers = [full, begun + said + ended, begun + said]
+    seen: list[Seen] = []
+
+    async def script(asked_for: Seen, writer: asyncio.StreamWriter) -> None:
+        seen.append(asked_for)
+        answer = answers.pop(0)
+        writer.write(answer if answer is full else STREAM_HEAD + chunk(answer) + LAST_CHUNK)
+
+    path, body = "/v1/messages", {"model": MODEL, "max_tokens": 9, "stream": True, "messages": chat()["messages"]}
+    async with routed(script, server={"api_keys": ("key",)}) as (running, _), client_of(running) as client:
+        client.headers.update({"x-api-key": "key", "anthropic-version": "2023-06-01"})
+        ledger = running.router.ledger = Ledger(tmp_path / "ledger")
+        assert (await client.post(path, json=body)).content == begun + said + ended  # asked again where it was full
+        cut = (await client.post(path, json=body)).content
+        assert cut.startswith(begun + said + b'event: error\ndata: {"error":{"type":"api_error"')
+        ledger.close()
+        [card] = (await client.get("/v1/models")).json()["data"]
+        assert (card["id"], card["type"]) == (MODEL, "model")
+        missing = await client.get("/v1/models/nope")
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+        del client.headers["x-api-key"]
+        refused = await client.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    assert not any("x-api-key" in each.headers for each in seen)
+    with closing(sqlite3.connect(tmp_path / "ledger")) as db:
+        rows = db.execute("SELECT prompt_tokens, cached_tokens, generated_tokens FROM request ORDER BY opened_at")
+        assert rows.fetchall()[0] == (25, 20, 7)
+
+
 async def test_a_429_of_a_foreign_server_is_tried_elsewhere_and_passed_on_where_all_say_so():
     async with routed(LIMITED, WELL, balance="round_robin") as (running, fakes), client_of(running) as client:
         answers = [await client.post(CHAT, json=chat()) for _ in range(4)]
@@ -450,10 +487,11 @@ def counts_words(num_told: list[str]) -> Script:
     """A server for which each word is a token, and that notes which prompts it counted."""
 
     async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
-        if seen.path == "/tokenize":
+        if seen.path in ("/tokenize", "/v1/messages/count_tokens"):
             text = json.loads(seen.body)["messages"][0]["content"]
             num_told.append(text)
-            writer.write(whole(json.dumps({"count": len(text.split())}).encode()))
+            field = "count" if seen.path == "/tokenize" else "input_tokens"
+            writer.write(whole(json.dumps({field: len(text.split())}).encode()))
         else:
             writer.write(whole(completion(num_prompt_tokens=len(seen.body) // 4)))
 
@@ -493,6 +531,9 @@ async def test_a_tenants_limit_of_tokens_refuses_no_prompt_by_an_estimate():
         client.headers["authorization"] = "Bearer a"
         assert (await client.post(CHAT, json=chat(MANY_WORDS, max_tokens=9))).status_code == 429
         assert (await client.post(CHAT, json=chat(LONG_WORDS, max_tokens=9))).status_code == 200
+    async with routed(counts_words([]), tenants=tenants) as (running, _), client_of(running) as client:
+        client.headers["x-api-key"] = "a"
+        assert (await client.post("/v1/messages", json=chat(LONG_WORDS, max_tokens=9))).status_code == 200
 
 
 async def test_a_queue_has_its_limit_at_the_router_and_the_more_urgent_take_the_place_of_others():

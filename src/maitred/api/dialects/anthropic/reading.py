@@ -32,6 +32,7 @@ _BUDGET = re.compile(rf"\n{{0,4}}(?:{BUDGET})")
 # what only Anthropic's own servers act on, or can read
 _IMAGES = ("image", "audio", "video")
 _SYSTEM = ("system", "developer")
+MAX_DEPTH = 8  # blocks in one another: a result, a document, its texts
 _EFFORTS = {"max": "xhigh"}  # others are named alike
 _TIERS = {"auto": "auto", "standard_only": "default"}
 
@@ -178,6 +179,10 @@ class MessagesReading:
 
     def _inner(self, block: SentBlock, at: str) -> str:
         """Text of what a block contains."""
+        if at.count("[") > MAX_DEPTH:
+            raise InvalidRequest(
+                f"{at[:80]} is nested too deeply; at most {MAX_DEPTH} blocks in one another", param="messages"
+            )
         content = None if isinstance(block.content, UnsetType) else decode_json(block.content, _CONTENT, at=at)
         texts = (self._text(inner, f"{at}[{number}]") for number, inner in enumerate(self._blocks(content)))
         return "\n".join(filter(None, texts))
