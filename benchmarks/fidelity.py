@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import psutil
 from harness import write_section
 from live_engine import CLOCKS, LiveEngine, live_engine, record
@@ -51,7 +51,7 @@ from maitred.sim.fit import MeasuredStep, RecordedRun, fit_steps, measured_steps
 from maitred.sim.profile import Jitter, Profile
 from maitred.sim.results import SimulatedResults
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
-from maitred.sim.workload import Arrival
+from maitred.sim.workload import Arrival, Turn
 
 LOADS, HTTP_LOADS = (0.5, 0.8, 1.1), (0.5, 0.8, 4.0)  # of capacity; from 2 on requests in flight
 POLICIES = ("fcfs", "priority", "srpt", "mlfq")
@@ -349,11 +349,43 @@ def arrivals_of(records: Sequence[Record]) -> list[Arrival]:
     ]
 
 
+def closed_arrivals(records: Sequence[Record], in_flight: int) -> list[Arrival]:
+    """The same of a closed loop: a conversation for each of those in flight, whose turns come when the last has ended,
+    so that a simulation that is slower is asked less. Turns here are longer by less than nothing, and share nothing.
+    """
+    loops: list[list[Record]] = []
+    for each in records:
+        ended = [loop for loop in loops if loop[-1].ended_s <= each.sent_s]
+        if len(loops) < in_flight or not ended:
+            loops.append([each])
+        else:
+            max(ended, key=lambda loop: loop[-1].ended_s).append(each)
+    arrivals = []
+    for loop, first in zip(loops, arrivals_of([loop[0] for loop in loops]), strict=True):
+        turns = [
+            Turn(
+                think_s=each.sent_s - before.ended_s,
+                new_tokens=each.input_tokens - before.input_tokens - before.output_tokens,
+                output_tokens=each.output_tokens,
+                max_tokens=each.output_tokens,
+            )
+            for before, each in pairwise(loop)
+        ]
+        arrivals.append(replace(first, turns=tuple(turns)))
+    return arrivals
+
+
 def http_setup(scheduler: SchedulerConfig, profile: Profile) -> EngineSetup:
     config, size = scheduler.settled(profile.token_budget), profile.block_size
     blocks = profile.kv_memory_bytes // (profile.kv_bytes_per_token * size)
     longest = config.max_num_seqs * -(-profile.max_model_len // size)
-    return EngineSetup(scheduler=config, num_blocks=min(blocks, longest), block_size=size, predictor="max_tokens")
+    return EngineSetup(
+        scheduler=config,
+        num_blocks=min(blocks, longest),
+        block_size=size,
+        predictor="max_tokens",
+        enable_prefix_caching=False,  # no prompt begins as another
+    )
 
 
 T = TypeVar("T")
@@ -403,7 +435,7 @@ def http(options: argparse.Namespace) -> None:
             num_sent = max(60, int(num_requests * min(load, 1.0)))
             (records, live, own), also = alone(partial(http_run, config, load, capacity, num_sent))
             others = max(others, also)
-            asked = arrivals_of(records)
+            asked = arrivals_of(records) if load < 2 else closed_arrivals(records, int(load))
             guess, without = simulated(asked, setup, costs, edge=profile.edge), simulated(asked, setup, costs)
             told[load].append({"live": live, "own": own, "error": guess, "without": without})
             off = error(guess, live)["ttft_s.p50"]
@@ -416,7 +448,8 @@ def http(options: argparse.Namespace) -> None:
         off = {"error": error(rows["error"], live), "without": error(rows["without"], live)}
         off |= {"engine": error(rows["without"], rows["own"]), "rounds": spread([each["live"] for each in rounds])}
         compared[load, "fcfs"] = {"live": live, **off}
-    edge = mean_of([msgspec.to_builtins(each.edge) for each in profiles])
+    names = ("fixed_s", "prompt_token_s", "output_token_s")
+    edge = {name: statistics.fmean(getattr(each.edge, name) for each in profiles) for name in names}
     head = (
         f"Executor {executor}, capacity {capacity:.1f} requests/s, {options.rounds} rounds with a profile each; load "
         f"average {before:.1f} before, {os.getloadavg()[0]:.1f} after. The profiles' steps are "

@@ -40,6 +40,7 @@ from maitred.cli.load import LoadClient, LoadRun, PlannedRequest, Record, Reques
 from maitred.cli.profiling import describe, measured_profile
 from maitred.cli.simulate_inputs import target_of
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from maitred.config.speculative import SpeculativeConfig
 from maitred.core.cost_model import CostModel, Knot, StepShape
 from maitred.fleet.disagg import Role
 from maitred.sim.devices import SimulatedTarget
@@ -341,7 +342,7 @@ SHAPE = QWEN3_06B | {
     **{"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048},
 }
-SLOTS, BUDGET, WORDS = 16, 128, ("--num-threads", "1")
+SLOTS, BUDGET, WORDS = 16, 128, ("--num-threads", "1", "--speculative", "off")
 LENGTHS = ClassSpec(input="lognormal:120,0.4", output="lognormal:24,0.4")
 PROFILE_S, RATE_S, NUM_RATES, WARM_UP = 12.0, 5.0, 5, 8  # s of a profile, and of load at each rate
 LIVE_LAYOUTS = {"one": (Role.MIXED,), "two": (Role.MIXED, Role.MIXED), "apart": (Role.PREFILL, Role.DECODE)}
@@ -353,6 +354,7 @@ def live(cells: bool) -> Iterator[Line]:
     config = EngineConfig(
         model=ModelConfig(model=str(make_checkpoint(Path(tempfile.mkdtemp()) / "live", SHAPE)), num_threads=1),
         scheduler=SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=BUDGET),
+        speculative=SpeculativeConfig(speculative="off"),  # random weights repeat themselves, and a plan has no drafts
     )
     model = str(config.model.model)
     alone = measured_profile(config, PROFILE_S, lambda line: None)
