@@ -97,6 +97,22 @@ def test_waits_for_slots_blocks_and_budget_are_timed_and_told():
     assert wait.for_leader_s == 3.0
 
 
+def test_background_work_waited_for_room_beside_others_and_was_put_out_for_them():
+    engine = LoggedEngine(max_num_seqs=1)
+    engine.add("night", max_tokens=4, background=True)
+    engine.steps(1)
+    engine.add("chat", max_tokens=3)
+    history = engine.history("night")
+    (at,) = history.preemptions
+    assert at.preemption == ("night", PreemptionCause.OUTRANKED, "chat")
+    assert history.waits[-1].for_lack == {Lack.SLOTS: 3.0}
+    engine = LoggedEngine()
+    engine.add("chat", max_tokens=4)
+    engine.add("night", background=True)
+    (wait,) = engine.history("night").waits
+    assert wait.for_lack == {Lack.SLACK: 4.0}
+
+
 def test_a_preemption_names_whom_it_was_for():
     engine = LoggedEngine(max_num_seqs=1, policy="priority")
     engine.add("slow", priority=2, max_tokens=6)

@@ -137,7 +137,8 @@ def _crowd(requests: Iterable[RequestState]) -> str:
 
 
 def _kind(request: RequestState) -> str:
-    return f"priority {request.priority}" + (f" of {request.tenant}" if request.tenant else "")
+    of_class = "background work, " if request.background else ""
+    return f"{of_class}priority {request.priority}" + (f" of {request.tenant}" if request.tenant else "")
 
 
 def _named(request: RequestState | None) -> str:

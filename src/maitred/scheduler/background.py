@@ -29,12 +29,9 @@ from maitred.scheduler.planning import (
 )
 from maitred.scheduler.state import Background, SchedulerState
 
-ALONE_S = 0.03
-"""Modelled length of a step without others: what comes meanwhile waits for its end."""
-SHORTEST = 2.0
-"""The same in steps of one token, on a machine where those take longer: one more row costs little there."""
-FEW_TOKENS = 4
-"""The least measured step that tells what one token takes; larger ones say nothing of it."""
+ALONE_S = 0.03  # modelled length of a step without others: what comes meanwhile waits for its end
+SHORTEST = 2.0  # the same in steps of one token, where those take longer: one more row costs little there
+FEW_TOKENS = 4  # least measured step that tells what one token takes; larger ones say nothing of it
 LEAST_CHUNK = 16  # tokens of a prompt in a step of its own, whatever they take
 ONE_TOKEN = StepShape(rows=1, decode_tokens=1, context_tokens=1, samples=1, groups=1)
 
