@@ -82,12 +82,27 @@ def unstored(asked: Asked) -> dict[str, Any]:
     return {**responses(asked), "store": False}
 
 
+def ollama(asked: Asked) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
+    for number in range(asked.num_calls):
+        function = {"name": "read", "arguments": {"path": f"file{number}"}}
+        messages += [
+            {"role": "assistant", "content": "I look.", "tool_calls": [{"function": function}]},
+            {"role": "tool", "tool_name": "read", "content": f"a line of file {number}"},
+            {"role": "user", "content": "And the next?"},
+        ]
+    fields = {"messages": messages, "options": {"num_predict": asked.max_tokens}, "stream": asked.stream}
+    tool = {"type": "function", "function": {"name": "read", "description": "Read a file.", "parameters": SCHEMA}}
+    return fields | ({"tools": [tool]} if asked.num_calls else {})
+
+
 Tell = Callable[[Asked], dict[str, Any]]
 DIALECTS: dict[str, tuple[str, Tell]] = {
     "chat": ("/v1/chat/completions", chat),
     "anthropic": ("/v1/messages", anthropic),
     "responses": ("/v1/responses", responses),
     "unstored": ("/v1/responses", unstored),
+    "ollama": ("/api/chat", ollama),
 }
 ROWS = {
     "whole, 16 tokens": Asked(0, 16, False),

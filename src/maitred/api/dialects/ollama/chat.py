@@ -6,13 +6,13 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from maitred.api.dialects.openai.answers import TokenNames, packed_chat_logprobs
+from maitred.api.dialects.openai.answers import TokenNames, encode, packed_chat_logprobs
 from maitred.api.dialects.openai.reading import MAX_SHAPE_BYTES, ChatReading, is_shaped, text_shape
 from maitred.api.dialects.openai.refusals import any_value, has_value, unsupported, unsupported_content
 from maitred.api.dialects.openai.sampling import chat_sampling, make_ask
@@ -270,7 +270,7 @@ class OllamaAnswer:
         (sample,) = outcome.samples
         told = OllamaStream(self, outcome).read(sample.text, sample.pieces, sample.logprobs, is_last=True)
         told |= self.last(outcome, sample.finish_reason, sample.token_ids)
-        return msgspec.json.encode(self.reply(**told))
+        return encode(self.reply(**told))
 
     def stream(self, outcome: Outcome) -> OllamaStream:
         return OllamaStream(self, outcome)
@@ -279,17 +279,18 @@ class OllamaAnswer:
         self, text: str = "", done_reason: str = "", thinking: str = "", tool_calls: Sequence[Any] = (), **more: Any
     ) -> dict[str, Any]:
         """An answer, or a line of one; `more` stands beside."""
-        parts: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        told: dict[str, Any] = {"role": "assistant", "content": text} if self._is_chat else {"response": text}
+        if thinking:
+            told["thinking"] = thinking
         if tool_calls:
-            parts["tool_calls"] = tool_calls
-        body = (
-            {"message": {"role": "assistant", "content": text, **parts}}
-            if self._is_chat
-            else {"response": text, **parts}
-        )
+            told["tool_calls"] = tool_calls
         if done_reason:
             more["done_reason"] = done_reason
-        return {"model": self._name, "created_at": rfc3339(self.created), **body, "done": bool(done_reason), **more}
+        return {**self._begin, **({"message": told} if self._is_chat else told), "done": bool(done_reason), **more}
+
+    @cached_property
+    def _begin(self) -> dict[str, Any]:
+        return {"model": self._name, "created_at": rfc3339(self.created)}
 
     def logprobs(self, positions: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
         if self._num_top is None or not positions:
@@ -327,10 +328,12 @@ class OllamaStream:
         is_last = delta.finish_reason is not None
         if self._answer.keeps_context:
             self._token_ids.extend(delta.token_ids)
-        lines = [self.read(delta.text, delta.pieces, delta.logprobs, is_last=is_last)]
+        read = self.read(delta.text, delta.pieces, delta.logprobs, is_last=is_last)
+        written = encode(self._answer.reply(**read)) + b"\n" if read else b""
         if is_last:
-            lines.append(self._answer.last(self._outcome, delta.finish_reason, self._token_ids))
-        return b"".join(msgspec.json.encode(self._answer.reply(**line)) + b"\n" for line in lines if line)
+            read = self._answer.last(self._outcome, delta.finish_reason, self._token_ids)
+            written += encode(self._answer.reply(**read)) + b"\n"
+        return written
 
     def last(self) -> bytes:
         return b""

@@ -152,7 +152,7 @@ def _listed(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def _running(card: dict[str, Any]) -> dict[str, Any]:
-    size = _meta(card).get("size", 0) + _meta(card).get("kv_size", 0)
+    size = card.get("memory_bytes") or _meta(card).get("size", 0) + _meta(card).get("kv_size", 0)
     return _listed(card) | {
         "size": size,
         "size_vram": size if _meta(card).get("device", "cpu") != "cpu" else 0,
