@@ -12,8 +12,16 @@ from maitred import LLM, SamplingParams
 from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest, PromptTooLong
 from maitred.decisions.files import log_parts, read_frames
 from maitred.decisions.replay import first_difference
+from maitred.engine.vectors import AFTER, BEFORE
 from tests.model.checkpoints import load_reference, make_checkpoint
-from tests.model.encoders import make_encoder, states_of, unit, write_encoder_gguf, write_modules
+from tests.model.encoders import (
+    make_encoder,
+    states_of,
+    unit,
+    write_encoder_gguf,
+    write_encoder_tokenizer,
+    write_modules,
+)
 
 TEXTS = ["w1 w2 bread", "sky", " ".join(f"w{at}" for at in range(60)), "w7 w8 w9 w10 w11s", "w3 " * 33]
 
@@ -182,3 +190,25 @@ def test_a_causal_model_saved_without_its_output_matrix_embeds_too(tmp_path: Pat
     assert '"Qwen3Model"' in (bare / "config.json").read_text()
     with LLM(str(whole), executor="native") as llm, LLM(str(bare), executor="native") as other:
         np.testing.assert_array_equal(llm.embed(["a b", "c"]), other.embed(["a b", "c"]))
+
+
+def test_a_causal_reranker_is_asked_and_its_logits_of_yes_and_no_are_the_score(tmp_path: Path):
+    folder, documents = make_checkpoint("qwen3", tmp_path, max_position_embeddings=256), ["sky", "w1 bread " * 9]
+    write_encoder_tokenizer(folder)
+    model = load_reference(folder)
+    with LLM(str(folder), executor="native", max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        tokenizer, expected = llm.get_tokenizer(), []
+        no, yes = tokenizer.token_id("no"), tokenizer.token_id("yes")
+        for document in documents:
+            asked = f"<Instruct>: w9\n<Query>: bread\n<Document>: {document}"
+            ids = [each for part in (BEFORE, asked, AFTER) for each in tokenizer.encode(part, add_special_tokens=False)]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, -1]
+            expected.append(torch.softmax(logits[[no, yes]], 0)[1].item())
+        np.testing.assert_allclose(llm.score("bread", documents, instruction="w9"), expected, atol=1e-5)
+        assert (
+            llm.score(["bread"], documents[1:], instruction="w9") == llm.score("bread", documents, instruction="w9")[1:]
+        )
+        with pytest.raises(PromptTooLong, match="send shorter ones"):
+            llm.score("bread", "w1 " * 300)
+        assert 0 < llm.score("bread", "w1 " * 300, truncate=True)[0] < 1

@@ -11,7 +11,19 @@ import numpy as np
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{at}" for at in range(60)), "no", "yes", "##s", "bread", "sky"]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    *(f"w{at}" for at in range(60)),
+    "no",
+    "yes",
+    "##s",
+    "bread",
+    "sky",
+    "<|im_start|>",
+]
 ODD = {
     "vocab_size": len(WORDS) + 3,
     "hidden_size": 60,

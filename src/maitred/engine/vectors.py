@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.core.errors import InvalidRequest, TooManyTokens, UnsupportedParameter, did_you_mean
+from maitred.core.errors import InvalidRequest, PromptTooLong, UnsupportedParameter, did_you_mean
 from maitred.core.request import PoolingFacts, RequestSpec
 from maitred.engine.intake import ServedModel
+from maitred.text.marks import MarkedText, Marks
 
 Text = str | Sequence[int]
 Pairs = Sequence[tuple[str, str]]
@@ -27,11 +28,11 @@ MakeRequest = Callable[..., RequestSpec]
 
 LEAST_NORM = 1e-12  # as torch.nn.functional.normalize: a vector of zeros stays one
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
-_BEFORE = (
+BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
-_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _QUERY_PROMPTS, _DOCUMENT_PROMPTS = ("query",), ("document", "passage", "corpus")
 
 
@@ -152,20 +153,19 @@ def _answers(
     if None in words or tokenizer.token_id("<|im_start|>") is None:
         told = "has no tokens yes, no and <|im_start|>, which a causal reranker is asked by"
         raise InvalidRequest(f"{model.name} {told}; serve a reranker or a model of vectors", param="model")
-    before = tokenizer.encode(_BEFORE, add_special_tokens=False)
-    after = tokenizer.encode(_AFTER, add_special_tokens=False)
+    before = tokenizer.encode(BEFORE, add_special_tokens=False)
+    after = tokenizer.encode(AFTER, add_special_tokens=False)
     most = min(model.max_model_len, cut_to) if cut_to is not None and cut_to > 0 else model.max_model_len
+    marks = Marks(tokenizer.added_tokens)  # which a client may not write into the form
     room, requests = most - len(before) - len(after), list[RequestSpec]()
     for query, document in pairs:
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-        try:
-            body, _ = tokenizer.encode_whole(text, most=room, cuts=cut_to is not None, add_special_tokens=False)
-        except TooManyTokens as error:
-            told = f"query and document have {error.num_tokens} tokens, and this model takes {room} of them"
-            raise InvalidRequest(
-                f"{told}; send shorter ones, or truncate_prompt_tokens: -1", param="documents"
-            ) from None
-        requests.append(make([*before, *body, *after], "logits", score_tokens=words))
+        plain = MarkedText(text, [found.span() for found in marks.pattern.finditer(text)], marks)
+        body = tokenizer.encode(plain, add_special_tokens=False)
+        if len(body) > room and cut_to is None:
+            told = f"query and document have {len(body)} tokens, and this model takes {room} of them"
+            raise PromptTooLong(f"{told}; send shorter ones, or truncate_prompt_tokens: -1", param="documents")
+        requests.append(make([*before, *body[:room], *after], "logits", score_tokens=words))
 
     def scores(answers: Sequence[bytes]) -> list[float]:
         logits = [np.frombuffer(each, np.float32).tolist() for each in answers]
