@@ -130,7 +130,7 @@ class Peer:
         self._process.terminate()
 
 
-def compare(name: str, python: str, rounds: int, ours: Sequence[str]) -> None:
+def compare(name: str, python: str, rounds: int, theirs: Sequence[str], ours: Sequence[str]) -> None:
     import numpy as np
 
     from maitred import LLM
@@ -138,7 +138,7 @@ def compare(name: str, python: str, rounds: int, ours: Sequence[str]) -> None:
     folder = RUNS / name
     if not (folder / "modules.json").is_file():
         subprocess.run([python, __file__, "--make", name], check=True)
-    peers = {f"sentence-transformers {dtype}": Peer(python, folder, dtype) for dtype in ("float32", "bfloat16")}
+    peers = {f"sentence-transformers {dtype}": Peer(python, folder, dtype) for dtype in theirs}
     models = {f"maitred {dtype}": LLM(str(folder), executor="native", dtype=dtype) for dtype in ours}
     contenders: dict[str, Callable[[list[str]], tuple[float, Any]]] = {each: peer.run for each, peer in peers.items()}
     contenders |= {each: lambda texts, llm=llm: timed(llm.embed, texts) for each, llm in models.items()}
@@ -150,13 +150,13 @@ def compare(name: str, python: str, rounds: int, ours: Sequence[str]) -> None:
                 seconds, vectors[contender] = run(texts[:4] if round_number == 0 else texts)  # the first warms up
                 if round_number:
                     best[contender] = min(best[contender], seconds)
-        exact = np.asarray(vectors["sentence-transformers float32"])
+        exact = np.asarray(vectors[f"sentence-transformers {theirs[0]}"])
         peer_s = min(seconds for contender, seconds in best.items() if contender in peers)
         for contender, seconds in best.items():
             cosine = float(np.min(np.sum(exact * np.asarray(vectors[contender]), axis=1)))
             print(
                 f"{name:11} {what:13} {contender:31} {num_tokens / seconds:8,.0f} tokens/s  {peer_s / seconds:5.2f}x  "
-                f"least cosine {cosine:.5f}" + ("" if contender in peers else f"  (aim {AIMS[name]}x)"),
+                f"least cosine with the first {cosine:.5f}" + ("" if contender in peers else f"  (aim {AIMS[name]}x)"),
                 flush=True,
             )
     for peer in peers.values():
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--peer", default=sys.executable, help="Python of an environment with sentence-transformers")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--peer-dtypes", default="float32,bfloat16")
     parser.add_argument("--dtypes", default="bfloat16,int8", help="of maitred")
     parser.add_argument("--make", help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
@@ -180,7 +181,7 @@ def main() -> None:
         serve_peer(*options.serve)
     else:
         for name in options.shapes.split(","):
-            compare(name, options.peer, options.rounds, options.dtypes.split(","))
+            compare(name, options.peer, options.rounds, options.peer_dtypes.split(","), options.dtypes.split(","))
 
 
 if __name__ == "__main__":

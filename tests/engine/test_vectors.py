@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.model.encoders import (
     write_encoder_tokenizer,
     write_modules,
 )
+from tests.model.gguf_models import random_tensors, write_gguf
 
 TEXTS = ["w1 w2 bread", "sky", " ".join(f"w{at}" for at in range(60)), "w7 w8 w9 w10 w11s", "w3 " * 33]
 
@@ -212,3 +214,21 @@ def test_a_causal_reranker_is_asked_and_its_logits_of_yes_and_no_are_the_score(t
         with pytest.raises(PromptTooLong, match="send shorter ones"):
             llm.score("bread", "w1 " * 300)
         assert 0 < llm.score("bread", "w1 " * 300, truncate=True)[0] < 1
+
+
+def test_a_gguf_file_of_a_causal_reranker_scores_by_its_rows_of_yes_and_no(tmp_path: Path):
+    load_reference(make_checkpoint("qwen3", tmp_path / "model", tie_word_embeddings=True))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    tensors, ids, numbers = random_tensors(config), [5, 9, 2, 30], []
+    yes, no = rows = tensors["model.embed_tokens.weight"][[7, 11]]
+    text = {
+        "tokenizer__ggml__tokens": ["<s>", "</s>", "<|eot_id|>", "a", "b", "ab"],
+        "tokenizer__ggml__merges": ["a b"],
+    }
+    plain = write_gguf(tmp_path / "plain.gguf", "qwen3", config, tensors, **text)
+    ranks = text | {"qwen3__pooling_type": 4, "qwen3__classifier__output_labels": ["yes", "no"]}
+    ranker = write_gguf(tmp_path / "rank.gguf", "qwen3", config, tensors | {"cls.output.weight": rows}, **ranks)
+    for file, task in ((plain, "embed"), (ranker, "classify")):
+        with LLM(str(file), executor="native", dtype="float32") as llm:
+            numbers.append(np.frombuffer(llm._pooled([llm._to_pool(ids, task)])[0], np.float32))
+    np.testing.assert_allclose(numbers[1], [(yes - no) @ numbers[0]], rtol=1e-4)

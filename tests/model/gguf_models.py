@@ -166,7 +166,9 @@ def _add_latent(writer: Any, config: Config, whole: bool) -> None:
 
 def _unmapped(name: str) -> str | None:
     """Of an MTP layer where gguf's tables have not caught up with the converter, and of Gemma 4's routers, whose
-    vectors the converter names itself."""
+    vectors the converter names itself, and a reranker's labels."""
+    if name.startswith("cls."):
+        return name
     if scale := re.fullmatch(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", name):
         return f"blk.{scale[1]}.{'ffn_gate_inp' if scale[2] == 'scale' else 'ffn_down_exps'}.scale"
     found = re.fullmatch(r"model\.layers\.(\d+)\.(eh_proj|[eh]norm|shared_head\.norm)\.weight", name)

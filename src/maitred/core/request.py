@@ -291,6 +291,10 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True):
     def all_tokens(self) -> bool:
         return self.is_encoder or self.kind == "mean"
 
+    @property
+    def has_vectors(self) -> bool:
+        return self.task == "embed" and self.score_tokens is None
+
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Specification of one sample of one prompt. It never changes; `msgspec.structs.replace` makes another.

@@ -78,7 +78,7 @@ class ServedModel:
         facts = self.pooling
         if facts is None or not (facts.is_declared or facts.is_encoder):
             return ("completion",)
-        vectors = ("embedding",) if facts.task == "embed" and facts.score_tokens is None else ()
+        vectors = ("embedding",) if facts.has_vectors else ()
         return vectors if facts.is_encoder else ("completion", *vectors)
 
     def check_generates(self) -> None:

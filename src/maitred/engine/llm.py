@@ -245,14 +245,12 @@ class LLM:
         """
         import numpy as np  # noqa: PLC0415  of no use to what generates
 
-        from maitred.engine import vectors  # noqa: PLC0415
+        from maitred.engine.vectors import embedding  # noqa: PLC0415
 
-        facts = vectors.embedding_facts(self.model)
-        vectors.check_dimensions(facts, dimensions)
-        texts = (vectors.prompted(facts, text, prompt_name) for text in as_prompts(prompts))
-        asked = [self._to_pool(text, "embed", cut_to=-1 if truncate else None) for text in texts]
-        found = [vectors.vector_of(facts, answer, dimensions) for answer in self._pooled(asked)]
-        return np.stack(found) if found else np.empty((0, dimensions or facts.width), np.float32)
+        cut_to = -1 if truncate else None
+        texts, make = as_prompts(prompts), self._to_pool
+        wanted = embedding(self.model, texts, make, prompt_name=prompt_name, dimensions=dimensions, cut_to=cut_to)
+        return np.stack(wanted.finished(self._pooled(wanted.requests)))
 
     def score(
         self,
@@ -274,7 +272,7 @@ class LLM:
             raise InvalidRequest(f"{len(asked)} queries for {len(documents)} documents", param="queries")
         pairs = list(zip(asked, documents, strict=True))
         wanted = scoring(self.model, pairs, self._to_pool, instruction=instruction, cut_to=-1 if truncate else None)
-        return wanted.scores(self._pooled(wanted.requests))
+        return wanted.finished(self._pooled(wanted.requests))
 
     def _to_pool(self, prompt: Prompt, task: str, **options: Any) -> RequestSpec:
         return make_pooled(self.model, prompt, task, request_id=self._new_id(), now=self._clock.now(), **options)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.core.errors import InvalidRequest, PromptTooLong, UnsupportedParameter, did_you_mean
+from maitred.core.errors import InvalidRequest, PromptTooLong, UnsupportedParameter
 from maitred.core.request import PoolingFacts, RequestSpec
 from maitred.engine.intake import ServedModel
 from maitred.text.marks import MarkedText, Marks
 
+T = TypeVar("T")
 Text = str | Sequence[int]
 Pairs = Sequence[tuple[str, str]]
 """(query, document) each."""
@@ -36,79 +37,76 @@ AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _QUERY_PROMPTS, _DOCUMENT_PROMPTS = ("query",), ("document", "passage", "corpus")
 
 
-def facts_of(model: ServedModel) -> PoolingFacts:
-    """Raises UnsupportedParameter where nothing makes vectors."""
+class Wanted(NamedTuple, Generic[T]):
+    """Requests, and what their answers, in the same order, become."""
+
+    requests: list[RequestSpec]
+    finished: Callable[[Sequence[bytes]], T]
+
+
+def embedding(
+    model: ServedModel,
+    texts: Sequence[Text],
+    make: MakeRequest,
+    *,
+    prompt_name: str | None = None,
+    dimensions: int | None = None,
+    **options: Any,
+) -> Wanted[list[Vector]]:
+    """Vectors of texts, behind the model's prompt of that name or its default one; the first `dimensions` of each
+    (arXiv:2205.13147). `options` are `make_pooled`'s. Raises RequestError."""
+    facts = _facts_of(model)
+    if not facts.has_vectors:
+        told = f"{model.name} scores pairs of texts, and has no vectors; send them to /v1/rerank or /v1/score"
+        raise InvalidRequest(told, param="model")
+    if dimensions is not None and not 1 <= dimensions <= facts.width:
+        told = f"dimensions is {dimensions}; it must be at least 1 and at most {facts.width}, as many as vectors have"
+        raise InvalidRequest(told, param="dimensions")
+    name = facts.default_prompt if prompt_name is None else prompt_name
+    if name and name not in facts.prompts:
+        known = f"it has {', '.join(facts.prompts)}" if facts.prompts else "it has none"
+        raise InvalidRequest(f"the model has no prompt {name!r}; {known}", param="prompt_name")
+    prompt = facts.prompts.get(name, "")
+    requests = [make(prompt + text if isinstance(text, str) else text, "embed", **options) for text in texts]
+    return Wanted(requests, lambda answers: [vector_of(facts, each, dimensions) for each in answers])
+
+
+def vector_of(facts: PoolingFacts, numbers: bytes, dimensions: int | None = None) -> Vector:
+    """A text's vector, float32 [width], or its first `dimensions`, then of length 1 anew."""
+    vector = np.frombuffer(numbers, np.float32)[:dimensions]
+    return _unit(vector) if facts.normalize else vector
+
+
+def scoring(
+    model: ServedModel, pairs: Pairs, make: MakeRequest, *, instruction: str | None = None, cut_to: int | None = None
+) -> Wanted[list[float]]:
+    """Scores of (query, document) pairs. `instruction` is a causal reranker's; `cut_to` is `make_pooled`'s.
+
+    Raises RequestError for what the model cannot score.
+    """
+    facts = _facts_of(model)
+    if not facts.is_encoder and not (facts.is_declared and facts.has_vectors):
+        return _answers(model, facts, pairs, make, instruction=instruction or TASK, cut_to=cut_to)
+    if instruction is not None:
+        raise InvalidRequest("this model takes no instruction; leave it out", param="instruction")
+    if facts.has_vectors:
+        return _cosines(facts, pairs, make, cut_to=cut_to)
+    if facts.width != 1:
+        told = f"{model.name} has {facts.width} labels; a score needs a model with one"
+        raise InvalidRequest(told, param="model")
+    requests = [make(query, "classify", second=document, cut_to=cut_to) for query, document in pairs]
+    return Wanted(requests, lambda answers: [_label_score(facts, each) for each in answers])
+
+
+def _facts_of(model: ServedModel) -> PoolingFacts:
+    """Raises UnsupportedParameter."""
     if model.pooling is None:
         raise UnsupportedParameter("this executor makes no vectors; serve with --executor native")
     return model.pooling
 
 
-def embedding_facts(model: ServedModel) -> PoolingFacts:
-    """Raises InvalidRequest for a cross-encoder."""
-    facts = facts_of(model)
-    if facts.task != "embed" or facts.score_tokens is not None:
-        told = f"{model.name} scores pairs of texts, and has no vectors; send them to /v1/rerank or /v1/score"
-        raise InvalidRequest(told, param="model")
-    return facts
-
-
-def prompted(facts: PoolingFacts, text: Text, name: str | None) -> Text:
-    """The text behind the model's prompt of that name, or its default one. Token ids stay. Raises InvalidRequest."""
-    name = facts.default_prompt if name is None else name
-    if not name or not isinstance(text, str):
-        return text
-    if name not in facts.prompts:
-        known = f"it has {', '.join(facts.prompts)}" if facts.prompts else "it has none"
-        hint = did_you_mean(name, facts.prompts)
-        raise InvalidRequest(f"the model has no prompt {name!r}{hint}; {known}", param="prompt_name")
-    return facts.prompts[name] + text
-
-
-def check_dimensions(facts: PoolingFacts, asked: int | None) -> None:
-    """Raises InvalidRequest."""
-    if asked is not None and not 1 <= asked <= facts.width:
-        told = f"dimensions is {asked}; it must be at least 1 and at most {facts.width}, as many as vectors have"
-        raise InvalidRequest(told, param="dimensions")
-
-
-def vector_of(facts: PoolingFacts, numbers: bytes, dimensions: int | None = None) -> Vector:
-    """A text's vector, float32 [width], or its first `dimensions` (arXiv:2205.13147), then of length 1 anew."""
-    vector = np.frombuffer(numbers, np.float32)[:dimensions]
-    return vector / max(float(np.linalg.norm(vector)), LEAST_NORM) if facts.normalize else vector
-
-
-@dataclass(frozen=True, slots=True)
-class PairScores:
-    """Requests for the scores of pairs, and how their answers, in the same order, become these."""
-
-    requests: list[RequestSpec]
-    scores: Callable[[Sequence[bytes]], list[float]]
-
-
-def scoring(
-    model: ServedModel,
-    pairs: Pairs,
-    make: MakeRequest,
-    *,
-    instruction: str | None = None,
-    cut_to: int | None = None,
-) -> PairScores:
-    """Scores of (query, document) pairs. `instruction` is a causal reranker's; `cut_to` is `make_pooled`'s.
-
-    Raises RequestError for what the model cannot score.
-    """
-    facts = facts_of(model)
-    if facts.task == "classify" and facts.is_encoder:
-        if facts.width != 1:
-            told = f"{model.name} has {facts.width} labels; a score needs a model with one"
-            raise InvalidRequest(told, param="model")
-        requests = [make(query, "classify", second=document, cut_to=cut_to) for query, document in pairs]
-        return PairScores(requests, lambda answers: [_label_score(facts, each) for each in answers])
-    if instruction is not None and facts.is_declared and facts.task == "embed" and facts.score_tokens is None:
-        raise InvalidRequest("this model takes no instruction; leave it out", param="instruction")
-    if facts.is_declared and facts.task == "embed" and facts.score_tokens is None:
-        return _cosines(facts, pairs, make, cut_to=cut_to)
-    return _answers(model, facts, pairs, make, instruction=instruction or TASK, cut_to=cut_to)
+def _unit(vector: Vector) -> Vector:
+    return vector / max(float(np.linalg.norm(vector)), LEAST_NORM)
 
 
 def _label_score(facts: PoolingFacts, numbers: bytes) -> float:
@@ -116,9 +114,7 @@ def _label_score(facts: PoolingFacts, numbers: bytes) -> float:
     return logit if facts.activation == "identity" else _sigmoid(logit)
 
 
-def _cosines(
-    facts: PoolingFacts, pairs: Sequence[tuple[str, str]], make: MakeRequest, *, cut_to: int | None
-) -> PairScores:
+def _cosines(facts: PoolingFacts, pairs: Pairs, make: MakeRequest, *, cut_to: int | None) -> Wanted[list[float]]:
     """Each text once, however many pairs it is in."""
     roles = [
         (role, text) for pair in pairs for role, text in zip((_QUERY_PROMPTS, _DOCUMENT_PROMPTS), pair, strict=True)
@@ -127,15 +123,14 @@ def _cosines(
     requests = []
     for names, text in places:
         name = next((each for each in names if each in facts.prompts), None)
-        requests.append(make(prompted(facts, text, name), "embed", cut_to=cut_to))
+        requests.append(make(facts.prompts.get(name or facts.default_prompt, "") + text, "embed", cut_to=cut_to))
 
     def scores(answers: Sequence[bytes]) -> list[float]:
-        vectors = [np.frombuffer(each, np.float32) for each in answers]
-        units = [vector / max(float(np.linalg.norm(vector)), LEAST_NORM) for vector in vectors]
+        units = [_unit(np.frombuffer(each, np.float32)) for each in answers]
         ends = [units[places[each]] for each in roles]
         return [float(query @ document) for query, document in zip(ends[::2], ends[1::2], strict=True)]
 
-    return PairScores(requests, scores)
+    return Wanted(requests, scores)
 
 
 def _answers(
@@ -146,10 +141,13 @@ def _answers(
     *,
     instruction: str,
     cut_to: int | None,
-) -> PairScores:
-    """The model's own logits of no and yes."""
+) -> Wanted[list[float]]:
+    """The model's own logits of no and yes, or the label that its file has of them."""
     tokenizer = model.tokenizer
     words = facts.score_tokens or (tokenizer.token_id("no"), tokenizer.token_id("yes"))
+    how: dict[str, Any] = (
+        {"task": "classify"} if facts.task == "classify" else {"task": "logits", "score_tokens": words}
+    )
     if None in words or tokenizer.token_id("<|im_start|>") is None:
         told = "has no tokens yes, no and <|im_start|>, which a causal reranker is asked by"
         raise InvalidRequest(f"{model.name} {told}; serve a reranker or a model of vectors", param="model")
@@ -157,7 +155,7 @@ def _answers(
     after = tokenizer.encode(AFTER, add_special_tokens=False)
     most = min(model.max_model_len, cut_to) if cut_to is not None and cut_to > 0 else model.max_model_len
     marks = Marks(tokenizer.added_tokens)  # which a client may not write into the form
-    room, requests = most - len(before) - len(after), list[RequestSpec]()
+    room, requests = max(most - len(before) - len(after), 0), list[RequestSpec]()
     for query, document in pairs:
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         plain = MarkedText(text, [found.span() for found in marks.pattern.finditer(text)], marks)
@@ -165,13 +163,15 @@ def _answers(
         if len(body) > room and cut_to is None:
             told = f"query and document have {len(body)} tokens, and this model takes {room} of them"
             raise PromptTooLong(f"{told}; send shorter ones, or truncate_prompt_tokens: -1", param="documents")
-        requests.append(make([*before, *body[:room], *after], "logits", score_tokens=words))
+        requests.append(make([*before, *body[:room], *after], **how))
 
     def scores(answers: Sequence[bytes]) -> list[float]:
+        if facts.task == "classify":
+            return [_label_score(facts, each) for each in answers]
         logits = [np.frombuffer(each, np.float32).tolist() for each in answers]
         return [_sigmoid(yes - no) for no, yes in logits]
 
-    return PairScores(requests, scores)
+    return Wanted(requests, scores)
 
 
 def _sigmoid(x: float) -> float:

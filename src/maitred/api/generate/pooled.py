@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from maitred.api.generate.generation import failure_of
 from maitred.api.generate.lease import cache_salt, counting_refusals, enter
@@ -17,15 +17,18 @@ from maitred.engine.intake import make_pooled
 from maitred.fleet.told import ToldUsage, usage_header
 from maitred.gate.gate import Ask, Lease, TimeLimits
 
+if TYPE_CHECKING:
+    from maitred.engine.vectors import Wanted  # which needs numpy
+
 T = TypeVar("T")
 MakeRequest = Callable[..., RequestSpec]
 
 
 class Pooled(NamedTuple, Generic[T]):
-    """Answers in the order of the requests, and what was made with these."""
+    """What came of requests."""
 
-    made: T
-    answers: list[bytes]
+    made: Callable[[], T]  # of their answers
+    num_bytes: int  # of these
     num_tokens: int
     headers: tuple[Header, ...]  # what a router wants to hear
 
@@ -33,7 +36,7 @@ class Pooled(NamedTuple, Generic[T]):
 async def pooled(
     app: App,
     exchange: Exchange,
-    ask: Callable[[MakeRequest], tuple[T, Sequence[RequestSpec]]],
+    ask: Callable[[MakeRequest], Wanted[T]],
     *,
     num_texts: int,
     priority: int | None,
@@ -58,7 +61,7 @@ async def pooled(
             **options,  # type: ignore[arg-type]
         )
 
-    def asked() -> tuple[T, Sequence[RequestSpec]]:
+    def asked() -> Wanted[T]:
         try:
             return ask(make)
         except RequestError as error:
@@ -70,18 +73,19 @@ async def pooled(
         charges: list[Charges] = []
         try:
             async with app.in_flight.watch(exchange):
-                made, requests = await app.text.run(exchange.num_body_bytes, asked)
-                answers = await _answered(app, lease, requests, charges)
+                wanted = await app.text.run(exchange.num_body_bytes, asked)
+                answers = await _answered(app, lease, wanted.requests, charges)
         finally:
             num_used = sum(each.num_prompt_tokens for each in charges)
             lease.end(num_used)
             if not exchange.caller.is_anybody:
                 app.observer.metrics.tenants.left(exchange.caller.quota, num_used, 0)
-    num_tokens = sum(request.num_prompt_tokens for request in requests)
-    exchange.log |= {"model": app.model.name, "prompts": len(requests), "prompt_tokens": num_tokens}
+    num_tokens = sum(request.num_prompt_tokens for request in wanted.requests)
+    exchange.log |= {"model": app.model.name, "prompts": len(answers), "prompt_tokens": num_tokens}
     compute_us, num_cached = (sum(each.compute_us for each in charges), sum(each.num_cached_tokens for each in charges))
     told = usage_header(ToldUsage(num_tokens, num_cached, 0, compute_us))
-    return Pooled(made, answers, num_tokens, (told,) if exchange.from_router else ())
+    headers = (told,) if exchange.from_router else ()
+    return Pooled(lambda: wanted.finished(answers), sum(map(len, answers)), num_tokens, headers)
 
 
 async def _answered(app: App, lease: Lease, requests: Sequence[RequestSpec], charges: list[Charges]) -> list[bytes]:

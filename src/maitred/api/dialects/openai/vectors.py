@@ -29,12 +29,11 @@ from maitred.api.http.bodies import BodyDecoder, Sent, decode_json
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.routes import Route
 from maitred.core.errors import InvalidRequest, ModelNotFound
-from maitred.core.request import RequestSpec
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from maitred.engine.vectors import PairScores
+    from maitred.engine.vectors import Wanted
 
 MAX_TEXTS = 2048  # of one request, as OpenAI takes
 NO_ENCODER = (
@@ -63,26 +62,19 @@ async def embed_texts(app: App, exchange: Exchange, sent: Sent[s.EmbeddingReques
     texts = prompts_of(body.input, at="input", max_listed=MAX_LISTED, max_prompts=MAX_TEXTS)
     body.input = Raw()  # which was the whole body
 
-    def ask(make: MakeRequest) -> tuple[None, list[RequestSpec]]:
-        from maitred.engine import vectors  # noqa: PLC0415  numpy
+    def ask(make: MakeRequest) -> Wanted[list[np.ndarray]]:
+        from maitred.engine.vectors import embedding  # noqa: PLC0415  numpy
 
-        facts, special = vectors.embedding_facts(app.model), body.add_special_tokens is not False
-        vectors.check_dimensions(facts, body.dimensions)
-        asked = (vectors.prompted(facts, text, body.prompt_name) for text in texts)
-        return None, [
-            make(text, "embed", add_special_tokens=special, cut_to=body.truncate_prompt_tokens) for text in asked
-        ]
+        special, cut_to, size = body.add_special_tokens is not False, body.truncate_prompt_tokens, body.dimensions
+        how = {"add_special_tokens": special, "cut_to": cut_to}
+        return embedding(app.model, texts, make, prompt_name=body.prompt_name, dimensions=size, **how)
 
     found = await _pooled(app, exchange, body, ask, num_texts=len(texts), name="input")
 
     def write() -> bytes:
-        from maitred.engine import vectors  # noqa: PLC0415  numpy
+        return written(name, found.made(), found.num_tokens, as_base64=body.encoding_format == "base64")
 
-        facts = vectors.facts_of(app.model)
-        made = [vectors.vector_of(facts, each, body.dimensions) for each in found.answers]
-        return written(name, made, found.num_tokens, as_base64=body.encoding_format == "base64")
-
-    whole = await app.text.run(sum(map(len, found.answers)), write)
+    whole = await app.text.run(found.num_bytes, write)
     await exchange.answer(whole, 200, (*JSON_HEADERS, *found.headers))
 
 
@@ -140,14 +132,13 @@ async def score(app: App, exchange: Exchange) -> None:
 async def _scores(
     app: App, exchange: Exchange, body: s.RerankRequest | s.ScoreRequest, pairs: list[tuple[str, str]]
 ) -> tuple[list[float], int, tuple[Any, ...]]:
-    def ask(make: MakeRequest) -> tuple[PairScores, list[RequestSpec]]:
+    def ask(make: MakeRequest) -> Wanted[list[float]]:
         from maitred.engine.vectors import scoring  # noqa: PLC0415  numpy
 
-        found = scoring(app.model, pairs, make, instruction=body.instruction, cut_to=body.truncate_prompt_tokens)
-        return found, found.requests
+        return scoring(app.model, pairs, make, instruction=body.instruction, cut_to=body.truncate_prompt_tokens)
 
     found = await _pooled(app, exchange, body, ask, num_texts=len(pairs), name="documents")
-    return found.made.scores(found.answers), found.num_tokens, found.headers
+    return found.made(), found.num_tokens, found.headers
 
 
 async def _pooled(
