@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from maitred.core.clock import ManualClock
 from maitred.core.cost_model import CostModel, Knot, between
 from maitred.core.errors import OutOfMemory
 from maitred.core.step import BlockCopy, ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
 from maitred.engine.memory import GIB, swap_bytes
 from maitred.engine.step_meter import StepMeter, SwapMeter
+from maitred.scheduler.engine_core import EngineCore
+from tests.fakes import FakeExecutor, make_scheduler, make_spec
 
 
 def plan(*num_tokens: int, swaps: bool = False) -> SchedulerOutput:
@@ -129,3 +132,28 @@ def test_catching_up_is_told_by_the_token():
     forgotten = SchedulerOutput(step=0, rows=(), forgotten_request_ids=("r0", "r1")), ModelOutput(()), 0.001, 0.0
     costs = learned(meter, *drafting, forgotten, step(2, 0.010, drafts=4, draft_s=0.004 + 200 * 1e-5))
     assert costs.catch_up_token_s == pytest.approx(1e-5)
+
+
+def test_steps_are_measured_from_the_first_background_request_on_and_soon_some_join() -> None:
+    clock, meter = ManualClock(), StepMeter(follows_steps=False)
+
+    class Timed(FakeExecutor):
+        """A token more takes a hundredth of a step."""
+
+        def execute(self, plan: SchedulerOutput) -> ModelOutput:
+            clock.advance(0.01 + 0.0001 * plan.num_tokens)
+            return super().execute(plan)
+
+    core = EngineCore(make_scheduler(), Timed(), clock, meter)
+    core.add(make_spec("chat", max_tokens=90, prompt=40))
+    for _ in range(9):
+        core.step()
+    assert meter.costs is None
+    core.add(make_spec("night", max_tokens=4, prompt=12, background=True))
+    for step in range(60):
+        if step == 5:
+            core.add(make_spec("prompt", max_tokens=1, prompt=40))  # tells what more tokens take
+        core.step()
+    assert core.scheduler.request("chat") is not None
+    assert core.scheduler.request("night") is None, "it joined, and has ended"
+    assert meter.costs is not None
