@@ -23,8 +23,7 @@ from maitred.config import AdmissionConfig, ServerConfig
 from maitred.gate.admission import AdmissionController
 from tests.api.conftest import strict_client
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server, says, table_of
-from tests.fleet.routers import MODEL, completion, routed, whole
-from tests.fleet.routers import says as answers
+from tests.fleet.routers import MODEL, Seen, completion, routed, whole
 from tests.waiting import HANGS_S, until, until_async
 
 CHAT, EMPTY = "/v1/chat/completions", {"anchor": "created_at", "seconds": 3600}
@@ -277,7 +276,12 @@ def test_anthropics_batches_are_the_same_underneath(server):
 
 async def test_a_router_runs_batches_too_and_any_replicas_answer_is_one_line():
     pretty = json.dumps(json.loads(completion()), indent=2).encode()
-    async with routed(answers(whole(pretty))) as (running, (replica,)):
+    limited = [whole(b"{}", "429 Too Many Requests", "retry-after: 0\r\n")]
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(limited.pop() if limited else whole(pretty))
+
+    async with routed(script) as (running, (replica,)):
 
         def with_client() -> None:
             with strict_client(running.url) as client:
@@ -287,7 +291,7 @@ async def test_a_router_runs_batches_too_and_any_replicas_answer_is_one_line():
                 assert [found[name]["response"]["body"] for name in "ab"] == [json.loads(pretty)] * 2
 
         await asyncio.to_thread(with_client)
-    assert [seen.path for seen in replica.requests].count(CHAT) == 2
+    assert [seen.path for seen in replica.requests].count(CHAT) == 3  # one was asked again
 
 
 @asynccontextmanager

@@ -26,6 +26,7 @@ from maitred.api.http.exchange import ON_BEHALF
 from maitred.api.http.service import Service
 from maitred.core.errors import RateLimited, Unavailable
 from maitred.storage.state import PAGE_BYTES, ContentPiece, EntryKey, StateStore
+from maitred.tenancy.caller import Caller
 
 logger = logging.getLogger("maitred.batches")
 T = TypeVar("T")
@@ -36,6 +37,7 @@ MAX_FAULTS = 100  # told of one input
 UNKNOWN_SLOTS, MORE_IN_FLIGHT = 64, 8  # lines beyond the engine's slots, so that none is free between two of them
 MAX_UNFINISHED = 64  # batches of a tenant
 LIFE_S = 30 * 24 * 3600  # of batches' files, in and out, where the client names none
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 AGAIN_S = 1.0  # between two tries to write where the disk is full
 
 
@@ -62,9 +64,29 @@ class BatchRunner:
         self.slots = asyncio.Semaphore(0)
         self.metrics = app.observer.metrics
 
-    async def create(self, record: BatchRecord, lines: Sequence[ContentPiece] = ()) -> None:
+    async def create(
+        self,
+        caller: Caller,
+        lines: Sequence[ContentPiece] = (),
+        *,
+        life_s: int,
+        completion_window: str,
+        input_file_id: str = "",
+        **of_batch: Any,
+    ) -> BatchRecord:
         """Store a batch, with its lines where it has no file, and run it. Raises RateLimited, Unavailable."""
-        mine = sum(run.record.holder.tenant == record.holder.tenant for run in self.runs.values())
+        now, holder = _now(), KeyHolder(caller.tenant.name, caller.key_id, caller.is_admin)
+        batch = s.BatchObject(
+            input_file_id=input_file_id,
+            completion_window=completion_window,
+            created_at=now,
+            expires_at=now + int(completion_window[:-1]) * _SECONDS[completion_window[-1]],
+            status="validating" if input_file_id else "in_progress",
+            request_counts=s.RequestCounts(total=len(lines)),
+            **of_batch,
+        )
+        record = BatchRecord(batch, holder, life_s)
+        mine = sum(run.record.holder.tenant == holder.tenant for run in self.runs.values())
         if mine >= MAX_UNFINISHED:
             text = f"{mine} batches are not finished, the most there may be at once; wait for one, or cancel one"
             raise RateLimited(text, limit="batches", retry_after_s=60.0)
@@ -78,6 +100,7 @@ class BatchRunner:
 
         await asyncio.to_thread(put)
         self.start(record)
+        return record
 
     def start(self, record: BatchRecord) -> None:
         """Run a batch that is stored, from wherever it is."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl
@@ -13,9 +12,7 @@ import msgspec
 from maitred.api.batch_lines import BadLine, read_line
 from maitred.api.batches import ANSWERED, FAILED, MAX_LINES, BatchRecord, batches_of, new_id
 from maitred.api.dialects.anthropic.schemas import BatchParams
-from maitred.api.dialects.openai.batch_schemas import BatchObject, RequestCounts
 from maitred.api.dialects.openai.batches import found, listed
-from maitred.api.http.auth import KeyHolder
 from maitred.api.http.bodies import decode_json
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
@@ -24,7 +21,7 @@ from maitred.core.errors import InvalidRequest, RouteNotFound
 from maitred.storage.state import ContentPiece
 
 ENDPOINT, KIND = "/v1/messages", "message_batch"
-WINDOW_S, LIFE_S = 24 * 3600, 29 * 24 * 3600  # to be answered, and to be read
+LIFE_S = 29 * 24 * 3600  # of results
 _PARAMS, _RAW = msgspec.json.Decoder(BatchParams), msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -40,19 +37,8 @@ async def answer(app: Service, exchange: Exchange) -> None:
 
 async def _create(app: Service, exchange: Exchange, _: str) -> None:
     lines = await asyncio.to_thread(_lines_of, await exchange.json_body())
-    caller, now = exchange.caller, int(time.time())
-    batch = BatchObject(
-        id=new_id("msgbatch_"),
-        endpoint=ENDPOINT,
-        input_file_id="",
-        completion_window="24h",
-        created_at=now,
-        expires_at=now + WINDOW_S,
-        status="in_progress",
-        request_counts=RequestCounts(total=len(lines)),
-    )
-    record = BatchRecord(batch, KeyHolder(caller.tenant.name, caller.key_id, caller.is_admin), LIFE_S)
-    await batches_of(app).create(record, lines)
+    of_batch = {"id": new_id("msgbatch_"), "endpoint": ENDPOINT, "completion_window": "24h"}
+    record = await batches_of(app).create(exchange.caller, lines, life_s=LIFE_S, **of_batch)
     await exchange.answer_json(_told(record))
 
 

@@ -12,12 +12,11 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from maitred.api.batches import LIFE_S, BatchRecord, batches_of, new_id
+from maitred.api.batches import LIFE_S, batches_of, new_id
 from maitred.api.dialects.openai import batch_schemas as s
-from maitred.api.http.auth import KeyHolder
 from maitred.api.http.bodies import BodyDecoder, decode_json
 from maitred.api.http.errors import ClientGone, RequestTooSlow, UnsupportedMediaType, shortened
-from maitred.api.http.exchange import CONNECTION, IGNORED_FIELDS, TOO_SLOW, Exchange, names_told
+from maitred.api.http.exchange import CONNECTION, TOO_SLOW, Exchange, IgnoredFields
 from maitred.api.http.service import Service
 from maitred.core.errors import InvalidRequest, RequestTooLarge, RouteNotFound
 from maitred.storage.state import PAGE_BYTES, ContentPiece, EntryKey, StoredEntry
@@ -25,7 +24,6 @@ from maitred.storage.state import PAGE_BYTES, ContentPiece, EntryKey, StoredEntr
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 UPLOAD_S = 24 * 3600.0  # and what is left of one that a kill ended is gone
 MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES = 1024, 16, 8192  # of a form, beside its file
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BOUNDARY = re.compile(r'boundary="?([^";,\s][^";,]{0,69})"?', re.IGNORECASE)
 _CREATE, _FORM = BodyDecoder(s.BatchCreate), msgspec.json.Decoder(s.FileForm, strict=False)
 
@@ -233,9 +231,8 @@ async def _show_content(app: Service, exchange: Exchange, id: str) -> None:
 
 async def _create_batch(app: Service, exchange: Exchange, _: str) -> None:
     body = await exchange.sent(_CREATE)
-    asked, caller, batches = body.body, exchange.caller, batches_of(app)
-    if body.unknown:
-        exchange.told += ((IGNORED_FIELDS, names_told(body.unknown)),)
+    asked, batches = body.body, batches_of(app)
+    IgnoredFields(strict=app.config.strict_fields).heed(exchange, body.unknown, _CREATE.known)
     choices = [path for path in ENDPOINTS if getattr(app.asgi.routes.look("POST", path).route, "path", "") == path]
     if asked.endpoint not in choices:
         raise InvalidRequest(
@@ -245,19 +242,16 @@ async def _create_batch(app: Service, exchange: Exchange, _: str) -> None:
     if file["purpose"] != "batch":
         text = f"the file's purpose is {file['purpose']!r}; it must be 'batch'"
         raise InvalidRequest(text, param="input_file_id")
-    life_s = asked.output_expires_after.seconds if asked.output_expires_after is not None else LIFE_S
-    window_s = int(asked.completion_window[:-1]) * _SECONDS[asked.completion_window[-1]]
-    batch = s.BatchObject(
+    record = await batches.create(
+        exchange.caller,
         id=new_id("batch_"),
         endpoint=asked.endpoint,
         input_file_id=asked.input_file_id,
         completion_window=asked.completion_window,
-        created_at=int(time.time()),
-        expires_at=int(time.time()) + window_s,
         metadata=asked.metadata,
+        life_s=asked.output_expires_after.seconds if asked.output_expires_after is not None else LIFE_S,
     )
-    await batches.create(BatchRecord(batch, KeyHolder(caller.tenant.name, caller.key_id, caller.is_admin), life_s))
-    await exchange.answer_json(batch)
+    await exchange.answer_json(record.batch)
 
 
 async def _show_batch(app: Service, exchange: Exchange, id: str) -> None:
