@@ -123,7 +123,7 @@ def check_fields(body: s.ResponsesRequest, refused: Mapping[str, Raw]) -> None:
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         text = f"max_output_tokens is {body.max_output_tokens}; it must be at least 1"
         raise InvalidRequest(text, param="max_output_tokens")
-    for name, why in _WHY.items():
+    for name, why in _WHY.items() if refused else ():
         if name in refused and refusals.has_value(refused[name]):
             raise refusals.unsupported(name, why)
     for name, why in _NOT_HERE.items():
@@ -188,6 +188,7 @@ class ResponseAnswer:
     def whole(self, outcome: Outcome) -> bytes:
         """The stream at once, without its events."""
         stream, sample = self.stream(outcome), outcome.samples[0]
+        stream.tells_events = False
         whole = TextDelta(0, sample.text, tuple(sample.pieces), finish_reason=sample.finish_reason)
         stream.read(whole, sample.logprobs)
         return encode(stream.ended())
@@ -251,6 +252,7 @@ class ResponseStream:
         self._told_logprobs: list[Any] = []
         self._input = CustomInput()
         self._has_begun = self._is_cut = False
+        self.tells_events = True
 
     def delta(self, sample: Sample, delta: TextDelta) -> bytes:
         if not self._has_begun:
@@ -311,7 +313,8 @@ class ResponseStream:
 
     def _tell(self, type: str, **fields: Any) -> None:
         """Tell of the last item."""
-        self._events.append(event(f"response.{type}", output_index=len(self._items) - 1, **fields))
+        if self.tells_events:
+            self._events.append(event(f"response.{type}", output_index=len(self._items) - 1, **fields))
 
     def _begin(self, kind: str, type: str, **fields: Any) -> None:
         self._close("completed")
@@ -336,6 +339,8 @@ class ResponseStream:
             told = {"output_index": len(self._items) - 1, **self._place(text), "delta": ""}
             self._delta = event(f"response.{text.text_event}.delta", **told).partition(b'"",')[0]
         self._pieces.append(more)
+        if not self.tells_events:
+            return
         logprobs = b',"logprobs":%b' % encode(self._new_logprobs()) if kind == "message" else b""
         self._events.append(b"%b%b%b,%b" % (self._delta, encode(more), logprobs, UNCOUNTED))
 

@@ -107,6 +107,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None = None
 
 
+_NULL = Raw(b"null")
 _REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls", "tools", "tool_choice"),
     *("previous_response_id", "prompt_cache_key", "safety_identifier", "store", "temperature", "background"),
@@ -122,7 +123,7 @@ def response_of(body: ResponsesRequest, id: str, model: str, **more: Any) -> Res
         "text": {"format": {"type": "text"}},
     }
     sent = ((name, getattr(body, name)) for name in _REPEATED)
-    fields |= {name: value for name, value in sent if value not in (None, UNSET, Raw(b"null"))}
+    fields |= {name: value for name, value in sent if value is not None and value is not UNSET and value != _NULL}
     return ResponseObject(id=id, model=model, **fields | more)
 
 
