@@ -103,7 +103,39 @@ class Chat:
         return Told(call, used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"])
 
 
-DIALECTS: dict[str, Callable[[], Any]] = {"anthropic": Anthropic, "chat": Chat}
+class Responses:
+    """A session as Codex sends it: nothing is stored, and every item goes back."""
+
+    path = "/v1/responses"
+
+    def __init__(self) -> None:
+        content = [{"type": "input_text", "text": "Tidy up the project."}]
+        self._items: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": content}]
+
+    def asked(self, turn: int) -> dict[str, Any]:
+        return {
+            "temperature": 0,
+            "instructions": RULES,
+            "input": self._items,
+            "tools": [
+                {"type": "function", "name": "Read", "description": "Reads a file.", "parameters": SCHEMA},
+                {"type": "web_search"},
+            ],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "store": False,
+            "prompt_cache_key": "session",
+        }
+
+    def heard(self, told: dict[str, Any]) -> Told:
+        [call] = [item for item in told["output"] if item["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": RESULT}
+        self._items += [*told["output"], result]
+        used = told["usage"]
+        return Told(call, used["input_tokens"], used["input_tokens_details"]["cached_tokens"])
+
+
+DIALECTS: dict[str, Callable[[], Any]] = {"anthropic": Anthropic, "chat": Chat, "responses": Responses}
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:

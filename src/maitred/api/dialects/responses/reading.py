@@ -189,6 +189,8 @@ class _Tools:
     def read(self, body: ResponsesRequest, chat: ChatCompletionRequest) -> None:
         """Give the tools and their choice to the chat."""
         sent = refusals.any_value(body.tools, "tools", MAX_SHAPE_BYTES) or []
+        if not isinstance(sent, list):
+            raise InvalidRequest("tools must be a list", param="tools")
         functions = [self._function(tool, f"tools[{number}]") for number, tool in enumerate(sent)]
         chat.tools = Raw(_encode([{"type": "function", "function": function} for function in functions if function]))
         choice = _choice(refusals.any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES))
@@ -210,7 +212,8 @@ class _Tools:
         """A function of one text, which is bound to the tool's grammar as far as that is regular."""
         form, name = tool.get("format") or {"type": "text"}, str(tool.get("name"))
         self.customs.append(name)
-        kind, syntax, definition = (form.get(name) for name in ("type", "syntax", "definition"))
+        fields = form if isinstance(form, Mapping) else {}
+        kind, syntax, definition = (fields.get(name) for name in ("type", "syntax", "definition"))
         text: dict[str, Any] = {"type": "string"}
         if kind == "grammar" and syntax in ("lark", "regex") and isinstance(definition, str):
             text["description"] = f"fits this {syntax} grammar:\n{definition}"
@@ -235,7 +238,9 @@ def _choice(sent: Any) -> Any:
         return sent
     if kind in ("function", "custom"):
         return _named(sent)
-    listed = sent.get("tools") or [] if kind == "allowed_tools" else []
+    listed = sent.get("tools") if kind == "allowed_tools" else []
+    if not isinstance(listed, list):
+        raise InvalidRequest("tool_choice.tools must be a list", param="tool_choice")
     own = [_named(tool) for tool in listed if isinstance(tool, Mapping) and tool.get("type") in ("function", "custom")]
     if own or (kind == "allowed_tools" and sent.get("mode") != "required"):
         return {"type": "allowed_tools", "allowed_tools": {"mode": sent.get("mode"), "tools": own}} if own else "none"
