@@ -71,6 +71,15 @@ def test_a_quiet_machine_keeps_all_threads_and_loses_a_hundredth_to_trials():
     assert (best_of(machine), machine.told) == (2, [])
 
 
+@pytest.mark.parametrize("num_cores", [2, 4, 8])
+def test_a_core_that_is_taken_after_a_long_quiet_is_noticed_within_a_second(num_cores: int):
+    machine = Machine(num_cores, quiet)
+    machine.run(120)
+    machine.step_s = with_a_core_taken(1, all_threads=num_cores)
+    machine.run(1.2)
+    assert min(machine.used[-20:]) < num_cores
+
+
 def test_where_a_core_is_taken_fewer_threads_are_used_and_all_again_when_it_is_free():
     machine = Machine(2, with_a_core_taken(1, all_threads=2))
     machine.run(2)

@@ -178,6 +178,7 @@ WON = 0.95  # another number is taken where they take less than this
 LIKE_STEPS, MAX_UNLIKE_STEPS = 3, 16
 MAX_RECENT = 64  # steps with the present number
 SILENCE_S = 1.0  # what came before it tells nothing of the machine now
+SLOWED_S, SLOWED = 0.1, 1.5  # steps for so long that take so many times what their like did: others want the cores now
 FIRST_WAIT_S = 0.25  # of steps
 WAITS, MAX_DOUBLINGS = 4, 4  # 64 trials' time between two: where a trial takes twice the time, it costs under 1%
 
@@ -204,6 +205,7 @@ class ThreadChoice:
 
     A trial takes another number for some steps. Its first step is not counted: threads awake and move then. A number
     that was just taken is tried against others soon, and each time that it stays the wait for the next trial doubles.
+    Where steps become much slower, as when another model begins to be asked, what was measured before is forgotten.
     """
 
     def __init__(self, most: int) -> None:
@@ -212,6 +214,7 @@ class ThreadChoice:
         self._recent: deque[tuple[ThreadedShape, float]] = deque(maxlen=MAX_RECENT)  # steps with the present number
         self._trial: _Trial | None = None
         self._wait_s, self._waited_s = FIRST_WAIT_S, 0.0  # of steps
+        self._took_s = self._like_s = 0.0  # by the last steps, and by their like before
         self._num_stayed = 0
         self._ended_at = 0.0
 
@@ -231,12 +234,27 @@ class ThreadChoice:
         shape, seconds = ThreadedShape(round(8 * log2(num_tokens)), round(4 * log2(num_rows))), ended_at - began_at
         if self._trial is not None:
             return self._tried(self._trial, shape, seconds)
+        if self._has_slowed(shape, seconds):
+            self._recent.clear()
+            self._wait_s, self._waited_s, self._num_stayed = FIRST_WAIT_S, 0.0, 0
         self._recent.append((shape, seconds))
         self._waited_s += seconds
         if self._waited_s >= self._wait_s and self._usual_s(shape) is not None:
             others = other_numbers(self._present, self._most)
             self._trial = _Trial(others[self._num_stayed % len(others)])
         return None
+
+    def _has_slowed(self, shape: ThreadedShape, seconds: float) -> bool:
+        usual_s = self._usual_s(shape)
+        if usual_s is None:
+            return False
+        self._took_s += seconds
+        self._like_s += usual_s
+        if self._took_s < SLOWED_S:
+            return False
+        slowed = self._took_s > SLOWED * self._like_s
+        self._took_s = self._like_s = 0.0
+        return slowed
 
     def _tried(self, trial: _Trial, shape: ThreadedShape, seconds: float) -> int | None:
         trial.spent_s += seconds

@@ -155,7 +155,13 @@ async def show_models(router: Router, exchange: Exchange) -> None:
 
 
 def _loaded(view: ModelView, card: dict[str, Any]) -> LoadedModel:
+    told = card.get("meta") or {}  # of a loaded one
     return LoadedModel(
+        num_parameters=told.get("n_params"),
+        device=told.get("device"),
+        dtype=told.get("dtype"),
+        weights_bytes=told.get("size"),
+        kv_bytes=told.get("kv_size"),
         id=view.name,
         aliases=view.aliases,
         root=str(card.get("root") or view.name),
