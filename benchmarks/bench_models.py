@@ -41,7 +41,7 @@ LOAD_S, NUM_MODELS, NUM_LOADED, BLOCK_SIZE = 8.0, 5, 2, 16
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048)
 
 
-def least_recently_used(self: Swapping, plan: Any, now: float) -> Iterator[str]:
+def least_recently_used(self: Swapping, plan: Any, wanted: str, now: float) -> Iterator[str]:
     """What a cache of models puts out, whatever waits for it."""
     present = [name for name in self._books if self.state(name) in (Residence.READY, Residence.LOADING)]
     yield from sorted((n for n in present if n not in plan.planned), key=lambda n: self._books[n].used_at)

@@ -98,6 +98,7 @@ class _Book:
     is_dismissed: bool = False  # to be put out as soon as it is idle
     is_going: bool = False  # its process was told to end
     wanted_at: float | None = None  # since when requests wait for it to be loaded
+    since: float = 0.0  # the same, of the model or of any behind it in the order, which waits for its load too
     ready_at: float = 0.0
     used_at: float = 0.0  # when a request last waited or ran
     begun_at: float = 0.0  # when its load began
@@ -245,7 +246,10 @@ class Swapping:
         for name, book in self._books.items():
             self._look(book, self.state(name), name in firsts, now)
         plan = self._plan(firsts)
-        for name in self._wanted(firsts, now):
+        wanted, since = self._wanted(firsts, now), now
+        for name in reversed(wanted):
+            self._books[name].since = since = min(since, self._books[name].wanted_at or 0.0)
+        for name in wanted:
             self._make_room(plan, name, now)
         plan.unloads += [n for n in self._books if n not in plan.planned and self._is_over(n, firsts, now)]
         for name in plan.unloads:
@@ -315,7 +319,7 @@ class Swapping:
             plan.budget -= needed
             return
         chosen: list[str] = []
-        for other in self._put_out_order(plan, now):
+        for other in self._put_out_order(plan, name, now):
             if plan.budget >= needed:
                 break
             chosen.append(other)
@@ -332,7 +336,7 @@ class Swapping:
         pinned = [b.memory_bytes for n, b in self._books.items() if b.model.pinned and n != name]
         return min(self._books[name].memory_bytes, max(0, self._several.memory_bytes - sum(pinned)))
 
-    def _put_out_order(self, plan: _Plan, now: float) -> Iterator[str]:
+    def _put_out_order(self, plan: _Plan, wanted: str, now: float) -> Iterator[str]:
         """Models that may make room, the first to go first: those that have begun to, then by last use those that no
         request waits for, idle ones before busy ones, then those whose next request is last in the policy's order.
         """
@@ -345,7 +349,9 @@ class Swapping:
         ]
         unawaited = [name for name in present if name not in plan.firsts]
         awaited = [name for name in present if name in plan.firsts]
-        unawaited.sort(key=lambda n: (self._is_busy(n) or self._lingers_until(n) > now, self._books[n].used_at, n))
+        unawaited.sort(
+            key=lambda n: (self._is_busy(n) or self._lingers_until(n, wanted) > now, self._books[n].used_at, n)
+        )
         awaited.sort(key=lambda name: self._waiting.place(plan.firsts[name]), reverse=True)
         yield from sorted([*unawaited, *awaited], key=lambda name: name not in self._closing)
 
@@ -357,20 +363,22 @@ class Swapping:
             return False
         for_background = place is not None and place[0]  # which ends no turn
         if for_background or self._turn_ends_at(other, name) > now:
-            return other not in plan.firsts and self._lingers_until(other) <= now
+            return other not in plan.firsts and self._lingers_until(other, name) <= now
         return other not in plan.firsts or place is None or self._waiting.place(plan.firsts[other]) > place
 
-    def _lingers_until(self, name: str) -> float:
-        """Until when an idle model is kept for requests that are expected sooner than it could be loaded again: as long
-        as a load takes, like skis are rented until they could have been bought (Karlin et al. 1988).
+    def _lingers_until(self, other: str, name: str) -> float:
+        """Until when an idle model is kept for requests that are expected sooner than it could be loaded again: others
+        wait for it as long as a load takes and no longer, like skis are rented until they could have been bought
+        (Karlin et al. 1988).
         """
-        book = self._books[name]
-        return book.used_at + (book.load_s if book.gap_s < book.load_s else 0.0)
+        book = self._books[other]
+        if book.gap_s >= book.load_s:
+            return book.used_at
+        return min(book.used_at, self._turn_ends_at(other, name) - self._swap_wait_s) + book.load_s
 
     def _turn_ends_at(self, other: str, name: str) -> float:
         """Until when requests of a loaded model may pass those that wait for another which needs its memory."""
-        wanted_at = self._books[name].wanted_at
-        return max(self._books[other].ready_at, 0.0 if wanted_at is None else wanted_at) + self._swap_wait_s
+        return max(self._books[other].ready_at, self._books[name].since) + self._swap_wait_s
 
     # -- for want of requests
 
@@ -398,4 +406,4 @@ class Swapping:
             if book.wanted_at is not None and self.state(name) is Residence.UNLOADED:
                 for other in self._books:
                     yield self._turn_ends_at(other, name)
-                    yield self._lingers_until(other)
+                    yield self._lingers_until(other, name)

@@ -127,6 +127,22 @@ def test_fleets_are_compared_as_json(trace: str, capsys):
     assert all(whole["num_starts"] >= 1 for whole in compared.values())
 
 
+def test_several_models_are_swapped_as_the_router_would(tmp_path: Path, capsys):
+    models = "\n".join(
+        f"  {name}: {{share: {share}, memory_bytes: 4, load_s: 5}}"
+        for name, share in zip("abc", (3, 2, 1), strict=True)
+    )
+    workload = tmp_path / "models.yaml"
+    workload.write_text(
+        f"rate: 1\nnum_requests: 150\nmodels:\n{models}\nclasses: {{chat: {{input: 64, output: 16}}}}\n"
+    )
+    words = ("--workload", str(workload), "--device", "cpu", "--json", "--models-memory-bytes", "4")
+    strict, patient = (figures(capsys, *words, "--swap-wait-s", wait)["prefix"] for wait in ("0", "10"))
+    assert patient["num_starts"] < strict["num_starts"] / 2
+    assert patient["queue_s"]["p99"] < strict["queue_s"]["p99"]
+    assert figures(capsys, *words[:5])["prefix"]["num_starts"] == 3, "all fit"
+
+
 def test_workers_hand_over_and_engines_may_have_a_disk(trace: str, capsys):
     words = ("--workload", trace, "--device", "h100", *LLAMA, "--handover", "always", "--link", "100gbe")
     told = figures(capsys, *words, "--prefill-workers", "1", "--decode-workers", "1")["always"]
