@@ -282,8 +282,9 @@ class KeptResponse:
         await self._send(message)
 
     async def _whole(self, body: bytes) -> bytes:
-        fields = _FIELDS.decode(body) if self._is_stored or self._patch else {}
-        return await self._final(fields) if "output" in fields else body
+        if not (self._is_stored or self._patch) or _decode_stored(body).output is None:
+            return body
+        return await self._final(_encode(_FIELDS.decode(body) | self._patch) if self._patch else body)
 
     async def _counted(self, piece: bytes, *, is_last: bool) -> bytes:
         """Whole events with their sequence numbers."""
@@ -311,7 +312,7 @@ class KeptResponse:
         if told.response is None:
             return _NUMBER.sub(self._number, text) + b"\n\n"
         if told.type in _FINAL:
-            return self._response_event(told.type, await self._final(told.response))
+            return self._response_event(told.type, await self._final(_encode(told.response | self._patch)))
         is_repeated = told.type == "response.created" and bool(self.response)  # it was told as it was queued
         self.response = _encode(told.response | self._patch)
         if told.type == "response.created" and not is_repeated and self._is_stored:
@@ -323,9 +324,8 @@ class KeptResponse:
         named = type.encode()
         return b'event: %b\ndata: {"type":"%b","response":%b,%b}\n\n' % (named, named, response, self._number())
 
-    async def _final(self, fields: dict[str, Any]) -> bytes:
+    async def _final(self, response: bytes) -> bytes:
         """The response at its end, stored. Where that fails, it says of itself that it is not."""
-        response = _encode(fields | self._patch)
         self.id = self.id or _decode_stored(response).id
         if self._is_stored and not self.is_deleted:
             try:
@@ -333,7 +333,7 @@ class KeptResponse:
                 await self._shelf.put(self.id, response, items)
             except Unavailable:
                 ERRORS.warning("a response could not be stored", exc_info=True)
-                response = _encode(fields | self._patch | {"store": False})
+                response = _encode(_FIELDS.decode(response) | {"store": False})
         if self._is_stored and self.is_deleted:  # maybe while it was stored
             await self._shelf.drop(self.id)
         self.response, self.is_over = response, True
@@ -348,7 +348,7 @@ class KeptResponse:
         fields: dict[str, Any] = {**_FIELDS.decode(self.response), "status": status}
         if status == "failed":
             fields["error"] = {"code": code, "message": message}
-        return self._response_event("response.failed", await self._final(fields))
+        return self._response_event("response.failed", await self._final(_encode(fields | self._patch)))
 
     # -- in the background
 
