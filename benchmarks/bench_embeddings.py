@@ -42,9 +42,10 @@ def texts_of(lengths: Sequence[int]) -> list[str]:
     return [" ".join(f"w{choose.randrange(NUM_WORDS)}" for _ in range(length - 2)) for length in lengths]
 
 
-def workloads() -> dict[str, list[str]]:
+def workloads(count: int) -> dict[str, list[str]]:
     choose = random.Random(3)
-    return {"32 x 128": texts_of([128] * 32), "32 of 16-512": texts_of([choose.randint(16, 512) for _ in range(32)])}
+    mixed = [choose.randint(16, 512) for _ in range(count)]
+    return {f"{count} x 128": texts_of([128] * count), f"{count} of 16-512": texts_of(mixed)}
 
 
 def make_folder(name: str) -> Path:
@@ -130,7 +131,7 @@ class Peer:
         self._process.terminate()
 
 
-def compare(name: str, python: str, rounds: int, theirs: Sequence[str], ours: Sequence[str]) -> None:
+def compare(name: str, python: str, rounds: int, theirs: Sequence[str], ours: Sequence[str], count: int) -> None:
     import numpy as np
 
     from maitred import LLM
@@ -142,7 +143,7 @@ def compare(name: str, python: str, rounds: int, theirs: Sequence[str], ours: Se
     models = {f"maitred {dtype}": LLM(str(folder), executor="native", dtype=dtype) for dtype in ours}
     contenders: dict[str, Callable[[list[str]], tuple[float, Any]]] = {each: peer.run for each, peer in peers.items()}
     contenders |= {each: lambda texts, llm=llm: timed(llm.embed, texts) for each, llm in models.items()}
-    for what, texts in workloads().items():
+    for what, texts in workloads(count).items():
         num_tokens = sum(len(text.split()) + 2 for text in texts)
         best, vectors = dict.fromkeys(contenders, float("inf")), {}
         for round_number in range(1 + rounds):
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--peer", default=sys.executable, help="Python of an environment with sentence-transformers")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--peer-dtypes", default="float32,bfloat16")
     parser.add_argument("--dtypes", default="bfloat16,int8", help="of maitred")
     parser.add_argument("--make", help=argparse.SUPPRESS)
@@ -180,8 +182,9 @@ def main() -> None:
     elif options.serve:
         serve_peer(*options.serve)
     else:
+        dtypes = options.peer_dtypes.split(","), options.dtypes.split(",")
         for name in options.shapes.split(","):
-            compare(name, options.peer, options.rounds, options.peer_dtypes.split(","), options.dtypes.split(","))
+            compare(name, options.peer, options.rounds, *dtypes, options.texts)
 
 
 if __name__ == "__main__":

@@ -213,6 +213,8 @@ class Tokenizer:
         texts = [text] if second is None else [text, second]
         for each in texts:
             _check_unicode(each)
+        if not cuts and (least := sum(map(self.min_tokens, texts))) > most:
+            raise TooManyTokens(least, most)
         parts = self._inner.encode_batch([str(each) for each in texts], add_special_tokens=False)
         num_added = self._inner.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
         total, last = num_added + sum(map(len, parts)), parts[-1]
