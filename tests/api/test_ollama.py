@@ -166,6 +166,18 @@ def test_what_has_no_effect_is_named(http, asked):
     assert "x-maitred-ignored-fields" not in http.post("/api/chat", json={"messages": HI, "keep_alive": "5m"}).headers
 
 
+def test_whole_answers_and_streams_are_kept_and_replayed_but_not_those_that_could_not_go_on():
+    body = {"model": "tiny", "messages": HI, "options": {"temperature": 0}}
+    with running_server(result_cache_bytes=100_000) as server, httpx.Client(base_url=server.url) as http:
+        for stream in (True, False):
+            first, again = [http.post("/api/chat", json={**body, "stream": stream}) for _ in range(2)]
+            assert [each.headers["x-maitred-cache"] for each in (first, again)] == ["miss", "hit"]
+            assert (first.content, first.headers["content-type"]) == (again.content, again.headers["content-type"])
+    with running_server(FakeReplica(fail_after=2), result_cache_bytes=100_000) as server:
+        told = [httpx.post(f"{server.url}/api/chat", json=body).headers["x-maitred-cache"] for _ in range(2)]
+    assert told == ["miss", "miss"]
+
+
 def test_models_are_listed_and_shown_with_what_they_can(client, http):
     assert [model.model for model in client.list().models] == ["tiny", "tiny-alias"]
     (running,) = client.ps().models

@@ -99,7 +99,7 @@ OLLAMA_ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     flags = ("--drain-timeout", "1")
-    with real_fleet(tmp_path_factory.mktemp("fleet"), [flags] * 4, "--balance", "round_robin") as running:
+    with real_fleet(tmp_path_factory.mktemp("fleet"), [flags] * 5, "--balance", "round_robin") as running:
         yield running
 
 
@@ -168,6 +168,22 @@ def num_resumed(fleet: RealFleet) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("maitred_fleet_resumes_total"))
 
 
+def test_a_router_tells_ollamas_client_of_models_and_has_vectors_for_it(fleet):
+    client = ollama.Client(fleet.router.url, timeout=HANGS_S)
+    (listed,), (running,) = client.list().models, client.ps().models
+    assert (listed.model, listed.details.family, running.context_length) == ("maitred-mini", "llama", 2048)
+    assert running.size > listed.size > 1_000_000
+    assert "tools" in client.show("maitred-mini:latest").capabilities
+    assert [part.status for part in client.pull("maitred-mini", stream=True)] == ["success"]
+    with pytest.raises(ollama.ResponseError, match="no replica serves the model 'llama3'"):
+        client.pull("llama3")
+    vectors = client.embed("maitred-mini:latest", ["soup", "bread"]).embeddings
+    assert len(vectors) == 2
+    assert len(vectors[0]) == len(vectors[1]) > 0
+    assert client.chat("maitred-mini:latest", SAYS, format=PARAMETERS, options={"num_predict": 9}).eval_count == 9
+    assert client.generate("maitred-mini").done_reason == "load"
+
+
 def test_streams_of_a_replica_that_hangs_or_dies_go_on_as_undisturbed(fleet):
     expected = streams_while(fleet, lambda: None)
     for sent in (signal.SIGSTOP, signal.SIGKILL):
@@ -183,7 +199,7 @@ def test_streams_of_a_replica_that_hangs_or_dies_go_on_as_undisturbed(fleet):
         assert num_resumed(fleet) > before
         if sent is signal.SIGSTOP:
             os.kill(hit[0], signal.SIGCONT)
-            until(lambda: fleet.states == ["ready"] * 4)
+            until(lambda: fleet.states == ["ready"] * 5)
 
 
 def test_responses_of_a_replica_that_dies_go_on_are_counted_and_stored(fleet):
