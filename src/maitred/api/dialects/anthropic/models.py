@@ -19,7 +19,7 @@ from maitred.core.errors import InvalidRequest
 VERSION = b"anthropic-version"
 MAX_LISTED, LISTED = 1000, 20  # most models in an answer, and where the query names no limit
 MODELS_QUERY: dict[str, dict[str, Any]] = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": LISTED},
+    "limit": {"type": "string", "description": f"1 to {MAX_LISTED}; in OpenAI's form all are listed, whatever it is"},
     "after_id": {"type": "string"},
     "before_id": {"type": "string"},
 }
