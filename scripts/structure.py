@@ -44,8 +44,9 @@ ON_A_CHATS_WAY = "files that one streamed chat request passes"
 # They go down with the figures; one that is raised says why, on its line.
 CEILINGS = {
     # 21 are the tools around the model and what they keep, 4 the planner, 4 the simulator's baselines, the replay of a
-    # server's own traffic with its recording, and the demonstration
-    "files": 406,
+    # server's own traffic with its recording, and the demonstration; 30 are three dialects, vectors of models, files and batches,
+    # background work, several models and similar prompts
+    "files": 436,
     # 6,200 are those tools, for which 3,500 were meant: documents in three forms with what is learnt of each, paired
     # intervals, states that outlive any end, and refusals with their numbers took as many lines as the methods.
     # 4,700 are layers of unlike kinds, for which 2,200 were meant: rows for nine families, pages of windows (480 lines,
@@ -54,10 +55,13 @@ CEILINGS = {
     # MTP layers (115), transformers' own module (360), GGUF's new families (270) and windows in tiers, hand-over and
     # swap (230) came after. 2,600 are plans, for which 1,800 were meant: the search (1,400), fleets by slices (70),
     # steps taken many at a time and held requests that go to their prefix (340), baselines and claims (275), the replay
-    # of own traffic (210), the demonstration (330).
-    "lines": 100_600,
+    # of own traffic (210), the demonstration (330). 8,100 are the clients people have, for which 4,000 were meant:
+    # Anthropic's dialect (850), Responses (1,560: what is kept, followed and cancelled took 580, custom tools' grammars
+    # 130), Ollama's (850), files and batches with their store (1,500), vectors and scores (1,500: encoders, rerankers,
+    # folders and GGUF), several models (1,100), background work (440), similar prompts (300).
+    "lines": 108_700,
     ON_A_CHATS_WAY: 74,  # the recording that the page replays, and two modules that name what it keeps
-    "modules under 100 lines with one importer": 2,
+    "modules under 100 lines with one importer": 3,  # one is vectors of ONNX encoders, which need an extra
     "names of classes that stand twice": 20,
     "protocols with fewer than two implementations": 0,
     "functions over 80 lines": 0,

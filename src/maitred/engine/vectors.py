@@ -37,7 +37,7 @@ AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _QUERY_PROMPTS, _DOCUMENT_PROMPTS = ("query",), ("document", "passage", "corpus")
 
 
-class Wanted(NamedTuple, Generic[T]):
+class PooledRequests(NamedTuple, Generic[T]):
     """Requests, and what their answers, in the same order, become."""
 
     requests: list[RequestSpec]
@@ -52,7 +52,7 @@ def embedding(
     prompt_name: str | None = None,
     dimensions: int | None = None,
     **options: Any,
-) -> Wanted[list[Vector]]:
+) -> PooledRequests[list[Vector]]:
     """Vectors of texts, behind the model's prompt of that name or its default one; the first `dimensions` of each
     (arXiv:2205.13147). `options` are `make_pooled`'s. Raises RequestError."""
     facts = _facts_of(model)
@@ -68,7 +68,7 @@ def embedding(
         raise InvalidRequest(f"the model has no prompt {name!r}; {known}", param="prompt_name")
     prompt = facts.prompts.get(name, "")
     requests = [make(prompt + text if isinstance(text, str) else text, "embed", **options) for text in texts]
-    return Wanted(requests, lambda answers: [vector_of(facts, each, dimensions) for each in answers])
+    return PooledRequests(requests, lambda answers: [vector_of(facts, each, dimensions) for each in answers])
 
 
 def vector_of(facts: PoolingFacts, numbers: bytes, dimensions: int | None = None) -> Vector:
@@ -79,7 +79,7 @@ def vector_of(facts: PoolingFacts, numbers: bytes, dimensions: int | None = None
 
 def scoring(
     model: ServedModel, pairs: Pairs, make: MakeRequest, *, instruction: str | None = None, cut_to: int | None = None
-) -> Wanted[list[float]]:
+) -> PooledRequests[list[float]]:
     """Scores of (query, document) pairs. `instruction` is a causal reranker's; `cut_to` is `make_pooled`'s.
 
     Raises RequestError for what the model cannot score.
@@ -95,7 +95,7 @@ def scoring(
         told = f"{model.name} has {facts.width} labels; a score needs a model with one"
         raise InvalidRequest(told, param="model")
     requests = [make(query, "classify", second=document, cut_to=cut_to) for query, document in pairs]
-    return Wanted(requests, lambda answers: [_label_score(facts, each) for each in answers])
+    return PooledRequests(requests, lambda answers: [_label_score(facts, each) for each in answers])
 
 
 def _facts_of(model: ServedModel) -> PoolingFacts:
@@ -114,7 +114,7 @@ def _label_score(facts: PoolingFacts, numbers: bytes) -> float:
     return logit if facts.activation == "identity" else _sigmoid(logit)
 
 
-def _cosines(facts: PoolingFacts, pairs: Pairs, make: MakeRequest, *, cut_to: int | None) -> Wanted[list[float]]:
+def _cosines(facts: PoolingFacts, pairs: Pairs, make: MakeRequest, *, cut_to: int | None) -> PooledRequests[list[float]]:
     """Each text once, however many pairs it is in."""
     roles = [
         (role, text) for pair in pairs for role, text in zip((_QUERY_PROMPTS, _DOCUMENT_PROMPTS), pair, strict=True)
@@ -130,7 +130,7 @@ def _cosines(facts: PoolingFacts, pairs: Pairs, make: MakeRequest, *, cut_to: in
         ends = [units[places[each]] for each in roles]
         return [float(query @ document) for query, document in zip(ends[::2], ends[1::2], strict=True)]
 
-    return Wanted(requests, scores)
+    return PooledRequests(requests, scores)
 
 
 def _answers(
@@ -141,7 +141,7 @@ def _answers(
     *,
     instruction: str,
     cut_to: int | None,
-) -> Wanted[list[float]]:
+) -> PooledRequests[list[float]]:
     """The model's own logits of no and yes, or the label that its file has of them."""
     tokenizer = model.tokenizer
     words = facts.score_tokens or (tokenizer.token_id("no"), tokenizer.token_id("yes"))
@@ -171,7 +171,7 @@ def _answers(
         logits = [np.frombuffer(each, np.float32).tolist() for each in answers]
         return [_sigmoid(yes - no) for no, yes in logits]
 
-    return Wanted(requests, scores)
+    return PooledRequests(requests, scores)
 
 
 def _sigmoid(x: float) -> float:
