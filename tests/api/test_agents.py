@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anthropic
@@ -129,9 +130,16 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     server.stop()
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """The path stands in every prompt, and pytest's own are as long as maitred-mini's context would have them."""
+    with TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_it_reads_edits_and_runs_and_each_turn_finds_the_turns_before_it_cached(url, dialect, tmp_path):
-    path = tmp_path / "add.py"
+def test_it_reads_edits_and_runs_and_each_turn_finds_the_turns_before_it_cached(url, dialect, short_folder):
+    path = short_folder / "add.py"
     path.write_text(SOURCE)
     turns = list(LOOPS[dialect](url, str(path)))
     assert path.read_text() == SOURCE.replace(WRONG, RIGHT)

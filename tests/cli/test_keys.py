@@ -80,7 +80,7 @@ def test_a_slip_is_one_line(file, capsys, words, code, told):
 
 def test_where_there_are_tenants_the_policy_heeds_their_tiers_unless_one_was_chosen(file):
     def policy(*words: str) -> str:
-        return serve._engine_config(serve.COMMAND.parse(list(words), environ={})).scheduler.policy
+        return serve.served_config(serve.COMMAND.parse(list(words), environ={})).scheduler.policy
 
     assert policy() == "fcfs"
     assert policy("--tenants", str(file)) == "interactive"
