@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,10 +21,11 @@ from maitred.api.dialects.anthropic.schemas import (
     ThinkingTokens,
     ToolUseBlock,
 )
-from maitred.api.dialects.openai.chat import joined_calls
+from maitred.api.dialects.openai.chat import joined_calls, whole_calls
 from maitred.api.dialects.openai.models import MOST_CONTEXTS, MOST_TOKENS
-from maitred.api.dialects.openai.reading import AnswerReader, ChatReading, is_shaped
+from maitred.api.dialects.openai.reading import AnswerReader, ChatReading, is_shaped, read_answer
 from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask
+from maitred.api.dialects.openai.schemas import ToolCall
 from maitred.api.generate.dialect import Dialect, GenerationAsk
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
@@ -35,7 +35,7 @@ from maitred.core.errors import InvalidRequest
 from maitred.core.request import FinishReason
 from maitred.engine.output import TextDelta
 from maitred.tenancy.tenant import tier_of_priority
-from maitred.text.answer_parser import AnswerDelta, ArgumentsText, CallBegun
+from maitred.text.answer_parser import CallBegun
 
 _encode = msgspec.json.Encoder().encode
 _DECODER = BodyDecoder(MessagesRequest)
@@ -115,13 +115,13 @@ class MessageAnswer:
     def whole(self, outcome: Outcome) -> bytes:
         sample = outcome.samples[0]
         reader = self._reading.reader(sample)
-        read = AnswerDelta(content=sample.text) if reader is None else reader.push(sample.pieces, is_last=True)
+        read = read_answer(reader, sample.text, sample.pieces, is_last=True)
         content: list[ThinkingBlock | TextBlock | ToolUseBlock] = []
         if read.reasoning:
             content.append(ThinkingBlock(read.reasoning, self.id))
         if read.content:
             content.append(TextBlock(read.content))
-        content += _calls(read.calls)
+        content += map(_tool_use, whole_calls(read.calls))
         stop, sequence = self.stop(sample, sample.finish_reason, sample.stop_reason, calls=bool(read.calls))
         return _encode(self.message(content, self.usage(outcome), stop, sequence))
 
@@ -163,23 +163,14 @@ class MessageAnswer:
         return MessageStream(self, outcome, self._reading.reader(outcome.samples[0]))
 
 
-def _calls(events: Sequence[CallBegun | ArgumentsText]) -> list[ToolUseBlock]:
-    """Calls with their inputs; one that was cut has its text as INVALID_JSON, as Anthropic has clients send it back."""
-    calls: list[ToolUseBlock] = []
-    texts: list[str] = []
-    for event in events:
-        if isinstance(event, CallBegun):
-            calls.append(ToolUseBlock(event.id, event.name, Raw(b"{}")))
-            texts.append("")
-        else:
-            texts[event.index] += event.text
-    for call, text in zip(calls, texts, strict=True):
-        try:
-            msgspec.json.decode(text or b"{}", type=dict[str, Raw])
-            call.input = Raw(text.encode() or b"{}")
-        except msgspec.DecodeError:
-            call.input = Raw(_encode({"INVALID_JSON": text}))
-    return calls
+def _tool_use(call: ToolCall) -> ToolUseBlock:
+    """A call with its input; one that was cut has its text as INVALID_JSON, as Anthropic has clients send it back."""
+    input = (call.function.arguments or "{}").encode()
+    try:
+        msgspec.json.decode(input, type=dict[str, Raw])
+    except msgspec.DecodeError:
+        input = _encode({"INVALID_JSON": call.function.arguments})
+    return ToolUseBlock(call.id, str(call.function.name), Raw(input))
 
 
 _THINKING, _TEXT, _CALL = "thinking", "text", "tool_use"
@@ -196,7 +187,7 @@ _END = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 class MessageStream:
-    """Writes the events of one: blocks one after the other, each of one kind, then the reason of the end."""
+    """Writes the events of one message: blocks one after the other, each of one kind, then the reason of the end."""
 
     def __init__(self, answer: MessageAnswer, outcome: Outcome, reader: AnswerReader | None) -> None:
         self._answer, self._outcome, self._reader = answer, outcome, reader
@@ -212,17 +203,14 @@ class MessageStream:
             message = _encode(self._answer.message([], usage, None, None))
             events += b'event: message_start\ndata: {"type":"message_start","message":%b}\n\n' % message, _PING
         reader, is_last = self._reader, delta.finish_reason is not None
-        if reader is None:
-            self._say(_TEXT, delta.text, events)
-        else:
-            read = reader.push(delta.pieces, is_last=is_last)
-            self._say(_THINKING, read.reasoning, events)
-            self._say(_TEXT, read.content, events)
-            for event in joined_calls(read.calls):
-                if isinstance(event, CallBegun):
-                    self._begin(_CALL, _encode(ToolUseBlock(event.id, event.name, Raw(b"{}"))), events)
-                else:
-                    self._say(_CALL, event.text, events)
+        read = read_answer(reader, delta.text, delta.pieces, is_last=is_last)
+        self._say(_THINKING, read.reasoning, events)
+        self._say(_TEXT, read.content, events)
+        for event in joined_calls(read.calls):
+            if isinstance(event, CallBegun):
+                self._begin(_CALL, _encode(ToolUseBlock(event.id, event.name, Raw(b"{}"))), events)
+            else:
+                self._say(_CALL, event.text, events)
         if is_last:
             self._close(events)
             calls = reader is not None and reader.num_calls > 0

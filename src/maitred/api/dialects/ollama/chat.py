@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from maitred.api.dialects.openai.answers import TokenNames, encode, packed_chat_logprobs
-from maitred.api.dialects.openai.reading import MAX_SHAPE_BYTES, ChatReading, is_shaped, text_shape
+from maitred.api.dialects.openai.reading import MAX_SHAPE_BYTES, ChatReading, is_shaped, read_answer, text_shape
 from maitred.api.dialects.openai.refusals import any_value, has_value, unsupported, unsupported_content
 from maitred.api.dialects.openai.sampling import chat_sampling, make_ask
 from maitred.api.dialects.openai.schemas import AnyList, ChatCompletionRequest, ChatMessage, SentTokenIds
@@ -32,7 +32,7 @@ from maitred.text.answer_parser import ArgumentsText, CallBegun
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """OllamaOptions that have an effect here; others are named in a header."""
+    """Options that have an effect here; others are named in a header."""
 
     num_predict: int | None = None  # below 0: no limit
     num_ctx: int | None = None
@@ -315,7 +315,7 @@ class OllamaAnswer:
 
 
 class OllamaStream:
-    """Writes the lines of one. A call is told once it is whole, for its arguments are an object."""
+    """Writes the lines of one answer. A call is told once it is whole, for its arguments are an object."""
 
     def __init__(self, answer: OllamaAnswer, outcome: Outcome) -> None:
         self._answer, self._outcome = answer, outcome
@@ -343,9 +343,7 @@ class OllamaStream:
     ) -> dict[str, Any]:
         """What came, by the names of `OllamaAnswer.reply`."""
         told: dict[str, Any] = self._answer.logprobs(logprobs)
-        if self._reader is None:
-            return told | ({"text": text} if text else {})
-        read, calls = self._reader.push(pieces, is_last=is_last), list[Any]()
+        read, calls = read_answer(self._reader, text, pieces, is_last=is_last), list[Any]()
         content = read.content
         for event in read.calls:
             if isinstance(event, ArgumentsText):

@@ -142,7 +142,7 @@ class ChatAnswer:
         if read.reasoning:
             message.reasoning = message.reasoning_content = read.reasoning
         if read.calls:
-            message.tool_calls = _whole_calls(read.calls)
+            message.tool_calls = whole_calls(read.calls)
         return message
 
     def stream(self, outcome: Outcome) -> ChatStream:
@@ -239,7 +239,8 @@ def _call_delta(event: CallBegun | ArgumentsText) -> schemas.ToolCallDelta:
     return schemas.ToolCallDelta(index=event.index, function=schemas.CalledFunction(arguments=event.text))
 
 
-def _whole_calls(events: Sequence[CallBegun | ArgumentsText]) -> list[schemas.ToolCall]:
+def whole_calls(events: Sequence[CallBegun | ArgumentsText]) -> list[schemas.ToolCall]:
+    """Calls with all of their arguments."""
     calls: list[schemas.ToolCall] = []
     for event in events:
         if isinstance(event, CallBegun):

@@ -531,3 +531,8 @@ class AnswerReader:
             whole.reasoning += more.reasoning
         whole.calls += more.calls
         self.num_calls += sum(isinstance(event, CallBegun) for event in more.calls)
+
+
+def read_answer(reader: AnswerReader | None, text: str, pieces: Sequence[Piece], *, is_last: bool) -> AnswerDelta:
+    """Parts of an answer that became certain; without a reader all of it is text."""
+    return AnswerDelta(content=text) if reader is None else reader.push(pieces, is_last=is_last)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from maitred.api.dialects.openai import refusals
 from maitred.api.dialects.openai.answers import OPENAI, TokenNames, chat_logprobs, completion_id, encode
 from maitred.api.dialects.openai.chat import joined_calls
-from maitred.api.dialects.openai.reading import ChatReading, is_shaped
+from maitred.api.dialects.openai.reading import ChatReading, is_shaped, read_answer
 from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask, wanted_usage
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
 from maitred.api.dialects.responses import schemas as s
@@ -36,7 +36,7 @@ from maitred.core.request import FinishReason
 from maitred.core.step import TokenLogprobs
 from maitred.engine.output import TextDelta
 from maitred.tenancy.tenant import tier_of_priority
-from maitred.text.answer_parser import AnswerDelta, CallBegun
+from maitred.text.answer_parser import CallBegun
 from maitred.text.shape import Shape
 
 RESPONSES = OPENAI._replace(stream=StreamFormat())  # nothing comes after the last event
@@ -290,17 +290,7 @@ class ResponseStream:
         if logprobs:
             self._logprobs += self._answer.logprobs(logprobs)
         finish = delta.finish_reason
-        if self._reader is not None:
-            self._parsed(self._reader.push(delta.pieces, is_last=finish is not None))
-        elif delta.text:
-            self._text("message", delta.text)
-        if finish is not None:
-            self._is_cut = finish is FinishReason.LENGTH
-            if not self._items:
-                self._begin_text("message")  # an answer without anything is an empty one
-            self._close("incomplete" if self._is_cut else "completed")
-
-    def _parsed(self, read: AnswerDelta) -> None:
+        read = read_answer(self._reader, delta.text, delta.pieces, is_last=finish is not None)
         if read.reasoning:
             self._text(self._thoughts, read.reasoning)
         if read.content:
@@ -310,6 +300,11 @@ class ResponseStream:
                 self._begin_call(told)
             else:
                 self._call_text(told.text)
+        if finish is not None:
+            self._is_cut = finish is FinishReason.LENGTH
+            if not self._items:
+                self._begin_text("message")  # an answer without anything is an empty one
+            self._close("incomplete" if self._is_cut else "completed")
 
     def _tell(self, type: str, **fields: Any) -> None:
         """Tell of the last item."""
