@@ -162,7 +162,7 @@ class Checkpoint:
             self._open_gguf(path)
             return
         self.config = read_config(path)
-        self.generation_config = _read_json_if_there(path / "generation_config.json")
+        self.generation_config = read_json_if_there(path / "generation_config.json")
         self._files = tuple(SafetensorsFile(file) for file in _weight_files(path))
         self._file_of = _locate_tensors(self._files)
         text = self.config.get("text_config") or {}
@@ -393,14 +393,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_json(path)
 
 
-def _read_json_if_there(path: Path) -> dict[str, Any]:
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty where there is no such file. Raises CheckpointError."""
     return _read_json(path) if path.is_file() else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except ValueError as error:
         raise CheckpointError(f"{path} is no valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object; it holds a {type(value).__name__}")

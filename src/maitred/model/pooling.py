@@ -6,7 +6,6 @@ cross-encoder's config.json by its architecture. Of any other causal model it is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,7 @@ import msgspec
 
 from maitred.core.errors import CheckpointError
 from maitred.core.request import PoolingFacts
-from maitred.model.checkpoint import Checkpoint
+from maitred.model.checkpoint import Checkpoint, read_json_if_there
 from maitred.model.safetensors_file import SafetensorsFile
 from maitred.model.spec import DecoderSpec
 from maitred.model.weight_map import encoder_prefix
@@ -67,13 +66,13 @@ def refuse_module(folder: Path, module: Module) -> None:
 
 def refuse_setting(path: Path, field: str) -> None:
     """Raise CheckpointError where the file sets a field that would change vectors, and is not built."""
-    if value := _read(path).get(field):
+    if value := read_json_if_there(path).get(field):
         raise CheckpointError(f"{path}: {field} is {value!r}, which is not supported")
 
 
 def pooling_kind(path: Path) -> str:
     """mean, cls or last, of a Pooling module's config.json. Raises CheckpointError."""
-    config = _read(path)
+    config = read_json_if_there(path)
     flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     known = _FLAGS if flags else _NAMES
     modes = flags or [str(config.get("pooling_mode"))]
@@ -108,7 +107,7 @@ def _of_modules(folder: Path, modules: Sequence[Module], plain: PoolingFacts) ->
             case "Dense":
                 told["width"] = _dense_config(folder / module.path)["out_features"]
             case "LogitScore":
-                config = _read(folder / module.path / "config.json")
+                config = read_json_if_there(folder / module.path / "config.json")
                 told["score_tokens"] = config.get("false_token_id"), config.get("true_token_id")
                 if None in told["score_tokens"]:
                     raise CheckpointError(f"{folder / module.path}: scores need false_token_id and true_token_id")
@@ -116,7 +115,7 @@ def _of_modules(folder: Path, modules: Sequence[Module], plain: PoolingFacts) ->
                 pass
             case _:
                 refuse_module(folder, module)
-    config = _read(folder / PROMPTS)
+    config = read_json_if_there(folder / PROMPTS)
     prompts = {name: text for name, text in (config.get("prompts") or {}).items() if text}
     told |= {"prompts": prompts, "default_prompt": config.get("default_prompt_name") or ""}
     if told["default_prompt"] and told["default_prompt"] not in prompts:
@@ -126,7 +125,12 @@ def _of_modules(folder: Path, modules: Sequence[Module], plain: PoolingFacts) ->
 
 def _max_tokens(place: Path) -> int:
     refuse_setting(place / "sentence_bert_config.json", "do_lower_case")
-    value = _read(place / "sentence_bert_config.json").get("max_seq_length")
+    return length_in(read_json_if_there(place / "sentence_bert_config.json"), "max_seq_length")
+
+
+def length_in(config: Mapping[str, Any], key: str) -> int:
+    """Return a length that a file tells; 0 where it says nothing, or more than any model has."""
+    value = config.get(key)
     return int(value) if isinstance(value, int | float) and 0 < value < _MOST_LENGTH else 0
 
 
@@ -193,7 +197,7 @@ def pooled_layers(checkpoint: Checkpoint, facts: PoolingFacts) -> list[PooledLay
 
 
 def _dense_config(place: Path) -> dict[str, Any]:
-    config = _read(place / "config.json")
+    config = read_json_if_there(place / "config.json")
     if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
         raise CheckpointError(f"{place}: a Dense module with a residual or with other inputs is not supported")
     name = str(config.get("activation_function") or "Identity").rpartition(".")[2]
@@ -239,14 +243,3 @@ def _activation(name: str, path: Path) -> str:
     if name not in _ACTIVATIONS:
         raise CheckpointError(f"{path}: activation {name!r} is not supported; {', '.join(_ACTIVATIONS)} are")
     return _ACTIVATIONS[name]
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    """The object in `path`; empty where there is no such file. Raises CheckpointError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; copy it again from where the model came from") from None
-    return found if isinstance(found, dict) else {}

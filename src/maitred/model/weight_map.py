@@ -127,7 +127,7 @@ def decoder_sources(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[W
 
 
 def _prefix(tensor_names: Collection[str]) -> str:
-    """None where a model was saved without what is built on it, as sentence-transformers do."""
+    """Prefix of a decoder's tensors; none where sentence-transformers saved it, without what is built on it."""
     return next((p for p in (*PREFIXES, "") if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
 
 

@@ -5,16 +5,16 @@ The parameters that a config leaves out are filled from the files beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from maitred.core.errors import CheckpointError
 from maitred.model.pooling import (
     MODULES,
     PROMPTS,
     Module,
+    length_in,
     modules_of,
     pooling_kind,
     refuse_module,
@@ -124,7 +124,6 @@ def with_length_buckets(config: ANY_MESSAGE) -> ANY_MESSAGE:
 
 TOKENIZER = "tokenizer.json"
 ONNX = "onnx"  # the folder of model.onnx
-MOST_LENGTH = 1 << 20  # tokenizer_config.json says 1e30 for unknown
 
 
 def is_sentence_folder(folder: Path) -> bool:
@@ -185,21 +184,15 @@ def _of_modules(folder: Path, modules: Sequence[Module]) -> dict[str, str]:
 def _of_texts(place: Path) -> dict[str, str]:
     """How long they may be, and what pads them."""
     model, told = read_json(place / "config.json"), {}
-    own = _size(read_json(place / "sentence_bert_config.json"), "max_seq_length")
+    own = length_in(read_json(place / "sentence_bert_config.json"), "max_seq_length")
     limits = (
-        _size(read_json(place / "tokenizer_config.json"), "model_max_length"),
-        _size(model, "max_position_embeddings"),
+        length_in(read_json(place / "tokenizer_config.json"), "model_max_length"),
+        length_in(model, "max_position_embeddings"),
     )
     known = [size for size in ((own,) if own else limits) if size]
     if known:
         told["max_length"] = str(min(known))
     for name, field in (("pad.input_ids", "pad_token_id"), ("vocab_size", "vocab_size")):
-        if size := _size(model, field):
+        if size := length_in(model, field):
             told[name] = str(size)
     return told
-
-
-def _size(config: Mapping[str, Any], key: str) -> int:
-    """0 where it says nothing, or more than any model has."""
-    value = config.get(key)
-    return int(value) if isinstance(value, int | float) and 0 < value < MOST_LENGTH else 0

@@ -20,16 +20,14 @@ from maitred.api.generate.ways import Cached
 from maitred.api.http.app import App
 from maitred.api.http.exchange import EventStream, Exchange
 from maitred.api.http.results import WantedAnswer
-from maitred.api.tensor.lease import new_id, tensors_of
-from maitred.api.tensor.texts import Tokenizers, tokens_of
+from maitred.api.tensor.lease import tensors_of
+from maitred.api.tensor.texts import Tokenizers, text_vector, tokens_of
 from maitred.core.errors import MaitredError, ModelNotFound
 from maitred.core.request import Terms
-from maitred.core.tensor_request import InferRequest
 from maitred.engine.output import TextDelta
 from maitred.fleet.prefix_keys import read_asked, texts_of
 from maitred.storage.result_cache import CachedAnswer
 from maitred.storage.similar import Found, SimilarAnswers
-from maitred.tensor.encoder import inputs_for, vector_of
 from maitred.tensor.encoder_config import encoder_of, is_encoder
 
 logger = logging.getLogger(__name__)
@@ -97,16 +95,8 @@ class SimilarPrompts:
         encoder, found = encoder_of(config), []
         tokenizer = await app.text.run_long(partial(self._tokenizers.of, self.model, config))
         for tokens in tokens_of(tokenizer, encoder, texts, add_special_tokens=True):
-            request = InferRequest(
-                request_id=new_id(),
-                model=self.model,
-                inputs=inputs_for(encoder, tokens),
-                outputs=(encoder.output,),
-                num_tokens=len(tokens),
-                terms=terms,
-                arrived_at=app.clock.now(),
-            )
-            vector = vector_of(encoder, (await tensors.infer(request)).outputs[0], len(tokens))
+            now = app.clock.now()
+            vector = await text_vector(tensors.infer, self.model, encoder, tokens, terms=terms, arrived_at=now)
             found.append(vector / max(float(np.linalg.norm(vector)), 1e-12))
         return found
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from maitred.api.generate.dialect import Prompt
 from maitred.api.http.errors import shortened
 from maitred.api.tensor.lease import TensorLease, new_id
 from maitred.core.errors import InvalidRequest, ModelNotFound, PromptTooLong, TooManyTokens
-from maitred.core.tensor_request import InferRequest
+from maitred.core.tensor_request import InferRequest, InferResponse
 from maitred.engine.tensors import TensorModels
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.encoder import check_dimensions, inputs_for, vector_of
@@ -116,7 +117,7 @@ async def vectors_of(
     the first failure gives the others up.
     """
     check_dimensions(num_dimensions, encoder.width)
-    tasks = [asyncio.create_task(_vector(lease, model, encoder, ids, num_dimensions)) for ids in token_lists]
+    tasks = [asyncio.create_task(text_vector(lease.infer, model, encoder, ids, num_dimensions)) for ids in token_lists]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -125,15 +126,22 @@ async def vectors_of(
         await asyncio.gather(*tasks, return_exceptions=True)  # their places are free when we return
 
 
-async def _vector(
-    lease: TensorLease, model: str, encoder: Encoder, ids: Sequence[int], num_dimensions: int | None
+async def text_vector(
+    infer: Callable[[InferRequest], Awaitable[InferResponse]],
+    model: str,
+    encoder: Encoder,
+    ids: Sequence[int],
+    num_dimensions: int | None = None,
+    **asked: Any,
 ) -> np.ndarray:
+    """One text's vector, as `tensor.encoder.vector_of`; `asked` are more fields of its request."""
     request = InferRequest(
         request_id=new_id(),
         model=model,
         inputs=inputs_for(encoder, ids),
         outputs=(encoder.output,),
         num_tokens=len(ids),
+        **asked,
     )
-    (output,) = (await lease.infer(request)).outputs
+    (output,) = (await infer(request)).outputs
     return vector_of(encoder, output, len(ids), num_dimensions)
