@@ -83,15 +83,12 @@ PAGE = (
 
 
 async def _batches(app: Service, exchange: Exchange) -> None:
-    from maitred.api.dialects.openai import batches  # noqa: PLC0415 - SQLite, for those who leave something here
-
-    await batches.answer(app, exchange)
-
-
-async def _message_batches(app: Service, exchange: Exchange) -> None:
-    from maitred.api.dialects.anthropic import batches  # noqa: PLC0415 - likewise
-
-    await batches.answer(app, exchange)
+    # SQLite, for those who leave something here
+    if exchange.format is ANTHROPIC:
+        from maitred.api.dialects.anthropic.batches import answer  # noqa: PLC0415
+    else:
+        from maitred.api.dialects.openai.batches import answer  # noqa: PLC0415
+    await answer(app, exchange)
 
 
 def resume_batches(app: Service) -> None:
@@ -106,7 +103,7 @@ _PAGE: dict[str, dict[str, Any]] = {"after": {"type": "string"}, "limit": {"type
 _LISTED = {**_PAGE, "order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
 _file = partial(Route, handler=_batches, answer=b.FileObject, errors=(400, 401, 404, 408, 413, 415, 503))
 _batch = partial(Route, handler=_batches, answer=b.BatchObject, errors=(400, 401, 404, 413, 415, 503))
-_messages = partial(_batch, handler=_message_batches, answer=None, text="application/json", format=ANTHROPIC)
+_messages = partial(_batch, answer=None, text="application/json", format=ANTHROPIC)
 BATCH_ROUTES = (
     _file(
         method="POST",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from maitred.api.common_routes import BATCH_ROUTES, METRICS, PAGE, USAGE, probe_routes, role_route
 from maitred.api.dialects.anthropic import models as anthropic_models
@@ -20,9 +21,10 @@ from maitred.api.dialects.openai.vectors import VECTOR_ROUTES
 from maitred.api.dialects.responses.answers import DIALECT as RESPONSES
 from maitred.api.dialects.responses.stored import response_routes
 from maitred.api.generate.complete import complete, complete_body
+from maitred.api.generate.dialect import Dialect
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.routes import Route, RouteTable
+from maitred.api.http.routes import GENERATION_ERRORS, Route, RouteTable
 from maitred.api.ops import admin, health, live
 from maitred.api.ops.fleet import fleet_routes
 from maitred.api.ops.live_feed import LiveFrame
@@ -37,7 +39,6 @@ DIALECTS = {
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
 }
-_GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
 _TEXT_ERRORS = (400, 401, 404, 413, 415)
 
 
@@ -76,7 +77,7 @@ def make_routes(more: Sequence[Route] = ()) -> RouteTable:
         *_kv(),
         *_live(),
         *fleet_routes(
-            {**DIALECTS, **ollama.DIALECTS, KSERVE_MODELS: GENERATION}, stream=s.Completion, errors=_GENERATION_ERRORS
+            {**DIALECTS, **ollama.DIALECTS, KSERVE_MODELS: GENERATION}, stream=s.Completion, errors=GENERATION_ERRORS
         ),
         *PAGE,
         Route(
@@ -93,48 +94,46 @@ def make_routes(more: Sequence[Route] = ()) -> RouteTable:
     return table
 
 
+def _generates(dialect: Dialect, path: str, **more: Any) -> Route:
+    """The route at which a dialect's clients ask for tokens."""
+    about = {"method": "POST", "format": dialect.format, "errors": GENERATION_ERRORS} | more
+    return Route(path=path, handler=partial(complete, dialect), **about)
+
+
 def _generation() -> tuple[Route, ...]:
     """Routes that generate, and embeddings."""
     return (
-        Route(
-            method="POST",
-            path="/v1/chat/completions",
-            handler=partial(complete, CHAT),
-            format=CHAT.format,
+        _generates(
+            CHAT,
+            "/v1/chat/completions",
             summary="Answer a conversation.",
             span="chat",
             body=s.ChatCompletionRequest,
             tells_ignored=True,
             answer=s.ChatCompletion,
             event=s.ChatCompletionChunk,
-            errors=_GENERATION_ERRORS,
         ),
-        Route(
-            method="POST",
-            path="/v1/completions",
-            handler=partial(complete, COMPLETIONS),
-            format=COMPLETIONS.format,
+        _generates(
+            COMPLETIONS,
+            "/v1/completions",
             summary="Continue one or more texts.",
             span="text_completion",
             body=s.CompletionRequest,
             tells_ignored=True,
             answer=s.Completion,
             event=s.Completion,
-            errors=_GENERATION_ERRORS,
         ),
         *response_routes(partial(complete_body, RESPONSES)),
-        Route(
-            method="POST",
-            path="/v1/messages",
-            handler=partial(complete, MESSAGES),
-            format=MESSAGES.format,
+        _generates(
+            MESSAGES,
+            "/v1/messages",
             summary="Answer a conversation of Anthropic's clients.",
             span="chat",
             body=a.MessagesRequest,
             tells_ignored=True,
             answer=a.AnthropicMessage,
             event=a.AnthropicEvent,
-            errors=(*_GENERATION_ERRORS, 529),
+            errors=(*GENERATION_ERRORS, 529),
         ),
         Route(
             method="POST",
@@ -149,16 +148,13 @@ def _generation() -> tuple[Route, ...]:
         ),
         *VECTOR_ROUTES,
         *BATCH_ROUTES,
-        Route(
-            method="POST",
-            path="/v2/models/{model:path}",
-            handler=partial(complete, GENERATION),
-            format=GENERATION.format,
+        _generates(
+            GENERATION,
+            "/v2/models/{model:path}",
             summary="Continue a text, as Triton's generate and generate_stream after the model's name.",
             body=GenerateRequest,
             answer=Generated,
             event=Generated,
-            errors=_GENERATION_ERRORS,
             **SPOKEN,
         ),
     )

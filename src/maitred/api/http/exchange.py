@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -72,6 +73,20 @@ class Exchange:
     def route_name(self) -> str:
         """The route's name for metrics and traces; unknown paths share one name."""
         return self.route.template if self.route is not None else "other"
+
+    @property
+    def query(self) -> dict[str, str]:
+        """Fields of the query that have a value, the last one of each name."""
+        return dict(parse_qsl(self.scope["query_string"].decode("latin-1")))
+
+    def query_number(self, name: str, least: int, most: int, default: int) -> int:
+        """Field of the query that is a whole number. Raises InvalidRequest for one that is none, or out of bounds."""
+        sent = self.query.get(name, str(default))
+        value = int(sent) if re.fullmatch(r"-?[0-9]{1,17}", sent) else least - 1
+        if not least <= value <= most:
+            told = f"{name} is {shortened(repr(sent), 40)}; it must be from {least} to {most}"
+            raise InvalidRequest(told, param=name)
+        return value
 
     async def send(self, message: Message) -> None:
         """Send an ASGI message; every answer carries its request's id."""

@@ -50,6 +50,10 @@ class DialectFormat(NamedTuple):
         return self.stream.before_error + self.error_body(error) + self.stream.after_error
 
 
+GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
+"""Statuses of errors where a model answers."""
+
+
 class ErrorText(msgspec.Struct, frozen=True):
     error: str
 

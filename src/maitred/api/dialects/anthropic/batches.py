@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -26,7 +25,7 @@ _PARAMS, _RAW = msgspec.json.Decoder(BatchParams), msgspec.json.Decoder(dict[str
 
 
 async def answer(app: Service, exchange: Exchange) -> None:
-    """Answer whatever of it is asked."""
+    """Answer a request to /v1/messages/batches."""
     assert exchange.route is not None
     id, _, more = exchange.parameter.partition("/")
     handler = _HANDLERS.get((exchange.route.method, bool(id), more))
@@ -98,10 +97,9 @@ async def _show(app: Service, exchange: Exchange, id: str) -> None:
 
 
 async def _list(app: Service, exchange: Exchange, _: str) -> None:
-    asked = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1")))
-    before, after = asked.get("before_id", ""), asked.get("after_id", "")
-    page = {"limit": asked.get("limit", "20"), "after": before or after, "newest": not before}
-    entries, has_more = await listed(app, exchange, KIND, most=1000, **page)
+    before, after = exchange.query.get("before_id", ""), exchange.query.get("after_id", "")
+    limit = exchange.query_number("limit", 1, 1000, 20)
+    entries, has_more = await listed(app, exchange, KIND, limit=limit, after=before or after, newest=not before)
     data = [_told(msgspec.json.decode(entry.about, type=BatchRecord)) for entry in entries]
     data = data[::-1] if before else data
     ids = [batch["id"] for batch in data] or [None]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
-from urllib.parse import parse_qsl
+from typing import Any
 
 import msgspec
 
@@ -23,28 +22,6 @@ MODELS_QUERY: dict[str, dict[str, Any]] = {
     "after_id": {"type": "string"},
     "before_id": {"type": "string"},
 }
-
-
-class AnthropicModel(msgspec.Struct, kw_only=True):
-    """A model; what it can do besides is not told."""
-
-    id: str
-    type: Literal["model"] = "model"
-    display_name: str
-    created_at: str  # RFC 3339
-    max_input_tokens: int | None
-    max_tokens: int | None
-    lifecycle: Literal["active"] = "active"
-    capabilities: None = None
-
-
-class AnthropicModels(msgspec.Struct, kw_only=True):
-    """A page of models."""
-
-    data: list[AnthropicModel]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
 
 
 def is_anthropics(exchange: Exchange) -> bool:
@@ -73,34 +50,34 @@ async def get_model(app: App, exchange: Exchange) -> None:
 
 async def answer_cards(exchange: Exchange, cards: Sequence[Mapping[str, Any]]) -> None:
     """Answer the part of OpenAI's `cards` that the query asks for. Raises InvalidRequest."""
-    asked = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), max_num_fields=MAX_LISTED))
-    limit = asked.get("limit", str(LISTED))
-    if not limit.isascii() or not limit.isdecimal() or len(limit) > 4 or not 1 <= int(limit) <= MAX_LISTED:
-        raise InvalidRequest(f"limit is {shortened(repr(limit), 40)}; it must be from 1 to {MAX_LISTED}", param="limit")
+    asked, limit = exchange.query, exchange.query_number("limit", 1, MAX_LISTED, LISTED)
     ids, before, after = [card["id"] for card in cards], asked.get("before_id"), asked.get("after_id")
     for name, id in (("before_id", before), ("after_id", after)):
         if id is not None and id not in ids:
             raise InvalidRequest(f"{name} is {shortened(repr(id), 80)}, which is no model here", param=name)
     if before is not None:
         rest = cards[: ids.index(before)]
-        page = rest[-int(limit) :]
+        page = rest[-limit:]
     else:
         rest = cards[0 if after is None else ids.index(after) + 1 :]
-        page = rest[: int(limit)]
+        page = rest[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     models, has_more = [*map(model_of, page)], len(rest) > len(page)
-    await exchange.answer_json(AnthropicModels(data=models, has_more=has_more, first_id=first, last_id=last))
+    await exchange.answer_json({"data": models, "has_more": has_more, "first_id": first, "last_id": last})
 
 
-def model_of(card: Mapping[str, Any]) -> AnthropicModel:
+def model_of(card: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's card, as far as it tells: a foreign server's may have no date or length."""
     created, length = card.get("created"), card.get("max_model_len")
     at = datetime.fromtimestamp(created if isinstance(created, int) and 0 <= created < 2**33 else 0, UTC)
     most = length if isinstance(length, int) else None
-    return AnthropicModel(
-        id=card["id"],
-        display_name=card["id"],
-        created_at=at.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        max_input_tokens=most,
-        max_tokens=most,
-    )
+    return {
+        "id": card["id"],
+        "type": "model",
+        "display_name": card["id"],
+        "created_at": at.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": most,
+        "max_tokens": most,
+        "lifecycle": "active",
+        "capabilities": None,
+    }

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from email.parser import HeaderParser
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -29,7 +28,7 @@ _CREATE, _FORM = BodyDecoder(s.BatchCreate), msgspec.json.Decoder(s.FileForm, st
 
 
 async def answer(app: Service, exchange: Exchange) -> None:
-    """Answer whatever of both is asked."""
+    """Answer a request to /v1/files or /v1/batches."""
     route, (id, _, more) = exchange.route, exchange.parameter.partition("/")
     assert route is not None
     handler = _HANDLERS.get((route.method, route.path, more))
@@ -161,15 +160,14 @@ class _FormReader:
 async def _list(app: Service, exchange: Exchange, _: str) -> None:
     assert exchange.route is not None
     kind = "batch" if "batches" in exchange.route.path else "file"
-    asked = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1")))
+    asked, (most, default) = exchange.query, (10_000, 10_000) if kind == "file" else (100, 20)
     if asked.get("order", "desc") not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
     entries, has_more = await listed(
         app,
         exchange,
         kind,
-        most=10_000 if kind == "file" else 100,
-        limit=asked.get("limit", "10000" if kind == "file" else "20"),
+        limit=exchange.query_number("limit", 1, most, default),
         after=asked.get("after", ""),
         newest=asked.get("order") != "asc",
         purpose=asked.get("purpose") if kind == "file" else None,
@@ -180,14 +178,12 @@ async def _list(app: Service, exchange: Exchange, _: str) -> None:
 
 
 async def listed(
-    app: Service, exchange: Exchange, kind: str, *, limit: str, most: int, **page: Any
+    app: Service, exchange: Exchange, kind: str, *, limit: int, **page: Any
 ) -> tuple[list[StoredEntry], bool]:
-    """Up to `limit` of the caller's entries; whether there are more. Raises InvalidRequest."""
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
-        raise InvalidRequest(f"limit is {shortened(repr(limit), 40)}; it must be 1 to {most}", param="limit")
-    tenant, num = exchange.caller.tenant.name, int(limit)
-    found = await asyncio.to_thread(app.stored.entries, kind, tenant, time.time(), limit=num + 1, **page)
-    return found[:num], len(found) > num
+    """Up to `limit` of the caller's entries; whether there are more."""
+    tenant = exchange.caller.tenant.name
+    found = await asyncio.to_thread(app.stored.entries, kind, tenant, time.time(), limit=limit + 1, **page)
+    return found[:limit], len(found) > limit
 
 
 def _public(entry: StoredEntry, kind: str) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import secrets
 import time
+from base64 import b64encode
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,17 +23,17 @@ from maitred.api.dialects.openai.refusals import (
 )
 from maitred.api.dialects.openai.sampling import check_priority
 from maitred.api.generate.dialect import time_limits
-from maitred.api.generate.pooled import MakeRequest, Pooled, pooled
+from maitred.api.generate.pooled import Pooled, pooled
 from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder, Sent, decode_json
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
-from maitred.api.http.routes import Route
+from maitred.api.http.routes import GENERATION_ERRORS, Route
 from maitred.core.errors import InvalidRequest, ModelNotFound
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from maitred.engine.vectors import Wanted
+    from maitred.engine.vectors import MakeRequest, PooledRequests
 
 MAX_TEXTS = 2048  # of one request, as OpenAI takes
 NO_ENCODER = (
@@ -54,7 +54,7 @@ async def embed(app: App, exchange: Exchange) -> None:
 
 
 async def embed_texts(app: App, exchange: Exchange, sent: Sent[s.EmbeddingRequest]) -> None:
-    """The same of a body that was read."""
+    """Answer a body that was read with vectors of its texts."""
     body = sent.body
     if not app.model.names or app.model.pooling is None:
         raise ModelNotFound(NO_ENCODER, param="model")
@@ -62,7 +62,7 @@ async def embed_texts(app: App, exchange: Exchange, sent: Sent[s.EmbeddingReques
     texts = prompts_of(body.input, at="input", max_listed=MAX_LISTED, max_prompts=MAX_TEXTS)
     body.input = Raw()  # which was the whole body
 
-    def ask(make: MakeRequest) -> Wanted[list[np.ndarray]]:
+    def ask(make: MakeRequest) -> PooledRequests[list[np.ndarray]]:
         from maitred.engine.vectors import embedding  # noqa: PLC0415  numpy
 
         special, cut_to, size = body.add_special_tokens is not False, body.truncate_prompt_tokens, body.dimensions
@@ -80,13 +80,12 @@ async def embed_texts(app: App, exchange: Exchange, sent: Sent[s.EmbeddingReques
 
 def written(model: str, vectors: Sequence[np.ndarray], num_tokens: int, *, as_base64: bool) -> bytes:
     """The body of an answer with these vectors."""
-    told = (_as_base64(vector) if as_base64 else vector.tolist() for vector in vectors)
+    told = (
+        b64encode(vector.astype("<f4", copy=False).tobytes()).decode() if as_base64 else vector.tolist()
+        for vector in vectors
+    )
     data = [s.Embedding(index=index, embedding=embedding) for index, embedding in enumerate(told)]
     return encode(s.EmbeddingList(data=data, model=model, usage=_usage(num_tokens)))
-
-
-def _as_base64(vector: np.ndarray) -> str:
-    return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
 
 
 async def rerank(app: App, exchange: Exchange) -> None:
@@ -132,7 +131,7 @@ async def score(app: App, exchange: Exchange) -> None:
 async def _scores(
     app: App, exchange: Exchange, body: s.RerankRequest | s.ScoreRequest, pairs: list[tuple[str, str]]
 ) -> tuple[list[float], int, tuple[Any, ...]]:
-    def ask(make: MakeRequest) -> Wanted[list[float]]:
+    def ask(make: MakeRequest) -> PooledRequests[list[float]]:
         from maitred.engine.vectors import scoring  # noqa: PLC0415  numpy
 
         return scoring(app.model, pairs, make, instruction=body.instruction, cut_to=body.truncate_prompt_tokens)
@@ -178,8 +177,7 @@ def _new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(12)}"
 
 
-_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
-_route = partial(Route, method="POST", tells_ignored=True, errors=_ERRORS)
+_route = partial(Route, method="POST", tells_ignored=True, errors=GENERATION_ERRORS)
 EMBEDDINGS_ROUTE = _route(
     path="/v1/embeddings",
     handler=embed,

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Raw
@@ -29,7 +28,7 @@ from maitred.api.http.errors import http_error, shortened
 from maitred.api.http.exchange import CONNECTION, JSON_HEADERS, EventStream, Exchange, Header
 from maitred.api.http.in_flight import WatchedWork
 from maitred.api.http.logs import ERRORS
-from maitred.api.http.routes import Route
+from maitred.api.http.routes import GENERATION_ERRORS, Route
 from maitred.api.http.service import Service
 from maitred.core.errors import InvalidRequest, RouteNotFound, Unavailable
 
@@ -248,11 +247,11 @@ class KeptResponse:
         self._body = b""
 
     def enter(self) -> None:
-        """Be found under its id from now on."""
+        """Register the response, which is found under its id from now on."""
         self._shelf.service.stored.live[self._shelf.key(self.id)] = self
 
     def leave(self) -> None:
-        """Be stored from now on, or nowhere."""
+        """Unregister the response, which is stored by now, or deleted."""
         if self._is_stored and (self.is_deleted or self._shelf.live(self.id) is self):
             self._shelf.service.stored.live.pop(self._shelf.key(self.id), None)
         self.has_left = True
@@ -374,7 +373,7 @@ class KeptResponse:
         self.grew = asyncio.Event()
 
     def restore(self, response: bytes, events: bytes) -> None:
-        """Be a response that is over."""
+        """Take over a response that has ended, with its events."""
         self.response, self.has_left = response, True
         self._log(events or self._response_event("response.failed", response))
 
@@ -461,13 +460,13 @@ async def _never() -> Message:
 async def show(service: Service, exchange: Exchange) -> None:
     """GET a response, its events, or the items that it was asked with."""
     id, _, more = exchange.parameter.partition("/")
-    asked, shelf = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"))), TenantResponses(service, exchange)
-    told, after = await shelf.find(id), _number(asked, "starting_after", -1, 2**53, -1)
+    shelf = TenantResponses(service, exchange)
+    told, after = await shelf.find(id), exchange.query_number("starting_after", -1, 2**53, -1)
     if more == "input_items":
-        await exchange.answer_json(_page([_listed(*item, id) for item in enumerate(await shelf.items(id))], asked))
+        await exchange.answer_json(_page([_listed(*item, id) for item in enumerate(await shelf.items(id))], exchange))
     elif more:
         raise RouteNotFound(f"a response has no {shortened(repr(more))}; it has input_items")
-    elif asked.get("stream") != "true":
+    elif exchange.query.get("stream") != "true":
         await exchange.answer(told, 200, JSON_HEADERS)
     elif not _decode_stored(told).background:
         text = "only a response that was made with background: true can be streamed again"
@@ -521,8 +520,9 @@ def _listed(number: int, raw: Raw, id: str) -> dict[str, Any]:
     return item
 
 
-def _page(items: list[dict[str, Any]], asked: dict[str, str]) -> dict[str, Any]:
-    order, limit = asked.get("order", "desc"), _number(asked, "limit", 1, 100, 20)
+def _page(items: list[dict[str, Any]], exchange: Exchange) -> dict[str, Any]:
+    asked, limit = exchange.query, exchange.query_number("limit", 1, 100, 20)
+    order = asked.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {shortened(repr(order))}; it must be asc or desc", param="order")
     listed = items if order == "asc" else items[::-1]
@@ -535,15 +535,6 @@ def _page(items: list[dict[str, Any]], asked: dict[str, str]) -> dict[str, Any]:
     return {**page, "has_more": len(ids) > start + limit}
 
 
-def _number(asked: dict[str, str], name: str, least: int, most: int, default: int) -> int:
-    sent = asked.get(name, str(default))
-    value = int(sent) if re.fullmatch(r"-?\d{1,17}", sent) else least - 1
-    if not least <= value <= most:
-        raise InvalidRequest(f"{name} is {shortened(repr(sent))}; it must be from {least} to {most}", param=name)
-    return value
-
-
-_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
 _PAGE: dict[str, dict[str, Any]] = {
     "stream": {"type": "boolean"},
     "starting_after": {"type": "integer", "minimum": 0},
@@ -568,7 +559,7 @@ def response_routes(answer: Answer) -> tuple[Route, ...]:
             tells_ignored=True,
             answer=s.ResponseObject,
             event=s.ResponseEvent,
-            errors=_ERRORS,
+            errors=GENERATION_ERRORS,
         ),
         of_one(
             handler=show,
