@@ -55,7 +55,7 @@ class BatchRecord(msgspec.Struct):
 
 
 class BatchRunner:
-    """The batches of one service that are not finished, on its event loop."""
+    """Runs the batches of one service that are not finished, on its event loop."""
 
     def __init__(self, app: Service) -> None:
         self.app, self.store = app, app.stored
@@ -129,7 +129,7 @@ class BatchRunner:
 
 
 def batches_of(app: Service) -> BatchRunner:
-    """The service's own, made when they are first asked for."""
+    """The service's runner of batches, made at its first use."""
     if "batches" not in app.lasting:
         app.lasting["batches"] = BatchRunner(app)
     found: BatchRunner = app.lasting["batches"]

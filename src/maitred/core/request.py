@@ -284,7 +284,7 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """A prompt is one step's."""
+        """Whether a prompt is computed in one step."""
         return self.is_encoder
 
     @property

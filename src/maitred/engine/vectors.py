@@ -114,7 +114,9 @@ def _label_score(facts: PoolingFacts, numbers: bytes) -> float:
     return logit if facts.activation == "identity" else _sigmoid(logit)
 
 
-def _cosines(facts: PoolingFacts, pairs: Pairs, make: MakeRequest, *, cut_to: int | None) -> PooledRequests[list[float]]:
+def _cosines(
+    facts: PoolingFacts, pairs: Pairs, make: MakeRequest, *, cut_to: int | None
+) -> PooledRequests[list[float]]:
     """Each text once, however many pairs it is in."""
     roles = [
         (role, text) for pair in pairs for role, text in zip((_QUERY_PROMPTS, _DOCUMENT_PROMPTS), pair, strict=True)

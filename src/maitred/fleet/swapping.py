@@ -20,7 +20,6 @@ from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.replicas import Replicas, State
 
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # until a model that could not be loaded is tried for another request
-
 GAP_SHARE = 0.2  # of the newest gap between two requests of a model, in their mean
 
 Place = tuple[Any, ...]  # of a request in the policy's order; smaller is served first
@@ -148,11 +147,11 @@ class Swapping:
 
     @property
     def names(self) -> Iterable[str]:
-        """All that requests may ask for."""
+        """Names that requests may ask for."""
         return self._owner.keys()
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """What a model's replica answers to."""
+        """Names that a model's replica answers to."""
         model = self._books[name].model
         return tuple(dict.fromkeys((model.name, *model.names)))
 
@@ -192,7 +191,7 @@ class Swapping:
     # -- what is asked, and what becomes of it
 
     def came(self, request: FleetRequest, now: float) -> None:
-        """A new request, of whatever model."""
+        """Note when a request came, for the time between two of its model."""
         book = self._books.get(self._owner.get(request.model or "", ""))
         if book is not None:
             last_s = inf if book.came_at is None else now - book.came_at

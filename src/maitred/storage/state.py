@@ -61,7 +61,7 @@ class StoredEntry(NamedTuple):
 
 
 class ContentPiece(NamedTuple):
-    """ContentPiece of an entry's content; `number` is its place, from 0."""
+    """Part of an entry's content; `number` is its place, from 0."""
 
     number: int
     content: bytes
@@ -210,7 +210,7 @@ class StateStore:
 
     @contextmanager
     def together(self) -> Iterator[sqlite3.Connection]:
-        """Around changes that are stored all or none. Raises Unavailable, and then none is."""
+        """Transaction around changes. Raises Unavailable, and then none is stored."""
         with self._lock:
             if self._db.in_transaction:
                 yield self._db

@@ -29,7 +29,7 @@ async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
 
 
 async def complete_body(dialect: Dialect, app: App, exchange: Exchange, body: bytes) -> None:
-    """The same of a body that was read."""
+    """Answer a body that was read, as `complete`."""
     await generate(app, exchange, *await _decoded(dialect, app, exchange, body))
 
 

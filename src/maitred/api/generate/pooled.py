@@ -18,14 +18,13 @@ from maitred.fleet.told import ToldUsage, usage_header
 from maitred.gate.gate import Ask, Lease, TimeLimits
 
 if TYPE_CHECKING:
-    from maitred.engine.vectors import Wanted  # which needs numpy
+    from maitred.engine.vectors import MakeRequest, PooledRequests  # which need numpy
 
 T = TypeVar("T")
-MakeRequest = Callable[..., RequestSpec]
 
 
 class Pooled(NamedTuple, Generic[T]):
-    """What came of requests."""
+    """Answers of requests that pool."""
 
     made: Callable[[], T]  # of their answers
     num_bytes: int  # of these
@@ -36,7 +35,7 @@ class Pooled(NamedTuple, Generic[T]):
 async def pooled(
     app: App,
     exchange: Exchange,
-    ask: Callable[[MakeRequest], Wanted[T]],
+    ask: Callable[[MakeRequest], PooledRequests[T]],
     *,
     num_texts: int,
     priority: int | None,
@@ -61,7 +60,7 @@ async def pooled(
             **options,  # type: ignore[arg-type]
         )
 
-    def asked() -> Wanted[T]:
+    def asked() -> PooledRequests[T]:
         try:
             return ask(make)
         except RequestError as error:

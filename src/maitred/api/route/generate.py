@@ -180,7 +180,7 @@ async def generate(router: Router, exchange: Exchange) -> None:
 
 
 async def generate_body(router: Router, exchange: Exchange, body: bytes) -> None:
-    """The same of a body that was read."""
+    """Route a body that was read, as `generate`."""
     async with exchange.turn():
         read = read_asked(exchange.scope["path"], body)
         keys = prefix_keys(read, router.salt_of(exchange.caller)).keys

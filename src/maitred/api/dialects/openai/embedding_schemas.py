@@ -17,7 +17,7 @@ Texts = Annotated[Raw, Meta(extra_json_schema=_TEXTS_SCHEMA)]
 
 
 class PoolingBody(msgspec.Struct, kw_only=True):
-    """What all three have."""
+    """Fields of all three bodies."""
 
     model: str | None = None
     truncate_prompt_tokens: Cut = None
