@@ -147,3 +147,11 @@ def test_a_list_may_be_of_one_purpose(store):
     for number, purpose in enumerate(("batch", "user_data", "batch")):
         store.put("file", f"f{number}", "", b'{"purpose":"%s"}' % purpose.encode(), now=0.0)
     assert [entry.id for entry in store.entries("file", "", 0.0, purpose="batch")] == ["f2", "f0"]
+
+
+def test_what_was_put_outlives_a_change_that_fails(store):
+    for number in range(40):
+        store.put("response", f"r{number}", "", b"", now=0.0)
+    with pytest.raises(Unavailable, match="could not be written"):
+        store.add(EntryKey("file", "no such", ""), [ContentPiece(0, b"x")])
+    assert [entry.id for entry in store.entries("response", "", 0.0, newest=False)] == [f"r{n}" for n in range(40)]

@@ -45,8 +45,14 @@ CREATE TRIGGER IF NOT EXISTS piece_changed AFTER UPDATE ON piece BEGIN
     UPDATE entry SET size = size + length(new.content) WHERE number = new.entry; END;
 CREATE TRIGGER IF NOT EXISTS piece_went AFTER DELETE ON piece BEGIN
     UPDATE entry SET size = size - length(old.content) WHERE number = old.entry; END;"""
-SQLITE_PAGE_BYTES = 4096  # https://www.sqlite.org/pragma.html#pragma_page_size
 PAGE_BYTES = 1024 * 1024  # of pieces read at once, and never less than one
+MAX_WAITING = 32  # entries that memory takes in one transaction, 0.3 ms of short responses
+MAX_WAITING_BYTES = 16 * 1024  # of each
+_PUT = (
+    "INSERT INTO entry (kind, id, tenant, created_at, expires_at, about, content, busy) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET expires_at = excluded.expires_at, busy = "
+    "excluded.busy, about = excluded.about, content = CASE WHEN ? THEN content ELSE excluded.content END"
+)
 _NUMBER = "(SELECT number FROM entry WHERE kind = ? AND id = ? AND tenant = ?)"
 VERSION = 1
 
@@ -82,6 +88,8 @@ class StateStore:
         """Raises ConfigError for a folder that cannot be used, or that another living process uses."""
         self.live: dict[tuple[str, str, str], Any] = {}  # work of this process, as EntryKey
         self._lock = threading.RLock()
+        self._num_bytes = 0  # of all entries in memory, or more
+        self._waiting: list[tuple[object, ...]] = []  # rows of entries in memory, for which there is room
         self._max_bytes = None if folder is not None else max_memory_bytes
         self._db = _opened(private_folder(Path(folder), "--state-dir") / "state.sqlite" if folder is not None else None)
 
@@ -99,15 +107,17 @@ class StateStore:
     ) -> None:
         """Store an entry, or change one, which keeps its place and, with None, its content; times are unix seconds.
         A busy one is not forgotten to make room. Raises Unavailable where disk or memory take no more."""
-        with self.together() as db:
-            db.execute("DELETE FROM entry WHERE expires_at <= ?", (now,))
-            db.execute(
-                "INSERT INTO entry (kind, id, tenant, created_at, expires_at, about, content, busy) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET expires_at = excluded.expires_at, busy = "
-                "excluded.busy, about = excluded.about, content = CASE WHEN ? THEN content ELSE excluded.content END",
-                (kind, id, tenant, now, expires_at, about, content or b"", busy, content is None),
-            )
-            self._forget_oldest(db)
+        num_bytes, most = len(about) + len(content or b""), self._max_bytes
+        row = (kind, id, tenant, now, expires_at, about, content or b"", busy, content is None)
+        with self._lock:
+            has_room = most is not None and self._num_bytes + num_bytes <= most
+            waits = has_room and num_bytes <= MAX_WAITING_BYTES and not self._db.in_transaction
+            if not waits:
+                self._settle()  # those before, which have room
+            self._num_bytes += num_bytes
+            self._waiting.append(row)
+            if not waits or len(self._waiting) == MAX_WAITING:
+                self._settle()
 
     def get(self, kind: str, id: str, tenant: str, now: float) -> StoredEntry | None:
         rows = self._read(
@@ -125,7 +135,8 @@ class StateStore:
     def add(self, key: EntryKey, pieces: Iterable[ContentPiece], part: int = 0) -> None:
         """Store pieces of an entry, over those of the same numbers. Raises Unavailable, also for an entry that went."""
         with self.together() as db:
-            rows = ((*key, part, piece.number, piece.content) for piece in pieces)
+            rows = [(*key, part, piece.number, piece.content) for piece in pieces]
+            self._num_bytes += sum(len(row[-1]) for row in rows)
             db.executemany(
                 f"INSERT INTO piece VALUES ({_NUMBER}, ?, ?, ?) ON CONFLICT DO UPDATE SET content = excluded.content",
                 rows,
@@ -136,6 +147,7 @@ class StateStore:
         """The next pieces of a part, in order, some PAGE_BYTES of them; none is the end, or an entry that went."""
         found, num_bytes = [], 0
         with self._lock:
+            self._settle()
             wanted = f"SELECT number, content FROM piece WHERE entry = {_NUMBER} AND part = ? AND number > ? ORDER BY 1"
             for row in self._db.execute(wanted, (*key, part, after)):
                 found.append(ContentPiece(*row))
@@ -206,7 +218,17 @@ class StateStore:
 
     def _read(self, query: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
         with self._lock:
+            self._settle()
             return self._db.execute(query, values).fetchall()
+
+    def _settle(self) -> None:
+        """Store the entries that wait: a transaction of each would take most of the time of a short answer's."""
+        if self._waiting:
+            rows, self._waiting = self._waiting, []
+            with self.together() as db:
+                db.execute("DELETE FROM entry WHERE expires_at <= ?", (rows[-1][3],))
+                db.executemany(_PUT, rows)
+                self._forget_oldest(db)
 
     @contextmanager
     def together(self) -> Iterator[sqlite3.Connection]:
@@ -215,6 +237,7 @@ class StateStore:
             if self._db.in_transaction:
                 yield self._db
                 return
+            self._settle()
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 with self._db:
@@ -227,11 +250,7 @@ class StateStore:
                 ) from None
 
     def _forget_oldest(self, db: sqlite3.Connection) -> None:
-        if self._max_bytes is None:
-            return
-        most_pages = self._max_bytes // SQLITE_PAGE_BYTES  # more than entries have, and known without a look at them
-        num_pages = self._num_pages(db, "page_count")
-        if num_pages <= most_pages or num_pages - self._num_pages(db, "freelist_count") <= most_pages:
+        if self._max_bytes is None or self._num_bytes <= self._max_bytes:
             return
         size = "length(about) + length(content) + size"
         (num_bytes,) = db.execute(f"SELECT SUM({size}) FROM entry").fetchone()
@@ -239,7 +258,7 @@ class StateStore:
         while num_bytes > most:
             oldest = db.execute(f"SELECT number, {size} FROM entry WHERE NOT busy ORDER BY number LIMIT 1").fetchone()
             if oldest is None and num_bytes <= self._max_bytes:
-                return
+                break
             if oldest is None:
                 raise Unavailable(
                     f"uploads and batches under way fill the {self._max_bytes} bytes of memory that are for what "
@@ -248,10 +267,7 @@ class StateStore:
                 )
             db.execute("DELETE FROM entry WHERE number = ?", (oldest[0],))
             num_bytes -= oldest[1]
-
-    @staticmethod
-    def _num_pages(db: sqlite3.Connection, name: str) -> int:
-        return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+        self._num_bytes = num_bytes
 
 
 def _opened(path: Path | None) -> sqlite3.Connection:

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, Raw, UnsetType
@@ -60,10 +61,11 @@ REFUSED: refusals.Refused = {
     if name not in (*s.ResponsesRequest.__struct_fields__, *_WHY)
 } | dict.fromkeys(_WHY, ([],))
 decoder = cache(lambda: BodyDecoder(s.ResponsesRequest, REFUSED))  # made for its first user: it takes 15 ms
-_SHARED = tuple(
-    name for name in GenerationFields.__struct_fields__ if name not in ("stream_options", "response_format")
+_TO_CHAT = (
+    *(name for name in GenerationFields.__struct_fields__ if name not in ("stream_options", "response_format")),
+    *("parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget", "top_logprobs"),
 )
-_TO_CHAT = ("parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget", "top_logprobs")
+_to_chat = attrgetter(*_TO_CHAT)
 _FIELD_NAMES = {
     "prompt": "input",
     "messages": "input",
@@ -143,8 +145,7 @@ def _is_sent(raw: Raw | UnsetType) -> bool:
 
 def _chat_of(body: s.ResponsesRequest) -> ChatCompletionRequest:
     """The chat, without messages, tools and format: those are translated in a thread."""
-    shared = {name: getattr(body, name) for name in (*_SHARED, *_TO_CHAT)}
-    chat = ChatCompletionRequest(messages=[], **shared)
+    chat = ChatCompletionRequest(messages=[], **dict(zip(_TO_CHAT, _to_chat(body), strict=True)))
     chat.max_completion_tokens = body.max_output_tokens
     chat.logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     chat.reasoning_effort = body.reasoning.effort if body.reasoning is not None else None
@@ -330,9 +331,10 @@ class ResponseStream:
     def _text(self, kind: str, more: str) -> None:
         if self._open != kind:
             self._begin_text(kind)
-            text = _TEXTS[kind]
-            told = {"output_index": len(self._items) - 1, **self._place(text), "delta": ""}
-            self._delta = event(f"response.{text.text_event}.delta", **told).partition(b'"",')[0]
+            if self.tells_events:
+                text = _TEXTS[kind]
+                told = {"output_index": len(self._items) - 1, **self._place(text), "delta": ""}
+                self._delta = event(f"response.{text.text_event}.delta", **told).partition(b'"",')[0]
         self._pieces.append(more)
         if not self.tells_events:
             return

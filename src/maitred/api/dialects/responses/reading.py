@@ -192,7 +192,8 @@ class _Tools:
         if not isinstance(sent, list):
             raise InvalidRequest("tools must be a list", param="tools")
         functions = [self._function(tool, f"tools[{number}]") for number, tool in enumerate(sent)]
-        chat.tools = Raw(_encode([{"type": "function", "function": function} for function in functions if function]))
+        if any(functions):  # a chat without tools is no shaped one
+            chat.tools = Raw(_encode([{"type": "function", "function": of} for of in functions if of]))
         choice = _choice(refusals.any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES))
         chat.tool_choice = UNSET if choice is None else Raw(_encode(choice))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -113,6 +114,7 @@ _REPEATED = (
     *("previous_response_id", "prompt_cache_key", "safety_identifier", "store", "temperature", "background"),
     *("top_logprobs", "top_p", "truncation", "user", "reasoning", "text"),
 )
+_repeated = attrgetter(*_REPEATED)
 
 
 def response_of(body: ResponsesRequest, id: str, model: str, **more: Any) -> ResponseObject:
@@ -122,7 +124,7 @@ def response_of(body: ResponsesRequest, id: str, model: str, **more: Any) -> Res
         "status": "in_progress",
         "text": {"format": {"type": "text"}},
     }
-    sent = ((name, getattr(body, name)) for name in _REPEATED)
+    sent = zip(_REPEATED, _repeated(body), strict=True)
     fields |= {name: value for name, value in sent if value is not None and value is not UNSET and value != _NULL}
     return ResponseObject(id=id, model=model, **fields | more)
 

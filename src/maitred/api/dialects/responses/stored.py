@@ -262,7 +262,7 @@ class KeptResponse:
         if message["type"] == "http.response.start":
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
             self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
-            if message["status"] == 200 and not self._is_stream:
+            if message["status"] == 200 and not self._is_stream and (self._is_stored or self._patch):
                 self._head = message
                 return
             if self._is_stream:  # its length is not known before the events are counted
@@ -281,7 +281,7 @@ class KeptResponse:
         await self._send(message)
 
     async def _whole(self, body: bytes) -> bytes:
-        if not (self._is_stored or self._patch) or _decode_stored(body).output is None:
+        if _decode_stored(body).output is None:
             return body
         return await self._final(_encode(_FIELDS.decode(body) | self._patch) if self._patch else body)
 
