@@ -140,7 +140,10 @@ def compare(name: str, python: str, rounds: int, theirs: Sequence[str], ours: Se
     if not (folder / "modules.json").is_file():
         subprocess.run([python, __file__, "--make", name], check=True)
     peers = {f"sentence-transformers {dtype}": Peer(python, folder, dtype) for dtype in theirs}
-    models = {f"maitred {dtype}": LLM(str(folder), executor="native", dtype=dtype) for dtype in ours}
+    models = {
+        f"maitred {dtype}": LLM(str(folder), executor="native", dtype=dtype, enable_prefix_caching=False)
+        for dtype in ours
+    }
     contenders: dict[str, Callable[[list[str]], tuple[float, Any]]] = {each: peer.run for each, peer in peers.items()}
     contenders |= {each: lambda texts, llm=llm: timed(llm.embed, texts) for each, llm in models.items()}
     for what, texts in workloads(count).items():
