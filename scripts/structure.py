@@ -44,8 +44,8 @@ ON_A_CHATS_WAY = "files that one streamed chat request passes"
 # They go down with the figures; one that is raised says why, on its line.
 CEILINGS = {
     # 21 are the tools around the model and what they keep, 4 the planner, 4 the simulator's baselines, the replay of a
-    # server's own traffic with its recording, and the demonstration; 30 are three dialects, vectors of models, files and batches,
-    # background work, several models and similar prompts
+    # server's own traffic with its recording, and the demonstration; 30 are three dialects, vectors of models, files
+    # and batches, background work, several models and similar prompts
     "files": 436,
     # 6,200 are those tools, for which 3,500 were meant: documents in three forms with what is learnt of each, paired
     # intervals, states that outlive any end, and refusals with their numbers took as many lines as the methods.

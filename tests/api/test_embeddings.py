@@ -115,6 +115,8 @@ async def test_what_sentence_transformers_saved_is_served_and_listed(tmp_path):
             np.testing.assert_allclose(vector, alone(ids_of(text)), atol=1e-5)
         cards = (await http.get("/models")).json()["data"]
         assert [(card["id"], card["max_model_len"]) for card in cards[2:]] == [("mini", 20)]
+        anthropics = (await http.get("/models?limit=1", headers={"anthropic-version": "2023-06-01"})).json()
+        assert (len(anthropics["data"]), anthropics["has_more"], anthropics["data"][0]["type"]) == (1, True, "model")
         with pytest.raises(openai.BadRequestError, match="has 32 tokens, and the model takes 20") as refused:
             await client.embeddings.create(model="mini", input=["w1", TEXTS[3]])
         assert (refused.value.param, refused.value.code) == ("input[1]", "context_length_exceeded")

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 from msgspec import Raw
 
+from maitred.api.dialects.anthropic.models import answer_cards, is_anthropics
 from maitred.api.dialects.openai.models import model_cards
 from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, MAX_LISTED, heed_others, prompts_of, unsupported
 from maitred.api.dialects.openai.sampling import check_priority
@@ -75,11 +77,14 @@ class Embeddings:
 
 
 async def list_models(app: App, exchange: Exchange) -> None:
-    """The language model's names and adapters, then encoders of texts."""
+    """The language model's names and adapters, then encoders of texts, in the form of whose client asks."""
     cards = model_cards(app, exchange)
     for name, encoder in encoders_of(tensors_of(app)).items():
         cards.append(ModelCard(id=name, created=app.model.created, root=name, max_model_len=encoder.max_length))
-    await exchange.answer_json(ModelList(cards))
+    if is_anthropics(exchange):
+        await answer_cards(exchange, msgspec.to_builtins(cards))
+    else:
+        await exchange.answer_json(ModelList(cards))
 
 
 def embedding_routes() -> tuple[Route, ...]:
