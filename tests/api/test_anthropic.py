@@ -246,6 +246,19 @@ def test_errors_are_anthropic_s(server, fields, status, kind, says):
     assert told.json()["request_id"] == told.headers["request-id"] == told.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "at"),
+    [
+        ('"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": 1e999}}]}]', "source.type"),
+        ('"messages": [], "output_config": {"format": {"type": [1e999]}}', "output_config.format.type"),
+    ],
+)
+def test_what_no_decoder_looked_at_is_refused_when_it_is_read(server, fields, at):
+    headers = {"x-api-key": "letmein", "content-type": "application/json"}
+    refused = httpx.post(f"{server.url}/v1/messages", content=f'{{"max_tokens": 1, {fields}}}', headers=headers)
+    assert (refused.status_code, at in refused.json()["error"]["message"]) == (400, True)
+
+
 def test_a_wrong_key_an_overload_and_an_engine_that_fails_are_told_too(server):
     stranger = anthropic.Anthropic(base_url=server.url, api_key="no", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError):
@@ -277,5 +290,8 @@ def test_models_are_listed_in_pages(client, server):
         client.models.retrieve("nope")
     with pytest.raises(anthropic.BadRequestError):
         client.models.list(after_id="nope")
-    plain = httpx.get(server.url + "/v1/models", headers={"authorization": "Bearer letmein"})
+    key = {"authorization": "Bearer letmein"}
+    many = httpx.get(f"{server.url}/v1/models?{'a=1&' * 1500}", headers=key | {"anthropic-version": "2023-06-01"})
+    assert len(many.json()["data"]) == 2
+    plain = httpx.get(server.url + "/v1/models", headers=key)
     assert plain.json()["object"] == "list"

@@ -100,17 +100,28 @@ def test_a_file_is_left_listed_read_and_deleted(ada):
         ada.files.content(first.id)
 
 
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+
+
+def form_with(filename: str) -> bytes:
+    head = f"content-disposition: form-data; name=file; {filename}"
+    return f"--x\r\n{head}\r\n\r\nhi\r\n--x--\r\n".encode()
+
+
 @pytest.mark.parametrize(
     ("form", "status", "words"),
     [
         ({"files": {"file": b"x" * 300_001}, "data": {"purpose": "batch"}}, 413, "--max-file-bytes"),
         ({"files": {"file": b"x"}, "data": {"purpose": "fun"}}, 400, "purpose"),
-        ({"files": {"other": b"x"}, "data": {"purpose": "batch"}}, 400, "no file"),
+        ({"files": {"other": b"x"}, "data": {"purpose": "batch"}}, 400, "as `file`"),
+        ({"files": [("file", b"x"), ("file", b"y")], "data": {"purpose": "batch"}}, 400, "'file' twice"),
+        ({"content": form_with("filename*=unicode_escape''%5Cud800"), "headers": FORM}, 400, "cannot be read"),
+        ({"content": form_with("filename*=undefined''x"), "headers": FORM}, 400, "cannot be read"),
         ({"files": {"file": b"x"}, "data": {"purpose": "batch", "expires_after[anchor]": "x"}}, 400, "expires_after"),
         ({"files": {"file": b"x"}, "data": {"purpose": "b" * 2000}}, 413, "1024 bytes"),
         ({"json": {"file": "x"}}, 415, "multipart/form-data"),
         (
-            {"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data; boundary=x"}},
+            {"content": b"--x\r\n", "headers": FORM},
             400,
             "before its end",
         ),
@@ -212,6 +223,13 @@ def test_lines_that_the_window_leaves_out_are_told(ada, server):
     assert {name: answer["error"]["code"] for name, answer in left_out.items()} == dict.fromkeys("ab", "batch_expired")
     file = ada.files.retrieve(done.error_file_id)
     assert file.expires_at == file.created_at + 3600
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/messages/batches"])
+def test_a_limit_of_many_digits_is_refused(server, path):
+    for limit in ("0000000019" + "9" * 25, "1" * 5000):
+        answer = httpx.get(f"{server.url}{path}?limit={limit}", headers={"authorization": "Bearer ada"})
+        assert (answer.status_code, "limit is" in answer.text) == (400, True)
 
 
 def test_another_tenants_files_and_batches_are_not_there(ada, server):

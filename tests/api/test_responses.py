@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -479,3 +480,38 @@ def test_a_coding_agents_loop_of_read_edit_and_run_ends_on_a_small_model():
         assert min(shares[1:]) > 0.8
     finally:
         server.stop()
+
+
+def test_what_is_kept_and_told_again_is_whole_json(serving: Serving):
+    _, client = serving("Hi")
+    with httpx.Client(base_url=str(client.base_url)[:-3], timeout=HANGS_S) as http:
+
+        def sent(content: bytes) -> httpx.Response:
+            return http.post("/v1/responses", content=content, headers={"content-type": "application/json"})
+
+        odd = b'{"input": [{"role": "user", "content": "hi", "of_mine": 1e999}]}'
+        id = sent(odd).json()["id"]
+        listed = http.get(f"/v1/responses/{id}/input_items")
+        assert b'"of_mine":1e999' in listed.content
+        assert listed.json()["data"][0]["content"][0]["text"] == "hi"
+        item = {"type": "item_reference", "id": listed.json()["data"][0]["id"]}
+        assert http.post("/v1/responses", json={"input": [item]}).status_code == 200
+        for body, param in (
+            (b'{"input": "hi", "metadata": {"a": "\xff"}}', None),
+            (b'{"input": "hi", "background": true, "\xff": 1}', None),
+            (b'{"input": [{"type": "item_reference", "id": 1e999}]}', "input.id"),
+            (b'{"input": [{"id": [], "role": "user", "content": "hi"}], "background": true}', "input[0].id"),
+        ):
+            refused = sent(body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), body
+
+
+def test_several_cancellations_at_once_are_one(tmp_path: Path):
+    replica = FakeReplica()
+    replica.held = True
+    with running_server(replica, state_dir=str(tmp_path)) as server, httpx.Client(base_url=server.url) as http:
+        of = f"/v1/responses/{http.post('/v1/responses', json={'input': 'hi', 'background': True}).json()['id']}"
+        with ThreadPoolExecutor(4) as pool:
+            told = list(pool.map(lambda _: http.post(f"{of}/cancel").json()["status"], range(4)))
+        assert [*told, http.get(of).json()["status"]] == ["cancelled"] * 5
+        replica.held = False

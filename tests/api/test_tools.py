@@ -264,6 +264,8 @@ def test_a_tools_pattern_that_cannot_be_enforced_is_left_out_and_asked_of_tools_
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function.name"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "a"}}]}]},
+     "messages[0].tool_calls[0].id"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
      "messages[0].tool_calls[0].function.arguments"),
 ])  # fmt: skip

@@ -26,7 +26,7 @@ from maitred.fleet.prefix_keys import BILLING, BUDGET
 
 _encode = msgspec.json.encode
 _CONTENT = msgspec.json.Decoder(str | list[SentBlock] | None)
-_SOURCE = msgspec.json.Decoder(dict[str, Raw])
+_SOURCE, _KIND = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(Any)
 _BILLING = re.compile(rf"\s*{BILLING}\n*")
 _BUDGET = re.compile(rf"\n{{0,4}}(?:{BUDGET})")
 # what only Anthropic's own servers act on, or can read
@@ -213,7 +213,7 @@ class MessagesReading:
 
     def _document(self, block: SentBlock, at: str) -> str:
         source = {} if isinstance(block.source, UnsetType) else decode_json(block.source, _SOURCE, at=f"{at}.source")
-        kind = msgspec.json.decode(source.get("type", b"null"))
+        kind = decode_json(source.get("type", b"null"), _KIND, at=f"{at}.source.type")
         if kind not in ("text", "content"):
             raise unsupported_content(at, f"a document of type {shortened(repr(kind), 40)}")
         content = source.get("data" if kind == "text" else "content", UNSET)
@@ -285,7 +285,7 @@ def _read_thinking(chat: ChatCompletionRequest, sent: SentThinking) -> None:
 
 def _format(sent: Raw) -> Raw:
     fields = decode_json(sent, _SOURCE, at="output_config.format")
-    kind = msgspec.json.decode(fields.get("type", b"null"))
+    kind = decode_json(fields.get("type", b"null"), _KIND, at="output_config.format.type")
     if kind != "json_schema":
         told = shortened(repr(kind), 40)
         raise unsupported("output_config.format", f"its type is {told}; json_schema is known")

@@ -22,9 +22,10 @@ from maitred.storage.state import PAGE_BYTES, ContentPiece, EntryKey, StoredEntr
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 UPLOAD_S = 24 * 3600.0  # and what is left of one that a kill ended is gone
-MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES = 1024, 16, 8192  # of a form, beside its file
+MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES = 1024, 16, 8192  # of a form
 _BOUNDARY = re.compile(r'boundary="?([^";,\s][^";,]{0,69})"?', re.IGNORECASE)
 _CREATE, _FORM = BodyDecoder(s.BatchCreate), msgspec.json.Decoder(s.FileForm, strict=False)
+_FORM_FIELDS = s.FileForm.__struct_encode_fields__
 
 
 async def answer(app: Service, exchange: Exchange) -> None:
@@ -35,6 +36,10 @@ async def answer(app: Service, exchange: Exchange) -> None:
     if handler is None:
         raise RouteNotFound(f"there is nothing at {shortened(exchange.scope['path'])}")
     await handler(app, exchange, id)
+
+
+def _ignored(app: Service) -> IgnoredFields:
+    return IgnoredFields(strict=app.config.strict_fields)
 
 
 async def _create_file(app: Service, exchange: Exchange, _: str) -> None:
@@ -50,9 +55,11 @@ async def _create_file(app: Service, exchange: Exchange, _: str) -> None:
             for part in form.feed(chunk):
                 if part.filename is None:
                     fields[part.name] = fields.get(part.name, "") + part.content.decode("utf-8", "replace")
-                    if len(fields) > MAX_FIELDS or len(fields[part.name]) > MAX_FIELD_BYTES:
-                        raise RequestTooLarge(f"a form has at most {MAX_FIELDS} fields of {MAX_FIELD_BYTES} bytes")
-                elif part.name == "file":
+                    if len(fields[part.name]) > MAX_FIELD_BYTES:
+                        raise RequestTooLarge(f"a field of the form is over {MAX_FIELD_BYTES} bytes")
+                elif part.name != "file":
+                    raise InvalidRequest(f"the form has a file {shortened(repr(part.name))}; send one, as `file`")
+                else:
                     filename = part.filename
                     pending += part.content
                     num_bytes += len(part.content)
@@ -66,6 +73,7 @@ async def _create_file(app: Service, exchange: Exchange, _: str) -> None:
                 number, pending = number + 1, bytearray()
         if not form.is_complete or filename is None:
             raise InvalidRequest("the form ends before its end, or has no file; send the field `file`", param="file")
+        _ignored(app).heed(exchange, [name for name in fields if name not in _FORM_FIELDS], _FORM_FIELDS)
         asked = decode_json(msgspec.json.encode({**fields, "file": filename}), _FORM)
         life_s = asked.seconds or (LIFE_S if asked.purpose == "batch" else None)
         file = s.FileObject(
@@ -124,7 +132,7 @@ class _FormReader:
         self.is_complete = False
         self._delimiter, self._rest = b"\r\n--" + boundary, b"\r\n"  # so that the first one has its line's end too
         self._part: _FormPart | None = None  # that its content is of; None before the first
-        self._in_head = False
+        self._in_head, self._names = False, set[str]()
 
     def feed(self, chunk: bytes) -> Iterator[_FormPart]:
         """Raises InvalidRequest."""
@@ -150,10 +158,17 @@ class _FormReader:
         self._rest = rest
 
     def _headed(self, head: bytes) -> _FormPart:
-        headers = HeaderParser().parsestr(head.decode("utf-8", "replace"))
-        name, filename = headers.get_param("name", header="content-disposition"), headers.get_filename()
+        try:
+            headers = HeaderParser().parsestr(head.decode("utf-8", "replace"))
+            name, filename = headers.get_param("name", header="content-disposition"), headers.get_filename()
+            (filename or "").encode()
+        except ValueError as error:  # of a charset (RFC 2231, 4) that there is not, or that makes no letters
+            raise InvalidRequest(f"a part's head in the form cannot be read: {error}", param="file") from None
         if not isinstance(name, str):
             raise InvalidRequest("a part of the form has no name in its Content-Disposition")
+        if name in self._names or len(self._names) == MAX_FIELDS:
+            raise InvalidRequest(f"the form has {shortened(repr(name))} twice, or over {MAX_FIELDS} parts", param=name)
+        self._names.add(name)
         return _FormPart(name, filename, b"")
 
 
@@ -228,7 +243,7 @@ async def _show_content(app: Service, exchange: Exchange, id: str) -> None:
 async def _create_batch(app: Service, exchange: Exchange, _: str) -> None:
     body = await exchange.sent(_CREATE)
     asked, batches = body.body, batches_of(app)
-    IgnoredFields(strict=app.config.strict_fields).heed(exchange, body.unknown, _CREATE.known)
+    _ignored(app).heed(exchange, body.unknown, _CREATE.known)
     choices = [path for path in ENDPOINTS if getattr(app.asgi.routes.look("POST", path).route, "path", "") == path]
     if asked.endpoint not in choices:
         raise InvalidRequest(

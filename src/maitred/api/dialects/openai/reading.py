@@ -139,6 +139,9 @@ def _calls(message: ChatMessage, at: str) -> list[Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{where}.name is missing", param=f"{where}.name")
+        if not isinstance(call.get("id"), str | None):
+            at_id = f"{at}.tool_calls[{number}].id"
+            raise InvalidRequest(f"{at_id} is {shortened(repr(call['id']), 80)}; it must be a text", param=at_id)
     return calls
 
 

@@ -46,7 +46,7 @@ def translated(body: ResponsesRequest, chat: ChatCompletionRequest) -> Translati
     unread: dict[str, None] = {}
     if body.instructions:
         chat.messages.append(ChatMessage(role="system", content=body.instructions))
-    chat.messages.extend(_messages(_items(body.input), unread))
+    chat.messages.extend(_messages(read_items(body.input), unread))
     if body.truncation == "auto":
         unread["truncation"] = None
     if body.text is not None:
@@ -77,7 +77,8 @@ def _unsealed(sent: str) -> str:
 # -- the input
 
 
-def _items(sent: Raw | UnsetType) -> list[InputItem]:
+def read_items(sent: Raw | UnsetType) -> list[InputItem]:
+    """Items of an input that was sent. Raises InvalidRequest."""
     assert not isinstance(sent, UnsetType), "it was looked for"
     raw = bytes(sent)
     if raw[:1] == b'"':

@@ -24,6 +24,8 @@ from starlette.types import Message, Send
 
 from maitred.api.dialects.responses import schemas as s
 from maitred.api.dialects.responses.answers import RESPONSES, UNCOUNTED, check_fields, decoder
+from maitred.api.dialects.responses.reading import read_items
+from maitred.api.http.bodies import decode_json
 from maitred.api.http.errors import http_error, shortened
 from maitred.api.http.exchange import CONNECTION, JSON_HEADERS, EventStream, Exchange, Header
 from maitred.api.http.in_flight import WatchedWork
@@ -59,8 +61,10 @@ class _Asked(msgspec.Struct):
 
 
 class _Item(msgspec.Struct):
-    type: Any = None
-    id: Any = None
+    type: str | None = None
+    id: str | None = None
+    role: str | None = None
+    content: Raw = Raw(b"null")
 
 
 class _Event(msgspec.Struct):
@@ -78,7 +82,7 @@ class _Stored(msgspec.Struct):
     output: list[Raw] | None = None
 
 
-_decode_asked = msgspec.json.Decoder(_Asked).decode
+_ASKED, _ITEM = msgspec.json.Decoder(_Asked), msgspec.json.Decoder(_Item)
 _decode_event = msgspec.json.Decoder(_Event).decode
 _decode_stored = msgspec.json.Decoder(_Stored).decode
 _WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -86,14 +90,12 @@ _WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 async def create(answer: Answer, service: Service, exchange: Exchange) -> None:
     """POST /v1/responses. A replica leaves all this to its router, which shows the fleet's token."""
-    body, asked = await exchange.json_body(), None
-    if not exchange.from_router:
-        async with exchange.turn():
-            with suppress(*_WRONG):
-                asked = _decode_asked(body)
-    if asked is None:
-        await answer(service, exchange, body)  # which says what is wrong with a body that cannot be read
+    body = await exchange.json_body()
+    if exchange.from_router:
+        await answer(service, exchange, body)
         return
+    async with exchange.turn():
+        asked = _asked_in(body)
     shelf, patch = TenantResponses(service, exchange), dict[str, Any]()
     if isinstance(asked.previous_response_id, str) or b'"item_reference"' in bytes(asked.input):
         asked.input = await _expanded(shelf, bytes(asked.input), asked.previous_response_id)
@@ -108,6 +110,15 @@ async def create(answer: Answer, service: Service, exchange: Exchange) -> None:
         await answer(service, exchange, body)
     finally:
         kept.leave()
+
+
+def _asked_in(body: bytes) -> _Asked:
+    """Raises InvalidRequest. What no decoder looks at is kept and told again, so all of it must be text."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    return decode_json(body, _ASKED)
 
 
 def _rewritten(body: bytes, **fields: Any) -> bytes:
@@ -142,15 +153,13 @@ def _as_items(sent: bytes) -> list[Raw]:
 
 async def _referred(shelf: TenantResponses, item: Raw) -> Raw:
     """The item itself, or that of a stored response which it refers to by id."""
-    told = msgspec.json.decode(item, type=_Item)
+    told = decode_json(item, _ITEM, at="input")
     if told.type != "item_reference":
         return item
     id = f"resp_{str(told.id).partition('_')[2].rpartition('_')[0]}"  # ids of items are made of their response's
     stored = await shelf.find(id, "input", f"item {shortened(repr(told.id))}")
     listed = [Raw(_encode(_listed(*item, id))) for item in enumerate(await shelf.items(id))]
-    known: dict[Any, Raw] = {
-        msgspec.json.decode(raw, type=_Item).id: raw for raw in (*listed, *(_decode_stored(stored).output or ()))
-    }
+    known = {_ITEM.decode(raw).id: raw for raw in (*listed, *(_decode_stored(stored).output or ()))}
     if told.id not in known:
         raise RouteNotFound(f"there is no item {shortened(repr(told.id))}", param="input")
     return known[told.id]
@@ -241,6 +250,7 @@ class KeptResponse:
         self.is_over = self.is_deleted = self.has_left = False
         self.grew = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
+        self._is_cancelled = False
         self._num_events = 0
         self._is_stream = False
         self._head: Message | None = None  # held until the body is known
@@ -402,6 +412,15 @@ class KeptResponse:
         finally:
             self.leave()
 
+    async def cancel(self) -> None:
+        """End a response in the background, and wait until what became of it is stored: a second cancellation, or one
+        of what is over, would cost that.
+        """
+        if self.task is not None:
+            if not (self.is_over or self._is_cancelled):
+                self._is_cancelled = self.task.cancel()
+            await asyncio.wait([self.task])
+
     async def follow(self, exchange: Exchange, after: int) -> None:
         """Send the events behind the one with the number `after`, and those that come, to the end."""
         silence_s = self._shelf.service.config.sse_keep_alive_s
@@ -426,6 +445,7 @@ async def _in_background(
     sent = decoder().decode(_rewritten(body))
     check_fields(sent.body, sent.refused)
     _as_items(bytes(asked.input))
+    read_items(sent.body.input)  # what is wrong is told at once, and not kept
     if asked.store is False:
         raise InvalidRequest("background needs the response to be stored; leave store out", param="background")
     if shelf.service.in_flight.draining:
@@ -489,9 +509,8 @@ async def change(service: Service, exchange: Exchange) -> None:
     if not _decode_stored(told).background:
         raise InvalidRequest("only a response made with background: true can be cancelled; close its connection")
     live = shelf.live(id)
-    if live is not None and live.task is not None:
-        live.task.cancel()
-        await asyncio.wait([live.task])
+    if live is not None:
+        await live.cancel()
         told = live.response
     await exchange.answer(told, 200, JSON_HEADERS)
 
@@ -503,20 +522,19 @@ async def delete(service: Service, exchange: Exchange) -> None:
     live = shelf.live(id)
     if live is not None:
         live.is_deleted = True
-        if live.task is not None:
-            live.task.cancel()
+        await live.cancel()
     await shelf.drop(id)
     await exchange.answer_json({"id": id, "object": "response", "deleted": True})
 
 
 def _listed(number: int, raw: Raw, id: str) -> dict[str, Any]:
     """An item of an input as it is listed, with an id."""
-    item: dict[str, Any] = {"type": "message", "status": "completed"} | msgspec.json.decode(raw)
-    item.setdefault("id", f"{'msg' if item['type'] == 'message' else 'item'}_{id.removeprefix('resp_')}_i{number}")
-    if item["type"] == "message" and isinstance(item.get("content"), str):
-        is_said = item.get("role") == "assistant"
-        part = {"type": "output_text", "annotations": []} if is_said else {"type": "input_text"}
-        item["content"] = [{**part, "text": item["content"]}]
+    told, item = _ITEM.decode(raw), dict[str, Any](status="completed") | _FIELDS.decode(raw)
+    kind = item["type"] = told.type or "message"
+    item["id"] = told.id or f"{'msg' if kind == 'message' else 'item'}_{id.removeprefix('resp_')}_i{number}"
+    if kind == "message" and bytes(told.content)[:1] == b'"':
+        part = {"type": "output_text", "annotations": []} if told.role == "assistant" else {"type": "input_text"}
+        item["content"] = [{**part, "text": told.content}]
     return item
 
 
