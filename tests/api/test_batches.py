@@ -101,6 +101,7 @@ def test_a_file_is_left_listed_read_and_deleted(ada):
 
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
+ODD_FORM = {"content-type": 'multipart/form-data; boundary="a,b:c"'}
 
 
 def form_with(filename: str) -> bytes:
@@ -120,6 +121,11 @@ def form_with(filename: str) -> bytes:
         ({"files": {"file": b"x"}, "data": {"purpose": "batch", "expires_after[anchor]": "x"}}, 400, "expires_after"),
         ({"files": {"file": b"x"}, "data": {"purpose": "b" * 2000}}, 413, "1024 bytes"),
         ({"json": {"file": "x"}}, 415, "multipart/form-data"),
+        (
+            {"content": form_with("filename=a").replace(b"--x", b"--a,b:c"), "headers": ODD_FORM},
+            400,
+            "missing required field `purpose`",
+        ),
         (
             {"content": b"--x\r\n", "headers": FORM},
             400,

@@ -26,7 +26,8 @@ from maitred.fleet.prefix_keys import BILLING, BUDGET
 
 _encode = msgspec.json.encode
 _CONTENT = msgspec.json.Decoder(str | list[SentBlock] | None)
-_SOURCE, _KIND = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(Any)
+_SOURCE = msgspec.json.Decoder(dict[str, Raw])
+_KIND: msgspec.json.Decoder[object] = msgspec.json.Decoder(Any)
 _BILLING = re.compile(rf"\s*{BILLING}\n*")
 _BUDGET = re.compile(rf"\n{{0,4}}(?:{BUDGET})")
 # what only Anthropic's own servers act on, or can read

@@ -23,7 +23,7 @@ from maitred.storage.state import PAGE_BYTES, ContentPiece, EntryKey, StoredEntr
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 UPLOAD_S = 24 * 3600.0  # and what is left of one that a kill ended is gone
 MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES = 1024, 16, 8192  # of a form
-_BOUNDARY = re.compile(r'boundary="?([^";,\s][^";,]{0,69})"?', re.IGNORECASE)
+_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^";,\s]{1,70}))', re.IGNORECASE)
 _CREATE, _FORM = BodyDecoder(s.BatchCreate), msgspec.json.Decoder(s.FileForm, strict=False)
 _FORM_FIELDS = s.FileForm.__struct_encode_fields__
 
@@ -112,7 +112,7 @@ def _boundary(exchange: Exchange) -> bytes:
     found = _BOUNDARY.search(sent) if sent.lower().startswith("multipart/form-data") else None
     if found is None:
         raise UnsupportedMediaType("send the file as multipart/form-data, with its boundary in the Content-Type")
-    return found[1].rstrip().encode("latin-1")
+    return (found[1] or found[2]).rstrip().encode("latin-1")
 
 
 class _FormPart(NamedTuple):

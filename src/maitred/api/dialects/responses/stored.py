@@ -159,7 +159,9 @@ async def _referred(shelf: TenantResponses, item: Raw) -> Raw:
     id = f"resp_{str(told.id).partition('_')[2].rpartition('_')[0]}"  # ids of items are made of their response's
     stored = await shelf.find(id, "input", f"item {shortened(repr(told.id))}")
     listed = [Raw(_encode(_listed(*item, id))) for item in enumerate(await shelf.items(id))]
-    known = {_ITEM.decode(raw).id: raw for raw in (*listed, *(_decode_stored(stored).output or ()))}
+    known: dict[str | None, Raw] = {
+        _ITEM.decode(raw).id: raw for raw in (*listed, *(_decode_stored(stored).output or ()))
+    }
     if told.id not in known:
         raise RouteNotFound(f"there is no item {shortened(repr(told.id))}", param="input")
     return known[told.id]
