@@ -116,21 +116,23 @@ async def _use_agents(kind: Any, client: openai.AsyncOpenAI) -> None:
     import agents
 
     model = kind(model=MODEL, openai_client=client)
-    kitchen = Kitchen()
     settings = agents.ModelSettings(tool_choice="required")
-    plain = agents.Agent(name="waiter", model=model, output_type=Dish)
-    calling: Any = agents.Agent(
-        name="waiter", model=model, output_type=Dish, tools=[agents.function_tool(kitchen.cook)],
-        model_settings=settings,
-    )  # fmt: skip
-    for agent in (plain, calling):
-        assert isinstance((await agents.Runner.run(agent, QUESTION)).final_output, Dish)
-        num_cooked = len(kitchen.cooked)
-        streamed = agents.Runner.run_streamed(agent, QUESTION)
-        async for _ in streamed.stream_events():
-            pass
-        assert isinstance(streamed.final_output, Dish)
-    assert len(kitchen.cooked) > num_cooked > 0
+    for calls in (False, True):
+        for streamed in (False, True):
+            kitchen = Kitchen()
+            once = agents.function_tool(kitchen.cook, is_enabled=lambda *_: not kitchen.cooked)  # noqa: B023 - at once
+            agent: Any = agents.Agent(
+                name="waiter", model=model, output_type=Dish, tools=[once] if calls else [],
+                model_settings=settings if calls else agents.ModelSettings(),
+            )  # fmt: skip
+            if streamed:
+                result: Any = agents.Runner.run_streamed(agent, QUESTION)
+                async for _ in result.stream_events():
+                    pass
+            else:
+                result = await agents.Runner.run(agent, QUESTION)
+            assert isinstance(result.final_output, Dish)
+            assert len(kitchen.cooked) == calls
 
 
 def use_langchain_ollama(url: str) -> None:
