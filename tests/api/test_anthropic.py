@@ -234,6 +234,8 @@ def test_choices_of_tools_and_schemas_bind_the_answer(client, replica):
         ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, 400, "invalid_request_error",
          "there are no tools"),
         ({"messages": [{"role": "user", "content": NESTED}]}, 400, "invalid_request_error", "nested too deeply"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, 400, "invalid_request_error",
+         "output_config.format.schema cannot be compiled"),
         ({"thinking": {"type": "hard"}}, 400, "invalid_request_error", "thinking.type is 'hard'"),
         ({"tools": [{"name": "a"}]}, 400, "invalid_request_error", "tools[0].input_schema is missing"),
     ],

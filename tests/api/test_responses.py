@@ -267,6 +267,8 @@ def test_tools_that_are_not_here_are_named_and_refused_only_where_one_is_demande
         ({"input": "x", "previous_response_id": "resp_1"}, "there is no response 'resp_1'"),
         ({"input": "x", "background": True, "store": False}, "background needs"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "xml"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}},
+         "text.format.schema cannot be compiled"),
         ({"input": "x", "tools": True}, "tools must be"),
         ({"input": "x", "tools": [{"type": "custom", "format": 5}]}, r"tools\[0\].format"),
         ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),

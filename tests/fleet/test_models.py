@@ -93,8 +93,11 @@ def test_administrators_load_and_unload_and_ps_shows_both(router):
     client, _ = router
     assert client.post("/admin/models/unload", json={"model": "b"}).status_code == 202
     until(lambda: states(client)["b"] == "unloaded")
-    assert client.post("/admin/models/load", json={"model": "first", "keep_alive_s": -1}).status_code == 202
-    until(lambda: states(client)["a"] == "ready")
+    for keep_alive_s in (1e300, -1):  # longer than any date, and for ever
+        asked = {"model": "first", "keep_alive_s": keep_alive_s}
+        assert client.post("/admin/models/load", json=asked).status_code == 202
+        until(lambda: states(client)["a"] == "ready")
+        assert client.get("/api/ps").status_code == 200
     assert models(client)["a"]["expires_at"] is None
     wrong = client.post("/admin/models/load", json={"model": "aa"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "model")

@@ -17,7 +17,7 @@ from maitred.cli.flags import Flag, FlagKind, UsageError
 from maitred.config import NO_MODEL, LoraConfig, ModelConfig, TensorConfig
 from maitred.core.errors import ConfigError, MaitredError, OutOfMemory, did_you_mean
 from maitred.engine.memory import RESERVE_SHARE, available_memory_bytes, format_bytes
-from maitred.fleet.swapping import FleetModel, ModelSet
+from maitred.fleet.swapping import FleetModel, ModelSet, bounded
 
 MODELS_SHARE = 0.8  # of the available memory, for weights and KV of loaded models: their processes need some beside
 KV_SHARE = 8  # of that memory, as its part, is the KV cache of a model whose size is not given, or one full context
@@ -136,7 +136,7 @@ def _model(
         aliases=tuple(aliases),
         memory_bytes=needed,
         pinned=pinned,
-        keep_alive_s=None if keep_alive_s is None or keep_alive_s < 0 else keep_alive_s,
+        keep_alive_s=bounded(keep_alive_s),
     )
     return found, (*words, *starts)
 

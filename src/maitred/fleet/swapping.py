@@ -20,9 +20,15 @@ from maitred.fleet.fleet_request import FleetRequest
 from maitred.fleet.replicas import Replicas, State
 
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # until a model that could not be loaded is tried for another request
+MAX_KEEP_ALIVE_S = 100 * 365 * 24 * 3600.0
 GAP_SHARE = 0.2  # of the newest gap between two requests of a model, in their mean
 
 Place = tuple[Any, ...]  # of a request in the policy's order; smaller is served first
+
+
+def bounded(keep_alive_s: float | None) -> float | None:
+    """Time (s) as it is kept: None, without an end, for one below 0 and one that no clock and no date have."""
+    return keep_alive_s if keep_alive_s is not None and 0 <= keep_alive_s <= MAX_KEEP_ALIVE_S else None
 
 
 class Residence(str, Enum):
@@ -210,7 +216,7 @@ class Swapping:
         book = self._book(name)
         book.is_asked, book.is_dismissed, book.retry_at, book.used_at = True, False, 0.0, now
         if keep_alive_s is not None:
-            book.keep_alive_s = None if keep_alive_s < 0 else keep_alive_s
+            book.keep_alive_s = bounded(keep_alive_s)
 
     def dismissed(self, name: str) -> None:
         """Put a model out as soon as it is idle. Raises InvalidRequest for an unknown one."""

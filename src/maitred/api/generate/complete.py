@@ -166,7 +166,10 @@ def _make_batches(
         ask.shape_found = ask.shape()
         batches = _batches(app, ask, prompts, cache_salt, limits, new_seed)
     except RequestError as error:
-        error.param = ask.field_names.get(error.param or "", error.param)
+        named = ask.field_names.get(sent := error.param or "", "")
+        if "_" in sent and named:  # no word of a sentence
+            error.args = (str(error).replace(sent, named),)
+        error.param = named or error.param
         raise
     for way in ways if prompts else ():
         way.tokenised(prompts[0], batches[0][0])

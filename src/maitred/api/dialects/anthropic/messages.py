@@ -40,6 +40,11 @@ from maitred.text.answer_parser import CallBegun
 _encode = msgspec.json.Encoder().encode
 _DECODER = BodyDecoder(MessagesRequest)
 _BETA = b"anthropic-beta"
+_FIELD_NAMES = {
+    "prompt": "messages",
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
 _STANDARD = {"priority": "priority", "flex": "batch"}  # tiers by Anthropic's names; others are standard
 
 
@@ -67,7 +72,7 @@ def decode_messages(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
         add_special_tokens=False,
         cuts_max_tokens=True,
         score_only=body.max_tokens == 0,
-        field_names={"prompt": "messages"},
+        field_names=_FIELD_NAMES,
     )
 
 
