@@ -66,11 +66,11 @@ def read_several(
 def _in_file(path: str | None) -> dict[str, Described]:
     if path is None:
         return {}
-    import yaml
+    from maitred.storage.key_files import parsed_yaml
 
     try:
-        told = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        told = parsed_yaml(Path(path).read_text(encoding="utf-8"), Path(path))
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--models {path}: {getattr(error, 'strerror', None) or error}; give a YAML file") from None
     models = told.get("models") if isinstance(told, dict) else None
     if not isinstance(models, dict) or len(told) != 1:

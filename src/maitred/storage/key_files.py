@@ -101,7 +101,7 @@ def _look(path: Path) -> tuple[int, ...]:
 
 def read_tenant_file(path: Path) -> TenantTable:
     """Raises ConfigError and nothing else: file, line or tenant and field, and what to write instead."""
-    return read_tenants(_parse(_text_of(path), path), str(path))
+    return read_tenants(parsed_yaml(_text_of(path), path), str(path))
 
 
 def _text_of(path: Path) -> str:
@@ -154,7 +154,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse(text: str, path: Path) -> object:
+def parsed_yaml(text: str, path: Path) -> Any:
+    """What a YAML file says, in safe types. Raises ConfigError, also for a key that stands twice."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -205,13 +206,13 @@ def entry_of(key: Key) -> str:
 def add_key(path: Path, key: Key) -> None:
     """Write `key` below its tenant; a file that is not there is made, with that tenant. Raises ConfigError."""
     if not path.exists():
-        name = key.tenant if _parse(key.tenant, path) == key.tenant else json.dumps(key.tenant)
+        name = key.tenant if parsed_yaml(key.tenant, path) == key.tenant else json.dumps(key.tenant)
         text = f"tenants:\n  {name}:\n    keys:\n      - {entry_of(key)}\n"
-        read_tenants(_parse(text, path), str(path))
+        read_tenants(parsed_yaml(text, path), str(path))
         _write(path, text)
         return
     text = _text_of(path)
-    wanted = _parse(text, path)
+    wanted = parsed_yaml(text, path)
     tenants = read_tenants(wanted, str(path)).tenants
     if key.tenant not in tenants:
         raise ConfigError(f"{path} has no tenant {key.tenant!r}; write it there first, or choose {', '.join(tenants)}")
@@ -225,7 +226,7 @@ def add_key(path: Path, key: Key) -> None:
 def remove_key(path: Path, key_id: str) -> Key:
     """Take a key out; it opens nothing from the next look at the file on. Raises ConfigError."""
     text = _text_of(path)
-    wanted = _parse(text, path)
+    wanted = parsed_yaml(text, path)
     keys = {key.id: key for key in read_tenants(wanted, str(path)).keys.keys}
     if key_id not in keys:
         raise ConfigError(f"{path} has no key {key_id!r}; `maitred keys list` shows those it has")
@@ -239,11 +240,11 @@ def remove_key(path: Path, key_id: str) -> Key:
 def _write_edited(path: Path, edited: str | None, wanted: object) -> None:
     """Write `edited` if it says what is wanted, else everything anew, which loses comments but nothing else."""
     try:
-        good = edited is not None and _parse(edited, path) == wanted
+        good = edited is not None and parsed_yaml(edited, path) == wanted
     except ConfigError:
         good = False
     text = edited if good and edited is not None else yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
-    read_tenants(_parse(text, path), str(path))
+    read_tenants(parsed_yaml(text, path), str(path))
     _write(path, text)
 
 
