@@ -148,6 +148,8 @@ def test_a_killed_model_goes_on_and_a_tensor_model_is_swapped_in_beside(tmp_path
         ("models: {a: {model: maitred-mini, kv_cache_memory_bytes: 1GiB}}", "kv_cache_memory_bytes"),
         ("model: {}", "has one key, `models`"),
         ("models: {}", "no model is in"),
+        ("models: {~: {model: maitred-mini}}", "models: None is {'model': 'maitred-mini'}"),
+        ("models: {'': {model: maitred-mini}}", "models: '' is"),
         ("models: {a: {model: maitred-mini}, a: {model: b}}", "'a' stands twice"),
         (f"models: {'[' * 3000}", "is not valid YAML"),
     ],

@@ -79,7 +79,7 @@ def _in_file(path: str | None) -> dict[str, Described]:
         )
     found = {}
     for name, fields in models.items():
-        if not isinstance(fields, dict | None) or not str(name).isprintable() or '"' in str(name):
+        if name in (None, "") or not isinstance(fields, dict | None) or not str(name).isprintable() or '"' in str(name):
             raise UsageError(f"{path}: models: {name!r} is {fields!r}; write NAME: {{model: FOLDER}}")
         found[str(name)] = Described(f"{path}: models: {name}", fields or {})
     return found
