@@ -114,7 +114,14 @@ def test_its_sums_are_the_replicas_counters(billed):
     total = Tokens(0, 0)
     for _, _, tokens in rows:
         total = total.plus(tokens)
-    assert total == billed.counted() != Tokens(0, 0)
+    counted = billed.counted()
+    assert counted.generated == total.generated > 0
+    # a sample that reaches a busy engine after the first one has ended computes the prompt anew, and nobody pays for it
+    numbers = [fields.get("n", 1) for fields in wanted] + [
+        fields.get("parameters", fields).get("n", 1) for _, fields in TRITON
+    ]
+    again = sum((number - 1) * tokens.prompt for number, (_, _, tokens) in zip(numbers, rows, strict=True))
+    assert total.prompt <= counted.prompt <= total.prompt + again
     assert rows[0][2].generated == 9
     assert [status for _, status, _ in rows] == ["stop"] * len(rows)
     assert [tokens.generated for _, _, tokens in rows[-2:]] == [7, 2 * 11]
