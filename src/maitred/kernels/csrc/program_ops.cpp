@@ -99,8 +99,7 @@ void add_embed_more(Program& program, const PackedLinear& weights, int offset, i
 
 void add_layer_norm(Program& program, const Rows& rows, const float* weight, const float* bias, float eps, bool few) {
   program.add("layer norm", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
-    layer_norm_rows(rows.values, rows.stride, weight, bias, rows.width, rows_of(step, few), eps,
-                    counters[0]);
+    layer_norm_rows(rows.values, rows.stride, weight, bias, rows.width, rows_of(step, few), eps, counters[0]);
     return true;
   });
 }
