@@ -74,7 +74,7 @@ def embedding(
 def vector_of(facts: PoolingFacts, numbers: bytes, dimensions: int | None = None) -> Vector:
     """A text's vector, float32 [width], or its first `dimensions`, then of length 1 anew."""
     vector = np.frombuffer(numbers, np.float32)[:dimensions]
-    return _unit(vector) if facts.normalize else vector
+    return unit(vector) if facts.normalize else vector
 
 
 def scoring(
@@ -105,7 +105,8 @@ def _facts_of(model: ServedModel) -> PoolingFacts:
     return model.pooling
 
 
-def _unit(vector: Vector) -> Vector:
+def unit(vector: Vector) -> Vector:
+    """The vector of length 1 in its direction; zeros stay zeros."""
     return vector / max(float(np.linalg.norm(vector)), LEAST_NORM)
 
 
@@ -128,7 +129,7 @@ def _cosines(
         requests.append(make(facts.prompts.get(name or facts.default_prompt, "") + text, "embed", cut_to=cut_to))
 
     def scores(answers: Sequence[bytes]) -> list[float]:
-        units = [_unit(np.frombuffer(each, np.float32)) for each in answers]
+        units = [unit(np.frombuffer(each, np.float32)) for each in answers]
         ends = [units[places[each]] for each in roles]
         return [float(query @ document) for query, document in zip(ends[::2], ends[1::2], strict=True)]
 

@@ -8,11 +8,10 @@ import numpy as np
 
 from maitred.core.errors import InvalidRequest, KernelError
 from maitred.core.tensor_request import Tensor
+from maitred.engine.vectors import unit
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.encoder_config import IDS, MASK, Encoder
 from maitred.tensor.instance import NUMPY_TYPES
-
-_LEAST_NORM = 1e-12  # as torch.nn.functional.normalize: a vector of zeros stays one
 
 
 def inputs_for(encoder: Encoder, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
@@ -42,7 +41,7 @@ def vector_of(encoder: Encoder, output: Tensor, num_tokens: int, num_dimensions:
     vector = _pooled(encoder.pooling, values[0], num_tokens).astype(np.float32)  # a copy: the frame goes
     check_dimensions(num_dimensions, len(vector))
     vector = vector[:num_dimensions]
-    return vector / max(float(np.linalg.norm(vector)), _LEAST_NORM) if encoder.normalize else vector
+    return unit(vector) if encoder.normalize else vector
 
 
 def check_dimensions(asked: int | None, width: int | None) -> None:

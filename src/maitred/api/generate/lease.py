@@ -29,13 +29,9 @@ class HttpLease:
 
     def admit(self, batches: Sequence[Sequence[RequestSpec]]) -> list[list[RequestSpec]]:
         """The samples of each prompt under their terms, to be submitted now. Raises as `Gate.admit`."""
-        app, num_each = self._app, len(batches[0])
-        specs = [spec for batch in batches for spec in batch]
-        with counting_refusals(app, self._caller):
-            admitted = app.gate.admit(self._lease, specs, app.clock.now())
-        for request_id in admitted.shed:
-            app.replica.abort(request_id, FinishReason.SHED)
-        return [admitted.specs[first : first + num_each] for first in range(0, len(specs), num_each)]
+        num_each = len(batches[0])
+        specs = admitted(self._app, self._lease, [spec for batch in batches for spec in batch])
+        return [specs[first : first + num_each] for first in range(0, len(specs), num_each)]
 
     def have_ended(self, request_ids: Iterable[str]) -> None:
         """Free the places of samples that another replica had ended."""
@@ -64,6 +60,15 @@ def leased(app: App, caller: Caller, asked: GenerationAsk, limits: TimeLimits) -
             yield lease
         finally:
             lease.end()
+
+
+def admitted(app: App, lease: Lease, specs: Sequence[RequestSpec]) -> list[RequestSpec]:
+    """The specs under their terms, after those that make room for them were ended. Raises as `Gate.admit`."""
+    with counting_refusals(app, lease.caller):
+        found = app.gate.admit(lease, specs, app.clock.now())
+    for request_id in found.shed:
+        app.replica.abort(request_id, FinishReason.SHED)
+    return found.specs
 
 
 def cache_salt(app: App, caller: Caller, sent: str) -> str:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from maitred.api.generate.generation import failure_of
-from maitred.api.generate.lease import cache_salt, counting_refusals, enter
+from maitred.api.generate.lease import admitted, cache_salt, enter
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange, Header
 from maitred.core.errors import RequestError
@@ -89,13 +89,9 @@ async def pooled(
 
 async def _answered(app: App, lease: Lease, requests: Sequence[RequestSpec], charges: list[Charges]) -> list[bytes]:
     """Submit all, then wait for one after the other; the first failure gives the others up."""
-    with counting_refusals(app, lease.caller):
-        admitted = app.gate.admit(lease, requests, app.clock.now())
-    for request_id in admitted.shed:
-        app.replica.abort(request_id, FinishReason.SHED)
-    answers = []
+    specs, answers = admitted(app, lease, requests), []
     async with AsyncExitStack() as running:
-        streams = [app.replica.submit(spec) for spec in admitted.specs]
+        streams = [app.replica.submit(spec) for spec in specs]
         for stream in streams:
             running.push_async_callback(stream.aclose)  # type: ignore[attr-defined]
         for stream in streams:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 from functools import partial
-from hashlib import sha256
 from typing import NamedTuple
 
 import msgspec
@@ -15,8 +14,7 @@ from msgspec import UNSET, Raw
 
 from maitred.api.generate.dialect import GenerationAsk, StreamWriter
 from maitred.api.generate.generation import Generation
-from maitred.api.generate.outcome import Sample
-from maitred.api.generate.ways import Cached
+from maitred.api.generate.ways import Cached, KeepingStream
 from maitred.api.http.app import App
 from maitred.api.http.exchange import EventStream, Exchange
 from maitred.api.http.results import WantedAnswer
@@ -24,9 +22,9 @@ from maitred.api.tensor.lease import tensors_of
 from maitred.api.tensor.texts import Tokenizers, text_vector, tokens_of
 from maitred.core.errors import MaitredError, ModelNotFound
 from maitred.core.request import Terms
-from maitred.engine.output import TextDelta
+from maitred.engine.vectors import unit
 from maitred.fleet.prefix_keys import read_asked, texts_of
-from maitred.storage.result_cache import CachedAnswer
+from maitred.storage.result_cache import CachedAnswer, result_key
 from maitred.storage.similar import Found, SimilarAnswers
 from maitred.tensor.encoder_config import encoder_of, is_encoder
 
@@ -51,8 +49,10 @@ class Compared(NamedTuple):
     rest: bytes  # 32 bytes
 
 
-def compared(path: str, body: bytes, key_of_rest: str) -> Compared | None:
-    """The last message's text, where that is the user's, or the prompt; None where there is no such text."""
+def compared(body: bytes, *, path: str, tenant: str, revision: str) -> Compared | None:
+    """The last message's text, where that is the user's, or the prompt; None where there is no such text. Path, tenant
+    and `revision` are as of `result_key`.
+    """
     texts = texts_of(asked := read_asked(path, body))
     try:
         last = texts[-1] if asked.messages is UNSET else (message := _message(texts[-1])).content
@@ -63,9 +63,8 @@ def compared(path: str, body: bytes, key_of_rest: str) -> Compared | None:
         return None
     before, _, after = body.rpartition(bytes(last))
     numbers = " ".join(_NUMBER.findall(text))  # to an encoder order 4512 is order 4513
-    told = f"{len(before)} {len(after)} {numbers} {key_of_rest}".encode("utf-8", "surrogatepass")
-    rest = sha256(told + before + after)
-    return Compared(text, rest.digest())
+    rest = f"{len(before)} {numbers}\n".encode() + before + after
+    return Compared(text, result_key(rest, path=path, tenant=tenant, revision=revision))
 
 
 class SimilarPrompts:
@@ -80,8 +79,7 @@ class SimilarPrompts:
         """The way of a request to the result cache: to similar ones where its tenant wants that."""
         caller = exchange.caller
         if (caller.is_anybody or caller.tenant.semantic_cache) and self.answers.is_on:
-            path, tenant = exchange.scope["path"], caller.tenant.name
-            found = compared(path, body, f"{path}:{app.model.revision}:{ask.adapter and ask.adapter.digest}:{tenant}")
+            found = compared(body, path=exchange.scope["path"], tenant=caller.tenant.name, revision=wanted.revision)
             if found is not None:
                 return Similar(app, exchange, ask, wanted, body, self, found)
         return Cached(app, exchange, ask, wanted, body)
@@ -97,7 +95,7 @@ class SimilarPrompts:
         for tokens in tokens_of(tokenizer, encoder, texts, add_special_tokens=True):
             now = app.clock.now()
             vector = await text_vector(tensors.infer, self.model, encoder, tokens, terms=terms, arrived_at=now)
-            found.append(vector / max(float(np.linalg.norm(vector)), 1e-12))
+            found.append(unit(vector))
         return found
 
     def check(self, app: App, terms: Terms, cached: str, computed: str) -> None:
@@ -163,7 +161,7 @@ class Similar(Cached):
         return None if answer is None else (answer, f"{found.similarity:.4f}")
 
     async def begun(self, generation: Generation, writer: StreamWriter, events: EventStream) -> StreamWriter:
-        return _KeepingText(writer)
+        return KeepingStream(writer, lambda sample, delta: sample.texts.append(delta.text))
 
     def ended(self) -> None:
         super().ended()
@@ -174,14 +172,3 @@ class Similar(Cached):
         self._prompts.answers.keep(self._of.rest, self._vector, self._wanted.key, text)
         if self._checked is not None:
             self._prompts.check(self._app, self._terms, self._checked.answer, text)
-
-
-class _KeepingText:
-    """A stream whose samples keep their text, as those of a whole answer."""
-
-    def __init__(self, writer: StreamWriter) -> None:
-        self._writer, self.last = writer, writer.last
-
-    def delta(self, sample: Sample, delta: TextDelta) -> bytes:
-        sample.texts.append(delta.text)
-        return self._writer.delta(sample, delta)

@@ -177,7 +177,7 @@ class Capturing(Way):
         self._capture, self._exchange, self._model = capture, exchange, model
 
     async def begun(self, generation: Generation, writer: StreamWriter, events: EventStream) -> StreamWriter:
-        return KeepingStream(writer)
+        return KeepingStream(writer, lambda sample, delta: sample.token_ids.extend(delta.token_ids))
 
     def ended(self) -> None:
         assert self._exchange.outcome is not None
@@ -187,13 +187,13 @@ class Capturing(Way):
 
 
 class KeepingStream:
-    """A stream whose tokens the samples keep, as those of a whole answer."""
+    """A stream of which samples `keep` a part, as of a whole answer."""
 
-    def __init__(self, writer: StreamWriter) -> None:
-        self._writer, self.last = writer, writer.last
+    def __init__(self, writer: StreamWriter, keep: Callable[[Sample, TextDelta], None]) -> None:
+        self._writer, self._keep, self.last = writer, keep, writer.last
 
     def delta(self, sample: Sample, delta: TextDelta) -> bytes:
-        sample.token_ids.extend(delta.token_ids)
+        self._keep(sample, delta)
         return self._writer.delta(sample, delta)
 
 

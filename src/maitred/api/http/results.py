@@ -30,6 +30,7 @@ class WantedAnswer:
 
     key: bytes
     control: result_cache.CacheControl
+    revision: str  # what besides the body makes the answer
     similar: Callable[[], Awaitable[tuple[result_cache.CachedAnswer, str] | None]] | None = None
     """Looks for the answer to a similar request, and how similar it is."""
 
@@ -61,7 +62,7 @@ class Results:
             return None
         path, tenant = exchange.scope["path"], exchange.caller.tenant.name
         key = result_cache.result_key(body, path=path, tenant=tenant, revision=revision)
-        return WantedAnswer(key, result_cache.cache_control(exchange.headers.get(CACHE_CONTROL)))
+        return WantedAnswer(key, result_cache.cache_control(exchange.headers.get(CACHE_CONTROL)), revision)
 
     async def replay(self, exchange: Exchange, wanted: WantedAnswer | None) -> bool:
         """Answer from the cache, if it is there; else note what is answered, until `keep`. Tells the client which."""
