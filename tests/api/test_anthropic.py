@@ -238,6 +238,12 @@ def test_choices_of_tools_and_schemas_bind_the_answer(client, replica):
          "output_config.format.schema cannot be compiled"),
         ({"thinking": {"type": "hard"}}, 400, "invalid_request_error", "thinking.type is 'hard'"),
         ({"tools": [{"name": "a"}]}, 400, "invalid_request_error", "tools[0].input_schema is missing"),
+        ({"tools": [SEARCH, WEATHER | {"input_schema": {"type": "x"}}]}, 400, "invalid_request_error",
+         "tools[1].input_schema cannot be compiled"),
+        ({"tools": [WEATHER | {"name": "a b"}]}, 400, "invalid_request_error", "tools[0].name is 'a b'"),
+        ({"stop_sequences": ["a"] * 99}, 400, "invalid_request_error", "stop_sequences has 99 strings"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": [1]}]}]},
+         400, "invalid_request_error", "messages[0].content[0].input"),
     ],
 )  # fmt: skip
 def test_errors_are_anthropic_s(server, fields, status, kind, says):

@@ -79,11 +79,11 @@ def decode(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     question = QUESTION.decode(sent).body
     if question.poems:
         raise UnsupportedParameter("poems are not written here", param="poems")
+    exchange.field_names = lambda: {"prompt": "words", "max_tokens": "budget"}
     return GenerationAsk(
         id=exchange.request_id, answer=Reply(), stream=question.piecemeal,
         sampling=SamplingParams(max_tokens=question.budget), prompts=lambda: [question.words],
         add_special_tokens=False, priority=question.hurry, default_max_tokens=4,
-        field_names={"prompt": "words", "max_tokens": "budget"},
     )  # fmt: skip
 
 

@@ -273,6 +273,16 @@ def test_tools_that_are_not_here_are_named_and_refused_only_where_one_is_demande
         ({"input": "x", "tools": [{"type": "custom", "format": 5}]}, r"tools\[0\].format"),
         ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
         ({"input": "x", "tools": [{"type": "custom", "format": {"type": "grammar"}}]}, r"tools\[0\].format"),
+        ({"input": "x", "min_tokens": 9, "max_output_tokens": 8}, r"is over max_output_tokens \(8\)"),
+        ({"input": "x", "max_output_tokens": 9999}, r"and max_output_tokens \(9999\) add up"),
+        ({"input": "x", "think": True}, "send reasoning.effort"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"maximum": {}}}}}, "text.format.schema"),
+        ({"input": "x", "tools": [{"type": "web_search"}, {**WEATHER, "name": "a b"}]}, r"tools\[1\].name is 'a b'"),
+        ({"input": "x", "tools": [{"type": "mcp"}, {**WEATHER, "parameters": {"type": "x"}}]},
+         r"tools\[1\].parameters cannot be compiled"),
+        ({"instructions": "a", "input": [{"role": "user", "content": "b"}, {"role": "critic", "content": "c"}]},
+         r"input\[1\].role is 'critic'"),
+        ({"input": [{"type": "function_call", "name": "f", "call_id": "c", "arguments": []}]}, r"input\[0\].arguments"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_named(serving: Serving, asked: dict[str, Any], named: str):
@@ -289,6 +299,15 @@ def test_unread_items_and_wishes_are_named(serving: Serving):
         model="tiny", input=items, truncation="auto", text={"verbosity": "low"}
     )
     assert raw.headers["x-maitred-ignored-fields"] == "input.web_search_call, truncation, text.verbosity"
+    calls: Any = [
+        {"type": "function_call", "name": "f", "call_id": f"c{number}", "arguments": "{"} for number in range(2)
+    ]
+    form: Any = {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "of_mine": 1}
+    raw = client.responses.with_raw_response.create(
+        model="tiny", instructions="x", input=[*items, *calls], text={"format": form}
+    )
+    assert raw.headers["x-maitred-arguments-emptied"] == "input.2, input.3"
+    assert raw.headers["x-maitred-ignored-fields"] == "text.format.of_mine, input.web_search_call"
 
 
 def test_log_probabilities_are_those_of_the_text(serving: Serving):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from functools import partial
@@ -12,6 +13,7 @@ from maitred.api.generate.lease import HttpLease, cache_salt, leased
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.generate.ways import Batches, Way, ways_of
 from maitred.api.http.app import App
+from maitred.api.http.errors import renamed
 from maitred.api.http.exchange import ARGUMENTS_EMPTIED, JSON_HEADERS, SCHEMA_IGNORED, EventStream, Exchange, names_told
 from maitred.core.errors import InvalidRequest, RequestError
 from maitred.engine.intake import make_requests, random_seed
@@ -126,10 +128,11 @@ def _tell_shape(app: App, exchange: Exchange, shape: Shape) -> None:
     """Tell what of schemas and calls was left out. Raises InvalidRequest where the server is strict."""
     if shape.ignored:
         exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
-    if shape.emptied:
-        exchange.told += ((ARGUMENTS_EMPTIED, names_told(shape.emptied)),)
-    if shape.unknown:
-        app.ignored_fields.heed(exchange, shape.unknown, ())
+    if shape.emptied or shape.unknown:
+        names = exchange.field_names()
+        emptied = (re.sub(r"\[(\d+)\]", r".\1", renamed(name, names)) for name in shape.emptied)
+        exchange.told += ((ARGUMENTS_EMPTIED, names_told(emptied)),) if shape.emptied else ()
+        app.ignored_fields.heed(exchange, [renamed(name, names) for name in shape.unknown], ())
 
 
 async def _stream(generation: Generation, events: EventStream, writer: StreamWriter) -> None:
@@ -161,16 +164,9 @@ def _make_batches(
 ) -> Batches:
     """The samples of each prompt. Ids are unique even when clients repeat theirs. Raises RequestError."""
     app.model.check_generates()
-    try:
-        prompts = ask.prompts()
-        ask.shape_found = ask.shape()
-        batches = _batches(app, ask, prompts, cache_salt, limits, new_seed)
-    except RequestError as error:
-        named = ask.field_names.get(sent := error.param or "", "")
-        if "_" in sent and named:  # no word of a sentence
-            error.args = (str(error).replace(sent, named),)
-        error.param = named or error.param
-        raise
+    prompts = ask.prompts()
+    ask.shape_found = ask.shape()
+    batches = _batches(app, ask, prompts, cache_salt, limits, new_seed)
     for way in ways if prompts else ():
         way.tokenised(prompts[0], batches[0][0])
     if not ask.keeps_text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from maitred.api.generate.outcome import Outcome, Sample
@@ -124,7 +124,6 @@ class GenerationAsk:
     cache_salt: str = ""
     store: bool | None = None  # whether its answer may be captured
     limits: AskedLimits | None = None
-    field_names: Mapping[str, str] = field(default_factory=dict)  # `param` of our errors -> the client's field
 
     @property
     def num_samples(self) -> int:

@@ -178,7 +178,7 @@ def _figures(state: ReplicaState) -> Mapping[str, float]:
 
 
 async def _answer_error(exchange: Exchange, error: Exception, outage: Outage) -> None:
-    answer = http_error(error)._replace(request_id=exchange.request_id)
+    answer = http_error(error, exchange.field_names())._replace(request_id=exchange.request_id)
     if type(error) in (Unavailable, EngineDead) and not exchange.started:
         if (
             exchange.route is None or not exchange.route.is_polled

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from maitred.core import errors
@@ -88,17 +89,32 @@ _STATUS: tuple[tuple[type[BaseException], int, str | None], ...] = (
 )
 
 
-def http_error(error: BaseException) -> HttpError:
-    """Status, text and headers for `error`; what we did not raise on purpose tells the client nothing of its inside."""
+def http_error(error: BaseException, names: Mapping[str, str] | None = None) -> HttpError:
+    """Status, text and headers for `error`; what we did not raise on purpose tells the client nothing of its inside.
+
+    `names` are those of the client's fields, see `renamed`.
+    """
     status, code = next((entry[1:] for entry in _STATUS if isinstance(error, entry[0])), (500, "internal_error"))
     message = str(error) if isinstance(error, errors.MaitredError) else "internal error; the server's log has the cause"
+    message, param = shortened(message, MAX_MESSAGE_CHARS), getattr(error, "param", None)
+    if names and isinstance(error, errors.RequestError):
+        message, param = renamed(message, names), param and renamed(param, names)
     return HttpError(
         status,
-        _printable(shortened(message, MAX_MESSAGE_CHARS)),
-        getattr(error, "param", None),
+        _printable(message),
+        param,
         getattr(error, "code", None) or code,
         _headers(error),
     )
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """`text`, an error's or a field's path, with the client's `names` of fields, by ours, in their place; a name that
+    may be a word of a sentence counts at the beginning alone.
+    """
+    known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    ours = re.compile(rf"""(?<![\w.'"])(?:{known})(?!\w)""")
+    return ours.sub(lambda of: of[0] if of.start() and of[0].isalpha() else names[of[0]], text) if names else text
 
 
 def shortened(text: str, limit: int = 200) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -63,6 +63,7 @@ class Exchange:
     goes_on_elsewhere: bool = False  # a router can have another replica go on where this answer stops
     num_body_bytes: int = 0  # of the request, as far as they were read
     told: tuple[Header, ...] = ()  # headers of its answer, whatever that is
+    field_names: Callable[[], Mapping[str, str]] = dict  # fields as our errors name them -> as the client wrote them
     standing_headers: Callable[[], Iterable[Header]] = tuple  # of every answer, asked when it begins
 
     @property

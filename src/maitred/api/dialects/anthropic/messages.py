@@ -40,11 +40,6 @@ from maitred.text.answer_parser import CallBegun
 _encode = msgspec.json.Encoder().encode
 _DECODER = BodyDecoder(MessagesRequest)
 _BETA = b"anthropic-beta"
-_FIELD_NAMES = {
-    "prompt": "messages",
-    "response_format": "output_config.format",
-    "response_format.json_schema.schema": "output_config.format.schema",
-}
 _STANDARD = {"priority": "priority", "flex": "batch"}  # tiers by Anthropic's names; others are standard
 
 
@@ -72,7 +67,6 @@ def decode_messages(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
         add_special_tokens=False,
         cuts_max_tokens=True,
         score_only=body.max_tokens == 0,
-        field_names=_FIELD_NAMES,
     )
 
 
@@ -86,6 +80,7 @@ def _read(app: App, exchange: Exchange, sent: Sent[MessagesRequest]) -> tuple[Me
     app.ignored_fields.heed(exchange, sent.unknown, _DECODER.known)
     late = template is not None and any(turn.role not in ("user", "assistant") for turn in body.messages)
     reading = MessagesReading(body, takes_late_system=late and template.takes_late_system)  # type: ignore[union-attr]
+    exchange.field_names = reading.field_names
     betas = exchange.headers.get(_BETA, b"").decode("latin-1").split(",")
     ignored = [*reading.ignored, *(f"{_BETA.decode()}.{beta.strip()}" for beta in betas if beta.strip())]
     told = ((IGNORED_FIELDS, ignored), (IGNORED_TOOLS, reading.ignored_tools), (LEFT_OUT, reading.left_out))

@@ -33,6 +33,13 @@ _BUDGET = re.compile(rf"\n{{0,4}}(?:{BUDGET})")
 # what only Anthropic's own servers act on, or can read
 _IMAGES = ("image", "audio", "video")
 _SYSTEM = ("system", "developer")
+_FIELD_NAMES = {  # of a chat's fields
+    "prompt": "messages",
+    **dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format"),
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+}
 MAX_DEPTH = 8  # blocks in one another: a result, a document, its texts
 _EFFORTS = {"max": "xhigh"}  # others are named alike
 _TIERS = {"auto": "auto", "standard_only": "default"}
@@ -66,6 +73,7 @@ class MessagesReading:
         self.left_out: dict[str, None] = {}
         self.ignored: dict[str, None] = {}
         self.ignored_tools: list[str] = []
+        self._tools_at: list[int] = []  # where the tools of the chat stand
         self._late_system = "system" if takes_late_system else "user"
         self._messages: list[ChatMessage] = []
         self._read_system(body.system, "system")
@@ -103,6 +111,14 @@ class MessagesReading:
         if config is not None and config.effort is not None:
             chat.reasoning_effort = _EFFORTS.get(config.effort, config.effort)
         return chat
+
+    def field_names(self) -> dict[str, str]:
+        """The client's names of a chat's fields."""
+        names = dict(_FIELD_NAMES)
+        for number, at in enumerate(self._tools_at):
+            names[f"tools[{number}].function"] = f"tools[{at}]"
+            names[f"tools[{number}].function.parameters"] = f"tools[{at}].input_schema"
+        return names
 
     # -- messages
 
@@ -152,7 +168,8 @@ class MessagesReading:
                 if block.id is None or block.name is None:
                     what = "id" if block.id is None else "name"
                     raise InvalidRequest(f"{at}[{number}].{what} is missing", param=f"{at}[{number}].{what}")
-                arguments = {} if isinstance(block.input, UnsetType) else block.input
+                where = f"{at}[{number}].input"
+                arguments = {} if block.input is UNSET else decode_json(block.input, _SOURCE, at=where)
                 calls.append(
                     {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
                 )
@@ -253,6 +270,7 @@ class MessagesReading:
             function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
             if tool.strict:
                 function["strict"] = True
+            self._tools_at.append(number)
             made.append({"type": "function", "function": function})
         return Raw(_encode(made)) if made else UNSET
 

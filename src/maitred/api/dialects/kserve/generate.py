@@ -172,7 +172,7 @@ def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     ask = completion_ask(app, exchange.caller, completion.body, name, exchange.request_id)
     assert isinstance(ask.answer, CompletionAnswer)
     ask.answer = TextAnswer(ask.answer, name, app.model.version, own.id, in_pieces=in_pieces)
-    ask.field_names = {**ask.field_names, "prompt": TEXT_INPUT}
+    exchange.field_names = lambda: {"prompt": TEXT_INPUT}
     ask.stream = streams  # if of one event
     exchange.log |= {"model": name, "stream": ask.stream, "n": ask.sampling.n}
     return ask

@@ -48,6 +48,8 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     model = app.check_model(body.model, exchange.caller)
     if as_sent.refused or as_sent.unknown:
         heed_others(app, exchange, as_sent, _DECODER, CHAT_REFUSED)
+    max_tokens = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+    exchange.field_names = lambda: {"prompt": "messages", "max_tokens": max_tokens}
     check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     if body.prompt_cache_options is not UNSET:
         check_object(body.prompt_cache_options, "prompt_cache_options")
@@ -56,7 +58,6 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     reading = ChatReading(app.model, app.grammars, body, id)
     answer = ChatAnswer(app.model, body, model, reading, wanted_usage(body))
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n}
-    max_tokens = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
     return make_ask(
         body,
         answer,
@@ -70,7 +71,6 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
         may_take_long=body.chat_template_kwargs is not UNSET,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them
         default_max_tokens=app.model.generation_defaults.get("max_tokens"),
-        field_names={"prompt": "messages", "max_tokens": max_tokens},
     )
 
 

@@ -49,6 +49,8 @@ def decode_completion(app: App, exchange: Exchange, sent: bytes) -> GenerationAs
     as_sent = DECODER.decode(sent)
     model = app.check_model(as_sent.body.model, exchange.caller)
     heed_others(app, exchange, as_sent, DECODER, COMPLETION_REFUSED)
+    if as_sent.body.prompt_logprobs is None:  # those of an echo
+        exchange.field_names = lambda: {"prompt_logprobs": "logprobs"}
     ask = completion_ask(app, exchange.caller, as_sent.body, model, exchange.request_id)
     exchange.log |= {"model": model, "stream": ask.stream, "n": ask.sampling.n, "prompts": ask.num_prompts}
     return ask
@@ -74,7 +76,6 @@ def completion_ask(app: App, caller: Caller, body: CompletionRequest, model: str
         score_only=body.max_tokens == 0,
         is_shaped=is_shaped(body),
         shape=partial(text_shape, app.grammars, body),
-        field_names={"prompt_logprobs": "logprobs"} if body.prompt_logprobs is None else {},  # those of an echo
     )
 
 

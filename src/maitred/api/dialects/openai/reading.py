@@ -151,7 +151,7 @@ def emptied_calls(model: ServedModel, messages: Sequence[ChatMessage]) -> tuple[
     if template is None or not template.takes_objects:
         return ()
     return tuple(
-        f"messages.{number}.tool_calls.{place}"
+        f"messages[{number}].tool_calls[{place}]"
         for number, message in enumerate(messages)
         for place, call in enumerate(_calls(message, f"messages[{number}]"))
         if isinstance(arguments_of(call["function"].get("arguments"), ""), str)

@@ -66,15 +66,6 @@ _TO_CHAT = (
     *("parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget", "top_logprobs"),
 )
 _to_chat = attrgetter(*_TO_CHAT)
-_FIELD_NAMES = {
-    "prompt": "input",
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "response_format.type": "text.format.type",
-    "response_format.json_schema": "text.format",
-    "response_format.json_schema.schema": "text.format.schema",
-}
 
 
 def decode_response(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
@@ -83,6 +74,7 @@ def decode_response(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     body = as_sent.body
     model = app.check_model(body.model, exchange.caller)
     check_fields(body, as_sent.refused)
+    exchange.field_names = NOTHING_READ.field_names
     if as_sent.refused or as_sent.unknown:
         refusals.heed_others(app, exchange, as_sent, decoder(), REFUSED)
     chat = _chat_of(body)
@@ -111,7 +103,6 @@ def decode_response(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
         may_take_long=body.chat_template_kwargs is not UNSET,
         add_special_tokens=bool(body.add_special_tokens),
         default_max_tokens=app.model.generation_defaults.get("max_tokens"),
-        field_names=_FIELD_NAMES,
     )
 
 
@@ -173,7 +164,7 @@ class ResponseAnswer:
     def prompts(self) -> list[Prompt]:
         """The conversation as the model reads it; called once, in a thread."""
         self.translation = told = translated(self.body, self._chat)
-        self.body.input = UNSET
+        self.body.input, self._exchange.field_names = UNSET, told.field_names
         if told.ignored_tools:
             self._exchange.told += ((IGNORED_TOOLS, names_told(told.ignored_tools)),)
         return self.reading.prompts()

@@ -29,24 +29,48 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "
 _MADE_HERE = "maitred:"  # begins our `encrypted_content`
 
 
+_FIELD_NAMES = {  # of a chat's fields
+    **dict.fromkeys(("prompt", "messages"), "input"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    **dict.fromkeys(("response_format", "response_format.json_schema"), "text.format"),
+    "reasoning_effort": "reasoning.effort",
+}
+
+
 class Translation(NamedTuple):
-    """The parts of a body that a chat does not have."""
+    """The parts of a body that a chat does not have, and where those that it has stand in the body."""
 
     custom_tools: frozenset[str]
     ignored_tools: tuple[str, ...]  # types of the tools that this server does not have
     unread: tuple[str, ...]  # fields that nothing reads
     unenforced: tuple[str, ...]  # formats of custom tools
+    messages: Sequence[tuple[str, Sequence[str]]]  # path of each one's first item, and those of its calls
+    tools: Sequence[str]  # path of each
+
+    def field_names(self) -> dict[str, str]:
+        """The client's names of a chat's fields."""
+        names = _FIELD_NAMES | {f"tools[{number}].function": at for number, at in enumerate(self.tools)}
+        for number, (at, calls) in enumerate(self.messages):
+            names[f"messages[{number}]"] = at
+            for place, call in enumerate(calls):
+                path = f"messages[{number}].tool_calls[{place}]"
+                names |= dict.fromkeys((path, f"{path}.function"), call)
+        return names
 
 
-NOTHING_READ = Translation(frozenset(), (), (), ())
+NOTHING_READ = Translation(frozenset(), (), (), (), (), ())
 
 
 def translated(body: ResponsesRequest, chat: ChatCompletionRequest) -> Translation:
     """Fill the `chat`'s messages, tools and format with those of the body; in a thread. Raises RequestError."""
     unread: dict[str, None] = {}
+    places: list[tuple[str, Sequence[str]]] = []
     if body.instructions:
         chat.messages.append(ChatMessage(role="system", content=body.instructions))
-    chat.messages.extend(_messages(read_items(body.input), unread))
+        places.append(("instructions", ()))
+    for place, message in _messages(read_items(body.input), unread):
+        chat.messages.append(message)
+        places.append(place)
     if body.truncation == "auto":
         unread["truncation"] = None
     if body.text is not None:
@@ -58,7 +82,8 @@ def translated(body: ResponsesRequest, chat: ChatCompletionRequest) -> Translati
             unread["text.verbosity"] = None
     tools = _Tools()
     tools.read(body, chat)
-    return Translation(frozenset(tools.customs), tuple(tools.ignored), tuple(unread), tuple(tools.unenforced))
+    customs, ignored, unenforced = frozenset(tools.customs), tuple(tools.ignored), tuple(tools.unenforced)
+    return Translation(customs, ignored, tuple(unread), unenforced, places, tools.places)
 
 
 def sealed(thoughts: str) -> str:
@@ -92,6 +117,7 @@ def read_items(sent: Raw | UnsetType) -> list[InputItem]:
 class _Turn:
     """Items that the assistant made one after the other, which are one message of a chat."""
 
+    place: tuple[str, list[str]]
     thoughts: list[str] = field(default_factory=list)
     content: str | list[ContentPart] | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -101,7 +127,7 @@ class _Turn:
         """Whether more thoughts or text would be another message's."""
         return bool(self.calls) or self.content is not None
 
-    def message(self) -> ChatMessage:
+    def message(self) -> tuple[tuple[str, list[str]], ChatMessage]:
         message = ChatMessage(role="assistant", content=self.content)
         if self.calls:
             message.tool_calls = Raw(_encode(self.calls))
@@ -109,11 +135,13 @@ class _Turn:
             message.reasoning_content = "\n".join(self.thoughts)
         elif self.content is None and not self.calls:
             message.content = ""
-        return message
+        return self.place, message
 
 
-def _messages(items: Sequence[InputItem], unknown: dict[str, None]) -> Iterator[ChatMessage]:
-    """Messages of the items; types that nothing reads are put into `unknown`."""
+def _messages(
+    items: Sequence[InputItem], unknown: dict[str, None]
+) -> Iterator[tuple[tuple[str, list[str]], ChatMessage]]:
+    """Places and messages of the items; types that nothing reads are put into `unknown`."""
     turn: _Turn | None = None
     for number, item in enumerate(items):
         at, kind = f"input[{number}]", item.type or ("message" if item.role is not None else "item_reference")
@@ -130,15 +158,15 @@ def _messages(items: Sequence[InputItem], unknown: dict[str, None]) -> Iterator[
             yield turn.message()
             turn = None
         if is_said:
-            turn = turn or _Turn()
+            turn = turn or _Turn((at, []))
             _say(turn, item, kind, at, unknown)
         elif kind == "message":
-            yield ChatMessage(role=item.role or "", content=_content(item.content, f"{at}.content"))
+            yield (at, []), ChatMessage(role=item.role or "", content=_content(item.content, f"{at}.content"))
         else:
             if item.call_id is None:
                 raise InvalidRequest(f"{at}.call_id is missing: which call was answered?", param=f"{at}.call_id")
             output = _content(item.output, f"{at}.output")
-            yield ChatMessage(role="tool", tool_call_id=item.call_id, content="" if output is None else output)
+            yield (at, []), ChatMessage(role="tool", tool_call_id=item.call_id, content=output or "")
     if turn is not None:
         yield turn.message()
 
@@ -160,6 +188,7 @@ def _say(turn: _Turn, item: InputItem, kind: str, at: str, unknown: dict[str, No
         is_custom = kind == "custom_tool_call"
         arguments = _encode({"input": item.input or ""}).decode() if is_custom else item.arguments or "{}"
         function = {"name": item.name, "arguments": arguments}
+        turn.place[1].append(at)
         turn.calls.append({"id": item.call_id, "type": "function", "function": function})
 
 
@@ -186,15 +215,17 @@ class _Tools:
     customs: list[str] = field(default_factory=list)
     ignored: dict[str, None] = field(default_factory=dict)
     unenforced: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
 
     def read(self, body: ResponsesRequest, chat: ChatCompletionRequest) -> None:
         """Give the tools and their choice to the chat."""
         sent = refusals.any_value(body.tools, "tools", MAX_SHAPE_BYTES) or []
         if not isinstance(sent, list):
             raise InvalidRequest("tools must be a list", param="tools")
-        functions = [self._function(tool, f"tools[{number}]") for number, tool in enumerate(sent)]
-        if any(functions):  # a chat without tools is no shaped one
-            chat.tools = Raw(_encode([{"type": "function", "function": of} for of in functions if of]))
+        functions = {f"tools[{number}]": self._function(tool, f"tools[{number}]") for number, tool in enumerate(sent)}
+        self.places = [at for at, of in functions.items() if of]
+        if self.places:  # a chat without tools is no shaped one
+            chat.tools = Raw(_encode([{"type": "function", "function": functions[at]} for at in self.places]))
         choice = _choice(refusals.any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES))
         chat.tool_choice = UNSET if choice is None else Raw(_encode(choice))
 

@@ -399,7 +399,7 @@ class KeptResponse:
         except asyncio.CancelledError:
             status = "cancelled"
         except Exception as caught:
-            told = http_error(caught)
+            told = http_error(caught, exchange.field_names())
             error = msgspec.to_builtins(RESPONSES.told(told))["error"]
             if told.status == 500:
                 ERRORS.error("request failed", exc_info=caught)
