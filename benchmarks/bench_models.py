@@ -1,13 +1,15 @@
 """Several models in memory for some of them: what the policy's order of swaps is worth, and two models at once.
 
     python benchmarks/bench_models.py swaps [--rates 0.5,1,2] [--waits 10]     simulated; seconds
+    python benchmarks/bench_models.py least [--rates 0.2,0.5] [--waits 0,10]   the least loads of any order; seconds
     python benchmarks/bench_models.py together [--model smollm2] [--seconds 8] two live models on this machine's cores
 
 `swaps`: five models, memory for two, requests by Zipf (exponent 1), loads of 8 s, llama-3.1-8b on an H100. `fifo`
 serves requests strictly as they came and puts the least recently used model out; the others pass by `--swap-wait-s`.
 Aims: at most half of fifo's loads, and a better p99 of waiting. `together`: requests of each of two
 models alone, then of both, against `maitred serve --models`, in turn; aim: the sum of each one's rate over its rate
-alone is at least 0.9.
+alone is at least 0.9. `least`: the same requests, and the least loads with which an order that knows all of them could
+serve each within such a wait before its load begins, if loads and answers took no time; 0 is Belady's rule.
 """
 
 from __future__ import annotations
@@ -47,6 +49,14 @@ def least_recently_used(self: Swapping, plan: Any, wanted: str, now: float) -> I
     yield from sorted((n for n in present if n not in plan.planned), key=lambda n: self._books[n].used_at)
 
 
+def workload(rate: float, num_requests: int, seed: int) -> WorkloadSpec:
+    return WorkloadSpec(
+        rate=rate, num_requests=num_requests, seed=seed,
+        models={f"model-{rank}": ModelSpec(share=1 / rank, load_s=LOAD_S) for rank in range(1, NUM_MODELS + 1)},
+        classes={"chat": ClassSpec(input="lognormal:256,0.8", output="lognormal:128,0.6")},
+    )  # fmt: skip
+
+
 def simulate(rate: float, swap_wait_s: float, policy: str, num_requests: int, seed: int) -> FleetSimulation:
     """`swap_wait_s` 0 is fifo with LRU."""
     device, model = device_named("h100"), model_named("llama-3.1-8b")
@@ -55,7 +65,8 @@ def simulate(rate: float, swap_wait_s: float, policy: str, num_requests: int, se
         num_blocks=num_kv_blocks(device, model, BLOCK_SIZE) // NUM_LOADED,
         block_size=BLOCK_SIZE,
     )
-    models = {f"model-{rank}": ModelSpec(share=1 / rank, load_s=LOAD_S) for rank in range(1, NUM_MODELS + 1)}
+    spec = workload(rate, num_requests, seed)
+    models = spec.models
     setup = FleetSetup(
         config=FleetConfig(swap_wait_s=swap_wait_s),
         scheduler=engine.scheduler,
@@ -63,10 +74,6 @@ def simulate(rate: float, swap_wait_s: float, policy: str, num_requests: int, se
         several=ModelSet(tuple(FleetModel(name=name, memory_bytes=1) for name in models), NUM_LOADED),
         load_s={name: each.load_s for name, each in models.items()},
     )
-    spec = WorkloadSpec(
-        rate=rate, num_requests=num_requests, seed=seed, models=models,
-        classes={"chat": ClassSpec(input="lognormal:256,0.8", output="lognormal:128,0.6")},
-    )  # fmt: skip
     simulation = FleetSimulation(setup, SimulatedResults())
     if not swap_wait_s:
         assert simulation.core.swapping is not None
@@ -95,6 +102,40 @@ def swaps(rates: list[float], waits: list[float], policies: list[str], num_reque
                 f"{queue['p99'] / base['p99']:.2f}",
             )
             print(("{:>8} {:>22}" + " {:>10}" * 7).format(*row))
+
+
+# ---- the least loads
+
+NEVER = float("inf")
+Books = dict[tuple[tuple[str, ...], tuple[tuple[float, str], ...]], int]  # loaded, what is awaited by when -> loads
+
+
+def fallen_due(books: Books, now: float) -> Books:
+    """The same once all that must be loaded before `now` is, in each way: a load as late as it may be costs no more."""
+    open_books, done = dict(books), Books()
+    while open_books:
+        (loaded, awaited), num_loads = open_books.popitem()
+        if not awaited or awaited[0][0] >= now:
+            done[loaded, awaited] = min(num_loads, done.get((loaded, awaited), num_loads))
+            continue
+        (_, name), rest = awaited[0], awaited[1:]
+        for kept in [loaded] if len(loaded) < NUM_LOADED else [tuple(n for n in loaded if n != out) for out in loaded]:
+            after = (tuple(sorted((*kept, name))), rest)
+            open_books[after] = min(num_loads + 1, open_books.get(after, num_loads + 1))
+    return done
+
+
+def least_loads(rate: float, wait_s: float, num_requests: int) -> int:
+    books: Books = {((), ()): 0}
+    for arrival in SyntheticWorkload(workload(rate, num_requests, seed=1)).arrivals():
+        came = Books()
+        for (loaded, awaited), num_loads in fallen_due(books, arrival.at).items():
+            is_new = arrival.model not in (*loaded, *(name for _, name in awaited))
+            state = (loaded, (*awaited, (arrival.at + wait_s, arrival.model)) if is_new else awaited)
+            came[state] = min(num_loads, came.get(state, num_loads))
+        fewest = min(came.values())  # with a load of each model any state becomes any other
+        books = {state: num_loads for state, num_loads in came.items() if num_loads <= fewest + NUM_MODELS}
+    return min(fallen_due(books, NEVER).values())
 
 
 # ---- two models at once
@@ -150,7 +191,7 @@ def together(model: str, seconds: float, rounds: int, num_clients: int, words: l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("swaps", "together"))
+    parser.add_argument("what", choices=("swaps", "least", "together"))
     parser.add_argument("--rates", default="0.5,1,2")
     parser.add_argument("--waits", default="10")
     parser.add_argument("--policies", default="fcfs")
@@ -163,7 +204,11 @@ def main() -> None:
     if asked.what == "together":
         together(asked.model, asked.seconds, asked.rounds, asked.clients, words)
         return
-    numbers = ([float(word) for word in text.split(",")] for text in (asked.rates, asked.waits))
+    numbers = [[float(word) for word in text.split(",")] for text in (asked.rates, asked.waits)]
+    if asked.what == "least":
+        for rate in numbers[0]:
+            print(rate, {wait: least_loads(rate, wait, asked.requests) for wait in numbers[1]})
+        return
     swaps(*numbers, asked.policies.split(","), asked.requests)
 
 
