@@ -12,7 +12,7 @@ import ollama
 import pytest
 
 from maitred.engine.model_facts import Footprint
-from maitred.fleet.prefix_keys import prefix_keys, read_asked
+from maitred.fleet.prefix_keys import keep_alive_s, prefix_keys, read_asked
 from tests.api.test_tools import CALL, SCHEMA, TEMPLATE, WEATHER, prompt_of
 from tests.fakes_api import FakeReplica, make_model, running_server, says
 from tests.waiting import HANGS_S
@@ -147,6 +147,11 @@ def test_an_empty_prompt_loads_and_more_tokens_than_there_is_room_for_are_cut(cl
     ("generate", {"prompt": "hi", "raw": True, "system": "x"}, "leave system and context out"),
     ("chat", {"messages": HI, "options": {"typical_p": 0.5}}, "options.typical_p is not supported"),
     ("chat", {"messages": HI, "options": {"num_predict": 0}}, "options.num_predict is 0"),
+    ("generate", {"prompt": "hi", "options": {"temperature": -1}}, "options.temperature is -1"),
+    ("chat", {"messages": HI, "options": {"repeat_penalty": 0}}, "options.repeat_penalty is 0"),
+    ("chat", {"messages": HI, "format": {"type": 3}}, "format cannot be compiled"),
+    ("generate", {"prompt": "hi" * 900}, "prompt has"),
+    ("chat", {"messages": HI, "keep_alive": "5 minutes"}, "keep_alive is '5 minutes'; it must be a number of seconds"),
     ("chat", {"messages": HI, "format": "yaml"}, 'format must be "json"'),
     ("pull", {"model": "llama3"}, "maitred serve"),
     ("create", {"model": "mine", "from": "tiny"}, "maitred serve"),
@@ -209,3 +214,11 @@ def test_a_router_reads_the_same_prompt_of_a_chat_and_of_a_prompt():
     assert (read.stream, read.max_tokens, read.seed, other.stream) == (True, 7, 3, False)
     assert prefix_keys(read) == prefix_keys(other)
     assert prefix_keys(read).keys
+
+
+@pytest.mark.parametrize(("sent", "seconds"), [
+    (300, 300), (0, 0), (-1, -1), ("0", 0), ("0s", 0), ("5m", 300), ("1h2m3.5s", 3723.5), ("-1m", -60), ("1500ms", 1.5),
+    (None, None), ("", None), ("-", None), ("5", None), ("m", None), ("5 m", None), ("5m!", None), ("1" * 9999, None),
+])  # fmt: skip
+def test_a_keep_alive_is_seconds_or_a_duration_as_go_writes_it(sent: float | str | None, seconds: float | None):
+    assert keep_alive_s(sent) == seconds

@@ -175,7 +175,7 @@ def test_a_router_tells_ollamas_client_of_models_and_has_vectors_for_it(fleet):
     assert running.size > listed.size > 1_000_000
     assert "tools" in client.show("maitred-mini:latest").capabilities
     assert [part.status for part in client.pull("maitred-mini", stream=True)] == ["success"]
-    with pytest.raises(ollama.ResponseError, match="no replica serves the model 'llama3'"):
+    with pytest.raises(ollama.ResponseError, match="there is no model 'llama3'"):
         client.pull("llama3")
     vectors = client.embed("maitred-mini:latest", ["soup", "bread"]).embeddings
     assert len(vectors) == 2

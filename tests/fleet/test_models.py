@@ -8,12 +8,14 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from ollama import Client
 
 from maitred.cli.main import main
 from tests.fleet.test_launched import launching_router
@@ -99,6 +101,17 @@ def test_administrators_load_and_unload_and_ps_shows_both(router):
         until(lambda: states(client)["a"] == "ready")
         assert client.get("/api/ps").status_code == 200
     assert models(client)["a"]["expires_at"] is None
+    ollama = Client(str(client.base_url))
+    assert ollama.chat("first", [{"role": "user", "content": "hi"}], keep_alive="90s", options={"num_predict": 2}).done
+    (running,) = ollama.ps().models
+    assert (running.model, running.context_length) == ("a", 2048)
+    assert 0 < (running.expires_at - datetime.now(UTC)).total_seconds() < 100
+    for name in ("a", "b"):  # b is not loaded, nor is it for this
+        assert ollama.pull(name).status == "success"
+        assert ollama.generate(f"{name}:latest", keep_alive=0).done_reason == "unload"
+        until(lambda: states(client) == {"a": "unloaded", "b": "unloaded", "bad": "unloaded"})
+    assert ollama.chat("a", keep_alive=-1).done_reason == "load"
+    assert (states(client)["a"], models(client)["a"]["expires_at"]) == ("ready", None)
     wrong = client.post("/admin/models/load", json={"model": "aa"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "model")
     assert client.get("/favicon.ico").status_code == 404, "what names no model loads none"

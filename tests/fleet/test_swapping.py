@@ -214,6 +214,8 @@ def test_a_pinned_model_is_loaded_at_the_start_and_stays():
         machine.wait(LOAD_S)
         machine.finish(request_id)
     assert machine.state("A") == "ready"
+    with pytest.raises(InvalidRequest, match="'A' is pinned"):
+        machine.core.unload_asked("A", machine.now)
 
 
 def test_an_idle_model_is_put_out_after_its_keep_alive():
@@ -227,6 +229,24 @@ def test_an_idle_model_is_put_out_after_its_keep_alive():
     assert machine.state("A") == "ready"
     machine.wait(0.2)
     assert machine.state("A") == "unloaded"
+
+
+def test_a_request_says_how_long_its_model_is_kept_until_it_is_put_out():
+    machine = Machine(models={"A": {"keep_alive_s": 5.0}})
+    machine.ask("A1", keep_alive_s=0.0)
+    machine.wait(LOAD_S)
+    machine.ask("A2", keep_alive_s=-1.0)
+    machine.finish("A1", "A2")
+    machine.wait(1000.0)
+    assert machine.state("A") == "ready"
+    machine.ask("A3", keep_alive_s=0.0)
+    machine.finish("A3")
+    assert machine.state("A") == "unloaded"
+    machine.ask("A4")  # its own again
+    machine.wait(LOAD_S)
+    machine.finish("A4")
+    machine.wait(4.9)
+    assert machine.state("A") == "ready"
 
 
 def test_an_administrator_loads_and_unloads():

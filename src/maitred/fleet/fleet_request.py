@@ -34,6 +34,7 @@ class FleetRequest(UnderTerms):
     hash_key: int | None = None  # of its session, cache key or user
     is_local: bool = False  # never leaves the first tier
     num_counted: int = 0  # prompt tokens as a replica counted them; 0 is an estimate
+    keep_alive_s: float | None = None  # of its model, one of several, from now on; None changes nothing
     can_resume: bool = False  # its tokens are told beside its text
     features: Sequence[float] = ()
     # written by ClusterCore

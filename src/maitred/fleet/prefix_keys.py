@@ -65,6 +65,7 @@ class RoutedBody(msgspec.Struct, kw_only=True):
     ttft_slo_ms: float | None = None
     queue_timeout_ms: float | None = None
     timeout_ms: float | None = None
+    keep_alive: float | str | None = None  # of Ollama's, for one of several models
 
 
 _TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(RoutedBody)}
@@ -134,6 +135,24 @@ _LATEST = ":latest"
 def without_latest(name: str | None) -> str | None:
     """A model's name without the tag that Ollama's clients write behind names that have none."""
     return name.removesuffix(_LATEST) if name else None
+
+
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(rf"(\d+(?:\.\d*)?|\.\d+)({'|'.join(_UNITS_S)})", re.ASCII)
+
+
+def keep_alive_s(sent: float | str | None) -> float | None:
+    """Ollama's `keep_alive` in seconds, below 0 for ever: a number of them, or a duration as Go writes it ("1h30m",
+    time.ParseDuration). None is none.
+    """
+    if not isinstance(sent, str):
+        return sent
+    bare = sent[sent[:1] in ("-", "+") :]
+    parts = _DURATION.findall(bare[:64])  # a longer one is none
+    if bare != "0" and (not parts or "".join(map("".join, parts)) != bare):
+        return None
+    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    return -seconds if sent[0] == "-" else seconds
 
 
 def _read_ollama(path: str, body: bytes) -> RoutedBody:

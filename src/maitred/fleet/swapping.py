@@ -197,12 +197,14 @@ class Swapping:
     # -- what is asked, and what becomes of it
 
     def came(self, request: FleetRequest, now: float) -> None:
-        """Note when a request came, for the time between two of its model."""
+        """Note when a request came, for the time between two of its model, and how long it keeps that."""
         book = self._books.get(self._owner.get(request.model or "", ""))
         if book is not None:
             last_s = inf if book.came_at is None else now - book.came_at
             book.gap_s = last_s if book.gap_s == inf else book.gap_s + GAP_SHARE * (last_s - book.gap_s)
             book.came_at = now
+            if request.keep_alive_s is not None:
+                book.keep_alive_s = bounded(request.keep_alive_s)
 
     def why_not(self, model: str | None, now: float) -> MaitredError | None:
         """Why a request for the model is refused now: it could not be loaded a moment ago."""
@@ -219,8 +221,10 @@ class Swapping:
             book.keep_alive_s = bounded(keep_alive_s)
 
     def dismissed(self, name: str) -> None:
-        """Put a model out as soon as it is idle. Raises InvalidRequest for an unknown one."""
+        """Put a model out as soon as it is idle. Raises InvalidRequest for an unknown one, and for a pinned one."""
         book = self._book(name)
+        if book.model.pinned:
+            raise InvalidRequest(f"the model {book.model.name!r} is pinned, so it stays in memory", param="model")
         book.is_asked, book.is_dismissed = False, self.state(book.model.name) is not Residence.UNLOADED
 
     def failed(self, name: str, cause: str, now: float) -> MaitredError:
@@ -258,7 +262,8 @@ class Swapping:
             self._make_room(plan, name, now)
         plan.unloads += [n for n in self._books if n not in plan.planned and self._is_over(n, firsts, now)]
         for name in plan.unloads:
-            self._books[name].is_going = True
+            book = self._books[name]
+            book.is_going, book.keep_alive_s = True, book.model.keep_alive_s  # one that was asked for ends here
         self._closing = plan.closed
         self.closed = {each: place for name, place in plan.closed.items() for each in self.names_of(name)}
         times = [at for at in self._times(firsts) if at > now]

@@ -341,7 +341,11 @@ class ModelNames:
         return any(name in live.adapters for live in self._fleet.replicas.values())
 
     async def _look(self) -> None:
-        """Returns when all replicas were asked after this call, or when that takes too long."""
+        """Returns when all replicas were asked after this call, or when that takes too long. Of several models only
+        adapters come later than the file that names them: a look of the last second has to do.
+        """
+        if self._fleet.core.swapping is not None and asyncio.get_running_loop().time() < self._looked_at + PAUSE_S:
+            return
         if self._next is None:
             self._next = asyncio.create_task(self._look_in_turn(), name="look for models")
         await asyncio.wait({self._next}, timeout=PAUSE_S + LOOK_S)

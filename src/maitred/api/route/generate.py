@@ -31,6 +31,7 @@ from maitred.fleet.prefix_keys import (
     OLLAMA,
     RoutedBody,
     generate_asked,
+    keep_alive_s,
     prefix_keys,
     read_asked,
     read_body,
@@ -312,6 +313,7 @@ def _request(
         num_samples=max(1, read.n or 1),
         keys=keys,
         hash_key=_hash_key(exchange, read, keys),
+        keep_alive_s=keep_alive_s(read.keep_alive) if exchange.scope["path"].startswith(OLLAMA) else None,
         can_resume=bool(read.stream) and router.fleet_token.is_set,
         is_local=_is_local(exchange),
     )

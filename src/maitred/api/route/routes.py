@@ -295,7 +295,7 @@ ROUTES = RouteTable(
             span_ends=GENERATE_ENDS,
             errors=_ERRORS,
         ),
-        *router_routes(_models, generate=generate, embed=embed, passed_on=pass_through),
+        *router_routes(_models, generate_body, embed, pass_through),
         *probe_routes(health=_health, ready=_ready),
         Route(path="/version", handler=_version, summary="The version of the router."),
         *BATCH_ROUTES,

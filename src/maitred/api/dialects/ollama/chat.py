@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -21,12 +20,13 @@ from maitred.api.generate.dialect import GenerationAsk, Prompt
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder, Sent
+from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import FinishReason
 from maitred.core.step import TokenLogprobs
 from maitred.engine.output import Piece, TextDelta
-from maitred.fleet.prefix_keys import without_latest
+from maitred.fleet.prefix_keys import keep_alive_s, without_latest
 from maitred.tenancy.caller import Caller
 from maitred.text.answer_parser import ArgumentsText, CallBegun
 
@@ -48,6 +48,21 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
 
 
+_OPTIONS = {  # of a chat's fields
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "num_predict"),
+    "repetition_penalty": "repeat_penalty",
+    **{
+        n: n
+        for n in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+    },
+}
+_FIELD_NAMES = {
+    **{ours: f"options.{theirs}" for ours, theirs in _OPTIONS.items()},
+    **dict.fromkeys(("response_format", "response_format.schema", "response_format.json_schema"), "format"),
+    **dict.fromkeys(("reasoning_effort", "chat_template_kwargs"), "think"),
+}
+
+
 class OllamaMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
@@ -66,7 +81,7 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
     format: Raw | UnsetType = UNSET  # "json", or a schema
     options: OllamaOptions | None = None
     think: bool | str | None = None
-    keep_alive: Raw | UnsetType = UNSET
+    keep_alive: float | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     messages: list[OllamaMessage] = []
@@ -85,7 +100,6 @@ _WHY = {
 }
 _LEVELS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}  # `max` is as Ollama takes it
 _THINKS = Raw(b'{"enable_thinking":true,"thinking":true}')
-_AT_ONCE = re.compile(rb'"?-?0+(\.0*)?(?:[num]?s|m|h)?"?')  # a keep_alive of no time
 _ARGUMENTS = msgspec.json.Decoder(dict[str, Raw])
 
 
@@ -100,6 +114,13 @@ def served_name(app: App, name: str | None, caller: Caller) -> str:
     """The name that is meant: clients write `:latest` behind those that have no tag. Raises ModelNotFound."""
     is_known = not name or app.is_model(name) or app.adapter(name, caller) is not None
     return app.check_model((name if is_known else without_latest(name)) or None, caller)
+
+
+def empty_reply(name: str, path: str, done_reason: str) -> dict[str, Any]:
+    """The answer where nothing is asked, which loads or unloads the model."""
+    told = {"message": {"role": "assistant", "content": ""}} if path == "/api/chat" else {"response": ""}
+    now = rfc3339(int(time.time()))
+    return {"model": name, "created_at": now, **told, "done": True, "done_reason": done_reason}
 
 
 def rfc3339(unix_s: float) -> str:
@@ -139,10 +160,11 @@ def _ask(
     is_chat: bool,
 ) -> GenerationAsk:
     body, asked = sent.body, _as_asked(app, exchange, sent)
+    exchange.field_names = lambda: {**_FIELD_NAMES, **({"prompt": "messages"} if is_chat else {"messages": "prompt"})}
+    if not has_prompt:
+        raise OnlyLoaded(empty_reply(body.model or str(asked.model), exchange.scope["path"], "load"))
     reading = None if body.raw and not is_chat else ChatReading(app.model, app.grammars, asked, exchange.request_id)
     answer = OllamaAnswer(app, exchange.request_id, body, asked, reading, is_chat=is_chat)
-    if not has_prompt:
-        raise OnlyLoaded(answer.reply(done_reason="load"))
     exchange.log |= {"model": asked.model, "stream": asked.stream, "n": 1}
 
     def prompts() -> list[Prompt]:
@@ -183,23 +205,25 @@ def _as_asked(app: App, exchange: Exchange, sent: Sent[OllamaRequest]) -> ChatCo
     if body.think not in (None, True, False, "", *_LEVELS):
         raise InvalidRequest(f"think must be true, false or one of {', '.join(_LEVELS)}", param="think")
     unserved = ["options.num_ctx"] if (options.num_ctx or 0) > app.model.max_model_len else []
-    if not isinstance(body.keep_alive, UnsetType) and _AT_ONCE.fullmatch(bytes(body.keep_alive)):
-        unserved.append("keep_alive")  # longer ones are kept: the model stays
+    kept_s = keep_alive_s(body.keep_alive)
+    if kept_s is None and body.keep_alive is not None:
+        raise InvalidRequest(
+            f"keep_alive is {shortened(repr(body.keep_alive), 40)}; it must be a number of seconds, or a duration such "
+            'as "5m"; 0 unloads the model, below 0 keeps it',
+            param="keep_alive",
+        )
+    if kept_s == 0 and not app.fleet_token.is_shown_by(
+        exchange.headers
+    ):  # the only model stays; a router may unload it
+        unserved.append("keep_alive")
     app.ignored_fields.heed(exchange, (*sent.unknown, *unserved), _DECODER.known)
+    given = {ours: getattr(options, theirs) for ours, theirs in _OPTIONS.items() if ours != "max_tokens"}
+    given |= {name: None for name in ("max_completion_tokens", "seed") if (given[name] or 0) < 0}
     return ChatCompletionRequest(
         messages=[],
         model=model,
         stream=body.stream is not False,
-        max_completion_tokens=None if (options.num_predict or 0) < 0 else options.num_predict,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=None if (options.seed or 0) < 0 else options.seed,
-        stop=options.stop,
-        repetition_penalty=options.repeat_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
+        **given,
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
         tools=body.tools,

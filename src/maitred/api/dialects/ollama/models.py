@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,17 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.types import Message
 
 from maitred.api.dialects.kserve.generate import body_of
-from maitred.api.dialects.ollama.chat import OnlyLoaded, rfc3339, served_name
+from maitred.api.dialects.ollama.chat import OnlyLoaded, empty_reply, rfc3339
 from maitred.api.generate.complete import complete
 from maitred.api.generate.dialect import Dialect
 from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder, decode_small
-from maitred.api.http.exchange import JSON_HEADERS, Exchange
+from maitred.api.http.errors import shortened, told_names
+from maitred.api.http.exchange import IGNORED_FIELDS, JSON_HEADERS, Exchange
 from maitred.api.http.routes import Handler
 from maitred.api.http.service import Service
 from maitred.core.errors import InvalidRequest, ModelNotFound
-from maitred.fleet.prefix_keys import without_latest
+from maitred.fleet.prefix_keys import keep_alive_s, without_latest
 from maitred.fleet.told import USAGE
 
 VERSION = "0.33.0"  # of Ollama, whose API this is; clients ask for a least one
@@ -38,9 +41,15 @@ MAX_LICENSE_CHARS = 64 * 1024
 
 
 class NamedModel(msgspec.Struct):
+    """Fields of routes that are of one model."""
+
     model: str | None = None
     name: str | None = None  # the older field
     stream: bool | None = None
+    keep_alive: float | str | None = None
+    # whether anything is asked
+    prompt: str | None = None
+    messages: list[Raw] | None = None
 
 
 class EmbedRequest(msgspec.Struct, kw_only=True):
@@ -65,21 +74,37 @@ async def no_files(service: Service, exchange: Exchange) -> None:
     raise InvalidRequest(NO_FILES)
 
 
-async def converse(dialect: Dialect, app: App, exchange: Exchange) -> None:
+async def converse(dialects: Mapping[str, Dialect], app: App, exchange: Exchange) -> None:
     """Generate, or only see that the model is there."""
     try:
-        await complete(dialect, app, exchange)
+        await complete(dialects[exchange.scope["path"]], app, exchange)
     except OnlyLoaded as loaded:
         await exchange.answer_json(loaded.reply)
 
 
-async def pull(app: App, exchange: Exchange) -> None:
+async def steered(generate: Callable[..., Awaitable[None]], router: Any, exchange: Exchange) -> None:
+    """Have a replica generate, which keeps its model as `keep_alive` says; asked for nothing and to keep it for no
+    time, unload it, one of several, as soon as it is idle.
+    """
+    body, sent = await body_of(exchange), NamedModel()
+    with suppress(msgspec.DecodeError, ValueError, RecursionError):  # of which the replica tells
+        sent = _NAMED.decode(body) if b"keep_alive" in body else sent
+    if keep_alive_s(sent.keep_alive) == 0:
+        if router.fleet.core.several is None:
+            exchange.told += ((IGNORED_FIELDS, b"keep_alive"),)
+        elif not sent.prompt and not sent.messages:
+            name = router.models.untagged(sent.model) or router.fleet.core.several.models[0].name
+            await router.models.check(name, exchange.caller)
+            router.fleet.hear(router.fleet.core.unload_asked, name)
+            await exchange.answer_json(empty_reply(sent.model or name, exchange.scope["path"], "unload"))
+            return
+    await generate(router, exchange, body)
+
+
+async def pull(cards_of: Handler, service: Service, exchange: Exchange) -> None:
     """POST /api/pull of a model that is here. Raises ModelNotFound, which says how others come."""
     body = decode_small(await body_of(exchange), _NAMED)
-    try:
-        served_name(app, body.model or body.name, exchange.caller)
-    except ModelNotFound as error:
-        raise ModelNotFound(f"{error}; {NO_FILES}", param="model") from None
+    _card_of(await _cards(cards_of, service, exchange), body)
     headers = JSON_HEADERS if body.stream is False else exchange.format.stream.headers
     await exchange.answer(b'{"status":"success"}\n', 200, headers)
 
@@ -126,14 +151,38 @@ async def embed(embeddings: Handler, app: App, exchange: Exchange) -> None:
     await exchange.answer_json(answer, headers=usage)
 
 
+async def _cards(cards_of: Handler, service: Service, exchange: Exchange) -> list[dict[str, Any]]:
+    """Those of /v1/models."""
+    cards: list[dict[str, Any]] = (await _told_by(cards_of, service, exchange))[0]["data"]
+    return cards
+
+
+def _card_of(cards: Sequence[dict[str, Any]], asked: NamedModel) -> dict[str, Any]:
+    """The card of the model that is named, with or without `:latest`. Raises ModelNotFound, which says how others come,
+    and InvalidRequest where none is named.
+    """
+    if not (name := asked.model or asked.name):
+        raise InvalidRequest("model is required", param="model")
+    for card in cards:
+        if card["id"] in (name, without_latest(name)):
+            return card
+    there = told_names([card["id"] for card in cards])
+    raise ModelNotFound(f"there is no model {shortened(repr(name))}; there are: {there}; {NO_FILES}", param="model")
+
+
 async def list_models(cards_of: Handler, service: Service, exchange: Exchange) -> None:
     """GET /api/tags, and /api/ps: models in memory, each once. `cards_of` is the handler of /v1/models."""
-    cards = (await _told_by(cards_of, service, exchange))[0]["data"]
+    cards = await _cards(cards_of, service, exchange)
     if exchange.scope["path"] == "/api/tags":
         await exchange.answer_json({"models": [_listed(card) for card in cards]})
         return
-    loaded = {_digest(card): _running(card) for card in reversed(cards) if card.get("state") in (None, "ready")}
-    await exchange.answer_json({"models": [*loaded.values()][::-1]})
+    loaded = {_same(card): card for card in reversed(cards) if card.get("state") in (None, "ready")}
+    await exchange.answer_json({"models": [_running(card) for card in reversed(loaded.values())]})
+
+
+def _same(card: dict[str, Any]) -> str:
+    """What names of one loaded model share."""
+    return str(card.get("alias_of") or (card["id"] if "state" in card else _digest(card)))
 
 
 def _meta(card: dict[str, Any]) -> dict[str, Any]:
@@ -190,11 +239,7 @@ def _human(number: int) -> str:
 async def show(cards_of: Handler, app: App, exchange: Exchange) -> None:
     """POST /api/show: what a model can do, which clients read before they offer it. Raises ModelNotFound."""
     body = decode_small(await body_of(exchange), _NAMED)
-    if not (asked := body.model or body.name):
-        raise InvalidRequest("model is required", param="model")
-    cards = {card["id"]: card for card in (await _told_by(cards_of, app, exchange))[0]["data"]}
-    name = next((each for each in (asked, without_latest(asked) or "") if each in cards), None)
-    card, model = cards[name or served_name(app, asked, exchange.caller)], app.model
+    card, model = _card_of(await _cards(cards_of, app, exchange), body), app.model
     capabilities, template, license = ["embedding"], "", ""
     if app.is_model(card["id"]) or card.get("parent"):
         capabilities, template, license = await app.text.run(0, lambda: _read(app), may_take_long=True)

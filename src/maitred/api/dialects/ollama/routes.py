@@ -5,32 +5,20 @@ Fields and their meaning: docs/api.md, docs/openapi.yaml and api/types.go of oll
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from maitred.api.dialects.kserve.generate import body_of
 from maitred.api.generate.dialect import Dialect, GenerationAsk
-from maitred.api.http.errors import HttpError
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.routes import SSE_HEADERS, DialectFormat, ErrorText, Handler, Route, StreamFormat
+from maitred.api.http.routes import SSE_HEADERS, TEXT_ERRORS, DialectFormat, ErrorText, Handler, Route, StreamFormat
 
-_FIELDS = {  # of a chat, as messages about it have them -> their names here
-    "max_completion_tokens": "options.num_predict",
-    "repetition_penalty": "options.repeat_penalty",
-    "response_format.schema": "format",
-}
 _LINES = ((b"content-type", b"application/x-ndjson"), *SSE_HEADERS[1:])
 
 
-def _told(error: HttpError) -> ErrorText:
-    message = error.message
-    for ours, theirs in _FIELDS.items():
-        message = message.replace(ours, theirs)
-    return ErrorText(message)
-
-
 # a line is a JSON object, and the last one says that it is
-OLLAMA = DialectFormat(StreamFormat(b"", _LINES, b"", before_error=b"", after_error=b"\n"), ErrorText, _told)
+OLLAMA = DialectFormat(StreamFormat(b"", _LINES, b"", before_error=b"", after_error=b"\n"), ErrorText, TEXT_ERRORS.told)
 
 
 def _decode(name: str, *given: Any) -> GenerationAsk:
@@ -60,40 +48,33 @@ _post = partial(_route, method="POST")
 _FILES = [("DELETE", "delete"), ("POST", "create"), ("POST", "copy"), ("POST", "push"), ("POST", "blobs/{digest}")]
 
 
-def common_routes(list_models: Handler) -> tuple[Route, ...]:
-    """Routes that a server and a router have alike; `list_models` is the handler of /v1/models."""
+def _routes(list_models: Handler, converse: Handler, embed: Handler, show: Handler) -> tuple[Route, ...]:
+    answers = partial(_post, handler=converse, span="chat", summary="Answer a conversation or prompt, as Ollama does.")
     lists = partial(_route, handler=_answered_by("list_models", list_models))
+    pulls = _answered_by("pull", list_models)
+    embeds = partial(_post, handler=embed, summary="Vectors of texts, as Ollama's.")
     refused = partial(_route, handler=_answered_by("no_files"), summary="Refused: it would change files.")
     return (
+        *(answers(path=path) for path in DIALECTS),
         _route(path="/api/version", handler=_answered_by("version"), summary="The version of Ollama's API here."),
         lists(path="/api/tags", summary="Models, as Ollama lists them."),
         lists(path="/api/ps", summary="Models in memory, as Ollama lists them."),
         *(refused(method=method, path=f"/api/{name}") for method, name in _FILES),
-    )
-
-
-def server_routes(list_models: Handler, embeddings: Handler) -> tuple[Route, ...]:
-    """All of a server's; the two are handlers of /v1/models and /v1/embeddings."""
-    answers = partial(_post, span="chat", summary="Answer a conversation or prompt, as Ollama does.")
-    embeds = partial(_post, handler=_answered_by("embed", embeddings), summary="Vectors of texts, as Ollama's.")
-    return (
-        *(answers(path=path, handler=_answered_by("converse", dialect)) for path, dialect in DIALECTS.items()),
-        *common_routes(list_models),
-        _post(path="/api/show", handler=_answered_by("show", list_models), summary="What a model is and can do."),
-        _post(path="/api/pull", handler=_answered_by("pull"), summary="Succeeds for a model that is here."),
+        _post(path="/api/show", handler=show, summary="What a model is and can do."),
+        _post(path="/api/pull", handler=pulls, summary="Succeeds for a model that is here."),
         embeds(path="/api/embed"),
         embeds(path="/api/embeddings"),
     )
 
 
-def router_routes(list_models: Handler, *, generate: Handler, embed: Handler, passed_on: Handler) -> tuple[Route, ...]:
-    """A router's: what a replica must answer goes to one that has the model."""
-    handlers = {"embed": embed, "embeddings": embed, "show": passed_on, "pull": passed_on}
-    return (
-        *(_post(path=path, handler=generate, summary="Ollama's chat and prompts.", span="chat") for path in DIALECTS),
-        *common_routes(list_models),
-        *(
-            _post(path=f"/api/{name}", handler=each, summary="Ollama's, by a replica.")
-            for name, each in handlers.items()
-        ),
-    )
+def server_routes(list_models: Handler, embeddings: Handler) -> tuple[Route, ...]:
+    """Those of a server; the two are handlers of /v1/models and /v1/embeddings."""
+    converse, embed = _answered_by("converse", DIALECTS), _answered_by("embed", embeddings)
+    return _routes(list_models, converse, embed, _answered_by("show", list_models))
+
+
+def router_routes(
+    list_models: Handler, generate: Callable[..., Awaitable[None]], embed: Handler, passed_on: Handler
+) -> tuple[Route, ...]:
+    """Those of a router, whose replicas answer; `generate` is given the body that was read."""
+    return _routes(list_models, _answered_by("steered", generate), embed, passed_on)
