@@ -43,6 +43,9 @@ class StructuredOutputsParams:
             )
         if self.choice is not None:
             _check_choice(self.choice)
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InvalidRequest(f"{name} must be a text", param=f"structured_outputs.{name}")
         if self.whitespace_pattern is not None and not self.binds_content:
             raise InvalidRequest(
                 f"whitespace_pattern is for json and json_object, not for {self.kind}",
@@ -68,7 +71,8 @@ class StructuredOutputsParams:
 
 def _check_choice(choice: Sequence[str]) -> None:
     at = "structured_outputs.choice"
-    if isinstance(choice, str) or not choice or not all(isinstance(text, str) and text for text in choice):
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
+    if not is_list or not choice or not all(isinstance(text, str) and text for text in choice):
         raise InvalidRequest("choice must be a list of texts that are not empty", param=at)
     if len(choice) > MAX_CHOICES:
         raise InvalidRequest(f"choice has {len(choice)} texts; at most {MAX_CHOICES}", param=at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from maitred.core.errors import InvalidRequest
@@ -173,22 +174,23 @@ def _keyword_of(warning: str) -> str:
 
 def _of_tags(tag: object, path: str) -> str:
     """vLLM's structural tags: free text, in which a trigger begins one of the structures."""
-    tag = json.loads(tag) if isinstance(tag, str) else tag
-    structures = tag.get("structures") if isinstance(tag, Mapping) else None
-    triggers = tag.get("triggers") if isinstance(tag, Mapping) else None
-    if not structures or not triggers or not isinstance(structures, list) or not isinstance(triggers, list):
+    with suppress(ValueError):
+        tag = json.loads(tag) if isinstance(tag, str) else tag
+    structures, triggers = (tag.get(name) if isinstance(tag, Mapping) else 0 for name in ("structures", "triggers"))
+    are_lists = isinstance(structures, list) and isinstance(triggers, list)
+    if not are_lists or not structures or not triggers or not all(isinstance(each, Mapping) for each in structures):
         raise InvalidRequest(
             'send {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}', param=path
         )
     rules, grammars = [], []
     for number, structure in enumerate(structures):
         begin, schema, end = (structure.get(name) for name in ("begin", "schema", "end"))
-        trigger = next((text for text in triggers if text and str(begin).startswith(text)), None)
+        trigger = next((text for text in triggers if text and str(begin).startswith(str(text))), None)
         if trigger is None:
             raise InvalidRequest(f"no trigger begins {begin!r}", param=f"{path}.structures[{number}].begin")
         source = json_source(schema, f"{path}.structures[{number}].schema")
-        rules.append(f"head_{number}[lazy]: TEXT {json.dumps(trigger)}")
-        more = quoted(str(begin)[len(trigger) :])
+        rules.append(f"head_{number}[lazy]: TEXT {json.dumps(str(trigger))}")
+        more = quoted(str(begin)[len(str(trigger)) :])
         rules.append(f"tag_{number}: head_{number} {more} @schema_{number} {quoted(str(end or ''))}")
         grammars.append({"name": f"schema_{number}", "json_schema": json.loads(source.text)})
     any_tag = " | ".join(f"tag_{number}" for number in range(len(structures)))

@@ -271,7 +271,7 @@ def _named(listed: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
         tool["function"].get("name")
         if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
         else None
-        for tool in listed
+        for tool in (listed if isinstance(listed, list) else [listed])
     ]
     for name in found:
         if name not in names:
