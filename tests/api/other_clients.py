@@ -1,16 +1,20 @@
-"""Asks a server for an answer that fits a schema, and for a call of a tool, whole and streamed, as one client does it.
+"""Asks a server for an answer that fits a schema, and for a call of a tool, whole and streamed, as one client does it;
+or for a stream of every client at once.
 
     python tests/api/other_clients.py CLIENT URL
+    python tests/api/other_clients.py streams URL MODEL
 
-Run in the environment of benchmarks/fetch_inputs.py, which has nothing of ours; what fails raises.
+Run in the environment of benchmarks/fetch_inputs.py, which has nothing of ours; what fails raises. `streams` says
+`begun` once there is something of each, and at the end prints of each its text and its counters.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
 
 import openai
 import pydantic
@@ -183,5 +187,149 @@ CLIENTS: dict[str, Callable[[str], None]] = {
     "pydantic-ai": use_pydantic_ai,
 }  # fmt: skip
 
+
+STORY, MOST = "Tell a long story of the sea.", 320
+Pieces = AsyncIterator[Any]  # texts, then the counters of prompt and answer
+
+
+async def pieces_of_openai(client: openai.AsyncOpenAI, name: str) -> Pieces:
+    asked: Any = {"model": name, "messages": [{"role": "user", "content": STORY}], "temperature": 0, "max_tokens": MOST}
+    stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    async for chunk in stream:
+        for choice in chunk.choices:
+            yield choice.delta.content or ""
+    yield chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+
+
+async def pieces_of_anthropic(host: str, name: str) -> Pieces:
+    import anthropic
+
+    client = anthropic.AsyncAnthropic(base_url=host, api_key="none", max_retries=0)
+    asked: Any = {"model": name, "max_tokens": MOST, "messages": [{"role": "user", "content": STORY}]}
+    async with client.messages.stream(**asked, extra_body={"temperature": 0}) as stream:
+        async for text in stream.text_stream:
+            yield text
+        usage = (await stream.get_final_message()).usage
+    yield usage.input_tokens + (usage.cache_read_input_tokens or 0), usage.output_tokens
+
+
+async def pieces_of_ollama(host: str, name: str) -> Pieces:
+    import ollama
+
+    asked: Any = {"options": {"temperature": 0, "num_predict": MOST}, "stream": True}
+    async for part in await ollama.AsyncClient(host).chat(name, [{"role": "user", "content": STORY}], **asked):
+        yield part.message.content
+    yield part.prompt_eval_count, part.eval_count
+
+
+async def pieces_of_langchain(model: Any) -> Pieces:
+    first, texts = None, 0
+    async for chunk in model.astream(STORY):
+        first = chunk if first is None else first + chunk
+        texts += bool(chunk.text)
+        yield chunk.text
+    yield first.usage_metadata["input_tokens"], first.usage_metadata["output_tokens"]
+
+
+class Story(pydantic.BaseModel):
+    """What is told where a stream must come to its own end."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    sentences: list[Annotated[str, pydantic.Field(max_length=60)]] = pydantic.Field(min_length=16, max_length=16)
+
+
+async def pieces_of_agents(kind: Any, client: openai.AsyncOpenAI, name: str) -> Pieces:
+    import agents
+
+    agents.set_tracing_disabled(True)
+    settings, model = agents.ModelSettings(temperature=0, include_usage=True), kind(model=name, openai_client=client)
+    agent: Any = agents.Agent(name="teller", model=model, output_type=Story, model_settings=settings)
+    result, told = agents.Runner.run_streamed(agent, STORY), ""
+    async for event in result.stream_events():
+        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+            told += event.data.delta
+            yield event.data.delta
+    assert result.final_output == Story.model_validate_json(told)
+    usage = result.context_wrapper.usage
+    yield usage.input_tokens, usage.output_tokens
+
+
+async def pieces_of_pydantic_ai(model: Any) -> Pieces:
+    from pydantic_ai import Agent
+
+    asking: Any = Agent(model, model_settings={"temperature": 0, "max_tokens": MOST})
+    async with asking.run_stream(STORY) as result:
+        async for text in result.stream_text(delta=True, debounce_by=None):
+            yield text
+        usage = result.usage() if callable(result.usage) else result.usage
+        yield usage.input_tokens, usage.output_tokens
+
+
+async def pieces_of_instructor(client: Any, name: str) -> Pieces:
+    ask: Any = {"model": name, "messages": [{"role": "user", "content": STORY}], "temperature": 0, "max_retries": 0}
+    told = Story.model_construct(sentences=[])
+    async for state in client.chat.completions.create_partial(response_model=Story, **ask):
+        told = state
+        yield "." if told.sentences else ""
+    yield Story.model_validate(told.model_dump()).sentences  # counters are not told
+
+
+def streams_of(url: str, name: str) -> dict[str, Pieces]:
+    import agents
+    import instructor
+    from langchain_anthropic import ChatAnthropic
+    from langchain_ollama import ChatOllama
+    from langchain_openai import ChatOpenAI
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    host, plain = url.removesuffix("/v1"), openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+    provider, common = OpenAIProvider(openai_client=plain), {"temperature": 0, "max_retries": 0}
+    of_openai: Any = {
+        "model": name,
+        "base_url": url,
+        "api_key": "none",
+        "max_tokens": MOST,
+        "stream_usage": True,
+    } | common
+    return {
+        "openai": pieces_of_openai(plain, name),
+        "anthropic": pieces_of_anthropic(host, name),
+        "ollama": pieces_of_ollama(host, name),
+        "openai-agents, chats": pieces_of_agents(agents.OpenAIChatCompletionsModel, plain, name),
+        "openai-agents, responses": pieces_of_agents(agents.OpenAIResponsesModel, plain, name),
+        "langchain-openai, chats": pieces_of_langchain(ChatOpenAI(**of_openai)),
+        "langchain-openai, responses": pieces_of_langchain(ChatOpenAI(**of_openai, use_responses_api=True)),
+        "langchain-anthropic": pieces_of_langchain(
+            ChatAnthropic(model=name, base_url=host, api_key="none", max_tokens=MOST, **common)
+        ),
+        "langchain-ollama": pieces_of_langchain(ChatOllama(model=name, base_url=host, num_predict=MOST, temperature=0)),
+        "pydantic-ai, chats": pieces_of_pydantic_ai(OpenAIChatModel(name, provider=provider)),
+        "pydantic-ai, responses": pieces_of_pydantic_ai(OpenAIResponsesModel(name, provider=provider)),
+        "instructor": pieces_of_instructor(instructor.from_openai(plain, mode=instructor.Mode.JSON_SCHEMA), name),
+    }
+
+
+async def have_streams(url: str, name: str) -> dict[str, Any]:
+    """Text and counters of each stream."""
+    streams = streams_of(url, name)
+    to_begin = set(streams)
+
+    async def have(client: str) -> tuple[str, Any]:
+        had: list[Any] = []
+        async for piece in streams[client]:
+            had.append(piece)
+            if piece and client in to_begin:
+                to_begin.remove(client)
+                if not to_begin:
+                    print("begun", flush=True)  # noqa: T201
+        return "".join(had[:-1]).strip("."), had[-1]
+
+    return dict(zip(streams, await asyncio.gather(*map(have, streams)), strict=True))
+
+
 if __name__ == "__main__":
-    CLIENTS[sys.argv[1]](sys.argv[2])
+    if sys.argv[1] == "streams":
+        print(json.dumps(asyncio.run(have_streams(*sys.argv[2:]))))  # noqa: T201
+    else:
+        CLIENTS[sys.argv[1]](sys.argv[2])

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,7 @@ from maitred.fleet.told import (
     usage_in,
 )
 from tests.api.test_resume import client_has
-from tests.conftest import ServerProcess
+from tests.conftest import ROOT, ServerProcess
 from tests.fleet.routers import (
     DONE,
     LAST_CHUNK,
@@ -279,6 +280,40 @@ def test_clients_of_other_dialects_notice_as_little(fleet):
     assert all(stop_reason == "max_tokens" and num == 300 for _, stop_reason, num in expected)
     assert had_by_all(lambda: os.kill(busiest(fleet).process.pid, signal.SIGKILL)) == expected
     assert num_resumed(fleet) > before
+
+
+PYTHON = os.environ.get("MAITRED_OTHER_CLIENTS", "")
+SCRIPT = ROOT / "tests/api/other_clients.py"
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not PYTHON, reason="MAITRED_OTHER_CLIENTS names no interpreter: make soak installs the clients")
+def test_streams_of_every_client_go_on_when_the_one_replica_that_has_them_all_is_killed(tmp_path: Path):
+    """Texts and counters are those of the undisturbed streams."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def streams(happens: Callable[[], object]) -> dict[str, Any]:
+        command = [PYTHON, str(SCRIPT), "streams", f"{fleet.router.url}/v1", "smollm2"]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "begun\n"
+            happens()
+            told: dict[str, Any] = json.loads(running.stdout.read())
+        return told
+
+    with real_fleet(tmp_path, [("smollm2",)] * 2) as fleet:
+        first, second = (replica.process.pid for replica in fleet.replicas)
+        expected = streams(lambda: None)
+        os.kill(second, signal.SIGSTOP)
+        until(lambda: fleet.states == ["ejected", "ready"])
+
+        def strike() -> None:
+            os.kill(second, signal.SIGCONT)
+            until(lambda: fleet.states == ["ready"] * 2)
+            os.kill(first, signal.SIGKILL)
+
+        assert streams(strike) == expected
+        assert num_resumed(fleet) == len(expected) > 10
 
 
 TOKEN = FleetToken(b"0123456789abcdef")

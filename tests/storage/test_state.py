@@ -76,8 +76,15 @@ def test_a_folder_outlives_the_server_and_has_one_at_a_time(tmp_path: Path):
     store.close()
     again = StateStore(folder)
     assert again.content("file", "f1", "ada") == b"lines"
+    assert not (tmp_path / "state/state.sqlite-wal").stat().st_size, "on a full disk it could not be read"
     again.close()
-    (tmp_path / "state" / "state.sqlite").write_bytes(b"no database at all" * 100)
+    file = tmp_path / "state/state.sqlite"
+    file.write_bytes(file.read_bytes()[:4096] + b"damaged" * 5000)
+    damaged = StateStore(folder)
+    with pytest.raises(Unavailable, match="could not be read"):
+        damaged.busy("batch")
+    damaged.close()
+    file.write_bytes(b"no database at all" * 100)
     with pytest.raises(ConfigError, match="cannot be used"):
         StateStore(folder)
 

@@ -146,7 +146,7 @@ class StateStore:
     def pieces(self, key: EntryKey, part: int = 0, *, after: int = -1) -> list[ContentPiece]:
         """The next pieces of a part, in order, some PAGE_BYTES of them; none is the end, or an entry that went."""
         found, num_bytes = [], 0
-        with self._lock:
+        with self._lock, _naming_faults("read"):
             self._settle()
             wanted = f"SELECT number, content FROM piece WHERE entry = {_NUMBER} AND part = ? AND number > ? ORDER BY 1"
             for row in self._db.execute(wanted, (*key, part, after)):
@@ -217,7 +217,7 @@ class StateStore:
             self._db.close()
 
     def _read(self, query: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
-        with self._lock:
+        with self._lock, _naming_faults("read"):
             self._settle()
             return self._db.execute(query, values).fetchall()
 
@@ -238,16 +238,10 @@ class StateStore:
                 yield self._db
                 return
             self._settle()
-            try:
+            with _naming_faults("written"):
                 self._db.execute("BEGIN IMMEDIATE")
                 with self._db:
                     yield self._db
-            except sqlite3.Error as error:
-                raise Unavailable(
-                    f"the server's state could not be written ({error}), and nothing of it was changed; free space in "
-                    "--state-dir, then try again",
-                    retry_after_s=10.0,
-                ) from None
 
     def _forget_oldest(self, db: sqlite3.Connection) -> None:
         if self._max_bytes is None or self._num_bytes <= self._max_bytes:
@@ -270,6 +264,17 @@ class StateStore:
         self._num_bytes = num_bytes
 
 
+@contextmanager
+def _naming_faults(done: str) -> Iterator[None]:
+    """Raises Unavailable for a fault of SQLite's."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        text = f"the server's state could not be {done} ({error}), and nothing of it was changed"
+        text = f"{text}; free space in --state-dir, or restore its file, then try again"
+        raise Unavailable(text, retry_after_s=10.0) from None
+
+
 def _opened(path: Path | None) -> sqlite3.Connection:
     try:
         with ExitStack() as stack:
@@ -283,9 +288,12 @@ def _opened(path: Path | None) -> sqlite3.Connection:
                 raise ConfigError(
                     f"{path} has version {version}, and this maitred writes {VERSION}; choose another folder"
                 )
-            db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+            if not version:  # else a full disk can be read
+                db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
             stack.pop_all()
             return db
     except sqlite3.Error as error:
-        text = f"--state-dir: {path} cannot be used: {error}; end the server that uses it, or choose another folder"
-        raise ConfigError(text) from None
+        raise ConfigError(
+            f"--state-dir: {path} cannot be used: {error}; end the server that uses it, free space, or choose another "
+            "folder"
+        ) from None
