@@ -251,6 +251,23 @@ async def test_a_429_of_a_foreign_server_is_tried_elsewhere_and_passed_on_where_
         assert (told.json()["error"]["message"], [len(asked(fake)) for fake in fakes]) == ("slow", [1, 1])
 
 
+async def test_a_path_that_a_foreign_server_has_not_is_asked_elsewhere_and_missing_in_the_clients_dialect():
+    none = says(whole(b'{"detail":"Not Found"}', "404 Not Found"))
+    async with routed(none, WELL, balance="round_robin") as (running, fakes), client_of(running) as client:
+        answers = [await client.post(CHAT, json=chat()) for _ in range(4)]
+        assert [answer.content for answer in answers] == [completion()] * 4
+        assert running.states == ["ready", "ready"]
+        assert asked(fakes[0])
+    async with routed(none) as (running, _), client_of(running) as client:
+        told = await client.post("/v1/messages", json=chat(max_tokens=9))
+        assert (told.status_code, told.json()["error"]["type"]) == (404, "not_found_error")
+        assert told.json()["error"]["message"].endswith("at /v1/messages: 404, Not Found")
+        assert "/api/chat: 404" in (await client.post("/api/chat", json=chat())).json()["error"]
+        alone = (await client.post("/v1/responses", json={"model": MODEL, "input": "a", "background": True})).json()
+        failed = await client.get(f"/v1/responses/{alone['id']}", params={"stream": "true"})
+        assert "/v1/responses: 404" in failed.text
+
+
 async def test_a_replica_sets_no_cookie_and_sends_no_client_elsewhere():
     cookie = says(whole(completion(), headers="content-type: application/json\r\nset-cookie: a=b\r\n"))
     away = says(whole(b"", "307 Away", "location: http://elsewhere/v1/chat/completions\r\n"))

@@ -117,7 +117,7 @@ class FailureKind(str, Enum):
     RESET = "reset"  # no server listens, or the connection ended before the answer did: the replica is gone
     SILENT = "silent"  # it has not been heard of
     FULL = "full"  # 503 with Retry-After: it works, and has no room
-    LIMITED = "limited"  # 429 of a foreign server, any error of a later tier: it works, and refuses this request
+    LIMITED = "limited"  # 429 or 404 of a foreign server, any error of a later tier: it works, and refuses this request
     ERROR = "error"  # 5xx, or what is no answer
 
 

@@ -272,6 +272,7 @@ class Doubt:
 
 
 OVERLOADED = (503, 529)  # the second is Anthropic's
+NOT_THERE = (404, 405, 501)  # of a foreign server: it may not have the path that was asked
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
 RETRIED = (500, 502, *OVERLOADED)  # others are the request's own doing: 501 never works, 504 was its time limit
 MAX_RETRY_AFTER_S = 60.0
@@ -301,10 +302,10 @@ _decode = msgspec.json.Decoder(_Foreign).decode
 
 def failure_told(answer: UpstreamAnswer, *, is_ours: bool) -> Failure | None:
     """Why another replica should be asked; None is an answer for the client. 503 or 529 with Retry-After is full; 429
-    of one of ours is the tenant's own limit.
+    of one of ours is the tenant's own limit, and 404 is that there is no such thing anywhere.
     """
-    if answer.status == 429 and not is_ours:
-        return Failure(FailureKind.LIMITED, message="status 429")
+    if not is_ours and (answer.status == 429 or answer.status in NOT_THERE):
+        return Failure(FailureKind.LIMITED, message=f"status {answer.status}")
     if answer.status not in RETRIED:
         return None
     if answer.status in OVERLOADED:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from maitred.api.http.errors import ClientGone, ReplicaFailed
+from maitred.api.http.errors import ClientGone, ReplicaFailed, shortened
 from maitred.api.http.exchange import CONNECTION, EventStream, Exchange
 from maitred.api.route import messages
 from maitred.api.route.fleet import Bill, Fleet, LiveReplica, Moved, RoutedRequest
-from maitred.core.errors import MaitredError
+from maitred.core.errors import MaitredError, RouteNotFound
 from maitred.core.request import Charges, FinishReason
 from maitred.fleet.actions import Bind
 from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, FleetRequest
@@ -327,6 +327,9 @@ class Relay:
         return True
 
     async def _pass_on_refusal(self, answer: UpstreamAnswer, body: bytes) -> None:
+        if answer.status in messages.NOT_THERE:
+            path, told = self._exchange.scope["path"], messages.message_of(body)
+            raise RouteNotFound(f"no replica has what was asked of it at {shortened(path)}: {answer.status}, {told}")
         headers = [header for header in answer.headers if header[0] in (b"content-type", b"retry-after")]
         await self._exchange.answer(body, answer.status, tuple(headers))
 
