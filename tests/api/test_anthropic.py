@@ -227,6 +227,7 @@ def test_choices_of_tools_and_schemas_bind_the_answer(client, replica):
     ("fields", "status", "kind", "says"),
     [
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens is missing"),
+        ({"messages": [{"content": "hi"}]}, 400, "invalid_request_error", "messages[0].role is missing"),
         ({"model": "nope"}, 404, "not_found_error", "nope"),
         ({"messages": [{"role": "user", "content": "x" * 9999}]}, 400, "invalid_request_error", "prompt is too long"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error",

@@ -124,7 +124,7 @@ def form_with(filename: str) -> bytes:
         (
             {"content": form_with("filename=a").replace(b"--x", b"--a,b:c"), "headers": ODD_FORM},
             400,
-            "missing required field `purpose`",
+            "purpose is missing",
         ),
         (
             {"content": b"--x\r\n", "headers": FORM},
@@ -199,8 +199,9 @@ def test_what_is_no_batch_is_refused(ada):
         batch_of(ada, line("a"), endpoint="/v1/moderations")
     with pytest.raises(openai.BadRequestError, match="completion_window"):
         batch_of(ada, line("a"), completion_window="soon")
-    with pytest.raises(openai.NotFoundError, match="No such File"):
+    with pytest.raises(openai.NotFoundError, match="No such File") as missing:
         ada.batches.create(input_file_id="file-none", endpoint=CHAT, completion_window="24h")
+    assert missing.value.param == "input_file_id"
 
 
 def test_a_batch_is_cancelled_and_keeps_the_answers_it_has(ada, server):
@@ -296,6 +297,8 @@ def test_anthropics_batches_are_the_same_underneath(server):
             batches.results(batch.id)
         with pytest.raises(anthropic.BadRequestError, match="stands twice"):
             batches.create(requests=asked[:1] * 2)
+        with pytest.raises(anthropic.BadRequestError, match=r"requests\[1\].params is not a JSON object"):
+            batches.create(requests=[asked[0], {"custom_id": "b", "params": []}])
 
 
 async def test_a_router_runs_batches_too_and_any_replicas_answer_is_one_line():

@@ -176,9 +176,12 @@ def _of_tags(tag: object, path: str) -> str:
     """vLLM's structural tags: free text, in which a trigger begins one of the structures."""
     with suppress(ValueError):
         tag = json.loads(tag) if isinstance(tag, str) else tag
-    structures, triggers = (tag.get(name) if isinstance(tag, Mapping) else 0 for name in ("structures", "triggers"))
-    are_lists = isinstance(structures, list) and isinstance(triggers, list)
-    if not are_lists or not structures or not triggers or not all(isinstance(each, Mapping) for each in structures):
+    structures = tag.get("structures") if isinstance(tag, Mapping) else None
+    triggers = tag.get("triggers") if isinstance(tag, Mapping) else None
+    if not (
+        (isinstance(structures, list) and structures and all(isinstance(each, Mapping) for each in structures))
+        and (isinstance(triggers, list) and triggers)
+    ):
         raise InvalidRequest(
             'send {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}', param=path
         )

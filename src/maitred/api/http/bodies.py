@@ -115,8 +115,8 @@ def decode_json(sent: bytes | Raw, decoder: msgspec.json.Decoder[T], *, at: str 
             if whole != sent:
                 return decode_json(whole, decoder, at=at)
         param = _param(message, at)
-        where = "" if "missing required" in message else f" at {param}" if param else " as the whole body"
-        raise InvalidRequest(_PATH.sub("", message) + where, param=param) from None
+        text = f"{_PATH.sub('', message)} at {param}" if param else f"{message} as the whole body"
+        raise InvalidRequest(f"{param} is missing" if _MISSING.search(message) else text, param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:

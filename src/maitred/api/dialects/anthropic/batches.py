@@ -54,7 +54,9 @@ def _lines_of(body: bytes) -> list[ContentPiece]:
             if one.custom_id in seen:
                 raise BadLine("duplicate_custom_id", f"custom_id {one.custom_id!r} stands twice; give each its own")
         except BadLine as bad:
-            raise InvalidRequest(str(bad), param=f"requests[{number - 1}]") from None
+            numbered, at = f"line {number}", f"requests[{number - 1}]"
+            text = str(bad).replace(f"{numbered}: body", f"{at}.params").replace(numbered, at)
+            raise InvalidRequest(text, param=at) from None
         seen.add(one.custom_id)
     return lines
 

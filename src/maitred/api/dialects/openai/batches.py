@@ -206,11 +206,11 @@ def _public(entry: StoredEntry, kind: str) -> Any:
     return about["batch"] if kind == "batch" else about
 
 
-async def found(app: Service, exchange: Exchange, kind: str, id: str) -> StoredEntry:
+async def found(app: Service, exchange: Exchange, kind: str, id: str, param: str = "id") -> StoredEntry:
     """Raises RouteNotFound, for another tenant's as for what is not there."""
     entry = await asyncio.to_thread(app.stored.get, kind, id, exchange.caller.tenant.name, time.time())
     if entry is None:
-        raise RouteNotFound(f"No such {kind.capitalize()} object: {shortened(id)}", param="id")
+        raise RouteNotFound(f"No such {kind.capitalize()} object: {shortened(id)}", param=param)
     return entry
 
 
@@ -249,7 +249,7 @@ async def _create_batch(app: Service, exchange: Exchange, _: str) -> None:
         raise InvalidRequest(
             f"endpoint is {shortened(repr(asked.endpoint))}; it must be one of {', '.join(choices)}", param="endpoint"
         )
-    file = _public(await found(app, exchange, "file", asked.input_file_id), "file")
+    file = _public(await found(app, exchange, "file", asked.input_file_id, "input_file_id"), "file")
     if file["purpose"] != "batch":
         text = f"the file's purpose is {file['purpose']!r}; it must be 'batch'"
         raise InvalidRequest(text, param="input_file_id")
