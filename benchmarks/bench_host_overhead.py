@@ -125,7 +125,7 @@ def main() -> None:
                 )
             ]
             meter.clear()
-            EngineLoop(parts.core, EncodingLink([Submit(spec) for spec in specs]), clock).run()
+            EngineLoop(parts.core, EncodingLink([Submit((spec,)) for spec in specs]), clock).run()
             decode = slice(-options.tokens // 2, None)  # the second half: all prompts are done
             native, executor, between = (
                 typical(times[decode]) for times in (meter.native, meter.executor, meter.outside)

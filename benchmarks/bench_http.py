@@ -83,12 +83,13 @@ class InstantReplica(Replica):
         self._live: dict[str, InstantStream] = {}
         self._stepping = False
 
-    def submit(self, request: RequestSpec) -> InstantStream:
-        stream = self._live[request.request_id] = InstantStream(self, request)
+    def submit(self, *samples: RequestSpec) -> list[InstantStream]:
+        streams = [InstantStream(self, request) for request in samples]
+        self._live.update((stream.request.request_id, stream) for stream in streams)
         if not self._stepping:
             self._stepping = True
             asyncio.get_running_loop().call_soon(self._step)
-        return stream
+        return streams
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         self._live.pop(request_id, None)

@@ -100,10 +100,10 @@ class FakeReplica(Replica):
     aborted: list[str] = field(default_factory=list)
     live: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
-        self.submitted.append(request)
-        self.live[request.request_id] = asyncio.Event()
-        return self._progress(request)
+    def submit(self, *samples: RequestSpec) -> list[AsyncIterator[RequestProgress]]:
+        self.submitted += samples
+        self.live |= {request.request_id: asyncio.Event() for request in samples}
+        return [self._progress(request) for request in samples]
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         if request_id in self.live:

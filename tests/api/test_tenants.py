@@ -294,12 +294,13 @@ class LedgerReplica(FakeReplica):
         super().__init__()
         self.ledger = ledger
 
-    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
-        stream = super().submit(request)
-        charges = Charges(request.num_prompt_tokens, 1, num_generated_tokens=14, compute_us=1_500_000)
-        ended = LiveRequest(request, stream, [0] * 14, charges, FinishReason.STOP)  # type: ignore[arg-type]
-        self.ledger.opened(ended)
-        return stream
+    def submit(self, *samples: RequestSpec) -> list[AsyncIterator[RequestProgress]]:
+        streams = super().submit(*samples)
+        for request, stream in zip(samples, streams, strict=True):
+            charges = Charges(request.num_prompt_tokens, 1, num_generated_tokens=14, compute_us=1_500_000)
+            ended = LiveRequest(request, stream, [0] * 14, charges, FinishReason.STOP)  # type: ignore[arg-type]
+            self.ledger.opened(ended)
+        return streams
 
 
 def test_usage_is_read_as_from_openai(kept):

@@ -62,7 +62,7 @@ async def follow(
 ) -> list[RequestProgress]:
     """All progress; after so many tokens, something happens."""
     told, num_tokens, left = [], 0, dict(at or {})
-    async for progress in client.submit(spec):
+    async for progress in client.submit(spec)[0]:
         told.append(progress)
         num_tokens += len(progress.new_token_ids)
         for count in [count for count in left if num_tokens >= count]:

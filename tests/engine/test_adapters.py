@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -22,11 +23,12 @@ from maitred.engine.adapters import AdapterCache
 from maitred.engine.frames import KnowAdapters
 from maitred.engine.intake import make_requests
 from maitred.engine.live_requests import LiveRequest
+from maitred.engine.loop import HeldRequests
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.queries import AdapterFolder
 from maitred.scheduler.engine_core import EngineCore
 from tests.engine.worlds import BLOCK_SIZE, Wake, client_of, scripted_executor, served_model
-from tests.fakes import make_scheduler
+from tests.fakes import make_samples, make_scheduler
 
 SIZE = 10
 
@@ -171,7 +173,23 @@ def test_who_is_first_and_gives_up_lets_the_next_one_in(tmp_path: Path):
     world.acquire("next", a, 2)
     world.cache.release("first")
     world.cache.settle()
-    assert world.told == {"r1": "", "next": ""}
+    assert world.told == {"r1": "", "first": "", "next": ""}, "and samples of the first one's prompt wait no more"
+
+
+def test_samples_of_a_prompt_are_held_until_the_last_has_its_adapter_or_gave_up(tmp_path: Path):
+    world = World(1)
+    a, b = world.know(tmp_path, "a"), world.know(tmp_path, "b")
+    world.acquire("r1", a)
+    assert world.wait_for("r1") == ""
+    held, samples = HeldRequests(lambda: None), [sample.spec for sample in make_samples("p", 3, prompt=4)]
+    held.hold(samples, [partial(world.cache.acquire, sample.request_id, b.key) for sample in samples])
+    held.drop("p-1")
+    world.cache.release("p-1")
+    assert list(held.ready()) == []
+    world.cache.release("r1")
+    while not (ready := list(held.ready())):
+        world.cache.settle()
+    assert [each.spec.request_id for each in ready] == ["p-0", "p-2"]
 
 
 def test_files_that_went_or_changed_end_only_who_needs_them_again(tmp_path: Path):
@@ -266,7 +284,7 @@ def request(request_id: str, facts: AdapterFacts | None) -> RequestSpec:
 
 
 async def ends(client: Any, spec: RequestSpec) -> tuple[FinishReason, str | None]:
-    async for progress in client.submit(spec):
+    async for progress in client.submit(spec)[0]:
         if progress.finish_reason is not None:
             return progress.finish_reason, progress.error
     raise AssertionError("no end")
@@ -284,7 +302,7 @@ async def test_others_run_while_a_request_waits_for_its_adapter(tmp_path: Path):
     try:
         facts = await client.adapters.load(AdapterFolder("a", str(write(tmp_path / "a")), None))
         may_read.clear()
-        waiting = client.submit(request("waits", facts))
+        waiting = client.submit(request("waits", facts))[0]
         assert await ends(client, request("runs", None)) == (FinishReason.LENGTH, None)
         may_read.set()
         reasons = [progress.finish_reason async for progress in waiting]

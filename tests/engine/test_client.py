@@ -230,7 +230,7 @@ async def test_it_is_given_up_after_as_many_restarts_as_allowed(gate: Gate):
 async def test_an_abort_while_there_is_no_engine_takes_effect_at_once(reason: FinishReason, gate: Gate):
     admitted: list[LiveRequest] = []
     async with running_client(gate.habit, on_admitted=admitted.append) as engine:
-        stream = engine.submit(ask(max_tokens=400))
+        stream = engine.submit(ask(max_tokens=400))[0]
         await anext(stream)
         gate.shut()
         os.kill(pid_of(engine), signal.SIGKILL)

@@ -184,7 +184,7 @@ async def test_a_step_that_does_not_end_is_told_while_it_lasts_and_its_requests_
 
 async def test_closing_a_stream_twice_or_after_its_end_does_nothing():
     engine, _, requests = scripted_engine("x", SamplingParams(temperature=0.0, max_tokens=3))
-    stream = engine.submit(requests[0])
+    (stream,) = engine.submit(requests[0])
     items = [item async for item in stream]
     assert items[-1].finish_reason is not None
     await stream.aclose()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -28,17 +29,17 @@ class Engines:
         self.live = {name: live(name) for name in names}
         self.poison = set(poison)
         self.num_deaths = 0
-        for each in list(self.live.values()):
-            self.trials.enter(each)
+        self.trials.enter(list(self.live.values()))
 
-    def _send(self, each: Live) -> None:
-        each.sent = True
-        self.sent.append(each.request_id)
+    def _send(self, living: Sequence[Live]) -> None:
+        for each in living:
+            each.sent = True
+            self.sent.append(each.request_id)
 
     def enter(self, name: str, *, poison: bool = False) -> None:
         self.live[name] = live(name)
         self.poison |= {name} if poison else set()
-        self.trials.enter(self.live[name])
+        self.trials.enter([self.live[name]])
 
     def die(self, *, own_fault: bool = True) -> str | None:
         """And the next one begins. Who was the cause?"""
@@ -171,9 +172,8 @@ def test_an_engine_that_works_for_nobody_is_broken_whoever_was_there(works: bool
 def test_a_suspect_from_another_engine_waits_for_its_turn():
     engines = Engines("a")
     suspects = [LiveRequest(make_spec(name, prompt=[1]), cast(Any, None), num_deaths=SUSPECT_AFTER) for name in "xy"]
-    for live in suspects:
-        engines.live[live.request_id] = live
-        engines.trials.enter(live)
+    engines.live |= {live.request_id: live for live in suspects}
+    engines.trials.enter(suspects)
     assert engines.sent == ["a", "x"]
     assert [engines.trials.is_suspect(live) for live in engines.live.values()] == [False, True, True]
     for _ in range(TRIAL_TOKENS):

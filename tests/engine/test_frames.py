@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
 from maitred.core.errors import CheckpointError, EngineDead
@@ -22,6 +23,8 @@ from maitred.core.request import (
     SamplingParams,
     Terms,
     ThinkingLimit,
+    prompt_of_each,
+    prompt_told_once,
 )
 from maitred.core.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.core.structured_outputs import StructuredOutputsParams
@@ -135,13 +138,16 @@ specs = st.builds(RequestSpec, **spec_fields)
 
 
 @given(specs)
-def test_a_request_arrives_as_it_left(spec: RequestSpec):
-    """Every field crosses: what is submitted is what the other side gets."""
-    frame = decode_command(encode(Submit(spec)))
+def test_the_samples_of_a_prompt_arrive_as_they_left(spec: RequestSpec):
+    """Every field crosses: what is submitted is what the other side gets; the prompt crosses once."""
+    samples = [spec, replace(spec, request_id="another", sample_index=1, resumed=None)]
+    frame = decode_command(encode(Submit(prompt_told_once(samples))))
     assert isinstance(frame, Submit)
-    for name in RequestSpec.__struct_fields__:
-        assert _plain(getattr(frame.spec, name)) == _plain(getattr(spec, name)), name
-    assert encode(frame) == encode(Submit(spec))
+    for sent, came in zip(samples, prompt_of_each(frame.specs), strict=True):
+        for name in RequestSpec.__struct_fields__:
+            assert _plain(getattr(came, name)) == _plain(getattr(sent, name)), name
+    assert encode(frame) == encode(Submit(prompt_told_once(samples)))
+    assert not frame.specs[1].prompt_token_ids
 
 
 def test_the_requests_that_cross_differ_in_every_field():

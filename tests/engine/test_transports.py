@@ -72,20 +72,22 @@ async def test_a_stream_gives_tokens_charges_and_timing_and_changes_nothing_it_w
         assert again.charges.num_cached_tokens == 4, "the first block of the prompt"
 
 
-async def test_samples_of_one_prompt_are_each_their_own(transport: str):
+async def test_samples_of_one_prompt_are_admitted_together_and_are_each_their_own(transport: str):
     async with running_client(transport=transport) as client:
         sampling = SamplingParams(max_tokens=40, ignore_eos=True)
         samples = make_samples("r", 3, prompt=PROMPT, max_tokens=40, sampling=sampling, seed=11)
-        told = await asyncio.gather(*(follow(client, sample.spec) for sample in samples))
+        streams = client.submit(*(sample.spec for sample in samples))
+        told = [[progress async for progress in stream] for stream in streams]
         for index in range(3):
             assert tokens(told[index]) == expected(PROMPT, 40, seed=11, sample_index=index)
         charges = [each[-1].charges for each in told]
         assert [c.num_prompt_tokens for c in charges if c is not None] == [6, 0, 0], "the prompt is charged once"
+        await until_async(lambda: client.state().num_steps == 1 + 40)
 
 
 async def test_an_abort_frees_every_block(transport: str, gate: Gate):
     async with running_client(f"{gate.habit},max_model_len=8000", transport=transport) as client:
-        stream = client.submit(ask(max_tokens=7000))
+        stream = client.submit(ask(max_tokens=7000))[0]
         await anext(stream)
         await stream.aclose()
         limits = itertools.count(10)  # so slowly that the abort is there before the end
@@ -202,7 +204,7 @@ async def test_a_request_that_can_never_fit_ends_alone(transport: str):
 async def test_who_does_not_read_is_ended_and_the_others_are_not(transport: str, monkeypatch):
     monkeypatch.setattr("maitred.engine.live_requests.MAX_UNREAD_BYTES", 20 * KIB)
     async with running_client("max_model_len=8000", transport=transport) as client:
-        unread = client.submit(ask("unread", max_tokens=7000))
+        unread = client.submit(ask("unread", max_tokens=7000))[0]
         assert tokens(await follow(client, ask("read"))) == expected(PROMPT, 60)
         await until_async(lambda: client.state().num_finished[FinishReason.ABORT] == 1)
         assert unread.num_unread_bytes == 0
@@ -215,7 +217,7 @@ async def test_closing_ends_open_streams_and_the_engine(transport: str, gate: Ga
     children, threads = psutil.Process().children(), set(threading.enumerate())
     client = EngineClient(start_of(gate.habit, transport=transport), WallClock())
     client.start()
-    stream = client.submit(ask())
+    stream = client.submit(ask())[0]
     await anext(stream)
     gate.open()
     await client.close()

@@ -99,6 +99,7 @@ def test_its_sums_are_the_replicas_counters(billed):
     wanted: tuple[dict[str, Any], ...] = (
         {"max_tokens": 9},
         {"max_tokens": 20, "n": 3, "seed": 1},
+        {"max_tokens": 1, "n": 3},  # the first sample has ended before the others begin
         {"max_tokens": 30, "stream": True},  # which says nothing of usage
         {"max_tokens": 30, "stream": True, "n": 2, "stream_options": {"include_usage": True}},
         {"max_tokens": 40, "stop": ["e"]},
@@ -114,14 +115,7 @@ def test_its_sums_are_the_replicas_counters(billed):
     total = Tokens(0, 0)
     for _, _, tokens in rows:
         total = total.plus(tokens)
-    counted = billed.counted()
-    assert counted.generated == total.generated > 0
-    # a sample that reaches a busy engine after the first one has ended computes the prompt anew, and nobody pays for it
-    numbers = [fields.get("n", 1) for fields in wanted] + [
-        fields.get("parameters", fields).get("n", 1) for _, fields in TRITON
-    ]
-    again = sum((number - 1) * tokens.prompt for number, (_, _, tokens) in zip(numbers, rows, strict=True))
-    assert total.prompt <= counted.prompt <= total.prompt + again
+    assert total == billed.counted() != Tokens(0, 0)
     assert rows[0][2].generated == 9
     assert [status for _, status, _ in rows] == ["stop"] * len(rows)
     assert [tokens.generated for _, _, tokens in rows[-2:]] == [7, 2 * 11]

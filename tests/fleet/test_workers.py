@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from maitred.core.request import FinishReason, RequestSpec, SamplingParams
 from maitred.core.step import RequestProgress
 from maitred.engine import child_process, restarts, supervisor
 from maitred.engine.frames import BlockChanges
+from maitred.engine.live_requests import ProgressStream
 from maitred.engine.live_view import FIRST_OWNER, MAX_CELLS, MAX_RUNNING, OTHER, LiveView, live_view, live_view_of_all
 from maitred.fleet.serve_engine import read_options, start_engine
 from maitred.fleet.workers import Workers
@@ -124,10 +125,15 @@ async def running_workers(
 class Following:
     """A request under way, and what came of it."""
 
-    def __init__(self, workers: Workers, spec: RequestSpec) -> None:
+    def __init__(self, workers: Workers, spec: RequestSpec, stream: ProgressStream | None = None) -> None:
         self.told: list[RequestProgress] = []
-        self._stream = workers.submit(spec)
+        self._stream = stream or workers.submit(spec)[0]
         self.task = asyncio.create_task(self._follow())
+
+    @classmethod
+    def samples(cls, workers: Workers, specs: Sequence[RequestSpec]) -> list[Following]:
+        """Samples of one prompt."""
+        return [cls(workers, *each) for each in zip(specs, workers.submit(*specs), strict=True)]
 
     async def _follow(self) -> list[int]:
         async for progress in self._stream:
@@ -183,7 +189,7 @@ async def test_samples_of_a_prompt_share_a_worker_and_give_what_they_gave_alone(
         for state in make_samples("p", 4, prompt=PROMPT, max_tokens=60, sampling=SamplingParams(n=4, max_tokens=60))
     ]
     async with running_workers(gate.habit) as workers:
-        samples = [Following(workers, spec) for spec in specs]
+        samples = Following.samples(workers, specs)
         assert sorted(running_by_worker(workers)) == [0, 4]
         gate.open()
         for number, sample in enumerate(samples):
@@ -198,7 +204,7 @@ async def test_a_killed_worker_s_requests_go_on_token_for_token_with_another(gat
     async with running_workers(gate.habit, max_restarts=0) as workers:
         heard: list[str] = []
         workers.on_progress = lambda progress, num_queued, now: heard.extend(p.request_id for p in progress)
-        samples = [Following(workers, state.spec) for state in states]
+        samples = Following.samples(workers, [state.spec for state in states])
         await samples[0].has(10)
         assert running_by_worker(workers) == [n, 0]
         kill(workers, 0)

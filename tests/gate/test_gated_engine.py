@@ -50,7 +50,7 @@ class GatedEngine:
         for request_id in admitted.shed:
             self.client.abort(request_id, FinishReason.SHED)
         try:
-            return [progress async for progress in self.client.submit(admitted.specs[0])]
+            return [progress async for progress in self.client.submit(admitted.specs[0])[0]]
         finally:
             lease.end(0)
 

@@ -47,10 +47,11 @@ class AttackedReplica(FakeReplica):
         super().__init__(**fields)
         self.num_turns: dict[asyncio.Event, int] = {}
 
-    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
-        progress = super().submit(request)
-        if bytes(request.prompt_token_ids) == b"hold":
-            self.num_turns[self.live[request.request_id]] = 0
+    def submit(self, *samples: RequestSpec) -> list[AsyncIterator[RequestProgress]]:
+        progress = super().submit(*samples)
+        for request in samples:
+            if bytes(request.prompt_token_ids) == b"hold":
+                self.num_turns[self.live[request.request_id]] = 0
         return progress
 
     async def _turn(self, ended: asyncio.Event) -> None:

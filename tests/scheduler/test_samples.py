@@ -72,6 +72,7 @@ def test_a_leader_that_ends_with_its_first_token_leaves_its_prompt_in_the_cache(
     run = Run(make_scheduler(), *samples)
     run.to_end()
     assert samples[1].num_cached_tokens == 8
+    assert run.scheduler.stats.num_prompt_tokens == 9, "counted once"
 
 
 def test_a_leader_that_fails_does_not_strand_the_others():

@@ -242,7 +242,7 @@ def test_a_batch_runs_while_a_step_of_the_language_model_is_under_way(tmp_path):
         (spec,) = make_requests(
             ServedModel.of(facts), "Once", SamplingParams(max_tokens=2), request_id="chat", now=WallClock().now()
         )
-        chat = client.submit(spec)
+        chat = client.submit(spec)[0]
         await asyncio.to_thread(step.wait)
         answer = await client.tensors.infer(request("r", rows(1), rows(2)))
         assert array_of(answer.outputs[0])[0, 0] == 3

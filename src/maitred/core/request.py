@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from maitred.core.errors import InvalidRequest, did_you_mean
 from maitred.core.structured_outputs import StructuredOutputsParams
@@ -329,6 +330,24 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     kv_only: bool = False  # computes nothing: its prompt's KV is pulled from there, as it is computed, and it ends
     resumed: ResumePoint | None = None  # where another engine left off
     pooling: Pooling | None = None  # its prompt is all that is computed, and `max_tokens` is 0
+
+    @property
+    def prompt_id(self) -> str:
+        """Id that the samples of one prompt share."""
+        return self.parent_id or self.request_id
+
+
+def prompt_told_once(samples: Sequence[RequestSpec]) -> tuple[RequestSpec, ...]:
+    """Samples of one prompt as they cross to another process: its tokens and hashes are with the first alone."""
+    first, *others = samples
+    return first, *(replace(each, prompt_token_ids=(), block_hashes=()) for each in others)
+
+
+def prompt_of_each(samples: Sequence[RequestSpec]) -> list[RequestSpec]:
+    """Samples as they were before `prompt_told_once`."""
+    first, *others = samples
+    tokens, hashes = first.prompt_token_ids, first.block_hashes
+    return [first, *(replace(each, prompt_token_ids=tokens, block_hashes=hashes) for each in others)]
 
 
 class Charges(NamedTuple):

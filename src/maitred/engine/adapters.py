@@ -108,8 +108,8 @@ class AdapterCache(StepListener):
         self._room_came()
 
     def acquire(self, request_id: str, key: str, done: Done, place: Place = tuple) -> None:
-        """`done` is told when it is resident; it stays so until `release`. Those of equal place wait in the order of
-        these calls.
+        """`done` is told when it is resident, or waited for no more; it stays so until `release`. Those of equal place
+        wait in the order of these calls.
         """
         if key not in self._known:
             done(f"adapter {key.partition('@')[0]} is not loaded any more")
@@ -123,6 +123,8 @@ class AdapterCache(StepListener):
     def release(self, request_id: str) -> None:
         """The request has ended, or waits no more; for requests without adapters this does nothing."""
         waited, key = self._asks.pop(request_id, None), self._holders.pop(request_id, None)
+        if waited is not None:
+            waited.done("")
         if key is not None:
             self._users[key] -= 1
             if not self._users[key]:

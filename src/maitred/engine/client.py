@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
@@ -26,7 +26,7 @@ from maitred.core.errors import (
     UnsupportedParameter,
 )
 from maitred.core.replica import ReplicaState, TierView, WorkerView
-from maitred.core.request import Charges, FinishReason, RequestSpec
+from maitred.core.request import Charges, FinishReason, RequestSpec, prompt_told_once
 from maitred.core.step import RequestProgress
 from maitred.core.tensor_request import InferRequest, InferResponse, ModelChange
 from maitred.engine import frames, live_requests, queries
@@ -126,43 +126,39 @@ class EngineClient(Replica, Owner):
 
     # -- Replica
 
-    def submit(self, request: RequestSpec) -> live_requests.ProgressStream:
-        """Queue `request`; its progress comes out of the stream, whatever engines die meanwhile.
+    def submit(self, *samples: RequestSpec) -> list[live_requests.ProgressStream]:
+        """Queue the samples of a prompt; their progress comes out of the streams, whatever engines die meanwhile.
 
         The first item raises EngineDead when there will be no engine any more. Raises ValueError for an id in use.
         """
-        stream = live_requests.ProgressStream(self, request.request_id, asyncio.get_running_loop(), self._streams)
-        self._admit(live_requests.LiveRequest(request, stream))
-        return stream
+        streams = live_requests.streams_of(self, samples, self._streams)
+        self._admit(list(map(live_requests.LiveRequest, samples, streams)))
+        return streams
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer of a tensor model, whatever engines die meanwhile. Cancelling gives up the request's place at once."""
         if request.request_id in self._live:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         live = live_requests.LiveTensor(request, asyncio.get_running_loop().create_future())
-        self._admit(live)
+        self._admit([live])
         try:
             return await live.answer
         except asyncio.CancelledError:
             self.abort(request.request_id)
             raise
 
-    def _admit(self, live: live_requests.Live) -> None:
+    def _admit(self, living: Sequence[live_requests.Live]) -> None:
         self.attach(asyncio.get_running_loop())
-        if self.supervisor.over or self.supervisor.stopping:
-            live.fail(self.supervisor.death())
-            return
-        if live.request_id in self._live:
-            raise ValueError(f"request id {live.request_id!r} is already running")
-        if self._on_admitted is not None:
-            self._on_admitted(live)
-        self.enter(live)
+        death = self.supervisor.death() if self.supervisor.over or self.supervisor.stopping else None
+        if live_requests.may_enter(living, self._live, death, self._on_admitted):
+            self.enter(living)
 
-    def enter(self, live: live_requests.Live) -> None:
-        """A request, new or from another engine; if there is no engine here now, the next one gets it."""
-        self._live[live.request_id] = live
+    def enter(self, living: Sequence[live_requests.Live]) -> None:
+        """Requests, new or from another engine; if there is no engine here now, the next one gets them."""
+        for live in living:
+            self._live[live.request_id] = live
         self._busy_at = self._clock.now()
-        self._isolation.enter(live)
+        self._isolation.enter(living)
         if not self.supervisor.ready:
             self.supervisor.sleep.wake()
 
@@ -178,7 +174,7 @@ class EngineClient(Replica, Owner):
     def expect_kv(self, request: RequestSpec, kv_from: tuple[str, ...]) -> None:
         """Pull the KV of a prompt that is computed elsewhere, at `kv_from`; the request will go on with this engine."""
         with suppress(RequestTooLarge):  # then it will not go on here either
-            self.supervisor.send(frames.Submit(expecting(request, kv_from)))
+            self.supervisor.send(frames.Submit((expecting(request, kv_from),)))
 
     def expect_no_kv(self, request: RequestSpec) -> None:
         """Give up an expected request, which goes on elsewhere; no effect where nothing was expected."""
@@ -484,29 +480,42 @@ class EngineClient(Replica, Owner):
         self.counters.totals.count(progress)
         self.on_progress(progress, num_queued, self._clock.now())
 
-    def _send(self, live: live_requests.Live) -> None:
+    def _send(self, living: Sequence[live_requests.Live]) -> None:
+        """Send requests, the samples of a prompt in one frame."""
         now = self._clock.now()
-        try:
-            live.sent = self.supervisor.send(
-                frames.Submit(live.resume(now)) if isinstance(live, live_requests.LiveRequest) else self._frame_of(live)
-            )
-        except (RequestTooLarge, OverflowError) as error:  # limits were set so high that what they let in cannot cross
-            told = error if isinstance(error, MaitredError) else InvalidRequest("a number is too large")
-            self._end_with_error(live, told, now)
-            return
-        if isinstance(live, live_requests.LiveRequest):
-            self.counters.totals.num_resumed += live.sent and live.num_resumes > 0
+        for _, alike in itertools.groupby(living, _prompt_id):
+            prompt = list(alike)
+            try:
+                sent = self.supervisor.send(self._frame_of(prompt, now))
+            except (RequestTooLarge, OverflowError) as error:  # limits were set so high that it is let in
+                told = error if isinstance(error, MaitredError) else InvalidRequest("a number is too large")
+                for live in prompt:
+                    self._end_with_error(live, told, now)
+                continue
+            for live in prompt:
+                live.sent = sent
+                if isinstance(live, live_requests.LiveRequest):
+                    self.counters.totals.num_resumed += sent and live.num_resumes > 0
 
-    def _frame_of(self, live: live_requests.LiveTensor) -> frames.Infer:
+    def _frame_of(self, prompt: Sequence[live_requests.Live], now: float) -> frames.Submit | frames.Infer:
+        samples = [live.resume(now) for live in prompt if isinstance(live, live_requests.LiveRequest)]
+        if samples:
+            return frames.Submit(prompt_told_once(samples))
+        (live,) = prompt
+        assert isinstance(live, live_requests.LiveTensor)
         assert self._memory is not None
         live.frame = live.frame or self._memory.sent(live.spec)
         self._send_freed()
         return live.frame
 
 
+def _prompt_id(live: live_requests.Live) -> str:
+    return live.spec.prompt_id if isinstance(live, live_requests.LiveRequest) else live.request_id
+
+
 def expecting_id(request: RequestSpec) -> str:
     """Id of the request that brings a prompt's KV, for all of its samples; no client has such an id."""
-    return f"{request.parent_id or request.request_id}~kv"
+    return f"{request.prompt_id}~kv"
 
 
 def expecting(request: RequestSpec, kv_from: tuple[str, ...]) -> RequestSpec:

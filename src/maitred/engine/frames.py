@@ -36,9 +36,9 @@ class Begin(Frame, frozen=True, tag=True):
 
 
 class Submit(Frame, frozen=True, tag=True):
-    """A request, new or resumed."""
+    """A request, new or resumed: samples of one prompt, in order, so that they share its KV."""
 
-    spec: RequestSpec
+    specs: tuple[RequestSpec, ...]  # `core.request.prompt_told_once`
 
 
 class SharedPlace(msgspec.Struct, frozen=True, array_like=True):

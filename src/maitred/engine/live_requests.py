@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 from weakref import WeakSet
 
 from msgspec.structs import replace
 
-from maitred.core.errors import MaitredError, ReadTooSlowly
+from maitred.core.errors import EngineDead, MaitredError, ReadTooSlowly
 from maitred.core.request import NO_CHARGES, Charges, FinishReason, RequestSpec, RequestState, ResumePoint
 from maitred.core.step import RequestProgress, TokenLogprobs
 from maitred.core.tensor_request import InferRequest, InferResponse
@@ -160,6 +160,23 @@ class LiveTensor:
 
 
 Live = LiveRequest | LiveTensor
+L = TypeVar("L", bound=Live)
+
+
+def may_enter(
+    living: Iterable[L], present: Container[str], death: EngineDead | None, on_admitted: Callable[[L], None] | None
+) -> bool:
+    """Whether these requests may enter, which `on_admitted` is told; else they fail with `death`. Raises ValueError for
+    an id that is present.
+    """
+    for live in living:
+        if death is not None:
+            live.fail(death)
+        elif live.request_id in present:
+            raise ValueError(f"request id {live.request_id!r} is already running")
+        elif on_admitted is not None:
+            on_admitted(live)
+    return death is None
 
 
 # ---- crash isolation: the request that kills engines, and those that may go on
@@ -201,7 +218,7 @@ class CrashIsolation:
     Then it is the cause. So no request is ended for what another did, in its batch or later.
     """
 
-    def __init__(self, send: Callable[[Live], None]) -> None:
+    def __init__(self, send: Callable[[Sequence[Live]], None]) -> None:
         self._send = send
         self._waiting: deque[Live] = deque()  # for their own trials
         self._held: list[Live] = []  # until the one that is tried alone has passed
@@ -211,22 +228,22 @@ class CrashIsolation:
         self._passes_at = 0  # output tokens
         self._others_progress = False  # since the last cause was found, or the beginning
 
-    def enter(self, live: Live) -> None:
-        """A new request, or another engine's: to the engine, unless one is tried alone; a suspect in its turn."""
+    def enter(self, living: Sequence[Live]) -> None:
+        """Requests, new or of another engine: to this one, unless one is tried alone; suspects in their turns."""
         if self._alone is not None:
-            self._held.append(live)
-        elif live.num_deaths < SUSPECT_AFTER:
-            self._send(live)
-        else:
-            self._waiting.append(live)
-            if self._on_trial is None:
-                self._try_next()
+            self._held += living
+            return
+        left = [live for live in living if live.finish_reason is None]
+        self._send([live for live in left if live.num_deaths < SUSPECT_AFTER])
+        self._waiting += [live for live in left if live.num_deaths >= SUSPECT_AFTER]
+        if self._on_trial is None:
+            self._try_next()
 
     def is_suspect(self, live: Live) -> bool:
         """Whether the request is to be tried, beside the others or alone."""
         return live.num_deaths >= SUSPECT_AFTER or live is self._alone
 
-    def begin(self, living: Iterable[Live]) -> None:
+    def begin(self, living: Sequence[Live]) -> None:
         """Send the living requests to a new engine, as far as trials allow."""
         self._waiting.clear()
         self._held.clear()
@@ -234,7 +251,7 @@ class CrashIsolation:
         if self._alone is not None and self._alone.finish_reason is not None:
             self._alone = None
         if self._alone is None:
-            self._send_all(living)
+            self.enter(living)
         else:
             self._held += [live for live in living if live is not self._alone]
             self._try(self._alone)
@@ -247,14 +264,13 @@ class CrashIsolation:
             self._others_progress = any(request_id != on_trial_id for request_id in request_ids)
         if on_trial is None or not self._passed(on_trial):
             return
+        self._on_trial = None
         if on_trial is self._alone:  # then it was one of the others
             on_trial.num_deaths, self._alone = 0, None
             for live in self._beside:
                 live.num_deaths += 1
-            held, self._held, self._beside = self._held, [], []
-            self._send_all(held)
-        else:
-            self._try_next()
+        held, self._held, self._beside = self._held, [], []
+        self.enter(held)
 
     def died(self, living: Iterable[Live], *, own_fault: bool) -> Live | None:
         """The engine did; the request that was the cause, if that is certain now."""
@@ -279,19 +295,7 @@ class CrashIsolation:
         lived, self._others_progress = self._others_progress, False
         return lived
 
-    def _send_all(self, living: Iterable[Live]) -> None:
-        """Send the requests above suspicion that have not ended meanwhile, and the first of the others."""
-        for live in living:
-            if live.finish_reason is not None:
-                continue
-            if live.num_deaths < SUSPECT_AFTER:
-                self._send(live)
-            else:
-                self._waiting.append(live)
-        self._try_next()
-
     def _try_next(self) -> None:
-        self._on_trial = None
         while self._waiting and self._on_trial is None:
             live = self._waiting.popleft()
             if live.finish_reason is None:
@@ -299,7 +303,7 @@ class CrashIsolation:
 
     def _try(self, live: Live) -> None:
         self._on_trial, self._passes_at = live, live.num_output_tokens + TRIAL_TOKENS
-        self._send(live)
+        self._send([live])
 
     def _passed(self, live: Live) -> bool:
         return live.finish_reason is not None or live.num_output_tokens >= self._passes_at
@@ -407,6 +411,14 @@ class ProgressStream:
         if not self.closed:
             self.closed = True
             self._engine.abort(self._request_id)
+
+
+def streams_of(
+    engine: Aborting, samples: Iterable[RequestSpec], everybody: WeakSet[ProgressStream]
+) -> list[ProgressStream]:
+    """A stream of `engine` for each sample, for a consumer on the running loop."""
+    loop = asyncio.get_running_loop()
+    return [ProgressStream(engine, each.request_id, loop, everybody) for each in samples]
 
 
 def num_bytes(progress: RequestProgress) -> int:

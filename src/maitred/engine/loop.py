@@ -15,7 +15,7 @@ import msgspec
 from maitred.config import EngineConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.errors import MaitredError, RequestError
-from maitred.core.request import FinishReason, RequestSpec
+from maitred.core.request import FinishReason, RequestSpec, prompt_of_each
 from maitred.core.step import RequestProgress
 from maitred.engine import frames
 from maitred.engine.adapters import AdapterCache
@@ -46,7 +46,7 @@ class Resolved(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    spec: RequestSpec
+    samples: Sequence[RequestSpec]  # of one prompt
     num_needs: int  # that are not there yet
 
 
@@ -55,15 +55,16 @@ class HeldRequests:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self.waiting: dict[str, _Held] = {}  # by request
+        self.waiting: dict[str, RequestSpec] = {}
         self.done: deque[tuple[_Held, str, bool]] = deque()
 
     def __len__(self) -> int:
         return len(self.waiting)
 
-    def hold(self, spec: RequestSpec, needs: Sequence[Need]) -> None:
-        """Hold a request until all needs are met."""
-        held = self.waiting[spec.request_id] = _Held(spec, len(needs))
+    def hold(self, samples: Sequence[RequestSpec], needs: Sequence[Need]) -> None:
+        """Hold a prompt's samples until all needs are met."""
+        held = _Held(samples, len(needs))
+        self.waiting |= {spec.request_id: spec for spec in samples}
 
         def done(error: str, is_requests_fault: bool = False) -> None:
             self.done.append((held, error, is_requests_fault))
@@ -81,13 +82,14 @@ class HeldRequests:
         while self.done:
             held, error, is_requests_fault = self.done.popleft()
             held.num_needs -= 1
-            if (error or not held.num_needs) and self.waiting.get(held.spec.request_id) is held:
-                del self.waiting[held.spec.request_id]
-                yield Resolved(held.spec, error, is_requests_fault)
+            for spec in held.samples if error or not held.num_needs else ():
+                if self.waiting.get(spec.request_id) is spec:
+                    del self.waiting[spec.request_id]
+                    yield Resolved(spec, error, is_requests_fault)
 
     def expired(self, now: float) -> list[tuple[str, FinishReason]]:
         """Drop the requests whose time is over; their ids, and why."""
-        over = [(request_id, reason) for request_id, held in self.waiting.items() if (reason := _over(held.spec, now))]
+        over = [(request_id, reason) for request_id, spec in self.waiting.items() if (reason := _over(spec, now))]
         for request_id, _ in over:
             del self.waiting[request_id]
         return over
@@ -246,12 +248,13 @@ class EngineLoop:
 
     def _obey(self, command: frames.Command) -> None:
         match command:
-            case frames.Submit(spec):
-                needs = self._needs(spec)
-                if needs:
-                    self._held.hold(spec, needs)
+            case frames.Submit(specs):
+                samples = prompt_of_each(specs)
+                if needs := self._needs(samples):
+                    self._held.hold(samples, needs)
                 else:
-                    self._add(spec)
+                    for spec in samples:
+                        self._add(spec)
             case frames.Abort(request_id, reason) if self._held.drop(request_id):
                 self._drop(request_id, reason)
             case frames.Abort(request_id, FinishReason.SHED):
@@ -291,14 +294,15 @@ class EngineLoop:
             self._adapters.release(request_id)
         self._note_end(RequestProgress(request_id, finish_reason=reason, **why))
 
-    def _needs(self, spec: RequestSpec) -> list[Need]:
-        """Things to be made before the request is the scheduler's."""
+    def _needs(self, samples: Sequence[RequestSpec]) -> list[Need]:
+        """Things to be made before a prompt's samples are the scheduler's."""
         needs: list[Need] = []
-        if spec.grammar and self._prepare is not None:
-            needs.append(partial(self._prepare, spec.grammar))
-        if spec.adapter and self._adapters is not None:
-            place = self._core.place_of_newcomer(spec)
-            needs.append(partial(self._adapters.acquire, spec.request_id, spec.adapter, place=place))
+        if samples[0].grammar and self._prepare is not None:
+            needs.append(partial(self._prepare, samples[0].grammar))
+        if samples[0].adapter and self._adapters is not None:
+            for spec in samples:
+                place = self._core.place_of_newcomer(spec)
+                needs.append(partial(self._adapters.acquire, spec.request_id, spec.adapter, place=place))
         return needs
 
     def _add_held(self) -> None:

@@ -173,7 +173,8 @@ async def stream_text(
     With `marks` the text is in pieces. Raises EngineDead when the replica dies.
     """
     unfinished = {request.request_id for request in requests}
-    streams = [(SampleText(model.tokenizer, request, marks), replica.submit(request)) for request in requests]
+    texts = [SampleText(model.tokenizer, request, marks) for request in requests]
+    streams = list(zip(texts, replica.submit(*requests), strict=True))
     try:
         merged = _one(replica, *streams[0]) if len(streams) == 1 else _merge(replica, streams)
         async for request_id, delta in merged:
@@ -287,7 +288,7 @@ class OutputBuilder:
         self._tokenizer = tokenizer
         self._texts = {request.request_id: SampleText(tokenizer, request) for request in requests}
         self.output = RequestOutput(
-            request_id=first.parent_id or first.request_id,
+            request_id=first.prompt_id,
             prompt=prompt,
             prompt_token_ids=list(first.prompt_token_ids),
             outputs=[CompletionOutput(index=request.sample_index) for request in requests],

@@ -98,4 +98,4 @@ def _spec(model: ServedModel, place: int, text: str) -> RequestSpec:
 
 
 async def _output(replica: Replica, spec: RequestSpec) -> tuple[int, ...]:
-    return tuple([token async for progress in replica.submit(spec) for token in progress.new_token_ids])
+    return tuple([token async for progress in replica.submit(spec)[0] for token in progress.new_token_ids])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -41,10 +41,10 @@ class Replica:
     """Called with all progress that comes at once, before the streams' readers are woken; an attribute to be set."""
     on_computed: OnComputed
 
-    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
-        """Progress until the item with a finish_reason. Closing the iterator early aborts the request.
+    def submit(self, *samples: RequestSpec) -> Sequence[AsyncIterator[RequestProgress]]:
+        """Progress of each sample of one prompt, until the item with a finish_reason. Closing an iterator early aborts
+        its sample.
 
-        Submit the samples of one prompt in order of sample_index, without awaiting in between.
         Raises EngineDead, on the first item, when the replica cannot take it, and ValueError for an id in use.
         """
         self._refuse("requests")

@@ -29,7 +29,7 @@ from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges, Command, Ready
 from maitred.engine.installed import installed_policies
-from maitred.engine.live_requests import LiveRequest, ProgressStream
+from maitred.engine.live_requests import LiveRequest, ProgressStream, may_enter, streams_of
 from maitred.engine.live_view import (
     LiveView,
     QueuedRequest,
@@ -120,21 +120,16 @@ class Prompt:
         return all(live.output_token_ids for live in self.samples.values())
 
 
-def prompt_of(prompt_id: str, live: LiveRequest) -> Prompt:
-    """A prompt with its first sample."""
-    return Prompt(_request_of(prompt_id, live.spec), live.spec, {live.request_id: live})
-
-
 def key_of(block: bytes) -> int:
     """Prefix key of a KV block, by its hash, which all blocks before it are part of."""
     return int.from_bytes(block[:KEY_BYTES], "little")
 
 
-def _request_of(prompt_id: str, spec: RequestSpec) -> FleetRequest:
+def prompt_of(samples: Sequence[LiveRequest]) -> Prompt:
+    spec = samples[0].spec
     request = request_of(spec, tuple(map(key_of, spec.block_hashes)))
-    request.request_id, request.num_samples = prompt_id, spec.sampling.n if spec.parent_id is not None else 1
-    request.features = spec.features
-    return request
+    request.request_id, request.num_samples, request.features = spec.prompt_id, len(samples), spec.features
+    return Prompt(request, spec, {live.request_id: live for live in samples})
 
 
 def waiting_request(
@@ -215,17 +210,11 @@ class WorkerRequests(Driver[Prompt]):
         """All living samples, in order of arrival."""
         return (prompt.samples[request_id] for request_id, prompt in self.prompts.items())
 
-    def submit(self, live: LiveRequest) -> None:
-        """Send a sample to the worker that has those before it; the first is the core's to place."""
-        prompt_id = live.spec.parent_id or live.request_id
-        prompt = self.requests.get(prompt_id)
-        if prompt is None:
-            prompt = self.prompts[live.request_id] = prompt_of(prompt_id, live)
-            self.enter(prompt.request, prompt)
-            return
-        self.prompts[live.request_id], prompt.samples[live.request_id] = prompt, live
-        if prompt.worker is not None:
-            prompt.worker.client.enter(live)
+    def submit(self, samples: Sequence[LiveRequest]) -> None:
+        """Have the core place a prompt."""
+        prompt = prompt_of(samples)
+        self.prompts |= dict.fromkeys(prompt.samples, prompt)
+        self.enter(prompt.request, prompt)
 
     def abort(self, request_id: str, reason: FinishReason) -> None:
         """Abort a request as `Replica.abort`."""
@@ -271,9 +260,7 @@ class WorkerRequests(Driver[Prompt]):
         self._expect_no_kv(prompt)
         prompt.worker, prompt.goes_to = computes, worker if computes is not worker else None
         finds = () if choice.fetch_from is None else self._named(choice.fetch_from).client.kv_addresses
-        for live in list(prompt.samples.values()):
-            live.kv_from = finds
-            computes.client.enter(live)
+        _enter(computes, prompt.samples.values(), finds)
         if prompt.goes_to is not None:
             prompt.goes_to.client.expect_kv(prompt.spec, computes.client.kv_addresses)
 
@@ -305,9 +292,7 @@ class WorkerRequests(Driver[Prompt]):
             return  # it was done already, or has ended
         if receiver.is_up:
             prompt.worker = receiver
-            for live in _taken_from(sender, prompt):
-                live.kv_from = sender.client.kv_addresses
-                receiver.client.enter(live)
+            _enter(receiver, _taken_from(sender, prompt), sender.client.kv_addresses)
         else:
             receiver.client.expect_no_kv(prompt.spec)
         self.hear(self.core.handed_over, prompt.request.request_id)
@@ -375,6 +360,13 @@ class WorkerRequests(Driver[Prompt]):
         for name, prompt in list(self.prompts.items()):
             if prompt.worker is None:
                 self._end_here(prompt.samples[name], FinishReason.ERROR, error)
+
+
+def _enter(worker: Worker, samples: Iterable[LiveRequest], kv_from: tuple[str, ...]) -> None:
+    entering = list(samples)
+    for live in entering:
+        live.kv_from = kv_from
+    worker.client.enter(entering)
 
 
 def _taken_from(worker: Worker, prompt: Prompt) -> list[LiveRequest]:
@@ -508,21 +500,15 @@ class Workers(Replica):
     def on_progress(self, listener: OnProgress) -> None:
         self._requests.on_progress = listener
 
-    def submit(self, request: RequestSpec) -> ProgressStream:
-        """Submit as `EngineClient.submit`: progress comes out of the stream, whichever worker makes it."""
-        loop = asyncio.get_running_loop()
-        self.attach(loop)
-        stream = ProgressStream(self, request.request_id, loop, self._streams)
-        if self._is_closing or not self._left:
-            stream.fail(self._death())
-            return stream
-        if request.request_id in self._requests.prompts:
-            raise ValueError(f"request id {request.request_id!r} is already running")
-        live = LiveRequest(request, stream)
-        if self._on_admitted is not None:
-            self._on_admitted(live)
-        self._requests.submit(live)
-        return stream
+    def submit(self, *samples: RequestSpec) -> list[ProgressStream]:
+        """Submit as `EngineClient.submit`: progress comes out of the streams, whichever worker makes it."""
+        self.attach(asyncio.get_running_loop())
+        streams = streams_of(self, samples, self._streams)
+        living = list(map(LiveRequest, samples, streams))
+        death = self._death() if self._is_closing or not self._left else None
+        if may_enter(living, self._requests.prompts, death, self._on_admitted):
+            self._requests.submit(living)
+        return streams
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         self._requests.abort(request_id, reason)

@@ -322,7 +322,7 @@ def admit(
     if head.first_scheduled_at is None:
         head.first_scheduled_at = builder.now
         head.num_cached_tokens = min(hit.num_tokens, head.num_prompt_tokens)
-        if not hit.forked:  # else the prompt was counted with the sample it is shared with
+        if not hit.forked and not (state.sample_groups.groups and state.sample_groups.was_computed(head)):
             state.counters.count_prompt(head)
     builder.settled.add(head.request_id)
     builder.new_requests.append(describe(head, allocation.state_slot))

@@ -59,6 +59,11 @@ class SampleGroups:
             group.sources[request.request_id] = request
             group.prompt_computed = True
 
+    def was_computed(self, request: RequestState) -> bool:
+        """Return whether a sample has computed the prompt of this one, and counted it."""
+        group = self._group_of(request)
+        return group is not None and group.prompt_computed
+
     def preempted(self, request: RequestState) -> None:
         """Note that the sample's blocks are gone, so it cannot be forked."""
         group = self._group_of(request)

@@ -91,7 +91,7 @@ async def _answered(app: App, lease: Lease, requests: Sequence[RequestSpec], cha
     """Submit all, then wait for one after the other; the first failure gives the others up."""
     specs, answers = admitted(app, lease, requests), []
     async with AsyncExitStack() as running:
-        streams = [app.replica.submit(spec) for spec in specs]
+        streams = [app.replica.submit(spec)[0] for spec in specs]
         for stream in streams:
             running.push_async_callback(stream.aclose)  # type: ignore[attr-defined]
         for stream in streams:

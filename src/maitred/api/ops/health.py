@@ -109,7 +109,7 @@ class DecodeProbe:
         self._gate.admit(lease, [request], began_at)  # its terms are not used: the request has a limit of its own
         try:
             async with asyncio.timeout(self._timeout_s):
-                async for progress in self._replica.submit(request):
+                async for progress in self._replica.submit(request)[0]:
                     if progress.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
                         return self._clock.now() - began_at
                     if progress.finish_reason is FinishReason.ABORT:
