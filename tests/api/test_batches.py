@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,18 @@ def test_a_file_is_left_listed_read_and_deleted(ada):
     assert ada.files.list().data == []
     with pytest.raises(openai.NotFoundError):
         ada.files.content(first.id)
+
+
+def test_a_response_waits_for_the_store_and_nobody_else_does(ada, server):
+    replica, store = server.replica, server.server.app.stored
+    num_before = len(replica.submitted)
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=HANGS_S) as http:
+        with store.together():  # as an upload's thread does
+            response = pool.submit(ada.responses.create, model="tiny", input="hi")
+            until(lambda: len(replica.submitted) > num_before and not replica.live)
+            assert http.get("/health").status_code == 200
+            assert not response.done()
+        assert response.result(HANGS_S).status == "completed"
 
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}

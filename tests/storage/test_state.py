@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,35 @@ def test_an_entry_has_pieces_in_parts_which_are_read_in_order(store):
     assert store.size(file) == 12
     store.drop(*file)
     assert (store.pieces(file), store.size(file)) == ([], 0)
+
+
+def test_an_upload_becomes_a_file_without_a_byte_of_it_written_again(store):
+    upload, file = EntryKey("upload", "u", "ada"), EntryKey("file", "f", "ada")
+    store.put(*upload, b"", now=0.0, expires_at=5.0, busy=True)
+    store.add(upload, [ContentPiece(number, b"line %d" % number) for number in range(4)])
+    num_changes = store._db.total_changes
+    store.rename(upload, file, b"{}", expires_at=None)
+    assert store._db.total_changes == num_changes + 1
+    assert (store.get(*upload, 0.0), store.pieces(upload), store.busy("upload")) == (None, [], [])
+    assert store.get(*file, 9.0).about == b"{}"
+    assert [piece.content for piece in store.pieces(file)] == [b"line %d" % number for number in range(4)]
+
+
+def test_no_call_is_short_while_a_thread_is_at_work_or_memory_is_full():
+    store = StateStore(max_memory_bytes=100)
+
+    def is_short(num_bytes: int) -> bool:
+        with store.at_once(num_bytes) as found:
+            return found
+
+    with ThreadPoolExecutor(1) as pool:
+        assert (is_short(60), is_short(101)) == (True, False)
+        with store.together():
+            assert pool.submit(is_short, 60).result() is False
+        with store.at_once(60):
+            assert pool.submit(is_short, 60).result() is False, "and that call is alone"
+        assert pool.submit(is_short, 60).result() is True
+    store.close()
 
 
 def test_pieces_are_read_a_page_at_a_time(store):

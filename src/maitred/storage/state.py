@@ -46,6 +46,7 @@ CREATE TRIGGER IF NOT EXISTS piece_changed AFTER UPDATE ON piece BEGIN
 CREATE TRIGGER IF NOT EXISTS piece_went AFTER DELETE ON piece BEGIN
     UPDATE entry SET size = size - length(old.content) WHERE number = old.entry; END;"""
 PAGE_BYTES = 1024 * 1024  # of pieces read at once, and never less than one
+SHORT_BYTES = 64 * 1024  # that memory takes at once
 MAX_WAITING = 32  # entries that memory takes in one transaction, 0.3 ms of short responses
 MAX_WAITING_BYTES = 16 * 1024  # of each
 _PUT = (
@@ -162,6 +163,12 @@ class StateStore:
             change = f"UPDATE piece SET entry = {_NUMBER}, part = 0 WHERE entry = {_NUMBER} AND part = ?"
             db.execute(change, (*to, *key, part))
 
+    def rename(self, key: EntryKey, to: EntryKey, about: bytes, *, expires_at: float | None) -> None:
+        """Rename an entry, which is about something else then, and busy no more; its content is not touched."""
+        change = "kind = ?, id = ?, tenant = ?, about = ?, expires_at = ?, busy = 0"
+        with self.together() as db:
+            db.execute(f"UPDATE entry SET {change} WHERE number = {_NUMBER}", (*to, about, expires_at, *key))
+
     def clear(self, key: EntryKey, part: int, numbers: Iterable[int] | None = None) -> None:
         """Remove pieces of a part: all, or these."""
         with self.together() as db:
@@ -229,6 +236,19 @@ class StateStore:
                 db.execute("DELETE FROM entry WHERE expires_at <= ?", (rows[-1][3],))
                 db.executemany(_PUT, rows)
                 self._forget_oldest(db)
+
+    @contextmanager
+    def at_once(self, num_bytes: int) -> Iterator[bool]:
+        """Whether a call meanwhile that stores so many bytes keeps an event loop from nothing: memory has room for
+        them, and no thread is at work.
+        """
+        has_room = self._max_bytes is not None and self._num_bytes + num_bytes <= self._max_bytes
+        is_short = has_room and num_bytes < SHORT_BYTES and self._lock.acquire(blocking=False)
+        try:
+            yield is_short
+        finally:
+            if is_short:
+                self._lock.release()
 
     @contextmanager
     def together(self) -> Iterator[sqlite3.Connection]:

@@ -84,19 +84,12 @@ async def _create_file(app: Service, exchange: Exchange, _: str) -> None:
             filename=filename,
             purpose=asked.purpose,
         )
-        await asyncio.to_thread(_publish, app, upload, file)
+        key, about = upload._replace(kind="file", id=file.id), msgspec.json.encode(file)
+        await asyncio.to_thread(store.rename, upload, key, about, expires_at=file.expires_at)
     except BaseException:
         await asyncio.shield(asyncio.to_thread(store.drop, *upload))
         raise
     await exchange.answer_json(file)
-
-
-def _publish(app: Service, upload: EntryKey, file: s.FileObject) -> None:
-    key = upload._replace(kind="file", id=file.id)
-    with app.stored.together():
-        app.stored.put(*key, msgspec.json.encode(file), now=time.time(), expires_at=file.expires_at)
-        app.stored.move(upload, 0, key)
-        app.stored.drop(*upload)
 
 
 async def _received(exchange: Exchange) -> tuple[bytes, bool]:

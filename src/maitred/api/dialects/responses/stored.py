@@ -38,7 +38,6 @@ T = TypeVar("T")
 Answer = Callable[[Any, Exchange, bytes], Awaitable[None]]
 RESPONSE, EVENTS = "response", "response.events"  # kinds of entries
 KEPT_S = 30 * 24 * 3600.0
-_SHORT = 64 * 1024  # bytes that memory takes at once
 _OPEN = ("queued", "in_progress")
 _FINAL = frozenset(f"response.{status}" for status in ("completed", "incomplete", "failed"))
 _BROKE_OFF: Mapping[str, Any] = {"message": "the answer broke off", "type": "server_error"}
@@ -221,8 +220,9 @@ class TenantResponses:
 
     async def _call(self, function: Callable[..., T], *args: Any, num_bytes: int = 0) -> T:
         """Call the store, in a thread where that may take long."""
-        if self.service.config.state_dir is None and num_bytes < _SHORT:
-            return function(*args)
+        with self.service.stored.at_once(num_bytes) as is_short:
+            if is_short:
+                return function(*args)
         return await asyncio.to_thread(function, *args)
 
 
