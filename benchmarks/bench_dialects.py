@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
-import psutil
 import uvloop
-from bench_http import run_server
+from bench_http import bare_server
 from bench_route import cpu_s, load
 
 QUESTION = "I would like two soups and a tea, please."
@@ -120,14 +118,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=[*ROWS], choices=[*ROWS])
     parser.add_argument("--dialects", nargs="*", default=[*DIALECTS], choices=[*DIALECTS])
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    ports = context.Queue()
-    server = context.Process(target=run_server, args=(ports,), daemon=True)
-    server.start()
-    port, process = ports.get(timeout=60), psutil.Process(server.pid)
     others = [name for name in options.dialects if name != "chat"]
     print(f"{'answers':<26} {'chat us':>8}", *(f"{name:>12}" for name in others))
-    try:
+    with bare_server() as (port, process):
         for row, asked in ((row, ROWS[row]) for row in options.rows):
             num = options.answers // (8 if asked.stream else 1)
             spent: dict[str, list[float]] = {name: [] for name in ("chat", *others)}
@@ -142,9 +135,6 @@ def main() -> None:
             ratios = {name: median(map(float.__truediv__, spent[name], spent["chat"])) for name in others}
             shown = (f"{ratio:>11.3f}x" for ratio in ratios.values())
             print(f"{row:<26} {median(spent['chat']):>8.0f}", *shown, flush=True)
-    finally:
-        server.terminate()
-        server.join(15)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import asyncio
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,7 +106,7 @@ class InstantReplica(Replica):
             asyncio.get_running_loop().call_soon(self._step)
 
 
-def run_server(ports: multiprocessing.Queue[int]) -> None:
+def _run_server(ports: multiprocessing.Queue[int]) -> None:
     tokenizer = Tokenizer.from_folder(BUILTIN)
     model = ServedModel(
         names=("bench",),
@@ -119,19 +120,28 @@ def run_server(ports: multiprocessing.Queue[int]) -> None:
     HttpServer(create_app(replica, model, config), config, on_open=lambda host, port: ports.put(port)).run()
 
 
+@contextmanager
+def bare_server() -> Iterator[tuple[int, psutil.Process]]:
+    """The port and the process of a server whose model costs nothing."""
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    server = context.Process(target=_run_server, args=(ports,), daemon=True)
+    server.start()
+    try:
+        yield ports.get(timeout=60), psutil.Process(server.pid)
+    finally:
+        server.terminate()
+        server.join(15)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--answers", type=int, default=4000, help="whole ones of each row; of streams a sixteenth")
     parser.add_argument("--connections", type=int, nargs="*", default=[1, 8, 64])
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    ports = context.Queue()
-    server = context.Process(target=run_server, args=(ports,), daemon=True)
-    server.start()
-    port, process = ports.get(timeout=60), psutil.Process(server.pid)
     names = (("requests/s", 11), ("tokens/s", 10), ("CPU us/request", 15), ("CPU us/token", 13))
     print(f"{'answers':<14} {'connections':>11}", *(f"{name:>{width}}" for name, width in names))
-    try:
+    with bare_server() as (port, process):
         for stream, num_tokens in ((False, 1), (False, 16), (True, 256)):
             fields = {"model": "bench", "messages": MESSAGES, "max_tokens": num_tokens, "stream": stream}
             for connections in options.connections:
@@ -144,9 +154,6 @@ def main() -> None:
                 costs = f"{spent_s / num * 1e6:>15,.0f} {spent_s / num / num_tokens * 1e6:>13,.1f}"
                 kind = f"{'stream' if stream else 'whole'}, {num_tokens} tok"
                 print(f"{kind:<14} {connections:>11} {rates} {costs}", flush=True)
-    finally:
-        server.terminate()
-        server.join(15)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,28 @@ from functools import cache
 from typing import Any
 
 from maitred import config
-from maitred.core.errors import ConfigError
+from maitred.core.errors import ConfigError, did_you_mean
 from maitred.engine.memory import format_bytes
 
 
 class UsageError(ConfigError):
     """The words of the command line, or a line of the config file, make no sense; exit code 2."""
+
+
+def names_in(flag: str, listed: str, choices: Iterable[str]) -> tuple[str, ...]:
+    """Names of a flag's list, each once. Raises UsageError for one that is no choice, and for none."""
+    names = tuple(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
+    if not names:
+        raise UsageError(f"{flag} names none; give one or more of " + ", ".join(choices))
+    for name in names:
+        check_known(flag, name, choices)
+    return names
+
+
+def check_known(flag: str, name: str, choices: Iterable[str]) -> None:
+    """Raises UsageError for a name that is no choice."""
+    if name not in (known := list(choices)):
+        raise UsageError(f"{flag} is {name!r}{did_you_mean(name, known)}; choose from {', '.join(known)}")
 
 
 def bytes_number(text: str) -> int:

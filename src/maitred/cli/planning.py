@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf, isinf
-from pathlib import Path
 from typing import Any
 
 from maitred.cli.command import Options
 from maitred.cli.console import aligned, note, seconds_text
-from maitred.cli.flags import UsageError
+from maitred.cli.flags import UsageError, names_in
 from maitred.cli.main import EXIT_FAILURE, EXIT_INTERRUPTED
 from maitred.cli.plan import MINIMISED, PlanOptions, SearchOptions, check
 from maitred.cli.simulate import RATES
 from maitred.cli.simulate_inputs import find_target, model_shape, read_workload
-from maitred.cli.simulation import write_report
+from maitred.cli.simulation import write_json, write_report
 from maitred.config import SchedulerConfig
 from maitred.config.field_checks import require_between
-from maitred.core.errors import did_you_mean
-from maitred.core.objectives import parse_slo
 from maitred.engine.installed import installed_policies
 from maitred.sim.devices import DEVICES, DoesNotFit
 from maitred.sim.engine import EngineSetup
@@ -58,11 +54,7 @@ def run_plan(given: Options) -> int:
     if search.report is not None:
         goals = f"{', '.join(options.slo)} for {options.attainment:.0%} of the requests"
         write_report(search.report, "plan", f"{options.model or 'built-in model'}; {goals}", report_of(planner, told))
-    if search.json == "-":
-        print(json.dumps(told, indent=1))
-    else:
-        if search.json is not None:
-            Path(search.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if not write_json(search.json, told):
         print(text_of(planner, told))
     if plan.is_cut:
         note(f"interrupted after {plan.num_simulations} simulations: this is the best so far")
@@ -84,7 +76,7 @@ def _workload(options: PlanOptions, seed: int) -> Workload:
 
 
 def _wanted(options: PlanOptions, search: SearchOptions, demand: Demand) -> PlanGoal:
-    _among("--minimise", search.minimise, MINIMISED)
+    names_in("--minimise", search.minimise, MINIMISED)
     rate = options.rate
     if options.users is not None:
         rate = options.users * options.requests_per_user_day * options.peak / DAY_S
@@ -94,7 +86,7 @@ def _wanted(options: PlanOptions, search: SearchOptions, demand: Demand) -> Plan
     return PlanGoal(
         rate=rate,
         num_devices=options.devices,
-        modes=_among("--modes", search.modes, MODES),
+        modes=names_in("--modes", search.modes, MODES),
         minimise=search.minimise,
         max_num_seqs=search.max_num_seqs,
         token_budget=search.max_num_batched_tokens,
@@ -102,27 +94,19 @@ def _wanted(options: PlanOptions, search: SearchOptions, demand: Demand) -> Plan
 
 
 def _terms(options: PlanOptions, search: SearchOptions, demand: Demand) -> PlanTerms:
-    _among("--policy", search.policy, tuple(installed_policies()))
+    names_in("--policy", search.policy, installed_policies())
     link = link_named(search.link)
     if link is None and search.modes != "aggregated":
         raise UsageError("--link is none, and workers hand KV over a link; give one, or --modes aggregated")
     scheduler = SchedulerConfig(policy=search.policy)
     return PlanTerms(
         demand=demand,
-        objectives=Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)}),
+        objectives=Objectives.parse(options.slo),
         attainment=options.attainment,
         link=link,
         engine=EngineSetup(scheduler=scheduler, num_blocks=1, policies=installed_policies()),
         seed=search.seed,
     )
-
-
-def _among(flag: str, listed: str, choices: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
-    for name in names or ("",):
-        if name not in choices:
-            raise UsageError(f"{flag} is {name!r}{did_you_mean(name, choices)}; choose from {', '.join(choices)}")
-    return names
 
 
 def _candidates(options: PlanOptions, search: SearchOptions) -> tuple[list[PlannedDevice], int]:

@@ -49,7 +49,7 @@ def _run(options: Options) -> int:
 def _profile_tensors(asked: ProfileOptions, repository: str, name: str | None) -> int:
     """Batch times of tensor models, measured and written."""
     from maitred.cli.console import inert, note
-    from maitred.cli.simulation import tensor_profile_path
+    from maitred.cli.simulate_inputs import tensor_profile_path
     from maitred.cli.tuning import measured_profile
     from maitred.sim.tensor_profile import encode_tensor_profile
     from maitred.tensor.python.instance import all_openers

@@ -6,18 +6,33 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from maitred.cli.console import note
+from maitred.cli.flags import UsageError
+from maitred.cli.simulate import SimulatedTensorOptions, SimulateOptions
 from maitred.config import CacheConfig
-from maitred.core.errors import ConfigError
+from maitred.core.errors import CheckpointError, ConfigError
+from maitred.scheduler.scheduler import Scheduler
 from maitred.sim import devices
 from maitred.sim.devices import SimulatedTarget
 from maitred.sim.profile import EdgeModel, Profile, decode_profile
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
-from maitred.sim.traces import BLOCK_TOKENS, TraceWorkload, is_csv, parse_trace
+from maitred.sim.tensor_profile import HostTimes, TensorProfile, decode_tensor_profile
+from maitred.sim.tensors import SimulatedEnsemble, SimulatedModel, SimulatedStep, TensorSimulation
+from maitred.sim.traces import (
+    BLOCK_TOKENS,
+    MixedTrace,
+    TraceWorkload,
+    is_csv,
+    parse_mixed_trace,
+    parse_trace,
+    tensor_arrivals,
+)
 from maitred.sim.workload import Workload
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -93,8 +108,11 @@ def find_target(device: str | None, model: str | None, environ: Mapping[str, str
 
 def profile_path(model_name: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Path of this machine's profile of a model, as `maitred profile` writes it; under XDG_CACHE_HOME."""
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "maitred" / "profiles" / f"{model_name.replace('/', '--')}.json"
+    return _profiles(environ) / f"{model_name.replace('/', '--')}.json"
+
+
+def _profiles(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maitred" / "profiles"
 
 
 def read_profile(path: Path) -> Profile:
@@ -211,3 +229,117 @@ def _shape_in(folder: Path, name: str) -> devices.ModelShape:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {folder}: no readable config.json ({error}); give a model folder") from None
     return devices.shape_of_decoder(name, spec_from_config(config), bytes_per_value=4.0)
+
+
+def seed_of(options: SimulateOptions) -> int | None:
+    """Seed of the jitter; None has none."""
+    return options.seed if options.jitter else None
+
+
+# ---- tensor models
+
+
+def tensor_profile_path(repository: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """Path of this machine's profile of a repository, as `maitred profile` writes it; under XDG_CACHE_HOME."""
+    folder = Path(repository).resolve()
+    return _profiles(environ) / f"tensor-{folder.name}-{zlib.crc32(bytes(folder)):08x}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWork:
+    """Tensor models, and what a trace asks of them and of a language model."""
+
+    trace: MixedTrace
+    models: tuple[SimulatedModel, ...]
+    ensembles: tuple[SimulatedEnsemble, ...]
+    host: HostTimes
+    rate_scale: float
+    seed: int | None
+    block_tokens: int
+
+    @property
+    def chats(self) -> TraceWorkload:
+        lines, began_ms = self.trace.chats, self.trace.began_ms
+        return TraceWorkload(lines, self.rate_scale, block_tokens=self.block_tokens, began_ms=began_ms)
+
+    def beside(self) -> Callable[[Scheduler], TensorSimulation]:
+        """A simulation for one run, on its scheduler."""
+        rng = None if self.seed is None else Random(self.seed)
+
+        def begun(scheduler: Scheduler) -> TensorSimulation:
+            simulation = TensorSimulation(scheduler, self.models, self.host, rng, ensembles=self.ensembles)
+            simulation.begin(tensor_arrivals(self.trace, self.rate_scale))
+            return simulation
+
+        return begun
+
+
+def read_tensor_work(options: SimulatedTensorOptions, trace: str, asked: SimulateOptions) -> TensorWork | None:
+    """None without --model-repository. Raises UsageError, ConfigError."""
+    if options.model_repository is None:
+        if options.tensor_profile is not None:
+            raise UsageError("--tensor-profile is for --model-repository, which was not given; add it")
+        return None
+    try:
+        lines, size = read_unpacked(trace).splitlines(), asked.trace_block_size or BLOCK_TOKENS
+        parsed = parse_mixed_trace(lines, trace, unit=asked.trace_unit, block_tokens=size)
+    except OSError as error:
+        raise ConfigError(f"--trace {trace}: {error.strerror}; give a file of JSON lines") from None
+    profile = read_tensor_profile(options.tensor_profile, options.model_repository)
+    named = {line.model for line in parsed.tensors}
+    models, ensembles = read_models(Path(options.model_repository), profile, named)
+    return TensorWork(parsed, models, ensembles, profile.host, asked.rate_scale, seed_of(asked), size)
+
+
+def read_tensor_profile(path: str | None, repository: str) -> TensorProfile:
+    """The file, or this machine's own of the repository. Raises ConfigError."""
+    found = Path(path) if path is not None else tensor_profile_path(repository)
+    try:
+        return decode_tensor_profile(found.read_bytes(), str(found))
+    except OSError as error:
+        raise ConfigError(
+            f"--tensor-profile {found}: {error.strerror}; make one with maitred profile --model-repository DIR"
+        ) from None
+
+
+def read_models(
+    repository: Path, profile: TensorProfile, asked: set[str]
+) -> tuple[tuple[SimulatedModel, ...], tuple[SimulatedEnsemble, ...]]:
+    """Models that are asked for, by the trace or by ensembles, as they would be served; none is loaded. Raises
+    ConfigError.
+    """
+    from maitred.tensor.batching import lengths_of, rules_of
+    from maitred.tensor.config_checks import is_ensemble
+    from maitred.tensor.repository_files import read_model, scan
+
+    found: list[SimulatedModel] = []
+    ensembles: list[SimulatedEnsemble] = []
+    present, names = scan(repository), sorted(asked)
+    for name in names:
+        if name not in present:
+            raise ConfigError(f"the trace asks for model {name!r}, and {repository} has {', '.join(present)}")
+        try:
+            model = read_model(repository / name)
+        except CheckpointError as error:
+            raise ConfigError(f"{repository / name}: {error}") from None
+        if is_ensemble(model.config):
+            ensembles.append(ensemble_of(model.config))
+            names += dict.fromkeys(each.model for each in ensembles[-1].steps if each.model not in names)
+            continue
+        rules, buckets = rules_of(model.config), lengths_of(model.config).buckets
+        for version in (each.number for each in model.versions if not each.fault):
+            times = profile.times_of(name, version)
+            found.append(SimulatedModel(name=name, version=version, rules=rules, times=times, buckets=buckets))
+    return tuple(found), tuple(ensembles)
+
+
+def ensemble_of(config: Any) -> SimulatedEnsemble:
+    """A simulated ensemble of a ModelConfig: steps, and which of them need whose outputs."""
+    steps = config.ensemble_scheduling.step
+    maker = {tensor: number for number, step in enumerate(steps) for tensor in step.output_map.values()}
+    needs = [sorted({maker[tensor] for tensor in step.input_map.values() if tensor in maker}) for step in steps]
+    made = (
+        SimulatedStep(step.model_name, max(0, step.model_version), tuple(before))
+        for step, before in zip(steps, needs, strict=True)
+    )
+    return SimulatedEnsemble(config.name, tuple(made))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from maitred.core.objectives import parse_slo
 from maitred.core.request import RequestState
 from maitred.sim.profile import EdgeModel
 
@@ -95,6 +96,11 @@ class Objectives:
     tpot_s: float | None = None
     """Mean gap of a request."""
     e2e_s: float | None = None
+
+    @classmethod
+    def parse(cls, slo: Iterable[str]) -> Objectives:
+        """Of `--slo`. Raises ConfigError."""
+        return cls(**{f"{name}_s": bound for name, bound in map(parse_slo, slo)})
 
 
 @dataclass(slots=True)

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from maitred.core.cost_model import CostModel
 from maitred.core.errors import ConfigError, MaitredError
-from maitred.core.objectives import parse_slo
 from maitred.core.request import RequestState, ResumePoint
 from maitred.engine.installed import installed_policies
 from maitred.engine.traffic import ReplayAsked, ServedRequest, Traffic, WhatIf
@@ -54,7 +53,7 @@ def what_if(asked: ReplayAsked) -> dict[str, Any]:
             f"not enough to fit a cost model to: {len(steps)} steps of {MIN_STEPS} were seen; send more requests"
         )
     fit = fit_steps([step for number, step in enumerate(steps) if number % 4 != 3], steps[3::4])
-    objectives = Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, change.slo)})
+    objectives = Objectives.parse(change.slo)
     size = engines[0].header.block_size
     arrivals = [_arrival(number, each, size, began_at) for number, each in enumerate(served)]
     setups = [_setup(engines[0], each, _acceptance(served)) for each in (WhatIf(), change)]
