@@ -117,9 +117,13 @@ async def test_what_sentence_transformers_saved_is_served_and_listed(tmp_path):
         assert [(card["id"], card["max_model_len"]) for card in cards[2:]] == [("mini", 20)]
         anthropics = (await http.get("/models?limit=1", headers={"anthropic-version": "2023-06-01"})).json()
         assert (len(anthropics["data"]), anthropics["has_more"], anthropics["data"][0]["type"]) == (1, True, "model")
-        with pytest.raises(openai.BadRequestError, match="has 32 tokens, and the model takes 20") as refused:
+        with pytest.raises(openai.BadRequestError, match="has 32 tokens, and this model takes 20") as refused:
             await client.embeddings.create(model="mini", input=["w1", TEXTS[3]])
         assert (refused.value.param, refused.value.code) == ("input[1]", "context_length_exceeded")
+        cut = await client.embeddings.create(
+            model="mini", input=["w1", TEXTS[3]], extra_body={"truncate_prompt_tokens": -1}
+        )
+        np.testing.assert_allclose(vectors(cut)[1], alone([*ids_of(TEXTS[3])[:19], ids_of(TEXTS[3])[-1]]), atol=1e-5)
 
 
 BAD = [
@@ -127,15 +131,15 @@ BAD = [
     ({"input": "w1", "model": "add"}, 404, "choose one of texts"),
     ({"input": []}, 400, "input has 0 prompts"),
     ({"input": [[]]}, 400, "input has no tokens"),
-    ({"input": [5, 64]}, 400, "input has token 64; the vocabulary has ids 0 to 63"),
+    ({"input": [5, 64]}, 400, "token 1 is 64; the vocabulary has ids 0 to 63"),
     ({"input": ["w1", 7]}, 400, "input"),
     ({"input": {"text": "w1"}}, 400, "input must be a text"),
     ({"input": [[5]] * 2049}, 400, "input has 2049 prompts; it must have 1 to 2048"),
-    ({"input": [5] * 513}, 400, "input has 513 tokens, and the model takes 512"),
+    ({"input": [5] * 513}, 400, "input has 513 tokens, and this model takes 512"),
     ({"input": "w1", "dimensions": 0}, 400, "dimensions is 0"),
     ({"input": "w1", "encoding_format": "hex"}, 400, "hex"),
     ({"input": "\ud800"}, 400, "not valid JSON"),
-    ({"input": "w1", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens is not supported"),
+    ({"input": "w1", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens is 0"),
     ({"input": "w1", "priority": -1}, 400, "priority is -1"),
     ({"input": "w1", "timeout_ms": -1}, 400, "timeout_ms is -1"),
     ({}, 400, "input"),

@@ -18,7 +18,7 @@ from maitred import LLM, SamplingParams
 from maitred.core.errors import CheckpointError, ConfigError, InvalidRequest, PromptTooLong
 from maitred.decisions.files import log_parts, read_frames
 from maitred.decisions.replay import first_difference
-from maitred.engine.vectors import AFTER, BEFORE
+from maitred.engine.vectors import AFTER, BEFORE, TASK
 from tests.model.checkpoints import load_reference, make_checkpoint
 from tests.model.encoders import (
     make_encoder,
@@ -31,6 +31,14 @@ from tests.model.encoders import (
 from tests.model.gguf_models import random_tensors, write_gguf
 
 TEXTS = ["w1 w2 bread", "sky", " ".join(f"w{at}" for at in range(60)), "w7 w8 w9 w10 w11s", "w3 " * 33]
+
+POOLED = {  # as sentence-transformers' Pooling
+    "mean_tokens": lambda states: states.mean(0),
+    "cls_token": lambda states: states[0],
+    "max_tokens": lambda states: states.max(0),
+    "mean_sqrt_len_tokens": lambda states: states.sum(0) / len(states) ** 0.5,
+    "weightedmean_tokens": lambda states: np.average(states, 0, np.arange(1, len(states) + 1)),
+}
 
 
 def random_prompts(count: int, most: int, vocab_size: int) -> list[list[int]]:
@@ -45,6 +53,8 @@ def random_prompts(count: int, most: int, vocab_size: int) -> list[list[int]]:
         ("Bert", "cls_token", {"hidden_act": "gelu_new", "type_vocab_size": 1, "num_attention_heads": 3}),
         ("Roberta", "mean_tokens", {"type_vocab_size": 1}),
         ("XLMRoberta", "cls_token", {"type_vocab_size": 1, "num_attention_heads": 2}),
+        ("Camembert", "max_tokens", {}),
+        ("DistilBert", "mean_sqrt_len_tokens", {}),
     ],
 )
 def test_an_encoder_gives_the_vectors_of_transformers_alone_and_in_any_batch(
@@ -55,7 +65,7 @@ def test_an_encoder_gives_the_vectors_of_transformers_alone_and_in_any_batch(
     with LLM(str(tmp_path), max_num_seqs=4) as llm:
         tokenizer = llm.get_tokenizer()
         states = [states_of(model, tokenizer.encode(text)) for text in TEXTS]
-        expected = [unit(each.mean(0) if pooling == "mean_tokens" else each[0]) for each in states]
+        expected = [unit(POOLED[pooling](each)) for each in states]
         vectors = llm.embed(TEXTS)
         np.testing.assert_allclose(vectors, expected, atol=2e-6)
         assert all(np.array_equal(llm.embed(text)[0], vector) for text, vector in zip(TEXTS, vectors, strict=True))
@@ -81,8 +91,8 @@ def test_dense_layers_prompts_and_fewer_dimensions(tmp_path: Path):
 
 def test_what_would_change_vectors_is_refused(tmp_path: Path):
     make_encoder("Bert", tmp_path)
-    write_modules(tmp_path, "max_tokens")
-    with pytest.raises(CheckpointError, match="pooling_mode_max_tokens"):
+    write_modules(tmp_path, "first_tokens")
+    with pytest.raises(CheckpointError, match=r"pooling_mode_first_tokens.*mean_sqrt_len"):
         LLM(str(tmp_path))
     write_modules(tmp_path, "cls_token")
     for settings, told in (
@@ -102,7 +112,7 @@ def test_what_would_change_vectors_is_refused(tmp_path: Path):
         assert llm.parts.core.scheduler.kv_cache.num_pages_used == 0
 
 
-@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+@pytest.mark.parametrize("kind", ["Bert", "DistilBert", "Roberta"])
 def test_a_cross_encoder_scores_pairs(tmp_path: Path, kind: str):
     model = make_encoder(kind, tmp_path, "ForSequenceClassification", num_labels=1)
     pairs = [("w1 bread", "sky"), ("w1 bread", "w4 w5 w6 bread"), ("w2", "w1")]
@@ -111,9 +121,10 @@ def test_a_cross_encoder_scores_pairs(tmp_path: Path, kind: str):
         for pair in pairs:
             ids, second = tokenizer.encode_whole(*pair, most=75)
             types = torch.tensor([[int(at >= second) for at in range(len(ids))]])
+            given = {} if kind == "DistilBert" else {"token_type_ids": types}
             with torch.no_grad():
-                expected.append(torch.sigmoid(model(torch.tensor([ids]), token_type_ids=types).logits)[0, 0].item())
-        np.testing.assert_allclose(llm.score(*zip(*pairs, strict=True)), expected, atol=2e-6)
+                expected.append(torch.sigmoid(model(torch.tensor([ids]), **given).logits)[0, 0].item())
+        np.testing.assert_allclose(llm.score(*zip(*pairs, strict=True)), expected, atol=1e-5)
         assert len(set(expected)) == 3
         with pytest.raises(InvalidRequest, match=r"no vectors.*/v1/rerank"):
             llm.embed("w1")
@@ -161,16 +172,57 @@ def embed_beside(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -
     return np.stack([vectors[each.request_id] for each in asked]), [texts[each.request_id] for each in others]
 
 
-def test_a_mean_over_a_causal_model_is_the_same_in_any_chunks(tmp_path: Path):
+@pytest.mark.parametrize("pooling", ["weightedmean_tokens", "max_tokens", "mean_tokens"])
+def test_all_tokens_of_a_causal_model_count_the_same_in_any_chunks(tmp_path: Path, pooling: str):
     folder = make_checkpoint("qwen3", tmp_path / "model")
-    write_modules(folder, "mean_tokens", normalize=False)
+    write_modules(folder, pooling, normalize=False)
     model, prompts, found = load_reference(folder), random_prompts(6, 60, 250), []
-    for budget in (16, 200):
-        with LLM(str(folder), executor="native", max_num_batched_tokens=budget, max_num_seqs=6) as llm:
+    for budget, ranks in ((16, 1), (200, 2)):
+        settings = {"max_num_batched_tokens": budget, "max_num_seqs": 6, "tensor_parallel": ranks, "num_threads": 1}
+        with LLM(str(folder), executor="native", **settings) as llm:
             found.append(llm.embed([*prompts, prompts[0]]))
     np.testing.assert_array_equal(*found)
-    np.testing.assert_allclose(found[0][:-1], [states_of(model, ids).mean(0) for ids in prompts], atol=1e-5)
+    np.testing.assert_allclose(found[0][:-1], [POOLED[pooling](states_of(model, ids)) for ids in prompts], atol=1e-5)
     np.testing.assert_array_equal(found[0][0], found[0][-1])
+
+
+@pytest.mark.parametrize("pooling", ["lasttoken", "mean_tokens"])
+def test_the_torch_executor_has_the_vectors_and_scores_of_the_native_one(tmp_path: Path, pooling: str):
+    folder, found = make_checkpoint("qwen3", tmp_path, max_position_embeddings=256), []
+    write_encoder_tokenizer(folder)
+    prompts = random_prompts(8, 60, 250)
+    write_modules(folder, pooling)
+    for executor in ("native", "torch"):
+        with LLM(str(folder), executor=executor, max_num_batched_tokens=24, max_num_seqs=4) as llm:
+            found.append(llm.embed([*prompts, prompts[0]]))
+    np.testing.assert_allclose(*found, atol=2e-6)
+    (folder / "modules.json").unlink()
+    scores = []
+    for executor in ("native", "torch"):
+        with LLM(str(folder), executor=executor, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+            scores.append(llm.score("bread", ["sky", "w1 bread " * 9]))
+    np.testing.assert_allclose(*scores, atol=1e-5)
+
+
+def test_a_causal_model_with_one_label_scores_as_transformers_and_generates_nothing(tmp_path: Path):
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.from_pretrained(make_checkpoint("qwen3", tmp_path, max_position_embeddings=256))
+    config.num_labels = config.pad_token_id = 1
+    model = transformers.Qwen3ForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    write_encoder_tokenizer(tmp_path)
+    with LLM(str(tmp_path), executor="native", max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        asked = f"<Instruct>: {TASK}\n<Query>: bread\n<Document>: sky"
+        ids = [
+            each
+            for text in (BEFORE, asked, AFTER)
+            for each in llm.get_tokenizer().encode(text, add_special_tokens=False)
+        ]
+        with torch.no_grad():
+            logit = model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1])
+        np.testing.assert_allclose(llm.score("bread", "sky"), [torch.sigmoid(logit).item()], atol=1e-5)
+        with pytest.raises(InvalidRequest, match=r"generates nothing.*/v1/rerank"):
+            llm.generate("bread")
 
 
 def test_a_gguf_file_of_an_encoder_gives_the_vectors_of_its_folder(tmp_path: Path):

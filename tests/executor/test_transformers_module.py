@@ -95,7 +95,8 @@ CONFIGS = {
     "bert": ("BertLMHeadModel", {}, "encoder.layer.0.attention.self sees other tokens than the last ones"),
     "hrm_text": ("HrmTextForCausalLM", {}, "L_module.layers.0.self_attn attends more than once"),
     "arcee": ("ArceeForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "its rope is dynamic"),
-    "foreign": ("ForeignForCausalLM", {"auto_map": {"A": "x.Y"}}, r"lacks it; its own Python code \(auto_map\) is"),
+    "foreign": ("ForeignForCausalLM", {"auto_map": {"A": "x.Y"}}, r"that name; its own Python code \(auto_map\) is"),
+    "mpnet": ("MPNetModel", {}, "no causal model.*of encoders Bert, .* as ONNX graphs"),
     "opt": ("OPTForCausalLM", {"num_hidden_layers": "many"}, "config.json does not describe a OPTForCausalLM"),
 }  # fmt: skip
 

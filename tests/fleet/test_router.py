@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from maitred.api.http.fleet_headers import FleetToken
@@ -540,6 +542,42 @@ async def test_a_pinned_request_stays_in_its_tier_and_out_of_the_cache():
                 assert await told(MANY_WORDS, **LOCAL) == (400, None)
                 assert await told("hello", **{"x-maitred-privacy": "locol"}) == (400, None)
         assert (counted, len(asked(cloud))) == ([LONG_WORDS, MANY_WORDS], 2)
+
+
+async def test_a_router_gives_similar_prompts_one_answer_by_vectors_of_its_replicas_and_bills_no_tenant_for_them():
+    plain, vectors = (
+        says(whole(completion())),
+        {"near": [1, 0.1], "nearer": [1, 0], "nearest": [1, 0.05], "far": [0, 1]},
+    )
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if seen.path != "/v1/embeddings":
+            return await plain(seen, writer)
+        texts = json.loads(seen.body)["input"]
+        if unknown := [text for text in texts if text not in vectors]:
+            return writer.write(whole(json.dumps({"error": {"message": f"{unknown}"}}).encode(), "503 Busy"))
+        data = [{"embedding": b64encode(np.float32(vectors[text]).tobytes()).decode()} for text in texts]
+        writer.write(whole(json.dumps({"data": data, "usage": {"prompt_tokens": 9}}).encode()))
+
+    cache = {"result_cache_bytes": 100_000, "result_cache_semantic": f"{MODEL}:0.97", "result_cache_check": 0.3}
+    tenants = FakeTenants(table_of({"a": {"semantic_cache": True, "token_budget": 200}, "b": {}}))
+    async with routed(script, server=cache, tenants=tenants) as (running, (fake,)), client_of(running) as client:
+
+        async def told(text: str, key: str = "a") -> str:
+            body = chat(text, temperature=0, max_tokens=9)
+            answer = await client.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+            return answer.headers["x-maitred-cache"]
+
+        assert [await told(text) for text in ("near", "far", "nearer")] == ["miss"] * 3, "the first hit is checked"
+        assert (await told("nearest"), await told("nearer")) == ("similar; cosine=0.9988", "hit")
+        assert (await told("near", "b"), await told("nearer", "b")) == ("miss", "miss"), "b did not ask for it"
+        used = running.router.authenticator.quotas.of(tenants.table.tenants["a"]).spent_tokens
+        assert used == 3 * 7, "and vectors are billed to no tenant"
+        assert await told("unknown") == "miss", "it is answered without them"
+        num_asked = [seen.path for seen in asked(fake)].count("/v1/embeddings")
+        assert await told("near far") == "miss"
+        assert [seen.path for seen in asked(fake)].count("/v1/embeddings") == num_asked, "and not asked again at once"
 
 
 async def test_a_tenants_limit_of_tokens_refuses_no_prompt_by_an_estimate():

@@ -48,7 +48,7 @@ def write_encoder_tokenizer(folder: Path) -> None:
 
 
 def make_encoder(kind: str, folder: Path, use: str = "Model", **overrides: Any) -> Any:
-    """transformers' own model of `kind` (Bert, Roberta, XLMRoberta), saved to `folder` with a tokenizer."""
+    """transformers' own model of `kind` (as Bert, Roberta, DistilBert), saved to `folder` with a tokenizer."""
     import torch
     import transformers
 
@@ -57,7 +57,7 @@ def make_encoder(kind: str, folder: Path, use: str = "Model", **overrides: Any) 
     model = getattr(transformers, f"{kind}{use}")(config).eval()
     for name, weights in model.named_parameters():
         spread = torch.randn_like(weights)
-        weights.data = 0.3 * spread + (1.0 if "LayerNorm.weight" in name else 0.0)
+        weights.data = 0.3 * spread + (1.0 if name.lower().endswith("norm.weight") else 0.0)
     model.save_pretrained(folder)
     write_encoder_tokenizer(folder)
     return model

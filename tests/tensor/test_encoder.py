@@ -95,13 +95,16 @@ def test_modules_say_pooling_and_whether_vectors_are_normalised(tmp_path):
     assert (encoder_in(cls).pooling, encoder_in(cls).normalize) == ("cls", False)
     (cls / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken", "include_prompt": true}')
     assert encoder_in(cls).pooling == "last"
+    (cls / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    values = tensor_of("last_hidden_state", np.float32([[[1, -2], [0, -1], [9, 9]]]), "TYPE_FP32")
+    assert vector_of(encoder_in(cls), values, 2).tolist() == [1, -1], "the third is padding"
 
 
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
         ({"modules": ("Transformer", "Pooling", "Dense")}, "models.Dense', which is not supported"),
-        ({"pooling": "pooling_mode_max_tokens"}, "pooling by pooling_mode_max_tokens is not supported"),
+        ({"pooling": "pooling_mode_first"}, "pooling by pooling_mode_first is not supported"),
     ],
 )
 def test_modules_that_are_not_built_are_refused_by_name(tmp_path, made, reason):
@@ -130,7 +133,7 @@ def test_settings_that_would_change_vectors_are_refused(tmp_path, file, content,
     [
         ({"model": add_model()}, "has no input 'input_ids'"),
         ({"model": encoder_model(inputs=("input_ids", "attention_mask", "task_id"))}, "input 'task_id' is none of"),
-        ({"model": encoder_model(), "config": parameters(pooling="max")}, "'pooling' is 'max'"),
+        ({"model": encoder_model(), "config": parameters(pooling="least")}, "'pooling' is 'least'"),
         ({"model": encoder_model(), "config": parameters(max_length="0")}, "'max_length' is '0'"),
     ],
 )

@@ -13,16 +13,15 @@ import time
 from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from starlette.types import Message
 
 from maitred.api.batch_lines import RETRIED, BadLine, answer_line, error_line, read_line, told_body, wait_s
 from maitred.api.dialects.openai import batch_schemas as s
 from maitred.api.generate.dialect import HEADERS, MAX_MS
 from maitred.api.http.auth import KeyHolder
-from maitred.api.http.exchange import ON_BEHALF
 from maitred.api.http.service import Service
 from maitred.core.errors import RateLimited, Unavailable
 from maitred.storage.state import PAGE_BYTES, ContentPiece, EntryKey, StateStore
@@ -275,7 +274,8 @@ class RunningBatch:
             (b"x-request-id", f"{batch.id}-{number}".encode()),
             (HEADERS["timeout_ms"].encode(), b"%d" % left_ms),
         ]
-        status, told, body = await self._answer_of(asked.url, headers, asked.body)
+        caller = partial(self._app.authenticator.in_background, self.record.holder)
+        status, told, body = await self._app.ask(asked.url, headers, asked.body, caller)
         if status in RETRIED and told.get("x-should-retry") != "false":
             self._num_refused += 1
             self._refused_until = time.monotonic() + wait_s(told.get("retry-after"), self._num_refused)
@@ -287,30 +287,6 @@ class RunningBatch:
         text = answer_line(number, asked.custom_id, status, told.get("x-request-id", ""), shown)
         self._answered.append(Answered(number, ANSWERED if status == 200 else FAILED, text, used))
         await asyncio.shield(self._store_answers())  # whatever ends this work, what is counted is stored
-
-    async def _answer_of(
-        self, path: str, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body that the application answers to the batch's key, without a connection."""
-        come: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        sent: list[Message] = []
-
-        async def receive() -> Message:
-            return come.pop() if come else await asyncio.get_running_loop().create_future()  # the client stays
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path}
-        of_batch = {"raw_path": path.encode(), "query_string": b"", "headers": headers, ON_BEHALF: self.record.holder}
-        try:
-            await self._app.asgi(scope | of_batch, receive, send)
-        except Exception:  # the answer broke off where a client would have lost its connection
-            logger.warning("an answer to batch %s broke off", self.record.batch.id, exc_info=True)
-        if len(sent) < 2 or sent[-1].get("more_body"):
-            return 503, {}, b""
-        told = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in sent[0]["headers"]}
-        return sent[0]["status"], told, b"".join(message.get("body", b"") for message in sent[1:])
 
     async def _store_answers(self) -> None:
         """Store what was answered until now, by all workers."""

@@ -16,7 +16,6 @@ from maitred.api.http.server import BesideServer, HttpServer
 from maitred.api.ops.observer import Observer
 from maitred.api.routes import make_routes
 from maitred.config import ServerConfig
-from maitred.config.server import semantic_of
 from maitred.core.clock import Clock, WallClock
 from maitred.engine.intake import ServedModel
 from maitred.engine.limits import hand_over_quickly
@@ -132,9 +131,7 @@ def _loading_app(
         salt_secret=salt_secret,
     )
     if config.result_cache_semantic is not None:
-        from maitred.api.generate.similar import SimilarPrompts  # noqa: PLC0415  the extra `tensor`
+        from maitred.api.http.similar import SimilarPrompts  # noqa: PLC0415  numpy
 
-        model, bound = semantic_of(config.result_cache_semantic)
-        app.similar = SimilarPrompts(model, bound, config.result_cache_check)
-        app.results.similar = app.similar.answers
+        SimilarPrompts(app)
     return app

@@ -49,8 +49,6 @@ _OF_REPLICAS = (
     "strict_fields",
     "decode_timeout_s",
     "start_budget_s",
-    "result_cache_semantic",
-    "result_cache_check",
 )
 _OF_LAUNCHED = ("launch", "placement", "idle_s", "warm", "asleep")
 

@@ -73,8 +73,8 @@ class ServerConfig:
     """An answer in the result cache is given again for this long (s)."""
     result_cache_semantic: str | None = None
     """MODEL:COSINE, such as minilm:0.97: an answer in the result cache is also given where the last text of the user is
-    so near to the one it was given to, by the vectors of this encoder of the model repository, and all else of the
-    request is the same. For tenants that say `semantic_cache: true`; without tenants for all."""
+    so near to the one it was given to, by the vectors that this served model makes at /v1/embeddings, and all else of
+    the request is the same. For tenants that say `semantic_cache: true`; without tenants for all."""
     result_cache_check: float = 0.05
     """This share of those answers is computed all the same; when over 1% of the computed ones are less near than COSINE
     to what the cache had, similar prompts are answered from the cache no more, and the log says so."""

@@ -271,7 +271,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """How a model makes numbers of a prompt (`model.pooling`)."""
 
-    kind: str  # mean, cls, last: how the states of a prompt become one
+    kind: str  # one of `model.pooling.KINDS`: how the states of a prompt become one
     width: int  # of a vector; of a cross-encoder, its labels
     task: str = "embed"  # or "classify": logits of labels, of one for a cross-encoder
     normalize: bool = True  # a vector has length 1
@@ -290,7 +290,11 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_tokens(self) -> bool:
-        return self.is_encoder or self.kind == "mean"
+        return self.is_encoder or self.kind != "last"
+
+    @property
+    def generates(self) -> bool:
+        return not self.is_encoder and self.task == "embed"
 
     @property
     def has_vectors(self) -> bool:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from maitred.config import EngineConfig
 from maitred.core.clock import Clock, WallClock
 from maitred.core.cost_model import CostModel
-from maitred.core.request import PoolingFacts, RequestSpec, SamplingParams
+from maitred.core.request import RequestSpec, SamplingParams
 from maitred.core.step import Executor
 from maitred.decisions.codec import Header
 from maitred.decisions.files import DecisionLogFile
@@ -120,8 +120,7 @@ def build_parts(
             for tier in tiers:
                 undo.callback(tier.close)
             executor = _build_executor(plan, timeline, tell, told_now_and_then(tell, clock), on_lost)
-            if plan.pooling is not None:
-                executor.pooler = _pooler(executor, checkpoint, plan.pooling)
+            executor.pooler = _pooler(plan, executor, checkpoint)
             undo.pop_all()
     grammars = executor.grammars = Grammars(
         facts.tokenizer_folder, facts.vocab_size, facts.eos_token_ids, forces=config.model.forced_tokens
@@ -218,8 +217,8 @@ def told_now_and_then(tell: OnEvent, clock: Clock, every_s: float = 2.0) -> Call
 
 def _tell_use(facts: ModelFacts, tell: OnEvent) -> None:
     """Tell what the model is not served for."""
-    if facts.pooling is not None and facts.pooling.is_encoder:
-        tell("encoder texts become vectors or scores: /v1/embeddings, /v1/rerank, /v1/score; it generates nothing")
+    if facts.pooling is not None and not facts.pooling.generates:
+        tell("vectors texts become vectors or scores: /v1/embeddings, /v1/rerank, /v1/score; it generates nothing")
     elif facts.chat_template is None:
         tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
     elif isinstance(facts.chat_template, dict) and "default" not in facts.chat_template:
@@ -258,14 +257,15 @@ def _build_executor(
     return executor
 
 
-def _pooler(executor: Any, checkpoint: Checkpoint, facts: PoolingFacts) -> Pooler:
-    """What makes vectors of the native executor's states, with layers of the checkpoint behind pooling."""
+def _pooler(plan: EnginePlan, executor: Any, checkpoint: Checkpoint) -> Pooler:
+    """What makes vectors of an executor's states, with layers of the checkpoint behind pooling."""
     from maitred.executor.pooling import Pooler
 
-    runner, layers = executor.runner, pooled_layers(checkpoint, facts)
-    is_decoder = runner.program.spec.encoder is None
-    norm = runner.weights["norm"].vector if is_decoder else None
-    return Pooler(runner, facts.kind, norm=norm, eps=runner.program.spec.norm_eps, layers=layers)
+    spec, encoder, layers = plan.spec, plan.spec.encoder, pooled_layers(checkpoint, plan.pooling)
+    second_ids = spec.vocab_size if encoder is not None and encoder.num_types > 1 else 0
+    is_normed = encoder is not None or plan.executor.name == "torch"
+    norm = None if is_normed else executor.runner.weights["norm"].vector
+    return Pooler(plan.pooling.kind, norm=norm, eps=spec.norm_eps, layers=layers, second_ids=second_ids)
 
 
 def _scheduler(

@@ -33,7 +33,7 @@ class BuiltExecutor(Protocol):
 
     grammars: Grammars | None
     proposer: Proposer | None
-    pooler: Any  # an `executor.pooling.Pooler`, where it makes vectors
+    pooler: Any  # an `executor.pooling.Pooler`, set by the engine's builder
     threads: Any  # a `_native.ThreadPool`, where it has one
     on_logits: Any  # told the logits of every position of every step, where it is set
 

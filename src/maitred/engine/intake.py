@@ -50,7 +50,7 @@ class ServedModel:
     block_size: int = 16  # tokens
     max_num_seqs: int = 0  # requests in one step; 0 where it is not known
     footprint: Footprint | None = None  # None where it is not known
-    pooling: PoolingFacts | None = None  # None where its executor makes no vectors
+    pooling: PoolingFacts | None = None  # None where it is not known
     version: int = 1  # on its shelf, where it comes from one
 
     @classmethod
@@ -79,16 +79,24 @@ class ServedModel:
         if facts is None or not (facts.is_declared or facts.is_encoder):
             return ("completion",)
         vectors = ("embedding",) if facts.has_vectors else ()
-        return vectors if facts.is_encoder else ("completion", *vectors)
+        return ("completion", *vectors) if facts.generates else vectors
+
+    @property
+    def pools(self) -> PoolingFacts:
+        """How it makes vectors. Raises UnsupportedParameter where no engine has told."""
+        if self.pooling is None:
+            raise UnsupportedParameter(f"{self.name} makes no vectors; serve a language model, or an encoder")
+        return self.pooling
 
     def check_generates(self) -> None:
-        """Raises InvalidRequest for an encoder."""
-        if self.pooling is not None and self.pooling.is_encoder:
-            raise InvalidRequest(
-                f"{self.name} is an encoder, which generates nothing; POST texts to /v1/embeddings, /v1/rerank or "
-                "/v1/score, or serve a causal model",
-                param="model",
+        """Raises InvalidRequest for an encoder, and for a model with labels in place of an output matrix."""
+        if self.pooling is not None and not self.pooling.generates:
+            routes = (
+                "/v1/embeddings, /v1/rerank or /v1/score" if self.pooling.has_vectors else "/v1/rerank or /v1/score"
             )
+            kind = "an encoder" if self.pooling.is_encoder else "a model of scores"
+            told = f"{self.name} is {kind}, which generates nothing; POST texts to {routes}"
+            raise InvalidRequest(f"{told}, or serve a causal model", param="model")
 
     def check_version(self, asked: int) -> None:
         """Raises ModelNotFound for another version than this one; 0 is any."""
@@ -202,35 +210,27 @@ def make_pooled(
     cache_salt: str = "",
     add_special_tokens: bool = True,
     score_tokens: Sequence[int] | None = None,
+    at: str = "prompt",
 ) -> RequestSpec:
     """Request whose answer is a vector of its prompt, or numbers that `task` names (`Pooling`); `second` is the other
     text of a pair, `score_tokens` those whose logits are asked for. `cut_to` cuts a longer text at its
-    end, to so many tokens; -1 is as many as the model takes.
+    end, to so many tokens; -1 is as many as the model takes. `at` names the text in errors.
 
     Raises PromptTooLong with both numbers, InvalidRequest, and UnsupportedParameter where nothing makes vectors.
     """
-    facts, most, cuts = model.pooling, model.max_model_len, cut_to is not None
-    if facts is None:
-        raise UnsupportedParameter("this executor makes no vectors; serve with --executor native")
+    facts, most, cuts = model.pools, model.max_model_len, cut_to is not None
     if cut_to is not None and cut_to != -1:
         most = min(most, cut_to)
-    second_from = 0
-    if isinstance(prompt, str):
-        try:
-            token_ids: Sequence[int]
-            token_ids, second_from = model.tokenizer.encode_whole(
-                prompt, second, most=most, cuts=cuts, add_special_tokens=add_special_tokens
-            )
-        except TooManyTokens as error:
-            told = f"the text has {error.num_tokens} tokens, and this model takes {most}"
-            raise PromptTooLong(f"{told}; send a shorter one, or truncate_prompt_tokens: -1", param="prompt") from None
-    else:
-        _check_token_ids(prompt, model.vocab_size)
-        token_ids = prompt[:most] if cuts else prompt
-        if len(token_ids) > most:
-            raise PromptTooLong(f"the text has {len(token_ids)} tokens, and this model takes {most}", param="prompt")
-    if not token_ids:
-        raise InvalidRequest("the text has no tokens; send at least one", param="prompt")
+    token_ids, second_from = tokens_to_pool(
+        model.tokenizer,
+        prompt,
+        second,
+        most=most,
+        vocab_size=model.vocab_size,
+        at=at,
+        cuts=cuts,
+        add_special_tokens=add_special_tokens,
+    )
     pooling = Pooling(task=task, all_tokens=facts.all_tokens, whole=facts.whole, second_from=second_from)
     return RequestSpec(
         request_id=request_id,
@@ -245,6 +245,43 @@ def make_pooled(
         block_hashes=list(hash_blocks(token_ids, model.block_size, root_hash(model.revision, cache_salt))),
         pooling=pooling,
     )
+
+
+def tokens_to_pool(
+    tokenizer: Tokenizer,
+    text: str | Sequence[int],
+    second: str | None = None,
+    *,
+    most: int,
+    vocab_size: int,
+    at: str,
+    cuts: bool = False,
+    add_special_tokens: bool = True,
+) -> tuple[Sequence[int], int]:
+    """Tokens of a text, or of two, that become numbers, and the first of the second type (0: none); `at` is the field.
+
+    Raises PromptTooLong with both numbers unless it `cuts`, and InvalidRequest for no tokens, and for unknown ones.
+    """
+    second_from = 0
+    try:
+        if isinstance(text, str):
+            token_ids, second_from = tokenizer.encode_whole(
+                text, second, most=most, cuts=cuts, add_special_tokens=add_special_tokens
+            )
+        else:
+            _check_token_ids(text, vocab_size)
+            token_ids = list(text[:most] if cuts else text)
+            if len(token_ids) > most:
+                raise TooManyTokens(len(token_ids), most)
+        if not token_ids:
+            raise InvalidRequest(f"{at} has no tokens; send at least one")
+    except TooManyTokens as error:
+        told = f"{at} has {error.num_tokens} tokens, and this model takes {most}"
+        raise PromptTooLong(f"{told}; send a shorter text, or truncate_prompt_tokens: -1", param=at) from None
+    except InvalidRequest as error:
+        error.param = at
+        raise
+    return token_ids, second_from
 
 
 def _prompt_tokens(model: ServedModel, prompt: str | Sequence[int], add_special_tokens: bool) -> tuple[int, ...]:

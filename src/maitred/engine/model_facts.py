@@ -60,4 +60,4 @@ class ModelFacts(msgspec.Struct, frozen=True):
     tool_format: str | None = None  # None is what the chat template shows
     max_num_seqs: int = 0  # requests in one step; 0 where it is not known
     adapters: tuple[AdapterFacts, ...] = ()  # those named at the start
-    pooling: PoolingFacts | None = None  # None where its executor makes no vectors
+    pooling: PoolingFacts | None = None  # None where it is not known

@@ -29,7 +29,7 @@ from maitred.kv.pages import KVGroups, groups_of
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.families import UnknownArchitecture, spec_from_config
 from maitred.model.packaged import remark
-from maitred.model.pooling import pooling_of
+from maitred.model.pooling import OF_ONE_TOKEN, pooling_of
 from maitred.model.spec import DecoderSpec
 from maitred.text.folder import added_token_id, read_chat_template, read_named_tokens
 
@@ -46,7 +46,7 @@ class EnginePlan(NamedTuple):
     memory: MemoryPlan
     num_host_blocks: int
     drafts: DraftPlan | None
-    pooling: PoolingFacts | None  # None where the executor makes no vectors
+    pooling: PoolingFacts
     scheduler: SchedulerConfig  # with the executor's token budget where none was given
 
 
@@ -63,7 +63,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
         config = _as_encoder(config, spec, pooling)
     elif pooling.max_tokens and config.model.max_model_len is None:
         config = replace(config, model=replace(config.model, max_model_len=_own_context(spec, pooling)))
-    needs_all = pooling.kind == "mean"
+    needs_all = pooling.kind not in OF_ONE_TOKEN
     executor, drafts = plan_drafts(
         config,
         checkpoint,
@@ -98,8 +98,8 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, fil
     tell(f"steps   of at most {scheduler.token_budget} tokens, {scheduler.max_num_seqs} requests")
     if drafts is not None:
         tell(drafts.describe(config.speculative.num_speculative_tokens))
-    num_host_blocks, pools = _num_host_blocks(config, executor, memory), pooling if executor.name == "native" else None
-    return EnginePlan(config, spec, executor, memory, num_host_blocks, drafts, pools, scheduler)
+    num_host_blocks = _num_host_blocks(config, executor, memory)
+    return EnginePlan(config, spec, executor, memory, num_host_blocks, drafts, pooling, scheduler)
 
 
 def _own_context(spec: DecoderSpec, pooling: PoolingFacts) -> int:

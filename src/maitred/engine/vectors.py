@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.core.errors import InvalidRequest, PromptTooLong, UnsupportedParameter
+from maitred.core.errors import InvalidRequest, PromptTooLong
 from maitred.core.request import PoolingFacts, RequestSpec
 from maitred.engine.intake import ServedModel
 from maitred.text.marks import MarkedText, Marks
@@ -55,20 +55,33 @@ def embedding(
 ) -> PooledRequests[list[Vector]]:
     """Vectors of texts, behind the model's prompt of that name or its default one; the first `dimensions` of each
     (arXiv:2205.13147). `options` are `make_pooled`'s. Raises RequestError."""
-    facts = _facts_of(model)
+    facts = model.pools
     if not facts.has_vectors:
         told = f"{model.name} scores pairs of texts, and has no vectors; send them to /v1/rerank or /v1/score"
         raise InvalidRequest(told, param="model")
-    if dimensions is not None and not 1 <= dimensions <= facts.width:
-        told = f"dimensions is {dimensions}; it must be at least 1 and at most {facts.width}, as many as vectors have"
-        raise InvalidRequest(told, param="dimensions")
+    check_dimensions(dimensions, facts.width)
     name = facts.default_prompt if prompt_name is None else prompt_name
     if name and name not in facts.prompts:
         known = f"it has {', '.join(facts.prompts)}" if facts.prompts else "it has none"
         raise InvalidRequest(f"the model has no prompt {name!r}; {known}", param="prompt_name")
     prompt = facts.prompts.get(name, "")
-    requests = [make(prompt + text if isinstance(text, str) else text, "embed", **options) for text in texts]
+    requests = [
+        make(prompt + text if isinstance(text, str) else text, "embed", at=at, **options)
+        for at, text in zip(places("input", len(texts)), texts, strict=True)
+    ]
     return PooledRequests(requests, lambda answers: [vector_of(facts, each, dimensions) for each in answers])
+
+
+def check_dimensions(asked: int | None, width: int | None) -> None:
+    """Raises InvalidRequest for none, and for more than there are; a `width` of None is not known yet."""
+    if asked is not None and (asked < 1 or (width is not None and asked > width)):
+        most = f"at most {width}, as many as the model's vectors have" if width is not None else "at least 1"
+        raise InvalidRequest(f"dimensions is {asked}; it must be {most}", param="dimensions")
+
+
+def places(field: str, count: int) -> list[str]:
+    """What errors call each text of a request's field."""
+    return [field] if count == 1 else [f"{field}[{index}]" for index in range(count)]
 
 
 def vector_of(facts: PoolingFacts, numbers: bytes, dimensions: int | None = None) -> Vector:
@@ -84,7 +97,7 @@ def scoring(
 
     Raises RequestError for what the model cannot score.
     """
-    facts = _facts_of(model)
+    facts = model.pools
     if not facts.is_encoder and not (facts.is_declared and facts.has_vectors):
         return _answers(model, facts, pairs, make, instruction=instruction or TASK, cut_to=cut_to)
     if instruction is not None:
@@ -94,15 +107,9 @@ def scoring(
     if facts.width != 1:
         told = f"{model.name} has {facts.width} labels; a score needs a model with one"
         raise InvalidRequest(told, param="model")
-    requests = [make(query, "classify", second=document, cut_to=cut_to) for query, document in pairs]
+    asked = zip(places("documents", len(pairs)), pairs, strict=True)
+    requests = [make(query, "classify", second=document, cut_to=cut_to, at=at) for at, (query, document) in asked]
     return PooledRequests(requests, lambda answers: [_label_score(facts, each) for each in answers])
-
-
-def _facts_of(model: ServedModel) -> PoolingFacts:
-    """Raises UnsupportedParameter."""
-    if model.pooling is None:
-        raise UnsupportedParameter("this executor makes no vectors; serve with --executor native")
-    return model.pooling
 
 
 def unit(vector: Vector) -> Vector:
@@ -126,7 +133,8 @@ def _cosines(
     requests = []
     for names, text in places:
         name = next((each for each in names if each in facts.prompts), None)
-        requests.append(make(facts.prompts.get(name or facts.default_prompt, "") + text, "embed", cut_to=cut_to))
+        prompt = facts.prompts.get(name or facts.default_prompt, "")
+        requests.append(make(prompt + text, "embed", cut_to=cut_to, at="documents"))
 
     def scores(answers: Sequence[bytes]) -> list[float]:
         units = [unit(np.frombuffer(each, np.float32)) for each in answers]

@@ -18,7 +18,7 @@ from maitred.core.step import BlockCopy, ModelOutput, SampledRow, SchedulerOutpu
 from maitred.executor.grammar import Grammars
 from maitred.executor.native_lora import NativeAdapters, refuse
 from maitred.executor.native_program import NativeProgram, RaggedStep, running_sums
-from maitred.executor.pooling import Pooler, PoolingRow
+from maitred.executor.pooling import Pooler, PoolingRow, StepStates
 from maitred.executor.ranks import Ranks
 from maitred.executor.rows import (
     PROMPT_LOGPROBS_CHUNK,
@@ -451,7 +451,7 @@ class NativeExecutor:
             if piece.work.state.pooling is not None
         ]
         if pooling and self.pooler is not None:
-            self.pooler.tell_types(pooling, step)
+            self.pooler.tell_types(pooling, step.token_ids)
         wanted = [
             token
             for piece, end in zip(slices, firsts[1:], strict=True)
@@ -461,7 +461,9 @@ class NativeExecutor:
         logits_RV = self.runner.run(step, wanted[: self.runner.max_logits])
         self._sample(sampling, wanted, logits_RV, tokens)
         if pooling and self.pooler is not None:  # else the scheduler hears that there is no answer
-            self.pooler.pool(pooling, tokens)
+            runner = self.runner
+            left = StepStates(lambda: runner.all_states, runner.last_states, runner.more_logits, runner.max_logits)
+            self.pooler.pool(pooling, left, tokens)
         for piece, first in zip(slices, firsts, strict=False):
             if piece.work.state.prompt_logprobs is not None:
                 self._add_prompt_logprobs(piece, first, prompts)

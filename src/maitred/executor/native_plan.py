@@ -31,7 +31,6 @@ from maitred.executor.ranks import (
     Ranks,
     bind_rank,
     processors_of_ranks,
-    rank_config,
 )
 from maitred.executor.sampler import SampledToken, uniform
 from maitred.executor.sampler_state import RequestSampler
@@ -126,7 +125,7 @@ class NativePlan:
     bind_threads: bool = False
     choose_threads: bool = False  # fewer of them where measured steps are faster so
     num_ranks: int = 1  # processes, each with its share of the weights and so many threads
-    rank_config: RankConfig | None = None  # where there are several
+    rank_config: RankConfig
     weight_cache: WeightCache | None = None
     groups: KVGroups | None = None  # of layers, where blocks consist of pages
     num_drafts: int = 0  # of a request in a step, at most
@@ -383,7 +382,6 @@ class NativePlan:
 
     def _start_ranks(self, num_blocks: int, num_state_slots: int, max_model_len: int, on_lost: OnLost | None) -> Ranks:
         """The other ranks, which load while this one does."""
-        assert self.rank_config is not None
         begin = Begin(
             config=self.rank_config,
             num_ranks=self.num_ranks,
@@ -464,7 +462,16 @@ def plan_native_executor(
         bind_threads=config.bind_threads == "on",
         choose_threads=config.num_threads is None and num_ranks == 1,
         num_ranks=num_ranks,
-        rank_config=rank_config(config, cache, scheduler, num_drafts, taps, checkpoint) if num_ranks > 1 else None,
+        rank_config=RankConfig(
+            path=str(checkpoint.path),
+            identity=checkpoint.identity,
+            model=config,
+            cache=cache,
+            scheduler=scheduler,
+            num_drafts=num_drafts,
+            taps=taps,
+            needs_all=needs_all,
+        ),
         weight_cache=weight_cache(config),
         num_drafts=num_drafts,
     )

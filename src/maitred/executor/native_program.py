@@ -142,7 +142,7 @@ class NativeProgram:
         self.vocab_size = spec.vocab_size
         num_embeddings = program.head.num_embeddings if program.head is not None else spec.vocab_size
         if spec.encoder is not None:  # ids tell types too, see `EmbedMore`
-            num_embeddings *= spec.encoder.num_types
+            num_embeddings *= max(1, spec.encoder.num_types)
         self.weights = weights
         self._keep = (pool, threads, place)
         self._native = _native.Program(

@@ -56,6 +56,7 @@ def _load(begin: Begin, place: Place) -> NativeProgram:
             num_threads=begin.num_threads,
             num_drafts=config.num_drafts,
             taps=config.taps,
+            needs_all=config.needs_all,
         )
         if begin.groups is not None:
             plan = plan.in_groups(begin.groups)

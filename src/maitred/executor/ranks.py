@@ -26,7 +26,6 @@ from maitred.core.errors import ConfigError, KernelError, OutOfMemory
 from maitred.executor.native_program import Place
 from maitred.kernels import _native
 from maitred.kv.pages import KVGroups
-from maitred.model.checkpoint import Checkpoint
 
 # -P: the current folder, which may be a model's with Python code in it, is no place for modules
 RANK = (sys.executable, "-P", "-m", "maitred.executor.rank_process")
@@ -51,6 +50,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig
     num_drafts: int
     taps: tuple[int, ...] = ()
+    needs_all: bool = False
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,25 +78,6 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
     num_taken: int = 0
     error: str = ""
-
-
-def rank_config(
-    model: ModelConfig,
-    cache: CacheConfig,
-    scheduler: SchedulerConfig,
-    num_drafts: int,
-    taps: tuple[int, ...],
-    checkpoint: Checkpoint,
-) -> RankConfig:
-    return RankConfig(
-        path=str(checkpoint.path),
-        identity=checkpoint.identity,
-        model=model,
-        cache=cache,
-        scheduler=scheduler,
-        num_drafts=num_drafts,
-        taps=taps,
-    )
 
 
 class Ranks:

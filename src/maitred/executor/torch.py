@@ -17,6 +17,7 @@ from maitred.core.step import ModelOutput, SampledRow, SchedulerOutput, TokenLog
 from maitred.executor import torch_kv
 from maitred.executor.batch import TorchBatch, build_batch, stale_slots, unwritten_slots
 from maitred.executor.grammar import Grammars
+from maitred.executor.pooling import Pooler, PoolingRow, StepStates
 from maitred.executor.rows import (
     PROMPT_LOGPROBS_CHUNK,
     follow_grammars,
@@ -90,7 +91,7 @@ class TorchExecutor:
         self._recurrent = torch_kv.TorchStates(spec, num_state_slots, device=device) if spec.has_state else None
         self._pages = PageTables(groups) if groups is not None else None
         self._host = torch_kv.TorchHostPool(self.pool, num_host_blocks) if num_host_blocks else None
-        self.pooler = None
+        self.pooler: Pooler | None = None  # for requests that pool; likewise
         self.proposer: Proposer | None = None  # never one: drafts are refused before anything is loaded
         self.threads: object = None
         self._attention: GatherAttention | FlashAttention
@@ -176,6 +177,7 @@ class TorchExecutor:
     def _collect(self, batch: TorchBatch, hidden_TD: torch.Tensor) -> Iterator[SampledRow]:
         """Sample, and report in the plan's order the rows that have something to say."""
         sampled = self._sample(batch, hidden_TD)
+        self._pool(batch, hidden_TD, sampled)
         for row in np.argsort(batch.order).tolist():
             work = batch.works[row]
             prompt_logprobs = self._prompt_logprobs(batch, row, hidden_TD)
@@ -185,7 +187,7 @@ class TorchExecutor:
 
     def _sample(self, batch: TorchBatch, hidden_TD: torch.Tensor) -> dict[int, SampledToken]:
         """Batch row -> its token, for rows that sample; the token is now part of the request's state."""
-        rows = [i for i, work in enumerate(batch.works) if work.row.samples]
+        rows = [i for i, work in enumerate(batch.works) if work.row.samples and work.state.pooling is None]
         if not rows:
             return {}
         last_token_R = batch.first_tokens[rows] + batch.num_tokens[rows] - 1
@@ -196,6 +198,22 @@ class TorchExecutor:
         tokens = {i: keep(state, token, has_masks) for i, state, token in zip(rows, states, sampled, strict=True)}
         follow_grammars(batch.works, tokens, self.grammars)
         return tokens
+
+    def _pool(self, batch: TorchBatch, hidden_TD: torch.Tensor, tokens: dict[int, SampledToken]) -> None:
+        """Put vectors of prompts that end into `tokens`, by batch row."""
+        pooling = [
+            PoolingRow(i, work.state, work.row.start, first, work.row.num_tokens, work.row.samples)
+            for i, (work, first) in enumerate(zip(batch.works, batch.first_tokens.tolist(), strict=True))
+            if work.state.pooling is not None
+        ]
+        if pooling and self.pooler is not None:
+            states = StepStates(
+                all_states=lambda: _floats(hidden_TD),
+                last_states=lambda tokens: _floats(hidden_TD[list(tokens)]),
+                more_logits=lambda tokens: self._logits(hidden_TD[list(tokens)]),
+                most=PROMPT_LOGPROBS_CHUNK,
+            )
+            self.pooler.pool(pooling, states, tokens)
 
     def _prompt_logprobs(
         self, batch: TorchBatch, row: int, hidden_TD: torch.Tensor
@@ -217,12 +235,16 @@ class TorchExecutor:
         return tuple(found)
 
     def _logits(self, hidden_TD: torch.Tensor) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = self._decoder.logits(hidden_TD).cpu().numpy()
-        return logits
+        return _floats(self._decoder.logits(hidden_TD))
 
     def _show_logits(self, on_logits: OnLogits, batch: TorchBatch, hidden_TD: torch.Tensor) -> None:
         for (row, _, _), first in zip(batch.works, batch.first_tokens.tolist(), strict=True):
             on_logits(row.request_id, row.start, self._decoder.logits(hidden_TD[first : first + row.num_tokens]))
+
+
+def _floats(values: torch.Tensor) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = values.float().cpu().numpy()
+    return found
 
 
 @contextmanager

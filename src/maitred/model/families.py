@@ -460,13 +460,17 @@ _BERT_DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
     "pad_token_id": 0, "position_embedding_type": "absolute",
 }  # fmt: skip
+_DISTILBERT_NAMES = {
+    "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads", "hidden_act": "activation",
+}  # fmt: skip
 
 # First of a family's model types -> what it has beside `_LLAMA_DEFAULTS`. Of DeepSeek, all else stands in a hub's
 # config.json.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "bert": _BERT_DEFAULTS,
-    "roberta": _BERT_DEFAULTS | {"pad_token_id": 1},
-    "xlm-roberta": _BERT_DEFAULTS | {"pad_token_id": 1},
+    **dict.fromkeys(("camembert", "roberta", "xlm-roberta"), _BERT_DEFAULTS | {"pad_token_id": 1}),
+    "distilbert": _BERT_DEFAULTS | {"type_vocab_size": 0},
     "deepseek_v2": {
         "rope_interleave": True, "scoring_func": "softmax", "topk_method": "greedy", "first_k_dense_replace": 0,
     },
@@ -580,17 +584,26 @@ _GEMMA4 = Family(
     partial_rotary=True,
 )
 
+_QWEN3 = Family(
+    model_types=("qwen3",),
+    layers=qwen_layers,
+    qk_norm=QKNorm.PER_HEAD,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+)
 _BERT = Family(model_types=("bert",), is_encoder=True)
 _ROBERTA = Family(model_types=("roberta",), is_encoder=True, skips_padding=True)
-_XLM_ROBERTA = replace(_ROBERTA, model_types=("xlm-roberta",))
+ENCODERS = {
+    "Bert": _BERT,
+    "Camembert": replace(_ROBERTA, model_types=("camembert",)),
+    "DistilBert": Family(model_types=("distilbert",), is_encoder=True),
+    "Roberta": _ROBERTA,
+    "XLMRoberta": replace(_ROBERTA, model_types=("xlm-roberta",)),
+}
 _ENCODER_USES = ("Model", "ForSequenceClassification", "ForMaskedLM")  # what is trained for filling gaps, too
 
 FAMILIES: dict[str, Family] = {
-    **{
-        f"{name}{use}": family
-        for name, family in {"Bert": _BERT, "Roberta": _ROBERTA, "XLMRoberta": _XLM_ROBERTA}.items()
-        for use in _ENCODER_USES
-    },
+    **{f"{name}{use}": family for name, family in ENCODERS.items() for use in _ENCODER_USES},
     "DeepseekV2ForCausalLM": replace(_DEEPSEEK, model_types=("deepseek_v2",)),
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Gemma2ForCausalLM": _GEMMA2,
@@ -662,13 +675,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(
         model_types=("qwen2_moe",), layers=qwen2_moe_layers, experts=qwen_experts, qkv_bias="qkv_bias"
     ),
-    "Qwen3ForCausalLM": Family(
-        model_types=("qwen3",),
-        layers=qwen_layers,
-        qk_norm=QKNorm.PER_HEAD,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-    ),
+    "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3ForSequenceClassification": _QWEN3,  # rerankers with one row, yes less no, in place of the output matrix
     "Qwen3NextForCausalLM": _QWEN_NEXT,
     "Qwen3_5ForCausalLM": replace(_QWEN35_MOE, model_types=("qwen3_5_text", "qwen3_5"), experts=no_experts),
     "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
@@ -715,9 +723,11 @@ def _with_defaults(config: Config, family: Family) -> dict[str, Any]:
     text = config.get("text_config") or {}
     defaults = _DEFAULTS.get(family.model_types[0], {})
     c = {**_LLAMA_DEFAULTS, **defaults, **config, **text}
+    if "distilbert" in family.model_types:
+        c |= {name: c[own] for name, own in _DISTILBERT_NAMES.items() if own in c}
     if text and "tie_word_embeddings" not in text:
         c["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
-    if any(name.endswith("Model") for name in config.get("architectures") or ()):
+    if any(name.endswith(("Model", "ForSequenceClassification")) for name in config.get("architectures") or ()):
         c["tie_word_embeddings"] = True  # saved without an output matrix
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if not isinstance(c.get(name), int):

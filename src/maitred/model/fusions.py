@@ -91,7 +91,8 @@ def _lowered(spec: DecoderSpec, formats: Formats, taps: Sequence[int]) -> Iterat
 def _encoder(spec: DecoderSpec, encoder: EncoderSpec, formats: Formats) -> Iterator[Op]:
     """Write an encoder from its tokens' embeddings on; its states are what is taken."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    for name, count in (("types", encoder.num_types), ("positions", encoder.num_positions)):
+    types = [("types", encoder.num_types)] if encoder.num_types else []
+    for name, count in (*types, ("positions", encoder.num_positions)):
         weight = matrix(f"{name}.embedding", count, hidden, formats.of(f"{name}.embedding.weight", 0))
         by_position = name == "positions"
         yield EmbedMore(HIDDEN, weight, by_position, encoder.first_position if by_position else 0)

@@ -579,8 +579,9 @@ def _olmo2(keys: _Keys, config: Config) -> Config:
 
 def _bert(keys: _Keys, config: Config) -> Config:
     """RoBERTa's and XLM-R's files say bert too, and their positions begin at the first token."""
-    types = keys.names["token_types.weight"].tensor("token_types.weight").shape[0]
-    return {"layer_norm_eps": config["rms_norm_eps"], "type_vocab_size": types, "hidden_act": "gelu"}
+    types = keys.names.get("token_types.weight")  # none: DistilBERT's
+    num_types = 0 if types is None else types.tensor("token_types.weight").shape[0]
+    return {"layer_norm_eps": config["rms_norm_eps"], "type_vocab_size": num_types, "hidden_act": "gelu"}
 
 
 def _nothing_more(keys: _Keys, config: Config) -> Config:

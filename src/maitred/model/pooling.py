@@ -6,6 +6,7 @@ cross-encoder's config.json by its architecture. Of any other causal model it is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 LABELS = "ForSequenceClassification"  # the end of an architecture's name
-_FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
-_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+KINDS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean")
+OF_ONE_TOKEN = ("cls", "last")
+_KIND = re.compile(r"(?:pooling_mode_)?(mean_sqrt_len|weightedmean|mean|cls|last|max)(?:_?tokens?)?")
 _GGUF_TYPES = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "Sigmoid": "sigmoid"}
 _MOST_LENGTH = 1 << 20  # tokenizer_config.json says 1e30 for unknown
@@ -71,16 +73,17 @@ def refuse_setting(path: Path, field: str) -> None:
 
 
 def pooling_kind(path: Path) -> str:
-    """mean, cls or last, of a Pooling module's config.json. Raises CheckpointError."""
+    """One of `KINDS`, of a Pooling module's config.json. Raises CheckpointError."""
     config = read_json_if_there(path)
     flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    known = _FLAGS if flags else _NAMES
     modes = flags or [str(config.get("pooling_mode"))]
-    if len(modes) != 1 or modes[0] not in known:
-        raise CheckpointError(f"{path}: pooling by {' and '.join(modes)} is not supported; mean, cls and last are")
+    if len(modes) != 1 or (known := _KIND.fullmatch(modes[0])) is None:
+        raise CheckpointError(
+            f"{path}: pooling by {' and '.join(modes)} is not supported; {', '.join(KINDS)} alone are"
+        )
     if config.get("include_prompt") is False:
         raise CheckpointError(f"{path}: include_prompt is false, which is not supported: prompts count as texts do")
-    return known[modes[0]]
+    return known[1]
 
 
 def pooling_of(checkpoint: Checkpoint, spec: DecoderSpec) -> PoolingFacts:
@@ -88,11 +91,15 @@ def pooling_of(checkpoint: Checkpoint, spec: DecoderSpec) -> PoolingFacts:
     is_encoder = spec.encoder is not None
     plain = PoolingFacts(kind="mean" if is_encoder else "last", width=spec.hidden_size, is_encoder=is_encoder)
     if checkpoint.gguf is not None:
-        return _of_gguf(checkpoint, spec, plain)
-    if spec.architecture.endswith(LABELS):
+        found = _of_gguf(checkpoint, spec, plain)
+    elif spec.architecture.endswith(LABELS):
         return _of_labels(checkpoint, plain)
-    modules = modules_of(checkpoint.folder)
-    return _of_modules(checkpoint.folder, modules, plain) if modules else plain
+    else:
+        modules = modules_of(checkpoint.folder)
+        found = _of_modules(checkpoint.folder, modules, plain) if modules else plain
+    if found.kind == "cls" and not is_encoder:
+        raise CheckpointError(f"{checkpoint.name} is a causal model, whose first token sees no other: pooling by cls")
+    return found
 
 
 def _of_modules(folder: Path, modules: Sequence[Module], plain: PoolingFacts) -> PoolingFacts:
@@ -209,7 +216,7 @@ def _dense_config(place: Path) -> dict[str, Any]:
 
 
 def _label_layers(checkpoint: Checkpoint) -> list[PooledLayer]:
-    """A cross-encoder's: BERT's pooler and classifier, RoBERTa's two in one, a decoder's `score`."""
+    """A cross-encoder's: BERT's pooler and classifier, RoBERTa's two in one, DistilBERT's, a decoder's `score`."""
     names = checkpoint.tensor_names()
     if "cls.output.weight" in names and checkpoint.gguf is not None:  # a causal reranker's rows of yes and no
         metadata = checkpoint.gguf.metadata
@@ -219,6 +226,7 @@ def _label_layers(checkpoint: Checkpoint) -> list[PooledLayer]:
     ways = (
         ((f"{encoder_prefix(names)}pooler.dense", "tanh"), ("classifier", "identity")),
         (("classifier.dense", "tanh"), ("classifier.out_proj", "identity")),
+        (("pre_classifier", "relu"), ("classifier", "identity")),
         (("score", "identity"),),
     )
     for way in ways:

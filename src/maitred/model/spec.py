@@ -249,6 +249,7 @@ class EncoderSpec:
     first_position: int = 0
     """Row of a prompt's first token."""
     num_types: int = 1
+    """0: the model has none (DistilBERT)."""
 
 
 class AttentionCall(NamedTuple):
@@ -479,7 +480,7 @@ def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 def _encoder_shapes(spec: DecoderSpec, encoder: EncoderSpec) -> dict[str, tuple[int, ...]]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
-        "types.embedding.weight": (encoder.num_types, hidden),
+        **({"types.embedding.weight": (encoder.num_types, hidden)} if encoder.num_types else {}),
         "positions.embedding.weight": (encoder.num_positions, hidden),
         **dict.fromkeys(("embedding_norm.weight", "embedding_norm.bias"), (hidden,)),
     }

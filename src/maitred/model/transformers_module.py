@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from maitred.core.errors import CheckpointError
+from maitred.model.families import ENCODERS
 from maitred.model.spec import AttentionCall, DecoderSpec, LayerSpec, ModuleSpec
 from maitred.model.torch_decoder import Attend, tensor_from_raw
 from maitred.model.weight_map import HARMLESS, PREFIXES
@@ -179,7 +180,9 @@ def _config_and_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
     if name is None:
         code = "; its own Python code (auto_map) is never run" if raw.get("auto_map") else ""
         raise CheckpointError(
-            f"architecture {names[0]!r} has no native row, and transformers {transformers.__version__} lacks it{code}"
+            f"architecture {names[0]!r} has no native row, and transformers {transformers.__version__} has no causal "
+            f"model of that name{code}; of encoders {', '.join(ENCODERS)} run, others as ONNX graphs, by "
+            "--model-repository"
         )
     module_class = getattr(transformers, name)
     fields = {key: value for key, value in text.items() if key not in _LOADS_MORE and not key.startswith("_")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,9 @@ OTHER_SENSES = re.compile(
 HARMLESS = re.compile(rf"(^|\.)rotary_emb\.inv_freq$|^(mtp|cls\.output)\.|{OTHER_SENSES.pattern}")
 
 # And beside an encoder: what is built on its states, and numbers of positions of old releases.
-HARMLESS_BESIDE_ENCODER = re.compile(r"(^|\.)(pooler|classifier|cls|lm_head|predictions)\.|embeddings\.position_ids$")
+HARMLESS_BESIDE_ENCODER = re.compile(
+    r"(^|\.)((pre_)?classifier|vocab_\w+|pooler|cls|lm_head|predictions)\.|embeddings\.position_ids$"
+)
 
 # And in a head's folder: its vocabulary (`head_folder` reads it), and what its training copied from the model.
 HARMLESS_IN_HEAD = re.compile(r"^(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$")
@@ -122,7 +124,7 @@ def weight_map(spec: DecoderSpec | HeadSpec, tensor_names: Collection[str]) -> t
 def decoder_sources(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
     """Every tensor that a checkpoint of `spec` holds, under the prefix of `tensor_names`; none is looked for."""
     if spec.encoder is not None:
-        return tuple(_encoder_sources(spec, spec.encoder, encoder_prefix(tensor_names)))
+        return tuple(_encoder_sources(spec, spec.encoder, tensor_names))
     return tuple(_sources(spec, _prefix(tensor_names), tensor_names))
 
 
@@ -194,7 +196,9 @@ def _is_harmless(name: str, spec: DecoderSpec) -> bool:
     behind = layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.num_mtp_layers
     unread = layer is not None and int(layer[1]) < spec.num_layers and spec.layers[int(layer[1])].kv_of is not None
     behind = behind or (unread and bool(re.search(r"self_attn\.[kv]_(proj|norm)\.", name)))
-    return bool(HARMLESS.search(name)) or behind or (spec.tied_embeddings and name.endswith("lm_head.weight"))
+    is_output = spec.tied_embeddings and name.endswith("lm_head.weight")
+    is_output = is_output or (name == "score.weight" and spec.architecture.endswith("ForSequenceClassification"))
+    return bool(HARMLESS.search(name)) or behind or is_output
 
 
 def _first(names: list[str], limit: int = 4) -> str:
@@ -249,15 +253,34 @@ def _after_layers(spec: DecoderSpec, prefix: str) -> Iterator[WeightSource]:
 def encoder_prefix(tensor_names: Collection[str]) -> str:
     """What stands before an encoder's tensors: nothing, where it was saved without what is built on it."""
     word = "embeddings.word_embeddings.weight"
-    return next((p for p in ("", "bert.", "roberta.") if p + word in tensor_names), "")
+    return next((p for p in ("", "bert.", "roberta.", "distilbert.") if p + word in tensor_names), "")
 
 
-def _encoder_sources(spec: DecoderSpec, encoder: EncoderSpec, prefix: str) -> Iterator[WeightSource]:
+_DISTILBERT = {
+    "encoder.layer": "transformer.layer", "attention.self.query": "attention.q_lin",
+    "attention.self.key": "attention.k_lin", "attention.self.value": "attention.v_lin",
+    "attention.output.dense": "attention.out_lin", "attention.output.LayerNorm": "sa_layer_norm",
+    "intermediate.dense": "ffn.lin1", "output.dense": "ffn.lin2", "output.LayerNorm": "output_layer_norm",
+}  # fmt: skip
+_DISTILBERTS = re.compile("|".join(map(re.escape, _DISTILBERT)))  # the longer first
+
+
+def _encoder_sources(spec: DecoderSpec, encoder: EncoderSpec, tensor_names: Collection[str]) -> Iterator[WeightSource]:
+    found, names = _berts(spec, encoder, encoder_prefix(tensor_names)), "transformer.layer.0.attention.q_lin.weight"
+    if not any(prefix + names in tensor_names for prefix in ("", "distilbert.")):
+        yield from found
+        return
+    for source in found:
+        yield replace(source, tensor=_DISTILBERTS.sub(lambda part: _DISTILBERT[part[0]], source.tensor))
+
+
+def _berts(spec: DecoderSpec, encoder: EncoderSpec, prefix: str) -> Iterator[WeightSource]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     rows = {"word": spec.vocab_size, "token_type": encoder.num_types, "position": encoder.num_positions}
     names = ("embedding", "types.embedding", "positions.embedding")
     for (kind, count), name in zip(rows.items(), names, strict=True):
-        yield WeightSource(f"{prefix}embeddings.{kind}_embeddings.weight", (count, hidden), f"{name}.weight")
+        if count:
+            yield WeightSource(f"{prefix}embeddings.{kind}_embeddings.weight", (count, hidden), f"{name}.weight")
     yield from _layer_norm(f"{prefix}embeddings.LayerNorm", "embedding_norm", hidden)
     for i in range(spec.num_layers):
         source, target = f"{prefix}encoder.layer.{i}.", f"layers.{i}."

@@ -70,7 +70,7 @@ class Tenant:
     capture: str = CAPTURES[0]
     """Whether a server with --capture keeps its answers' tokens: never, asked (store: true) or always."""
     semantic_cache: bool = False
-    """Whether a server with --result-cache-semantic answers its similar prompts with one answer."""
+    """Whether a server or router with --result-cache-semantic answers its similar prompts with one answer."""
     limits: Limits = Limits()
 
     def lets_capture(self, store: bool | None) -> bool:

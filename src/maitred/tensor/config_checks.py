@@ -12,6 +12,7 @@ from itertools import chain, pairwise
 from math import prod
 
 from maitred.core.errors import CheckpointError
+from maitred.model.pooling import KINDS
 from maitred.tensor.config import ANY_MESSAGE, DATA_TYPES, SCHEMA, WILDCARD, parameters_of, refusals
 from maitred.tensor.encoder_config import encoder_of, is_encoder
 
@@ -310,7 +311,7 @@ PARAMETER_FORMS = {  # keys and values, as regular expressions; a key that match
     r"precision": r"float|int8-dynamic|int8-static",
     r"min_cosine": r"0(\.\d+)?|1(\.0+)?",
     r"task": r"embedding",
-    r"pooling": r"mean|cls|last",
+    r"pooling": "|".join(KINDS),
     r"normalize": r"true|false",
     r"max_length": r"[1-9]\d{0,6}",
 }

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maitred.core.errors import InvalidRequest, KernelError
+from maitred.core.errors import KernelError
 from maitred.core.tensor_request import Tensor
-from maitred.engine.vectors import unit
+from maitred.engine.vectors import check_dimensions, unit
+from maitred.executor.pooling import divided, with_states
+from maitred.model.pooling import OF_ONE_TOKEN
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.encoder_config import IDS, MASK, Encoder
 from maitred.tensor.instance import NUMPY_TYPES
@@ -44,17 +46,11 @@ def vector_of(encoder: Encoder, output: Tensor, num_tokens: int, num_dimensions:
     return unit(vector) if encoder.normalize else vector
 
 
-def check_dimensions(asked: int | None, width: int | None) -> None:
-    """Raises InvalidRequest for none, and for more than there are; a `width` of None is not known yet."""
-    if asked is not None and (asked < 1 or (width is not None and asked > width)):
-        most = f"at most {width}, as many as the model's vectors have" if width is not None else "at least 1"
-        raise InvalidRequest(f"dimensions is {asked}; it must be {most}", param="dimensions")
-
-
 def _pooled(pooling: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
     """`values` are [length, width], of which the first tokens are the text's; [width] where the graph has pooled."""
-    if pooling == "mean":
-        values = values[:num_tokens].mean(axis=0, dtype=np.float32)
-    elif pooling:
+    if pooling in OF_ONE_TOKEN:
         values = values[0 if pooling == "cls" else min(num_tokens, len(values)) - 1]
+    elif pooling:
+        values = values[:num_tokens].astype(np.float32)
+        values = divided(pooling, with_states(pooling, None, values, 0), len(values))
     return values

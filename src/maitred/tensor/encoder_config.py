@@ -41,7 +41,7 @@ class Encoder:
     inputs: tuple[DeclaredTensor, ...]
     output: str
     width: int | None  # of its vectors, where the graph tells
-    pooling: str  # mean, cls, last; empty where the graph pools itself
+    pooling: str  # one of `model.pooling.KINDS`; empty where the graph pools itself
     normalize: bool
     max_length: int  # tokens
     fixed_length: int | None  # that the graph takes, whatever the text has

@@ -97,8 +97,7 @@ def ways_of(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> li
     if app.fleet.is_on:
         ways.append(Noted(app, exchange, exchange.scope["path"], body))
     if app.results.is_on and (wanted := _wanted(app, exchange, ask, body)) is not None:
-        make = Cached if app.similar is None else app.similar.way
-        ways.append(make(app, exchange, ask, wanted, body))
+        ways.append(Cached(app, exchange, ask, wanted))
     if exchange.from_router:
         ways.append(FromRouter(app, exchange, ask))
     if app.capture is not None and _is_captured(exchange, ask):
@@ -125,7 +124,7 @@ class Noted(Way):
 class Cached(Way):
     """An answer that the result cache may have, or keep."""
 
-    def __init__(self, app: App, exchange: Exchange, ask: GenerationAsk, wanted: WantedAnswer, body: bytes) -> None:
+    def __init__(self, app: App, exchange: Exchange, ask: GenerationAsk, wanted: WantedAnswer) -> None:
         self._app, self._exchange, self._ask, self._wanted = app, exchange, ask, wanted
 
     async def replayed(self, lease: HttpLease) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.errors import shortened, told_names
@@ -175,7 +175,6 @@ class App(Service):
         self.kept_logprobs = KeptLogprobs()
         self.text = TextThreads()
         self.grammars = GrammarChecker()
-        self.similar: Any = None  # of `generate.similar`, where similar prompts have one answer
         self.request_numbers = itertools.count()
 
     def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:

@@ -82,7 +82,7 @@ class AsgiApp:
             if behalf is None:
                 exchange.caller = self._caller(found, headers, is_router=exchange.from_router)
             else:
-                exchange.caller = self.app.authenticator.in_background(behalf)
+                exchange.caller = behalf()
             if found.needs_engine:
                 self.app.check_loaded()
             route, exchange.parameter = found[:2] if found.route is not None else self.routes.find(method, path)

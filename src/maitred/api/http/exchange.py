@@ -29,7 +29,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 Header = tuple[bytes, bytes]
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")  # what a client may call its request
 CONNECTION = "maitred.connection"  # in the scope: the GuardedConnection that the request came on
-ON_BEHALF = "maitred.on_behalf"  # in the scope: the KeyHolder that a line of a batch is asked for
+ON_BEHALF = "maitred.on_behalf"  # in the scope of a request of our own: gives its Caller, or raises
 TOO_SLOW = "maitred.too_slow"  # in the scope: the connection gave up on the body
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 

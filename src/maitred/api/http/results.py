@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message
 
@@ -15,7 +15,6 @@ from maitred.storage import result_cache
 
 if TYPE_CHECKING:
     from maitred.storage.redis import RedisStore
-    from maitred.storage.similar import SimilarAnswers
 
 HEADER = b"x-maitred-cache"
 CACHE_CONTROL = b"cache-control"
@@ -31,8 +30,7 @@ class WantedAnswer:
     key: bytes
     control: result_cache.CacheControl
     revision: str  # what besides the body makes the answer
-    similar: Callable[[], Awaitable[tuple[result_cache.CachedAnswer, str] | None]] | None = None
-    """Looks for the answer to a similar request, and how similar it is."""
+    similar: Any = None  # of `similar`, where it may have the answer of a similar request
 
 
 class Results:
@@ -51,7 +49,8 @@ class Results:
         self.is_on = max_bytes > 0
         self.num_hits = self.num_misses = self.num_corrupt = 0
         self.num_similar = 0  # of the hits
-        self.similar: SimilarAnswers | None = None  # where similar prompts may have one answer
+        self.similar: Any = None  # of `similar`, where similar prompts may have one answer
+        self.on_wanted: Callable[[Exchange, bytes, WantedAnswer], None] | None = None  # likewise
         self._shared, self._clock, self._wall_time = shared, clock, wall_time
 
     def wanted(
@@ -62,7 +61,10 @@ class Results:
             return None
         path, tenant = exchange.scope["path"], exchange.caller.tenant.name
         key = result_cache.result_key(body, path=path, tenant=tenant, revision=revision)
-        return WantedAnswer(key, result_cache.cache_control(exchange.headers.get(CACHE_CONTROL)), revision)
+        wanted = WantedAnswer(key, result_cache.cache_control(exchange.headers.get(CACHE_CONTROL)), revision)
+        if self.on_wanted is not None:
+            self.on_wanted(exchange, body, wanted)
+        return wanted
 
     async def replay(self, exchange: Exchange, wanted: WantedAnswer | None) -> bool:
         """Answer from the cache, if it is there; else note what is answered, until `keep`. Tells the client which."""
@@ -70,7 +72,10 @@ class Results:
             return False
         answer, how = await self._find(wanted), b"hit"
         if answer is None and wanted.similar is not None and wanted.control.max_age_s != 0:
-            answer, how = await self._find_similar(wanted.similar, wanted.control)
+            found = await wanted.similar.find()
+            if found is not None and result_cache.is_fresh(found[0], wanted.control, self._clock.now()):
+                self.num_similar += 1
+                answer, how = found[0], b"similar; cosine=" + found[1].encode()
         if answer is None:
             self.num_misses += 1
             Recording(exchange, self.cache.max_answer_bytes)
@@ -104,6 +109,8 @@ class Results:
         if self._shared is not None:
             value = result_cache.packed(wanted.key, answer, self._wall_time(), now)
             self._shared.put(wanted.key, value, self.cache.ttl_s)
+        if wanted.similar is not None:
+            wanted.similar.kept(answer)
 
     async def _find(self, wanted: WantedAnswer) -> result_cache.CachedAnswer | None:
         key, now = wanted.key, self._clock.now()
@@ -113,17 +120,6 @@ class Results:
         if answer is None and self._shared is not None:
             answer = await self._find_shared(self._shared, key)
         return answer if answer is not None and result_cache.is_fresh(answer, wanted.control, now) else None
-
-    async def _find_similar(
-        self,
-        find: Callable[[], Awaitable[tuple[result_cache.CachedAnswer, str] | None]],
-        control: result_cache.CacheControl,
-    ) -> tuple[result_cache.CachedAnswer | None, bytes]:
-        found = await find()
-        if found is None or not result_cache.is_fresh(found[0], control, self._clock.now()):
-            return None, b""
-        self.num_similar += 1
-        return found[0], b"similar; cosine=" + found[1].encode()
 
     async def _find_shared(self, shared: RedisStore, key: bytes) -> result_cache.CachedAnswer | None:
         value = await shared.get(key)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.types import Message
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
+from maitred.api.http.exchange import ON_BEHALF, Header
 from maitred.api.http.fleet_headers import FleetToken
 from maitred.api.http.results import Results
 from maitred.api.ops.observer import HttpObserver
@@ -16,10 +21,13 @@ from maitred.core.clock import Clock
 from maitred.core.replica import ReplicaState
 from maitred.gate.gate import Gate
 from maitred.storage.ledger import Ledger
+from maitred.tenancy.caller import Caller
 
 if TYPE_CHECKING:
     from maitred.storage.redis import RedisStore
     from maitred.storage.state import StateStore
+
+logger = logging.getLogger(__name__)
 
 
 class Ending(Protocol):
@@ -88,6 +96,30 @@ class Service:
             self.lasting["stored"] = StateStore(self.config.state_dir)
         found: StateStore = self.lasting["stored"]
         return found
+
+    async def ask(
+        self, path: str, headers: list[Header], body: bytes, behalf: Callable[[], Caller]
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body that the application answers to a request of our own, without a connection."""
+        come: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            return come.pop() if come else await asyncio.get_running_loop().create_future()  # the client stays
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path}
+        of_us = {"raw_path": path.encode(), "query_string": b"", "headers": headers, ON_BEHALF: behalf}
+        try:
+            await self.asgi(scope | of_us, receive, send)
+        except Exception:  # the answer broke off where a client would have lost its connection
+            logger.warning("an answer of %s to a request of our own broke off", path, exc_info=True)
+        if len(sent) < 2 or sent[-1].get("more_body"):
+            return 503, {}, b""
+        told = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in sent[0]["headers"]}
+        return sent[0]["status"], told, b"".join(message.get("body", b"") for message in sent[1:])
 
     def check_loaded(self) -> None:
         """Raises Unavailable before what routes need is there; a router holds requests instead."""

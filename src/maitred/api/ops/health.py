@@ -100,7 +100,7 @@ class DecodeProbe:
             "now": began_at,
             "terms": Terms(priority=LEAST_URGENT),
         }
-        if pooling is not None and pooling.is_encoder:
+        if pooling is not None and not pooling.generates:
             request = make_pooled(self._model, [0], pooling.task, **of_request)
         else:
             sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

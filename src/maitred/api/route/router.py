@@ -82,6 +82,10 @@ class Router(Service):
             ledger=ledger,
             store=store,
         )
+        if config.result_cache_semantic is not None:
+            from maitred.api.http.similar import SimilarPrompts  # noqa: PLC0415  numpy
+
+            SimilarPrompts(self)
         self.replica = self.in_flight = self
         self.draining = False
         follower = Follower(self.fleet_token)
