@@ -148,6 +148,7 @@ def test_a_killed_model_goes_on_and_a_tensor_model_is_swapped_in_beside(tmp_path
         answer = client.post("/v2/models/double/infer", json={"inputs": rows})
         assert answer.status_code == 200, answer.text
         assert states(client) == {"a": "ready", "t": "ready"}
+        assert "no language model" in ask(client, "t").json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from maitred.config import SchedulerConfig
@@ -291,6 +293,14 @@ def test_a_model_that_dies_while_it_serves_is_started_again_and_goes_on():
     machine.do(machine.core.joined(facts_of("A"), machine.now + 1.0))
     assert machine.bound == {"A1": "A"}
     assert machine.loads == ["A"]
+
+
+def test_a_model_that_tells_other_names_than_its_own_is_asked_by_both():
+    machine = Machine(models={"A": {"names": ("double",)}})
+    machine.ask("A1")
+    machine.do(machine.core.joined(replace(facts_of("A"), models=("double",)), machine.now))
+    machine.arrive("other", model="double")
+    assert machine.bound == {"A1": "A", "other": "A"}
 
 
 def test_models_that_memory_can_never_hold_are_refused_at_the_start():
