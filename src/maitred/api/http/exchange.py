@@ -89,6 +89,22 @@ class Exchange:
             raise InvalidRequest(told, param=name)
         return value
 
+    def page(self, items: Sequence[dict[str, Any]], after: str, *, most: int) -> dict[str, Any]:
+        """The part of `items` with ids that the query's `limit` (at most `most`, 20 unless told) and `after`, its field
+        with the id of the one before, ask for. Raises InvalidRequest.
+        """
+        limit, last, ids = (
+            self.query_number("limit", 1, most, 20),
+            self.query.get(after),
+            [item["id"] for item in items],
+        )
+        if last is not None and last not in ids:
+            raise InvalidRequest(f"{after} is {shortened(repr(last), 80)}, which is none here", param=after)
+        start = 0 if last is None else ids.index(last) + 1
+        told = ids[start : start + limit] or [None]
+        page = {"data": items[start : start + limit], "first_id": told[0], "last_id": told[-1]}
+        return {**page, "has_more": len(ids) > start + limit}
+
     async def send(self, message: Message) -> None:
         """Send an ASGI message; every answer carries its request's id."""
         if message["type"] == "http.response.start":

@@ -11,12 +11,10 @@ import msgspec
 from maitred.api.dialects.anthropic.schemas import ANTHROPIC
 from maitred.api.dialects.openai import models as openai_models
 from maitred.api.http.app import App
-from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
-from maitred.core.errors import InvalidRequest
 
 VERSION = b"anthropic-version"
-MAX_LISTED, LISTED = 1000, 20  # most models in an answer, and where the query names no limit
+MAX_LISTED = 1000  # models in an answer
 MODELS_QUERY: dict[str, dict[str, Any]] = {
     "limit": {"type": "string", "description": f"1 to {MAX_LISTED}; in OpenAI's form all are listed, whatever it is"},
     "after_id": {"type": "string"},
@@ -50,20 +48,13 @@ async def get_model(app: App, exchange: Exchange) -> None:
 
 async def answer_cards(exchange: Exchange, cards: Sequence[Mapping[str, Any]]) -> None:
     """Answer the part of OpenAI's `cards` that the query asks for. Raises InvalidRequest."""
-    asked, limit = exchange.query, exchange.query_number("limit", 1, MAX_LISTED, LISTED)
-    ids, before, after = [card["id"] for card in cards], asked.get("before_id"), asked.get("after_id")
-    for name, id in (("before_id", before), ("after_id", after)):
-        if id is not None and id not in ids:
-            raise InvalidRequest(f"{name} is {shortened(repr(id), 80)}, which is no model here", param=name)
-    if before is not None:
-        rest = cards[: ids.index(before)]
-        page = rest[-limit:]
-    else:
-        rest = cards[0 if after is None else ids.index(after) + 1 :]
-        page = rest[:limit]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    models, has_more = [*map(model_of, page)], len(rest) > len(page)
-    await exchange.answer_json({"data": models, "has_more": has_more, "first_id": first, "last_id": last})
+    models, is_before = [*map(model_of, cards)], "before_id" in exchange.query
+    page = exchange.page(
+        models[::-1] if is_before else models, "before_id" if is_before else "after_id", most=MAX_LISTED
+    )
+    if is_before:
+        page |= {"data": page["data"][::-1], "first_id": page["last_id"], "last_id": page["first_id"]}
+    await exchange.answer_json(page)
 
 
 def model_of(card: Mapping[str, Any]) -> dict[str, Any]:

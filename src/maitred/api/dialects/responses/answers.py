@@ -12,20 +12,17 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from functools import cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, Raw, UnsetType
-from msgspec.structs import replace
 
 from maitred.api.dialects.openai import refusals
 from maitred.api.dialects.openai.answers import OPENAI, TokenNames, chat_logprobs, completion_id, encode
 from maitred.api.dialects.openai.chat import joined_calls
 from maitred.api.dialects.openai.reading import ChatReading, is_shaped, read_answer
-from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask, wanted_usage
-from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
+from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask
 from maitred.api.dialects.responses import schemas as s
-from maitred.api.dialects.responses.reading import NOTHING_READ, sealed, translated
+from maitred.api.dialects.responses.reading import Translation, sealed
 from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
@@ -43,9 +40,13 @@ from maitred.text.shape import Shape
 RESPONSES = OPENAI._replace(stream=StreamFormat())  # nothing comes after the last event
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _NOT_HERE: Mapping[str, str] = {  # of the fields that chats and texts have
-    "max_tokens": "send max_output_tokens",
+    "messages": "send input",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "send max_output_tokens"),
     "response_format": "send text.format",
+    "reasoning_effort": "send reasoning.effort",
+    "logprobs": f"send include: {[LOGPROBS]}",
     "n": "a response is one answer",
+    "prediction": "ask a chat",
     **dict.fromkeys(("echo", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"), "ask a completion"),
 }
 _WHY: Mapping[str, str] = {
@@ -53,7 +54,6 @@ _WHY: Mapping[str, str] = {
     "prompt": "send the text as instructions and input",
     "moderation": "there is none",
     "context_management": "a conversation is never shortened here",
-    "messages": "send input",
 }
 REFUSED: refusals.Refused = {
     name: neutral
@@ -61,11 +61,6 @@ REFUSED: refusals.Refused = {
     if name not in (*s.ResponsesRequest.__struct_fields__, *_WHY)
 } | dict.fromkeys(_WHY, ([],))
 decoder = cache(lambda: BodyDecoder(s.ResponsesRequest, REFUSED))  # made for its first user: it takes 15 ms
-_TO_CHAT = (
-    *(name for name in GenerationFields.__struct_fields__ if name not in ("stream_options", "response_format")),
-    *("parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget", "top_logprobs"),
-)
-_to_chat = attrgetter(*_TO_CHAT)
 
 
 def decode_response(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
@@ -74,32 +69,29 @@ def decode_response(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     body = as_sent.body
     model = app.check_model(body.model, exchange.caller)
     check_fields(body, as_sent.refused)
-    exchange.field_names = NOTHING_READ.field_names
+    translation = Translation()
+    exchange.field_names = translation.field_names
     if as_sent.refused or as_sent.unknown:
         refusals.heed_others(app, exchange, as_sent, decoder(), REFUSED)
-    chat = _chat_of(body)
-    check_common(chat, exchange.caller, policy_without_priorities=app.policy_without_priorities)
-    sampling = chat_sampling(chat, app.model, 1)
+    check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
+    body.max_completion_tokens = body.max_output_tokens
+    body.logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
+    body.reasoning_effort = body.reasoning.effort if body.reasoning is not None else None
+    sampling = chat_sampling(body, app.model, 1)
     id = body.request_id or f"resp_{secrets.token_hex(24)}"
-    reading = ChatReading(app.model, app.grammars, chat, id)
-    answer = ResponseAnswer(
-        app,
-        exchange,
-        body,
-        chat,
-        reading,
-        s.response_of(body, id, model, temperature=sampling.temperature, top_p=sampling.top_p),
-    )
+    base = s.response_of(body, id, model, temperature=sampling.temperature, top_p=sampling.top_p)
+    reading, names = ChatReading(app.model, app.grammars, body, id), TokenNames(app.model.tokenizer, as_ids=False)
+    answer = ResponseAnswer(exchange, body, translation, reading, names, base)
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": 1}
     return make_ask(
-        chat,
+        body,
         answer,
         id=id,
         sampling=sampling,
         prompts=answer.prompts,
         adapter=app.adapter(body.model, exchange.caller),
         shape=answer.shape,
-        is_shaped=is_shaped(chat) or any(map(_is_sent, (body.tools, body.tool_choice, _format_of(body)))),
+        is_shaped=is_shaped(body) or (body.text is not None and _is_sent(body.text.format)),
         may_take_long=body.chat_template_kwargs is not UNSET,
         add_special_tokens=bool(body.add_special_tokens),
         default_max_tokens=app.model.generation_defaults.get("max_tokens"),
@@ -120,27 +112,13 @@ def check_fields(body: s.ResponsesRequest, refused: Mapping[str, Raw]) -> None:
         if name in refused and refusals.has_value(refused[name]):
             raise refusals.unsupported(name, why)
     for name, why in _NOT_HERE.items():
-        if getattr(body, name) not in (None, UNSET, False) and not (name == "n" and body.n == 1):
+        if getattr(body, name) not in (None, UNSET, False, []) and not (name == "n" and body.n == 1):
             raise refusals.unsupported(name, why)
-    wanted_usage(body)
     completion_id("resp", body, "")  # one that is sent must be an id
 
 
-def _format_of(body: s.ResponsesRequest) -> Raw | UnsetType:
-    return UNSET if body.text is None else body.text.format
-
-
 def _is_sent(raw: Raw | UnsetType) -> bool:
-    return not isinstance(raw, UnsetType) and bytes(raw) != b"null"
-
-
-def _chat_of(body: s.ResponsesRequest) -> ChatCompletionRequest:
-    """The chat, without messages, tools and format: those are translated in a thread."""
-    chat = ChatCompletionRequest(messages=[], **dict(zip(_TO_CHAT, _to_chat(body), strict=True)))
-    chat.max_completion_tokens = body.max_output_tokens
-    chat.logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
-    chat.reasoning_effort = body.reasoning.effort if body.reasoning is not None else None
-    return chat
+    return raw is not UNSET and bytes(raw) != b"null"
 
 
 class ResponseAnswer:
@@ -148,25 +126,23 @@ class ResponseAnswer:
 
     def __init__(
         self,
-        app: App,
         exchange: Exchange,
         body: s.ResponsesRequest,
-        chat: ChatCompletionRequest,
+        translation: Translation,
         reading: ChatReading,
+        names: TokenNames,
         base: s.ResponseObject,
     ) -> None:
         """`base` is the response before anything is known of its output."""
-        self._exchange, self.body, self._chat, self.reading, self.base = exchange, body, chat, reading, base
+        self._exchange, self.body, self.translation, self.reading = exchange, body, translation, reading
+        self._names, self.base = names, base
         self.id, self.created = base.id, base.created_at
-        self._names = TokenNames(app.model.tokenizer, as_ids=False)
-        self.translation = NOTHING_READ
 
     def prompts(self) -> list[Prompt]:
         """The conversation as the model reads it; called once, in a thread."""
-        self.translation = told = translated(self.body, self._chat)
-        self.body.input, self._exchange.field_names = UNSET, told.field_names
-        if told.ignored_tools:
-            self._exchange.told += ((IGNORED_TOOLS, names_told(told.ignored_tools)),)
+        self.translation.read(self.body)
+        if ignored := self.translation.ignored_tools:
+            self._exchange.told += ((IGNORED_TOOLS, names_told(ignored)),)
         return self.reading.prompts()
 
     def shape(self) -> Shape:
@@ -175,7 +151,7 @@ class ResponseAnswer:
         return shape._replace(unknown=(*shape.unknown, *told.unread), ignored=(*shape.ignored, *told.unenforced))
 
     def logprobs(self, positions: Iterable[TokenLogprobs]) -> list[Any]:
-        return [*chat_logprobs(positions, self._names, self._chat.top_logprobs or 0).content]
+        return [*chat_logprobs(positions, self._names, self.body.top_logprobs or 0).content]
 
     def whole(self, outcome: Outcome) -> bytes:
         """The stream at once, without its events."""
@@ -186,10 +162,10 @@ class ResponseAnswer:
         return encode(stream.ended())
 
     def stream(self, outcome: Outcome) -> ResponseStream:
-        self.reading.id = self.id  # of its calls, wherever the stream began
+        self.reading.id = self.base.id = self.id  # of its calls too, wherever the stream began
         terms = outcome.samples[0].request.terms
-        tier = tier_of_priority(terms.priority) if terms.tenant else "default"
-        self.base = replace(self.base, id=self.id, created_at=self.created, service_tier=tier)
+        self.base.created_at = self.created
+        self.base.service_tier = tier_of_priority(terms.priority) if terms.tenant else "default"
         return ResponseStream(self, outcome)
 
 
@@ -201,26 +177,28 @@ def event(type: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b,%b" % (type.encode(), encode({"type": type, **fields})[:-1], UNCOUNTED)
 
 
-class _Text(NamedTuple):
-    """A kind of text: types of its item and part, names of the events of both, and of the part's place."""
+class _Kind(NamedTuple):
+    """A kind of item: its type, how ids begin, names of its text's events and of the field that holds the text; of
+    texts that are a part of the item, the part's type, the names of its events and of its place too.
+    """
 
-    item: str
-    part: str
-    part_event: str
-    text_event: str
-    place: str
+    type: str
+    prefix: str
+    events: str
+    field: str
+    part: str = ""
+    part_events: str = ""
+    place: str = ""
 
 
-_TEXTS = {
-    "message": _Text("message", "output_text", "content_part", "output_text", "content_index"),
-    "thoughts": _Text("reasoning", "reasoning_text", "content_part", "reasoning_text", "content_index"),
-    "summary": _Text("reasoning", "summary_text", "reasoning_summary_part", "reasoning_summary_text", "summary_index"),
-}
-_CALLS = {  # type of a call -> prefix of its events, and the field of its text
-    "function_call": ("function_call_arguments", "arguments"),
-    "custom_tool_call": ("custom_tool_call_input", "input"),
-}
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}  # of ids
+_TEXT = ("content", "output_text", "content_part", "content_index")
+_THOUGHT = ("content", "reasoning_text", "content_part", "content_index")
+_SUMMARY = ("summary", "summary_text", "reasoning_summary_part", "summary_index")
+_MESSAGE = _Kind("message", "msg", "output_text", *_TEXT)
+_THOUGHTS = _Kind("reasoning", "rs", "reasoning_text", *_THOUGHT)
+_SUMMARISED = _Kind("reasoning", "rs", "reasoning_summary_text", *_SUMMARY)
+_CALL = _Kind("function_call", "fc", "function_call_arguments", "arguments")
+_CUSTOM_CALL = _Kind("custom_tool_call", "ctc", "custom_tool_call_input", "input")
 
 
 class ResponseStream:
@@ -233,13 +211,13 @@ class ResponseStream:
         resumed = sample.request.resumed
         # those of tokens that another replica made are not known here
         self._knows_logprobs = resumed is None or not resumed.output_token_ids
-        self._thoughts = "summary" if options.summary or options.generate_summary else "thoughts"
-        self._is_sealed = ENCRYPTED in (answer.body.include or ())
+        self._thoughts = _SUMMARISED if options.summary or options.generate_summary else _THOUGHTS
         self._items: list[dict[str, Any]] = []
         self._events: list[bytes] = []  # not written yet
-        self._open = ""  # kind of the last item, while it is open
+        self._open: _Kind | None = None  # of the last item, while it is open
         self._pieces: list[str] = []  # of its text
-        self._delta = b""  # the event of more text, up to the text
+        self._at: dict[str, Any] = {}  # its place
+        self._delta = b""  # the event of more of its text, up to the text
         self._logprobs: list[Any] = []  # of the answer, not told yet
         self._told_logprobs: list[Any] = []
         self._input = CustomInput()
@@ -249,9 +227,9 @@ class ResponseStream:
     def delta(self, sample: Sample, delta: TextDelta) -> bytes:
         if not self._has_begun:
             self._has_begun = True
-            self._events += (
-                event(f"response.{kind}", response=self._answer.base) for kind in ("created", "in_progress")
-            )
+            self._events = [
+                event(f"response.{name}", response=self._answer.base) for name in ("created", "in_progress")
+            ]
         self.read(delta, delta.logprobs or ())
         told, self._events = b"".join(self._events), []
         return told
@@ -261,21 +239,20 @@ class ResponseStream:
         return event(f"response.{ended.status}", response=ended)
 
     def ended(self) -> s.ResponseObject:
-        used = self._outcome.usage()
-        return replace(
-            self._answer.base,
-            status="incomplete" if self._is_cut else "completed",
-            incomplete_details={"reason": "max_output_tokens"} if self._is_cut else None,
-            completed_at=None if self._is_cut else int(time.time()),
-            output=self._items,
-            usage={
-                "input_tokens": used.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": used.num_cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": used.num_generated_tokens,
-                "output_tokens_details": {"reasoning_tokens": used.num_reasoning_tokens},
-                "total_tokens": used.num_prompt_tokens + used.num_generated_tokens,
-            },
-        )
+        used, response = self._outcome.usage(), self._answer.base
+        response.status, response.output = "incomplete" if self._is_cut else "completed", self._items
+        if self._is_cut:
+            response.incomplete_details = {"reason": "max_output_tokens"}
+        else:
+            response.completed_at = int(time.time())
+        response.usage = {
+            "input_tokens": used.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": used.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": used.num_generated_tokens,
+            "output_tokens_details": {"reasoning_tokens": used.num_reasoning_tokens},
+            "total_tokens": used.num_prompt_tokens + used.num_generated_tokens,
+        }
+        return response
 
     def read(self, delta: TextDelta, logprobs: Iterable[TokenLogprobs]) -> None:
         """Take more of the answer."""
@@ -283,19 +260,20 @@ class ResponseStream:
             self._logprobs += self._answer.logprobs(logprobs)
         finish = delta.finish_reason
         read = read_answer(self._reader, delta.text, delta.pieces, is_last=finish is not None)
-        if read.reasoning:
-            self._text(self._thoughts, read.reasoning)
-        if read.content:
-            self._text("message", read.content)
-        for told in joined_calls(read.calls):
+        for kind, text in ((self._thoughts, read.reasoning), (_MESSAGE, read.content)):
+            if text:
+                if self._open is not kind:
+                    self._begin_text(kind)
+                self._more(text)
+        for told in joined_calls(read.calls) if read.calls else ():
             if isinstance(told, CallBegun):
                 self._begin_call(told)
-            else:
-                self._call_text(told.text)
+            elif text := self._input.push(told.text) if self._open is _CUSTOM_CALL else told.text:
+                self._more(text)
         if finish is not None:
             self._is_cut = finish is FinishReason.LENGTH
             if not self._items:
-                self._begin_text("message")  # an answer without anything is an empty one
+                self._begin_text(_MESSAGE)  # an answer without anything is an empty one
             self._close("incomplete" if self._is_cut else "completed")
 
     def _tell(self, type: str, **fields: Any) -> None:
@@ -303,34 +281,36 @@ class ResponseStream:
         if self.tells_events:
             self._events.append(event(f"response.{type}", output_index=len(self._items) - 1, **fields))
 
-    def _begin(self, kind: str, type: str, **fields: Any) -> None:
+    def _begin(self, kind: _Kind, **fields: Any) -> None:
         self._close("completed")
         self._open, self._pieces = kind, []
-        id = f"{_PREFIXES[type]}_{self._answer.id.removeprefix('resp_')}_{len(self._items)}"
-        self._items.append({"id": id, "type": type, "status": "in_progress", **fields})
+        id = f"{kind.prefix}_{self._answer.id.removeprefix('resp_')}_{len(self._items)}"
+        self._items.append({"id": id, "type": kind.type, "status": "in_progress", **fields})
+        self._at = {"item_id": id, **({kind.place: 0} if kind.place else {})}
         self._tell("output_item.added", item=self._items[-1])
+        if self.tells_events:
+            told = {"output_index": len(self._items) - 1, **self._at, "delta": ""}
+            self._delta = event(f"response.{kind.events}.delta", **told).partition(b'"",')[0]
 
-    def _begin_text(self, kind: str) -> None:
-        text = _TEXTS[kind]
-        fields = {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
-        self._begin(kind, text.item, **fields)
-        self._tell(f"{text.part_event}.added", **self._place(text), part=_part(text.part, "", []))
+    def _begin_text(self, kind: _Kind) -> None:
+        fields: dict[str, Any] = {"role": "assistant"} if kind is _MESSAGE else {"summary": []}
+        self._begin(kind, **fields, content=[])
+        self._tell(f"{kind.part_events}.added", **self._at, part=_part(kind, "", []))
 
-    def _place(self, text: _Text) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], text.place: 0}
+    def _begin_call(self, call: CallBegun) -> None:
+        self._input = CustomInput()
+        kind = _CUSTOM_CALL if call.name in self._answer.translation.custom_tools else _CALL
+        self._begin(kind, call_id=call.id, name=call.name, **{kind.field: ""})
 
-    def _text(self, kind: str, more: str) -> None:
-        if self._open != kind:
-            self._begin_text(kind)
-            if self.tells_events:
-                text = _TEXTS[kind]
-                told = {"output_index": len(self._items) - 1, **self._place(text), "delta": ""}
-                self._delta = event(f"response.{text.text_event}.delta", **told).partition(b'"",')[0]
-        self._pieces.append(more)
+    def _more(self, text: str) -> None:
+        """More text of the item that is open."""
+        self._pieces.append(text)
         if not self.tells_events:
             return
-        logprobs = b',"logprobs":%b' % encode(self._new_logprobs()) if kind == "message" else b""
-        self._events.append(b"%b%b%b,%b" % (self._delta, encode(more), logprobs, UNCOUNTED))
+        logprobs = b"" if self._open is not _MESSAGE else b',"logprobs":[]'
+        if self._logprobs and self._open is _MESSAGE:
+            logprobs = b',"logprobs":%b' % encode(self._new_logprobs())
+        self._events.append(b"%b%b%b,%b" % (self._delta, encode(text), logprobs, UNCOUNTED))
 
     def _new_logprobs(self) -> list[Any]:
         """Those that go with more text of a message."""
@@ -338,45 +318,34 @@ class ResponseStream:
         self._told_logprobs += told
         return told
 
-    def _begin_call(self, call: CallBegun) -> None:
-        self._input = CustomInput()
-        type = "custom_tool_call" if call.name in self._answer.translation.custom_tools else "function_call"
-        self._begin(type, type, call_id=call.id, name=call.name, **{_CALLS[type][1]: ""})
-
-    def _call_text(self, arguments: str) -> None:
-        text = self._input.push(arguments) if self._open == "custom_tool_call" else arguments
-        if text:
-            self._pieces.append(text)
-            self._tell(f"{_CALLS[self._open][0]}.delta", item_id=self._items[-1]["id"], delta=text)
-
     def _close(self, status: str) -> None:
         """End the item that is open."""
-        if not self._open:
+        kind = self._open
+        if kind is None:
             return
-        kind, item, whole = self._open, self._items[-1], "".join(self._pieces)
-        self._open, item["status"] = "", status
-        if kind in _TEXTS:
-            text, more = _TEXTS[kind], dict[str, Any]()
-            if kind == "message":
+        item, whole = self._items[-1], "".join(self._pieces)
+        self._open, item["status"] = None, status
+        if kind.part:
+            more = dict[str, Any]()
+            if kind is _MESSAGE:
                 self._new_logprobs()
                 more["logprobs"] = self._told_logprobs if self._knows_logprobs else []
                 self._told_logprobs = []
-            part = _part(text.part, whole, more.get("logprobs", []))
-            self._tell(f"{text.text_event}.done", **self._place(text), text=whole, **more)
-            self._tell(f"{text.part_event}.done", **self._place(text), part=part)
-            item["summary" if kind == "summary" else "content"] = [part]
-            if kind != "message" and self._is_sealed:
+            part = _part(kind, whole, more.get("logprobs", []))
+            self._tell(f"{kind.events}.done", **self._at, text=whole, **more)
+            self._tell(f"{kind.part_events}.done", **self._at, part=part)
+            item[kind.field] = [part]
+            if kind is not _MESSAGE and ENCRYPTED in (self._answer.body.include or ()):
                 item["encrypted_content"] = sealed(whole)
         else:
-            events, field = _CALLS[kind]
-            item[field] = whole
-            self._tell(f"{events}.done", item_id=item["id"], name=item["name"], **{field: whole})
+            item[kind.field] = whole
+            self._tell(f"{kind.events}.done", **self._at, name=item["name"], **{kind.field: whole})
         self._tell("output_item.done", item=item)
 
 
-def _part(type: str, text: str, logprobs: list[Any]) -> dict[str, Any]:
-    more = {"annotations": [], "logprobs": logprobs} if type == "output_text" else {}
-    return {"type": type, "text": text, **more}
+def _part(kind: _Kind, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    more = {"annotations": [], "logprobs": logprobs} if kind is _MESSAGE else {}
+    return {"type": kind.part, "text": text, **more}
 
 
 _INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')

@@ -8,14 +8,14 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from maitred.api.dialects.openai import refusals
 from maitred.api.dialects.openai.reading import MAX_SHAPE_BYTES
-from maitred.api.dialects.openai.schemas import ChatCompletionRequest, ChatMessage, ContentPart
+from maitred.api.dialects.openai.schemas import ChatMessage, ContentPart
 from maitred.api.dialects.responses.schemas import InputItem, InputPart, ResponsesRequest
 from maitred.api.http.bodies import decode_json
 from maitred.api.http.errors import shortened
@@ -26,9 +26,10 @@ _TEXT = msgspec.json.Decoder(str)
 _ITEMS = msgspec.json.Decoder(list[InputItem])
 _encode = msgspec.json.encode
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+_CALLS = ("function_call", "custom_tool_call")
+_SAID = ("reasoning", *_CALLS)  # by the assistant
+_KINDS = ("message", *_SAID, "function_call_output", "custom_tool_call_output")
 _MADE_HERE = "maitred:"  # begins our `encrypted_content`
-
-
 _FIELD_NAMES = {  # of a chat's fields
     **dict.fromkeys(("prompt", "messages"), "input"),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
@@ -37,15 +38,16 @@ _FIELD_NAMES = {  # of a chat's fields
 }
 
 
-class Translation(NamedTuple):
-    """The parts of a body that a chat does not have, and where those that it has stand in the body."""
+@dataclass(slots=True)
+class Translation:
+    """Makes a body's items, tools and format those of a chat; knows what a chat does not have, and what stood where."""
 
-    custom_tools: frozenset[str]
-    ignored_tools: tuple[str, ...]  # types of the tools that this server does not have
-    unread: tuple[str, ...]  # fields that nothing reads
-    unenforced: tuple[str, ...]  # formats of custom tools
-    messages: Sequence[tuple[str, Sequence[str]]]  # path of each one's first item, and those of its calls
-    tools: Sequence[str]  # path of each
+    custom_tools: list[str] = field(default_factory=list)
+    ignored_tools: dict[str, None] = field(default_factory=dict)  # types that this server does not have
+    unread: dict[str, None] = field(default_factory=dict)  # fields that nothing reads
+    unenforced: list[str] = field(default_factory=list)  # formats of custom tools
+    messages: list[tuple[str, Sequence[str]]] = field(default_factory=list)  # path of each, and those of its calls
+    tools: list[str] = field(default_factory=list)  # path of each
 
     def field_names(self) -> dict[str, str]:
         """The client's names of a chat's fields."""
@@ -57,194 +59,103 @@ class Translation(NamedTuple):
                 names |= dict.fromkeys((path, f"{path}.function"), call)
         return names
 
-
-NOTHING_READ = Translation(frozenset(), (), (), (), (), ())
-
-
-def translated(body: ResponsesRequest, chat: ChatCompletionRequest) -> Translation:
-    """Fill the `chat`'s messages, tools and format with those of the body; in a thread. Raises RequestError."""
-    unread: dict[str, None] = {}
-    places: list[tuple[str, Sequence[str]]] = []
-    if body.instructions:
-        chat.messages.append(ChatMessage(role="system", content=body.instructions))
-        places.append(("instructions", ()))
-    for place, message in _messages(read_items(body.input), unread):
-        chat.messages.append(message)
-        places.append(place)
-    if body.truncation == "auto":
-        unread["truncation"] = None
-    if body.text is not None:
-        form = refusals.any_value(body.text.format, "text.format", MAX_SHAPE_BYTES)
+    def read(self, body: ResponsesRequest) -> None:
+        """Give the body a chat's messages, tools and format; in a thread. Raises RequestError."""
+        if body.instructions:
+            body.messages.append(ChatMessage(role="system", content=body.instructions))
+            self.messages.append(("instructions", ()))
+        for at, calls, message in self._messages(read_items(body.input)):
+            body.messages.append(message)
+            self.messages.append((at, calls))
+        body.input = UNSET
+        form = None if body.text is None else refusals.any_value(body.text.format, "text.format", MAX_SHAPE_BYTES)
         if isinstance(form, Mapping) and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": {name: of for name, of in form.items() if name != "type"}}
-        chat.response_format = UNSET if form is None else Raw(_encode(form))
-        if body.text.verbosity not in (None, "medium"):
-            unread["text.verbosity"] = None
-    tools = _Tools()
-    tools.read(body, chat)
-    customs, ignored, unenforced = frozenset(tools.customs), tuple(tools.ignored), tuple(tools.unenforced)
-    return Translation(customs, ignored, tuple(unread), unenforced, places, tools.places)
-
-
-def sealed(thoughts: str) -> str:
-    """Thoughts as `encrypted_content`, which a client sends back unread; nobody is kept from reading them."""
-    return _MADE_HERE + b64encode(thoughts.encode("utf-8", "replace")).decode()
-
-
-def _unsealed(sent: str) -> str:
-    """Empty for what another server made."""
-    with suppress(ValueError):
-        if sent.startswith(_MADE_HERE):
-            return b64decode(sent[len(_MADE_HERE) :], validate=True).decode()
-    return ""
-
-
-# -- the input
-
-
-def read_items(sent: Raw | UnsetType) -> list[InputItem]:
-    """Items of an input that was sent. Raises InvalidRequest."""
-    assert not isinstance(sent, UnsetType), "it was looked for"
-    raw = bytes(sent)
-    if raw[:1] == b'"':
-        return [InputItem(role="user", content=decode_json(sent, _TEXT, at="input"))]
-    if raw.count(b"{") > MAX_ITEM_BRACES:
-        raise InvalidRequest(f"input has over {MAX_ITEM_BRACES} items and parts", param="input", code="too_many_items")
-    return decode_json(sent, _ITEMS, at="input")
-
-
-@dataclass(slots=True)
-class _Turn:
-    """Items that the assistant made one after the other, which are one message of a chat."""
-
-    place: tuple[str, list[str]]
-    thoughts: list[str] = field(default_factory=list)
-    content: str | list[ContentPart] | None = None
-    calls: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def is_said(self) -> bool:
-        """Whether more thoughts or text would be another message's."""
-        return bool(self.calls) or self.content is not None
-
-    def message(self) -> tuple[tuple[str, list[str]], ChatMessage]:
-        message = ChatMessage(role="assistant", content=self.content)
-        if self.calls:
-            message.tool_calls = Raw(_encode(self.calls))
-        if self.thoughts:
-            message.reasoning_content = "\n".join(self.thoughts)
-        elif self.content is None and not self.calls:
-            message.content = ""
-        return self.place, message
-
-
-def _messages(
-    items: Sequence[InputItem], unknown: dict[str, None]
-) -> Iterator[tuple[tuple[str, list[str]], ChatMessage]]:
-    """Places and messages of the items; types that nothing reads are put into `unknown`."""
-    turn: _Turn | None = None
-    for number, item in enumerate(items):
-        at, kind = f"input[{number}]", item.type or ("message" if item.role is not None else "item_reference")
-        is_said = kind in ("reasoning", "function_call", "custom_tool_call") or item.role == "assistant"
-        is_known = is_said or kind in ("message", "function_call_output", "custom_tool_call_output")
-        if kind == "item_reference":
-            raise InvalidRequest(
-                f"{at} refers to {shortened(repr(item.id))}, which is not kept here; send the item", param=f"{at}.id"
-            )
-        if not is_known:
-            unknown[f"input.{kind[:40]}"] = None
-            continue
-        if turn is not None and (not is_said or (turn.is_said and kind in ("message", "reasoning"))):
-            yield turn.message()
-            turn = None
-        if is_said:
-            turn = turn or _Turn((at, []))
-            _say(turn, item, kind, at, unknown)
-        elif kind == "message":
-            yield (at, []), ChatMessage(role=item.role or "", content=_content(item.content, f"{at}.content"))
-        else:
-            if item.call_id is None:
-                raise InvalidRequest(f"{at}.call_id is missing: which call was answered?", param=f"{at}.call_id")
-            output = _content(item.output, f"{at}.output")
-            yield (at, []), ChatMessage(role="tool", tool_call_id=item.call_id, content=output or "")
-    if turn is not None:
-        yield turn.message()
-
-
-def _say(turn: _Turn, item: InputItem, kind: str, at: str, unknown: dict[str, None]) -> None:
-    if kind == "message":
-        turn.content = _content(item.content, f"{at}.content")
-    elif kind == "reasoning":
-        parts = (item.content if isinstance(item.content, list) else None) or item.summary or []
-        thoughts = "\n".join(part.text or "" for part in parts) or _unsealed(item.encrypted_content or "")
-        if thoughts:
-            turn.thoughts.append(thoughts)
-        elif item.encrypted_content:
-            unknown["input.reasoning.encrypted_content"] = None
-    else:
-        if item.name is None or item.call_id is None:
-            missing = "name" if item.name is None else "call_id"
-            raise InvalidRequest(f"{at}.{missing} is missing", param=f"{at}.{missing}")
-        is_custom = kind == "custom_tool_call"
-        arguments = _encode({"input": item.input or ""}).decode() if is_custom else item.arguments or "{}"
-        function = {"name": item.name, "arguments": arguments}
-        turn.place[1].append(at)
-        turn.calls.append({"id": item.call_id, "type": "function", "function": function})
-
-
-def _content(sent: str | list[InputPart] | None, at: str) -> str | list[ContentPart] | None:
-    if not isinstance(sent, list):
-        return sent
-    parts = []
-    for number, part in enumerate(sent):
-        where = f"{at}[{number}]"
-        if part.type not in _TEXT_PARTS:
-            raise refusals.unsupported_content(where, f"a part of type {shortened(repr(part.type))}")
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None:
-            raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
-        parts.append(ContentPart(type="text", text=text))
-    return parts
-
-
-# -- the tools
-
-
-@dataclass(slots=True)
-class _Tools:
-    customs: list[str] = field(default_factory=list)
-    ignored: dict[str, None] = field(default_factory=dict)
-    unenforced: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-
-    def read(self, body: ResponsesRequest, chat: ChatCompletionRequest) -> None:
-        """Give the tools and their choice to the chat."""
+        body.response_format = UNSET if form is None else Raw(_encode(form))
+        for name, is_sent in (
+            ("truncation", body.truncation == "auto"),
+            ("text.verbosity", body.text is not None and body.text.verbosity not in (None, "medium")),
+            ("stream_options", body.stream_options is not None),
+        ):
+            if is_sent:
+                self.unread[name] = None
         sent = refusals.any_value(body.tools, "tools", MAX_SHAPE_BYTES) or []
         if not isinstance(sent, list):
             raise InvalidRequest("tools must be a list", param="tools")
-        functions = {f"tools[{number}]": self._function(tool, f"tools[{number}]") for number, tool in enumerate(sent)}
-        self.places = [at for at, of in functions.items() if of]
-        if self.places:  # a chat without tools is no shaped one
-            chat.tools = Raw(_encode([{"type": "function", "function": functions[at]} for at in self.places]))
+        functions = [function for number, tool in enumerate(sent) if (function := self._function(tool, number))]
+        # a chat without tools is no shaped one
+        body.tools = Raw(_encode([{"type": "function", "function": of} for of in functions])) if functions else UNSET
         choice = _choice(refusals.any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES))
-        chat.tool_choice = UNSET if choice is None else Raw(_encode(choice))
+        body.tool_choice = UNSET if choice is None else Raw(_encode(choice))
 
-    def _function(self, tool: Any, at: str) -> dict[str, Any]:
-        """Empty for a tool that is not here."""
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
+    # -- the input
+
+    def _messages(self, items: Sequence[InputItem]) -> Iterator[tuple[str, Sequence[str], ChatMessage]]:
+        """Messages of the items, each with the path of its first one and those of its calls."""
+        turn: _Turn | None = None
+        for number, item in enumerate(items):
+            at, kind = f"input[{number}]", item.type or ("message" if item.role is not None else "item_reference")
+            is_said = kind in _SAID or item.role == "assistant"
+            if kind == "item_reference":
+                told = f"{at} refers to {shortened(repr(item.id))}, which is not kept here; send the item"
+                raise InvalidRequest(told, param=f"{at}.id")
+            if kind not in _KINDS:
+                self.unread[f"input.{kind[:40]}"] = None
+                continue
+            if turn is not None and (not is_said or (turn.is_said and kind in ("message", "reasoning"))):
+                yield turn.at, [*turn.calls], turn.message()
+                turn = None
+            if is_said:
+                turn = turn or _Turn(at)
+                self._say(turn, item, kind, at)
+            elif kind == "message":
+                yield at, (), ChatMessage(role=item.role or "", content=_content(item.content, f"{at}.content"))
+            else:
+                if item.call_id is None:
+                    raise InvalidRequest(f"{at}.call_id is missing: which call was answered?", param=f"{at}.call_id")
+                output = _content(item.output, f"{at}.output")
+                yield at, (), ChatMessage(role="tool", tool_call_id=item.call_id, content=output or "")
+        if turn is not None:
+            yield turn.at, [*turn.calls], turn.message()
+
+    def _say(self, turn: _Turn, item: InputItem, kind: str, at: str) -> None:
+        if kind == "reasoning":
+            parts = (item.content if isinstance(item.content, list) else None) or item.summary or []
+            thoughts = "\n".join(part.text or "" for part in parts) or _unsealed(item.encrypted_content or "")
+            if thoughts:
+                turn.thoughts.append(thoughts)
+            elif item.encrypted_content:
+                self.unread["input.reasoning.encrypted_content"] = None
+        elif kind in _CALLS:
+            if item.name is None or item.call_id is None:
+                missing = f"{at}.{'name' if item.name is None else 'call_id'}"
+                raise InvalidRequest(f"{missing} is missing", param=missing)
+            is_custom = kind == "custom_tool_call"
+            arguments = _encode({"input": item.input or ""}).decode() if is_custom else item.arguments or "{}"
+            function = {"name": item.name, "arguments": arguments}
+            turn.calls[at] = {"id": item.call_id, "type": "function", "function": function}
+        else:
+            turn.content = _content(item.content, f"{at}.content")
+
+    # -- the tools
+
+    def _function(self, tool: Any, number: int) -> dict[str, Any] | None:
+        """None for a tool that is not here."""
+        at, kind = f"tools[{number}]", tool.get("type") if isinstance(tool, Mapping) else None
         if not isinstance(kind, str):
             raise InvalidRequest(f"{at}.type is missing", param=f"{at}.type")
+        if kind not in ("custom", "function"):
+            self.ignored_tools[kind] = None
+            return None
+        self.tools.append(at)
         if kind == "custom":
             return self._custom(tool, at)
-        if kind == "function":
-            return {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name)}
-        self.ignored[kind] = None
-        return {}
+        return {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name)}
 
     def _custom(self, tool: Mapping[str, Any], at: str) -> dict[str, Any]:
         """A function of one text, which is bound to the tool's grammar as far as that is regular."""
         form, name = tool.get("format") or {"type": "text"}, str(tool.get("name"))
-        self.customs.append(name)
+        self.custom_tools.append(name)
         fields = form if isinstance(form, Mapping) else {}
         kind, syntax, definition = (fields.get(name) for name in ("type", "syntax", "definition"))
         text: dict[str, Any] = {"type": "string"}
@@ -262,6 +173,70 @@ class _Tools:
             )
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
         return {"name": name, "description": tool.get("description") or "", "parameters": schema}
+
+
+def sealed(thoughts: str) -> str:
+    """Thoughts as `encrypted_content`, which a client sends back unread; nobody is kept from reading them."""
+    return _MADE_HERE + b64encode(thoughts.encode("utf-8", "replace")).decode()
+
+
+def _unsealed(sent: str) -> str:
+    """Empty for what another server made."""
+    with suppress(ValueError):
+        if sent.startswith(_MADE_HERE):
+            return b64decode(sent[len(_MADE_HERE) :], validate=True).decode()
+    return ""
+
+
+def read_items(sent: Raw | UnsetType) -> list[InputItem]:
+    """Items of an input that was sent. Raises InvalidRequest."""
+    assert not isinstance(sent, UnsetType), "it was looked for"
+    raw = bytes(sent)
+    if raw[:1] == b'"':
+        return [InputItem(role="user", content=decode_json(sent, _TEXT, at="input"))]
+    if raw.count(b"{") > MAX_ITEM_BRACES:
+        raise InvalidRequest(f"input has over {MAX_ITEM_BRACES} items and parts", param="input", code="too_many_items")
+    return decode_json(sent, _ITEMS, at="input")
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Items that the assistant made one after the other, which are one message of a chat."""
+
+    at: str  # path of the first
+    thoughts: list[str] = field(default_factory=list)
+    content: str | list[ContentPart] | None = None
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)  # by their paths
+
+    @property
+    def is_said(self) -> bool:
+        """Whether more thoughts or text would be another message's."""
+        return bool(self.calls) or self.content is not None
+
+    def message(self) -> ChatMessage:
+        message = ChatMessage(role="assistant", content=self.content)
+        if self.calls:
+            message.tool_calls = Raw(_encode([*self.calls.values()]))
+        if self.thoughts:
+            message.reasoning_content = "\n".join(self.thoughts)
+        elif not self.is_said:
+            message.content = ""
+        return message
+
+
+def _content(sent: str | list[InputPart] | None, at: str) -> str | list[ContentPart] | None:
+    if not isinstance(sent, list):
+        return sent
+    parts = []
+    for number, part in enumerate(sent):
+        where = f"{at}[{number}]"
+        if part.type not in _TEXT_PARTS:
+            raise refusals.unsupported_content(where, f"a part of type {shortened(repr(part.type))}")
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
+        parts.append(ContentPart(type="text", text=text))
+    return parts
 
 
 def _choice(sent: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from maitred.api.dialects.openai.schemas import EFFORTS, AnyList, AnyObject, GenerationFields, Positive
+from maitred.api.dialects.openai.schemas import EFFORTS, AnyObject, ChatCompletionRequest, ChatMessage, Positive
 
 INPUT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 
@@ -25,30 +25,22 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(GenerationFields, kw_only=True):
-    """POST /v1/responses."""
+class ResponsesRequest(ChatCompletionRequest, kw_only=True):
+    """POST /v1/responses: a chat, whose messages, tools and format are made of the items, tools and format here."""
 
+    messages: list[ChatMessage] = msgspec.field(default_factory=list)  # not to be sent
     input: Annotated[Raw | UnsetType, Meta(extra_json_schema=INPUT_SCHEMA)] = UNSET
     instructions: str | None = None
     max_output_tokens: Positive = None
-    tools: AnyList = UNSET
-    tool_choice: Annotated[Raw | UnsetType, Meta(extra_json_schema={"type": ["string", "object", "null"]})] = UNSET
-    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
-    top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     truncation: Annotated[str | None, Meta(extra_json_schema={"enum": ["auto", "disabled", None]})] = None
-    chat_template_kwargs: AnyObject = UNSET
-    thinking_token_budget: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
     # kept by the server that the client talks to, see `stored`
     previous_response_id: str | None = None
     background: bool | None = None
     # accepted, and without effect on the answer
     max_tool_calls: int | None = None  # of the server's own tools, of which there are none
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: AnyObject = UNSET
 
 
 class InputPart(msgspec.Struct, kw_only=True):

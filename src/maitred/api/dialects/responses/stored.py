@@ -23,11 +23,11 @@ from msgspec import Raw
 from starlette.types import Message, Send
 
 from maitred.api.dialects.responses import schemas as s
-from maitred.api.dialects.responses.answers import RESPONSES, UNCOUNTED, check_fields, decoder
+from maitred.api.dialects.responses.answers import RESPONSES, UNCOUNTED, check_fields, decoder, event
 from maitred.api.dialects.responses.reading import read_items
 from maitred.api.http.bodies import decode_json
 from maitred.api.http.errors import http_error, shortened
-from maitred.api.http.exchange import CONNECTION, JSON_HEADERS, EventStream, Exchange, Header
+from maitred.api.http.exchange import CONNECTION, JSON_HEADERS, EventStream, Exchange
 from maitred.api.http.in_flight import WatchedWork
 from maitred.api.http.logs import ERRORS
 from maitred.api.http.routes import GENERATION_ERRORS, Route
@@ -43,7 +43,6 @@ _FINAL = frozenset(f"response.{status}" for status in ("completed", "incomplete"
 _BROKE_OFF: Mapping[str, Any] = {"message": "the answer broke off", "type": "server_error"}
 _CODES = {"server_error": "server_error", "rate_limit_error": "rate_limit_exceeded"}  # by the type of an error
 _NUMBER = re.compile(rb'"sequence_number": ?\d+')  # within a text its quotes would be escaped
-_SPECIAL = re.compile(rb'"response": ?\{|^data: ?\{ ?"error"', re.MULTILINE)
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _LIST = msgspec.json.Decoder(list[Raw])
 _encode = msgspec.json.encode
@@ -269,44 +268,44 @@ class KeptResponse:
         self.has_left = True
         self.grew.set()
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Pass on an ASGI message of the answer, after what must be stored before it."""
+        body = message.get("body", b"")
+        is_plain = self._is_stream and self._head is None and message.get("more_body", False)
+        if not (is_plain and body.endswith(UNCOUNTED) and b'"response":{' not in body):
+            return self._pass_on(message)
+        message["body"] = self._counted(body)  # what a token brings
+        return self._send(message)
+
+    async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
             self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
-            if message["status"] == 200 and not self._is_stream and (self._is_stored or self._patch):
-                self._head = message
-                return
-            if self._is_stream:  # its length is not known before the events are counted
-                message = {**message, "headers": _without_length(message)}
-        elif self._head is not None:
-            self._body += message.get("body", b"")
-            if message.get("more_body", False):
+            self._head = message
+            return
+        body, is_last = message.get("body", b""), not message.get("more_body", False)
+        if not self._is_stream:
+            self._body += body
+            if not is_last:
                 return
             body = await self._whole(self._body)
-            headers = [*_without_length(self._head), (b"content-length", b"%d" % len(body))]
-            await self._send({**self._head, "headers": headers})
-            message = {**message, "body": body}
-        elif self._is_stream:
-            is_last = not message.get("more_body", False)
-            message = {**message, "body": await self._counted(message.get("body", b""), is_last=is_last)}
-        await self._send(message)
+        else:
+            body = b"".join([await self._event(text) for text in body.split(b"\n\n") if text])
+            if is_last and not self.is_over:
+                body += await self.failed(_BROKE_OFF)
+        if self._head is not None:
+            headers = [header for header in self._head["headers"] if header[0] != b"content-length"]
+            length = [] if self._is_stream else [(b"content-length", b"%d" % len(body))]
+            await self._send({**self._head, "headers": headers + length})
+            self._head = None
+        await self._send({**message, "body": body})
 
     async def _whole(self, body: bytes) -> bytes:
-        if _decode_stored(body).output is None:
+        assert self._head is not None, "it comes before the body"
+        if self._head["status"] != 200 or (told := _decode_stored(body)).output is None:
             return body
+        self.id = told.id
         return await self._final(_encode(_FIELDS.decode(body) | self._patch) if self._patch else body)
-
-    async def _counted(self, piece: bytes, *, is_last: bool) -> bytes:
-        """Whole events with their sequence numbers."""
-        if piece.endswith(UNCOUNTED) and piece.count(b"\n\n") == 1 and piece.find(b".delta\n", 0, 64) > 0:
-            return b"%b%b}\n\n" % (piece[: -len(UNCOUNTED)], self._number())
-        if not is_last and _SPECIAL.search(piece) is None:
-            return _NUMBER.sub(self._number, piece)
-        told = [await self._event(text) for text in piece.split(b"\n\n") if text]
-        if is_last and not self.is_over:
-            told.append(await self.failed(_BROKE_OFF))
-        return b"".join(told)
 
     def _number(self, _: object = None) -> bytes:
         self._num_events += 1
@@ -322,22 +321,26 @@ class KeptResponse:
             return await self.failed(told.error)
         if told.response is None:
             return _NUMBER.sub(self._number, text) + b"\n\n"
+        response = _encode(told.response | self._patch)
         if told.type in _FINAL:
-            return self._response_event(told.type, await self._final(_encode(told.response | self._patch)))
+            return self._response_event(told.type, await self._final(response))
         is_repeated = told.type == "response.created" and bool(self.response)  # it was told as it was queued
-        self.response = _encode(told.response | self._patch)
-        if told.type == "response.created" and not is_repeated and self._is_stored:
-            self.id = _decode_stored(self.response).id
+        self.response = response
+        if self._is_stored and not self.id:
+            self.id = _decode_stored(response).id
             self.enter()
-        return b"" if is_repeated else self._response_event(told.type, self.response)
+        return b"" if is_repeated else self._response_event(told.type, response)
+
+    def _counted(self, events: bytes) -> bytes:
+        """Events of ours with their numbers."""
+        *texts, _ = events.split(UNCOUNTED)
+        return b"".join([b"%b%b}\n\n" % (text, self._number()) for text in texts])
 
     def _response_event(self, type: str, response: bytes) -> bytes:
-        named = type.encode()
-        return b'event: %b\ndata: {"type":"%b","response":%b,%b}\n\n' % (named, named, response, self._number())
+        return self._counted(event(type, response=Raw(response)))
 
     async def _final(self, response: bytes) -> bytes:
         """The response at its end, stored. Where that fails, it says of itself that it is not."""
-        self.id = self.id or _decode_stored(response).id
         if self._is_stored and not self.is_deleted:
             try:
                 items = None if self._items is None else bytes(self._items)
@@ -354,8 +357,8 @@ class KeptResponse:
         """End the response by an `error` as OpenAI's bodies have it; gives the event that tells of it."""
         code, message = _CODES.get(str(error.get("type")), "invalid_prompt"), str(error.get("message"))
         if not self.response:
-            told = {"type": "error", "code": error.get("code") or code, "message": message, "param": error.get("param")}
-            return b"event: error\ndata: %b,%b}\n\n" % (_encode(told)[:-1], self._number())
+            code = error.get("code") or code
+            return self._counted(event("error", code=code, message=message, param=error.get("param")))
         fields: dict[str, Any] = {**_FIELDS.decode(self.response), "status": status}
         if status == "failed":
             fields["error"] = {"code": code, "message": message}
@@ -372,12 +375,9 @@ class KeptResponse:
         self._log(b"".join(self._response_event(f"response.{kind}", self.response) for kind in ("created", "queued")))
 
     async def _logged(self, message: Message) -> None:
-        """Keep the events of an ASGI message, or the error that is in place of them."""
-        body = message.get("body", b"")
-        if self._is_stream:
-            self._log(body)
-        elif message["type"] == "http.response.body":
-            self._body += body
+        """Keep the events of an ASGI message."""
+        if self._is_stream and message["type"] == "http.response.body":
+            self._log(message["body"])
 
     def _log(self, told: bytes) -> None:
         self.events += [text + b"\n\n" for text in told.split(b"\n\n") if text and not text.startswith(b":")]
@@ -467,10 +467,6 @@ async def _in_background(
         await exchange.answer(kept.response, 200, JSON_HEADERS)
 
 
-def _without_length(message: Message) -> list[Header]:
-    return [header for header in message["headers"] if header[0] != b"content-length"]
-
-
 async def _never() -> Message:
     await asyncio.Event().wait()
     raise AssertionError("nobody sets it")
@@ -483,12 +479,16 @@ async def show(service: Service, exchange: Exchange) -> None:
     """GET a response, its events, or the items that it was asked with."""
     id, _, more = exchange.parameter.partition("/")
     shelf = TenantResponses(service, exchange)
-    told, after = await shelf.find(id), exchange.query_number("starting_after", -1, 2**53, -1)
+    told, asked, after = await shelf.find(id), exchange.query, exchange.query_number("starting_after", -1, 2**53, -1)
     if more == "input_items":
-        await exchange.answer_json(_page([_listed(*item, id) for item in enumerate(await shelf.items(id))], exchange))
+        listed, order = [_listed(*item, id) for item in enumerate(await shelf.items(id))], asked.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest(f"order is {shortened(repr(order))}; it must be asc or desc", param="order")
+        page = exchange.page(listed if order == "asc" else listed[::-1], "after", most=100)
+        await exchange.answer_json({"object": "list", **page})
     elif more:
         raise RouteNotFound(f"a response has no {shortened(repr(more))}; it has input_items")
-    elif exchange.query.get("stream") != "true":
+    elif asked.get("stream") != "true":
         await exchange.answer(told, 200, JSON_HEADERS)
     elif not _decode_stored(told).background:
         text = "only a response that was made with background: true can be streamed again"
@@ -538,21 +538,6 @@ def _listed(number: int, raw: Raw, id: str) -> dict[str, Any]:
         part = {"type": "output_text", "annotations": []} if told.role == "assistant" else {"type": "input_text"}
         item["content"] = [{**part, "text": told.content}]
     return item
-
-
-def _page(items: list[dict[str, Any]], exchange: Exchange) -> dict[str, Any]:
-    asked, limit = exchange.query, exchange.query_number("limit", 1, 100, 20)
-    order = asked.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order is {shortened(repr(order))}; it must be asc or desc", param="order")
-    listed = items if order == "asc" else items[::-1]
-    ids = [item["id"] for item in listed]
-    if "after" in asked and asked["after"] not in ids:
-        raise InvalidRequest(f"after is {shortened(repr(asked['after']))}, which is no item here", param="after")
-    start = ids.index(asked["after"]) + 1 if "after" in asked else 0
-    ends = ids[start : start + limit] or [None]
-    page = {"object": "list", "data": listed[start : start + limit], "first_id": ends[0], "last_id": ends[-1]}
-    return {**page, "has_more": len(ids) > start + limit}
 
 
 _PAGE: dict[str, dict[str, Any]] = {
