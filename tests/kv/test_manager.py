@@ -36,6 +36,17 @@ def test_a_block_that_nobody_can_find_again_is_handed_out_before_those_that_can_
     assert pool.free_blocks == (3, 2, 0, 1)
 
 
+def test_a_block_that_background_requests_alone_had_is_handed_out_before_others_that_can_be_hit():
+    pool = BlockPool(4, kept={0, 1, 2})
+    pool.take(4)
+    pool.share(1)
+    pool.release(0)
+    pool.release(1)
+    for block in (3, 2, 1):
+        pool.release(block, background=True)
+    assert pool.free_blocks == (3, 2, 0, 1)
+
+
 def test_a_shared_block_is_free_only_when_its_last_holder_lets_go():
     pool = BlockPool(2)
     (block,) = pool.take(1)

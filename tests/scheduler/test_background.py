@@ -45,6 +45,13 @@ def test_nothing_joins_a_step_of_others_before_steps_of_its_size_are_measured() 
     assert names(run.step()) == {"chat", "night"}
 
 
+def test_a_measurement_that_is_too_long_lets_nothing_join_behind_it() -> None:
+    run = Run(make_scheduler(), make_request("chat", max_tokens=40), make_request("night", background=True))
+    run.scheduler.set_step_costs(CostModel(steps=(Knot(1, 0.010), Knot(4, 0.010), Knot(17, 0.026))))
+    run.step()
+    assert names(run.step()) == {"chat"}, "no row more for nothing where 16 take 16 ms"
+
+
 def test_a_prompt_joins_with_as_many_tokens_as_the_slack_has_room_for_and_decoding_goes_before_it() -> None:
     run = Run(make_scheduler(batch_slack=0.25), make_request("chat", max_tokens=60))
     run.scheduler.set_step_costs(PER_TOKEN)

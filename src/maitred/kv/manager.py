@@ -17,16 +17,19 @@ from maitred.kv.prefix_cache import BlockHasher, Changes, PrefixCache
 
 
 class BlockPool:
-    """Reference counts of all blocks, and the free blocks as a queue: the first is handed out next.
+    """Reference counts of all blocks, and the free blocks as two queues: the first of the first is handed out next.
 
     `kept` names the blocks whose contents can still be found by prefix. Such a block, once free, goes to the end of the
-    queue (least recently used is evicted first); a block that can no longer be found goes to the front.
+    second queue (least recently used is evicted first), or of the first where none but background requests had it; a
+    block that can no longer be found goes to the very front.
     """
 
     def __init__(self, num_blocks: int, kept: Container[int] = ()) -> None:
         self.ref_counts = [0] * num_blocks  # read by the manager's hot paths; written here only
         self._kept = kept
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._first: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._last: OrderedDict[int, None] = OrderedDict()
+        self._used: set[int] = set()  # by others than background requests, since they were handed out
 
     @property
     def num_blocks(self) -> int:
@@ -34,47 +37,56 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._first) + len(self._last)
 
     @property
     def num_used(self) -> int:
         """Blocks held by at least one request."""
-        return len(self.ref_counts) - len(self._free)
+        return len(self.ref_counts) - self.num_free
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
         """Free blocks in the order in which they will be handed out."""
-        return tuple(self._free)
+        return (*self._first, *self._last)
 
     def take(self, count: int) -> list[int]:
         """`count` free blocks, held once each. The caller has checked `num_free`."""
-        free, ref_counts = self._free, self.ref_counts
-        taken = [free.popitem(last=False)[0] for _ in range(count)]
+        first, last = self._first, self._last
+        taken = [(first or last).popitem(last=False)[0] for _ in range(count)]
         for block in taken:
-            ref_counts[block] = 1
+            self.ref_counts[block] = 1
+        self._used.difference_update(taken)
         return taken
 
     def share(self, block: int) -> None:
         """Add a holder of a block that is in use, or is free but still has its contents."""
         if self.ref_counts[block] == 0:
-            del self._free[block]
+            del (self._first if block in self._first else self._last)[block]
         self.ref_counts[block] += 1
 
-    def release(self, block: int) -> None:
+    def release(self, block: int, *, background: bool = False) -> None:
         """Remove one holder; the last one puts the block among the free."""
         remaining = self.ref_counts[block] - 1
         assert remaining >= 0, f"block {block} released more often than it was held"
         self.ref_counts[block] = remaining
+        if not background:
+            self._used.add(block)
         if remaining == 0:
-            self._free[block] = None
+            (self._last if block in self._used else self._first)[block] = None
             if block not in self._kept:
-                self._free.move_to_end(block, last=False)
+                self.put_first(block)
+
+    def put_first(self, block: int) -> None:
+        """Hand out a free block next."""
+        self._last.pop(block, None)
+        self._first[block] = None
+        self._first.move_to_end(block, last=False)
 
     def check_invariants(self) -> None:
         """Assert that a block is free exactly when it has no holder."""
         assert all(count >= 0 for count in self.ref_counts)
         unheld = {block for block, count in enumerate(self.ref_counts) if count == 0}
-        assert unheld == set(self._free), f"lost or doubly owned blocks: {unheld ^ set(self._free)}"
+        assert sorted(unheld) == sorted(self.free_blocks), f"lost or doubly owned: {unheld ^ {*self.free_blocks}}"
 
 
 class HostBlockPool:
@@ -377,7 +389,7 @@ class KVCacheManager:
 
     def free(self, request: RequestState) -> None:
         """Gives back all blocks."""
-        self._release(request.block_table)
+        self._release(request.block_table, background=request.background)
         request.block_table = []
         request.num_computed_tokens = 0
 
@@ -426,10 +438,10 @@ class KVCacheManager:
         """Release what `hold` gave."""
         self._release(blocks)
 
-    def _release(self, blocks: Sequence[int]) -> None:
+    def _release(self, blocks: Sequence[int], *, background: bool = False) -> None:
         """Release blocks, the last first, so that a chain is evicted from its end."""
         for block in reversed(blocks):
-            self._pool.release(block)
+            self._pool.release(block, background=background)
 
     def _num_needed_for(self, hit: PrefixHit, num_tokens: int) -> int:
         """Free pages that `_fill` takes."""

@@ -165,8 +165,8 @@ class PagedBlockPool(BlockPool):
                 del self._free_pages[page]
         super().share(block)
 
-    def release(self, block: int) -> None:
-        super().release(block)
+    def release(self, block: int, *, background: bool = False) -> None:
+        super().release(block)  # what is short is pages, and their queue knows no classes
         if self.ref_counts[block] == 0:
             if block in self._kept:
                 self._free_pages.update(dict.fromkeys(self.pages[0].get(block, ())))
@@ -198,7 +198,7 @@ class PagedBlockPool(BlockPool):
         """The block is findable no more: if it is free, it has nothing of worth."""
         if self.ref_counts[block] == 0:
             self._discard(block)
-            self._free.move_to_end(block, last=False)
+            self.put_first(block)
 
     def _take_pages(self, count: int) -> tuple[int, ...]:
         """The caller has checked `num_free_pages`."""

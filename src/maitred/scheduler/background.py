@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from maitred.core.cost_model import CostModel, StepShape, shape_of
+from maitred.core.cost_model import CostModel, Knot, StepShape, between, shape_of
 from maitred.core.request import RequestState
 from maitred.core.step import ScheduledRow
 from maitred.scheduler.planning import (
@@ -32,6 +33,7 @@ from maitred.scheduler.state import Background, SchedulerState
 ALONE_S = 0.03  # modelled length of a step without others: what comes meanwhile waits for its end
 SHORTEST = 2.0  # the same in steps of one token, where those take longer: one more row costs little there
 FEW_TOKENS = 4  # least measured step that tells what one token takes; larger ones say nothing of it
+LEAST_SPAN = 16  # tokens over which the growth of a step is looked at
 LEAST_CHUNK = 16  # tokens of a prompt in a step of its own, whatever they take
 ONE_TOKEN = StepShape(rows=1, decode_tokens=1, context_tokens=1, samples=1, groups=1)
 
@@ -73,7 +75,18 @@ def allowance(costs: CostModel | None, slack: float, others: Sequence[ScheduledR
     shape = shape_of(others)
     if costs is None or (costs.steps and (len(costs.steps) < 2 or costs.steps[0].size > shape.tokens)):
         return Allowance(0.0, None)
-    return Allowance((1.0 + slack) * costs.step_s(shape), costs)
+    return Allowance((1.0 + slack) * costs.step_s(shape), _even(costs, shape.tokens))
+
+
+def _even(costs: CostModel, size: int) -> CostModel:
+    """Return costs by which steps of `size` tokens grow evenly up to twice as many: neighbouring measurements differ by
+    less than their noise, and rows would join for nothing behind one that is too long.
+    """
+    end, knots = max(2 * size, size + LEAST_SPAN), costs.steps
+    if not knots:
+        return costs
+    line = (Knot(size, between(knots, size)), Knot(end, between(knots, end)))
+    return replace(costs, steps=(*line, *(knot for knot in knots if knot.size > end)))
 
 
 def join(state: SchedulerState, builder: PlanBuilder) -> None:
